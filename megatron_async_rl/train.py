@@ -26,6 +26,7 @@ from megatron_async_rl.plan.fit import memory_ran_out
 from megatron_async_rl.plan.layout import PLANNED_DEVICE
 from megatron_async_rl.policy.anomaly import FILE as ANOMALIES
 from megatron_async_rl.policy.background import Background
+from megatron_async_rl.policy.model import DTYPES
 from megatron_async_rl.policy.parallel import Layout, initialise
 from megatron_async_rl.policy.policy import Policy
 from megatron_async_rl.watchdog import watch
@@ -62,15 +63,22 @@ def train(config: Config, layout: Layout, rank0: OtherRank, writing: Background)
             anomalies=directory / ANOMALIES,
         )
         rank0.memory = policy.memory
-        exporter = WeightExporter(policy.model.bridge, policy.model.chunks)
+        own = config.engine_dtype == config.model.dtype
+        exporter = WeightExporter(
+            policy.model.bridge,
+            policy.model.chunks,
+            dtype=None if own else DTYPES[config.engine_dtype],
+        )
         rank0.stage_from(exporter)
         resumed = policy.load(directory / "checkpoint")
         version = 0 if resumed is None else int(resumed["version"])
         rank0.begin(version, resumed, oldest=policy.references.oldest(version))
     saved = version if resumed is not None else -1
+    due = False
 
     def save() -> None:
-        nonlocal saved
+        nonlocal saved, due
+        due = False
         if saved != version:
             state, files = rank0.state()
             with watch.phase("saving a checkpoint", quiet_s(config)):
@@ -78,7 +86,10 @@ def train(config: Config, layout: Layout, rank0: OtherRank, writing: Background)
                     directory / "checkpoint",
                     version,
                     state,
-                    keep=config.checkpoint.keep,
+                    # Weights without a finite step may be at fault: what is older stays.
+                    keep=None if policy.untried else config.checkpoint.keep,
+                    # No step was made from the new ones so far; from the last ones there was.
+                    proven=saved if saved >= 0 else None,
                     files=files,
                     background=writing if config.checkpoint.asynchronous else None,
                 )
@@ -104,7 +115,10 @@ def train(config: Config, layout: Layout, rank0: OtherRank, writing: Background)
         rank0.publish(version)
         rank0.evaluate(policy.mean_loss)
         rank0.log(batch, metrics)
-        if config.checkpoint.every and version % config.checkpoint.every == 0:
+        policy.require_finite_steps(ended=version == config.run.steps)
+        due |= bool(config.checkpoint.every) and version % config.checkpoint.every == 0
+        # One that is due during steps that are not finite waits for the next that is.
+        if due and not policy.untried:
             save()
     save()
     with watch.phase("writing the last checkpoint", quiet_s(config)):
@@ -115,9 +129,11 @@ def train(config: Config, layout: Layout, rank0: OtherRank, writing: Background)
 
     rank0.say("exporting", "Hugging Face checkpoint")
     with watch.phase("exporting the model", quiet_s(config)):
-        export_hf(exporter, config.model.path, directory / "hf")
+        files = WeightExporter(policy.model.bridge, policy.model.chunks)
+        export_hf(files, config.model.path, directory / "hf")
         export_adapter(policy.model, directory / "adapter")
-    rank0.say("finished")
+    lost = policy.step.nonfinite
+    rank0.say("finished", f"{lost} optimizer steps were not finite" if lost else "")
 
 
 def quiet_s(config: Config) -> float:

@@ -13,12 +13,13 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_async_rl.config.settings_model import Strict, bare_name, or_plug_in
+from megatron_async_rl.config.ratios import Ratio, ReadsRatios
+from megatron_async_rl.config.settings_model import bare_name, or_plug_in
 
 Discount = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
-class AdvantageSettings(Strict):
+class AdvantageSettings(ReadsRatios):
     """The class attributes are facts about the estimator, for config/rules.py."""
 
     method: ClassVar[Any] = None
@@ -112,7 +113,15 @@ class OtbAdvantage(AdvantageSettings):
     """Weights also hold the square of min(pi_prox / pi_behavior, cap), as correction `tis` of this
     level multiplies the loss by it; null: they do not."""
     cap: PositiveFloat = 2.0
-    """Of the importance weight; as that of the correction."""
+    """Largest importance weight; as that of the correction."""
+
+    @property
+    def ratios(self) -> frozenset[Ratio]:
+        return frozenset({"prox/mu"} if self.importance is not None else ())
+
+    @property
+    def multiplies_over_response(self) -> bool:
+        return self.importance == "sequence"
 
 
 class OpobAdvantage(AdvantageSettings):
@@ -131,6 +140,15 @@ class OpobAdvantage(AdvantageSettings):
     what they do."""
     normalize_std: bool = False
     """Divide by the group's standard deviation of rewards + 1e-6."""
+
+    @property
+    def ratios(self) -> frozenset[Ratio]:
+        # `exact` measures the loss with its corrections, which declare their own ratios.
+        return frozenset({"pi/mu"} if self.mode == "cheap" else ())
+
+    @property
+    def multiplies_over_response(self) -> bool:
+        return self.mode == "cheap"
 
 
 class PartialReturnAdvantage(AdvantageSettings):

@@ -15,13 +15,14 @@ from pydantic import (
     model_validator,
 )
 
+from megatron_async_rl.config.ratios import Ratio, ReadsRatios
 from megatron_async_rl.config.settings_model import Strict, bare_name, or_plug_in
 
 Cosine = Annotated[float, Field(gt=-1.0, lt=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
-class ControlSettings(Strict):
+class ControlSettings(ReadsRatios):
     """The class attributes are facts about the control, for config/rules.py."""
 
     method: ClassVar[Any] = None
@@ -39,10 +40,14 @@ class ControlSettings(Strict):
     judges_alignment: ClassVar[bool] = False
     """Is GAC, or does what it does by other means."""
     needs_sampled: ClassVar[bool] = False
-    """Looks at pi / mu, which given responses do not have."""
+    """Reads pi / mu, whatever its settings; given responses have none."""
     needs_past_weights: ClassVar[bool] = False
     """Looks at the weights that sampled the batch; `objective.snapshots` versions of them are
     kept."""
+
+    @property
+    def ratios(self) -> frozenset[Ratio]:
+        return frozenset({"pi/mu"} if self.needs_sampled else ())
 
     @property
     def fresh_steps(self) -> int:
@@ -195,6 +200,10 @@ class EssLrControl(ControlSettings):
     cap: PositiveFloat = 8.0
     """Largest sequence weight with `use_truncated`."""
 
+    @property
+    def multiplies_over_response(self) -> bool:
+        return True
+
 
 class DisplacementControl(ControlSettings):
     """Experimental, this project's own: takes from the optimizer's update what points the way that
@@ -211,6 +220,10 @@ class DisplacementControl(ControlSettings):
     tolerated_kl: Annotated[float, Field(ge=0.0)] = 0.0
     """Divergence from the policy that sampled, `ratio/kl_k2`, up to which nothing is removed; above
     it the share 1 - tolerated_kl / divergence is. 0: always all of it."""
+
+    @property
+    def ratios(self) -> frozenset[Ratio]:
+        return frozenset({"pi/mu"} if self.tolerated_kl > 0.0 else ())
 
 
 Control = Annotated[

@@ -14,10 +14,11 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_async_rl.config.settings_model import Strict, bare_name, or_plug_in
+from megatron_async_rl.config.ratios import Ratio, ReadsRatios
+from megatron_async_rl.config.settings_model import bare_name, or_plug_in
 
 
-class CorrectionSettings(Strict):
+class CorrectionSettings(ReadsRatios):
     """The class attributes are facts about the correction, for config/rules.py."""
 
     method: ClassVar[Any] = None
@@ -41,6 +42,19 @@ class CorrectionSettings(Strict):
         """True when tokens of one sequence may get different factors."""
         return False
 
+    @property
+    def ratios(self) -> frozenset[Ratio]:
+        found: set[Ratio] = set()
+        if self.compares_prox_with_behavior:
+            found.add("prox/mu")
+        if self.compares_current_with_prox:
+            found.add("pi/prox")
+        return frozenset(found)
+
+    @property
+    def weighs_each_token(self) -> bool:
+        return self.per_token
+
 
 class TisCorrection(CorrectionSettings):
     """Truncated importance sampling: min(rho, cap), rho = pi_prox / pi_behavior."""
@@ -58,6 +72,10 @@ class TisCorrection(CorrectionSettings):
     @property
     def per_token(self) -> bool:
         return self.level == "token"
+
+    @property
+    def multiplies_over_response(self) -> bool:
+        return self.level == "sequence"
 
 
 class IcepopCorrection(CorrectionSettings):
@@ -79,6 +97,10 @@ class IcepopCorrection(CorrectionSettings):
     @property
     def per_token(self) -> bool:
         return self.level == "token"
+
+    @property
+    def multiplies_over_response(self) -> bool:
+        return self.level == "sequence"
 
     @model_validator(mode="after")
     def _ordered(self) -> IcepopCorrection:
@@ -109,6 +131,10 @@ class RejectCorrection(CorrectionSettings):
     @property
     def per_token(self) -> bool:
         return self.level == "token"
+
+    @property
+    def multiplies_over_response(self) -> bool:
+        return self.level in ("sequence_sum", "sequence_product")
 
     @model_validator(mode="after")
     def _an_interval_of_the_statistic(self) -> RejectCorrection:

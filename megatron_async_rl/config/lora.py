@@ -48,12 +48,28 @@ class LoraConfig(Strict):
     policies and the engines' weights have none, so above 0 the ratio pi / pi_prox is not 1 at a
     batch's first step and the policy gradient is that of another model than the one that sampled;
     masks differ between parallel layouts."""
+    merge: Literal["model", "float32"] = "model"
+    """Precision of the weights, adapters merged in, that engines load. `model`: model.dtype; in
+    bfloat16 rounding loses nearly all of a product that is still small. `float32`: the exact sum, in
+    engines that compute in float32 (twice the bytes per weight and cached token, and slower)."""
 
 
 def lora_conflicts(config: Config) -> Iterator[str]:
     """Reasons why adapters do not fit the run; none: they do."""
     if config.policy.lora is None:
         return
+    if config.policy.lora.merge == "float32":
+        if config.model.dtype == "float32":
+            yield (
+                "policy.lora.merge: float32 keeps what bfloat16 would round away, and model.dtype is"
+                " float32 already; remove it"
+            )
+        if config.rollout is not None and config.rollout.quantised:
+            yield (
+                "policy.lora.merge: float32 has engines compute in float32, and"
+                f" rollout.vllm.quantization: {config.rollout.vllm['quantization']} quantises their"
+                " weights from bfloat16; remove one of the two"
+            )
     reference = config.objective.reference
     if reference is not None and reference.path is not None:
         yield (

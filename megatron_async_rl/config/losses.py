@@ -14,14 +14,15 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_async_rl.config.settings_model import Strict, bare_name, or_plug_in
+from megatron_async_rl.config.ratios import Ratio, ReadsRatios
+from megatron_async_rl.config.settings_model import bare_name, or_plug_in
 
 Aggregation = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "seq-mean"
 ]
 
 
-class LossSettings(Strict):
+class LossSettings(ReadsRatios):
     """The class attributes are facts about the loss, for config/rules.py and objectives/."""
 
     method: ClassVar[Any] = None
@@ -51,6 +52,15 @@ class LossSettings(Strict):
     """Needs at least two responses per prompt."""
     whole_group_of_one_version: ClassVar[bool] = False
     """The loss is defined for groups that one weight version sampled."""
+
+    @property
+    def ratios(self) -> frozenset[Ratio]:
+        found: set[Ratio] = set()
+        if self.against_behavior:
+            found.add("pi/mu")
+        if self.uses_proximal:
+            found.add("pi/prox")
+        return frozenset(found)
 
     @property
     def level(self) -> Literal["token", "sequence"]:
@@ -184,6 +194,10 @@ class ToprLoss(LossSettings):
 
     name: Literal["topr"] = "topr"
 
+    @property
+    def multiplies_over_response(self) -> bool:
+        return True
+
 
 class TrajectoryBalanceLoss(LossSettings):
     """(log Z + sum(logp - logp_ref) - R / beta)^2 per sequence, log Z the group's mean estimate
@@ -245,6 +259,10 @@ class VespoLoss(LossSettings):
     """k where A <= 0."""
     lambda_neg: NonNegativeFloat = 2.0
     """lambda where A <= 0."""
+
+    @property
+    def multiplies_over_response(self) -> bool:
+        return True
 
 
 class GipoLoss(LossSettings):

@@ -11,21 +11,53 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from megatron_async_rl.config.advantages import Advantage, GrpoAdvantage, NoAdvantage
 from megatron_async_rl.config.corrections import Correction
 from megatron_async_rl.config.losses import Aggregation, Loss, PpoClipLoss
+from megatron_async_rl.config.ratios import Ratio, ReadsRatios
 from megatron_async_rl.config.rules import objective_conflicts
 from megatron_async_rl.config.settings_model import Strict
 
 Proximal = Literal["behavior", "recompute", "loglinear", "ewma", "snapshot"]
 
 
-class KlConfig(Strict):
-    """A penalty on leaving the reference policy (estimators: joschu.net/blog/kl-approx.html)."""
+class KlConfig(ReadsRatios):
+    """A penalty on leaving the reference policy (estimators: joschu.net/blog/kl-approx.html).
+    docs/objectives.md has the gradient of each estimator."""
 
     coef: PositiveFloat
     """Factor of the penalty."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Per token, with l = log pi/pi_ref: k1 = l; k2 = l^2 / 2; k3 = exp(-l) - 1 + l."""
     where: Literal["loss", "reward"] = "loss"
-    """Added to the loss, with gradient; or taken from the reward of each token, without."""
+    """Added to the loss, with gradient; or taken from the reward of each token, without. k1 goes
+    with `reward` alone: its gradient in the loss is 0 in the mean."""
+    weight: Literal["none", "truncated"] = "none"
+    """`truncated`: each token's estimate is multiplied by min(w, cap), w = pi / mu without gradient,
+    since stale tokens were not sampled by the policy whose divergence is estimated. `none`: it is
+    not, as in released code."""
+    cap: PositiveFloat = 2.0
+    """Largest weight of `weight: truncated`."""
+
+    @property
+    def ratios(self) -> frozenset[Ratio]:
+        return frozenset({"pi/mu"} if self.weight == "truncated" else ())
+
+    @property
+    def weighs_each_token(self) -> bool:
+        return True
+
+    @model_validator(mode="after")
+    def _pulls_towards_the_reference(self) -> KlConfig:
+        if self.estimator == "k1" and self.where == "loss":
+            raise ValueError(
+                "estimator: k1 in the loss does not pull towards the reference: its gradient, that"
+                " of log pi, is 0 in the mean, whatever the reference is; set where: reward, or"
+                " estimator: k2 (the gradient of KL(pi || ref)) or k3 (that of KL(ref || pi))"
+            )
+        if self.weight == "none" and self.cap != type(self).model_fields["cap"].default:
+            raise ValueError(
+                f"cap: {self.cap:g} bounds the weights of weight: truncated, and weight is none; set"
+                " weight: truncated, or remove cap"
+            )
+        return self
 
 
 class ReferenceConfig(Strict):

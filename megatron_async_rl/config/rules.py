@@ -40,6 +40,11 @@ def objective_conflicts(objective: ObjectiveConfig) -> Iterator[str]:
         )
     yield from _advantage(objective)
     yield from _corrections(objective)
+    if loss.name == "sft" and objective.kl is not None and objective.kl.ratios:
+        yield (
+            "kl.weight: truncated weighs by pi / pi_behavior, and loss: sft learns from given"
+            " responses, which no policy sampled; set kl.weight: none"
+        )
     if loss.uses_reference and objective.reference is None:
         yield (
             f"loss: {loss.name} compares with a reference policy: add `reference: {{}}` (the run's"

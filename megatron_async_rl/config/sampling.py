@@ -23,6 +23,7 @@ from pydantic import (
 
 from megatron_async_rl.config.data import FileConfig
 from megatron_async_rl.config.problem import shipped
+from megatron_async_rl.config.ratios import ReadsRatios, engine_ratios
 from megatron_async_rl.config.settings_model import Strict
 
 if TYPE_CHECKING:
@@ -359,39 +360,69 @@ def sampling_conflicts(config: Config) -> Iterator[str]:
     )
     name = sampling.renormalised[0].partition(":")[0]
     off = f"set {name}: {_shown(SamplingConfig.model_fields[name].default)}"
-    if objective.loss.uses_proximal and objective.proximal in ("behavior", "loglinear"):
+    for key, method, told in _readers(config):
+        if not method.weighs_each_token and engine_ratios(method, objective.proximal):
+            yield f"{what} {key} {told.format(off=off)}"
+
+
+def _readers(config: Config) -> Iterator[tuple[str, ReadsRatios, str]]:
+    """(key, method, why it must not read a ratio of the engines' log-probs and what to do) of every
+    part of the objective and of every control."""
+    objective = config.objective
+    loss, proximal = objective.loss, objective.proximal
+    if loss.uses_proximal and engine_ratios(loss, proximal) == {"pi/prox"}:
         yield (
-            f"{what} objective.proximal: {objective.proximal} takes the engines' log-probs for the"
-            " trainer's: a ratio would not be 1 where nothing changed, and clipping would act on"
-            f" the difference; set objective.proximal: recompute, or {off}"
+            f"objective.proximal: {proximal}",
+            loss,
+            "takes the engines' log-probs for the trainer's: a ratio would not be 1 where nothing"
+            " changed, and clipping would act on the difference; set objective.proximal:"
+            " recompute, or {off}",
         )
-    if objective.loss.against_behavior:
+    else:
         yield (
-            f"{what} objective.loss: {objective.loss.name} holds pi / pi_behavior with the engines'"
-            " log-probs: its ratio would not be 1 where nothing changed; set a loss that does not,"
-            f" such as ppo_clip with objective.proximal: recompute, or {off}"
+            f"objective.loss: {loss.name}",
+            loss,
+            "holds pi / pi_behavior with the engines' log-probs: its ratio would not be 1 where"
+            " nothing changed; set a loss that does not, such as ppo_clip with objective.proximal:"
+            " recompute, or {off}",
         )
+    yield (
+        f"objective.advantage: {objective.advantage.name}",
+        objective.advantage,
+        "weighs responses by the engines' log-probs: the difference would decide the baseline, more"
+        " so for longer responses; set an advantage that does not, such as rloo, or {off}",
+    )
     for correction in objective.corrections:
-        if not correction.per_token:
-            yield (
-                f"{what} correction {correction.name} multiplies or averages the difference over a"
-                " whole response: its weight would fall with the length; give it level: token,"
-                f" or {off}"
+        if "pi/prox" in correction.ratios:
+            told = (
+                f"compares with objective.proximal: {proximal}, which holds the engines' log-probs:"
+                " it would act on the difference; set objective.proximal: recompute with several"
+                " optimizer steps per batch, or {off}"
             )
+        else:
+            told = (
+                "multiplies or averages the difference over a whole response: its weight would fall"
+                " with the length; give it level: token, or {off}"
+            )
+        yield f"correction {correction.name}", correction, told
     for control in config.controls:
-        if control.needs_sampled:
-            yield (
-                f"{what} controls: {control.name} takes pi / pi_behavior for staleness: it would"
-                f" act on the difference; remove it, or {off}"
-            )
+        yield (
+            f"controls: {control.name}",
+            control,
+            "takes pi / pi_behavior for staleness: it would act on the difference; remove it, or"
+            " {off}",
+        )
 
 
 def sampling_warnings(config: Config) -> list[str]:
     """Notes on training's sampling, for a reader of the metrics."""
     if config.rollout is None or not config.rollout.sampling.renormalised:
         return []
-    weighed = [one.name for one in config.objective.corrections]
-    also = f", and so do the weights of corrections {weighed}" if weighed else ""
+    objective = config.objective
+    weighed = [f"correction {one.name}" for one in objective.corrections if one.weighs_each_token]
+    if objective.kl is not None and engine_ratios(objective.kl, objective.proximal):
+        weighed.append("kl")
+    also = f", and so do the weights of {' and '.join(weighed)}" if weighed else ""
     return [
         f"rollout.sampling: {', '.join(config.rollout.sampling.renormalised)}: engines report"
         " log-probs of the distribution they draw from, and the trainer's are of the whole softmax,"

@@ -194,10 +194,15 @@ class PolicyConfig(Strict):
     weights it begins with; for several optimizer steps per batch. Only the choice is replayed; the
     experts' weights are the router's own, with gradient. A reference policy chooses for itself."""
     on_anomaly: Literal["report", "skip"] = "report"
-    """A gradient norm over 20 times the median of the last 50 steps is logged and kept in
+    """A gradient norm over 20 times the median of the last 50 steps, and over
+    policy.optimizer.clip_grad (null: over the largest median so far), is logged and kept in
     RUN/anomalies.jsonl, with the parameter that holds most of it and the samples that made it, for
     which the batch's gradient is taken about twice more. Then the step goes on (`report`, clipped
     as ever) or not (`skip`)."""
+    max_nonfinite_steps: PositiveInt = 5
+    """Optimizer steps in a row whose loss or gradient is infinite or not a number, after which the
+    run fails. None of them changes a weight; RUN/anomalies.jsonl names the samples that made them.
+    Checkpoints wait for the next finite step, so the last good one stays."""
 
     @property
     def row_multiple(self) -> int:
@@ -441,7 +446,8 @@ class CheckpointConfig(Strict):
     every: NonNegativeInt = 100
     """Steps; 0 saves only at the end and when stopped."""
     keep: PositiveInt = 2
-    """Newest checkpoints that stay."""
+    """Newest checkpoints that stay. With 1 the one before it stays too, until the next is written:
+    no step has shown yet that the newest one's weights are good."""
     asynchronous: bool = True
     """Training goes on while a checkpoint is written. Its state is copied first: each rank needs
     host memory for a copy of what it writes, which `mar plan` counts."""
@@ -526,6 +532,12 @@ class Config(Strict):
     @property
     def supervised(self) -> bool:
         return self.objective.loss.name == "sft"
+
+    @property
+    def engine_dtype(self) -> Literal["float32", "bfloat16"]:
+        """Precision that the engines of a run load weights and compute in."""
+        lora = self.policy.lora
+        return "float32" if lora is not None and lora.merge == "float32" else self.model.dtype
 
     @property
     def eval_sets(self) -> list[EvalSet]:

@@ -51,16 +51,16 @@ class Displacement(Control):
                 metrics={"displacement/cosine": cosine, "displacement/removed": 0.0}
             )
         target = component_left(cosine, self.settings.target, self.settings.c_low)
-        left = cosine - self._share(update.kl) * (cosine - target)
+        left = cosine - self._share(update) * (cosine - target)
         return UpdateCorrection(
             along=(left - cosine) * math.sqrt(norm / distance),
             length=math.sqrt(max(0.0, 1.0 - cosine * cosine) + left * left),
             metrics={"displacement/cosine": cosine, "displacement/removed": cosine - left},
         )
 
-    def _share(self, kl: float) -> float:
-        """Part of the component to be taken away that is, in [0, 1]."""
+    def _share(self, update: UpdateView) -> float:
+        """Share of the component that is removed, in [0, 1]."""
         tolerated = self.settings.tolerated_kl
         if tolerated == 0.0:
             return 1.0
-        return max(0.0, 1.0 - tolerated / kl) if kl > 0.0 else 0.0
+        return max(0.0, 1.0 - tolerated / update.kl) if update.kl > 0.0 else 0.0

@@ -311,7 +311,7 @@ def controller_spec(
         EngineSpec(
             index=index,
             model_path=config.model.path,
-            dtype=config.model.dtype,
+            dtype=config.engine_dtype,
             rollout=rollout,
             seed=config.run.seed,
             device="cuda" if device_type == "cuda" else "cpu",

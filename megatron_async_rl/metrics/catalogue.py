@@ -131,7 +131,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "policy/grad_anomaly": Metric(
                 "factor",
                 "Gradient norm before the controls over the median of the last 50 steps; absent"
-                " unless it is more than 20. What made it is in `anomalies.jsonl`.",
+                " unless it is more than 20 and the norm is above clip_grad. What made it is in"
+                " `anomalies.jsonl`.",
                 steps="largest",
             ),
             "policy/lr": Metric("per step", "Learning rate of the scheduler."),
@@ -155,7 +156,10 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
                 " was empty). Of several steps the share that was not made.",
             ),
             "policy/nonfinite": Metric(
-                "steps", "Skipped so far because the loss or the gradient was not finite.", "total"
+                "steps",
+                "Skipped so far because the loss or the gradient was not finite;"
+                " policy.max_nonfinite_steps of them in a row end the run.",
+                "total",
             ),
             "policy/entropy": Metric(
                 "nats per token",

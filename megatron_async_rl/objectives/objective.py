@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from megatron_async_rl.objectives.aggregate import Denominators, aggregate
-from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch, TokenLoss
+from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
 from megatron_async_rl.objectives.method import Column
 from megatron_async_rl.objectives.off_policy import (
     columns_for_proximal,
@@ -42,9 +42,9 @@ from megatron_async_rl.objectives.targets import (
     whole_batch,
 )
 from megatron_async_rl.objectives.terms import (
-    kl_estimate,
     kl_penalty,
     shaped_rewards,
+    token_kl,
     token_rewards,
     value_loss,
     value_metrics,
@@ -192,10 +192,7 @@ class Objective:
         """(name, factor, [N] values with gradient) of what is added to the loss."""
         config, found = self.config, []
         if config.kl is not None and config.kl.where == "loss":
-            log_ratio = (batch.logp - batch.require("logp_ref")).clamp(
-                -LOG_RATIO_BOUND, LOG_RATIO_BOUND
-            )
-            found.append(("kl", config.kl.coef, kl_estimate(log_ratio, config.kl.estimator)))
+            found.append(("kl", config.kl.coef, token_kl(batch, config.kl)))
         if config.entropy_bonus:
             found.append(("entropy", -config.entropy_bonus, batch.require("entropy")))
         if config.value is not None:

@@ -45,8 +45,20 @@ def kl_penalty(batch: TokenBatch, kl: KlConfig | None) -> Tensor:
     else 0."""
     if kl is None or kl.where != "reward":
         return torch.zeros_like(batch.mask)
+    return kl.coef * token_kl(batch, kl) * batch.mask
+
+
+def token_kl(batch: TokenBatch, kl: KlConfig) -> Tensor:
+    """[N]: the estimate of each token, with gradient where `logp` has one.
+
+    With `weight: truncated` it is multiplied by sg(min(w, cap)), w = pi / mu: an expectation under
+    pi from tokens of mu. Log-ratios are clamped to +-LOG_RATIO_BOUND.
+    """
     log_ratio = (batch.logp - batch.require("logp_ref")).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    return kl.coef * kl_estimate(log_ratio, kl.estimator) * batch.mask
+    estimate = kl_estimate(log_ratio, kl.estimator)
+    if kl.weight == "none":
+        return estimate
+    return estimate * batch.log_weight().detach().exp().clamp(max=kl.cap)
 
 
 def token_rewards(batch: TokenBatch, penalty: Tensor) -> Tensor:
@@ -83,8 +95,9 @@ def kl_estimate(log_ratio: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tens
 
     [N] from l = log(pi / pi_ref), [N]: k1 = l, k2 = l^2 / 2, k3 = exp(-l) - 1 + l.
 
-    k1 and k3 are unbiased in value, k2 and k3 are never negative. As a loss, only k2's gradient is
-    that of the KL divergence on average (k1's is 0 on average).
+    Under samples of pi, k1 and k3 are unbiased in value, and k2 and k3 are never negative. As a
+    loss, the mean gradient of k1 is 0, that of k2 is the gradient of KL(pi || pi_ref), and that of
+    k3 is the gradient of KL(pi_ref || pi).
     """
     if estimator == "k1":
         return log_ratio

@@ -23,6 +23,11 @@ def value_bytes(config: Config) -> int:
     return 2 if config.model.dtype == "bfloat16" else FLOAT32
 
 
+def engine_bytes(config: Config) -> int:
+    """Bytes of a number in the engines: of weights that are not quantised, and of their cache."""
+    return 2 if config.engine_dtype == "bfloat16" else FLOAT32
+
+
 def activations(
     config: Config,
     shape: ModelShape,

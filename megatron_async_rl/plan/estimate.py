@@ -31,7 +31,7 @@ from megatron_async_rl.config.corrections import (
 )
 from megatron_async_rl.config.flow import ExactLag
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.plan.activations import value_bytes
+from megatron_async_rl.plan.activations import engine_bytes
 from megatron_async_rl.plan.batch import Batch
 from megatron_async_rl.plan.layers import fp8_layers
 from megatron_async_rl.plan.layout import (
@@ -235,10 +235,11 @@ def estimate(
     if chip is None:
         name = machine.gpus[0].name if machine.gpus else "no GPU"
         return f"not known: {name} is none of {', '.join(CHIPS)} (--gpus NUMBER --gpu NAME)"
-    if config.model.dtype == "float32":
-        return "not known: no speed is assumed of float32 products (model.dtype: float32)"
+    if config.engine_dtype == "float32":
+        key = "model.dtype" if config.model.dtype == "float32" else "policy.lora.merge"
+        return f"not known: no speed is assumed of float32 products ({key}: float32)"
 
-    version, elsewhere = shape.parameters * value_bytes(config), engines_elsewhere(config, machine)
+    version, elsewhere = shape.parameters * engine_bytes(config), engines_elsewhere(config, machine)
     lent = config.weights.transport == "cuda_ipc"
     # A version that is lent is read once for its digests, and then bucket by bucket.
     reads_s = version / (config.policy.parallel.ranks * READ_SHARE * chip.memory_rate)
@@ -346,7 +347,7 @@ def _decoding(
     that it samples of them."""
     rollout = config.rollout
     assert rollout is not None
-    own = value_bytes(config)
+    own = engine_bytes(config)
     cached = (batch.prompt + batch.response / 2) * shape.kv_values_per_token * own
     room = rollout.gpu_memory_utilization * machine.gpus[0].memory * rollout.workers
     most = max(1.0, (room - engine_memory(config, shape, on_gpu=True).kept) / cached)

@@ -15,6 +15,7 @@ from megatron_async_rl.config.schema import Config, RolloutConfig
 from megatron_async_rl.plan.activations import (
     FLOAT32,
     activations,
+    engine_bytes,
     layer_activations,
     layers_in_flight,
     value_bytes,
@@ -318,26 +319,26 @@ def largest_parameter(shape: ModelShape, tensor: int) -> int:
 def product_bytes(config: Config) -> int:
     """Bytes that an engine keeps of a number of its layers' matrices."""
     quantised = config.rollout is not None and config.rollout.quantised
-    return 1 if quantised else value_bytes(config)
+    return 1 if quantised else engine_bytes(config)
 
 
 def engine_memory(config: Config, shape: ModelShape, *, on_gpu: bool) -> EngineMemory:
     rollout = config.rollout
     if rollout is None:
         raise ValueError("a supervised run has no engines")
-    per_token = shape.kv_values_per_token * value_bytes(config)
+    per_token = shape.kv_values_per_token * engine_bytes(config)
     cache = None if on_gpu else int(rollout.kv_cache_gib * GIB)
     tokens = None if cache is None else cache // per_token
     largest = max(shape.vocabulary, shape.intermediate, shape.heads * shape.head_dim)
     products = shape.layer_sharded + shape.layer_experts
-    table = shape.vocabulary * shape.hidden * value_bytes(config)
+    table = shape.vocabulary * shape.hidden * engine_bytes(config)
     return EngineMemory(
-        weights=shape.parameters * value_bytes(config),
+        weights=shape.parameters * engine_bytes(config),
         layers=shape.layers,
-        layer=products * product_bytes(config) + shape.layer_replicated * value_bytes(config),
-        embedding=table + shape.hidden * value_bytes(config),
+        layer=products * product_bytes(config) + shape.layer_replicated * engine_bytes(config),
+        embedding=table + shape.hidden * engine_bytes(config),
         output=0 if shape.tied else table,
-        largest=largest * shape.hidden * value_bytes(config),
+        largest=largest * shape.hidden * engine_bytes(config),
         cache=cache,
         cache_tokens=tokens,
         bytes_per_token=per_token,

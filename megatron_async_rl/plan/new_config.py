@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron_async_rl.config.environment import AGENTS, TOOLS
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError, DataError, Problem, shipped
+from megatron_async_rl.config.ratios import LONG_RESPONSE
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import YamlFault, parse_value
 from megatron_async_rl.data.hub import located
@@ -33,7 +34,7 @@ STYLES: Mapping[str, tuple[str, str]] = {
 objective:
   loss: reinforce
   proximal: recompute
-  corrections: [{{name: tis, level: sequence, cap: 2.0}}]
+  corrections: [{{name: tis, level: {level}, cap: 2.0}}]
   snapshots: 3                   # the largest lag + 1
 controls: [{{name: displacement, tolerated_kl: 0.02}}]
 """,
@@ -213,6 +214,7 @@ def _text(
     folder = out.resolve().parent
     prompts, group = (PROMPTS, GROUP) if answers.gpus else (8, 8)
     tokens = min(1024 if answers.gpus else 64, longest)
+    level = "token" if tokens > LONG_RESPONSE else "sequence"
     columns = answers.columns
     environment = answers.reward.environment
     if chat and environment is not None and environment not in AGENTS:  # those write messages
@@ -230,7 +232,7 @@ model: {{path: {_scalar(_path(answers.model, folder))}, dtype: {"bfloat16" if an
 data:
   train: {_scalar(_path(answers.data, folder))}
 {columns}{own}  # eval: held_out.jsonl         # the same fields; then `eval: {{every: 20}}` measures during the run
-{method.format(prompts=prompts, group=group)}rollout:
+{method.format(prompts=prompts, group=group, level=level)}rollout:
 {rollout}  sampling: {{temperature: 1.0, max_tokens: {tokens}}}
 {answers.reward.lines(chat=chat)}policy:
 {policy}  optimizer: {{lr: {"1.0e-6" if answers.gpus else "1.0e-5"}, warmup_steps: 5}}

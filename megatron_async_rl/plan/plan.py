@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_async_rl.config.problem import Problem, UserError
+from megatron_async_rl.config.ratios import length_warnings
 from megatron_async_rl.config.sampling import sampling_warnings
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.colocated import Phase
@@ -122,7 +123,7 @@ def make_plan(
         too_large, notes, peaks = gpu_memory(config, machine, engine, ranks_of)
         found += too_large
     notes += spread_notes(config, device, machine)
-    notes += fp8_warnings(config, machine) + sampling_warnings(config)
+    notes += fp8_warnings(config, machine) + sampling_warnings(config) + length_warnings(config)
     notes += host_notes(config, machine, device, ranks, engine)
     if engine is not None:
         notes += shared_memory_notes(config, engine, machine, longest)

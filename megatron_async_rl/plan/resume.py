@@ -51,6 +51,7 @@ ALLOWED = (
     # The same moments, elsewhere; steps differ by rounding from those of a fused Adam.
     "policy.optimizer.moment_offload",
     "policy.on_anomaly",
+    "policy.max_nonfinite_steps",
     # Where and how fast it runs. A checkpoint loads on any parallel layout.
     "policy.parallel",
     "policy.device",

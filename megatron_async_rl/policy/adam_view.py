@@ -124,8 +124,9 @@ def masters_of(optimizer: MegatronOptimizer) -> list[nn.Parameter]:
 
 @dataclass(frozen=True)
 class TakenStep:
-    """The settings of the last optimizer step, the controls' factors included. norm: of what Adam
-    added to the parameters, where it was measured."""
+    """The settings of the last optimizer step. lr: the learning rate that Adam was given, with the
+    controls' factors and the correction of its bias (bias_correction.py). norm: of what Adam added
+    to the parameters, where it was measured."""
 
     lr: float
     beta1: float
@@ -166,8 +167,9 @@ class AdamView:
         )
 
     def last_update(self) -> Sequence[Tensor] | None:
-        """-lr / (1 - beta1^n) m / (sqrt(v / (1 - beta2^n)) + eps), with the n-th step's own lr and
-        beta1 (arXiv 1412.6980). Of moments in bfloat16, as they were rounded after it."""
+        """-lr / (1 - beta1^n) m / (sqrt(v / (1 - beta2^n)) + eps), with the n-th step's own beta1
+        and the lr that Adam was given for it (arXiv 1412.6980). Moments in bfloat16 are read as
+        they were rounded after the step."""
         if self._last is None:
             return None
         return _Computed(

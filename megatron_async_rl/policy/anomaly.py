@@ -1,8 +1,15 @@
-"""A gradient far outside the run's own history: how it is noticed, and what it is traced to.
+"""Gradients far outside the run's own history, and steps that are not finite: how they are
+noticed, and what they are traced to.
 
-    anomaly      |g| > 20 times the median of the last 50 steps' norms, before the controls
-    parameter    the one that holds most of |g|^2, over all ranks' shards
-    samples      the smallest part of the batch found whose gradient is at least half as long as g
+    anomaly      |g| > 20 times the median of the last 50 steps' norms, before the controls, and
+                 above the norm that gradients are clipped to: a run that has learned its data has
+                 a median near 0, and noise of any size is many times that. Without clipping, |g|
+                 above the largest median the run has had
+    not finite   the loss or |g| is infinite or not a number; the step is not taken
+    parameter    the one that holds most of |g|^2, over all ranks' shards; of a gradient that is
+                 not finite, the first one whose gradient is not
+    samples      the smallest part of the batch found whose gradient is at least half as long as g,
+                 or is not finite; samples whose own loss is not finite need no search
 
 A gradient is the sum of its samples', so one of two halves of a batch holds at least half of it;
 the longer half is halved again while it still does. One culprit is named after as many halvings as
@@ -30,6 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_async_rl.gradients import dot, squared_norm
 from megatron_async_rl.policy.adam_view import gradients_of
@@ -71,12 +79,32 @@ class Spike:
     median: float
 
 
+@dataclass(frozen=True)
+class NotFinite:
+    """A step that was not taken. loss: the batch's. norm: of its gradient."""
+
+    loss: float
+    norm: float
+
+
 class NormHistory:
     """Norms of the last WINDOW gradients, anomalous ones too: when all are, they are the run's
-    own."""
+    own.
 
-    def __init__(self, values: Iterable[float] = ()) -> None:
+    clip: the norm that gradients are clipped to; null where they are not. largest_median: of the
+    run so far.
+    """
+
+    def __init__(
+        self,
+        values: Iterable[float] = (),
+        *,
+        clip: float | None = None,
+        largest_median: float = 0.0,
+    ) -> None:
         self._values = deque(values, maxlen=WINDOW)
+        self.clip = clip
+        self.largest_median = largest_median
 
     @property
     def values(self) -> list[float]:
@@ -86,12 +114,23 @@ class NormHistory:
         if len(self._values) < ENOUGH:
             return None
         median = statistics.median(self._values)
-        return Spike(norm, median) if norm > FACTOR * median else None
+        # Clipping to a longer norm leaves the gradient as it is: nothing was far outside.
+        ordinary = self.clip if self.clip is not None else self.largest_median
+        return Spike(norm, median) if norm > max(FACTOR * median, ordinary) else None
 
     def add(self, norm: float) -> None:
         """A batch that teaches nothing has a gradient of 0, which is not how long gradients are."""
         if norm > 0.0:
             self._values.append(norm)
+            if len(self._values) >= ENOUGH:
+                self.largest_median = max(self.largest_median, statistics.median(self._values))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values, "largest_median": self.largest_median}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._values = deque(state["values"], maxlen=WINDOW)
+        self.largest_median = state["largest_median"]
 
 
 class AnomalyReport:
@@ -116,7 +155,7 @@ class AnomalyReport:
 
     def write(
         self,
-        spike: Spike,
+        found: Spike | NotFinite,
         gradients: Gradients,
         *,
         step: int,
@@ -124,13 +163,38 @@ class AnomalyReport:
         rows: Sequence[Sequence[int]],
         build: Callable[[tuple[int, ...]], MicroBatch],
         consume: Consume,
-    ) -> None:
-        """Collective over the world.
+        losses: Sequence[float] = (),
+    ) -> list[str]:
+        """Ids of the samples that the step is traced to; empty where no file is written. Collective
+        over the world.
 
         rows: of `samples`, those of each of this rank's micro-batches. build, consume: a
-        micro-batch of such rows, and its part of the step's loss.
+        micro-batch of such rows, and its part of the step's loss. losses: of each of `samples`, its
+        part of the step's, the same on every rank.
         """
         squares = self._squares_of_parameters(gradients)
+        if isinstance(found, Spike):
+            facts = self._of_spike(found, squares, step)
+        else:
+            facts = self._of_not_finite(found, squares, step)
+        if self._file is None:
+            return []
+        culprits = [row for row, loss in enumerate(losses) if not math.isfinite(loss)]
+        if isinstance(found, Spike) or not culprits:
+            culprits = list(self._culprits(found.norm, len(samples), rows, build, consume))
+        # The named ones alone: all of a batch, with their tokens, may not fit beside the model.
+        named = sorted(set(culprits) & {row for own in rows for row in own})
+        whole = len(culprits) <= WHOLE
+        told = self._gathered({row: _told(samples, row, whole=whole) for row in named})
+        record = {"step": step, **facts, "samples": [told[row] for row in culprits]}
+        ids = [str(told[row]["id"]) for row in culprits]
+        if self._layout.rank == 0:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+            log.warning("step %d: made by %s; see %s", step, named_ids(ids), self._file)
+        return ids
+
+    def _of_spike(self, spike: Spike, squares: Mapping[str, float], step: int) -> dict[str, Any]:
         parameter = max(squares, key=lambda name: squares[name])
         share = squares[parameter] / sum(squares.values())
         if self._layout.rank == 0:
@@ -144,25 +208,34 @@ class AnomalyReport:
                 100.0 * share,
                 parameter,
             )
-        if self._file is None:
-            return
-        found = self._culprits(spike, len(samples), rows, build, consume)
-        # The named ones alone: all of a batch, with their tokens, may not fit beside the model.
-        named = sorted(set(found) & {row for own in rows for row in own})
-        whole = len(found) <= WHOLE
-        told = self._gathered({row: _told(samples, row, whole=whole) for row in named})
-        record = {
-            "step": step,
+        return {
             "norm": spike.norm,
             "median": spike.median,
             "parameter": parameter,
             "share": share,
-            "samples": [told[row] for row in found],
         }
+
+    def _of_not_finite(
+        self, found: NotFinite, squares: Mapping[str, float], step: int
+    ) -> dict[str, Any]:
+        parameters = [name for name, square in squares.items() if not math.isfinite(square)]
         if self._layout.rank == 0:
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-            log.warning("step %d: made by %s; see %s", step, _ids(record), self._file)
+            log.warning(
+                "step %d was not taken: its loss is %s and its gradient norm %s; gradients of %d of"
+                " %d parameters are not finite",
+                step,
+                found.loss,
+                found.norm,
+                len(parameters),
+                len(squares),
+            )
+        # Text, because JSON has no number for them.
+        return {
+            "loss": _number_or_text(found.loss),
+            "norm": _number_or_text(found.norm),
+            "parameter": parameters[0] if parameters else None,
+            "parameters": len(parameters),
+        }
 
     def _squares_of_parameters(self, gradients: Gradients) -> dict[str, float]:
         """Name in the whole model -> |g|^2 of that parameter, the same on every rank."""
@@ -185,40 +258,55 @@ class AnomalyReport:
 
     def _culprits(
         self,
-        spike: Spike,
+        norm: float,
         count: int,
         rows: Sequence[Sequence[int]],
         build: Callable[[tuple[int, ...]], MicroBatch],
         consume: Consume,
     ) -> Sequence[int]:
-        buffers = gradient_buffers(self._schedule.chunks)
-        saved = [buffer.to("cpu", copy=True) for buffer in buffers]
-
-        def norm_of(part: Sequence[int]) -> float:
-            # The number of micro-batches stays, which ranks with experts or stages of one another
-            # must agree on; one without samples is a single masked token.
-            kept = [tuple(row for row in own if row in set(part)) for own in rows]
-            self._optimizer.zero_grad()
-            self._schedule.forward_backward([build(own) for own in kept], consume)
-            self._optimizer.prepare_grads()
-            return math.sqrt(squared_norm(gradients_of(self._optimizer, self._layout)))
-
+        saved = [buffer.to("cpu", copy=True) for buffer in self._buffers()]
+        enough = MOST * norm if math.isfinite(norm) else math.inf
         found: Sequence[int] = range(count)
         while len(found) > 1:
             middle = len(found) // 2
-            longest, half = max(
-                ((norm_of(half), half) for half in (found[:middle], found[middle:])),
-                key=lambda each: each[0],
-            )
-            if not longest >= MOST * spike.norm:
+            norms = [
+                (self._norm_of(half, rows, build, consume), half)
+                for half in (found[:middle], found[middle:])
+            ]
+            longest, half = max(norms, key=lambda each: each[0])
+            # Two halves that are not finite are not the fault of a few samples.
+            if not longest >= enough or all(math.isinf(each) for each, _ in norms):
                 break
             found = half
+        self._restored(saved)
+        return found
 
+    def _norm_of(
+        self,
+        part: Sequence[int],
+        rows: Sequence[Sequence[int]],
+        build: Callable[[tuple[int, ...]], MicroBatch],
+        consume: Consume,
+    ) -> float:
+        """Norm of the gradient that a part of the batch makes; infinite where it is not finite."""
+        # The number of micro-batches stays, which ranks with experts or stages of one another must
+        # agree on; one without samples is a single masked token.
+        kept = [tuple(row for row in own if row in set(part)) for own in rows]
         self._optimizer.zero_grad()
-        for buffer, before in zip(buffers, saved, strict=True):
+        self._schedule.forward_backward([build(own) for own in kept], consume)
+        self._optimizer.prepare_grads()
+        square = squared_norm(gradients_of(self._optimizer, self._layout))
+        return math.sqrt(square) if math.isfinite(square) else math.inf
+
+    def _buffers(self) -> list[Tensor]:
+        return gradient_buffers(self._schedule.chunks)
+
+    def _restored(self, saved: Sequence[Tensor]) -> None:
+        """Puts back what the gradient buffers held."""
+        self._optimizer.zero_grad()
+        for buffer, before in zip(self._buffers(), saved, strict=True):
             buffer.copy_(before)
         self._optimizer.prepare_grads()
-        return found
 
     def _gathered(self, own: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         return {row: told for part in self._of_all_ranks(own) for row, told in part.items()}
@@ -251,7 +339,11 @@ def _told(samples: RankBatch, row: int, *, whole: bool) -> dict[str, Any]:
     }
 
 
-def _ids(record: Mapping[str, Any]) -> str:
-    ids = [sample["id"] for sample in record["samples"]]
+def named_ids(ids: Sequence[str]) -> str:
+    """The first few, and how many more there are."""
     shown = ", ".join(ids[:4])
     return shown if len(ids) <= 4 else f"{shown} and {len(ids) - 4} others together"
+
+
+def _number_or_text(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

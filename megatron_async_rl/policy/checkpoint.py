@@ -38,7 +38,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,12 +109,13 @@ def save(
     state: Mapping[str, Any],
     parameter_state: Mapping[str, Sliced],
     layout: Layout,
-    keep: int,
+    keep: int | None,
+    proven: int | None = None,
     files: Mapping[str, bytes] | None = None,
     background: Background | None = None,
 ) -> Path:
-    """Saves step `step` and keeps the newest `keep` checkpoints. Collective over the world; returns
-    the checkpoint.
+    """Saves step `step` and keeps the newest `keep` checkpoints, null all, and that of step
+    `proven`. Collective over the world; returns the checkpoint.
 
     state: rank 0's is saved; numbers, text, tensors and containers of them (TypeError otherwise).
     parameter_state: slices by name; the same names on every rank.
@@ -125,7 +126,7 @@ def save(
     """
     if background is not None:
         background.finish()
-    final = directory / f"step_{step:08d}"
+    final = directory / _name(step)
     unfinished = directory / f"unfinished_step_{step:08d}"
     payload = _serialised(state)
     rank_payload = _serialised({"rng": _rng_state(layout), "fp8": delayed_state(model.chunks)})
@@ -149,6 +150,9 @@ def save(
             # A step_N that `latest` does not name is from a run that died between the two renames.
             if leftover.exists():
                 shutil.rmtree(leftover)
+        # Room for the new one. What `latest` names stays until it names the new one.
+        latest = newest(directory)
+        remove_old(directory, keep, {_name(proven), "" if latest is None else latest.name})
         (unfinished / "sharded").mkdir(parents=True)
 
     def commit() -> None:
@@ -164,9 +168,7 @@ def save(
         _sync(pointer)
         os.replace(pointer, directory / LATEST)
         _sync(directory)
-        for old in sorted(directory.glob("step_*"))[:-keep]:
-            if old != final:
-                shutil.rmtree(old)
+        remove_old(directory, keep, {final.name, _name(proven)})
 
     def write(content: Content) -> None:
         with _cleared_on_failure(unfinished):
@@ -188,6 +190,18 @@ def save(
     else:
         write(content)
     return final
+
+
+def _name(step: int | None) -> str:
+    """Folder of a step's checkpoint."""
+    return "" if step is None else f"step_{step:08d}"
+
+
+def remove_old(directory: Path, keep: int | None, stay: Collection[str]) -> None:
+    """Delete all but the newest `keep` checkpoints, null none, and those named in `stay`."""
+    for old in sorted(directory.glob("step_*"))[:-keep] if keep is not None else ():
+        if old.name not in stay:
+            shutil.rmtree(old)
 
 
 @contextlib.contextmanager

@@ -140,14 +140,15 @@ class Adapted(nn.Module):
         return F.linear(inputs, adapter.lora_A) * self.scale
 
     @torch.no_grad()
-    def merged_weight(self) -> Tensor:
-        """W + alpha / rank B A of this rank's shard, computed in float32, in W's dtype."""
+    def merged_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """W + alpha / rank B A of this rank's shard, computed in float32, in `dtype`; null: in
+        W's."""
         products = {
             name: (adapter.lora_B.float() @ adapter.lora_A.float()).t()
             for name, adapter in self.adapters.items()
         }
         added = self.rows.fused(products).t()
-        return added.mul_(self.scale).add_(self.weight).to(self.weight.dtype)
+        return added.mul_(self.scale).add_(self.weight).to(dtype or self.weight.dtype)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
@@ -290,10 +291,10 @@ def initialise(bridge: PolicyBridge, chunks: Sequence[nn.Module], seed: int) -> 
     model_parallel_cuda_manual_seed(((seed << 16) + layout.rank // layout.tp_size) % 2**62)
 
 
-def weight_of(chunk: nn.Module, name: str) -> Tensor:
-    """A parameter of the chunk as engines and files get it: with its adapters merged into it.
-    Without adapters the parameter itself."""
+def weight_of(chunk: nn.Module, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    """A parameter of the chunk as engines and files get it: with its adapters merged into it, in
+    `dtype`; null: in its own. Without adapters the parameter itself."""
     layer = chunk.get_submodule(name.rpartition(".")[0])
     if isinstance(layer, Adapted) and name.endswith(".weight"):
-        return layer.merged_weight()
+        return layer.merged_weight(dtype)
     return chunk.get_parameter(name).detach()

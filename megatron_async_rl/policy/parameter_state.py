@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from megatron_async_rl.policy.model import PolicyModel
 
 MASTER = "adam.master"
+MOMENT_NAMES = ("adam.exp_avg", "adam.exp_avg_sq")
 ALIGNED = 64
 
 
@@ -85,8 +86,8 @@ def optimizer_state(optimizer: MegatronOptimizer, shards: Sequence[Tensor]) -> S
 def adam_names(model: PolicyModel) -> tuple[str, ...]:
     """Names of the parts of Adam's state that a checkpoint of this model holds; the same on every
     rank."""
-    moments = ("adam.exp_avg", "adam.exp_avg_sq")
-    return moments if model.config.params_dtype == torch.float32 else (*moments, MASTER)
+    whole = model.config.params_dtype == torch.float32
+    return MOMENT_NAMES if whole else (*MOMENT_NAMES, MASTER)
 
 
 def adam_shards(optimizer: MegatronOptimizer, name: str) -> list[Tensor]:

@@ -5,7 +5,9 @@ Invariants:
 - a batch makes minibatches x epochs optimizer steps: log-probs of the batch once; then for each
   minibatch loss, gradient, controls, step;
 - the loss and its gradient do not depend on the parallel layout, on the token budget or on the
-  order of samples.
+  order of samples;
+- weights that are not finite are neither published nor saved, and no checkpoint holds optimizer
+  state that is not.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +31,11 @@ from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.targets import BatchTargets, StepTargets, valid_samples
 from megatron_async_rl.policy import checkpoint
 from megatron_async_rl.policy.adam_view import optimizer_parameters
-from megatron_async_rl.policy.anomaly import AnomalyReport, Spike
+from megatron_async_rl.policy.anomaly import AnomalyReport, NotFinite, Spike
 from megatron_async_rl.policy.batches import Minibatch, divide, over_steps, receive
 from megatron_async_rl.policy.context_parallel import Context
 from megatron_async_rl.policy.device_memory import DeviceMemory
+from megatron_async_rl.policy.finite import refuse_nonfinite_steps, require_finite
 from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.microbatch import Batcher, MicroBatch
 from megatron_async_rl.policy.model import DTYPES, PolicyModel, build_model
@@ -42,7 +45,7 @@ from megatron_async_rl.policy.optimizer import (
     load_masters,
     wrap_for_gradients,
 )
-from megatron_async_rl.policy.parameter_state import optimizer_state
+from megatron_async_rl.policy.parameter_state import MOMENT_NAMES, adam_shards, optimizer_state
 from megatron_async_rl.policy.past_versions import Snapshots, weight_displacement
 from megatron_async_rl.policy.precompute import Fill, PrecomputeTable, passes
 from megatron_async_rl.policy.reference_policies import ReferencePolicies
@@ -84,6 +87,8 @@ class Policy:
     anomalies: AnomalyReport
     batcher: Batcher
     memory: DeviceMemory
+    _nonfinite_ids: list[str] = field(default_factory=list, init=False)
+    """Samples that the newest steps in a row that were not finite are traced to."""
 
     @classmethod
     def build(
@@ -200,16 +205,22 @@ class Policy:
         ]
         targets = self.objective.prepare(samples, self._precompute(samples, minibatches))
         precomputed = time.perf_counter()
-        steps = [
-            self._optimizer_step(
-                minibatch,
-                targets.select(minibatch.rows),
-                lag_max=_largest_lag(samples),
-                moved=self.step.updates > updates,
+        steps = []
+        for minibatch in minibatches * settings.epochs:
+            steps.append(
+                self._optimizer_step(
+                    minibatch,
+                    targets.select(minibatch.rows),
+                    lag_max=_largest_lag(samples),
+                    moved=self.step.updates > updates,
+                )
             )
-            for _ in range(settings.epochs)
-            for minibatch in minibatches
-        ]
+            if self.step.nonfinite_in_a_row >= self.config.max_nonfinite_steps:
+                break
+        # Before they are published: an engine that samples from them fails in other ways.
+        if self.step.updates > updates:
+            masters = optimizer_parameters(self.optimizer)
+            require_finite({"weights": masters}, self.step.steps, self.layout)
         # Whatever reads weights between two batches (engines, checkpoints, copies) finds them whole.
         self.schedule.gather_weights()
         metrics = {**over_steps(steps), **targets.metrics}
@@ -218,6 +229,19 @@ class Policy:
             self.schedule.routing.forget()
             metrics |= self._rerouted(self.schedule.routing)
         return metrics
+
+    @property
+    def untried(self) -> bool:
+        """True while the newest steps were not finite: the weights may be at fault, so a checkpoint
+        of them must not take the place of an older one."""
+        return self.step.nonfinite_in_a_row > 0
+
+    def require_finite_steps(self, *, ended: bool = False) -> None:
+        """Raise NonFiniteError after `max_nonfinite_steps` optimizer steps in a row that were not
+        finite; ended: also where the run has not made a single other step."""
+        refuse_nonfinite_steps(
+            self.step, self.config.max_nonfinite_steps, self._nonfinite_ids, ended=ended
+        )
 
     def _rerouted(self, routing: RoutingReplay) -> dict[str, float]:
         """`policy/rerouted`: share of the choices replayed since the last call that routers would
@@ -263,19 +287,24 @@ class Policy:
             kl=measured.get("ratio/kl_k2", 0.0),
         )
 
-        def report(spike: Spike, gradients: Gradients) -> None:
+        def report(found: Spike | NotFinite, gradients: Gradients) -> None:
             scratch = StepTable(len(samples), self.layout.device)
-            self.anomalies.write(
-                spike,
+            ids = self.anomalies.write(
+                found,
                 gradients,
                 step=samples.version + 1,
                 samples=samples,
                 rows=plan.ranks[self.layout.dp_rank],
                 build=lambda rows: self.batcher.build(samples, rows),
                 consume=self._loss(targets, scratch),
+                losses=table.losses,
             )
+            if isinstance(found, NotFinite):
+                self._nonfinite_ids += ids
 
         taken = self.step.take(facts, displaced, report)
+        if not self.step.nonfinite_in_a_row:
+            self._nonfinite_ids.clear()
         if not taken["policy/skipped"]:
             self.schedule.weights_moved()
             if self.references.follows:
@@ -401,16 +430,22 @@ class Policy:
         version: int,
         state: Mapping[str, Any],
         *,
-        keep: int,
+        keep: int | None,
+        proven: int | None = None,
         files: Mapping[str, bytes] | None = None,
         background: Background | None = None,
     ) -> Path:
         """Saves weights, optimizer, schedule, controls and the run's own `state` and `files` (rank
         0's) as a checkpoint of `version`.
 
-        Keeps the newest `keep` checkpoints of `directory`; returns the new one. `background` and
-        what is raised: see `checkpoint.save`.
+        Keeps the newest `keep` checkpoints of `directory`, null all, and that of the version
+        `proven`, from whose weights a finite step was made; returns the new one.
+        `background` and what else is raised: see `checkpoint.save`. Raises NonFiniteError, and
+        writes nothing, where weights or moments are not finite.
         """
+        state_of_adam = {name: adam_shards(self.optimizer, name) for name in MOMENT_NAMES}
+        held = {"weights": optimizer_parameters(self.optimizer), **state_of_adam}
+        require_finite(held, self.step.steps, self.layout)
         return checkpoint.save(
             directory,
             version,
@@ -431,6 +466,7 @@ class Policy:
             },
             layout=self.layout,
             keep=keep,
+            proven=proven,
             files=files,
             background=background,
         )

@@ -4,7 +4,7 @@ Invariants:
 - every decision rests on all-reduced numbers, so all ranks step or none does;
 - a skipped step changes nothing: no weight, no moment, no step count, no weight decay;
 - a gradient that is not finite, or one of a loss that is not finite, is never applied, whatever the
-  controls say;
+  controls say; it is reported, and such steps are counted one after the other;
 - a gradient far outside the run's history is reported before it is applied, or skipped;
 - gradient memory is swept for a norm only where no control has measured it already.
 """
@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from megatron_async_rl.controls.decision import Control, Decision, StepView, UpdateView
 from megatron_async_rl.gradients import scale, squared_norm, squared_norm_of
 from megatron_async_rl.policy.adam_view import AdamView, TakenStep, gradients_of
-from megatron_async_rl.policy.anomaly import NormHistory, Spike
+from megatron_async_rl.policy.anomaly import NormHistory, NotFinite, Spike
+from megatron_async_rl.policy.bias_correction import Beta1Product
 from megatron_async_rl.policy.optimizer import learning_rate
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ class StepFacts:
 
 class OptimizerStep:
     """Counts: `steps` taken or skipped so far (the schedule's clock), `updates` of them taken,
-    `nonfinite` of them skipped for their gradient."""
+    `nonfinite` of them skipped because loss or gradient was not finite, `nonfinite_in_a_row` of
+    those since the last step that was finite. A batch without anything to learn is neither."""
 
     def __init__(
         self,
@@ -71,22 +73,25 @@ class OptimizerStep:
         self.steps = 0
         self.updates = 0
         self.nonfinite = 0
+        self.nonfinite_in_a_row = 0
         self.last: TakenStep | None = None
-        self.norms = NormHistory()
+        self.beta1_product = Beta1Product()
+        self._weight_decay = [group.get("weight_decay", 0.0) for group in optimizer.param_groups]
+        self.norms = NormHistory(clip=settings.clip_grad)
 
     def take(
         self,
         facts: StepFacts,
         displacement: WeightDisplacement | None = None,
-        report: Callable[[Spike, Gradients], None] | None = None,
+        report: Callable[[Spike | NotFinite, Gradients], None] | None = None,
     ) -> dict[str, float]:
         """Collective; returns metrics, the same on every rank. `policy/grad_norm` is after the
         controls, before clipping.
 
         The loss is looked at because clamps turn one that is not a number into a gradient of 0,
         which would pass for a harmless one. report: called on every rank with an anomalous
-        gradient, before it is applied; it may use the gradient buffers, and leaves them as it found
-        them.
+        gradient, before it is applied, and with one that is not finite; it may use the gradient
+        buffers, and leaves them as it found them.
         """
         lr = learning_rate(self.settings, self.steps, self.total_steps)
         self.steps += 1
@@ -102,13 +107,14 @@ class OptimizerStep:
         usable = usable and math.isfinite(norm) and math.isfinite(found)
         skip = decision.skip or not usable
         self.nonfinite += not usable
+        self.nonfinite_in_a_row = 0 if usable else self.nonfinite_in_a_row + 1
 
         spike = self.norms.spike(found) if usable else None
-        if spike is not None:
-            if report is not None:
-                report(spike, gradients)
-                gradients = gradients_of(self.optimizer, self.layout)
-            skip = skip or self.on_anomaly == "skip"
+        strange = spike if usable else NotFinite(facts.loss, found)
+        if strange is not None and report is not None:
+            report(strange, gradients)
+            gradients = gradients_of(self.optimizer, self.layout)
+        skip = skip or (spike is not None and self.on_anomaly == "skip")
         if usable:
             self.norms.add(found)
 
@@ -118,13 +124,21 @@ class OptimizerStep:
         if not skip:
             clip_to(gradients, norm, self.settings.clip_grad)
             scale(gradients, decision.gradient_scale)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr * decision.lr_scale
+            self.beta1_product = self.beta1_product.times(beta1)
+            correction = self.beta1_product.lr_factor(self.updates + 1)
+            step_lr = lr * decision.lr_scale * correction
+            for group, decay in zip(self.optimizer.param_groups, self._weight_decay, strict=True):
+                group["lr"] = step_lr
+                # Adam multiplies decay by the learning rate, and the correction is not for it.
+                group["weight_decay"] = decay / correction
                 group["betas"] = (beta1, self.settings.betas[1])
             lengthened = self._correct(gradients, facts.kl, displacement, metrics)
             self.optimizer.step_with_ready_grads()
+            for group, decay in zip(self.optimizer.param_groups, self._weight_decay, strict=True):
+                # The correction is of this step alone, and `last` remembers it.
+                group["lr"], group["weight_decay"] = lr * decision.lr_scale, decay
             self.updates += 1
-            self.last = TakenStep(lr * decision.lr_scale, beta1)
+            self.last = TakenStep(step_lr, beta1)
 
         return (
             metrics
@@ -220,18 +234,26 @@ class OptimizerStep:
             "steps": self.steps,
             "updates": self.updates,
             "nonfinite": self.nonfinite,
+            "nonfinite_in_a_row": self.nonfinite_in_a_row,
             "last": None
             if last is None
             else {"lr": last.lr, "beta1": last.beta1, "norm": last.norm},
-            "norms": self.norms.values,
+            "beta1_product": self.beta1_product.state_dict(),
+            "norms": self.norms.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps, self.updates = state["steps"], state["updates"]
         self.nonfinite = state["nonfinite"]
         self.last = None if state["last"] is None else TakenStep(**state["last"])
-        # Absent in checkpoints of earlier versions.
-        self.norms = NormHistory(state.get("norms", ()))
+        # What follows is absent, or a plain list of norms, in checkpoints of earlier versions.
+        self.nonfinite_in_a_row = state.get("nonfinite_in_a_row", 0)
+        beta1 = self.settings.betas[0] if self.last is None else self.last.beta1
+        self.beta1_product = Beta1Product.of_state(state.get("beta1_product"), beta1, self.updates)
+        norms = state.get("norms", [])
+        if isinstance(norms, list):
+            norms = {"values": norms, "largest_median": max(norms, default=0.0)}
+        self.norms.load_state_dict(norms)
 
 
 def combined(decisions: Iterable[Decision]) -> Decision:

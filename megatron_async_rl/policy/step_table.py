@@ -116,6 +116,12 @@ class StepTable:
             [columns[name] for name in COLUMNS], dim=1
         )
 
+    @property
+    def losses(self) -> list[float]:
+        """Each sample's part of the step's loss, in a completed table."""
+        found: list[float] = self._column("loss").tolist()
+        return found
+
     def weigh(self, advantages: Tensor) -> None:
         """Makes rows recorded at advantage 1 those of `advantages`, [S]: the loss, and the counts
         by its sign."""

@@ -1,8 +1,9 @@
 """Anomalies of a run that went on: found in its metrics, for the report to mark and
 list.
 
-`RUN/anomalies.jsonl` has more on a gradient far outside the run's history: one JSON object for
-each, with `step`, `norm`, `median`, `parameter` and `samples`, each with its `id`.
+`RUN/anomalies.jsonl` has more on a gradient far outside the run's history, and on a step that is
+not finite: one JSON object for each, with `step`, `norm`, `parameter` and `samples`, each with its
+`id`; for the former with `median`, for the latter with `loss`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class AnomalyFinder:
         """Those of the rows that follow the rows of the last call, in order of steps."""
         found: list[Anomaly] = []
         details: Mapping[int, Mapping[str, Any]] = {}
-        if any(number(row, "policy/grad_anomaly") for row in rows):
+        if any(_traced(row) for row in rows):
             details = read_details(self._run_dir)
         for row in rows:
             step = int(number(row, "step") or 0)
@@ -98,6 +99,18 @@ def steps_in_words(steps: Sequence[int]) -> str:
     return ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in runs)
 
 
+def _traced(row: Row) -> bool:
+    """True where the policy may have written details."""
+    return bool(number(row, "policy/grad_anomaly") or number(row, "policy/nonfinite"))
+
+
+def _samples(detail: Mapping[str, Any]) -> str:
+    ids = [str(sample["id"]) for sample in detail.get("samples") or ()]
+    if not ids:
+        return ""
+    return f"; samples {', '.join(ids[:SAMPLES_SHOWN])}{', …' if len(ids) > SAMPLES_SHOWN else ''}"
+
+
 def _gradient(_: Row, row: Row, detail: Mapping[str, Any]) -> str | None:
     factor = number(row, "policy/grad_anomaly")
     if not factor:
@@ -109,21 +122,19 @@ def _gradient(_: Row, row: Row, detail: Mapping[str, Any]) -> str | None:
     words = f"norm {norm:,.4g} against a median of {usual:,.4g}"
     if detail.get("parameter"):
         words += f", most of it in {detail['parameter']}"
-    samples = [str(sample["id"]) for sample in detail.get("samples") or ()]
-    if samples:
-        more = ", …" if len(samples) > SAMPLES_SHOWN else ""
-        words += f"; samples {', '.join(samples[:SAMPLES_SHOWN])}{more}"
-    return words
+    return words + _samples(detail)
 
 
-def _nonfinite(before: Row, row: Row, _: Mapping[str, Any]) -> str | None:
+def _nonfinite(before: Row, row: Row, detail: Mapping[str, Any]) -> str | None:
     keys = ("policy/loss", "policy/grad_norm", "reward/mean")
     bad = [
         key for key in keys if (value := number(row, key)) is not None and not math.isfinite(value)
     ]
     if bad:
-        return ", ".join(f"{key} is {number(row, key)}" for key in bad)
-    return "the step was not applied" if _grew(before, row, "policy/nonfinite") else None
+        return ", ".join(f"{key} is {number(row, key)}" for key in bad) + _samples(detail)
+    if not _grew(before, row, "policy/nonfinite"):
+        return None
+    return "the step was not applied" + _samples(detail)
 
 
 def _engine(before: Row, row: Row, _: Mapping[str, Any]) -> str | None:

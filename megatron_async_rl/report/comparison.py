@@ -31,6 +31,11 @@ from megatron_async_rl.report.summary import span
 COLOURS = ("blue", "red", "green", "amber", "purple", "teal", "brown", "ink", "grey", "sand")
 """By the run's number; they repeat, dotted."""
 TILES = 8
+TRAINED_ON = (
+    ("Reward trained on", "mean reward of a sample", False, "reward/mean"),
+    ("Loss trained on", "nats per token", True, "policy/loss"),
+)
+"""(title, unit, of supervised runs, key): a run has one of the two."""
 LAST_SHARE = 0.1
 """The reward trained on at the end is the mean over so much of the steps."""
 FOOTER = (
@@ -134,21 +139,18 @@ def colour_of(index: int) -> str:
 
 
 def panels_of(compared: Sequence[Compared]) -> list[Panel]:
-    """Reward over steps, tokens and seconds, then what tells how stable a run was. The first is the
-    main one."""
+    """Reward, or loss of supervised runs, over steps, tokens and seconds, then what tells how stable
+    a run was. The first is the main one."""
     rewards: list[Panel] = []
     for measure, unit in (("reward", "mean reward of a sample"), ("loss", "nats per token")):
         measured = [one for one in compared if one.run.summary.measure == measure]
         for axis in (STEPS, TOKENS, SECONDS):
             curves = [one.held_out(axis) for one in measured]
             rewards += _panel(f"Held-out {measure}", unit, axis, curves)
-    for axis in (STEPS, TOKENS, SECONDS):
-        rewards += _panel(
-            "Reward trained on",
-            "mean reward of a sample",
-            axis,
-            [None if one.run.supervised else one.logged("reward/mean", axis) for one in compared],
-        )
+    for title, unit, supervised, key in TRAINED_ON:
+        chosen = [one for one in compared if one.run.supervised == supervised]
+        for axis in (STEPS, TOKENS, SECONDS):
+            rewards += _panel(title, unit, axis, [one.logged(key, axis) for one in chosen])
     others = [
         panel
         for title, unit, key in KEYS
@@ -205,7 +207,10 @@ def ends_of(compared: Sequence[Compared]) -> list[tuple[str, list[str]]]:
             for measure in ("reward", "loss")
             for when in ("before", "after")
         ),
-        ("reward trained on, last tenth", lambda one: _number(_last(one, "reward/mean"))),
+        *(
+            (f"{title.lower()}, last tenth", partial(_trained_end, key=key, supervised=supervised))
+            for title, _, supervised, key in TRAINED_ON
+        ),
         ("mean cosine of consecutive gradients", lambda one: _number(_mean(one, "gac/cosine"))),
         ("tokens trained on", lambda one: f"{one.run.summary.trained:,}"),
         ("time in steps", lambda one: span(one.run.summary.in_steps_s)),
@@ -218,6 +223,10 @@ def ends_of(compared: Sequence[Compared]) -> list[tuple[str, list[str]]]:
 def _held_out_end(one: Compared, *, measure: str, when: str) -> str:
     summary = one.run.summary
     return _number(getattr(summary, when)) if summary.measure == measure else "–"
+
+
+def _trained_end(one: Compared, *, key: str, supervised: bool) -> str:
+    return _number(_last(one, key)) if one.run.supervised == supervised else "–"
 
 
 def _number(value: float | None) -> str:
@@ -233,7 +242,7 @@ def _mean(one: Compared, key: str) -> float | None:
 def _last(one: Compared, key: str) -> float | None:
     values = column(one.run.rows, key)[1]
     finite = values[np.isfinite(values)]
-    if one.run.supervised or not len(finite):
+    if not len(finite):
         return None
     return float(finite[-max(1, int(LAST_SHARE * len(finite))) :].mean())
 
@@ -242,9 +251,11 @@ def _tiles(compared: Sequence[Compared]) -> str:
     tiles = []
     for one in compared[:TILES]:
         after = one.run.summary.after
-        value = after if after is not None else _last(one, "reward/mean")
-        measure = one.run.summary.measure
-        what = f"held-out {measure}" if after is not None else "reward at the end"
+        key, measure = ("policy/loss", "loss") if one.run.supervised else ("reward/mean", "reward")
+        value = after if after is not None else _last(one, key)
+        what = (
+            f"held-out {one.run.summary.measure}" if after is not None else f"{measure} at the end"
+        )
         tiles.append(
             f'<div class="whole"><b style="color:var(--{one.colour})">{_number(value)}</b>'
             f"<small>{what}, {html.escape(one.name)}</small></div>"

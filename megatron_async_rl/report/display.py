@@ -109,6 +109,11 @@ class DisplayState:
             parts.append(f"version {number(newest, 'eval/version')}: {number(newest, key):.3f}")
         return f"held-out {measure} {', '.join(parts)}" if parts else ""
 
+    @property
+    def supervised(self) -> bool:
+        """True for a run on given responses, which has a loss and neither reward nor lag."""
+        return self.status is not None and self.status.measure == "loss"
+
     def latest(self, key: str) -> float | None:
         """The value in the last row; None where that has no such number."""
         return number(self.rows[-1], key) if self.rows else None
@@ -193,19 +198,17 @@ def _lines(state: DisplayState, blocks: str) -> list[tuple[str, Text, Text]]:
             [value for row in state.rows if (value := number(row, key)) is not None], blocks=blocks
         )
 
-    if (reward := state.latest("reward/mean")) is not None and state.latest(
-        "ratio/ess_ratio"
-    ) is not None:
+    sampled = state.latest("ratio/ess_ratio") is not None and not state.supervised
+    reward, loss = state.latest("reward/mean"), state.latest("policy/loss")
+    if reward is not None and sampled:
         add("reward", f"{reward:.3f}  {trend('reward/mean')}", state.held_out, "bold")
+    elif loss is not None and (state.supervised or not state.held_out):
+        add("loss", f"{loss:.4f}  {trend('policy/loss')}", state.held_out, "bold")
     elif state.held_out:
-        add("reward", "", state.held_out)
-    elif (loss := state.latest("policy/loss")) is not None:
-        add("loss", f"{loss:.4f}  {trend('policy/loss')}", "", "bold")
+        add("loss" if state.supervised else "reward", "", state.held_out)
     if failed := state.latest("reward/errors"):
         add("failed", f"{failed:,.0f} rewards", "logs/*.reward_errors.jsonl says why", "yellow")
-    if (lag := state.latest("lag/mean")) is not None and state.latest(
-        "ratio/ess_ratio"
-    ) is not None:
+    if (lag := state.latest("lag/mean")) is not None and sampled:
         add(
             "lag",
             f"mean {lag:.2f}  max {state.latest('lag/max') or 0:.0f}",
@@ -241,9 +244,9 @@ def _lines(state: DisplayState, blocks: str) -> list[tuple[str, Text, Text]]:
         )
     if (speed := state.tokens_per_s) is not None:
         publish = state.latest("time/publish_s")
-        sampled = total(state.recent, "tokens/generated") > 0
+        generated = total(state.recent, "tokens/generated") > 0
         aside = (
-            f"new weights published in {publish:.2f} s" if publish is not None and sampled else ""
+            f"new weights published in {publish:.2f} s" if publish is not None and generated else ""
         )
         add("speed", f"{speed:,.0f} tokens/s", aside)
     if (seconds := total(state.recent, "time/step_s")) > 0:
@@ -281,7 +284,7 @@ def plain_line(state: DisplayState) -> str:
             "ratio/ess_ratio": "ESS {:.3f}",
             "gac/cosine": "cosine {:+.3f}",
         }
-        if state.latest("ratio/ess_ratio") is None:
+        if state.supervised or state.latest("ratio/ess_ratio") is None:
             names = {"policy/loss": "loss {:.4f}"}
         parts += [
             text.format(value)

@@ -116,6 +116,8 @@ class RunData:
     @property
     def supervised(self) -> bool:
         """True when nothing was sampled, so that reward and lag say nothing."""
+        if self.status is not None and self.status.measure == "loss":
+            return True
         return not any("ratio/ess_ratio" in row or "tokens/generated" in row for row in self.rows)
 
     @property

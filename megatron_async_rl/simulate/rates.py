@@ -23,7 +23,7 @@ import numpy as np
 
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.plan.activations import value_bytes
+from megatron_async_rl.plan.activations import engine_bytes, value_bytes
 from megatron_async_rl.plan.estimate import (
     COMPUTE_SHARE,
     COPY_RATE,
@@ -205,7 +205,7 @@ def rates_of(config: Config, shape: ModelShape, hardware: Hardware, lengths: Len
     # Tokens of a response at a moment at which it runs: longer ones are met more often.
     context = hardware.prompt_tokens + float((tokens**2).mean() / (2 * tokens.mean()))
     weights = engine_memory(config, shape, on_gpu=True).kept
-    cached = context * shape.kv_values_per_token * value_bytes(config)
+    cached = context * shape.kv_values_per_token * engine_bytes(config)
     room = rollout.workers * hardware.memory_gib * GIB * rollout.gpu_memory_utilization - weights
     places = min(rollout.max_concurrent, int(room / cached))
     if places < 1:
@@ -302,7 +302,7 @@ def _weights(config: Config, nbytes: float, hardware: Hardware) -> dict[str, Any
 def best_bucket(config: Config, shape: ModelShape, hardware: Hardware) -> int:
     """MiB: the smallest bucket, for it stands in memory, that brings weights within 10 % of the
     shortest time."""
-    weights = shape.parameters * value_bytes(config)
+    weights = shape.parameters * engine_bytes(config)
     times = {}
     for mib in (2**power for power in range(4, 13)):
         sized = config.weights.model_copy(update={"bucket_mib": mib})

@@ -21,7 +21,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -48,13 +48,21 @@ class Bucket:
 
 class WeightExporter:
     """Made once per run, collectively over the pipeline group, and used after every step. adapters:
-    of these alone, under PEFT's names; otherwise of the model, adapters merged into its weights."""
+    of these alone, under PEFT's names; otherwise of the model, adapters merged into its weights.
+    dtype: of every tensor, with adapters merged before anything is rounded to it; null: each
+    parameter's own."""
 
     def __init__(
-        self, bridge: Any, chunks: Sequence[torch.nn.Module], *, adapters: bool = False
+        self,
+        bridge: Any,
+        chunks: Sequence[torch.nn.Module],
+        *,
+        adapters: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.bridge = bridge
         self._chunks = chunks
+        self._dtype = dtype
         seen: set[str] = set()
         self.entries: list[ParameterEntry] = []
         """Every exported parameter of the model, in order."""
@@ -62,7 +70,7 @@ class WeightExporter:
             # The last stage's copy of a tied embedding is the first stage's tensor again.
             if not seen.intersection(entry.hf_names):
                 seen.update(entry.hf_names)
-                self.entries.append(entry)
+                self.entries.append(entry if dtype is None else replace(entry, dtype=dtype))
         # Experts after the rest of their stage, so that the two kinds do not cut each other's
         # buckets short.
         self.entries.sort(key=lambda entry: (entry.stage, entry.owner is not None))
@@ -154,7 +162,8 @@ class WeightExporter:
 
     def shard(self, entry: ParameterEntry) -> Tensor:
         """This rank's shard of `entry`, which it holds: may be the live parameter."""
-        return plain(weight_of(self._chunks[entry.chunk], entry.local_name))
+        weight = plain(weight_of(self._chunks[entry.chunk], entry.local_name, self._dtype))
+        return weight if self._dtype is None else weight.to(self._dtype)
 
     def _packed(self, entries: list[ParameterEntry]) -> Tensor:
         parameters = [self.shard(entry).reshape(-1) for entry in entries]

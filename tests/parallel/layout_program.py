@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pickle
 import sys
@@ -33,7 +34,8 @@ from megatron_async_rl.config.schema import (
 )
 from megatron_async_rl.gradients import squared_norm
 from megatron_async_rl.policy import device
-from megatron_async_rl.policy.adam_view import gradients_of
+from megatron_async_rl.policy.adam_view import gradients_of, optimizer_parameters
+from megatron_async_rl.policy.finite import NonFiniteError
 from megatron_async_rl.policy.parallel import initialise
 from megatron_async_rl.policy.policy import Policy
 from megatron_async_rl.samples.rows import TrainBatch
@@ -65,6 +67,7 @@ class Rank:
         temperature=TEMPERATURE,
         dtype="float32",
         on_anomaly="report",
+        max_nonfinite_steps=5,
         anomalies=None,
         sequence="padded",
         layers="local",
@@ -88,6 +91,7 @@ class Rank:
                 tokens_per_micro_batch=budget,
                 logprob_chunk_tokens=16,
                 on_anomaly=on_anomaly,
+                max_nonfinite_steps=max_nonfinite_steps,
                 recompute=recompute,
                 routing_replay=routing_replay,
                 lora=lora,
@@ -200,8 +204,10 @@ def everywhere(rank: Rank) -> dict:
     }
     results["after_skip"] = rank.train(policy, ["a"])
 
-    policy = rank.policy()
-    runs = [rank.train(policy, names) for names in (["a"], ["poisoned"], ["a", "a"])]
+    traced = rank.scratch / "not_finite.jsonl"
+    rank.scratch.mkdir(exist_ok=True)
+    policy = rank.policy(anomalies=traced, max_nonfinite_steps=2)
+    runs = [rank.train(policy, names) for names in (["a"], ["one_poisoned"], ["a", "a"])]
     whole = policy.schedule.forward_backward
     policy.schedule.forward_backward = lambda *args: (
         whole(*args),
@@ -214,7 +220,10 @@ def everywhere(rank: Rank) -> dict:
         "steps": [step for run in runs for step in run["steps"]],
         "around_loss": [run["weights"] for run in runs[:2]],
         "around_gradient": [run["weights"] for run in runs[2:4]],
+        **ruined(rank, policy),
     }
+    lines = traced.read_text().splitlines() if rank.layout.rank == 0 else []
+    results["bad"]["written"] = [json.loads(line) for line in lines]
 
     policy, resumed = rank.policy(schedule="linear"), rank.policy(schedule="linear")
     through = rank.train(policy, ["a", "b"])
@@ -234,6 +243,29 @@ def everywhere(rank: Rank) -> dict:
     results["decay"] = {"before": rank.weights(policy), **rank.train(policy, ["equal"])}
     results["empty"] = {"before": rank.weights(policy), **rank.train(policy, ["failed"])}
     return results
+
+
+def ruined(rank: Rank, policy: Policy) -> dict:
+    """Two steps in a row that are not finite, and then weights of which one rank's are spoiled,
+    after a checkpoint of good ones."""
+    folder, refused = rank.scratch / "ruined", []
+
+    def attempt(act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except NonFiniteError as error:
+            refused.append(str(error))
+        else:
+            refused.append("")
+
+    attempt(lambda: policy.save(folder, 1, {"version": 1}, keep=1))
+    attempt(policy.require_finite_steps)
+    rank.train(policy, ["one_poisoned", "one_poisoned"])
+    attempt(policy.require_finite_steps)
+    if rank.layout.rank == rank.layout.world_size - 1:
+        optimizer_parameters(policy.optimizer)[0].data.view(-1)[0] = math.nan
+    attempt(lambda: policy.save(folder, 2, {"version": 2}, keep=1))
+    return {"refused": refused, "kept": sorted(path.name for path in folder.iterdir())}
 
 
 def alone(rank: Rank) -> dict:

@@ -185,6 +185,14 @@ def material() -> Path:
         "poisoned": replaced(
             a, lambda s: {"behavior_logprobs": np.full(s.length, np.nan, np.float32)}
         ),
+        "one_poisoned": replaced(
+            a,
+            lambda s: {
+                "behavior_logprobs": np.full(s.length, np.nan, np.float32)
+                if s.id == blamed(a)
+                else s.behavior_logprobs
+            },
+        ),
         "equal": replaced(a, lambda s: {"reward": 0.3}),
         "failed": replaced(a, lambda s: {"reward_error": "raised"}),
         "given": replaced(

@@ -30,6 +30,7 @@ from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
 from megatron_async_rl.policy.parameter_state import adam_shards
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.weights.convert import export_adapter
+from megatron_async_rl.weights.export import WeightExporter
 from tests.parallel.layout_program import (
     Rank,
     exporter_of,
@@ -268,6 +269,27 @@ def trained_policy(
     return trained, found
 
 
+def merges(rank: Rank, model: str, batch: str, **settings) -> dict:
+    """One step in bfloat16: the weights before, when B is 0, and after, merged in bfloat16 and in
+    float32, as engines would get them."""
+    trained = policy(rank, model, dtype="bfloat16", controls=(), **settings)
+    base = rank.weights(trained)
+    rank.train(trained, [batch])
+    exporter = WeightExporter(trained.model.bridge, trained.model.chunks, dtype=torch.float32)
+    exact = {}
+    for bucket in exporter.buckets(5000):
+        for name, tensor in zip(bucket.names, bucket.tensors, strict=True):
+            if tensor is not None:
+                exact[name] = tensor.clone()
+    staged_as_exported(exporter, rank.layout, exact)
+    return {
+        "base": base,
+        "rounded": rank.weights(trained),
+        "exact": exact,
+        "adapters": rank.weights(trained, adapters=True),
+    }
+
+
 def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     rank = Rank(material, parallel, output.with_suffix(".scratch"))
     layout, model = output.stem, "untied"
@@ -283,6 +305,12 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     dist.all_gather_object(everyone, (rank.layout.pp_rank, held(trained)))
     results["held"] = everyone
     results["replicas_agree"] = replicas_agree(rank, trained)
+    mixture = layout in MIXTURE_LAYOUTS
+    results["merged"] = (
+        merges(rank, "mixture", "mixture_a", lora=LORA.model_copy(update={"targets": ATTENTION}))
+        if mixture
+        else merges(rank, model, "a")
+    )
 
     if layout == "single":
         recomputed, again = trained_policy(rank, model, ["a", "a", "b"], recompute="full")

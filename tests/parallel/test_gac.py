@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.parallel import layouts
+from tests.train_batches import samples_in
 
 pytestmark = pytest.mark.parallel
 
@@ -61,3 +62,29 @@ def test_a_loss_or_gradient_that_is_not_finite_is_never_applied_and_drops_the_re
     for before, after in (result["around_loss"], result["around_gradient"]):
         for name, tensor in before.items():
             assert torch.equal(after[name], tensor), name
+
+
+@pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
+def test_a_step_that_is_not_finite_is_traced_to_its_samples(layout):
+    """A loss to the sample that has no finite one; a gradient that is spoiled whatever it is made
+    of, to all."""
+    loss, gradient = layouts.results(layout)["bad"]["written"][:2]
+    batch = layouts.batch("a")
+    assert [sample["id"] for sample in loss["samples"]] == [layouts.blamed(batch)]
+    assert loss["loss"] == "nan"
+    assert math.isfinite(gradient["loss"])
+    assert gradient["norm"] in ("inf", "nan")
+    assert gradient["parameters"] >= 1
+    trained = [sample.id for sample in samples_in(batch) if sample.reward_error is None]
+    assert sorted(sample["id"] for sample in gradient["samples"]) == sorted(trained)
+
+
+@pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
+def test_weights_that_are_not_finite_on_one_rank_leave_the_older_checkpoint(layout):
+    bad = layouts.results(layout)["bad"]
+    saved, stepped, ended, refused = bad["refused"]
+    assert (saved, stepped) == ("", "")
+    assert "not finite: weights; they are neither published nor saved" in refused
+    assert bad["kept"] == ["latest", "step_00000001"]
+    assert "2 optimizer steps in a row, up to step 9, had a loss or a gradient" in ended
+    assert layouts.blamed(layouts.batch("a")) in ended

@@ -54,6 +54,31 @@ def test_the_steps_compared_moved_both_matrices_and_used_reference_and_control()
 
 
 @pytest.mark.parametrize("layout", EVERY)
+def test_a_merge_in_float32_gives_engines_all_of_the_product(layout):
+    """In bfloat16 what is below half a step of W's grid is lost."""
+    found = results(layout)["merged"]
+    adapted = 0
+    for name, exact in found["exact"].items():
+        base, rounded = found["base"][name].float(), found["rounded"][name].float()
+        assert exact.dtype == torch.float32
+        a, b = (
+            found["adapters"].get(
+                f"base_model.model.{name.removesuffix('.weight')}.lora_{letter}.weight"
+            )
+            for letter in "AB"
+        )
+        if a is None:
+            assert torch.equal(exact, base), name
+            continue
+        adapted += 1
+        product = LORA.alpha / LORA.rank * b.float() @ a.float()
+        torch.testing.assert_close(exact - base, product, rtol=0.0, atol=1e-6)
+        assert torch.equal(rounded, exact.bfloat16().float())
+        assert not torch.equal(rounded, exact)
+    assert adapted > 4
+
+
+@pytest.mark.parametrize("layout", EVERY)
 def test_adapters_alone_are_trained_and_their_copies_agree(layout):
     found = results(layout)
     assert found["frozen_kept"]

@@ -10,10 +10,11 @@ import torch
 
 from megatron_async_rl.config.controls import GacControl, MatchedLrControl
 from megatron_async_rl.config.schema import OptimizerConfig
-from megatron_async_rl.controls.decision import Control, Decision
+from megatron_async_rl.controls.decision import Control, Decision, UpdateCorrection
 from megatron_async_rl.controls.gac import Gac, MatchedLr
 from megatron_async_rl.policy import step as step_module
 from megatron_async_rl.policy.adam_view import AdamView, TakenStep
+from megatron_async_rl.policy.optimizer import BlockAdam
 from megatron_async_rl.policy.step import OptimizerStep, StepFacts, clip_to, scale
 from tests.gradients import OneRank, Shard
 
@@ -258,3 +259,80 @@ def test_with_gac_no_gradient_is_read_again_for_its_norm(run, monkeypatch):
 def test_a_rank_without_shards_clips_and_scales_nothing():
     clip_to(OneRank([]), 3.0, 1.0)
     scale(OneRank([]), 0.5)
+
+
+BETAS_OF_A_CONTROL = [0.9, 0.0, 0.0, 0.9, 0.5, 0.9, 0.9]
+
+
+def adam_by_hand(parameters, gradients, betas, settings, decay):
+    """Decoupled Adam in float64 with the bias correction of the weights that the moments hold."""
+    weights = [parameter.double() for parameter in parameters]
+    first, second = ([torch.zeros_like(each) for each in weights] for _ in range(2))
+    product, beta2 = 1.0, settings.betas[1]
+    for step, (beta1, given) in enumerate(zip(betas, gradients, strict=True), 1):
+        product *= beta1
+        for place, (weight, gradient) in enumerate(zip(weights, given, strict=True)):
+            g = gradient.double()
+            first[place] = beta1 * first[place] + (1 - beta1) * g
+            second[place] = beta2 * second[place] + (1 - beta2) * g * g
+            root = (second[place] / (1 - beta2**step)).sqrt() + settings.eps
+            weights[place] = weight - settings.lr * (
+                first[place] / (1 - product) / root + decay[place] * weight
+            )
+    return weights
+
+
+@pytest.mark.parametrize("block", [False, True])
+@pytest.mark.parametrize("saved_after", [None, 3])
+def test_bias_is_corrected_by_the_product_of_the_beta1s_that_were_used(run, block, saved_after):
+    megatron, _, optimizer_step = run([Decision(beta1=beta1) for beta1 in BETAS_OF_A_CONTROL])
+    if block:
+        megatron.optimizer = BlockAdam(megatron.optimizer)
+    start = [parameter.detach().clone() for parameter in megatron.parameters]
+    gradients, coming = [], None
+    for taken in range(len(BETAS_OF_A_CONTROL)):
+        if taken == saved_after:
+            controls, saved = optimizer_step.controls, optimizer_step.state_dict()
+            optimizer_step = OptimizerStep(megatron, SETTINGS, controls, SimpleNamespace(), 10)
+            optimizer_step.load_state_dict(saved)
+        optimizer_step.take(FACTS)
+        gradients.append([parameter.grad.clone() for parameter in megatron.parameters])
+        coming = optimizer_step._view().last_update()
+    decay = [SETTINGS.weight_decay, SETTINGS.weight_decay, 0.0]
+    wanted = adam_by_hand(start, gradients, BETAS_OF_A_CONTROL, SETTINGS, decay)
+    before = adam_by_hand(start, gradients[:-1], BETAS_OF_A_CONTROL[:-1], SETTINGS, decay)
+    for place, parameter in enumerate(megatron.parameters):
+        torch.testing.assert_close(parameter.detach().double(), wanted[place], rtol=1e-5, atol=1e-6)
+        made = wanted[place] - before[place] * (1 - SETTINGS.lr * decay[place])
+        torch.testing.assert_close(coming[place].double(), made, rtol=1e-4, atol=1e-6)
+
+
+def test_the_update_to_come_has_the_same_correction(run):
+    _, _, optimizer_step = run([Decision(beta1=beta1) for beta1 in (0.0, 0.9)])
+    seen = []
+    optimizer_step.controls["scripted"].before_update = lambda view: (
+        seen.append([part.clone() for part in view.update]) or UpdateCorrection()
+    )
+    for _ in range(2):
+        optimizer_step.take(FACTS)
+    for coming, made in zip(seen[-1], optimizer_step._view().last_update(), strict=True):
+        torch.testing.assert_close(coming, made, rtol=1e-5, atol=1e-7)
+
+
+def test_a_constant_beta1_changes_neither_learning_rate_nor_decay_by_a_bit(run):
+    megatron, _, optimizer_step = run([Decision(beta1=0.7)] * 50)
+    for _ in range(50):
+        optimizer_step.take(FACTS)
+        assert [group["lr"] for group in megatron.param_groups] == [SETTINGS.lr] * 2
+        assert [group["weight_decay"] for group in megatron.param_groups] == [0.5, 0.0]
+
+
+def test_a_checkpoint_without_the_product_takes_the_last_beta1_for_constant(run):
+    _, _, optimizer_step = run([Decision(beta1=0.5)] * 3)
+    for _ in range(3):
+        optimizer_step.take(FACTS)
+    state = optimizer_step.state_dict()
+    del state["beta1_product"]
+    _, _, resumed = run([])
+    resumed.load_state_dict(state)
+    assert resumed.beta1_product == optimizer_step.beta1_product

@@ -17,6 +17,7 @@ from megatron_async_rl.policy.anomaly import (
     WINDOW,
     AnomalyReport,
     NormHistory,
+    NotFinite,
     Spike,
 )
 from megatron_async_rl.policy.step import OptimizerStep, StepFacts
@@ -180,3 +181,106 @@ def test_named_samples_alone_are_sent_and_many_go_without_their_tokens(tmp_path,
     named = json.loads(line)["samples"]
     assert [each["id"] for each in named] == samples.ids.to_pylist()[1 : 1 + count]
     assert {"response_ids" in each for each in named} == {count <= WHOLE}
+
+
+def test_noise_below_the_norm_that_is_clipped_to_is_no_anomaly():
+    """A supervised run that has learned its data: the median is near 0, and noise many times it."""
+    history = NormHistory(clip=1.0)
+    for _ in range(WINDOW):
+        history.add(1e-6)
+    assert history.spike(1.0) is None
+    assert history.spike(1.01) == Spike(norm=1.01, median=1e-6)
+
+
+def test_without_clipping_a_norm_must_exceed_the_largest_median_of_the_run():
+    history = NormHistory()
+    for norm in [3.0] * ENOUGH + [1e-6] * WINDOW:
+        history.add(norm)
+    assert history.spike(3.0) is None
+    assert history.spike(3.1) == Spike(norm=3.1, median=1e-6)
+    resumed = NormHistory()
+    resumed.load_state_dict(history.state_dict())
+    assert resumed.spike(3.0) is None
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), 1.0])
+def test_a_step_that_is_not_finite_is_reported_and_counted_until_the_next_that_is(loss):
+    bad = [float("nan"), 1.0] if loss == 1.0 else USUAL
+    step = step_of([USUAL, bad, bad, USUAL])
+    reported = []
+    in_a_row = []
+    for given in (1.0, loss, loss, 1.0):
+        facts = StepFacts(loss=given, log_weights=np.zeros(3), lag_max=0)
+        step.take(facts, None, lambda found, _: reported.append(found))
+        in_a_row.append(step.nonfinite_in_a_row)
+    assert in_a_row == [0, 1, 2, 0]
+    assert [type(found) for found in reported] == [NotFinite] * 2
+
+
+def test_a_batch_without_anything_to_learn_is_neither_finite_nor_not():
+    step = step_of([[float("nan"), 1.0]])
+    step.take(FACTS)
+    step.skip()
+    assert step.nonfinite_in_a_row == 1
+
+
+class Halved(AnomalyReport):
+    """Norms of parts of a batch are those of `culprits`: not a number where a part holds one."""
+
+    def __init__(self, file, culprits):
+        super().__init__(None, None, None, SimpleNamespace(rank=0), file)
+        self.culprits = culprits
+
+    def _squares_of_parameters(self, gradients):
+        return {"fine": 1.0, "spoiled": float("nan")}
+
+    def _of_all_ranks(self, own):
+        return [own]
+
+    def _norm_of(self, part, rows, build, consume):
+        return float("inf") if self.culprits & set(part) else 1.0
+
+    def _buffers(self):
+        return []
+
+    def _restored(self, saved):
+        pass
+
+
+@pytest.mark.parametrize(("culprits", "named"), [({5}, 1), ({0, 1}, 3), ({0, 23}, 24)])
+def test_a_gradient_that_is_not_finite_is_traced_to_the_smallest_part_that_is_not(
+    tmp_path, culprits, named
+):
+    samples = columns(ragged_batch(groups=8)).select(np.arange(24))
+    ids = Halved(tmp_path / "anomalies.jsonl", culprits).write(
+        NotFinite(1.0, float("nan")),
+        None,
+        step=7,
+        samples=samples,
+        rows=[tuple(range(24))],
+        build=None,
+        consume=None,
+        losses=[0.0] * 24,
+    )
+    assert len(ids) == named
+    record = json.loads((tmp_path / "anomalies.jsonl").read_text())
+    assert (record["norm"], record["parameter"], record["parameters"]) == ("nan", "spoiled", 1)
+    assert [each["id"] for each in record["samples"]] == ids
+
+
+def test_samples_whose_own_loss_is_not_finite_are_named_without_a_search(tmp_path):
+    samples = columns(ragged_batch(groups=8))
+    losses = [0.0] * len(samples)
+    losses[3] = float("nan")
+    report = OneRankReport(tmp_path / "anomalies.jsonl", found=None)
+    ids = report.write(
+        NotFinite(float("nan"), 0.0),
+        None,
+        step=7,
+        samples=samples,
+        rows=[tuple(range(len(samples)))],
+        build=None,
+        consume=None,
+        losses=losses,
+    )
+    assert ids == [samples.ids[3].as_py()]

@@ -76,6 +76,26 @@ def test_reward_is_drawn_over_steps_tokens_and_seconds(two: tuple[Path, Path]) -
     assert [curve.name for curve in trained] == ["slow", "fast"]
 
 
+def test_supervised_runs_show_their_loss_and_no_empty_reward(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        log = MetricsLog(tmp_path / name, tensorboard=False, first_step=1)
+        for step in range(1, 21):
+            log.log(step, {"policy/loss": 3.0 - step / 10, "tokens/trained": 100})
+        log.close()
+        status = Status(phase="finished", step=20, steps=20, time=0.0, measure="loss")
+        write_status(tmp_path / name, status)
+    runs = compared(tmp_path / "one", tmp_path / "other")
+    titles = {panel.title for panel in panels_of(runs)}
+    assert "Loss trained on" in titles
+    assert "Reward trained on" not in titles
+    ends = dict(ends_of(runs))
+    assert ends["loss trained on, last tenth"] == ["1.050", "1.050"]
+    assert "reward trained on, last tenth" not in ends
+    text = write_comparison((tmp_path / "one", tmp_path / "other"))[0].read_text()
+    assert "loss at the end, one" in text
+    assert "reward at the end" not in text
+
+
 def test_only_settings_that_differ_are_listed(two: tuple[Path, Path]) -> None:
     assert dict(differing(compared(*two))) == {
         "policy.optimizer.lr": ["0.125", "0.5"],

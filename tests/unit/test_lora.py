@@ -12,7 +12,7 @@ from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError
 from megatron_async_rl.plan.layers import sides, stage_adapters
 from megatron_async_rl.plan.machine import GIB, Machine
-from megatron_async_rl.plan.memory import rank_memory
+from megatron_async_rl.plan.memory import engine_memory, rank_memory
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.resume import checkpoint_problems, conflicts
@@ -150,3 +150,25 @@ def test_parts_of_a_fused_matrix_lie_group_by_group_and_missing_ones_are_zero():
     q, v = torch.arange(1.0, 5.0), torch.tensor([7.0, 8.0])
     assert rows.fused({"q": q, "v": v}).tolist() == [1, 2, 0, 7, 3, 4, 0, 8]
     assert rows.fused({"v": v[None]}).shape == (1, 8)
+
+
+NARROW = ("model.dtype=bfloat16", "policy.lora={merge: float32}")
+
+
+def test_engines_of_a_merge_in_float32_compute_in_it_and_are_planned_so(file):
+    whole, exact = load(file, [NARROW[0], "policy.lora={}"]), load(file, NARROW)
+    assert (whole.engine_dtype, exact.engine_dtype) == ("bfloat16", "float32")
+    assert exact.model.dtype == "bfloat16"
+    shape, _ = read_model(exact.model.path)
+    half, full = (engine_memory(each, shape, on_gpu=True) for each in (whole, exact))
+    assert (full.weights, full.bytes_per_token) == (2 * half.weights, 2 * half.bytes_per_token)
+    ranks = [
+        rank_memory(each, shape, stage=0, data_parallel=1, longest=16) for each in (whole, exact)
+    ]
+    assert ranks[0] == ranks[1]
+
+
+def test_a_merge_in_float32_is_refused_where_it_changes_nothing_or_is_undone(file):
+    assert "model.dtype is float32 already" in refused(file, "policy.lora={merge: float32}")
+    eight = "rollout.vllm={quantization: fp8_per_channel}"
+    assert "quantises their weights from bfloat16" in refused(file, *NARROW, eight)

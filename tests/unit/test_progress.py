@@ -258,9 +258,15 @@ def test_the_panel_shows_the_newest_evaluation_until_the_next(terminal: Run) -> 
 def test_the_panel_shows_the_held_out_loss_of_a_supervised_run(terminal: Run) -> None:
     progress = Progress(terminal.dir, 50, terminal.console)
     terminal.say("training", before=2.5, measure="loss")
-    terminal.step(1, **{"eval/version": 2, "eval/loss": 1.25})
+    progress.update()
+    assert "loss" in terminal.shown
+    assert "held-out loss before 2.500 " in terminal.shown
+    terminal.step(1, **{"eval/version": 2, "eval/loss": 1.25, "ratio/ess_ratio": None})
     progress.close()
     assert "held-out loss before 2.500, version 2: 1.250" in terminal.shown
+    assert "0.2500" in terminal.shown, "the loss trained on"
+    for absent in ("reward", "lag", "ESS"):
+        assert absent not in terminal.shown
 
 
 def test_a_silent_run_says_so(terminal: Run, monkeypatch: pytest.MonkeyPatch) -> None:

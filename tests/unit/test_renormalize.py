@@ -119,7 +119,7 @@ def test_no_cut_into_micro_batches_changes_the_loss_or_its_gradient(aggregation)
 def test_a_penalty_which_nothing_rejects_keeps_its_denominators(aggregation):
     """Its mean is over all trained tokens, also over those that the loss does without."""
     batch = columns(ragged_batch())
-    more = {"kl": KlConfig(coef=1.0, estimator="k1"), "reference": ReferenceConfig()}
+    more = {"kl": KlConfig(coef=1.0, estimator="k2"), "reference": ReferenceConfig()}
     terms = []
     for chosen in (
         objective(aggregation, **more),

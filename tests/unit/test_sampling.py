@@ -87,6 +87,9 @@ def test_an_engine_reads_text_only_where_a_setting_needs_it(tmp_path: Path) -> N
     assert with_regex.sampling(None) is spec.rollout.sampling
 
 
+OPOB = "objective={loss: reinforce, advantage: opob, aggregation: seq-mean-token-mean}"
+
+
 @pytest.mark.parametrize(("name", "value"), RENORMALISING.items())
 def test_what_renormalises_does_not_go_with_log_probs_taken_for_the_trainers(
     file: Path, name: str, value: Any
@@ -112,6 +115,36 @@ def test_what_renormalises_does_not_go_with_log_probs_taken_for_the_trainers(
             "correction tis multiplies or averages the difference over a whole response",
         ),
         (("controls=[ess_lr]", *RECOMPUTE), "controls: ess_lr takes pi / pi_behavior"),
+        (
+            (
+                "controls=[{name: displacement, tolerated_kl: 0.02}]",
+                "objective.snapshots=9",
+                *RECOMPUTE,
+            ),
+            "controls: displacement takes pi / pi_behavior",
+        ),
+        ((OPOB,), "objective.advantage: opob weighs responses by the engines' log-probs"),
+        (
+            ("objective.advantage={name: otb, importance: token}", *RECOMPUTE),
+            "objective.advantage: otb weighs responses",
+        ),
+        (
+            ("objective.advantage={name: otb, importance: sequence}", *RECOMPUTE),
+            "objective.advantage: otb weighs responses",
+        ),
+        (("objective.corrections=[opsm]", "objective.loss=reinforce"), "correction opsm compares"),
+        (
+            (
+                "objective.corrections=[opsm]",
+                "objective.loss=reinforce",
+                "objective.proximal=loglinear",
+            ),
+            "correction opsm compares with objective.proximal: loglinear",
+        ),
+        (
+            ("objective.corrections=[token_veto]", *RECOMPUTE),
+            "correction token_veto multiplies or averages",
+        ),
     ],
 )
 def test_what_would_become_wrong_is_said(file: Path, overrides: tuple[str, ...], what: str) -> None:
@@ -125,6 +158,12 @@ def test_what_would_become_wrong_is_said(file: Path, overrides: tuple[str, ...],
         ("objective.loss=reinforce",),
         ("objective.corrections=[tis]", *RECOMPUTE),
         ("objective.proximal=ewma",),
+        ("objective.corrections=[opsm]", "objective.minibatches=2", *RECOMPUTE),
+        ("objective.corrections=[opsm]", "objective.proximal=snapshot"),
+        ("objective.advantage=otb", *RECOMPUTE),
+        ("objective.loss=reinforce", "objective.advantage={name: opob, mode: exact}"),
+        ("controls=[displacement]", "objective.snapshots=9", *RECOMPUTE),
+        ("objective.kl={coef: 0.1, weight: truncated}", "objective.reference={}", *RECOMPUTE),
     ],
 )
 def test_objectives_that_hold_no_such_ratio_take_any_sampling(

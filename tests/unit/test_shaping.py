@@ -1,8 +1,10 @@
 import dataclasses
+import math
 
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from megatron_async_rl.config.objective import (
     KlConfig,
@@ -10,8 +12,9 @@ from megatron_async_rl.config.objective import (
     OverlongConfig,
     ReferenceConfig,
 )
+from megatron_async_rl.objectives.aggregate import Denominators
 from megatron_async_rl.objectives.objective import Objective
-from megatron_async_rl.objectives.terms import kl_estimate, token_rewards
+from megatron_async_rl.objectives.terms import kl_estimate, token_kl, token_rewards
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.samples.types import Prompt
 from tests.token_batches import tokens
@@ -121,6 +124,101 @@ def test_a_penalty_in_the_reward_is_taken_from_each_trained_token():
     )
     torch.testing.assert_close(whole.token_rewards, torch.tensor([-0.1, 0.0, 0.95], dtype=EXACT))
     torch.testing.assert_close(whole.rewards, torch.tensor([0.85], dtype=EXACT))
+
+
+@pytest.mark.parametrize("loss", ["ppo_clip", "reinforce"])
+@pytest.mark.parametrize("weight", ["none", "truncated"])
+def test_k1_in_the_loss_is_refused_with_what_would_pull_towards_the_reference(loss, weight):
+    with pytest.raises(ValidationError, match="is 0 in the mean") as refused:
+        ObjectiveConfig(
+            loss=loss, kl={"coef": 0.1, "estimator": "k1", "weight": weight}, reference={}
+        )
+    assert "where: reward, or estimator: k2 (the gradient of KL(pi || ref))" in str(refused.value)
+
+
+def weighted_gradient(estimator, cap):
+    """Mean gradient of the weighted estimate as a loss, with samples of a mu that is not pi, and the
+    gradients of the two divergences of pi."""
+    logits, reference = policies()
+    behavior = torch.log_softmax(policies(seed=1)[1] * 0.7, 0)
+    logp = torch.log_softmax(logits, 0)
+    kl = KlConfig(coef=1.0, estimator=estimator, where="loss", weight="truncated", cap=cap)
+    batch = tokens([0.0] * 6).replace(logp=logp, logp_ref=reference, logp_behavior=behavior)
+    as_loss = (behavior.exp() * token_kl(batch, kl)).sum()
+    forward = (logp.exp() * (logp - reference)).sum()
+    backward = (reference.exp() * (reference - logp)).sum()
+    return tuple(
+        torch.autograd.grad(value, logits, retain_graph=True)[0]
+        for value in (as_loss, forward, backward)
+    )
+
+
+def test_weighted_estimates_of_stale_tokens_have_the_gradients_of_fresh_ones():
+    found, divergence, _ = weighted_gradient("k2", cap=1e9)
+    torch.testing.assert_close(found, divergence)
+    found, _, reverse = weighted_gradient("k3", cap=1e9)
+    torch.testing.assert_close(found, reverse)
+    assert not torch.allclose(weighted_gradient("k2", cap=1.5)[0], divergence, rtol=1e-3)
+
+
+GOLDEN = {
+    # (estimator, weight, cap) -> value and d/dlogp of each of three tokens, by hand: with l =
+    # (0.5, -1, 0.25) and w = (e^0.2, e^-0.5, e^1.5), of which e^1.5 is above 2.
+    ("k2", "none", 2.0): ([0.125, 0.5, 0.03125], [0.5, -1.0, 0.25]),
+    ("k2", "truncated", 2.0): (
+        [0.152675344770, 0.303265329856, 0.0625],
+        [0.610701379080, -0.606530659713, 0.5],
+    ),
+    ("k2", "truncated", 100.0): (
+        [0.152675344770, 0.303265329856, 0.140052783448],
+        [0.610701379080, -0.606530659713, 1.120422267585],
+    ),
+    ("k3", "truncated", 2.0): (
+        [0.130116841602, 0.435659951275, 0.057601566143],
+        [0.480584537478, -1.042190610987, 0.442398433857],
+    ),
+}
+
+
+@pytest.mark.parametrize(("chosen", "expected"), GOLDEN.items(), ids=str)
+def test_a_weighted_penalty_on_three_tokens_by_hand(chosen, expected):
+    estimator, weight, cap = chosen
+    kl = KlConfig(coef=0.5, estimator=estimator, weight=weight, cap=cap)
+    config = ObjectiveConfig(loss="reinforce", advantage="none", kl=kl, reference={})
+    logp = torch.tensor([-1.0, -2.0, -0.5], dtype=EXACT, requires_grad=True)
+    batch = tokens([0.0] * 3, advantages=[0.0] * 3).replace(
+        logp=logp,
+        logp_ref=logp.detach() - torch.tensor([0.5, -1.0, 0.25], dtype=EXACT),
+        logp_behavior=logp.detach() - torch.tensor([0.2, -0.5, 1.5], dtype=EXACT),
+    )
+    values, slopes = (torch.tensor(each, dtype=EXACT) for each in expected)
+    torch.testing.assert_close(token_kl(batch, kl).detach(), values, rtol=1e-10, atol=1e-11)
+    found = Objective(config).loss(batch, Denominators(tokens=3, sequences=1))
+    torch.testing.assert_close(found.terms["kl"].sum(), 0.5 * values.mean(), rtol=1e-10, atol=1e-11)
+    (gradient,) = torch.autograd.grad(found.parts.sum(), logp)
+    torch.testing.assert_close(gradient, 0.5 * slopes / 3, rtol=1e-10, atol=1e-11)
+
+
+def test_a_weighted_penalty_in_the_reward_weighs_each_token_alone():
+    kl = KlConfig(coef=0.1, estimator="k1", where="reward", weight="truncated")
+    config = ObjectiveConfig(advantage="none", kl=kl, reference=ReferenceConfig())
+    batch = one_group(sample("a", 2, 1.0))
+    behavior = torch.tensor(batch.behavior_logprobs, dtype=EXACT)
+    given = {
+        "logp": behavior + torch.tensor([-0.5, 3.0], dtype=EXACT),
+        "logp_ref": behavior + torch.tensor([-1.5, 1.0], dtype=EXACT),
+    }
+    whole = Objective(config).prepare(batch, given).whole
+    expected = [-0.1 * 1.0 * math.exp(-0.5), 1.0 - 0.1 * 2.0 * 2.0]
+    torch.testing.assert_close(whole.token_rewards, torch.tensor(expected, dtype=EXACT))
+
+
+def test_a_cap_without_weights_and_weights_of_given_responses_are_refused():
+    with pytest.raises(ValidationError, match=r"cap: 3 bounds the weights of weight: truncated"):
+        KlConfig(coef=0.1, cap=3.0)
+    kl = {"coef": 0.1, "weight": "truncated"}
+    with pytest.raises(ValidationError, match="which no policy sampled"):
+        ObjectiveConfig(loss="sft", kl=kl, reference={})
 
 
 # Rewards of tokens.
