@@ -41,6 +41,7 @@ from megatron_async_rl.rollout.engine_state import (
     HealthCheck,
     WrongState,
 )
+from megatron_async_rl.rollout.allocator import drop_expandable_segments
 from megatron_async_rl.rollout.environments.chat import ToolParser
 from megatron_async_rl.rollout.environments.conversation import Conversations, Player
 from megatron_async_rl.rollout.environments.endpoint import Agents
@@ -78,6 +79,8 @@ class RolloutEngine:
         name_this_process(spec.name)
         watch.join(spec.name)
         os.environ.update(environment(spec))
+        # A Ray that the user started may have the option. torch reads it with the first CUDA tensor.
+        drop_expandable_segments(os.environ)
         self.spec = spec
         self._state = EngineState(spec.name)
         self._timeline = EngineTimeline(spec.run_dir, spec.name, self._state)
