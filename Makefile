@@ -1,6 +1,7 @@
 # make demo | study-quick | test | lint | setup: each sets up $(VENV) first, and reuses it while requirements/ stays the same.
 # make network-tests: what goes wrong over two and three machines with a network between them, which are namespaces of this one; needs root.
 # make gpu-tests: on a host with a CUDA device, with $(VENV) where it is there and else with what PYTHONPATH has.
+# make loader-test: Transformer Engine's wheels (190 MB, from the package index) load beside torch with one cuDNN; needs root.
 # Works from any folder: make -C CHECKOUT demo, or make -f ../Makefile demo.
 # VENV=DIR puts the environment elsewhere; PYTHON=... chooses the interpreter, a Python 3.12.
 
@@ -15,10 +16,10 @@ export VENV
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo study-quick test gpu-tests network-tests lint bench-setup
+.PHONY: help setup demo study-quick test gpu-tests network-tests loader-test lint bench-setup
 
 help:
-	@sed -n '1,5s/^# //p' "$(ROOT)/Makefile"
+	@sed -n '1,6s/^# //p' "$(ROOT)/Makefile"
 
 setup:
 	@"$(ROOT)/launchers/setup.sh"
@@ -56,6 +57,13 @@ gpu-tests:
 network-tests: setup
 	@cd "$(ROOT)"
 	"$$VENV/bin/python" -m pytest tests/network
+
+loader-test: setup
+	@cd "$(ROOT)"
+	wheels="$$(realpath "$$VENV")/te-wheels"
+	grep -E '^transformer-engine' requirements/gpu.txt > "$$VENV/te-wheels.txt"
+	"$$VENV/bin/python" -m pip download --quiet --no-deps --dest "$$wheels" -r "$$VENV/te-wheels.txt"
+	MAR_TE_WHEELS="$$wheels" "$$VENV/bin/python" -m pytest tests/unit/test_libraries.py
 
 bench-setup: setup
 	@cd "$(ROOT)"

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 
 from megatron_async_rl.config.environment import AGENTS, TOOLS
 from megatron_async_rl.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_async_rl.rollout.allocator import drop_expandable_segments
 from megatron_async_rl.rollout.cluster import require_gpus, require_software
 from megatron_async_rl.rollout.engine_state import (
     BusyClock,
@@ -41,7 +42,6 @@ from megatron_async_rl.rollout.engine_state import (
     HealthCheck,
     WrongState,
 )
-from megatron_async_rl.rollout.allocator import drop_expandable_segments
 from megatron_async_rl.rollout.environments.chat import ToolParser
 from megatron_async_rl.rollout.environments.conversation import Conversations, Player
 from megatron_async_rl.rollout.environments.endpoint import Agents

@@ -189,6 +189,9 @@ def test_an_installed_transformer_engine_must_import_where_there_is_a_gpu(
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").touch()
     (tmp_path / "transformer_engine" / "pytorch.py").write_text(body)
+    (tmp_path / "torch.py").write_text(
+        "class backends:\n  class cudnn:\n    version = lambda: 92000"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def looked_at(**changes) -> list[doctor.Finding]:
