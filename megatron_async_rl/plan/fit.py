@@ -34,6 +34,12 @@ from megatron_async_rl.plan.layout import (
 )
 from megatron_async_rl.plan.machine import GIB, MIB, Machine
 from megatron_async_rl.plan.memory import EngineMemory, RankMemory
+from megatron_async_rl.plan.overhead import (
+    CONTEXT_BYTES,
+    of_engine,
+    of_rank,
+    of_sleeping_engine,
+)
 from megatron_async_rl.rollout.cluster import object_store_bytes
 from megatron_async_rl.watchdog.events import described, out_of_memory
 from megatron_async_rl.weights.manifest import IN_FLIGHT
@@ -41,8 +47,6 @@ from megatron_async_rl.weights.manifest import IN_FLIGHT
 ESTIMATE_ERROR = 0.05
 RANK_PROCESS_BYTES = GIB
 """Memory of a trainer process or an engine besides its tensors: Python, torch, libraries."""
-CUDA_CONTEXT_BYTES = GIB // 2
-"""GPU memory that a process takes before its first tensor; on an H100 about this much."""
 PARTS_SHOWN = 3
 HOLDERS_SHOWN = 5
 LINES_SHOWN = 2
@@ -111,6 +115,9 @@ def _needs(
     """The largest of each phase."""
     has = _gpu_bytes(machine)
     found: dict[Needed, Need] = {}
+    rollout = config.rollout
+    shared = rollout is not None and rollout.placement == "colocated"
+    asleep = of_sleeping_engine(rollout) if rollout is not None and shared else ()
     if ranks:
         largest = max(ranks, key=lambda rank: rank.total + _sender(config, rank))
         found["train"] = Need(
@@ -124,10 +131,11 @@ def _needs(
                 ("activations", largest.activations),
                 ("log-probs and targets", largest.logprobs),
                 ("the sender of weights", _sender(config, largest)),
+                *of_rank(config),
+                *asleep,
             ),
             has=has,
         )
-    rollout = config.rollout
     if rollout is None or engine is None:
         return found
     share = int(rollout.gpu_memory_utilization * has)
@@ -138,7 +146,7 @@ def _needs(
         has=share,
         of=f"that {rollout.gpu_memory_utilization:g} of a GPU gives",
     )
-    if ranks and rollout.placement == "colocated":
+    if ranks and shared:
         # The first node's ranks whose GPUs the engines take, too.
         beside = min(
             -(-config.policy.parallel.ranks // machine.nodes), rollout.engines * rollout.workers
@@ -152,6 +160,8 @@ def _needs(
                 ("the engine's weights", engine.of_worker(rollout)),
                 ("the policy's parameters", _kept(kept)),
                 ("buckets on their way", lent_bytes(config, engine)),
+                *of_rank(config),
+                *asleep,
             ),
             has=has,
         )
@@ -163,6 +173,8 @@ def _needs(
                 ("the engine", share),
                 ("the policy's parameters", _kept(kept)),
                 ("buckets on their way", lent_bytes(config, engine)),
+                *of_rank(config),
+                *of_engine(rollout),
             ),
             has=has,
         )
@@ -194,7 +206,7 @@ def _sender(config: Config, rank: RankMemory) -> int:
     its CUDA context, and the buckets on their way to each engine."""
     if config.rollout is None or config.weights.transport != "collective" or rank.stage > 0:
         return 0
-    return CUDA_CONTEXT_BYTES + engine_count(config) * IN_FLIGHT * config.weights.bucket_mib * MIB
+    return CONTEXT_BYTES + engine_count(config) * IN_FLIGHT * config.weights.bucket_mib * MIB
 
 
 def _of_stage(rank: RankMemory, ranks: Sequence[RankMemory]) -> str:

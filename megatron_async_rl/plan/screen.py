@@ -20,6 +20,7 @@ from megatron_async_rl.metrics.log import read_metrics
 from megatron_async_rl.plan.estimate import Overlap, run_ahead
 from megatron_async_rl.plan.fit import lent_bytes, twin_bytes
 from megatron_async_rl.plan.machine import GIB, MIB, Machine
+from megatron_async_rl.plan.overhead import Parts, of_engine, of_rank, of_sleeping_engine
 from megatron_async_rl.plan.plan import Plan
 from megatron_async_rl.report.summary import Rates, measure, update_per_lr
 
@@ -47,6 +48,8 @@ def show_plan(
     if plan.ranks:
         _heading(console, "memory")
         console.print(_rank_memory(plan, config))
+        if plan.device == "cuda":
+            _print(console, _overhead(config))
     if plan.engine is not None and config.rollout is not None:
         _print(console, _engine_memory(plan, config))
         if config.weights.transport == "relay":
@@ -383,6 +386,25 @@ def _rank_memory(plan: Plan, config: Config) -> Table:
             *(size(part) for part in parts),
         )
     return table
+
+
+def _overhead(config: Config) -> str:
+    rollout, parts = config.rollout, of_rank(config)
+    lines = [f"besides, on each rank's GPU ~: {_shown(parts)}"]
+    if rollout is not None and rollout.placement == "colocated":
+        lines.append(f"and of an engine that sleeps there ~: {_shown(of_sleeping_engine(rollout))}")
+    elif rollout is not None:
+        lines.append(
+            "besides, on each GPU of an engine, outside rollout.gpu_memory_utilization ~:"
+            f" {_shown(of_engine(rollout))}"
+        )
+    return "\n".join(lines)
+
+
+def _shown(parts: Parts) -> str:
+    total = sum(count for _, count in parts)
+    named = ", ".join(f"{name.partition("'s ")[2]} {size(count)}" for name, count in parts if count)
+    return f"{size(total)} ({named})"
 
 
 def _peaks(plan: Plan) -> Table:
