@@ -362,7 +362,7 @@ def shared_memory_problems(config: Config, engine: EngineMemory, machine: Machin
                 f"{what}, {math.ceil(needed / MIB)} MiB, are to lie in /dev/shm, which has"
                 f" {free // MIB} MiB free"
             ),
-            fix=f"enlarge /dev/shm (docker run --shm-size={math.ceil(needed / GIB) + 1}g)",
+            fix=f"enlarge /dev/shm (docker run {shm_size(needed, 0)})",
         )
     ]
 
@@ -378,23 +378,35 @@ def _in_shared_memory(config: Config, engine: EngineMemory, machine: Machine) ->
     return 2 * engine.weights * (1 + receivers), what
 
 
+def shared_memory(
+    config: Config, engine: EngineMemory, machine: Machine, longest: int
+) -> tuple[int, int, str]:
+    """Bytes of weights and of Ray's object store in rank 0's /dev/shm, and what the weights are."""
+    responses = config.flow.prompts_per_step * config.flow.group_size
+    segments = config.rollout.max_segments if config.rollout is not None else 1
+    weights, what = _in_shared_memory(config, engine, machine)
+    return weights, object_store_bytes(responses, segments * longest), what
+
+
+def shm_size(weights: int, store: int) -> str:
+    """Docker's option for a /dev/shm with room for both, and for the queues of vLLM and NCCL."""
+    return f"--shm-size={math.ceil((weights + store) / GIB) + 1}g"
+
+
 def shared_memory_notes(
     config: Config, engine: EngineMemory, machine: Machine, longest: int
 ) -> list[str]:
     """Ray puts its object store elsewhere, or on disk, where /dev/shm has no room for it."""
     if machine.described or os.environ.get("RAY_ADDRESS"):
         return []
-    responses = config.flow.prompts_per_step * config.flow.group_size
-    segments = config.rollout.max_segments if config.rollout is not None else 1
-    store = object_store_bytes(responses, segments * longest)
-    weights, what = _in_shared_memory(config, engine, machine)
+    weights, store, what = shared_memory(config, engine, machine, longest)
     if weights + store <= machine.shared_memory:
         return []
     return [
         f"{what} ({weights / MIB:.0f} MiB) and Ray's object store for the"
         f" samples ({store / MIB:.0f} MiB) do not fit into /dev/shm, which has"
         f" {machine.shared_memory / MIB:.0f} MiB free: Ray will be slow (docker run"
-        f" --shm-size={math.ceil((weights + store) / GIB) + 1}g)"
+        f" {shm_size(weights, store)})"
     ]
 
 

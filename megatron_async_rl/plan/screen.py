@@ -18,7 +18,7 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.staleness import admitted_limit, max_lag
 from megatron_async_rl.metrics.log import read_metrics
 from megatron_async_rl.plan.estimate import Overlap, run_ahead
-from megatron_async_rl.plan.fit import lent_bytes, twin_bytes
+from megatron_async_rl.plan.fit import lent_bytes, shared_memory, shm_size, twin_bytes
 from megatron_async_rl.plan.machine import GIB, MIB, Machine
 from megatron_async_rl.plan.overhead import Parts, of_engine, of_rank, of_sleeping_engine
 from megatron_async_rl.plan.plan import Plan
@@ -52,6 +52,15 @@ def show_plan(
             _print(console, _overhead(config))
     if plan.engine is not None and config.rollout is not None:
         _print(console, _engine_memory(plan, config))
+        if plan.batch is not None:
+            longest = plan.batch.longest
+            weights, store, what = shared_memory(config, plan.engine, machine, longest)
+            option = shm_size(weights, store)
+            _print(
+                console,
+                f"/dev/shm of rank 0's machine: {size(weights)}, {what}, and {size(store)}, Ray's"
+                f" object store; in a container docker run {option}",
+            )
         if config.weights.transport == "relay":
             two = size(2 * plan.engine.weights)
             _print(console, f"each other machine with engines: {two} in /dev/shm, two versions")

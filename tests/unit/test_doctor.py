@@ -204,6 +204,14 @@ def test_an_installed_transformer_engine_must_import_where_there_is_a_gpu(
     assert looked_at(gpus=()) == looked_at(transformer_engine=None) == []
 
 
+def test_pypis_apex_is_not_taken_for_nvidias(monkeypatch):
+    install(monkeypatch, **TRIED | {"apex": "0.9.10.dev0"})
+    (finding,) = (one for one in doctor.examine(NODE) if one.part == "apex")
+    assert finding.state == "note"
+    assert "another project" in finding.advice
+    assert finding.fix.startswith("pip uninstall --yes apex; APEX_CPP_EXT=1")
+
+
 def test_the_tried_versions_are_those_of_the_lock():
     with (Path(__file__).parents[2] / "requirements" / "cpu.txt").open() as lock:
         locked = dict(line.split(" ;")[0].strip().split("==") for line in lock if "==" in line)
