@@ -326,8 +326,7 @@ def _transformer_engine(machine: Machine) -> list[Finding]:
     if not machine.gpus or machine.transformer_engine is None:
         return []
     # Also that it brings no second cuDNN or cuBLAS into torch's process.
-    check = "from megatron_async_rl.plan.libraries import require_one_of_each as check; check()"
-    _, failure = _asked(check)
+    _, failure = _asked("from megatron_async_rl.plan.libraries import check; check()")
     if not failure:
         return [Finding("import transformer_engine", "ok", "yes", "layers of policies in bfloat16")]
     advice = "ranks would take local layers, or none with policy.fp8"

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from megatron_async_rl.plan import libraries
-from megatron_async_rl.plan.libraries import ONE_OF_EACH, LibraryConflict, loaded
+from megatron_async_rl.plan.libraries import LibraryConflict, loaded, require_one_of_each
 
 ROOT = Path(__file__).parents[2]
 CUDNN = Path(sysconfig.get_path("purelib"), "nvidia", "cudnn", "lib", "libcudnn.so.9")
@@ -47,18 +47,31 @@ def test_files_are_told_apart_by_library_and_not_by_part():
         "/a/nvidia/cudnn/lib/libcudnn.so.9",
         "/usr/lib/x86_64-linux-gnu/libcudnn.so.9.14.0",
     }
-    assert found["libcublas"] == set()
+    assert found["libcudnn_graph"] == {"/a/nvidia/cudnn/lib/libcudnn_graph.so.9"}
+    assert "libcublas" not in found
     assert found["libcublasLt"] == {"/a/nvidia/cu13/lib/libcublasLt.so.13"}
     assert found["libnccl"] == {"/a/nvidia/nccl/lib/libnccl.so.2"}
 
 
+def test_a_library_is_one_file_and_the_one_of_the_wheels(tmp_path):
+    own = tmp_path / "cu13" / "lib" / "libcublas.so.13"
+    own.parent.mkdir(parents=True)
+    own.touch()
+    require_one_of_each({"libcublas": {str(own)}, "libnccl": {"/usr/lib/libnccl.so.2"}}, tmp_path)
+    system = "/usr/local/cuda/lib64/libcublas.so.13"
+    with pytest.raises(LibraryConflict, match=f"libcublas is loaded from {system}, and torch was"):
+        require_one_of_each({"libcublas": {system}}, tmp_path)
+    with pytest.raises(LibraryConflict, match="two files of libcublas are loaded"):
+        require_one_of_each({"libcublas": {system, str(own)}}, tmp_path)
+
+
 PROGRAM = f"""
 import ctypes, torch
-from {libraries.__name__} import MAPS, loaded, require_one_of_each
-require_one_of_each()
+from {libraries.__name__} import MAPS, check, loaded
+check()
 print(loaded(MAPS.read_text()))
 ctypes.CDLL({{second!r}}, mode=ctypes.RTLD_GLOBAL)
-require_one_of_each()
+check()
 """
 
 
@@ -74,7 +87,8 @@ def test_torch_loads_one_file_of_each_library_and_a_second_one_is_named(tmp_path
         timeout=600,
     )
     found = ast.literal_eval(done.stdout)
-    assert {name: len(files) for name, files in found.items()} == dict.fromkeys(ONE_OF_EACH, 1)
+    assert {"libcudnn", "libcublas", "libcublasLt", "libcudart", "libnccl"} <= found.keys()
+    assert {len(files) for files in found.values()} == {1}
     assert found["libcudnn"] == {str(CUDNN)}
     assert f"{LibraryConflict.__name__}: two files of libcudnn are loaded: " in done.stderr
     assert str(second) in done.stderr
