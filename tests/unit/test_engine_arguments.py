@@ -18,9 +18,14 @@ from pydantic import ValidationError
 from vllm import AsyncEngineArgs
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.quantization import _ONLINE_SHORTHANDS
+from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+)
 
 from megatron_async_rl.config.engine_options import (
     BREAKS,
@@ -146,6 +151,14 @@ def test_logits_of_a_bfloat16_model_are_computed_in_float32(
     spec = replace(spec_with(path, quantization=quantization), dtype="bfloat16")
     found = engine_arguments(spec).create_model_config()
     assert (found.dtype, found.head_dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("name", QUANTISED_AS_LOADED)
+def test_a_quantised_engine_leaves_its_output_layer_as_it_is(name: str) -> None:
+    """vLLM computes float32 logits of no other."""
+    config = OnlineQuantizationConfig(_ONLINE_SHORTHANDS[name])
+    assert config.resolve_quant_method_cls(ParallelLMHead, "lm_head") is None
+    assert config.resolve_quant_method_cls(ColumnParallelLinear, "layer") is not None
 
 
 def test_a_float32_engine_is_told_nothing_of_its_logits(tmp_path: Path) -> None:
