@@ -1,9 +1,10 @@
 # The GPU image: CUDA 13, Python 3.12, and versions that resolve together (requirements/gpu.txt).
 #   docker build -t megatron-async-rl .
-#   docker run --gpus all --shm-size=16g --ulimit memlock=-1 -v "$PWD/runs:/runs" megatron-async-rl mar doctor
+#   docker run --gpus all megatron-async-rl          runs `mar doctor`; docs/one_gpu_node.md has the command for a run
 # The devel base stays in the image on purpose: vLLM and Triton compile kernels at run time.
+# Without cuDNN: torch brings the one that it was compiled against, and Transformer Engine would load the base image's beside it.
 ARG CUDA=13.0.2
-FROM nvidia/cuda:${CUDA}-cudnn-devel-ubuntu24.04
+FROM nvidia/cuda:${CUDA}-devel-ubuntu24.04
 
 LABEL org.opencontainers.image.title="megatron-async-rl" \
       org.opencontainers.image.description="Asynchronous RL post-training with Megatron-Core and vLLM, on GPUs"
@@ -11,10 +12,12 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 ENV DEBIAN_FRONTEND=noninteractive PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 RAY_USAGE_STATS_ENABLED=0
 
 # The archive of a release keeps only the newest build of a package, so a pinned one would soon be gone.
+# libibverbs, its providers and librdmacm: without them NCCL uses TCP where there is InfiniBand or RoCE.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends \
-       build-essential ca-certificates cmake git libnuma1 ninja-build python3.12 python3.12-dev python3.12-venv \
+       build-essential ca-certificates cmake git ibverbs-providers libibverbs1 libnuma1 librdmacm1 make ninja-build \
+       python3.12 python3.12-dev python3.12-venv \
     && rm -rf /var/lib/apt/lists/*
 
 RUN python3.12 -m venv /opt/venv
@@ -36,11 +39,12 @@ RUN nm --dynamic --undefined-only transformer_engine/wheel_lib/libtransformer_en
     && rm /tmp/asked /tmp/there /tmp/lacking
 
 # MAX_JOBS bounds the memory of the source builds (about 3 GiB a job); CUDA_ARCHS names the GPUs they are made for.
-# --no-build-isolation: against the torch above, not against whichever is newest. Without one of the packages that it asks
-# for, Transformer Engine does not import, and Megatron goes on as if it were not installed: the last line names it.
+# --no-build-isolation: against the torch above, not against whichever is newest. CPATH: headers of torch's cuDNN and NCCL.
+# Without one of the packages that it asks for, Transformer Engine does not import, and Megatron goes on as if it were not
+# installed: the last line names it.
 ARG MAX_JOBS=8
 ARG CUDA_ARCHS="80;90;100"
-RUN NVTE_FRAMEWORK=pytorch NVTE_CUDA_ARCHS="${CUDA_ARCHS}" \
+RUN CPATH="$PWD/nvidia/cudnn/include:$PWD/nvidia/nccl/include" NVTE_FRAMEWORK=pytorch NVTE_CUDA_ARCHS="${CUDA_ARCHS}" \
     pip install --no-build-isolation --no-deps transformer-engine-torch==2.12.0 \
     && python -c "import re; from importlib.metadata import requires, version; [version(re.match(r'[\w-]+', asked)[0]) for asked in requires('transformer-engine-torch')]"
 
@@ -53,19 +57,27 @@ RUN git clone https://github.com/NVIDIA/apex /tmp/apex \
     && rm -rf /tmp/apex
 
 WORKDIR /opt/megatron-async-rl
-COPY setup.py pyproject.toml MANIFEST.in README.md ./
+COPY setup.py pyproject.toml MANIFEST.in README.md Makefile ./
 COPY requirements requirements
 COPY megatron_async_rl megatron_async_rl
 COPY docs docs
 COPY examples examples
-COPY tests/data/golden tests/data/golden
+COPY tests tests
 COPY launchers launchers
+# The last line imports torch and Transformer Engine as a rank does, and looks for a second cuDNN, cuBLAS or NCCL.
 RUN pip install --no-build-isolation --no-deps . \
-    && python -c "from importlib.metadata import version as v; assert v('torch').startswith('2.13.0'), v('torch')"
+    && grep -E '^(iniconfig|pluggy|pytest)==' requirements/dev.txt > /tmp/pytest.txt \
+    && pip install --no-deps -r /tmp/pytest.txt \
+    && rm /tmp/pytest.txt \
+    && python -c "from importlib.metadata import version as v; assert v('torch').startswith('2.13.0'), v('torch')" \
+    && python -m megatron_async_rl.plan.libraries
 
-# Nobody in particular: volumes are to be writable for this number, or the container is started as another (--user).
+# The container may be started as any user (--user), who then has a home for caches, and a name, which torch asks for.
+# `make gpu-tests` writes its record to docs/.
+ENV HOME=/home/mar USER=mar
 ARG RUN_AS=10001
-RUN useradd --uid 10001 --create-home mar
+RUN useradd --uid 10001 --create-home mar \
+    && chmod -R a+rwX /home/mar docs
 USER ${RUN_AS}
 # Here, without a GPU, it is no test: it asks for the parts of the CPU path. Where the container runs it is one.
 HEALTHCHECK --interval=5m --timeout=2m --start-period=1m CMD ["mar", "doctor"]

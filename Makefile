@@ -2,6 +2,7 @@
 # make test-all: the tests, 300 cases of the differential test instead of 20, and as root the network tests; an hour or more.
 # make network-tests: what goes wrong over two and three machines with a network between them, which are namespaces of this one; needs root.
 # make gpu-tests: on a host with a CUDA device, with $(VENV) where it is there and else with what PYTHONPATH has.
+# make loader-test: Transformer Engine's wheels (190 MB, from the package index) load beside torch with one cuDNN; needs root.
 # Works from any folder: make -C CHECKOUT demo, or make -f ../Makefile demo.
 # VENV=DIR puts the environment elsewhere; PYTHON=... chooses the interpreter, a Python 3.12.
 
@@ -16,10 +17,10 @@ export VENV
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo study-quick test test-all gpu-tests network-tests lint bench-setup
+.PHONY: help setup demo study-quick test test-all gpu-tests network-tests loader-test lint bench-setup
 
 help:
-	@sed -n '1,6s/^# //p' "$(ROOT)/Makefile"
+	@sed -n '1,7s/^# //p' "$(ROOT)/Makefile"
 
 setup:
 	@"$(ROOT)/launchers/setup.sh"
@@ -50,6 +51,7 @@ test-all: setup
 	@cd "$(ROOT)"
 	MAR_DIFFERENTIAL_CASES="$${MAR_DIFFERENTIAL_CASES:-300}" "$$VENV/bin/python" -m pytest --numprocesses=2 --durations=30
 	[[ "$$(id -u)" != 0 ]] || "$$VENV/bin/python" -m pytest tests/network
+	[[ "$$(id -u)" != 0 ]] || $(MAKE) -f "$(ROOT)/Makefile" loader-test
 
 gpu-tests:
 	@cd "$(ROOT)"
@@ -62,6 +64,13 @@ gpu-tests:
 network-tests: setup
 	@cd "$(ROOT)"
 	"$$VENV/bin/python" -m pytest tests/network
+
+loader-test: setup
+	@cd "$(ROOT)"
+	wheels="$$(realpath "$$VENV")/te-wheels"
+	grep -E '^transformer-engine' requirements/gpu.txt > "$$VENV/te-wheels.txt"
+	"$$VENV/bin/python" -m pip download --quiet --no-deps --dest "$$wheels" -r "$$VENV/te-wheels.txt"
+	MAR_TE_WHEELS="$$wheels" "$$VENV/bin/python" -m pytest tests/unit/test_libraries.py
 
 bench-setup: setup
 	@cd "$(ROOT)"

@@ -38,6 +38,7 @@ LAYOUTS = (
     "test_gac",
     "test_gradient_view",
     "test_routing_replay",
+    "test_apex",
 )
 MODELS = ("test_checkpoint", "test_export", "test_logprob_parity", "test_model_loading")
 """Of tests/parallel: what each of these files looks at is computed once, by tests/parallel/layouts.py

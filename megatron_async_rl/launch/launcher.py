@@ -35,6 +35,7 @@ from megatron_async_rl.metrics.log import cut_unreadable
 from megatron_async_rl.metrics.status import FILE as STATUS
 from megatron_async_rl.metrics.status import Status, read_status, write_status
 from megatron_async_rl.report.progress import Progress, print_summary
+from megatron_async_rl.rollout.allocator import set_options_of_ranks
 from megatron_async_rl.rollout.cluster import prepare_environment
 from megatron_async_rl.samples.segments import FOLDER as SAMPLES
 from megatron_async_rl.watchdog import stall, watch
@@ -48,9 +49,6 @@ from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 
 POLL_S = 0.25
 KILL_GRACE_S = 10.0
-PAGE_LOCKED = "pinned_max_round_threshold_mb:1"
-"""For torch. It rounds page-locked tensors up to a power of two: moments and copies of the weights
-in host memory could take twice what the plan says."""
 CLOSING_S = 30.0
 """Longest time for a rank that failed to stop its engines and itself."""
 START_S = 600.0
@@ -189,15 +187,6 @@ def _prepare_directory(config: Config) -> None:
     (run_dir / stall.FILE).unlink(missing_ok=True)
 
 
-def set_page_locked(environment: dict[str, str]) -> None:
-    """Adds PAGE_LOCKED to the options of torch's allocator, unless they say otherwise already."""
-    older = "PYTORCH_CUDA_ALLOC_CONF"  # the same, by its older name
-    name = older if older in environment else "PYTORCH_ALLOC_CONF"
-    options = [one for one in environment.get(name, "").split(",") if one]
-    if not any(one.startswith(PAGE_LOCKED.partition(":")[0]) for one in options):
-        environment[name] = ",".join([*options, PAGE_LOCKED])
-
-
 def environment_of_ranks(
     given: Mapping[str, str], run_id: str, wanted: Mapping[str, str]
 ) -> dict[str, str]:
@@ -210,7 +199,7 @@ def environment_of_ranks(
     )  # a process that gives itself a title would erase what it is found by
     prepare_environment(environment)
     environment.setdefault("HF_HUB_OFFLINE", "1")
-    set_page_locked(environment)
+    set_options_of_ranks(environment)
     return environment
 
 

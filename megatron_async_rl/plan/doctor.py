@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +27,7 @@ from megatron_async_rl.config.fp8 import RECIPES, lacking, version_of
 from megatron_async_rl.config.problem import shipped
 from megatron_async_rl.plan.machine import GIB, Machine, this_machine
 from megatron_async_rl.plan.screen import size
-from megatron_async_rl.policy.supported import PINNED, engine_obstacle
+from megatron_async_rl.policy.supported import APEX_WEIGHT_GRADIENTS, PINNED, engine_obstacle
 from megatron_async_rl.rollout.rewards.sandbox import SandboxError, run
 
 PACKAGE = "megatron-async-rl"
@@ -97,7 +98,12 @@ PARTS = (
         (),
         "fused and FP8 layers, attention of packed rows and context parallelism (GPU only)",
     ),
-    Part(APEX, "", (), "fused gradient accumulation (GPU only; built from source)"),
+    Part(
+        APEX,
+        "",
+        (),
+        "fused weight gradients, norms and Adam of local layers (GPU only; built from source)",
+    ),
 )
 
 
@@ -193,6 +199,9 @@ def _part(part: Part, path: str, ranges: Mapping[str, Requirement]) -> Finding:
         advice = f"would bring {part.brings}" if not required else f"needed for {part.brings}"
         state: State = "missing" if required else "note"
         return Finding(part.distribution, state, "not installed", advice, fix)
+    if part.distribution == APEX and find_spec(APEX_WEIGHT_GRADIENTS) is None:
+        advice = "not NVIDIA's, or without its CUDA extensions: PyPI's apex is another project"
+        return Finding(part.distribution, "note", found, advice, f"pip uninstall --yes apex; {fix}")
     if part.version and found.split("+")[0] != part.version:
         asked = ranges.get(part.distribution)
         if asked is not None and asked.specifier.contains(found):
@@ -317,7 +326,8 @@ def _transformer_engine(machine: Machine) -> list[Finding]:
     """None without a GPU, where nothing imports it, or where it is not installed."""
     if not machine.gpus or machine.transformer_engine is None:
         return []
-    _, failure = _asked("import transformer_engine.pytorch")
+    # Also that it brings no second cuDNN or cuBLAS into torch's process.
+    _, failure = _asked("from megatron_async_rl.plan.libraries import check; check()")
     if not failure:
         return [Finding("import transformer_engine", "ok", "yes", "layers of policies in bfloat16")]
     advice = "ranks would take local layers, or none with policy.fp8"

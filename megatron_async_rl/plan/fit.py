@@ -34,6 +34,12 @@ from megatron_async_rl.plan.layout import (
 )
 from megatron_async_rl.plan.machine import GIB, MIB, Machine
 from megatron_async_rl.plan.memory import EngineMemory, RankMemory
+from megatron_async_rl.plan.overhead import (
+    CONTEXT_BYTES,
+    of_engine,
+    of_rank,
+    of_sleeping_engine,
+)
 from megatron_async_rl.rollout.cluster import object_store_bytes
 from megatron_async_rl.watchdog.events import described, out_of_memory
 from megatron_async_rl.watchdog.host_memory import largest_processes, state_in_words
@@ -42,8 +48,6 @@ from megatron_async_rl.weights.manifest import IN_FLIGHT
 ESTIMATE_ERROR = 0.05
 RANK_PROCESS_BYTES = GIB
 """Memory of a trainer process or an engine besides its tensors: Python, torch, libraries."""
-CUDA_CONTEXT_BYTES = GIB // 2
-"""GPU memory that a process takes before its first tensor; on an H100 about this much."""
 PARTS_SHOWN = 3
 HOLDERS_SHOWN = 5
 LINES_SHOWN = 2
@@ -112,6 +116,9 @@ def _needs(
     """The largest of each phase."""
     has = _gpu_bytes(machine)
     found: dict[Needed, Need] = {}
+    rollout = config.rollout
+    shared = rollout is not None and rollout.placement == "colocated"
+    asleep = of_sleeping_engine(rollout) if rollout is not None and shared else ()
     if ranks:
         largest = max(ranks, key=lambda rank: rank.total + _sender(config, rank))
         found["train"] = Need(
@@ -125,10 +132,11 @@ def _needs(
                 ("activations", largest.activations),
                 ("log-probs and targets", largest.logprobs),
                 ("the sender of weights", _sender(config, largest)),
+                *of_rank(config),
+                *asleep,
             ),
             has=has,
         )
-    rollout = config.rollout
     if rollout is None or engine is None:
         return found
     share = int(rollout.gpu_memory_utilization * has)
@@ -139,7 +147,7 @@ def _needs(
         has=share,
         of=f"that {rollout.gpu_memory_utilization:g} of a GPU gives",
     )
-    if ranks and rollout.placement == "colocated":
+    if ranks and shared:
         # The first node's ranks whose GPUs the engines take, too.
         beside = min(
             -(-config.policy.parallel.ranks // machine.nodes), rollout.engines * rollout.workers
@@ -153,6 +161,8 @@ def _needs(
                 ("the engine's weights", engine.of_worker(rollout)),
                 ("the policy's parameters", _kept(kept)),
                 ("buckets on their way", lent_bytes(config, engine)),
+                *of_rank(config),
+                *asleep,
             ),
             has=has,
         )
@@ -164,6 +174,8 @@ def _needs(
                 ("the engine", share),
                 ("the policy's parameters", _kept(kept)),
                 ("buckets on their way", lent_bytes(config, engine)),
+                *of_rank(config),
+                *of_engine(rollout),
             ),
             has=has,
         )
@@ -195,7 +207,7 @@ def _sender(config: Config, rank: RankMemory) -> int:
     its CUDA context, and the buckets on their way to each engine."""
     if config.rollout is None or config.weights.transport != "collective" or rank.stage > 0:
         return 0
-    return CUDA_CONTEXT_BYTES + engine_count(config) * IN_FLIGHT * config.weights.bucket_mib * MIB
+    return CONTEXT_BYTES + engine_count(config) * IN_FLIGHT * config.weights.bucket_mib * MIB
 
 
 def _of_stage(rank: RankMemory, ranks: Sequence[RankMemory]) -> str:
@@ -404,7 +416,7 @@ def shared_memory_problems(config: Config, engine: EngineMemory, machine: Machin
                 f"{what}, {math.ceil(needed / MIB)} MiB, are to lie in /dev/shm, which has"
                 f" {free // MIB} MiB free"
             ),
-            fix=f"enlarge /dev/shm (docker run --shm-size={math.ceil(needed / GIB) + 1}g)",
+            fix=f"enlarge /dev/shm (docker run {shm_size(needed, 0)})",
         )
     ]
 
@@ -420,23 +432,35 @@ def _in_shared_memory(config: Config, engine: EngineMemory, machine: Machine) ->
     return 2 * engine.weights * (1 + receivers), what
 
 
+def shared_memory(
+    config: Config, engine: EngineMemory, machine: Machine, longest: int
+) -> tuple[int, int, str]:
+    """Bytes of weights and of Ray's object store in rank 0's /dev/shm, and what the weights are."""
+    responses = config.flow.prompts_per_step * config.flow.group_size
+    segments = config.rollout.max_segments if config.rollout is not None else 1
+    weights, what = _in_shared_memory(config, engine, machine)
+    return weights, object_store_bytes(responses, segments * longest), what
+
+
+def shm_size(weights: int, store: int) -> str:
+    """Docker's option for a /dev/shm with room for both, and for the queues of vLLM and NCCL."""
+    return f"--shm-size={math.ceil((weights + store) / GIB) + 1}g"
+
+
 def shared_memory_notes(
     config: Config, engine: EngineMemory, machine: Machine, longest: int
 ) -> list[str]:
     """Ray puts its object store elsewhere, or on disk, where /dev/shm has no room for it."""
     if machine.described or os.environ.get("RAY_ADDRESS"):
         return []
-    responses = config.flow.prompts_per_step * config.flow.group_size
-    segments = config.rollout.max_segments if config.rollout is not None else 1
-    store = object_store_bytes(responses, segments * longest)
-    weights, what = _in_shared_memory(config, engine, machine)
+    weights, store, what = shared_memory(config, engine, machine, longest)
     if weights + store <= machine.shared_memory:
         return []
     return [
         f"{what} ({weights / MIB:.0f} MiB) and Ray's object store for the"
         f" samples ({store / MIB:.0f} MiB) do not fit into /dev/shm, which has"
         f" {machine.shared_memory / MIB:.0f} MiB free: Ray will be slow (docker run"
-        f" --shm-size={math.ceil((weights + store) / GIB) + 1}g)"
+        f" {shm_size(weights, store)})"
     ]
 
 

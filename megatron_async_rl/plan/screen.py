@@ -18,8 +18,9 @@ from megatron_async_rl.config.yaml_tree import YamlFault, read_tree, write
 from megatron_async_rl.flow.staleness import admitted_limit, max_lag
 from megatron_async_rl.metrics.log import read_metrics
 from megatron_async_rl.plan.estimate import Overlap, run_ahead
-from megatron_async_rl.plan.fit import lent_bytes, twin_bytes
+from megatron_async_rl.plan.fit import lent_bytes, shared_memory, shm_size, twin_bytes
 from megatron_async_rl.plan.machine import GIB, MIB, Machine
+from megatron_async_rl.plan.overhead import Parts, of_engine, of_rank, of_sleeping_engine
 from megatron_async_rl.plan.plan import Plan
 from megatron_async_rl.report.summary import Rates, measure, update_per_lr
 
@@ -47,8 +48,19 @@ def show_plan(
     if plan.ranks:
         _heading(console, "memory")
         console.print(_rank_memory(plan, config))
+        if plan.device == "cuda":
+            _print(console, _overhead(config))
     if plan.engine is not None and config.rollout is not None:
         _print(console, _engine_memory(plan, config))
+        if plan.batch is not None:
+            longest = plan.batch.longest
+            weights, store, what = shared_memory(config, plan.engine, machine, longest)
+            option = shm_size(weights, store)
+            _print(
+                console,
+                f"/dev/shm of rank 0's machine: {size(weights)}, {what}, and {size(store)}, Ray's"
+                f" object store; in a container docker run {option}",
+            )
         if config.weights.transport == "relay":
             two = size(2 * plan.engine.weights)
             _print(console, f"each other machine with engines: {two} in /dev/shm, two versions")
@@ -381,6 +393,25 @@ def _rank_memory(plan: Plan, config: Config) -> Table:
             *(size(part) for part in parts),
         )
     return table
+
+
+def _overhead(config: Config) -> str:
+    rollout, parts = config.rollout, of_rank(config)
+    lines = [f"besides, on each rank's GPU ~: {_shown(parts)}"]
+    if rollout is not None and rollout.placement == "colocated":
+        lines.append(f"and of an engine that sleeps there ~: {_shown(of_sleeping_engine(rollout))}")
+    elif rollout is not None:
+        lines.append(
+            "besides, on each GPU of an engine, outside rollout.gpu_memory_utilization ~:"
+            f" {_shown(of_engine(rollout))}"
+        )
+    return "\n".join(lines)
+
+
+def _shown(parts: Parts) -> str:
+    total = sum(count for _, count in parts)
+    named = ", ".join(f"{name.partition("'s ")[2]} {size(count)}" for name, count in parts if count)
+    return f"{size(total)} ({named})"
 
 
 def _peaks(plan: Plan) -> Table:

@@ -306,9 +306,13 @@ class TransformerEngineAttention(CoreAttention):
             cu_seqlens_kv=packing.cu_seqlens_kv,
             max_seqlen_q=packing.max_seqlen_q,
             max_seqlen_kv=packing.max_seqlen_kv,
+            # If this is not set, Transformer Engine compares both kinds of offsets on the host, twice
+            # in each layer.
+            pad_between_seqs=False,
         )
         if self.context_group is not None:
-            # Transformer Engine asks for both kinds then; what fills a sample up belongs to it.
+            # Transformer Engine requires both kinds here. They are equal: the filler of a sample
+            # belongs to the sample.
             offsets.cu_seqlens_q_padded = packing.cu_seqlens_q
             offsets.cu_seqlens_kv_padded = packing.cu_seqlens_kv
         return offsets

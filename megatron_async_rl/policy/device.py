@@ -3,7 +3,7 @@
 Megatron-Core names CUDA in plain code: `device="cuda"`, `torch.cuda.current_device()`,
 `tensor.cuda()`, streams and the CUDA random generator. `install("cpu")` points those names at the
 CPU, for the life of the process, so that the same Megatron runs over gloo. `install("cuda")`
-patches nothing and chooses this rank's device.
+patches nothing: it selects this rank's device and disables cuDNN's attention.
 
 Invariants:
 - installed once, before a process group or a model exists; a second call must ask for the same
@@ -86,6 +86,9 @@ def install(device: str) -> str:
                 " or see `mar doctor` for what keeps CUDA away"
             )
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        # From compute capability 9.0 on torch prefers cuDNN's attention, which compiles a plan for each
+        # new shape and keeps all of them. Micro-batches have many shapes; flash attention has no plans.
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
     if chosen == "cpu":
         # Megatron before any name is replaced: its import loads torch's compiler, which catalogues

@@ -231,7 +231,7 @@ def build_bridge(
     bridge.set_extra_args(
         sequence_parallel=sequence_parallel and layout.tp_size > 1,
         **RECOMPUTE[recompute],
-        **bridge.layers.settings,
+        **bridge.layers.settings(dtype, layout.device_type, lora=lora is not None),
         **megatron_settings(fp8),
     )
     bridge.layout = layout

@@ -35,6 +35,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_async_rl.policy import apex
 from megatron_async_rl.policy.supported import LayerFamily
 
 FUSED_NORMS = {
@@ -51,8 +52,10 @@ class Layers(ABC):
     """How a family builds a transformer layer, and what it calls the layer's parameters."""
 
     name: ClassVar[LayerFamily]
-    settings: ClassVar[Mapping[str, Any]] = {}
-    """Changes to Megatron's configuration, as bridge.py makes it."""
+
+    @abstractmethod
+    def settings(self, dtype: torch.dtype, device_type: str, *, lora: bool) -> Mapping[str, Any]:
+        """Changes to Megatron's configuration, as bridge.py makes it."""
 
     @abstractmethod
     def norm(self, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,6 +78,9 @@ class LocalLayers(Layers):
     """Megatron's own layers, with the norms below. Experts run one after another."""
 
     name = "local"
+
+    def settings(self, dtype: torch.dtype, device_type: str, *, lora: bool) -> Mapping[str, Any]:
+        return apex.settings(dtype, device_type, lora=lora)
 
     def norm(self, own: Callable[..., Any]) -> Callable[..., Any]:
         return own
@@ -105,7 +111,7 @@ class TransformerEngineLayers(Layers):
     a rank one grouped product; gate and rotation are one kernel each."""
 
     name = "transformer_engine"
-    settings: ClassVar = {
+    SETTINGS: ClassVar[Mapping[str, Any]] = {
         "bias_activation_fusion": True,
         "apply_rope_fusion": True,
         "moe_grouped_gemm": True,
@@ -115,6 +121,9 @@ class TransformerEngineLayers(Layers):
         # `finish` has products add to, and what an earlier pass left there is lost.
         "disable_parameter_transpose_cache": True,
     }
+
+    def settings(self, dtype: torch.dtype, device_type: str, *, lora: bool) -> Mapping[str, Any]:
+        return self.SETTINGS
 
     def norm(self, own: Callable[..., Any]) -> Callable[..., Any]:
         assert own is RMSNorm, f"Transformer Engine has no {own}"
@@ -157,7 +166,7 @@ def with_bias(linear: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm under Megatron's constructor.
+    """torch's RMSNorm, or Apex's kernel of it, under Megatron's constructor.
 
     Its weight is marked `sequence_parallel` so that Megatron sums its gradient over tensor-parallel
     ranks, each of which sees a part of the sequence.
@@ -171,15 +180,23 @@ class RMSNorm(torch.nn.RMSNorm):
         )
         self.config = config
         self.weight.sequence_parallel = config.sequence_parallel
+        self.kernel = apex.norm(config.params_dtype, self.weight.device.type)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.normalised(hidden, self.weight)
+
+    def normalised(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """The norm of `hidden`, by `weight`, in their common dtype."""
+        if self.kernel is not None:
+            return self.kernel(hidden, weight, self.normalized_shape, self.eps)
+        return F.rms_norm(hidden, self.normalized_shape, weight, self.eps)
 
 
 class GemmaNorm(RMSNorm):
     """Gemma's, in float32 and with weights that stand for their distance from 1."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        found = F.rms_norm(
-            hidden.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps
-        )
+        found = self.normalised(hidden.float(), 1.0 + self.weight.float())
         return found.to(hidden.dtype)
 
 

@@ -278,6 +278,10 @@ PINNED = "2.12.0"
 """The one of requirements/gpu.txt."""
 
 
+APEX_WEIGHT_GRADIENTS = "fused_weight_gradient_mlp_cuda"
+"""Apex's extension for weight gradients. PyPI's `apex` is another project and has none of that name."""
+
+
 @dataclass(frozen=True)
 class ChosenLayers:
     """A family of layers (layers.py). why: what keeps Transformer Engine's away where nobody asked

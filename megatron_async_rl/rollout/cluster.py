@@ -22,6 +22,7 @@ from typing import Any
 
 import megatron_async_rl
 from megatron_async_rl.config.problem import SHARE
+from megatron_async_rl.rollout.allocator import without_expandable_segments
 from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import DeadlineExceeded, ray_get
@@ -209,14 +210,15 @@ def join_ray(
     # Engines inherit what Ray does, and this process may still have to read it.
     of_ranks = os.environ.pop(CONNECTIONS, None)
     try:
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=level,
-            object_store_memory=store_bytes,
-            num_cpus=os.cpu_count(),
-        )
+        with without_expandable_segments():
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=level,
+                object_store_memory=store_bytes,
+                num_cpus=os.cpu_count(),
+            )
     finally:
         if of_ranks is not None:
             os.environ[CONNECTIONS] = of_ranks

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 
 from megatron_async_rl.config.environment import AGENTS, TOOLS
 from megatron_async_rl.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_async_rl.rollout.allocator import drop_expandable_segments
 from megatron_async_rl.rollout.cluster import require_gpus, require_software
 from megatron_async_rl.rollout.engine_state import (
     BusyClock,
@@ -78,6 +79,8 @@ class RolloutEngine:
         name_this_process(spec.name)
         watch.join(spec.name)
         os.environ.update(environment(spec))
+        # A Ray that the user started may have the option. torch reads it with the first CUDA tensor.
+        drop_expandable_segments(os.environ)
         self.spec = spec
         self._state = EngineState(spec.name)
         self._timeline = EngineTimeline(spec.run_dir, spec.name, self._state)

@@ -3,13 +3,17 @@ by the same calls.
 
 Invariants:
 - it is no default process group and knows none, so the trainer's and vLLM's are not disturbed;
-- every wait has a limit. One that failed is closed and used no more: others are made in its place.
+- every wait has a limit. One that failed is closed and used no more: others are made in its place;
+- a failed operation ends no process: torch's watchdog, which would, does not watch this group.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +21,13 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore
 
 from megatron_async_rl.weights.manifest import IN_FLIGHT, Meeting
+
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+"""Read by the constructor of `ProcessGroupNCCL`: with 1, `wait` enforces the limit itself, and the group
+gets no watchdog thread."""
+CREATION_LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
+"""Seconds for which torch polls a non-blocking communicator. Read once per process, when it creates the
+first one; 30 minutes by default."""
 
 
 class Communicator:
@@ -80,9 +91,16 @@ def _group(members: PrefixStore, meeting: Meeting, rank: int, device: torch.devi
     if device.type == "cuda":
         from torch.distributed import ProcessGroupNCCL
 
-        nccl = ProcessGroupNCCL.Options()
+        nccl: Any = ProcessGroupNCCL.Options()
         nccl._timeout = meeting.limit
-        return ProcessGroupNCCL(members, rank, size, nccl)
+        # NCCL creates communicators at the first operation. A blocking creation waits for a missing
+        # member without limit; a non-blocking one is polled until the limit.
+        nccl.config.blocking = 0
+        os.environ.setdefault(CREATION_LIMIT, str(math.ceil(meeting.limit_s)))
+        # After a timeout the watchdog would end the whole process, the engine's or the sender's, also
+        # where the group was aborted.
+        with _blocking_wait():
+            return ProcessGroupNCCL(members, rank, size, nccl)
     from torch.distributed import ProcessGroupGloo
 
     gloo: Any = ProcessGroupGloo._Options()
@@ -91,6 +109,21 @@ def _group(members: PrefixStore, meeting: Meeting, rank: int, device: torch.devi
     gloo._devices = [ProcessGroupGloo.create_device(hostname=_address_towards(meeting.host))]
     gloo._threads = 2
     return ProcessGroupGloo(members, rank, size, gloo)
+
+
+@contextmanager
+def _blocking_wait() -> Iterator[None]:
+    """Set BLOCKING_WAIT for groups that are constructed meanwhile; vLLM's and Megatron's keep their
+    watchdog."""
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[BLOCKING_WAIT]
+        else:
+            os.environ[BLOCKING_WAIT] = before
 
 
 def _address_towards(host: str) -> str:

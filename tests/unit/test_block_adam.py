@@ -14,7 +14,6 @@ from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError
 from megatron_async_rl.config.schema import OptimizerConfig
 from megatron_async_rl.gradients import CPU_BLOCK
-from megatron_async_rl.launch.launcher import PAGE_LOCKED, set_page_locked
 from megatron_async_rl.plan.memory import rank_memory
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.plan.resume import checkpoint_problems
@@ -318,25 +317,3 @@ def test_a_checkpoint_with_moments_in_other_numbers_is_refused_before_the_run(
     )
     keys = [one.key for one in checkpoint_problems(config, None)]
     assert keys == (["policy.optimizer.moment_dtype"] if refused else [])
-
-
-def test_torch_takes_the_setting_by_which_page_locked_memory_is_what_was_planned():
-    """A name that it does not know would end every rank on CUDA as it starts."""
-    torch._C._accelerator_setAllocatorSettings(PAGE_LOCKED)
-    with pytest.raises(ValueError, match="Unrecognized"):
-        torch._C._accelerator_setAllocatorSettings(PAGE_LOCKED.replace("round", "rounds"))
-
-
-@pytest.mark.parametrize(
-    ("options", "then"),
-    [
-        ({}, {"PYTORCH_ALLOC_CONF": PAGE_LOCKED}),
-        ({"PYTORCH_ALLOC_CONF": "a:1"}, {"PYTORCH_ALLOC_CONF": f"a:1,{PAGE_LOCKED}"}),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, {"PYTORCH_CUDA_ALLOC_CONF": f"a:1,{PAGE_LOCKED}"}),
-        (dict.fromkeys(["PYTORCH_ALLOC_CONF"], PAGE_LOCKED + "0"), None),
-    ],
-)
-def test_a_user_s_options_of_the_allocator_stay_beside_ours(options, then):
-    environment = dict(options)
-    set_page_locked(environment)
-    assert environment == (options if then is None else then)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +21,11 @@ from torch.distributed import TCPStore
 
 from megatron_async_rl.weights import collective
 from megatron_async_rl.weights.collective import CollectiveFailed, Receiver, Sender
-from megatron_async_rl.weights.communicator import Communicator
+from megatron_async_rl.weights.communicator import (
+    BLOCKING_WAIT,
+    CREATION_LIMIT,
+    Communicator,
+)
 from megatron_async_rl.weights.manifest import Copy, Delivery, Manifest, Meeting
 from megatron_async_rl.weights.shared_memory import BucketFile, BucketReader, SharedMemory
 from megatron_async_rl.weights.staging import Staging
@@ -28,6 +36,7 @@ from tests.unit.collective_harness import CPU, Worker
 
 PATIENT_S = 300.0
 SIZE = 300_000
+NCCL = getattr(torch.distributed, "ProcessGroupNCCL", None)
 
 
 @pytest.fixture(scope="module")
@@ -235,3 +244,49 @@ def test_an_engine_whose_worker_dies_costs_no_other_engine(
     with pytest.raises(CollectiveFailed, match="version 1 did not reach its workers"):
         sender.send(meeting, 1, manifest)
     require_version(brought(sender, sender.open(1), engine[:1], 1, manifest), 1, 9)
+
+
+def nccl_options() -> Any:
+    """torch's own, or their shape where torch is built for CPUs."""
+    if NCCL is not None:
+        return NCCL.Options()
+    return SimpleNamespace(config=SimpleNamespace(blocking=None), _timeout=None)
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_nccl_waits_within_the_limit_and_has_no_watchdog(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's watchdog would end the engine's process a minute after a timeout."""
+    made: list[tuple[str | None, str | None, Any]] = []
+
+    class Nccl:
+        Options = staticmethod(nccl_options)
+
+        def __init__(self, store: object, rank: int, size: int, options: Any) -> None:
+            assert (rank, size) == (1, 3)
+            made.append((os.environ.get(BLOCKING_WAIT), os.environ.get(CREATION_LIMIT), options))
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.delenv(CREATION_LIMIT, raising=False)
+    if before is None:
+        monkeypatch.delenv(BLOCKING_WAIT, raising=False)
+    else:
+        monkeypatch.setenv(BLOCKING_WAIT, before)
+    meeting = Meeting(host="127.0.0.1", port=1, workers=2, limit_s=7.5)
+    store = TCPStore(meeting.host, 0, is_master=True, wait_for_workers=False)
+    Communicator(meeting, 1, torch.device("cuda", 0), store)
+    ((blocking_wait, creation_limit, options),) = made
+    assert (blocking_wait, creation_limit) == ("1", "8")
+    assert options.config.blocking == 0
+    assert options._timeout == meeting.limit
+    assert os.environ.get(BLOCKING_WAIT) == before, "of other groups in the process"
+
+
+def test_torch_reads_the_variables_that_nccls_limits_depend_on() -> None:
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
+    if not library.is_file():
+        pytest.skip("torch is built for CPUs here")
+    with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        for words in (BLOCKING_WAIT, CREATION_LIMIT, "NO watchdog thread is created"):
+            assert text.find(words.encode()) >= 0, words

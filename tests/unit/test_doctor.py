@@ -189,6 +189,9 @@ def test_an_installed_transformer_engine_must_import_where_there_is_a_gpu(
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").touch()
     (tmp_path / "transformer_engine" / "pytorch.py").write_text(body)
+    (tmp_path / "torch.py").write_text(
+        "class backends:\n  class cudnn:\n    version = lambda: 92000"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def looked_at(**changes) -> list[doctor.Finding]:
@@ -199,6 +202,14 @@ def test_an_installed_transformer_engine_must_import_where_there_is_a_gpu(
     assert finding.state == state
     assert found in finding.found
     assert looked_at(gpus=()) == looked_at(transformer_engine=None) == []
+
+
+def test_pypis_apex_is_not_taken_for_nvidias(monkeypatch):
+    install(monkeypatch, **TRIED | {"apex": "0.9.10.dev0"})
+    (finding,) = (one for one in doctor.examine(NODE) if one.part == "apex")
+    assert finding.state == "note"
+    assert "another project" in finding.advice
+    assert finding.fix.startswith("pip uninstall --yes apex; APEX_CPP_EXT=1")
 
 
 def test_the_tried_versions_are_those_of_the_lock():

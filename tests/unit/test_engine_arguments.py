@@ -9,13 +9,23 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+import torch
 from pydantic import ValidationError
 from vllm import AsyncEngineArgs
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.quantization import _ONLINE_SHORTHANDS
+from vllm.model_executor.layers.linear import ColumnParallelLinear
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+)
 
 from megatron_async_rl.config.engine_options import (
     BREAKS,
@@ -129,6 +139,53 @@ def test_an_engine_refuses_a_name_that_its_vllm_does_not_know(tmp_path: Path) ->
     with pytest.raises(UserError, match="max_num_batched_tokens") as refused:
         engine_arguments(spec_with(tmp_path, max_batched_tokens=4096))
     assert refused.value.problems[0].key == "rollout.vllm.max_batched_tokens"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("quantization", [None, "fp8_per_channel"])
+def test_logits_of_a_bfloat16_model_are_computed_in_float32(
+    tmp_path: Path, tied: bool, quantization: str | None
+) -> None:
+    """Between 16 and 32 neighbouring bfloat16 numbers are 0.125 apart."""
+    path = save_tiny_model(tmp_path / "model", tied=tied, dtype="bfloat16")
+    spec = replace(spec_with(path, quantization=quantization), dtype="bfloat16")
+    found = engine_arguments(spec).create_model_config()
+    assert (found.dtype, found.head_dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("name", QUANTISED_AS_LOADED)
+def test_a_quantised_engine_leaves_its_output_layer_as_it_is(name: str) -> None:
+    """vLLM computes float32 logits of no other."""
+    config = OnlineQuantizationConfig(_ONLINE_SHORTHANDS[name])
+    assert config.resolve_quant_method_cls(ParallelLMHead, "lm_head") is None
+    assert config.resolve_quant_method_cls(ColumnParallelLinear, "layer") is not None
+
+
+def test_a_float32_engine_is_told_nothing_of_its_logits(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model")
+    found = engine_arguments(spec_with(path)).create_model_config()
+    assert found.head_dtype == found.dtype == torch.float32
+    assert found.hf_overrides == {}
+
+
+def test_logits_keep_the_precision_of_float32_where_bfloat16_has_none() -> None:
+    """vLLM's own layer, as the engine's setting makes it."""
+    hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with set_current_vllm_config(VllmConfig()):
+        layer = LogitsProcessor(32)
+    weight = (8 * torch.randn(32, 64, generator=torch.Generator().manual_seed(1))).bfloat16()
+    method = UnquantizedEmbeddingMethod()
+    head = SimpleNamespace(weight=weight, quant_method=method, tp_size=1)
+    layer.head_dtype = torch.float32
+    found = layer._get_logits(hidden, head, None)
+    assert found.dtype == torch.float32
+    exact = hidden.double() @ weight.double().t()
+    assert (found - exact).abs().max() < 1e-3 < (exact.bfloat16() - exact).abs().max()
+
+
+def test_nobody_else_sets_the_dtype_of_logits(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="policy and engines must be one model"):
+        spec_with(tmp_path, hf_overrides={"head_dtype": "model"})
 
 
 def test_a_grammar_that_vllm_cannot_read_is_a_problem_before_anything_starts(

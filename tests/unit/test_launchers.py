@@ -4,6 +4,7 @@ asked. The real ones run in tests/end_to_end."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -354,6 +355,24 @@ def test_settings_that_cannot_be_are_refused(
 def test_a_launcher_without_a_config_is_refused(machine: Machine) -> None:
     code, said = machine.run(0, arguments=(), NNODES="1", NODE_RANK="0")
     assert (code, said) == (2, "torchrun_multinode.sh: no CONFIG given\n")
+
+
+def test_slurm_binds_no_task_to_a_core() -> None:
+    """One task is all ranks and engines of a machine, and their threads."""
+    files = [
+        file
+        for folder in ("launchers", "docs", "examples")
+        for file in (LAUNCHERS.parent / folder).rglob("*")
+    ]
+    commands = [
+        line
+        for file in files
+        if file.suffix in (".sh", ".sbatch", ".md")
+        for line in file.read_text().splitlines()
+        if re.match(r"(?:[$`]\s*)?srun ", line.strip())
+    ]
+    assert commands
+    assert all(" --cpu-bind=none " in command for command in commands), commands
 
 
 def test_the_manifest_is_what_kubernetes_takes() -> None:

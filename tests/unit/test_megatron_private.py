@@ -148,3 +148,18 @@ def test_a_router_multiplies_without_transformer_engine():
     numbers = f"{[[3.0] * 4] * 2} {[[2.0] * 3] * 4}"
     said = [line for line in done.stdout.splitlines() if line.startswith(("cpu ", "cuda "))]
     assert said == [f"cpu {numbers}", f"cuda {numbers}"]
+
+
+def test_a_gpus_attention_has_no_plans_of_cudnns():
+    """cuDNN's would compile one for each shape and keep all of them."""
+    program = """
+import torch
+assert torch.backends.cuda.cudnn_sdp_enabled()
+torch.cuda.is_available = lambda: True
+torch.cuda.set_device = lambda number: None
+from megatron_async_rl.policy import device
+device.install("cuda")
+assert not torch.backends.cuda.cudnn_sdp_enabled()
+assert torch.backends.cuda.flash_sdp_enabled()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=600)

@@ -26,6 +26,7 @@ BUILD = "import sys; from setuptools.build_meta import build_{0} as build; build
 
 
 IMAGES = ("Dockerfile", "Dockerfile.cpu")
+PYTEST = {canonicalize_name(name) for name in ("iniconfig", "pluggy", "pytest")}
 
 
 def copied(image: str = "Dockerfile") -> list[str]:
@@ -189,8 +190,68 @@ def test_the_wheel_prints_paths_that_exist_and_copies_them_out(
 
 def test_what_the_builder_is_sent_is_what_the_dockerfiles_copy() -> None:
     sent = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
-    assert sorted(sent) == sorted({source for image in IMAGES for source in copied(image)})
-    assert set(copied("Dockerfile")) < set(copied("Dockerfile.cpu"))
+    sources = {source for image in IMAGES for source in copied(image)}
+    assert sorted(sent) == sorted(sources - {"tests/data/golden"}), "tests has it"
+    assert {"tests", *copied("Dockerfile.cpu")} == {*sources}
+
+
+def test_the_gpu_image_has_one_cudnn_and_builds_against_its_headers() -> None:
+    """Which libraries a process then loads: tests/unit/test_libraries.py."""
+    text = (ROOT / "Dockerfile").read_text()
+    (base,) = re.findall(r"^FROM (\S+)$", text, re.MULTILINE)
+    assert base.startswith("nvidia/cuda:")
+    assert "-devel-" in base, "vLLM and Triton compile kernels at run time"
+    assert "cudnn" not in base
+    places = {line.partition("==")[0] for line in locked("nvidia.txt")}
+    assert {"nvidia-cudnn-cu13", "nvidia-nccl-cu13"} <= places
+    folders = re.findall(r'CPATH="(\S+)"', text)
+    assert folders == ["$PWD/nvidia/cudnn/include:$PWD/nvidia/nccl/include"]
+    assert text.count("&& python -m megatron_async_rl.plan.libraries\n") == 1
+    installed = re.search(r"apt-get install .+?\n    &&", text, re.DOTALL)
+    assert installed is not None
+    rdma = {"libibverbs1", "ibverbs-providers", "librdmacm1"}
+    assert rdma <= set(installed[0].split()), "NCCL would use TCP"
+
+
+def imports(file: Path) -> Iterator[tuple[str, Path]]:
+    """Names of modules that a file imports anywhere, and where one of the repository's would be."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            yield name, (ROOT / name.replace(".", "/")).with_suffix(".py")
+
+
+def imported_by_the_gpu_tests() -> set[Path]:
+    """Files of tests/gpu and of other tests that these import."""
+    found, left = set[Path](), [*(ROOT / "tests" / "gpu").glob("*.py")]
+    while left:
+        file = left.pop()
+        found.add(file)
+        own = {at for name, at in imports(file) if name.startswith("tests.") and at.is_file()}
+        left += own - found
+    return found
+
+
+def test_the_gpu_image_can_run_the_gpu_tests_as_any_user() -> None:
+    """With pytest alone of what the other tests install."""
+    text = (ROOT / "Dockerfile").read_text()
+    assert "'^(iniconfig|pluggy|pytest)==' requirements/dev.txt" in text
+    assert locked("dev.txt").keys() >= PYTEST
+    assert "chmod -R a+rwX /home/mar docs" in text, "caches, and the record of the tests"
+    assert "\nENV HOME=/home/mar USER=mar\n" in text
+    assert {"Makefile", "tests"} <= set(copied())
+    of_tests = locked("dev.txt").keys() - locked("gpu.txt").keys() - PYTEST
+    there = importlib.metadata.packages_distributions()
+    names = {name for file in imported_by_the_gpu_tests() for name, _ in imports(file)}
+    asked = {
+        canonicalize_name(one) for name in names for one in there.get(name.partition(".")[0], ())
+    }
+    assert {"torch", "pytest"} <= asked
+    assert not asked & of_tests
 
 
 @pytest.mark.parametrize("image", IMAGES)

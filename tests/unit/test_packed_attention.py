@@ -40,6 +40,7 @@ class ThdKernel(torch.nn.Module):
             AttnMaskType.causal,
             None,
         )
+        assert packed.pad_between_seqs is False, "Transformer Engine would look on the host"
         assert packed.cu_seqlens_q.dtype == packed.cu_seqlens_kv.dtype == torch.int32
         ends = packed.cu_seqlens_q.tolist()
         assert packed.max_seqlen_q == packed.max_seqlen_kv == max(np.diff(ends))

@@ -36,6 +36,7 @@ from megatron_async_rl.plan.memory import (
     stage_parameters,
 )
 from megatron_async_rl.plan.model_files import ModelShape, read_model
+from megatron_async_rl.plan.overhead import Parts, of_engine, of_rank, of_sleeping_engine
 from megatron_async_rl.plan.plan import Plan
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.screen import show_plan, size, staleness_law
@@ -1207,6 +1208,10 @@ EIGHT_RANKS = (
 )
 
 
+def added_up(parts: Parts) -> int:
+    return sum(count for _, count in parts)
+
+
 def large_model(tmp_path: Path) -> Path:
     """A run of an 8B model, described on a machine that has no weights of it."""
     file = write_run(tmp_path, **LLAMA_8B)
@@ -1235,9 +1240,10 @@ def test_every_key_that_a_refusal_names_lowers_what_is_needed(tmp_path):
     for key, value, left in named:
         then = plan(file, *whole, f"{key}={value}", machine=machine)
         assert then.ranks[0].total < refused.ranks[0].total
-        assert math.ceil(10 * max(rank.total for rank in then.ranks) / GIB) == round(
-            10 * float(left)
-        )
+        changed = load(file, [*whole, f"{key}={value}"])
+        beside = of_rank(changed) + of_sleeping_engine(changed.rollout)
+        needed = max(rank.total for rank in then.ranks) + added_up(beside)
+        assert math.ceil(10 * needed / GIB) == round(10 * float(left))
 
 
 @pytest.mark.parametrize(
@@ -1279,7 +1285,7 @@ def test_a_rank_is_refused_above_its_gpus_memory_and_noted_just_below(tmp_path):
     file = large_model(tmp_path)
     described = described_machine(gpus=8, gpu_memory_gib=800, nodes=1)
     on = ("policy.device=cuda", "model.dtype=bfloat16")
-    total = plan(file, *on, machine=described).ranks[0].total
+    total = plan(file, *on, machine=described).ranks[0].total + added_up(of_rank(load(file, on)))
 
     def on_gpus_of(memory: int) -> Plan:
         return plan(file, *on, machine=replace(described, gpus=(Gpu("A", memory),) * 8))
@@ -1301,7 +1307,8 @@ def test_the_sender_of_weights_has_its_part_of_the_first_stages_gpus(tmp_path):
         "weights={transport: collective, bucket_mib: 4096}",
         "rollout.engines=3",
     )
-    total = plan(file, *by_collective, machine=many).ranks[0].total
+    beside = added_up(of_rank(load(file, by_collective)))
+    total = plan(file, *by_collective, machine=many).ranks[0].total + beside
 
     def on_gpus_of(memory: int) -> Plan:
         return plan(file, *by_collective, machine=replace(many, gpus=(Gpu("A", memory),) * 8))
@@ -1329,7 +1336,7 @@ def test_the_gpus_that_are_here_are_held_against_the_plan_too(tmp_path):
     ("share", "words"),
     [
         (0.15, "each GPU of an engine: about 15.0 GiB are needed of the 12.0 GiB that 0.15"),
-        (0.9, "an engine, generating beside a rank: about 87"),
+        (0.9, "an engine, generating beside a rank: about 89"),
     ],
 )
 def test_a_share_too_small_for_an_engine_or_too_large_beside_the_policy_is_refused(
@@ -1349,10 +1356,13 @@ def test_where_engines_and_policy_take_turns_the_peak_of_each_phase_is_shown(tmp
     planned = plan(file, *EIGHT_RANKS, machine=machine)
     (rank,), share = planned.ranks, int(0.3 * 80 * GIB)
     assert set(planned.peaks) == set(PHASES)
+    config = load(file, EIGHT_RANKS)
+    awake = added_up(of_rank(config) + of_engine(config.rollout))
+    asleep = added_up(of_rank(config) + of_sleeping_engine(config.rollout))
     assert {phase: need.total for phase, need in planned.peaks.items()} == {
-        "generate": share + rank.parameters,
-        "train": rank.total,
-        "publish": planned.engine.weights + rank.parameters,
+        "generate": share + rank.parameters + awake,
+        "train": rank.total + asleep,
+        "publish": planned.engine.weights + rank.parameters + asleep,
     }
     code, output = planned_on_a_laptop(file, *EIGHT_RANKS, *EIGHT_GPUS, "80")
     assert code == 0, output
@@ -1379,6 +1389,37 @@ def test_where_engines_and_policy_take_turns_the_peak_of_each_phase_is_shown(tmp
     assert small.peaks["publish"].total - planned.peaks["publish"].total == 2 * embedding
     apart = plan(file, *EIGHT_RANKS, "rollout.placement=disaggregated", machine=machine)
     assert apart.peaks == {}
+
+
+def test_what_processes_take_of_a_gpu_beside_their_tensors_is_itemised(tmp_path):
+    """Estimates: about 4 GiB where an engine of several workers sleeps beside a rank."""
+    file = large_model(tmp_path)
+    config = load(file, [*EIGHT_RANKS, "rollout.tensor=2"])
+    parts = dict(of_rank(config) + of_sleeping_engine(config.rollout))
+    assert sum(parts.values()) == 4 * GIB
+    assert all(parts.values())
+    assert dict(of_engine(config.rollout)).items() < parts.items()
+    alone = load(file, ["policy.parallel.ranks=1", "rollout.vllm.enforce_eager=true"])
+    assert {name: count for name, count in of_rank(alone) if not count} == {
+        "the rank's NCCL channels": 0
+    }
+    assert dict(of_sleeping_engine(alone.rollout))["the engine's CUDA graphs"] == 0
+    _, output = planned_on_a_laptop(file, *EIGHT_RANKS, *EIGHT_GPUS, "80")
+    assert (
+        "besides, on each rank's GPU ~: 1.8 GiB (CUDA context 512.0 MiB, NCCL channels 1.0 GiB,"
+        " workspaces 256.0 MiB)" in output
+    )
+    assert (
+        "and of an engine that sleeps there ~: 1.8 GiB (CUDA context 512.0 MiB, CUDA graphs 1.2 GiB)"
+        in output
+    )
+    apart = (
+        "rollout.placement=disaggregated",
+        "policy.parallel.ranks=4",
+        "policy.parallel.tensor=4",
+    )
+    _, output = planned_on_a_laptop(file, *EIGHT_RANKS, *apart, *EIGHT_GPUS, "80")
+    assert "on each GPU of an engine, outside rollout.gpu_memory_utilization ~: 512.0 MiB" in output
 
 
 REWARDS = """

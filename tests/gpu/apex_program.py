@@ -1,0 +1,82 @@
+"""Local layers in bfloat16 with Apex's kernels and without: log-probs, a gradient over several
+micro-batches, and a step of each case. On the CPU Apex's interface over torch's operations.
+
+Arguments: cpu or cuda, the material's directory (tests/parallel/layouts.py), the directory to write
+to, the ParallelConfig, in JSON, and the cases.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from megatron_async_rl.config.lora import LoraConfig
+from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.policy import apex, device
+from tests import apex_stand_in
+from tests.gpu.train_program import cpu
+from tests.parallel.layout_program import Rank, received, scorable
+from tests.parallel.objective_program import ReducedGradient
+
+CASES = {
+    "padded": ("tied", "a", {}),
+    "packed": ("tied", "a", {"sequence": "packed", "recompute": "full"}),
+    "narrow": ("tied", "a", {"gradient_dtype": "bfloat16"}),
+    "mixture": ("mixture", "mixture_a", {}),
+}
+"""Name -> model, batch, settings of the policy."""
+PLAIN = {
+    "float32": {"dtype": "float32"},
+    "lora": {"dtype": "bfloat16", "lora": LoraConfig(rank=2)},
+}
+"""Policies that take no fused gradient."""
+
+
+def measured(rank: Rank, case: str) -> dict:
+    model, batch, settings = CASES[case]
+    policy = rank.policy(model, dtype="bfloat16", budget=48, **settings)
+    gradient = ReducedGradient(rank, policy, batch).whole()
+    scores = policy.score(received(policy, scorable(rank.batches[batch])))
+    step = policy.train_step(received(policy, rank.batches[batch]))
+    return {
+        "fused": policy.model.config.gradient_accumulation_fusion,
+        "gradient": None if gradient is None else cpu(gradient),
+        "scores": scores,
+        "step": step,
+    }
+
+
+def main() -> None:
+    kind, material, output, parallel, *cases = sys.argv[1:]
+    config = ParallelConfig.model_validate_json(parallel)
+    rank = Rank(Path(material), config, Path(output), kind)
+    there = mock.patch.object(apex, "applies", lambda dtype, _: dtype == torch.bfloat16)
+    away = mock.patch.object(apex, "applies", return_value=False)
+    results: dict = {case: [] for case in cases}
+    for case, found in results.items():
+        with away:
+            found.append(measured(rank, case))
+        before = dict(apex_stand_in.CALLS)
+        with there:
+            found.append(measured(rank, case))
+        found[1]["calls"] = {
+            name: count - before.get(name, 0) for name, count in apex_stand_in.CALLS.items()
+        }
+    with there:
+        results["plain"] = {
+            name: rank.policy(**settings).model.config.gradient_accumulation_fusion
+            for name, settings in PLAIN.items()
+        }
+    if rank.layout.rank == 0:
+        torch.save(results, Path(output) / "apex.pt")
+    rank.layout.shutdown()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "cpu":
+        apex_stand_in.install()
+    device.install(sys.argv[1])
+    main()
