@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from megatron_async_rl.config.engine_options import cpu_head_sizes
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.layers import lora_problems
@@ -18,6 +20,9 @@ from megatron_async_rl.rollout.cluster import CONNECTIONS, ELSEWHERE
 
 Device = Literal["cpu", "cuda"]
 PARALLEL = "policy.parallel"
+FP8_CACHE_MULTIPLE = 32
+"""Elements of a head: vLLM's CPU attention (v1/attention/backends/cpu_attn.py) raises for others
+with a key-value cache in FP8."""
 PLANNED_DEVICE = "MEGATRON_ASYNC_RL_DEVICE"
 """Variable of ranks: on which device the plan has them."""
 
@@ -353,11 +358,40 @@ def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
     return [Problem(key=key, what=what, fix=fix)]
 
 
+def head_size_problems(
+    shape: ModelShape, device: Device, options: Mapping[str, Any]
+) -> list[Problem]:
+    """Attention heads for which vLLM has no kernel on a CPU. Its engine would start all the same,
+    and end at the first request, each time it is restarted. options: those of rollout.vllm."""
+    sizes, size = cpu_head_sizes(), shape.head_dim
+    if device != "cpu" or not sizes:
+        return []
+    if size not in sizes:
+        return [
+            Problem(
+                key="model.path",
+                what=(
+                    f"an attention head has {size} elements (head_dim); vLLM's CPU kernels support"
+                    f" {', '.join(map(str, sizes))}"
+                ),
+                fix="use a model with one of these sizes, or GPUs (policy.device: cuda)",
+            )
+        ]
+    quantised = str(options.get("kv_cache_dtype", "auto")).startswith("fp8")
+    if quantised and size % FP8_CACHE_MULTIPLE:
+        what = (
+            f"fp8 on a CPU needs attention heads of a multiple of {FP8_CACHE_MULTIPLE} elements, and"
+            f" the model's have {size}"
+        )
+        return [Problem(key="rollout.vllm.kv_cache_dtype", what=what, fix="remove it")]
+    return []
+
+
 def _engine_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Problem]:
     if config.rollout is None:
         return []
     tensor, pipeline = config.rollout.tensor, config.rollout.pipeline
-    found = []
+    found = head_size_problems(shape, device_of(config, machine), config.rollout.vllm)
     if config.rollout.vllm.get("enable_expert_parallel") and shape.experts < tensor:
         what = f"{tensor} workers to divide the model's {shape.experts} experts"
         key = "rollout.vllm.enable_expert_parallel"

@@ -23,6 +23,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from megatron_async_rl import cli
+from megatron_async_rl.config.engine_options import cpu_head_sizes
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError
 from megatron_async_rl.flow.colocated import PHASES
@@ -393,6 +394,34 @@ def test_tensor_varies_fastest_and_pipeline_slowest_over_ranks(file):
 def test_an_impossible_config_names_its_key(file, overrides, key):
     planned = plan(file, *overrides)
     assert keys(planned) == [key]
+
+
+def test_heads_that_vllms_cpu_kernels_lack_are_refused_before_an_engine_starts(tmp_path):
+    """The list is that of the installed vLLM, which compares at the first request."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert list(cpu_head_sizes()) == CPUAttentionBackend.get_supported_head_sizes()
+    for size in (8, 16, 48, 72, 120, 576):
+        file = write_run(tmp_path / str(size), head_dim=size)
+        (problem,) = plan(file).problems
+        assert (problem.key, f"{size} elements" in problem.what) == ("model.path", True)
+        assert "32, 64, 80" in problem.what
+        assert plan(file, "policy.device=cuda", machine=NODE).problems == ()
+        supervised = "flow={prompts_per_step: 4, group_size: 1, async_ratio: 0}"
+        sft = ("rollout=null", "objective={loss: sft, advantage: none}", supervised)
+        assert plan(file, *sft).problems == (), "no engine, no kernel"
+    implied = {"head_dim": None, "hidden_size": 64, "num_attention_heads": 4}
+    assert keys(plan(write_run(tmp_path / "implied", **MISTRAL | implied))) == ["model.path"]
+    for size in cpu_head_sizes():
+        assert plan(write_run(tmp_path / f"fine{size}", head_dim=size)).problems == ()
+
+
+def test_a_cache_in_fp8_needs_heads_of_a_multiple_of_32_on_a_cpu(tmp_path):
+    fp8 = "rollout.vllm.kv_cache_dtype=fp8"
+    assert plan(write_run(tmp_path / "fine", head_dim=96), fp8).problems == ()
+    odd = write_run(tmp_path / "odd", head_dim=80)
+    assert keys(plan(odd, fp8)) == ["rollout.vllm.kv_cache_dtype"]
+    assert plan(odd, fp8, "policy.device=cuda", machine=NODE).problems == ()
 
 
 def test_a_free_option_of_vllm_is_no_problem_and_its_cpu_rules_bind_no_gpu(file):
@@ -852,7 +881,7 @@ def test_the_law_on_the_screen_is_the_law_of_the_flow(file):
 def test_engine_cache_counts_tokens_of_the_models_dtype(file):
     engine = plan(file, "rollout.kv_cache_gib=0.0009765625").engine
     assert engine is not None
-    assert engine.bytes_per_token == 2 * 2 * 2 * 4 * 4
+    assert engine.bytes_per_token == 2 * 2 * 2 * 32 * 4
     assert engine.cache_tokens == MIB // engine.bytes_per_token
 
 
@@ -1063,7 +1092,7 @@ def test_a_model_that_the_ranks_would_refuse_is_refused_by_the_plan(tmp_path, ch
         GEMMA,
         GEMMA | {"sliding_window_pattern": 6, "rope_local_base_freq": 1e4, "rope_scaling": None},
         MISTRAL | {"sliding_window": None},
-        MISTRAL | {"sliding_window": 8, "head_dim": None},
+        MISTRAL | {"sliding_window": 8, "head_dim": None, "hidden_size": 128},
         {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": True},
     ],
 )
