@@ -82,7 +82,11 @@ def test_a_model_that_no_layout_fits_is_refused_and_nothing_is_written(tmp_path)
         ("nowhere:score", "prompt", ("rollout.reward.name", "no module 'nowhere'")),
         ("arithmetic", "question", ("data.train", "--prompt-key question")),
         ("arithmetic", "messages", ("data.train", "--prompt-key messages")),
-        ("openenv", "prompt", ("rollout.environment.name", "fix: pip install -U openenv-core")),
+        (
+            "openenv",
+            "prompt",
+            ("rollout.environment.name", "fix: pip install -U 'openenv>=0.10,<0.11'"),
+        ),
     ],
 )
 def test_a_fault_that_no_layout_mends_is_not_blamed_on_the_layout(tmp_path, reward, column, words):

@@ -401,10 +401,10 @@ def test_heads_that_vllms_cpu_kernels_lack_are_refused_before_an_engine_starts(t
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     assert list(cpu_head_sizes()) == CPUAttentionBackend.get_supported_head_sizes()
-    for size in (8, 16, 48, 72, 120, 576):
-        file = write_run(tmp_path / str(size), head_dim=size)
+    for head in (8, 16, 48, 72, 120, 576):
+        file = write_run(tmp_path / str(head), head_dim=head)
         (problem,) = plan(file).problems
-        assert (problem.key, f"{size} elements" in problem.what) == ("model.path", True)
+        assert (problem.key, f"{head} elements" in problem.what) == ("model.path", True)
         assert "32, 64, 80" in problem.what
         assert plan(file, "policy.device=cuda", machine=NODE).problems == ()
         supervised = "flow={prompts_per_step: 4, group_size: 1, async_ratio: 0}"
@@ -412,8 +412,8 @@ def test_heads_that_vllms_cpu_kernels_lack_are_refused_before_an_engine_starts(t
         assert plan(file, *sft).problems == (), "no engine, no kernel"
     implied = {"head_dim": None, "hidden_size": 64, "num_attention_heads": 4}
     assert keys(plan(write_run(tmp_path / "implied", **MISTRAL | implied))) == ["model.path"]
-    for size in cpu_head_sizes():
-        assert plan(write_run(tmp_path / f"fine{size}", head_dim=size)).problems == ()
+    for head in cpu_head_sizes():
+        assert plan(write_run(tmp_path / f"fine{head}", head_dim=head)).problems == ()
 
 
 def test_a_cache_in_fp8_needs_heads_of_a_multiple_of_32_on_a_cpu(tmp_path):
