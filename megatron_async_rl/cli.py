@@ -14,6 +14,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -370,13 +371,25 @@ def plan(
             help="Their model: h100, h200, b200 or a100; default: by memory.",
         ),
     ] = None,
+    host_memory: Annotated[
+        float | None,
+        typer.Option(
+            "--host-memory",
+            min=1.0,
+            help="Host memory of each machine, in GiB; default: this machine's, with --gpus unchecked.",
+        ),
+    ] = None,
+    resolved: Annotated[
+        bool, typer.Option("--resolved", help="Show the whole config, defaults included, first.")
+    ] = False,
 ) -> None:
-    """Show a config's layout, memory, batch, staleness and step time, here or on the GPUs named.
-    Starts nothing; exit code 2 if it cannot run."""
+    """Show a config's layout, memory, batch, staleness, step time and totals, here or on the GPUs
+    named. Starts nothing, and needs no weights of a published model; exit code 2 if it cannot run."""
     from megatron_async_rl.config.load import load
     from megatron_async_rl.data.hub import located
-    from megatron_async_rl.plan.machine import CHIPS, described_machine, this_machine
+    from megatron_async_rl.plan.machine import CHIPS, GIB, described_machine, this_machine
     from megatron_async_rl.plan.preflight import preflight
+    from megatron_async_rl.plan.published_models import published_config
     from megatron_async_rl.plan.resume import conflicts
     from megatron_async_rl.plan.screen import show_plan
 
@@ -395,7 +408,16 @@ def plan(
         raise UserError.of("--trainer-nodes", what, f"name at most {nodes}, or more --nodes")
     if measured_in is not None and not (measured_in / "metrics.jsonl").is_file():
         raise UserError.of("--from", f"{measured_in} holds no metrics.jsonl", NAME_A_RUN)
-    loaded, found = located(load(config, overrides or ()), weights=False)
+    loaded, found = located(
+        load(config, overrides or ()),
+        weights=False,
+        # Sizes of published models are known; data of a described machine may lie there.
+        may_be_absent=lambda key, name: (
+            published_config(Path(str(name))) is not None
+            if key == "model.path"
+            else gpus is not None
+        ),
+    )
     if measured_in is None and (loaded.run.dir / "metrics.jsonl").is_file():
         measured_in = loaded.run.dir
     if gpus is None:
@@ -409,14 +431,22 @@ def plan(
             engine_nodes=nodes - with_ranks,
             chip=chip,
         )
-    planned = preflight(loaded, all_data=False, machine=machine)
+    if host_memory is not None:
+        machine = replace(machine, memory=int(host_memory * GIB))
+    planned = preflight(loaded, all_data=False, machine=machine, without_model=True)
     if planned.problems:
         raise ConfigError(f"{config}: cannot run", planned.problems)
-    show_plan(planned, loaded, machine, console(), measured_in)
-    for one in found:
-        _print(f"note: {one}")
-    for conflict in [] if machine.described else conflicts(loaded):
-        _print(f"note: `mar train` would refuse this directory: {conflict.key}: {conflict.what}")
+    unlike = [] if machine.described else conflicts(loaded)
+    show_plan(
+        planned,
+        loaded,
+        machine,
+        console(),
+        measured_in,
+        notes=found,
+        refused=[f"{one.key}: {one.what}" for one in unlike],
+        with_config=resolved,
+    )
 
 
 @app.command()

@@ -26,7 +26,6 @@ from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.colocated import Phase
 from megatron_async_rl.plan.layout import (
-    Device,
     device_of,
     engine_count,
     engines_elsewhere,
@@ -39,8 +38,6 @@ from megatron_async_rl.watchdog.events import described, out_of_memory
 from megatron_async_rl.weights.manifest import IN_FLIGHT
 
 ESTIMATE_ERROR = 0.05
-RANK_PROCESS_BYTES = GIB
-"""Memory of a trainer process or an engine besides its tensors: Python, torch, libraries."""
 CUDA_CONTEXT_BYTES = GIB // 2
 """GPU memory that a process takes before its first tensor; on an H100 about this much."""
 PARTS_SHOWN = 3
@@ -213,7 +210,7 @@ def _fix(
     helpful = []
     share = _share(config, machine, phase, needs[phase])
     for key, value in _changes(config, phase, share):
-        changed = _changed(config, key, value)
+        changed = with_value(config, key, value)
         ranks = ranks_of(changed) if changed is not None else ()
         if changed is None or not ranks:
             continue
@@ -297,7 +294,7 @@ def memory_ran_out(
     named = [
         f"{key}: {json.dumps(value).strip(chr(34))}"
         for key, value in _changes(config, phase, share - LESS if share > LESS else None)
-        if _value(config, key) != value and _changed(config, key, value) is not None
+        if _value(config, key) != value and with_value(config, key, value) is not None
     ]
     larger = "take devices with more memory"
     fix = f"set one or several of {', '.join(named)}, or {larger}" if named else larger
@@ -317,7 +314,7 @@ def _value(config: Config, key: str) -> Any:
     return value
 
 
-def _changed(config: Config, key: str, value: Any) -> Config | None:
+def with_value(config: Config, key: str, value: Any) -> Config | None:
     """The config with another value; none where its own rules refuse that."""
     tree = config.model_dump(mode="json")
     *sections, name = key.split(".")
@@ -339,7 +336,7 @@ def _gib(count: int, *, up: bool = False) -> str:
 
 def shared_memory_problems(config: Config, engine: EngineMemory, machine: Machine) -> list[Problem]:
     """Problems of what /dev/shm has no room for."""
-    needed, what = _in_shared_memory(config, engine, machine)
+    needed, what = in_shared_memory(config, engine, machine)
     free = machine.shared_memory
     if machine.described or free >= needed:
         return []
@@ -355,8 +352,8 @@ def shared_memory_problems(config: Config, engine: EngineMemory, machine: Machin
     ]
 
 
-def _in_shared_memory(config: Config, engine: EngineMemory, machine: Machine) -> tuple[int, str]:
-    """Bytes of weights in rank 0's /dev/shm, and what they are."""
+def in_shared_memory(config: Config, engine: EngineMemory, machine: Machine) -> tuple[int, str]:
+    """Bytes of weights in the /dev/shm of rank 0's machine, and what they are."""
     if config.weights.transport == "cuda_ipc":
         ranks = config.policy.parallel.ranks if device_of(config, machine) == "cpu" else 0
         return ranks * lent_bytes(config, engine), f"two buckets of each of {ranks} ranks"
@@ -375,7 +372,7 @@ def shared_memory_notes(
     responses = config.flow.prompts_per_step * config.flow.group_size
     segments = config.rollout.max_segments if config.rollout is not None else 1
     store = object_store_bytes(responses, segments * longest)
-    weights, what = _in_shared_memory(config, engine, machine)
+    weights, what = in_shared_memory(config, engine, machine)
     if weights + store <= machine.shared_memory:
         return []
     return [
@@ -384,48 +381,6 @@ def shared_memory_notes(
         f" {machine.shared_memory / MIB:.0f} MiB free: Ray will be slow (docker run"
         f" --shm-size={math.ceil((weights + store) / GIB) + 1}g)"
     ]
-
-
-def host_notes(
-    config: Config,
-    machine: Machine,
-    device: Device,
-    ranks: Sequence[RankMemory],
-    engine: EngineMemory | None,
-) -> list[str]:
-    """More than the memory of this machine."""
-    if machine.described or not ranks:
-        return []
-    if device == "cpu":
-        elsewhere = engines_elsewhere(config, machine)
-        needed = _host_bytes(config, ranks, None if elsewhere else engine)
-        what = f"about {needed / GIB:.1f} GiB of memory are needed"
-    else:
-        a_machine = config.policy.parallel.ranks // len(ranks)
-        held = sum(rank.host + twin_bytes(config, rank) for rank in ranks)
-        needed = held * a_machine // machine.nodes
-        what = (
-            "copies of the weights (reference, proximal policies), offloaded moments and gradients,"
-            " training state while engines generate (rollout.placement: colocated) and the copy"
-            " that a checkpoint is written from (checkpoint.asynchronous) take about"
-            f" {needed / GIB:.1f} GiB of host memory over all ranks of a machine"
-        )
-    if needed <= machine.memory:
-        return []
-    return [f"{what}, this machine gives {machine.memory / GIB:.1f} GiB"]
-
-
-def _host_bytes(config: Config, ranks: Sequence[RankMemory], engine: EngineMemory | None) -> int:
-    per_stage = config.policy.parallel.ranks // max(1, len(ranks))
-    total = (
-        sum(rank.total + rank.host for rank in ranks) * per_stage
-        + config.policy.parallel.ranks * RANK_PROCESS_BYTES
-    )
-    if engine is not None and config.rollout is not None:
-        total += config.rollout.engines * (
-            engine.weights + (engine.cache or 0) + RANK_PROCESS_BYTES
-        )
-    return total
 
 
 def _size(count: int) -> str:

@@ -152,22 +152,26 @@ def by_node(config: Config, device: Device, machine: Machine) -> tuple[tuple[str
     on_gpu, elsewhere = device == "cuda", rollout is not None and engines_elsewhere(config, machine)
     found = []
     for node in range(machine.nodes):
-        parts = [_counted("rank", node * share, share)]
-        parts[0] += f" on {_counted('GPU', 0, share)}" if on_gpu else ""
+        parts = [counted("rank", node * share, share)]
+        parts[0] += f" on {counted('GPU', 0, share)}" if on_gpu else ""
         if node == 0 and rollout is not None:
             parts += ["the controller"] + ["the engines"] * (not elsewhere)
         if on_gpu and elsewhere and has > share:
-            room = _room(config, has - share)
-            parts.append(f"{_counted('GPU', share, has - share)} for engines, {room} at most")
+            room = engine_room(config, has - share)
+            parts.append(f"{counted('GPU', share, has - share)} for engines, {room} at most")
         found.append((f"node {node}", "; ".join(parts)))
     if machine.engine_nodes:
-        name = _counted("node", machine.nodes, machine.engine_nodes)
-        most = f", {_room(config, has)} at most on each" if on_gpu and rollout is not None else ""
+        name = counted("node", machine.nodes, machine.engine_nodes)
+        most = (
+            f", {engine_room(config, has)} at most on each"
+            if on_gpu and rollout is not None
+            else ""
+        )
         found.append((name, f"engines alone{most}"))
     return tuple(found)
 
 
-def _counted(noun: str, first: int, count: int) -> str:
+def counted(noun: str, first: int, count: int) -> str:
     """`count` things that are numbered from `first`."""
     if count == 1:
         return f"{noun} {first}"
@@ -175,7 +179,7 @@ def _counted(noun: str, first: int, count: int) -> str:
     return f"{plural} {first}-{first + count - 1}"
 
 
-def _room(config: Config, gpus: int) -> int:
+def engine_room(config: Config, gpus: int) -> int:
     """Engines that fit on `gpus` GPUs of a machine; one does not reach over two."""
     assert config.rollout is not None
     return max(0, gpus) // config.rollout.workers
@@ -232,7 +236,10 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
     if shape is not None:
         found += _shape_problems(config, shape) + _engine_problems(config, machine, shape)
     if config.policy.device == "cuda" and not machine.gpus:
-        fix = "set it to auto or cpu, or see `mar doctor` for what keeps CUDA away"
+        fix = (
+            "set it to auto or cpu, plan for other machines with --gpus 8 --gpu-memory 80, or see"
+            " `mar doctor` for what keeps CUDA away"
+        )
         found.append(Problem(key="policy.device", what="cuda, but there is no GPU", fix=fix))
     if machine.gpus and device_of(config, machine) == "cuda":
         found += _gpu_problems(config, machine) or _room_problems(config, machine)
@@ -292,7 +299,7 @@ def _room_problems(config: Config, machine: Machine) -> list[Problem]:
     if rollout is None or not known or not engines_elsewhere(config, machine):
         return []
     ranks, has = -(-config.policy.parallel.ranks // machine.nodes), len(machine.gpus)
-    beside, alone = _room(config, has - ranks), _room(config, has)
+    beside, alone = engine_room(config, has - ranks), engine_room(config, has)
     room = machine.nodes * beside + machine.engine_nodes * alone
     wanted = engine_count(config)
     if wanted <= room:

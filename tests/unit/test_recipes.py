@@ -16,8 +16,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import constants
+from typer.testing import CliRunner
 
 from examples.recipes.second_look import SecondLook
+from megatron_async_rl.cli import app
 from megatron_async_rl.config.load import load
 from megatron_async_rl.plan.estimate import Estimate
 from megatron_async_rl.plan.machine import described_machine
@@ -53,10 +56,49 @@ def checkout(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_fits_the_gpus_of_its_machines(checkout: Path, name: str, gigabytes: int) -> None:
     file = checkout / "examples" / "recipes" / f"{name}.yaml"
+    nodes, trainer_nodes, gpus = machines_of(file)
+    require_fit(file, (), gigabytes, nodes=nodes, trainer_nodes=trainer_nodes, gpus=gpus)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_is_planned_on_a_machine_that_has_nothing(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No model, no data, no network; and what it shows fits a screen."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    shutil.copytree(RECIPES, tmp_path / "examples" / "recipes")
+    file = tmp_path / "examples" / "recipes" / f"{name}.yaml"
+    nodes, trainer_nodes, gpus = machines_of(file)
+    arguments = ["plan", str(file), "--nodes", str(nodes), "--trainer-nodes", str(trainer_nodes)]
+    done = CliRunner().invoke(app, [*arguments, "--gpus", str(gpus)])
+    assert done.exit_code == 0, done.output
+    words = re.sub(r"\s+", " ", done.output)
+    assert "its sizes are from the table of published models (Qwen/" in words
+    assert "verdict: can run on the machines described" in words
+    assert "GPU-hours on" in words
+    assert "of it in /dev/shm" in words
+    too_wide = [one for one in done.output.splitlines() if len(one) > 100]
+    assert [one for one in too_wide if " " in one.strip()] == []
+    done = CliRunner().invoke(app, ["plan", str(file)])
+    assert done.exit_code == 2
+    assert "policy.device" in done.output
+    assert "plan for other machines with --gpus 8 --gpu-memory 80" in done.output
+
+
+def test_models_that_recipes_and_pages_name_are_in_the_table_of_sizes() -> None:
+    pages = [*RECIPES.glob("*"), *(ROOT / "docs").glob("*.md"), *(ROOT / "launchers").rglob("*")]
+    text = "\n".join(page.read_text() for page in pages if page.is_file())
+    named = set(re.findall(r"\bQwen[\d.]+-[\d.]+B(?:-A\d+B)?\b", text))
+    assert named >= {"Qwen3-8B", "Qwen3-30B-A3B", "Qwen2.5-32B"}
+    assert named <= set(PUBLISHED)
+
+
+def machines_of(file: Path) -> tuple[int, int, int]:
+    """Machines, those of them with ranks, and GPUs of each, as the recipe's first lines say."""
     named = re.search(r"NNODES=(\d+) TRAINER_NODES=(\d+)", file.read_text())
     nodes, trainer_nodes = (int(named[1]), int(named[2])) if named else (1, 1)
-    gpus = 1 if "one GPU" in file.read_text() else 8
-    require_fit(file, (), gigabytes, nodes=nodes, trainer_nodes=trainer_nodes, gpus=gpus)
+    return nodes, trainer_nodes, 1 if "one GPU" in file.read_text() else 8
 
 
 def require_fit(
