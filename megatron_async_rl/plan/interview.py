@@ -33,6 +33,7 @@ from megatron_async_rl.rollout.rewards.registry import RewardError, required_fie
 ROWS = 50
 """Rows from which the columns are read."""
 SPLIT, NONE = "5%", "none"
+ON_HUB = "name a model's folder, or a model on a hub: hf://OWNER/NAME"
 GPU_MEMORY_GIB = 80.0
 REQUIRED = {"model": "--model MODEL", "data": "--data FILE"}
 OPTIONS = {
@@ -337,12 +338,14 @@ def columns_of(option: str, key: str, text: str) -> list[str]:
 
 
 def _require_column(option: str, column: str, columns: Sequence[str], of: str = "the data") -> None:
-    if column not in columns:
-        likely = [one for one in SYNONYMS["prompt"] if one in columns]
-        words = f"{likely[0]}" if likely else "COLUMN"
-        what = f"{of} has no column {column!r} (its columns: {_listed(columns)})"
-        name = "--prompt-key" if option == "--eval" else option
-        raise UserError.of(option, what, f"name one that is there: {name} {words}")
+    if column in columns:
+        return
+    role, named = (
+        ("answer", option) if option == "--answer-key" else ("prompt", OPTIONS["prompt_key"])
+    )
+    likely = next((one for one in SYNONYMS[role] if one in columns), "COLUMN")
+    what = f"{of} has no column {column!r} (its columns: {_listed(columns)})"
+    raise UserError.of(option, what, f"name one that is there: {named} {likely}")
 
 
 def _no_answer(reward: str, columns: Sequence[str]) -> UserError:
@@ -357,7 +360,7 @@ def _listed(columns: Sequence[str]) -> str:
 def _is_model(text: str) -> str:
     if not text.startswith("hf:") and not Path(text).expanduser().is_dir():
         on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", text)
-        fix = f"the model of that name on a hub is hf://{text}" if on_hub else "hf://OWNER/NAME"
+        fix = f"the model of that name on a hub is hf://{text}" if on_hub else ON_HUB
         raise UserError.of("--model", f"{text} is not a directory", fix)
     return text
 

@@ -152,7 +152,7 @@ def _split(answers: InitAnswers, share: float, out: Path) -> Split | None:
     """The two sides, in a folder beside the file."""
     name = parse(Path(answers.data))
     data = fetch("data.train", name) if name is not None else Path(answers.data).expanduser()
-    folder = out.resolve().parent / f"{out.stem}_data"
+    folder = out.parent / f"{out.stem}_data"
     try:
         return split_off(data, share, answers.columns.prompt_key, folder)
     except DataError as error:

@@ -170,19 +170,19 @@ def preflight(
 def _training_sources(
     config: Config, read: Mapping[str, PromptSet], limit: int | None
 ) -> list[TrainingSource]:
-    """Rows of each source of the training data; those beyond `limit` are counted, not read. Empty
-    unless every source is here: an epoch is one of all of them."""
+    """Rows of each source of the training data; those that were not read, beyond `limit` or without
+    a tokenizer, are counted. Empty unless every source is here: an epoch is one of all of them."""
     found = []
-    keys = [key for key in read if key.startswith(TRAINING)]
-    for key, source in zip(keys, config.data.training, strict=False):
-        rows = len(read[key].prompts)
-        if limit is not None and rows + read[key].too_long >= limit:
+    for index, source in enumerate(config.data.training):
+        held = read.get("data.train" if config.data.train else f"data.sources.{index}.path")
+        rows = len(held.prompts) if held is not None else 0
+        if held is None or (limit is not None and rows + held.too_long >= limit):
             try:
                 rows = count_rows(source.path)
             except DataError:
-                return []  # past the rows that were read; `mar train` reads, and names, them all
+                return []  # it is noted, or `mar train` reads, and names, the row at fault
         found.append(TrainingSource(label=source.label, rows=rows, weight=source.weight))
-    return found if len(found) == len(config.data.training) else []
+    return found
 
 
 @dataclass(frozen=True)

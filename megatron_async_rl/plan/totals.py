@@ -123,12 +123,16 @@ def _time(sums: Totals, step_s: float | None) -> str:
     if step_s is None:
         return f"time           not known; {sums.steps:,} steps"
     hours = sums.hours(step_s)
-    gpus = f", {_number(hours * sums.gpus)} GPU-hours on {sums.gpus} GPUs" if sums.gpus else ""
+    gpus = f", {_number(hours * sums.gpus)} GPU-hours on {_gpus(sums.gpus)}" if sums.gpus else ""
     long = f"{_number(hours)} h" if hours >= 1 else f"{hours * 60:.3g} min"
     return (
         f"time           {long} for {sums.steps:,} steps{gpus}; without starts, evaluations and"
         " checkpoints"
     )
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"
 
 
 def _number(value: float) -> str:
