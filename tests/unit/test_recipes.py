@@ -42,10 +42,11 @@ def checkout(tmp_path: Path) -> Path:
     """Recipes and launchers, with what the hub would have brought."""
     shutil.copytree(RECIPES, tmp_path / "examples" / "recipes")
     (tmp_path / "launchers").symlink_to(ROOT / "launchers")
-    (tmp_path / "data" / "gsm8k").mkdir(parents=True)
-    for part in ("train", "test"):
-        line = {"prompt": [{"role": "user", "content": "1 + 1?"}], "answer": "2"}
-        (tmp_path / "data" / "gsm8k" / f"{part}.jsonl").write_text(json.dumps(line) + "\n")
+    for name, files in {"gsm8k": ("train", "test"), "dapo_math_17k": ("train", "aime24")}.items():
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for part in files:
+            line = {"prompt": [{"role": "user", "content": "1 + 1?"}], "answer": "2"}
+            (tmp_path / "data" / name / f"{part}.jsonl").write_text(json.dumps(line) + "\n")
     for name in PUBLISHED:
         write_config(tmp_path / "models" / name, name)
         (tmp_path / "models" / name / ".fetched").touch()
@@ -165,11 +166,34 @@ def test_a_prompt_is_a_chat_message_and_its_answer_the_number_behind_the_rule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = [{"question": " How many? ", "answer": "Half of 2,468 is 1,234.\n#### 1,234"}]
-    [line] = fetched(monkeypatch).prompts(rows)
+    fetch = fetched(monkeypatch)
+    [line] = fetch.prompts(fetch.DATA["gsm8k"]["train.jsonl"], rows)
     assert line["answer"] == "1234"
+    contest = fetch.DATA["dapo_math_17k"]
+    [aime] = fetch.prompts(contest["aime24.jsonl"], [{"problem": "n?", "answer": "033"}])
+    [dapo] = fetch.prompts(contest["train.jsonl"], [{"prompt": "m?", "solution": "34"}])
+    assert (aime["answer"], dapo["answer"]) == ("33", "34")
     [message] = line["prompt"]
     assert message["role"] == "user"
     assert message["content"].startswith("How many?\n")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_data_of_a_recipe_are_files_that_fetch_writes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(RECIPES / f"{name}.yaml")
+    assert config.data.train is not None
+    assert config.data.eval is not None
+    files = fetched(monkeypatch).DATA[config.data.train.parent.name]
+    assert {config.data.train.name, config.data.eval.name} == set(files)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "_32b" in name or "_30b" in name])
+def test_a_large_model_has_a_task_with_room_to_improve_and_saves_every_ten_steps(name: str) -> None:
+    config = load(RECIPES / f"{name}.yaml")
+    assert config.checkpoint.every == 10
+    assert "gsm8k" not in str(config.data.train)
 
 
 def test_what_was_fetched_is_not_fetched_again_and_what_was_broken_off_is(
@@ -191,10 +215,12 @@ def test_what_was_fetched_is_not_fetched_again_and_what_was_broken_off_is(
 
     monkeypatch.setattr(fetch, "hf_hub_download", data)
     monkeypatch.setattr(fetch, "snapshot_download", model)
-    fetch.fetch_data(tmp_path / "data")
-    fetch.fetch_data(tmp_path / "data")
+    fetch.fetch_data(tmp_path / "gsm8k")
+    fetch.fetch_data(tmp_path / "gsm8k")
     assert len(asked) == 2
-    assert json.loads((tmp_path / "data" / "test.jsonl").read_text())["answer"] == "3"
+    assert json.loads((tmp_path / "gsm8k" / "test.jsonl").read_text())["answer"] == "3"
+    with pytest.raises(SystemExit, match="none of gsm8k, dapo_math_17k"):
+        fetch.fetch_data(tmp_path / "data")
     with pytest.raises(ConnectionError):
         fetch.fetch_model(tmp_path / "Qwen3-8B")
     fetch.fetch_model(tmp_path / "Qwen3-8B")
