@@ -168,8 +168,8 @@ def _split(answers: InitAnswers, share: float, out: Path) -> Split | None:
 def _of_split(split: Split) -> str:
     most = f" (at most {MOST} prompts)" if split.held_out_rows >= MOST else ""
     return (
-        f"{split.held_out_rows} rows are held out{most}, {split.train_rows} are trained on; rows with"
-        " the same prompt are on one side"
+        f"rows held out: {split.held_out_rows}{most}, trained on: {split.train_rows}; rows with the"
+        " same prompt are on one side"
     )
 
 

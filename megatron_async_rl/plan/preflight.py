@@ -42,7 +42,7 @@ from megatron_async_rl.data import (
     tokenizer_of,
 )
 from megatron_async_rl.data.files import count_rows, data_files
-from megatron_async_rl.data.hub import name_of
+from megatron_async_rl.data.hub import name_of, parse
 from megatron_async_rl.metrics.trackers import lacking
 from megatron_async_rl.plan.batch import Lengths, context_limit
 from megatron_async_rl.plan.layout import device_of
@@ -103,7 +103,7 @@ def preflight(
     published = published_shape(config.model.path) if without_model and shape is None else None
     if published is not None:
         shape, source = published
-        what = f"{config.model.path} is not a directory; its sizes are from {source}"
+        what = f"{parse(config.model.path) or config.model.path}; its sizes are from {source}"
         elsewhere, problems = [replace(problems[0], what=what)], []
     elif machine.described and shape is not None:
         elsewhere, problems = problems, []

@@ -73,10 +73,10 @@ class Totals:
             lines.append(
                 f"epochs         not known without the data; {self.prompts:,} prompts in all"
             )
-        at_once = "at once, one of them being written" if self.checkpoints > 1 else "in all"
+        written = ", one of them being written" if self.checkpoints > 1 else ""
         lines.append(
-            f"checkpoints    {_bytes(self.checkpoint)} each, up to {self.checkpoints} {at_once}:"
-            f" {_bytes(self.checkpoint * self.checkpoints)}"
+            f"checkpoints    {_bytes(self.checkpoint)} each, up to {self.checkpoints} at once"
+            f"{written}: {_bytes(self.checkpoint * self.checkpoints)}"
         )
         lines.append(
             f"run.dir        up to {_bytes(self.disk)}: checkpoints, the exported model"

@@ -449,7 +449,7 @@ def test_five_percent_of_the_prompts_are_held_out_and_none_is_on_both_sides(tmp_
     assert sorted((row for side in sides for row in side), key=lambda row: row["n"]) == rows
     trained, held_out = ({row["prompt"] for row in side} for side in sides)
     assert (len(held_out), trained & held_out) == (3, set())
-    assert f"{len(sides[1])} rows are held out, {len(sides[0])} are trained on" in told
+    assert f"rows held out: {len(sides[1])}, trained on: {len(sides[0])};" in told
     assert config.eval.every == 20
     code, told = run("plan", out)
     assert code == 0, told
