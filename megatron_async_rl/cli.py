@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import shutil
 import sys
 import warnings
 from collections.abc import Sequence
-from enum import StrEnum
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -129,7 +128,7 @@ def _train(
     from megatron_async_rl.data.hub import located
     from megatron_async_rl.launch.launcher import launch
     from megatron_async_rl.launch.peers import NodesError
-    from megatron_async_rl.plan.fit import free_memory_problems
+    from megatron_async_rl.plan.host import free_memory_problems
     from megatron_async_rl.plan.layout import rank_environment
     from megatron_async_rl.plan.machine import this_machine
     from megatron_async_rl.plan.nodes import ask_cluster, cluster_problems, taken_gpus
@@ -144,7 +143,7 @@ def _train(
     # What its checkpoint was made with can differ, too: the same key, told once.
     told = {one.key for one in refused}
     # Not of `mar plan`: other programs may have ended by the time of the run.
-    crowded = free_memory_problems(loaded, machine, plan.device, plan.ranks, plan.engine)
+    crowded = free_memory_problems(loaded, machine, plan.device, plan.hosts, nodes.rank)
     problems = [*refused, *(one for one in plan.problems if one.key not in told), *crowded]
     if problems:
         raise ConfigError(f"{config}: cannot run", problems)
@@ -170,43 +169,11 @@ def _train(
     return launch(loaded, console(), nodes, peers, rank_environment(loaded, machine))
 
 
-class Style(StrEnum):
-    """The styles of `mar init`, plan/new_config.py's."""
-
-    ASYNCHRONOUS = "asynchronous"
-    CLIPPED = "clipped"
-    SYNCHRONOUS = "synchronous"
-
-
 def _absent(out: Path) -> Path:
     """Called before the first question."""
     if out.exists():
         raise UserError.of("OUT", f"{out} already exists", "name another file, or remove it")
     return out
-
-
-def _model_name(answer: str) -> str:
-    """Called at once, as `_reward_names` is."""
-    if not answer.startswith("hf:") and not Path(answer).expanduser().is_dir():
-        named = re.fullmatch(r"[\w.-]+/[\w.-]+", answer)
-        hint = (
-            f"the model of that name on a hub is hf://{answer}"
-            if named
-            else "on a hub: hf://OWNER/NAME"
-        )
-        raise typer.BadParameter(f"{answer} is not a directory; {hint}")
-    return answer
-
-
-def _reward_names(answer: str) -> str:
-    """Called at once, so that a wrong answer is asked for again."""
-    from megatron_async_rl.plan.reward_choice import names_of
-
-    try:
-        names_of(answer)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    return answer
 
 
 @app.command()
@@ -218,45 +185,55 @@ def init(
         ),
     ] = Path("run.yaml"),
     model: Annotated[
-        str,
-        typer.Option(
-            metavar="MODEL",
-            prompt="Model, a Hugging Face directory or hf://OWNER/NAME",
-            parser=_model_name,
-            help="A model's directory, or its name on a hub.",
-        ),
-    ] = ...,  # type: ignore[assignment]
+        str | None,
+        typer.Option(metavar="MODEL", help="A model's directory, or its name on a hub."),
+    ] = None,
     data: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="FILE",
-            prompt="Data, a file with a column `prompt` (JSONL, JSON, Parquet, CSV)",
             help="A file or folder of prompts, or hf://datasets/OWNER/NAME or its /FILE.",
         ),
-    ] = ...,  # type: ignore[assignment]
+    ] = None,
+    prompt_key: Annotated[
+        str | None,
+        typer.Option("--prompt-key", metavar="COLUMN", help="The prompts' column."),
+    ] = None,
+    held_out: Annotated[
+        str | None,
+        typer.Option(
+            "--eval",
+            metavar="FILE",
+            help="Held-out data, as --data; or a share to split off, by default 5%; or none.",
+        ),
+    ] = None,
     reward: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NAME[+NAME...]",
-            prompt="Reward: math, code, arithmetic, countdown, judge, http or module:function; or an"
-            " environment: tools, agent, verifiers, openenv or module:Class",
-            parser=_reward_names,
-            help="A reward or an environment, or several joined by +.",
+            help="A reward or an environment, or several joined by +; default: math.",
         ),
-    ] = "math",
-    gpus: Annotated[
-        int,
-        typer.Option(min=0, prompt="GPUs of the machine; 0: train on the CPU", help="0: the CPU."),
-    ] = 0,
-    gpu_memory: Annotated[
-        float, typer.Option("--gpu-memory", min=1.0, help="Of each GPU, in GiB.")
-    ] = GPU_MEMORY_GIB,
-    prompt_key: Annotated[
-        str, typer.Option("--prompt-key", metavar="COLUMN", help="The prompts' column.")
-    ] = "prompt",
+    ] = None,
     answer_key: Annotated[
-        str, typer.Option("--answer-key", metavar="COLUMN", help="The answers' column, if any.")
-    ] = "",
+        str | None,
+        typer.Option("--answer-key", metavar="COLUMN", help="The answers' column, if any."),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=0, help="0: the CPU; default: those of this machine.")
+    ] = None,
+    style: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STYLE",
+            help="How samples and updates overlap: asynchronous (default), clipped or synchronous.",
+        ),
+    ] = None,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(
+            "--gpu-memory", min=1.0, help="Of each GPU, in GiB; default: as here, else 80."
+        ),
+    ] = None,
     as_chat: Annotated[
         bool, typer.Option("--as-chat", help="A prompt is a message to a chat model.")
     ] = False,
@@ -268,28 +245,42 @@ def init(
             " several times.",
         ),
     ] = None,
-    style: Annotated[
-        Style,
-        typer.Option(case_sensitive=False, prompt="Style", help="How samples and updates overlap."),
-    ] = Style.ASYNCHRONOUS,
 ) -> None:
-    """Ask five questions, and write a config that `mar plan` accepts. Options answer without
-    being asked."""
-    from megatron_async_rl.plan.new_config import Answers, Columns, write_config
-    from megatron_async_rl.plan.reward_choice import RewardChoice
+    """Ask for model, data, held-out data, reward, GPUs and style, and write a config that `mar plan`
+    accepts. Options answer without being asked; without a terminal the others take defaults."""
+    from megatron_async_rl.plan import interview
+    from megatron_async_rl.plan.new_config import write_config
 
     _let_children_import_from_here()
-    answers = Answers(
-        model=model,
-        data=data,
-        columns=Columns(prompt_key=prompt_key, answer_key=answer_key, as_chat=as_chat),
-        reward=RewardChoice.of(reward, setting or ()),
-        gpus=gpus,
+    given = {
+        "model": model,
+        "data": data,
+        "prompt_key": prompt_key,
+        "eval": held_out,
+        "reward": reward,
+        "answer_key": answer_key,
+        "gpus": None if gpus is None else str(gpus),
+        "style": style,
+    }
+    questions = interview.Interview(
+        {name: text for name, text in given.items() if text is not None},
+        settings=setting or (),
+        as_chat=as_chat,
         gpu_memory_gib=gpu_memory,
-        style=style.value,
+        terminal=interview.at_terminal(),
+        report=_print_error,
     )
-    written = " and ".join(map(str, write_config(answers, out)))
-    _print(f"wrote {written}: mar plan {out} shows what it would do, mar train {out} does it")
+    answers = questions.ask()
+    while True:
+        try:
+            written = write_config(answers, out)
+            break
+        except UserError as error:
+            answers = questions.again(error)
+    for note in written.notes:
+        _print(f"note: {note}")
+    files = " and ".join(map(str, written.files))
+    _print(f"wrote {files}: mar plan {out} shows what it would do, mar train {out} does it")
 
 
 @app.command()
@@ -375,13 +366,25 @@ def plan(
             help="Their model: h100, h200, b200 or a100; default: by memory.",
         ),
     ] = None,
+    host_memory: Annotated[
+        float | None,
+        typer.Option(
+            "--host-memory",
+            min=1.0,
+            help="Host memory of each machine, in GiB; default: this machine's, with --gpus unchecked.",
+        ),
+    ] = None,
+    resolved: Annotated[
+        bool, typer.Option("--resolved", help="Show the whole config, defaults included, first.")
+    ] = False,
 ) -> None:
-    """Show a config's layout, memory, batch, staleness and step time, here or on the GPUs named.
-    Starts nothing; exit code 2 if it cannot run."""
+    """Show a config's layout, memory, batch, staleness, step time and totals, here or on the GPUs
+    named. Starts nothing, and needs no weights of a published model; exit code 2 if it cannot run."""
     from megatron_async_rl.config.load import load
     from megatron_async_rl.data.hub import located
-    from megatron_async_rl.plan.machine import CHIPS, described_machine, this_machine
+    from megatron_async_rl.plan.machine import CHIPS, GIB, described_machine, this_machine
     from megatron_async_rl.plan.preflight import preflight
+    from megatron_async_rl.plan.published_models import published_config
     from megatron_async_rl.plan.resume import conflicts
     from megatron_async_rl.plan.screen import show_plan
 
@@ -400,7 +403,16 @@ def plan(
         raise UserError.of("--trainer-nodes", what, f"name at most {nodes}, or more --nodes")
     if measured_in is not None and not (measured_in / "metrics.jsonl").is_file():
         raise UserError.of("--from", f"{measured_in} holds no metrics.jsonl", NAME_A_RUN)
-    loaded, found = located(load(config, overrides or ()), weights=False)
+    loaded, found = located(
+        load(config, overrides or ()),
+        weights=False,
+        # Sizes of published models are known; data of a described machine may lie there.
+        may_be_absent=lambda key, name: (
+            published_config(Path(str(name))) is not None
+            if key == "model.path"
+            else gpus is not None
+        ),
+    )
     if measured_in is None and (loaded.run.dir / "metrics.jsonl").is_file():
         measured_in = loaded.run.dir
     if gpus is None:
@@ -414,14 +426,22 @@ def plan(
             engine_nodes=nodes - with_ranks,
             chip=chip,
         )
-    planned = preflight(loaded, all_data=False, machine=machine)
+    if host_memory is not None:
+        machine = replace(machine, memory=int(host_memory * GIB))
+    planned = preflight(loaded, all_data=False, machine=machine, without_model=True)
     if planned.problems:
         raise ConfigError(f"{config}: cannot run", planned.problems)
-    show_plan(planned, loaded, machine, console(), measured_in)
-    for one in found:
-        _print(f"note: {one}")
-    for conflict in [] if machine.described else conflicts(loaded):
-        _print(f"note: `mar train` would refuse this directory: {conflict.key}: {conflict.what}")
+    unlike = [] if machine.described else conflicts(loaded)
+    show_plan(
+        planned,
+        loaded,
+        machine,
+        console(),
+        measured_in,
+        notes=found,
+        refused=[f"{one.key}: {one.what}" for one in unlike],
+        with_config=resolved,
+    )
 
 
 @app.command()

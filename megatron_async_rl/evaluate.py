@@ -43,7 +43,7 @@ from megatron_async_rl.flow.fleet import Fleet, FleetSettings
 from megatron_async_rl.flow.group_rewards import GroupRewards
 from megatron_async_rl.flow.requests import Listener
 from megatron_async_rl.plan.batch import context_limit
-from megatron_async_rl.plan.layout import Device, device_of
+from megatron_async_rl.plan.layout import Device, device_of, head_size_problems
 from megatron_async_rl.plan.machine import this_machine
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.report.progress import sampling_progress, show_evaluation
@@ -222,6 +222,8 @@ def _held_out(
     sets: Sequence[EvalSet],
 ) -> list[HeldOut]:
     shape, problems = read_model(model)
+    if shape is not None:
+        problems += head_size_problems(shape, device_of(config, this_machine()), rollout.vllm)
     if shape is None or problems:
         raise ConfigError(str(target.named), problems)
     limit = context_limit(config, shape)

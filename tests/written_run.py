@@ -20,7 +20,7 @@ QWEN3 = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 4,
+    "head_dim": 32,
     "intermediate_size": 32,
     "vocab_size": 14,
     "max_position_embeddings": 64,

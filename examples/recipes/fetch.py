@@ -1,10 +1,10 @@
-"""Fetches what a recipe needs, once: its model, and GSM8K (8,792 word problems with their answers).
+"""Fetch what a recipe needs, once: its model and its data.
 
     python examples/recipes/fetch.py RECIPE.yaml
 
-The model named by the last part of `model.path` comes from Qwen's pages of the Hugging Face hub; prompts are chat messages, so
-that the model's own template is used. What is there already stays. HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE
-are the hub library's.
+The model named by the last part of `model.path` comes from Qwen's pages of the Hugging Face hub, the data named by the
+folder of `data.train` from those of DATA. Prompts are chat messages, so that the model's own template is used. Files that
+exist stay. HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are the hub library's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -25,26 +26,76 @@ READY = ".fetched"
 """A file in the model's folder: all of it is there."""
 
 
-def prompts(rows: Iterable[Mapping[str, str]]) -> list[dict[str, object]]:
-    """Lines of a data file from GSM8K's rows, whose answer follows `####` in their last line."""
+def after_rule(answer: str) -> str:
+    """GSM8K's answers follow `####` in their last line."""
+    return answer.rpartition("####")[2].strip().replace(",", "")
+
+
+def whole_number(answer: str) -> str:
+    """Answers of contests have leading zeros, such as 033."""
+    return str(int(answer)) if answer.strip().isdecimal() else answer.strip()
+
+
+@dataclass(frozen=True)
+class Table:
+    """A Parquet file of a data set on the hub, its columns of problems and answers, and how to read an answer."""
+
+    repository: str
+    file: str
+    problem: str
+    answer: str
+    read: Callable[[str], str]
+
+
+DATA: Mapping[str, Mapping[str, Table]] = {
+    "gsm8k": {  # 8,792 word problems of grade school
+        "train.jsonl": Table(
+            "openai/gsm8k", "main/train-00000-of-00001.parquet", "question", "answer", after_rule
+        ),
+        "test.jsonl": Table(
+            "openai/gsm8k", "main/test-00000-of-00001.parquet", "question", "answer", after_rule
+        ),
+    },
+    "dapo_math_17k": {  # 14,116 problems of contests, in English and without duplicates; and the 30 of AIME 2024
+        "train.jsonl": Table(
+            "open-r1/DAPO-Math-17k-Processed",
+            "en/train-00000-of-00001.parquet",
+            "prompt",
+            "solution",
+            whole_number,
+        ),
+        "aime24.jsonl": Table(
+            "HuggingFaceH4/aime_2024",
+            "data/train-00000-of-00001.parquet",
+            "problem",
+            "answer",
+            whole_number,
+        ),
+    },
+}
+"""Folder of the data -> its files."""
+
+
+def prompts(table: Table, rows: Iterable[Mapping[str, str]]) -> list[dict[str, object]]:
+    """Lines of a data file from the rows of a table."""
     return [
         {
-            "prompt": [{"role": "user", "content": f"{row['question'].strip()}\n{ASKED}"}],
-            "answer": row["answer"].rpartition("####")[2].strip().replace(",", ""),
+            "prompt": [{"role": "user", "content": f"{row[table.problem].strip()}\n{ASKED}"}],
+            "answer": table.read(row[table.answer]),
         }
         for row in rows
     ]
 
 
 def fetch_data(folder: Path) -> None:
-    for part in ("train", "test"):
-        file = folder / f"{part}.jsonl"
+    if folder.name not in DATA:
+        sys.exit(f"fetch.py: the folder of data.train is {folder.name}, none of {', '.join(DATA)}")
+    for name, table in DATA[folder.name].items():
+        file = folder / name
         if file.exists():
             continue
-        table = hf_hub_download(
-            "openai/gsm8k", f"main/{part}-00000-of-00001.parquet", repo_type="dataset"
-        )
-        lines = [json.dumps(line) for line in prompts(pq.read_table(table).to_pylist())]
+        fetched = hf_hub_download(table.repository, table.file, repo_type="dataset")
+        lines = [json.dumps(line) for line in prompts(table, pq.read_table(fetched).to_pylist())]
         folder.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(".part")
         unfinished.write_text("\n".join(lines) + "\n", encoding="utf-8")

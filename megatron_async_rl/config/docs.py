@@ -34,9 +34,9 @@ A run is one YAML file: `mar train FILE [dotted.key=value ...]`. This page lists
   length of the run, the learning rate, the layout, the engines, `flow`, evaluation and what is kept may then differ, and are
   printed; any other difference is refused with both values, and so is every difference from a finished run whose `run.steps`
   is not raised.
-- `mar plan FILE` prints the resolved config, who runs where, memory, batch, staleness law and step time, or everything that is
-  wrong with it, and starts nothing. `mar plan FILE --gpus 8 --gpu-memory 80 --nodes 4` plans for such machines instead of this
-  one.
+- `mar plan FILE` prints who runs where, memory, batch, staleness law, step time and totals of the run, or everything that is
+  wrong with it, and starts nothing; `--resolved` adds the whole config, defaults included.
+  `mar plan FILE --gpus 8 --gpu-memory 80 --host-memory 1024 --nodes 4` plans for such machines instead of this one.
 """
 
 

@@ -222,17 +222,40 @@ def wrong_value(name: str, value: Any, wanted: str) -> Problem | None:
 
 
 def vllm_arguments() -> dict[str, str]:
-    """Names of vLLM's `AsyncEngineArgs` and their types, from its source, as an import takes seconds.
-    None where vLLM is not installed, or keeps them elsewhere: an engine asks vLLM itself as it starts."""
+    """Names of vLLM's `AsyncEngineArgs` and their types. Empty where vLLM is not installed, or keeps
+    them elsewhere: an engine asks vLLM itself as it starts."""
+    return {
+        field.target.id: ast.unparse(field.annotation).strip("'")
+        for node in _vllm_source("engine/arg_utils.py")
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+
+
+def cpu_head_sizes() -> tuple[int, ...]:
+    """Sizes of an attention head for which the installed vLLM has CPU kernels. Empty where vLLM is
+    not installed, or lists them elsewhere. vLLM itself compares them only at the first request."""
+    lists = [
+        statement.value
+        for node in _vllm_source("v1/attention/backends/cpu_attn.py")
+        if isinstance(node, ast.ClassDef)
+        for method in node.body
+        if isinstance(method, ast.FunctionDef) and method.name == "get_supported_head_sizes"
+        for statement in method.body
+        if isinstance(statement, ast.Return) and statement.value is not None
+    ]
+    try:
+        return tuple(ast.literal_eval(lists[0])) if lists else ()
+    except ValueError:
+        return ()
+
+
+def _vllm_source(file: str) -> list[ast.stmt]:
+    """Statements of a file of the installed vLLM, read from its source: an import takes seconds."""
     found = importlib.util.find_spec("vllm")
     for folder in (found.submodule_search_locations or ()) if found is not None else ():
-        source = Path(folder) / "engine" / "arg_utils.py"
+        source = Path(folder) / file
         if source.is_file():
-            return {
-                field.target.id: ast.unparse(field.annotation).strip("'")
-                for node in ast.parse(source.read_text(encoding="utf-8")).body
-                if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
-                for field in node.body
-                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-            }
-    return {}
+            return ast.parse(source.read_text(encoding="utf-8")).body
+    return []

@@ -18,7 +18,7 @@ import contextlib
 import fnmatch
 import posixpath
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -109,16 +109,34 @@ def name_of(path: Path) -> str | None:
     return f"hf://{kind}{found['owner']}/{found['name']}@{found['commit']}"
 
 
-def located(config: Config, *, weights: bool = True) -> tuple[Config, list[str]]:
+def nothing_absent(key: str, name: HubName) -> bool:
+    """Require every file."""
+    return False
+
+
+def located(
+    config: Config,
+    *,
+    weights: bool = True,
+    may_be_absent: Callable[[str, HubName], bool] = nothing_absent,
+) -> tuple[Config, list[str]]:
     """`config` with a local path for each name on a hub, fetched where it is not in the cache, and
-    a line for each. `weights` false leaves a model's weights where they are. Raises UserError."""
+    a line for each. `weights` false leaves a model's weights where they are. A name that cannot be
+    fetched stays as it is where `may_be_absent` permits it, and its line has the reason. Raises
+    UserError for any other."""
     before = _earlier(config.run.dir)
     notes: list[str] = []
 
     def place(key: str, name: HubName) -> Path:
         if not _is_data(key) and key not in ("model.path", "objective.reference.path"):
             raise UserError.of(key, f"{name} is on a hub", "name a local path here")
-        found = fetch(key, name, commit=_pinned(before, key, name), weights=weights)
+        try:
+            found = fetch(key, name, commit=_pinned(before, key, name), weights=weights)
+        except UserError as error:
+            if not may_be_absent(key, name):
+                raise
+            notes.append(f"{key}: {error.problems[0].what}")
+            return Path(str(name))
         notes.append(f"{key}: {name} is {found}")
         return found
 
@@ -172,6 +190,16 @@ def _pinned(before: Mapping[str, Any], key: str, name: HubName) -> str | None:
     if found is None or not same or COMMIT.fullmatch(name.revision or ""):
         return None
     return found["commit"]
+
+
+def cached_file(model: str, file: str) -> Path | None:
+    """A file of a model in the hub's cache; null where the cache does not have it."""
+    from huggingface_hub import errors, try_to_load_from_cache
+
+    with contextlib.suppress(errors.HFValidationError):
+        found = try_to_load_from_cache(model, file)
+        return Path(found) if isinstance(found, str) else None
+    return None
 
 
 def fetch(key: str, name: HubName, *, commit: str | None = None, weights: bool = True) -> Path:

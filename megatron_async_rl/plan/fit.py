@@ -26,7 +26,6 @@ from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.colocated import Phase
 from megatron_async_rl.plan.layout import (
-    Device,
     device_of,
     engine_count,
     engines_elsewhere,
@@ -46,8 +45,6 @@ from megatron_async_rl.watchdog.host_memory import largest_processes, state_in_w
 from megatron_async_rl.weights.manifest import IN_FLIGHT
 
 ESTIMATE_ERROR = 0.05
-RANK_PROCESS_BYTES = GIB
-"""Memory of a trainer process or an engine besides its tensors: Python, torch, libraries."""
 PARTS_SHOWN = 3
 HOLDERS_SHOWN = 5
 LINES_SHOWN = 2
@@ -226,7 +223,7 @@ def _fix(
     helpful = []
     share = _share(config, machine, phase, needs[phase])
     for key, value in _changes(config, phase, share):
-        changed = _changed(config, key, value)
+        changed = with_value(config, key, value)
         ranks = ranks_of(changed) if changed is not None else ()
         if changed is None or not ranks:
             continue
@@ -326,13 +323,13 @@ def memory_ran_out(
     phase = getattr(error, "phase", phase)  # an engine's own
     if memory == "host" or on_cpu:
         said = " ".join(described(error).splitlines()[:LINES_SHOWN]).rstrip(".")
-        fix = _host_fix(config, "cpu" if on_cpu else "cuda")
+        fix = host_fix(config, "cpu" if on_cpu else "cuda")
         return HostMemoryOut(said, phase, state_in_words(), fix)
     share = config.rollout.gpu_memory_utilization if config.rollout is not None else 0.0
     named = [
         f"{key}: {json.dumps(value).strip(chr(34))}"
         for key, value in _changes(config, phase, share - LESS if share > LESS else None)
-        if _value(config, key) != value and _changed(config, key, value) is not None
+        if _value(config, key) != value and with_value(config, key, value) is not None
     ]
     larger = "take devices with more memory"
     fix = f"set one or several of {', '.join(named)}, or {larger}" if named else larger
@@ -340,7 +337,8 @@ def memory_ran_out(
     return DeviceMemoryOut(said, phase, held(), fix)
 
 
-def _host_fix(config: Config, device: Device) -> str:
+def host_fix(config: Config, device: Device) -> str:
+    """Return what lowers the host memory of a run, as a fix."""
     named = [
         f"{key}: {json.dumps(value).strip(chr(34))}"
         for key, value in _host_changes(config, device)
@@ -383,7 +381,7 @@ def _value(config: Config, key: str) -> Any:
     return value
 
 
-def _changed(config: Config, key: str, value: Any) -> Config | None:
+def with_value(config: Config, key: str, value: Any) -> Config | None:
     """The config with another value; none where its own rules refuse that."""
     tree = config.model_dump(mode="json")
     *sections, name = key.split(".")
@@ -405,7 +403,7 @@ def _gib(count: int, *, up: bool = False) -> str:
 
 def shared_memory_problems(config: Config, engine: EngineMemory, machine: Machine) -> list[Problem]:
     """Problems of what /dev/shm has no room for."""
-    needed, what = _in_shared_memory(config, engine, machine)
+    needed, what = in_shared_memory(config, engine, machine)
     free = machine.shared_memory
     if machine.described or free >= needed:
         return []
@@ -421,8 +419,8 @@ def shared_memory_problems(config: Config, engine: EngineMemory, machine: Machin
     ]
 
 
-def _in_shared_memory(config: Config, engine: EngineMemory, machine: Machine) -> tuple[int, str]:
-    """Bytes of weights in rank 0's /dev/shm, and what they are."""
+def in_shared_memory(config: Config, engine: EngineMemory, machine: Machine) -> tuple[int, str]:
+    """Bytes of weights in the /dev/shm of rank 0's machine, and what they are."""
     if config.weights.transport == "cuda_ipc":
         ranks = config.policy.parallel.ranks if device_of(config, machine) == "cpu" else 0
         return ranks * lent_bytes(config, engine), f"two buckets of each of {ranks} ranks"
@@ -438,7 +436,7 @@ def shared_memory(
     """Bytes of weights and of Ray's object store in rank 0's /dev/shm, and what the weights are."""
     responses = config.flow.prompts_per_step * config.flow.group_size
     segments = config.rollout.max_segments if config.rollout is not None else 1
-    weights, what = _in_shared_memory(config, engine, machine)
+    weights, what = in_shared_memory(config, engine, machine)
     return weights, object_store_bytes(responses, segments * longest), what
 
 
@@ -462,83 +460,6 @@ def shared_memory_notes(
         f" {machine.shared_memory / MIB:.0f} MiB free: Ray will be slow (docker run"
         f" {shm_size(weights, store)})"
     ]
-
-
-def host_notes(
-    config: Config,
-    machine: Machine,
-    device: Device,
-    ranks: Sequence[RankMemory],
-    engine: EngineMemory | None,
-) -> list[str]:
-    """Notes on more than the memory of this machine."""
-    if machine.described or not ranks:
-        return []
-    needed, what = _host_needed(config, machine, device, ranks, engine)
-    if needed <= machine.memory:
-        return []
-    return [f"{what}, this machine gives {machine.memory / GIB:.1f} GiB"]
-
-
-def _host_needed(
-    config: Config,
-    machine: Machine,
-    device: Device,
-    ranks: Sequence[RankMemory],
-    engine: EngineMemory | None,
-) -> tuple[int, str]:
-    """Bytes of host memory that this machine's part of a run needs, and what they are."""
-    if device == "cpu":
-        elsewhere = engines_elsewhere(config, machine)
-        needed = _host_bytes(config, ranks, None if elsewhere else engine)
-        what = f"about {needed / GIB:.1f} GiB of memory are needed"
-    else:
-        a_machine = config.policy.parallel.ranks // len(ranks)
-        held = sum(rank.host + twin_bytes(config, rank) for rank in ranks)
-        needed = held * a_machine // machine.nodes
-        what = (
-            "copies of the weights (reference, proximal policies), offloaded moments and gradients,"
-            " training state while engines generate (rollout.placement: colocated) and the copy"
-            " that a checkpoint is written from (checkpoint.asynchronous) take about"
-            f" {needed / GIB:.1f} GiB of host memory over all ranks of a machine"
-        )
-    return needed, what
-
-
-def free_memory_problems(
-    config: Config,
-    machine: Machine,
-    device: Device,
-    ranks: Sequence[RankMemory],
-    engine: EngineMemory | None,
-) -> list[Problem]:
-    """Problems of a run that this machine has no free memory for, as other programs hold it."""
-    if machine.free_memory is None or not ranks or (device == "cpu" and machine.nodes > 1):
-        return []
-    needed, what = _host_needed(config, machine, device, ranks, engine)
-    if (1 - ESTIMATE_ERROR) * needed <= machine.free_memory:
-        return []
-    return [
-        Problem(
-            key="host memory",
-            what=f"{what}, and {machine.free_memory / GIB:.1f} GiB are free; largest processes:"
-            f" {'; '.join(largest_processes())}",
-            fix=_host_fix(config, device),
-        )
-    ]
-
-
-def _host_bytes(config: Config, ranks: Sequence[RankMemory], engine: EngineMemory | None) -> int:
-    per_stage = config.policy.parallel.ranks // max(1, len(ranks))
-    total = (
-        sum(rank.total + rank.host for rank in ranks) * per_stage
-        + config.policy.parallel.ranks * RANK_PROCESS_BYTES
-    )
-    if engine is not None and config.rollout is not None:
-        total += config.rollout.engines * (
-            engine.weights + (engine.cache or 0) + RANK_PROCESS_BYTES
-        )
-    return total
 
 
 def _size(count: int) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from megatron_async_rl.config.engine_options import cpu_head_sizes
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.layers import lora_problems
@@ -18,6 +20,9 @@ from megatron_async_rl.rollout.cluster import CONNECTIONS, ELSEWHERE
 
 Device = Literal["cpu", "cuda"]
 PARALLEL = "policy.parallel"
+FP8_CACHE_MULTIPLE = 32
+"""Elements of a head: vLLM's CPU attention (v1/attention/backends/cpu_attn.py) raises for others
+with a key-value cache in FP8."""
 PLANNED_DEVICE = "MEGATRON_ASYNC_RL_DEVICE"
 """Variable of ranks: on which device the plan has them."""
 
@@ -147,22 +152,26 @@ def by_node(config: Config, device: Device, machine: Machine) -> tuple[tuple[str
     on_gpu, elsewhere = device == "cuda", rollout is not None and engines_elsewhere(config, machine)
     found = []
     for node in range(machine.nodes):
-        parts = [_counted("rank", node * share, share)]
-        parts[0] += f" on {_counted('GPU', 0, share)}" if on_gpu else ""
+        parts = [counted("rank", node * share, share)]
+        parts[0] += f" on {counted('GPU', 0, share)}" if on_gpu else ""
         if node == 0 and rollout is not None:
             parts += ["the controller"] + ["the engines"] * (not elsewhere)
         if on_gpu and elsewhere and has > share:
-            room = _room(config, has - share)
-            parts.append(f"{_counted('GPU', share, has - share)} for engines, {room} at most")
+            room = engine_room(config, has - share)
+            parts.append(f"{counted('GPU', share, has - share)} for engines, {room} at most")
         found.append((f"node {node}", "; ".join(parts)))
     if machine.engine_nodes:
-        name = _counted("node", machine.nodes, machine.engine_nodes)
-        most = f", {_room(config, has)} at most on each" if on_gpu and rollout is not None else ""
+        name = counted("node", machine.nodes, machine.engine_nodes)
+        most = (
+            f", {engine_room(config, has)} at most on each"
+            if on_gpu and rollout is not None
+            else ""
+        )
         found.append((name, f"engines alone{most}"))
     return tuple(found)
 
 
-def _counted(noun: str, first: int, count: int) -> str:
+def counted(noun: str, first: int, count: int) -> str:
     """`count` things that are numbered from `first`."""
     if count == 1:
         return f"{noun} {first}"
@@ -170,7 +179,7 @@ def _counted(noun: str, first: int, count: int) -> str:
     return f"{plural} {first}-{first + count - 1}"
 
 
-def _room(config: Config, gpus: int) -> int:
+def engine_room(config: Config, gpus: int) -> int:
     """Engines that fit on `gpus` GPUs of a machine; one does not reach over two."""
     assert config.rollout is not None
     return max(0, gpus) // config.rollout.workers
@@ -227,7 +236,10 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
     if shape is not None:
         found += _shape_problems(config, shape) + _engine_problems(config, machine, shape)
     if config.policy.device == "cuda" and not machine.gpus:
-        fix = "set it to auto or cpu, or see `mar doctor` for what keeps CUDA away"
+        fix = (
+            "set it to auto or cpu, plan for other machines with --gpus 8 --gpu-memory 80, or see"
+            " `mar doctor` for what keeps CUDA away"
+        )
         found.append(Problem(key="policy.device", what="cuda, but there is no GPU", fix=fix))
     if machine.gpus and device_of(config, machine) == "cuda":
         found += _gpu_problems(config, machine) or _room_problems(config, machine)
@@ -287,7 +299,7 @@ def _room_problems(config: Config, machine: Machine) -> list[Problem]:
     if rollout is None or not known or not engines_elsewhere(config, machine):
         return []
     ranks, has = -(-config.policy.parallel.ranks // machine.nodes), len(machine.gpus)
-    beside, alone = _room(config, has - ranks), _room(config, has)
+    beside, alone = engine_room(config, has - ranks), engine_room(config, has)
     room = machine.nodes * beside + machine.engine_nodes * alone
     wanted = engine_count(config)
     if wanted <= room:
@@ -353,11 +365,40 @@ def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
     return [Problem(key=key, what=what, fix=fix)]
 
 
+def head_size_problems(
+    shape: ModelShape, device: Device, options: Mapping[str, Any]
+) -> list[Problem]:
+    """Attention heads for which vLLM has no kernel on a CPU. Its engine would start all the same,
+    and end at the first request, each time it is restarted. options: those of rollout.vllm."""
+    sizes, size = cpu_head_sizes(), shape.head_dim
+    if device != "cpu" or not sizes:
+        return []
+    if size not in sizes:
+        return [
+            Problem(
+                key="model.path",
+                what=(
+                    f"an attention head has {size} elements (head_dim); vLLM's CPU kernels support"
+                    f" {', '.join(map(str, sizes))}"
+                ),
+                fix="use a model with one of these sizes, or GPUs (policy.device: cuda)",
+            )
+        ]
+    quantised = str(options.get("kv_cache_dtype", "auto")).startswith("fp8")
+    if quantised and size % FP8_CACHE_MULTIPLE:
+        what = (
+            f"fp8 on a CPU needs attention heads of a multiple of {FP8_CACHE_MULTIPLE} elements, and"
+            f" the model's have {size}"
+        )
+        return [Problem(key="rollout.vllm.kv_cache_dtype", what=what, fix="remove it")]
+    return []
+
+
 def _engine_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Problem]:
     if config.rollout is None:
         return []
     tensor, pipeline = config.rollout.tensor, config.rollout.pipeline
-    found = []
+    found = head_size_problems(shape, device_of(config, machine), config.rollout.vllm)
     if config.rollout.vllm.get("enable_expert_parallel") and shape.experts < tensor:
         what = f"{tensor} workers to divide the model's {shape.experts} experts"
         key = "rollout.vllm.enable_expert_parallel"

@@ -226,10 +226,13 @@ def gradient_bytes(config: Config, trained: int, own: int) -> int:
 
 def staged_bytes(config: Config) -> int:
     """Bytes, per parameter that a rank writes, of the copy that a checkpoint is written from beside
-    the steps: weights, optimizer state, past gradients in float32, and the copies of the weights
-    that a resumed run needs."""
-    if not config.checkpoint.asynchronous:
-        return 0
+    the steps."""
+    return saved_bytes(config) if config.checkpoint.asynchronous else 0
+
+
+def saved_bytes(config: Config) -> int:
+    """Bytes of a checkpoint per trained parameter: weights, optimizer state, past gradients in
+    float32, and the copies of the weights that a resumed run needs."""
     objective, own = config.objective, copy_bytes(config)
     reference = objective.reference if objective.needs_reference else None
     copied = state_bytes(config) + (0 if keeps_8_bits(config) else own)
@@ -243,6 +246,14 @@ def staged_bytes(config: Config) -> int:
     if _compares(config) and objective.proximal == "snapshot":
         copied += (objective.snapshots - 1) * own
     return copied + past_master_bytes(config, kept=objective.snapshots - 1)
+
+
+def trained_parameters(config: Config, shape: ModelShape) -> int:
+    """Number of trained parameters of the whole model: all of them, or those of its adapters."""
+    value_head = shape.hidden + 1 if config.objective.value is not None else 0
+    if config.policy.lora is None:
+        return shape.parameters + value_head
+    return stage_adapters(config.policy.lora, shape, pipeline=1, tensor=1) + value_head
 
 
 def keeps_8_bits(config: Config) -> bool:

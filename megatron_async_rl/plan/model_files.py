@@ -4,12 +4,14 @@ Opens no weights."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.data.hub import name_of
+from megatron_async_rl.plan.published_models import published_config
 from megatron_async_rl.policy.supported import FAMILIES, Family, unsupported
 
 KEY = "model.path"
@@ -92,6 +94,16 @@ def read_model(path: Path, *, weights: bool = True) -> tuple[ModelShape | None, 
     return shape, wrong + problems
 
 
+def published_shape(path: Path) -> tuple[ModelShape, str] | None:
+    """The shape of a published model whose folder is not here, and where it comes from; null where
+    it is not known, or the model cannot be trained."""
+    found = None if path.is_dir() else published_config(path)
+    if found is None:
+        return None
+    shape, _ = _shape_of(found.content, path)
+    return None if shape is None else (shape, found.source)
+
+
 def _problem(what: str, fix: str) -> Problem:
     return Problem(key=KEY, what=what, fix=fix)
 
@@ -117,7 +129,20 @@ def _shape(path: Path) -> tuple[ModelShape | None, list[Problem]]:
             )
         ]
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return None, [_no_config(path, error)]
+    return _shape_of(content, path)
+
+
+def _no_config(path: Path, error: Exception) -> Problem:
+    what = f"{path} is not a model config: {error}"
+    return _problem(what, "restore the file from the model's source")
+
+
+def _shape_of(content: Mapping[str, Any], path: Path) -> tuple[ModelShape | None, list[Problem]]:
+    """`content`: of config.json. `path`: what a problem names."""
+    try:
         ruled_out = unsupported(content)
         if ruled_out is not None:
             return None, [
@@ -154,12 +179,8 @@ def _shape(path: Path) -> tuple[ModelShape | None, list[Problem]]:
         return None, [
             _problem(f"{path} has no {error.args[0]}", "restore the file from the model's source")
         ]
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        return None, [
-            _problem(
-                f"{path} is not a model config: {error}", "restore the file from the model's source"
-            )
-        ]
+    except (ValueError, TypeError, AttributeError) as error:
+        return None, [_no_config(path, error)]
     return shape, []
 
 

@@ -1,35 +1,52 @@
-"""A first configuration from five answers, which `mar plan` accepts: model, data, reward, GPUs, style.
+"""A first configuration from the answers of `mar init`, which `mar plan` accepts.
 
 The layout is the first of a list, from the simplest on, that the plan has no fault with.
+
+Invariants:
+- where engines and policy share devices, no engine samples while the policy trains: the file is then
+  synchronous, whatever style was asked for, and the user is told;
+- a file that is refused leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_async_rl.config.environment import AGENTS, TOOLS
 from megatron_async_rl.config.load import load
-from megatron_async_rl.config.problem import ConfigError, DataError, Problem, shipped
+from megatron_async_rl.config.problem import ConfigError, DataError, Problem, UserError, shipped
 from megatron_async_rl.config.ratios import LONG_RESPONSE
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import YamlFault, parse_value
-from megatron_async_rl.data.hub import located
+from megatron_async_rl.data.hub import fetch, located, parse
 from megatron_async_rl.data.tokenizer import load_tokenizer
+from megatron_async_rl.plan.held_out import MOST, Split, split_off
 from megatron_async_rl.plan.machine import Machine, described_machine, this_machine
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.reward_choice import SETTING, RewardChoice
+from megatron_async_rl.plan.thinking import thinks
 
 TENSOR = (1, 2, 4, 8)
 PROMPTS, GROUP, STEPS = 32, 8, 200
+EVALUATE_EVERY = 20
+RESPONSE_TOKENS = {
+    ("gpu", True): 8192,
+    ("gpu", False): 1024,
+    ("cpu", True): 2048,
+    ("cpu", False): 256,
+}
+"""rollout.sampling.max_tokens by device, and whether the model thinks before it answers. A response
+that is cut while it thinks has no answer, and so no reward."""
+SYNCHRONOUS = "synchronous"
 
 STYLES: Mapping[str, tuple[str, str]] = {
     "asynchronous": (
-        "engines go on while the policy trains; stale samples are corrected",
+        "engines keep sampling while the policy trains; stale samples are corrected",
         """flow: {{prompts_per_step: {prompts}, group_size: {group}, async_ratio: 2}}
 objective:
   loss: reinforce
@@ -40,13 +57,13 @@ controls: [{{name: displacement, tolerated_kl: 0.02}}]
 """,
     ),
     "clipped": (
-        "the same with PPO's clip in the place of the correction: less memory, a narrower range of learning rates",
+        "the same with PPO's clip instead of the correction: less memory, a narrower range of learning rates",
         """flow: {{prompts_per_step: {prompts}, group_size: {group}, async_ratio: 2}}
 objective: {{loss: {{name: ppo_clip, clip_high: 0.28}}}}
 """,
     ),
-    "synchronous": (
-        "generate, train, generate: no sample is stale, and half of the devices wait",
+    SYNCHRONOUS: (
+        "generate, train, generate: no sample is stale",
         """flow: {{prompts_per_step: {prompts}, group_size: {group}, async_ratio: 0}}
 objective: {{loss: reinforce}}
 """,
@@ -56,7 +73,7 @@ objective: {{loss: reinforce}}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns:
+class InitColumns:
     """Where prompts and answers stand in the data."""
 
     prompt_key: str = "prompt"
@@ -64,59 +81,136 @@ class Columns:
     as_chat: bool = False
 
     def __str__(self) -> str:
-        """As lines of the section `data`."""
+        """Lines of the section `data`."""
         lines = [f"  prompt_key: {_scalar(self.prompt_key)}\n" * (self.prompt_key != "prompt")]
         lines += [f"  answer_key: {_scalar(self.answer_key)}\n" * bool(self.answer_key)]
         return "".join([*lines, "  as_chat: true\n" * self.as_chat])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers:
-    """`model`, `data`: local, or names on a hub. `gpus`: of this or of another machine, each of
-    `gpu_memory_gib`; 0 trains on the CPU. `style`: one of STYLES."""
+class InitAnswers:
+    """`model`, `data`: local, or names on a hub. `held_out`: the same, or the share of `data` to split
+    off; null for none. `gpus`: of this or of another machine, each of `gpu_memory_gib`; 0 trains on
+    the CPU. `style`: one of STYLES."""
 
     model: str
     data: str
-    columns: Columns
+    held_out: str | float | None
+    columns: InitColumns
     reward: RewardChoice
     gpus: int
     gpu_memory_gib: float
     style: str
 
 
-def write_config(answers: Answers, out: Path) -> list[Path]:
-    """Writes `out`, and files of the user's own to begin with which the reward names. Returns them
-    all. Raises ConfigError where the plan has a fault with every layout: then with the last one's
-    faults."""
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """Files that were written, the config first, and notes on what it has instead of what was asked
+    for."""
+
+    files: Sequence[Path]
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True)
+class InitLayout:
+    """Lines of the sections `policy` and `rollout`. `colocated`: engines and policy share GPUs."""
+
+    policy: str
+    rollout: str
+    colocated: bool = False
+
+
+def write_config(answers: InitAnswers, out: Path) -> Written:
+    """Write `out`, held-out rows that are split off, and files of the user's own to begin with which
+    the reward names. Raises ConfigError where the plan has a fault with every layout: then with the
+    last one's faults; UserError where the data cannot be split."""
     starters = answers.reward.starters()
+    split: Split | None = None
+    notes: list[str] = []
     try:
         for file, text in starters.items():
             file.write_text(text, encoding="utf-8")
-        _write_accepted(answers, out)
+        if isinstance(answers.held_out, float):
+            split = _split(answers, answers.held_out, out)
+            answers = replace(answers, held_out=None)
+            if split is None:
+                notes.append("the data has no two distinct prompts, so none is held out")
+            else:
+                answers = replace(answers, data=str(split.train), held_out=str(split.held_out))
+                notes.append(_of_split(split))
+        notes += _write_accepted(answers, out)
     except BaseException:
         for file in starters:
             file.unlink(missing_ok=True)
+        if split is not None:
+            split.remove()
         raise
-    return [out, *starters]
+    files = [out, *([split.train, split.held_out] if split is not None else []), *starters]
+    return Written(files=files, notes=notes)
 
 
-def _write_accepted(answers: Answers, out: Path) -> None:
-    first = next(_candidates(answers, out, 1))
-    shape, faults = read_model(_loaded(first, out).model.path, weights=False)
+def _split(answers: InitAnswers, share: float, out: Path) -> Split | None:
+    """The two sides, in a folder beside the file."""
+    name = parse(Path(answers.data))
+    data = fetch("data.train", name) if name is not None else Path(answers.data).expanduser()
+    folder = out.parent / f"{out.stem}_data"
+    try:
+        return split_off(data, share, answers.columns.prompt_key, folder)
+    except DataError as error:
+        where = str(error.path) if error.line is None else f"{error.path}:{error.line}"
+        raise UserError.of("data.train", f"{where}: {error.what}", error.fix) from error
+    except OSError as error:
+        what = f"{folder}: {error.strerror or error}"
+        raise UserError.of(
+            "--eval", what, "name held-out data, or OUT in another folder"
+        ) from error
+
+
+def _of_split(split: Split) -> str:
+    most = f" (at most {MOST} prompts)" if split.held_out_rows >= MOST else ""
+    return (
+        f"rows held out: {split.held_out_rows}{most}, trained on: {split.train_rows}; rows with the"
+        " same prompt are on one side"
+    )
+
+
+def _write_accepted(answers: InitAnswers, out: Path) -> list[str]:
+    """Write the first file that the plan accepts; return notes on it."""
+    first = next(_candidates(answers, out, 1))[1]
+    model = _loaded(first, out).model.path
+    shape, faults = read_model(model, weights=False)
     if shape is None:
         raise ConfigError(f"{out} was not written", faults)
-    chat = _has_chat_template(_loaded(first, out).model.path)
-    for text in _candidates(answers, out, shape.context // 2, chat=chat):
+    chat, device = _has_chat_template(model), "gpu" if answers.gpus else "cpu"
+    longest = min(RESPONSE_TOKENS[device, thinks(model)], shape.context // 2)
+    for layout, text in _candidates(answers, out, longest, chat=chat):
         faults = _faults(text, answers, out)
         if not faults:
             out.write_text(text, encoding="utf-8")
-            return
-        fixed = ("data", "rollout.reward", "rollout.environment")
+            return _not_asynchronous(answers, layout)
+        fixed = ("data", "rollout.reward", "rollout.environment", "eval")
         others = [one for one in faults if one.key.startswith(fixed)]
-        if others or not any(one.key.startswith(("policy", "rollout")) for one in faults):
+        layouts = ("policy", "rollout", "host memory")
+        if others or not any(one.key.startswith(layouts) for one in faults):
             # No layout would mend it.
             raise ConfigError(f"{out} was not written", [_by_option(one) for one in faults])
     raise ConfigError(f"{out} was not written: no layout fits", faults)
+
+
+def _not_asynchronous(answers: InitAnswers, layout: InitLayout) -> list[str]:
+    """A note on a file that is synchronous where another style was asked for."""
+    if not layout.colocated or answers.style == SYNCHRONOUS:
+        return []
+    return [f"the config is synchronous instead of {answers.style}: {_why_colocated(answers)}"]
+
+
+def _why_colocated(answers: InitAnswers) -> str:
+    which = "1 GPU" if answers.gpus == 1 else f"{answers.gpus} GPUs"
+    return (
+        f"only a colocated layout fits {which} of {answers.gpu_memory_gib:g} GiB, in which the engines"
+        " sleep while the policy trains"
+    )
 
 
 def _by_option(fault: Problem) -> Problem:
@@ -124,6 +218,7 @@ def _by_option(fault: Problem) -> Problem:
     if fault.key.startswith(("rollout.reward.settings", "rollout.environment.settings")):
         fault = replace(fault, fix=f"{fault.fix} (here: {SETTING} KEY=VALUE)")
     for key, option in (
+        ("data.eval=", "--eval "),
         ("data.prompt_key=", "--prompt-key "),
         ("data.answer_key=", "--answer-key "),
         ("data.messages_key=", "--prompt-key "),  # a prompt may be a list of messages
@@ -147,7 +242,7 @@ def _has_chat_template(model: Path) -> bool:
     return True
 
 
-def _faults(text: str, answers: Answers, out: Path) -> list[Problem]:
+def _faults(text: str, answers: InitAnswers, out: Path) -> list[Problem]:
     """Faults of a file with this text, in the place of `out`: its paths start there."""
     machine: Machine = this_machine()
     if answers.gpus:
@@ -170,36 +265,51 @@ def _loaded(text: str, out: Path) -> Config:
     return located(config, weights=False)[0]
 
 
-def _candidates(answers: Answers, out: Path, longest: int, *, chat: bool = False) -> Iterator[str]:
-    """`longest`: most response tokens; `chat`: the model has a chat template."""
-    layouts: list[tuple[str, str]] = []
+def _candidates(
+    answers: InitAnswers, out: Path, tokens: int, *, chat: bool = False
+) -> Iterator[tuple[InitLayout, str]]:
+    """`tokens`: of a response at most; `chat`: the model has a chat template."""
+    for layout in _layouts(answers):
+        yield layout, _text(answers, out, layout, tokens, chat=chat)
+
+
+def _layouts(answers: InitAnswers) -> Iterator[InitLayout]:
+    """From the simplest on. A synchronous run has engines that only wait while the policy trains, so
+    it shares the GPUs where that fits."""
     gpus = answers.gpus
     if not gpus:
-        layouts.append(("  device: cpu\n", "  kv_cache_gib: 1.0\n"))
+        yield InitLayout("  device: cpu\n", "  kv_cache_gib: 1.0\n")
+    elif answers.style == SYNCHRONOUS:
+        yield from _colocated(gpus)
+        yield from _disaggregated(gpus)
+    else:
+        yield from _disaggregated(gpus)
+        yield from _colocated(gpus)
+
+
+def _disaggregated(gpus: int) -> Iterator[InitLayout]:
     for tensor in TENSOR:
         for recompute in ("none", "full"):
-            rows = f"  sequence: packed\n  recompute: {recompute}\n"
             if 2 * tensor <= gpus:
                 ranks = gpus // 2 // tensor * tensor
                 engines = (gpus - ranks) // tensor
-                layouts.append(
-                    (
-                        f"  device: cuda\n  parallel: {_parallel(ranks, tensor)}\n{rows}",
-                        f"  engines: {engines}\n  tensor: {tensor}\n",
-                    )
+                yield InitLayout(
+                    f"  device: cuda\n  parallel: {_parallel(ranks, tensor)}\n"
+                    f"  sequence: packed\n  recompute: {recompute}\n",
+                    f"  engines: {engines}\n  tensor: {tensor}\n",
                 )
+
+
+def _colocated(gpus: int) -> Iterator[InitLayout]:
     for tensor in TENSOR:
-        if gpus and gpus % tensor == 0:
-            layouts.append(
-                (
-                    f"  device: cuda\n  parallel: {_parallel(gpus, tensor)}\n"
-                    "  sequence: packed\n  recompute: full\n",
-                    f"  placement: colocated\n  engines: {gpus // tensor}\n  tensor: {tensor}\n"
-                    "  gpu_memory_utilization: 0.5\n",
-                )
+        if gpus % tensor == 0:
+            yield InitLayout(
+                f"  device: cuda\n  parallel: {_parallel(gpus, tensor)}\n"
+                "  sequence: packed\n  recompute: full\n",
+                f"  placement: colocated\n  engines: {gpus // tensor}\n  tensor: {tensor}\n"
+                "  gpu_memory_utilization: 0.5\n",
+                colocated=True,
             )
-    for policy, rollout in layouts:
-        yield _text(answers, out, policy, rollout, longest, chat=chat)
 
 
 def _parallel(ranks: int, tensor: int) -> str:
@@ -207,13 +317,16 @@ def _parallel(ranks: int, tensor: int) -> str:
     return f"{{{words}, sequence: true}}" if tensor > 1 else f"{{{words}}}"
 
 
-def _text(
-    answers: Answers, out: Path, policy: str, rollout: str, longest: int, *, chat: bool
-) -> str:
-    meaning, method = STYLES[answers.style]
+def _text(answers: InitAnswers, out: Path, layout: InitLayout, tokens: int, *, chat: bool) -> str:
+    style = SYNCHRONOUS if layout.colocated else answers.style
+    meaning, method = STYLES[style]
+    if style == SYNCHRONOUS and layout.colocated:
+        meaning += "; engines and policy take turns on the same GPUs"
+    elif style == SYNCHRONOUS and answers.gpus:
+        meaning += ", and half of the GPUs wait"
+    why = "" if style == answers.style else f"# Not {answers.style}: {_why_colocated(answers)}.\n"
     folder = out.resolve().parent
     prompts, group = (PROMPTS, GROUP) if answers.gpus else (8, 8)
-    tokens = min(1024 if answers.gpus else 64, longest)
     level = "token" if tokens > LONG_RESPONSE else "sequence"
     columns = answers.columns
     environment = answers.reward.environment
@@ -222,8 +335,8 @@ def _text(
     own = "  tools_key: null              # the tools are those of rollout.environment\n"
     own = own if environment == TOOLS else ""
     place = f"--gpus {answers.gpus} --gpu-memory {answers.gpu_memory_gib:g}" if answers.gpus else ""
-    return f"""# {answers.style.capitalize()}: {meaning}.
-#   mar plan {f"{out.name} {place}".strip()}
+    return f"""# {style.capitalize()}: {meaning}.
+{why}#   mar plan {f"{out.name} {place}".strip()}
 #   mar train {out.name}
 # Every key and its default: {shipped("docs/config.md")}
 # Which method to start with: {shipped("docs/choosing_a_method.md")}
@@ -231,12 +344,19 @@ run: {{dir: runs/{out.stem}, steps: {STEPS}}}
 model: {{path: {_scalar(_path(answers.model, folder))}, dtype: {"bfloat16" if answers.gpus else "float32"}}}
 data:
   train: {_scalar(_path(answers.data, folder))}
-{columns}{own}  # eval: held_out.jsonl         # the same fields; then `eval: {{every: 20}}` measures during the run
-{method.format(prompts=prompts, group=group, level=level)}rollout:
-{rollout}  sampling: {{temperature: 1.0, max_tokens: {tokens}}}
+{columns}{own}{_held_out(answers, folder)}{method.format(prompts=prompts, group=group, level=level)}rollout:
+{layout.rollout}  sampling: {{temperature: 1.0, max_tokens: {tokens}}}
 {answers.reward.lines(chat=chat)}policy:
-{policy}  optimizer: {{lr: {"1.0e-6" if answers.gpus else "1.0e-5"}, warmup_steps: 5}}
+{layout.policy}  optimizer: {{lr: {"1.0e-6" if answers.gpus else "1.0e-5"}, warmup_steps: 5}}
 """
+
+
+def _held_out(answers: InitAnswers, folder: Path) -> str:
+    """Lines of the held-out data: the end of the section `data`, and the section `eval`."""
+    how = f"eval: {{every: {EVALUATE_EVERY}, samples_per_prompt: 1}}"
+    if not isinstance(answers.held_out, str):
+        return f"  # eval: held_out.jsonl         # the same fields; and on a line of its own `{how}`\n"
+    return f"  eval: {_scalar(_path(answers.held_out, folder))}\n{how}\n"
 
 
 def _path(name: str, folder: Path) -> str:

@@ -26,10 +26,10 @@ from megatron_async_rl.plan.estimate import Estimate, estimate
 from megatron_async_rl.plan.fit import (
     Need,
     gpu_memory,
-    host_notes,
     shared_memory_notes,
     shared_memory_problems,
 )
+from megatron_async_rl.plan.host import HostMemory, host_memory, host_problems
 from megatron_async_rl.plan.layers import fp8_problems, fp8_warnings
 from megatron_async_rl.plan.layout import (
     Device,
@@ -50,6 +50,7 @@ from megatron_async_rl.plan.memory import (
     rank_memory,
 )
 from megatron_async_rl.plan.model_files import ModelShape
+from megatron_async_rl.plan.totals import Totals, TrainingSource, totals
 from megatron_async_rl.policy.supported import ChosenLayers
 from megatron_async_rl.rollout.cluster import ELSEWHERE
 
@@ -74,6 +75,12 @@ class Plan:
     warnings: tuple[str, ...]
     routed_bytes: int = 0
     """Bytes of the experts that come with each token of a sample."""
+    hosts: tuple[HostMemory, ...] = ()
+    """Host memory of each machine, those that are alike together; the first is rank 0's."""
+    totals: Totals | None = None
+    """Sums over the whole run; null where the model or the layout is in fault."""
+    absent: tuple[str, ...] = ()
+    """Keys whose files are not here, so that they were not checked."""
 
 
 def make_plan(
@@ -83,9 +90,10 @@ def make_plan(
     *,
     lengths: Lengths | None = None,
     problems: Sequence[Problem] = (),
+    sources: Sequence[TrainingSource] = (),
 ) -> Plan:
     """`shape`: null when the model directory is in fault. `problems`: what was found outside the
-    config, kept first."""
+    config, kept first. `sources`: of the training data, as far as they are here."""
     found = [
         *problems,
         *layout_problems(config, machine, shape),
@@ -112,22 +120,47 @@ def make_plan(
         found += shared_memory_problems(config, engine, machine)
     notes: list[str] = []
     peaks: dict[Phase, Need] = {}
-    if shape is not None and device == "cuda" and machine.gpus:
+    hosts: tuple[HostMemory, ...] = ()
+    routed = 0
+    if shape is not None:
+        known = shape  # for the functions below
+        routed = shape.routed_bytes if config.policy.routing_replay == "rollout" else 0
 
         def ranks_of(changed: Config) -> tuple[RankMemory, ...]:
-            wrong = layout_problems(changed, machine, shape) + batch_problems(changed, lengths)
+            wrong = layout_problems(changed, machine, known) + batch_problems(changed, lengths)
             if changed is not config and wrong:
                 return ()
-            return _ranks(changed, shape, longest, device, layers)
+            return _ranks(changed, known, longest, device, layers)
 
-        too_large, notes, peaks = gpu_memory(config, machine, engine, ranks_of)
-        found += too_large
+        def hosts_of(changed: Config) -> tuple[HostMemory, ...]:
+            engines = None
+            if changed.rollout is not None:
+                engines = engine_memory(changed, known, on_gpu=device == "cuda")
+            return host_memory(
+                changed,
+                machine,
+                device,
+                ranks_of(changed),
+                engines,
+                longest=longest,
+                routed_bytes=routed,
+            )
+
+        if device == "cuda" and machine.gpus:
+            too_large, notes, peaks = gpu_memory(config, machine, engine, ranks_of)
+            found += too_large
+        hosts = hosts_of(config)
+        beyond, host_notes = host_problems(config, machine, hosts, hosts_of)
+        found += beyond
+        notes += host_notes
     notes += spread_notes(config, device, machine)
     notes += fp8_warnings(config, machine) + sampling_warnings(config) + length_warnings(config)
-    notes += host_notes(config, machine, device, ranks, engine)
     if engine is not None:
         notes += shared_memory_notes(config, engine, machine, longest)
     batch = batch_of(config, parallel.data, longest, lengths) if parallel.data > 0 else None
+    sums = None
+    if shape is not None and batch is not None:
+        sums = totals(config, machine, device, shape, batch, sources)
     return Plan(
         device=device,
         layers=layers,
@@ -140,11 +173,9 @@ def make_plan(
         peaks=peaks,
         problems=tuple(found),
         warnings=(*_warnings(config, machine, device, engine, longest), *notes),
-        routed_bytes=(
-            shape.routed_bytes
-            if shape is not None and config.policy.routing_replay == "rollout"
-            else 0
-        ),
+        routed_bytes=routed,
+        hosts=hosts,
+        totals=sums,
     )
 
 

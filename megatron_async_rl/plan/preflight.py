@@ -41,15 +41,16 @@ from megatron_async_rl.data import (
     read_set,
     tokenizer_of,
 )
-from megatron_async_rl.data.files import data_files
-from megatron_async_rl.data.hub import name_of
+from megatron_async_rl.data.files import count_rows, data_files
+from megatron_async_rl.data.hub import name_of, parse
 from megatron_async_rl.metrics.trackers import lacking
 from megatron_async_rl.plan.batch import Lengths, context_limit
 from megatron_async_rl.plan.layout import device_of
 from megatron_async_rl.plan.machine import Machine, this_machine
-from megatron_async_rl.plan.model_files import ModelShape, read_model
+from megatron_async_rl.plan.model_files import ModelShape, published_shape, read_model
 from megatron_async_rl.plan.plan import Plan, make_plan
 from megatron_async_rl.plan.resume import checkpoint_problems
+from megatron_async_rl.plan.totals import TrainingSource
 from megatron_async_rl.report.run_data import read_run
 from megatron_async_rl.rollout.environments import EnvironmentRefused, load_factory
 from megatron_async_rl.rollout.environments.built_in import prompt_tokenizer
@@ -83,26 +84,39 @@ GRAMMAR_FIX = {
 """What of a regex or a schema is to be written in another way."""
 
 
-def preflight(config: Config, *, all_data: bool, machine: Machine | None = None) -> Plan:
+def preflight(
+    config: Config,
+    *,
+    all_data: bool,
+    machine: Machine | None = None,
+    without_model: bool = False,
+) -> Plan:
     """The plan of `config` on `machine` (default: this one), with every problem that was found, all
-    at once."""
+    at once. `without_model`: a published model need not be here, as its sizes are known; what it
+    alone could tell is then not checked."""
     machine = machine or this_machine()
     # A plan is not kept waiting for the weights of a model that is on a hub.
     fetched = all_data or name_of(config.model.path) is None
     shape, problems = read_model(config.model.path, weights=fetched)
     # Of a machine that is only described, the files may lie elsewhere: its sizes are enough.
     elsewhere: list[Problem] = []
-    if machine.described and shape is not None:
+    published = published_shape(config.model.path) if without_model and shape is None else None
+    if published is not None:
+        shape, source = published
+        what = f"{parse(config.model.path) or config.model.path}; its sizes are from {source}"
+        elsewhere, problems = [replace(problems[0], what=what)], []
+    elif machine.described and shape is not None:
         elsewhere, problems = problems, []
+    files_elsewhere = machine.described or published is not None
     tokenizer: Tokenizer | None = None
     lengths: Lengths | None = None
-    if shape is not None and not problems:
+    if shape is not None and published is None and not problems:
         try:
             tokenizer = prompt_tokenizer(config.model.path, config)
         except EnvironmentRefused:
             tokenizer = tokenizer_of(config.model.path, config.data)  # below it is named
         except DataError as error:
-            (elsewhere if machine.described else problems).append(_of_data("model.path", error))
+            (elsewhere if files_elsewhere else problems).append(_of_data("model.path", error))
     if shape is not None:
         problems += _no_room(config, shape)
     if shape is not None and tokenizer is not None:
@@ -110,7 +124,7 @@ def preflight(config: Config, *, all_data: bool, machine: Machine | None = None)
     limit = None if all_data else PROMPTS_IN_A_PLAN
     read: dict[str, PromptSet] = {}
     if tokenizer is None or shape is None:
-        (elsewhere if machine.described else problems).extend(
+        (elsewhere if files_elsewhere else problems).extend(
             _of_data(one.key, gone) for one in _files(config, None) if (gone := one.missing())
         )
     else:
@@ -118,7 +132,7 @@ def preflight(config: Config, *, all_data: bool, machine: Machine | None = None)
             try:
                 found = _read(config, one, shape, tokenizer, limit)
             except DataError as error:
-                missing = machine.described and one.missing() is not None
+                missing = files_elsewhere and one.missing() is not None
                 (elsewhere if missing else problems).append(_of_data(one.key, error))
             else:
                 lengths = _longer(lengths, found.prompts)
@@ -131,9 +145,17 @@ def preflight(config: Config, *, all_data: bool, machine: Machine | None = None)
     if not machine.described:
         problems += _run_directory(config) + checkpoint_problems(config, shape)
         problems += _beside(config) + lacking(config.observe.trackers)
-    plan = make_plan(config, machine, shape, lengths=lengths, problems=problems)
+    plan = make_plan(
+        config,
+        machine,
+        shape,
+        lengths=lengths,
+        problems=problems,
+        sources=_training_sources(config, read, limit),
+    )
     return replace(
         plan,
+        absent=tuple(dict.fromkeys(one.key for one in elsewhere)),
         warnings=(
             *plan.warnings,
             *(f"not here, so not checked: {one.what} ({one.key})" for one in elsewhere),
@@ -141,9 +163,27 @@ def preflight(config: Config, *, all_data: bool, machine: Machine | None = None)
             *_not_held_out(read),
             *_rendered_for_an_agent(config),
             *_too_long(config, read),
-            *([] if machine.described or problems else silent),
+            *([] if files_elsewhere or problems else silent),
         ),
     )
+
+
+def _training_sources(
+    config: Config, read: Mapping[str, PromptSet], limit: int | None
+) -> list[TrainingSource]:
+    """Rows of each source of the training data; those that were not read, beyond `limit` or without
+    a tokenizer, are counted. Empty unless every source is here: an epoch is one of all of them."""
+    found = []
+    for index, source in enumerate(config.data.training):
+        held = read.get("data.train" if config.data.train else f"data.sources.{index}.path")
+        rows = len(held.prompts) if held is not None else 0
+        if held is None or (limit is not None and rows + held.too_long >= limit):
+            try:
+                rows = count_rows(source.path)
+            except DataError:
+                return []  # it is noted, or `mar train` reads, and names, the row at fault
+        found.append(TrainingSource(label=source.label, rows=rows, weight=source.weight))
+    return found
 
 
 @dataclass(frozen=True)

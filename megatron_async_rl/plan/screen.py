@@ -1,10 +1,12 @@
-"""A plan on one or two screens: the resolved config, processes, batch, memory, the staleness law
-and the time of a step."""
+"""A plan on one or two screens: processes, batch, memory, the staleness law, the time of a step,
+totals of the run, and last the verdict; the resolved config where it is asked for."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,31 @@ from megatron_async_rl.plan.plan import Plan
 from megatron_async_rl.report.summary import Rates, measure, update_per_lr
 
 PROCESSES_SHOWN = 16
+STAGES_SHOWN = 5
+WIDTH = 100
+"""Most columns of a plan, whatever the width of the terminal or of the pipe."""
+LABEL = re.compile(r"[^\s:]+(?: [^\s:]+){0,2}\s{2,}")
+"""Beginning of a line of which the rest, where it is wrapped, stands in a column of its own."""
 
 
 def show_plan(
-    plan: Plan, config: Config, machine: Machine, console: Console, measured_in: Path | None = None
+    plan: Plan,
+    config: Config,
+    machine: Machine,
+    console: Console,
+    measured_in: Path | None = None,
+    *,
+    notes: Sequence[str] = (),
+    refused: Sequence[str] = (),
+    with_config: bool = False,
 ) -> None:
-    """`measured_in`: a run whose measured rates say what overlap to expect."""
-    _heading(console, "config")
-    _print(console, resolved(config))
+    """Print the plan, its notes and, last, the verdict. `measured_in`: a run whose measured rates
+    say what overlap to expect. `notes`: more of them. `refused`: reasons for which `mar train` would
+    not start in this run.dir. `with_config`: print the resolved config, too."""
+    console.width = min(console.width, WIDTH)
+    if with_config:
+        _heading(console, "config")
+        _print(console, resolved(config))
     _heading(console, "processes")
     _print(console, f"device {plan.device}; {machine_line(machine)}")
     if plan.layers is not None and plan.device == "cuda":
@@ -45,8 +64,35 @@ def show_plan(
     if plan.batch is not None:
         _heading(console, "one batch")
         _print(console, _batch(plan, config))
+    _show_memory(plan, config, machine, console)
+    step_s = None
+    if config.rollout is not None:
+        step_s = _show_speed(plan, config, console, measured_in)
+    if plan.totals is not None:
+        _heading(console, "totals")
+        _print(console, plan.totals.in_words(step_s))
+    for note in (*plan.warnings, *notes):
+        _print(console, Text.assemble(("note: ", "yellow bold"), note))
+    _print(console, _verdict(plan, machine, refused))
+
+
+def _verdict(plan: Plan, machine: Machine, refused: Sequence[str]) -> Text:
+    """One line: whether the config can run, and what was not checked."""
+    if refused:
+        what = f"fits, but `mar train` would refuse this run.dir: {'; '.join(refused)}"
+        return Text.assemble(("verdict: ", "bold"), (what, "red"))
+    where = "on the machines described" if machine.described else "here"
+    what = f"can run {where}"
+    if plan.absent:
+        what += f"; not checked, as the files are not here: {', '.join(plan.absent)}"
+    if machine.described and not machine.memory:
+        what += "; host memory not checked (--host-memory)"
+    return Text.assemble(("verdict: ", "bold"), (what, "green"))
+
+
+def _show_memory(plan: Plan, config: Config, machine: Machine, console: Console) -> None:
     if plan.ranks:
-        _heading(console, "memory")
+        _heading(console, "memory of each rank")
         console.print(_rank_memory(plan, config))
         if plan.device == "cuda":
             _print(console, _overhead(config))
@@ -73,21 +119,31 @@ def show_plan(
             _print(console, f"each rank, while engines load: {two} {where}, two buckets")
     if plan.peaks:
         console.print(_peaks(plan))
-    if config.rollout is not None:
-        rows = read_metrics(measured_in) if measured_in is not None else []
-        _heading(console, "staleness")
-        _print(console, f"{staleness_law(config)}\n{planning_rule(config, update_per_lr(rows))}")
-        rates = measure(rows)
-        if measured_in is not None:
-            _heading(console, "overlap")
-            nothing = f"not known: {measured_in} has not logged what its engines did for two steps"
-            _print(console, expected_overlap(config, rates, measured_in) if rates else nothing)
-        if rates is None:
-            _heading(console, "step time")
-            found = plan.estimate
-            _print(console, found if isinstance(found, str) else found.in_words())
-    for warning in plan.warnings:
-        console.print(Text.assemble(("note: ", "yellow bold"), warning), soft_wrap=True)
+    if plan.hosts:
+        _heading(console, "host memory of each machine")
+        console.print(_host_memory(plan, machine))
+
+
+def _show_speed(
+    plan: Plan, config: Config, console: Console, measured_in: Path | None
+) -> float | None:
+    """Print staleness and the time of a step; return the seconds of a step, null where they are not
+    known."""
+    rows = read_metrics(measured_in) if measured_in is not None else []
+    _heading(console, "staleness")
+    _print(console, f"{staleness_law(config)}\n{planning_rule(config, update_per_lr(rows))}")
+    rates = measure(rows)
+    if measured_in is not None:
+        _heading(console, "overlap")
+        if rates is not None:
+            _print(console, expected_overlap(config, rates, measured_in))
+            return overlap_of(config, rates, measured_in).step_s
+        nothing = f"not known: {measured_in} has not logged what its engines did for two steps"
+        _print(console, nothing)
+    _heading(console, "step time")
+    found = plan.estimate
+    _print(console, found if isinstance(found, str) else found.in_words())
+    return None if isinstance(found, str) else found.step_s
 
 
 def _fp8(config: Config) -> str:
@@ -103,7 +159,8 @@ def machine_line(machine: Machine) -> str:
     nodes = machine.nodes + machine.engine_nodes
     count = f"{nodes} nodes, each with" if nodes > 1 else "one node with"
     if machine.described:
-        return f"as described: {count} {gpus}; cores and host memory are not checked"
+        memory = f", {size(machine.memory)} host memory" if machine.memory else ""
+        return f"as described: {count} {gpus}{memory}"
     here = f"{count} what this machine has" if nodes > 1 else "this machine"
     return f"{here}: {machine.cores} cores, {size(machine.memory)} memory, {gpus}"
 
@@ -223,13 +280,12 @@ def _selection(config: Config) -> str:
             return "oldest_first: groups train in the order they were admitted"
 
 
-def expected_overlap(config: Config, rates: Rates, run_dir: Path) -> str:
-    """Applies the rates of the run in `run_dir` to this config: more samples take longer in
+def overlap_of(config: Config, rates: Rates, run_dir: Path) -> Overlap:
+    """Apply the rates of the run in `run_dir` to this config: more samples take longer in
     proportion, on either side."""
     assert config.rollout is not None
-    measured, planned = run_sizes(run_dir), sizes_of(config.model_dump(mode="json"))
-    factor = planned["samples"] / measured["samples"] if measured else 1.0
-    overlap = Overlap(
+    factor = _more_samples(config, run_dir)
+    return Overlap(
         generate_s=factor * rates.generate_s(config.rollout.engines),
         train_s=factor * rates.train_s,
         publish_s=rates.publish_s,
@@ -237,13 +293,26 @@ def expected_overlap(config: Config, rates: Rates, run_dir: Path) -> str:
         engines=config.rollout.engines,
         run_ahead=run_ahead(config),
     )
+
+
+def _more_samples(config: Config, run_dir: Path) -> float:
+    """Samples of a step of this config for each of the run's."""
+    measured = run_sizes(run_dir)
+    planned = sizes_of(config.model_dump(mode="json"))
+    return planned["samples"] / measured["samples"] if measured else 1.0
+
+
+def expected_overlap(config: Config, rates: Rates, run_dir: Path) -> str:
+    """Lines for a screen on `overlap_of`, and where its rates come from."""
+    measured, planned = run_sizes(run_dir), sizes_of(config.model_dump(mode="json"))
+    factor = _more_samples(config, run_dir)
     speed = f"an engine that is busy samples {rates.tokens_per_busy_s:,.0f} tokens/s"
     of = f"measured       in {run_dir}, {rates.steps} steps: {speed}"
     if factor != 1.0:
         of += f"; scaled by {factor:.3g} in samples per step"
     if measured and measured["ranks"] != planned["ranks"]:
         of += f"; T_train is of {measured['ranks']} ranks, and there are {planned['ranks']} here"
-    return f"{of}\n{overlap.in_words()}"
+    return f"{of}\n{overlap_of(config, rates, run_dir).in_words()}"
 
 
 def run_sizes(run_dir: Path) -> dict[str, int] | None:
@@ -288,8 +357,23 @@ def _heading(console: Console, text: str) -> None:
     console.print(Text(text, style="bold cyan"))
 
 
-def _print(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+def _print(console: Console, text: str | Text) -> None:
+    """Print lines, wrapped at the console's width. What follows a label stands in its own column;
+    a word that is longer than a line, such as a path, stays whole."""
+    for line in text.split("\n") if isinstance(text, Text) else map(Text, text.split("\n")):
+        label = LABEL.match(line.plain)
+        indent = label.end() if label else 2
+        wrapped = textwrap.wrap(
+            line.plain,
+            console.width,
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        shown = Text("\n".join(wrapped))
+        for span in line.spans:  # a style of the first words
+            shown.stylize(span.style, span.start, min(span.end, len(wrapped[0])))
+        console.print(shown, markup=False, highlight=False, soft_wrap=True)
 
 
 def _processes(plan: Plan) -> Table:
@@ -352,46 +436,64 @@ def _steps(config: Config) -> str:
 
 
 def _rank_memory(plan: Plan, config: Config) -> Table:
+    """A column for each pipeline stage; of many stages those at both ends, which hold most."""
+    ranks = list(plan.ranks)
+    left_out = len(ranks) - STAGES_SHOWN
+    if left_out > 0:
+        ranks = [*plan.ranks[: STAGES_SHOWN - 1], plan.ranks[-1]]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("each rank of")
-    fp8 = any(rank.fp8 for rank in plan.ranks)
-    columns = [
-        "parameters",
-        *(["weights in 8 bits ~"] if fp8 else []),
-        "gradients",
-        "optimizer",
-        "controls",
-        "activations ~",
-        "log-probs, targets ~",
-        "total ~",
+    table.add_column("on its device")
+    for rank in ranks:
+        name = f"stage {rank.stage}" if len(plan.ranks) > 1 else "the policy"
+        table.add_column(name, justify="right")
+    rows = [
+        ("parameters", [rank.parameters for rank in ranks]),
+        ("weights in 8 bits ~", [rank.fp8 for rank in ranks]),
+        ("gradients", [rank.gradients for rank in ranks]),
+        ("optimizer", [rank.optimizer for rank in ranks]),
+        ("controls", [rank.controls for rank in ranks]),
+        ("activations ~", [rank.activations for rank in ranks]),
+        ("log-probs, targets ~", [rank.logprobs for rank in ranks]),
+        ("total ~", [rank.total for rank in ranks]),
     ]
-    holds = any(rank.held for rank in plan.ranks)
-    offloads = any(rank.offloaded for rank in plan.ranks)
-    columns += ["other weights, on the host"] if holds else []
-    columns += ["offloaded, on the host"] if offloads else []
-    columns += ["while engines generate, on the host"] if plan.peaks else []
-    columns += ["a checkpoint's copy, on the host"] if config.checkpoint.asynchronous else []
-    for column in columns:
-        table.add_column(column, justify="right")
-    for rank in plan.ranks:
-        parts = [
-            rank.parameters,
-            *([rank.fp8] if fp8 else []),
-            rank.gradients,
-            rank.optimizer,
-            rank.controls,
-            rank.activations,
-            rank.logprobs,
-            rank.total,
-        ]
-        parts += [rank.held] if holds else []
-        parts += [rank.offloaded] if offloads else []
-        parts += [twin_bytes(config, rank)] if plan.peaks else []
-        parts += [rank.staged] if config.checkpoint.asynchronous else []
+    on_host = [
+        ("other weights", [rank.held for rank in ranks]),
+        ("offloaded", [rank.offloaded for rank in ranks]),
+        ("while engines generate", [twin_bytes(config, rank) for rank in ranks]),
+        ("a checkpoint's copy", [rank.staged for rank in ranks]),
+    ]
+    rows += [(f"{name}, on the host", sizes) for name, sizes in on_host]
+    always = ("parameters", "gradients", "optimizer", "total ~")
+    for name, sizes in rows:
+        if any(sizes) or name in always:
+            table.add_row(name, *(size(one) for one in sizes))
+    if left_out > 0:
+        table.add_row(f"({left_out} stages between them are not shown)")
+    return table
+
+
+def _host_memory(plan: Plan, machine: Machine) -> Table:
+    """A column for each kind of machine; of many kinds the first ones."""
+    hosts = plan.hosts[:STAGES_SHOWN]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("all processes of a machine")
+    for host in hosts:
+        table.add_column(host.machines if len(plan.hosts) > 1 else "", justify="right")
+    names = dict.fromkeys((part.name, part.certain) for host in plan.hosts for part in host.parts)
+    for name, certain in names:
+        sizes = [sum(part.size for part in host.parts if part.name == name) for host in hosts]
         table.add_row(
-            f"stage {rank.stage}" if len(plan.ranks) > 1 else "the policy",
-            *(size(part) for part in parts),
+            name if certain else f"{name} ~", *(size(one) if one else "" for one in sizes)
         )
+    table.add_row("total ~", *(size(host.total) for host in hosts))
+    table.add_row(
+        "of it in /dev/shm",
+        *(size(host.shared_memory) if host.shared_memory else "none" for host in hosts),
+    )
+    if machine.memory:
+        table.add_row("the machine has", *(size(machine.memory) for _ in hosts))
+    if len(plan.hosts) > len(hosts):
+        table.add_row(f"({len(plan.hosts) - len(hosts)} more kinds of machines are not shown)")
     return table
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import sys
 from dataclasses import replace
 from io import StringIO
@@ -90,6 +91,42 @@ def test_another_version_in_the_range_that_the_package_asks_for_is_a_note(monkey
     install(monkeypatch, **TRIED | {"torch": "2.14.0"})
     assert states(LAPTOP)["torch"] == "missing"
     assert states(NODE)["torch"] == "note"
+
+
+def test_the_apex_of_pypi_is_told_from_nvidias(monkeypatch, tmp_path):
+    """PyPI has another project of this name, which nothing here can use."""
+    install(monkeypatch, **TRIED | {"apex": "0.9.10.dev0"})
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def apex(machine: Machine) -> doctor.Finding:
+        (found,) = (one for one in doctor.examine(machine) if one.part == "apex")
+        return found
+
+    assert (apex(NODE).state, "another project" in apex(NODE).advice) == ("note", True)
+    assert apex(NODE).fix.startswith("pip uninstall -y apex; ")
+    assert "git+https://github.com/NVIDIA/apex" in apex(NODE).fix
+    assert apex(LAPTOP).fix == "pip uninstall -y apex"
+    (tmp_path / "apex" / "multi_tensor_apply").mkdir()
+    assert (apex(NODE).state, apex(NODE).fix) == ("ok", "")
+
+
+def test_nothing_suggests_the_apex_of_pypi():
+    """Only a URL of NVIDIA's repository gives the right one."""
+    root = DOCS.parent
+    files = [root / "README.md", root / "setup.py", *root.glob("Dockerfile*")]
+    for folder, pattern in (
+        ("docs", "*.md"),
+        ("megatron_async_rl", "**/*.py"),
+        ("launchers", "**/*"),
+        ("requirements", "*"),
+    ):
+        files += [one for one in (root / folder).glob(pattern) if one.is_file()]
+    for file in files:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            named = re.search(r"pip install.*[\s'\"]apex\b|^apex *([=<>~]=|$)", line, re.I)
+            assert not named, f"{file}: {line}"
 
 
 WORN = Machine(cores=1, memory=2 * GIB, shared_memory=64 * 2**20, gpus=())

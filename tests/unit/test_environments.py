@@ -5,6 +5,7 @@ import asyncio
 import io
 import itertools
 import json
+import shlex
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -358,7 +359,7 @@ def test_no_order_to_the_process_that_forks_is_lost() -> None:
         (
             {"name": "openenv", "settings": {"url": "ws://x"}},
             "name",
-            "needs the package openenv-core",
+            "needs the package openenv>=0.10,<0.11",
         ),
         ({"name": "no_such_game:Game"}, "name", "no module 'no_such_game'"),
         ({"name": "tests.engine.environments:Game"}, "name", "has no 'Game'"),
@@ -384,7 +385,7 @@ def test_an_environment_that_cannot_be_is_refused_by_name(
     assert refused.value.where == f"rollout.environment.{where}"
     assert what in refused.value.what
     if "needs the package" in what:
-        assert refused.value.fix == f"pip install -U {what.split()[-1]}"
+        assert refused.value.fix == f"pip install -U {shlex.quote(what.split()[-1])}"
 
 
 def test_a_trial_says_what_fails_before_anything_starts() -> None:
@@ -598,7 +599,18 @@ class Result:
         self.observation, self.reward, self.done = observation, reward, done
 
 class GenericEnvClient:
-    def __init__(self, base_url, message_timeout_s=60.0):
+    def __init__(
+        self,
+        base_url=None,
+        connect_timeout_s=10.0,
+        message_timeout_s=60.0,
+        max_message_size_mb=100.0,
+        websocket_ping_interval_s=20.0,
+        websocket_ping_timeout_s=20.0,
+        provider=None,
+        mode=None,
+        headers=None,
+    ):
         self.said, self.patience_s = [base_url], message_timeout_s
 
     async def connect(self):
@@ -619,7 +631,7 @@ class GenericEnvClient:
     async def close(self):
         self.said.append("closed")
 """
-"""What is used of openenv-core 0.3.0's client; docs/environments.md says how it was tried with it."""
+"""The client of openenv 0.10.0, as far as it is used; docs/environments.md says how it was tried."""
 
 
 @pytest.fixture

@@ -132,6 +132,11 @@ def test_a_config_without_held_out_prompts_is_refused(run: Path) -> None:
     assert "add data.eval=FILE.jsonl" in said
 
 
+def test_a_model_whose_heads_have_no_kernel_on_a_cpu_is_not_evaluated_there(run: Path) -> None:
+    write_model(run.parent / "model", head_dim=16)
+    assert "16 elements (head_dim)" in refusal(run / "checkpoint")
+
+
 def test_a_supervised_runs_config_does_not_say_how_to_sample(run: Path) -> None:
     configure(
         run,

@@ -17,7 +17,8 @@ from rich.console import Console
 from megatron_async_rl.config.load import load
 from megatron_async_rl.flow.errors import EngineMemoryOut, FlowError
 from megatron_async_rl.launch import launcher
-from megatron_async_rl.plan.fit import HostMemoryOut, free_memory_problems, memory_ran_out
+from megatron_async_rl.plan.fit import HostMemoryOut, memory_ran_out
+from megatron_async_rl.plan.host import free_memory_problems
 from megatron_async_rl.plan.machine import GIB, Machine
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.watchdog import host_memory
@@ -163,7 +164,7 @@ def test_a_run_without_free_memory_is_refused_before_it_starts(tmp_path: Path) -
     plan = preflight(config, all_data=False, machine=roomy)
 
     def problems(machine: Machine) -> list[Any]:
-        return free_memory_problems(config, machine, plan.device, plan.ranks, plan.engine)
+        return free_memory_problems(config, machine, plan.device, plan.hosts)
 
     assert problems(roomy) == problems(replace(roomy, free_memory=None)) == []
     (problem,) = problems(replace(roomy, free_memory=GIB // 2))

@@ -21,7 +21,7 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data.files import read_rows
 from megatron_async_rl.data.hub import located, name_of, parse
-from megatron_async_rl.plan.model_files import read_model
+from megatron_async_rl.plan.model_files import published_shape, read_model
 from tests.unit.test_study import write_grid
 from tests.written_run import write_model, write_prompts, write_run
 
@@ -457,3 +457,42 @@ def test_a_wrong_name_is_told_by_the_hub(
     said = refusal(run_of(tmp_path, f"model.path={name}"))
     for word in words:
         assert word in said
+
+
+def test_the_sizes_of_a_published_model_that_is_not_here_are_from_the_cache_or_the_table(
+    tmp_path: Path, cache: Path
+) -> None:
+    """Of the parameters that the models' own files count."""
+    for name, parameters in {
+        "Qwen3-8B": 8_190_735_360,
+        "Qwen3-32B": 32_762_123_264,
+        "Qwen3-30B-A3B": 30_532_122_624,
+        "Qwen2.5-32B": 32_763_876_352,
+    }.items():
+        for path in (tmp_path / "models" / name, Path(f"hf://Qwen/{name}")):
+            found = published_shape(path)
+            assert found is not None
+            assert (found[0].parameters, "the table" in found[1]) == (parameters, True)
+    for unknown in (tmp_path / "models" / "Qwen9-8B", Path("hf://me/Qwen3-8B")):
+        assert published_shape(unknown) is None
+
+    repository = cache / "models--Qwen--Qwen3-8B"
+    snapshot = repository / "snapshots" / OLD
+    write_model(snapshot, hidden_size=48)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(OLD)
+    shape, source = published_shape(tmp_path / "models" / "Qwen3-8B") or (None, "")
+    assert shape is not None
+    assert (shape.hidden, "the hub's cache" in source) == (48, True)
+
+
+def test_a_name_that_may_be_absent_stays_as_it_is_with_the_reason(
+    tmp_path: Path, cache: Path
+) -> None:
+    config = run_of(tmp_path, "model.path=hf://Qwen/Qwen3-8B", "data.train=hf://datasets/me/tiny")
+    with pytest.raises(UserError, match=r"data\.train"):
+        located(config, weights=False, may_be_absent=lambda key, name: key == "model.path")
+    found, notes = located(config, weights=False, may_be_absent=lambda key, name: True)
+    assert found.model.path == config.model.path
+    assert [note.partition(":")[0] for note in notes] == ["model.path", "data.train"]
+    assert "HF_HUB_OFFLINE is set" in notes[0]

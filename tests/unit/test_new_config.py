@@ -1,10 +1,13 @@
-"""`mar init`: five answers make a file that `mar plan` accepts, for the machine that was named."""
+"""`mar init`: a few answers make a file that `mar plan` accepts, for the machine that was named."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
+import pty
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +18,7 @@ from typer.testing import CliRunner
 from megatron_async_rl.cli import app
 from megatron_async_rl.config.environment import AGENTS
 from megatron_async_rl.config.load import load
+from megatron_async_rl.plan import interview
 from megatron_async_rl.plan.new_config import STYLES
 from megatron_async_rl.plan.reward_choice import (
     ENVIRONMENTS,
@@ -34,7 +38,7 @@ def run(*arguments: str | Path, answers: str = "") -> tuple[int, str]:
 
 
 def init(out: Path, model: Path, data: Path, gpus: int, style: str) -> tuple[int, str]:
-    options = ["--model", model, "--data", data, "--reward", "arithmetic"]
+    options = ["--model", model, "--data", data, "--reward", "arithmetic", "--eval", "none"]
     return run("init", out, *options, "--gpus", str(gpus), "--style", style)
 
 
@@ -80,9 +84,12 @@ def test_a_model_that_no_layout_fits_is_refused_and_nothing_is_written(tmp_path)
     ("reward", "column", "words"),
     [
         ("nowhere:score", "prompt", ("rollout.reward.name", "no module 'nowhere'")),
-        ("arithmetic", "question", ("data.train", "--prompt-key question")),
-        ("arithmetic", "messages", ("data.train", "--prompt-key messages")),
-        ("openenv", "prompt", ("rollout.environment.name", "fix: pip install -U openenv-core")),
+        ("arithmetic", "asked", ("--prompt-key", "its columns: asked, answer")),
+        (
+            "openenv",
+            "prompt",
+            ("rollout.environment.name", "fix: pip install -U 'openenv>=0.10,<0.11'"),
+        ),
     ],
 )
 def test_a_fault_that_no_layout_mends_is_not_blamed_on_the_layout(tmp_path, reward, column, words):
@@ -163,7 +170,10 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str 
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
-    yield ["--model", "model", "--data", "data.jsonl", "--gpus", "0", "--style", "clipped"]
+    yield [
+        *("--model", "model", "--data", "data.jsonl", "--eval", "none"),
+        *("--gpus", "0", "--style", "clipped"),
+    ]
     for name in set(sys.modules) - before:
         if name.partition(".")[0] in ("openenv", "verifiers", "asked_files", *STARTERS):
             del sys.modules[name]
@@ -243,10 +253,13 @@ def test_settings_are_given_by_name_and_one_that_is_not_there_is_named(asked, tm
         ("math+math", "twice"),
     ],
 )
-def test_a_reward_of_another_name_is_refused_and_asked_for_again(asked, answer, words, tmp_path):
+def test_a_reward_of_another_name_is_refused_and_asked_for_again(
+    asked, answer, words, tmp_path, monkeypatch
+):
     code, told = run("init", "run.yaml", *asked, "--reward", answer)
     assert code == 2
-    assert words in re.sub(r"[\s│]+", " ", told)
+    assert words in told
+    monkeypatch.setattr(interview, "at_terminal", lambda: True)
     code, told = run("init", "run.yaml", *asked, answers=f"{answer}\narithmetic\n")
     assert code == 0, told
     assert words in told
@@ -255,13 +268,13 @@ def test_a_reward_of_another_name_is_refused_and_asked_for_again(asked, answer, 
     assert load(tmp_path / "run.yaml").rollout.reward.name == "arithmetic"
 
 
-def test_a_model_that_is_not_there_is_asked_for_again_before_the_other_questions(asked, tmp_path):
+def test_a_model_that_is_not_there_is_asked_for_again_before_the_other_questions(
+    asked, tmp_path, monkeypatch
+):
     model = ["--model", "Qwen/Qwen3-0.6B"]
     code, told = run("init", "run.yaml", *model, *asked[2:], "--reward", "math")
-    assert (code, "name on a hub is hf://Qwen/Qwen3-0.6B" in re.sub(r"[\s│]+", " ", told)) == (
-        2,
-        True,
-    )
+    assert (code, "name on a hub is hf://Qwen/Qwen3-0.6B" in told) == (2, True)
+    monkeypatch.setattr(interview, "at_terminal", lambda: True)
     answers = "nowhere\nmodel\n"
     code, told = run("init", "run.yaml", *asked[2:], "--reward", "math", answers=answers)
     assert code == 0, told
@@ -300,14 +313,255 @@ def test_a_reward_of_whole_groups_is_written_as_one(tmp_path, monkeypatch):
     assert load(out).rollout.reward.per == "group"
 
 
+@pytest.fixture
+def at_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interview, "at_terminal", lambda: True)
+
+
+@pytest.mark.usefixtures("at_terminal")
 def test_what_is_not_given_as_an_option_is_asked_for(tmp_path):
     out, model = tmp_path / "run.yaml", write_model(tmp_path)
     data = write_prompts(tmp_path / "data.jsonl")
-    asked = "\n".join(map(str, (model, data, "arithmetic", 0, "clip", "Clipped"))) + "\n"
+    asked = "\n".join(map(str, (model, data, "none", "arithmetic", 0, "clip", "Clipped"))) + "\n"
     code, told = run("init", out, answers=asked)
     assert code == 0, told
+    assert "'clip' is not one of asynchronous, clipped, synchronous" in told
     assert load(out).objective.loss.name == "ppo_clip"
     assert load(out).data.train == data
+
+
+@pytest.mark.usefixtures("at_terminal")
+def test_columns_are_asked_for_right_after_the_data(tmp_path):
+    data = tmp_path / "data.csv"
+    data.write_text("question,solution\n1+1=,2\n2+2=,4\n")
+    out, model = tmp_path / "run.yaml", write_model(tmp_path)
+    answers = ("nowhere.csv", data, "questoin", "question", "none", "arithmetic", "", 0, "clipped")
+    code, told = run("init", out, "--model", model, answers="\n".join(map(str, answers)) + "\n")
+    assert code == 0, told
+    questions = (
+        "Data, ",
+        "nowhere.csv: ",
+        "Column of the prompts",
+        "Held-out",
+        "Reward",
+        "Column of",
+    )
+    places = [told.index(words) for words in questions[:-1]] + [told.rindex(questions[-1])]
+    assert places == sorted(places)
+    assert "Column of the prompts (question, solution) [question]" in told
+    assert "has no column 'questoin' (its columns: question, solution)" in told
+    assert "Column of the answers (solution) [solution]" in told
+    config = load(out)
+    assert (config.data.prompt_key, config.data.answer_key) == ("question", "solution")
+
+
+@pytest.mark.usefixtures("at_terminal")
+def test_a_wrong_later_answer_costs_no_earlier_one(tmp_path):
+    """The plan refuses the model for these GPUs: their number alone is asked for again."""
+    write_config(tmp_path / "Qwen3-8B", "Qwen3-8B")
+    data = write_prompts(tmp_path / "data.jsonl")
+    out = tmp_path / "run.yaml"
+    answers = (tmp_path / "Qwen3-8B", data, "none", "arithmetic", 1, "clipped", 8)
+    code, told = run("init", out, answers="\n".join(map(str, answers)) + "\n")
+    assert code == 0, told
+    assert "no layout fits" in told
+    assert told.count("Model, a") == told.count("Data, a") == told.count("Style") == 1
+    assert told.count("GPUs of the machine") == 2
+    assert "The other answers are kept." in told
+    assert load(out).objective.loss.name == "ppo_clip"
+
+
+@pytest.mark.usefixtures("at_terminal")
+def test_an_interrupted_interview_reports_the_command_with_its_answers(tmp_path):
+    model, data = write_model(tmp_path), write_prompts(tmp_path / "my data.jsonl")
+    code, told = run("init", tmp_path / "run.yaml", answers=f"{model}\n{data}\n")
+    assert code == 1
+    assert f"mar init --model {model} --data '{data}'" in told
+
+
+def test_without_a_terminal_every_question_takes_its_default(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = write_prompts(tmp_path / "data.jsonl", prompts=40)
+    given = ["--model", write_model(tmp_path), "--data", data]
+    code, told = run("init", "run.yaml", *given, answers="countdown\n7\nclipped\n")
+    assert code == 0, told
+    for words in ("--reward math", "--gpus 0", "--style asynchronous", "--eval 5%"):
+        assert f"note: {words}, as nothing else was given" in told
+    config = load(tmp_path / "run.yaml")
+    assert config.rollout.reward.name == "math", "nothing is read from the standard input"
+    assert (config.eval.every, config.eval.samples_per_prompt) == (20, 1)
+    code, told = run("init", "other.yaml")
+    assert code == 2
+    assert "add --model MODEL --data FILE" in told
+
+
+def test_a_real_terminal_is_asked_and_none_is_not(tmp_path):
+    """As a user starts it: with a pseudo-terminal, with /dev/null, and with an input that stays
+    open and never has a line."""
+    model, data = write_model(tmp_path), write_prompts(tmp_path / "data.jsonl")
+    command = [sys.executable, "-m", "megatron_async_rl", "init"]
+    reader, writer = os.pipe()
+    for name, stdin in (("null.yaml", subprocess.DEVNULL), ("pipe.yaml", reader)):
+        done = subprocess.run(
+            [*command, name, "--model", model, "--data", data, "--eval", "none"],
+            stdin=stdin,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "as nothing else was given" in done.stderr
+    os.close(reader)
+    os.close(writer)
+
+    master, slave = pty.openpty()
+    os.write(master, f"{model}\n{data}\nnone\narithmetic\n0\nclipped\n".encode())
+    done = subprocess.run(
+        [*command, "tty.yaml"],
+        stdin=slave,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=600,
+    )
+    os.close(slave)
+    os.close(master)
+    assert done.returncode == 0, done.stderr
+    assert "Model, a Hugging Face directory" in done.stderr, "the output may be a file"
+    assert load(tmp_path / "tty.yaml").objective.loss.name == "ppo_clip"
+
+
+def test_five_percent_of_the_prompts_are_held_out_and_none_is_on_both_sides(tmp_path):
+    rows = [{"prompt": f"{i % 60}+1=", "answer": str(i % 60 + 1), "n": i} for i in range(100)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    out, model = tmp_path / "run.yaml", write_model(tmp_path)
+    given = ["--model", model, "--reward", "arithmetic", "--gpus", "0", "--style", "clipped"]
+    code, told = run("init", out, *given, "--data", data)
+    assert code == 0, told
+    config = load(out)
+    assert config.data.train == tmp_path / "run_data" / "train.jsonl"
+    sides = [
+        [json.loads(line) for line in file.read_text().splitlines()]
+        for file in (config.data.train, config.data.eval)
+    ]
+    assert sorted((row for side in sides for row in side), key=lambda row: row["n"]) == rows
+    trained, held_out = ({row["prompt"] for row in side} for side in sides)
+    assert (len(held_out), trained & held_out) == (3, set())
+    assert f"rows held out: {len(sides[1])}, trained on: {len(sides[0])};" in told
+    assert config.eval.every == 20
+    code, told = run("plan", out)
+    assert code == 0, told
+
+    code, told = run("init", tmp_path / "same.yaml", *given, "--data", data)
+    assert code == 0, told
+    same = (tmp_path / "same_data" / "held_out.jsonl").read_text()
+    assert same == config.data.eval.read_text(), "the same data give the same split"
+    out.unlink()
+    code, told = run("init", out, *given, "--data", data)
+    assert (code, "run_data exists" in told) == (2, True)
+    code, told = run("init", tmp_path / "run2.yaml", *given[:-2], "--style", "x", "--data", data)
+    assert (code, (tmp_path / "run2_data").exists()) == (2, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("0%", "between 0 and 100 %"),
+        ("100%", "between 0 and 100 %"),
+        ("nowhere.jsonl", "cannot be read"),
+        ("other.jsonl", "other.jsonl has no column 'prompt' (its columns: question)"),
+    ],
+)
+def test_wrong_held_out_data_is_named_before_anything_is_written(
+    tmp_path, given, words, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other.jsonl").write_text('{"question": "1+1="}\n')
+    write_model(tmp_path / "model")
+    write_prompts(tmp_path / "data.jsonl")
+    options = ["--model", "model", "--data", "data.jsonl", "--eval", given]
+    code, told = run("init", "run.yaml", *options)
+    assert code == 2
+    assert "--eval" in told
+    assert words in told
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["data.jsonl", "model", "other.jsonl"]
+
+
+def test_data_of_one_prompt_is_not_split_and_held_out_data_may_be_a_file(tmp_path):
+    data = write_prompts(tmp_path / "one.jsonl", prompts=1)
+    held_out = write_prompts(tmp_path / "held_out.jsonl", prompts=2)
+    given = ["--model", write_model(tmp_path), "--data", data, "--reward", "arithmetic"]
+    given += ["--gpus", "0"]
+    code, told = run("init", tmp_path / "run.yaml", *given)
+    assert code == 0, told
+    assert "no two distinct prompts, so none is held out" in told
+    assert load(tmp_path / "run.yaml").eval is None
+    code, told = run("init", tmp_path / "file.yaml", *given, "--eval", held_out)
+    assert code == 0, told
+    assert load(tmp_path / "file.yaml").data.eval == held_out
+    assert load(tmp_path / "file.yaml").eval.every == 20
+
+
+@pytest.mark.parametrize("style", ["asynchronous", "clipped", "synchronous"])
+def test_a_config_whose_engines_sleep_while_the_policy_trains_is_synchronous(tmp_path, style):
+    write_config(tmp_path / "Qwen3-0.6B", "Qwen3-0.6B")
+    data = write_prompts(tmp_path / "data.jsonl")
+    code, told = init(tmp_path / "run.yaml", tmp_path / "Qwen3-0.6B", data, 1, style)
+    assert code == 0, told
+    config, text = load(tmp_path / "run.yaml"), (tmp_path / "run.yaml").read_text()
+    assert (config.rollout.placement, config.flow.async_ratio) == ("colocated", 0)
+    assert (config.controls, config.objective.corrections) == ((), ())
+    assert text.startswith("# Synchronous: ")
+    assert "keep sampling while the policy trains" not in text
+    why = "only a colocated layout fits 1 GPU of 80 GiB"
+    told = re.sub(r"\s+", " ", told)
+    asked_for_another = style != "synchronous"
+    assert (f"synchronous instead of {style}: {why}" in told) == asked_for_another
+    assert (f"# Not {style}: {why}" in text) == asked_for_another
+
+
+def test_a_synchronous_run_shares_the_gpus_where_that_fits(tmp_path):
+    write_config(tmp_path / "Qwen3-8B", "Qwen3-8B")
+    data = write_prompts(tmp_path / "data.jsonl")
+    for style, placement in (("synchronous", "colocated"), ("clipped", "disaggregated")):
+        out = tmp_path / f"{style}.yaml"
+        code, told = init(out, tmp_path / "Qwen3-8B", data, 8, style)
+        assert code == 0, told
+        assert load(out).rollout.placement == placement
+
+
+THINKING = "{% if enable_thinking %}<think>{% endif %}{{ messages }}"
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "gpus", "tokens"),
+    [
+        ("Qwen3-8B", THINKING, 8, 8192),
+        ("Qwen3-8B", None, 8, 8192),
+        ("Qwen3-8B-Base", THINKING, 8, 1024),
+        ("Qwen3-8B-Instruct", "{{ messages }}", 8, 1024),
+        ("mine", [{"name": "default", "template": THINKING}], 8, 8192),
+        ("mine", None, 8, 1024),
+        ("Qwen2.5-7B", None, 8, 1024),
+        ("DeepSeek-R1-Distill", None, 8, 8192),
+        ("mine", THINKING, 0, 2048),
+        ("mine", None, 0, 256),
+    ],
+)
+def test_a_model_that_thinks_has_room_for_its_thoughts(tmp_path, name, template, gpus, tokens):
+    write_config(tmp_path / "sizes", "Qwen3-8B")
+    (tmp_path / "sizes").rename(tmp_path / name)
+    if template is not None:
+        settings = {"chat_template": template}
+        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(settings))
+    if not gpus:
+        write_model(tmp_path / name, max_position_embeddings=8192)
+    out = tmp_path / "run.yaml"
+    code, told = init(out, tmp_path / name, write_prompts(tmp_path / "data.jsonl"), gpus, "clipped")
+    assert code == 0, told
+    assert load(out).rollout.sampling.max_tokens == tokens
 
 
 @pytest.mark.parametrize("name", ["a, b #1: {c}", 'it\'s 50% "new"', "ünï~\\", "- x", "true"])
@@ -338,19 +592,32 @@ def test_a_wrong_answer_is_named_and_nothing_is_written(tmp_path, wrong, named):
 
 
 def test_columns_of_other_names_are_written_down(tmp_path):
+    """Those of the usual names are found; others have to be named."""
     data = tmp_path / "data.csv"
     data.write_text("question,solution\n1+1=,2\n2+2=,4\n")
     out, model = tmp_path / "run.yaml", write_model(tmp_path)
     options = ["--model", model, "--data", data, "--reward", "arithmetic", "--gpus", "0"]
-    code, told = run("init", out, *options, "--style", "synchronous")
-    assert code == 2
-    assert "question" in told
-    keys = ["--prompt-key", "question", "--answer-key", "solution"]
-    code, told = run("init", out, *options, *keys, "--style", "synchronous")
+    code, told = run("init", out, *options, "--eval", "none", "--style", "synchronous")
     assert code == 0, told
-    assert load(out).data.prompt_key == "question"
+    assert "note: --prompt-key question, as nothing else was given" in told
+    assert "note: --answer-key solution, as nothing else was given" in told
+    assert (load(out).data.prompt_key, load(out).data.answer_key) == ("question", "solution")
     code, told = run("plan", out)
     assert code == 0, told
+
+    data.write_text("q,a\n1+1=,2\n2+2=,4\n")
+    other = [tmp_path / "other.yaml", *options, "--eval", "none"]
+    code, told = run("init", *other)
+    assert (code, "(its columns: q, a)" in told) == (2, True)
+    code, told = run("init", *other, "--prompt-key", "q")
+    assert (code, "--answer-key COLUMN" in told) == (2, True)
+    code, told = run("init", *other, "--prompt-key", "q", "--answer-key", "b")
+    assert (code, "has no column 'b'" in told) == (2, True)
+    code, told = run("init", *other, "--prompt-key", "q", "--answer-key", "a")
+    assert code == 0, told
+    countdown = [*options[:4], "--reward", "countdown", "--prompt-key", "q"]
+    code, told = run("init", tmp_path / "c.yaml", *countdown)
+    assert (code, "countdown reads the column" in told) == (2, True)
 
 
 def test_a_file_that_is_there_is_not_written_over(tmp_path):

@@ -198,6 +198,7 @@ def nothing_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "simulate.choose.predict_from_run": lambda *_: None,
         "simulate.choose.predict_from_hardware": lambda *_, **__: None,
         "plan.doctor.examine": list,
+        "plan.interview.at_terminal": lambda: True,
     }.items():
         monkeypatch.setattr(f"megatron_async_rl.{name}", instead)
     stand_in = SimpleNamespace(convert=convert)
@@ -205,8 +206,8 @@ def nothing_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mar(words: list[str]) -> Result:
-    """`mar WORDS`; the five questions are answered from docs/ten_minutes.md."""
-    answers = "MODEL\nprompts.jsonl\nmy_rewards:score\n0\nasynchronous\n"
+    """`mar WORDS`; the questions of `mar init` are answered from docs/ten_minutes.md."""
+    answers = "MODEL\nprompts.jsonl\n\nmy_rewards:score\n0\nasynchronous\n"
     return CliRunner(env={"COLUMNS": "200"}).invoke(app, words, input=answers)
 
 

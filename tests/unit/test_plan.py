@@ -23,9 +23,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from megatron_async_rl import cli
-from megatron_async_rl.config.load import load
+from megatron_async_rl.config.engine_options import cpu_head_sizes
+from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.config.problem import ConfigError
 from megatron_async_rl.flow.colocated import PHASES
+from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.plan.activations import stores_scores
 from megatron_async_rl.plan.fit import lent_bytes, twin_bytes
 from megatron_async_rl.plan.layout import rank_coordinates, rank_environment
@@ -394,6 +396,34 @@ def test_tensor_varies_fastest_and_pipeline_slowest_over_ranks(file):
 def test_an_impossible_config_names_its_key(file, overrides, key):
     planned = plan(file, *overrides)
     assert keys(planned) == [key]
+
+
+def test_heads_that_vllms_cpu_kernels_lack_are_refused_before_an_engine_starts(tmp_path):
+    """The list is that of the installed vLLM, which compares at the first request."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert list(cpu_head_sizes()) == CPUAttentionBackend.get_supported_head_sizes()
+    for head in (8, 16, 48, 72, 120, 576):
+        file = write_run(tmp_path / str(head), head_dim=head)
+        (problem,) = plan(file).problems
+        assert (problem.key, f"{head} elements" in problem.what) == ("model.path", True)
+        assert "32, 64, 80" in problem.what
+        assert plan(file, "policy.device=cuda", machine=NODE).problems == ()
+        supervised = "flow={prompts_per_step: 4, group_size: 1, async_ratio: 0}"
+        sft = ("rollout=null", "objective={loss: sft, advantage: none}", supervised)
+        assert plan(file, *sft).problems == (), "no engine, no kernel"
+    implied = {"head_dim": None, "hidden_size": 64, "num_attention_heads": 4}
+    assert keys(plan(write_run(tmp_path / "implied", **MISTRAL | implied))) == ["model.path"]
+    for head in cpu_head_sizes():
+        assert plan(write_run(tmp_path / f"fine{head}", head_dim=head)).problems == ()
+
+
+def test_a_cache_in_fp8_needs_heads_of_a_multiple_of_32_on_a_cpu(tmp_path):
+    fp8 = "rollout.vllm.kv_cache_dtype=fp8"
+    assert plan(write_run(tmp_path / "fine", head_dim=96), fp8).problems == ()
+    odd = write_run(tmp_path / "odd", head_dim=80)
+    assert keys(plan(odd, fp8)) == ["rollout.vllm.kv_cache_dtype"]
+    assert plan(odd, fp8, "policy.device=cuda", machine=NODE).problems == ()
 
 
 def test_a_free_option_of_vllm_is_no_problem_and_its_cpu_rules_bind_no_gpu(file):
@@ -870,7 +900,7 @@ def test_the_law_on_the_screen_is_the_law_of_the_flow(file):
 def test_engine_cache_counts_tokens_of_the_models_dtype(file):
     engine = plan(file, "rollout.kv_cache_gib=0.0009765625").engine
     assert engine is not None
-    assert engine.bytes_per_token == 2 * 2 * 2 * 4 * 4
+    assert engine.bytes_per_token == 2 * 2 * 2 * 32 * 4
     assert engine.cache_tokens == MIB // engine.bytes_per_token
 
 
@@ -880,7 +910,7 @@ def test_the_plan_command_takes_less_than_two_seconds(file):
     seconds = []
     for _ in range(2):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        command = [sys.executable, "-m", "megatron_async_rl", "plan", str(file)]
+        command = [sys.executable, "-m", "megatron_async_rl", "plan", str(file), "--resolved"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
@@ -895,6 +925,169 @@ def test_the_plan_command_takes_less_than_two_seconds(file):
         "async_ratio: 1",
     ):
         assert words in done.stdout
+
+
+def one_line(text: str) -> str:
+    """A screen without its line breaks."""
+    return re.sub(r"\s+", " ", text)
+
+
+def test_the_verdict_is_the_last_line_and_the_config_is_shown_on_request(file):
+    code, output = planned_on_a_laptop(file)
+    assert code == 0, output
+    assert output.splitlines()[-1] == "verdict: can run here"
+    assert "async_ratio:" not in output
+    code, output = planned_on_a_laptop(file, "--resolved")
+    assert "async_ratio: 1" in output
+    (file.parent / "train.jsonl").unlink()
+    code, output = planned_on_a_laptop(file, "--gpus", "8", "policy.device=cuda")
+    assert code == 0, output
+    (verdict,) = re.findall(r"verdict: .*", one_line(output))
+    assert "not checked, as the files are not here: data.train; host memory not" in verdict
+
+
+def test_the_verdict_names_what_train_would_refuse(file):
+    (file.parent / "out").mkdir()
+    (file.parent / "out" / "config.yaml").write_text(dump(load(file)))
+    write_status(file.parent / "out", Status(phase="training", step=2, steps=4, time=0.0))
+    code, output = planned_on_a_laptop(file, "model.dtype=bfloat16")
+    assert code == 0, output
+    (verdict,) = re.findall(r"verdict: .*", one_line(output))
+    assert "`mar train` would refuse this run.dir: model.dtype: " in verdict
+
+
+def test_no_line_of_a_plan_is_wider_than_100_columns(tmp_path):
+    """On many ranks, stages and machines, too."""
+    file = write_run(tmp_path, num_hidden_layers=8)
+    many = [
+        "policy.parallel={ranks: 64, pipeline: 8}",
+        "flow.prompts_per_step=64",
+        "policy.device=cuda",
+        "model.dtype=bfloat16",
+        "weights.transport=relay",
+        "objective={loss: reinforce, proximal: ewma, reference: {ema: 0.9}, kl: {coef: 0.1}}",
+        "policy.optimizer={moment_offload: cpu}",
+        "controls=[gac]",
+        "rollout.engines=16",
+    ]
+    code, output = planned_on_a_laptop(
+        file, *many, "--gpus", "8", "--nodes", "16", "--trainer-nodes", "8", "--resolved"
+    )
+    assert code == 0, output
+    # Words, such as paths, are not broken.
+    assert [one for one in output.splitlines() if len(one) > 100 and " " in one.strip()] == []
+    assert "(3 stages between them are not shown)" in output
+    assert "stage 7" in output
+
+
+def test_host_memory_is_summed_over_the_ranks_and_engines_of_each_machine(file, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    overrides = (
+        "policy.device=cuda",
+        "policy.parallel.ranks=8",
+        "flow.prompts_per_step=8",
+        "policy.optimizer.moment_offload=cpu",
+        "weights.transport=relay",
+        "rollout.engines=12",
+    )
+    cluster = described_machine(gpus=8, gpu_memory_gib=80, nodes=2, engine_nodes=2)
+    planned = plan(file, *overrides, machine=cluster)
+    assert planned.problems == ()
+    (rank,) = planned.ranks
+    head, other, alone = planned.hosts
+    assert [one.machines for one in planned.hosts] == ["node 0", "node 1", "nodes 2-3"]
+
+    def parts(host):
+        return {part.name: part.size for part in host.parts}
+
+    for host in (head, other):
+        assert parts(host)["offloaded moments and gradients"] == 4 * rank.offloaded > 0
+        assert parts(host)["copies for asynchronous checkpoints"] == 4 * rank.staged > 0
+    staged = 2 * planned.engine.weights
+    assert [parts(one).get("staged weights in /dev/shm") for one in planned.hosts] == [staged] * 3
+    assert "copies for asynchronous checkpoints" not in parts(alone)
+    assert head.shared_memory == staged + object_store_bytes(16, planned.batch.longest)
+    assert (other.shared_memory, alone.shared_memory) == (staged, staged)
+    assert all(host.total == sum(parts(host).values()) for host in planned.hosts)
+
+    by_collective = plan(file, *overrides, "weights.transport=collective", machine=cluster)
+    # Four engines fit beside the ranks of a machine, eight on one of engines alone.
+    copies = [host.shared_memory // planned.engine.weights for host in by_collective.hosts[1:]]
+    assert copies == [2 * 4, 2 * 8]
+
+    here = plan(file, "policy.parallel.ranks=2", "rollout.engines=2")
+    (host,) = here.hosts
+    exact = sum(rank.total - rank.activations - rank.logprobs + rank.host for rank in here.ranks)
+    assert host.certain == 2 * exact + 4 * here.engine.weights
+    assert host.total > host.certain + 2 * here.engine.cache
+
+
+def test_a_machine_without_the_host_memory_is_refused_with_what_helps(tmp_path):
+    """The sum over a machine's ranks: one rank alone would fit."""
+    file = large_model(tmp_path)
+    small = (*EIGHT_RANKS, *EIGHT_GPUS, "80", "--host-memory")
+    code, output = planned_on_a_laptop(file, *small, "100")
+    assert code == 2
+    assert "host memory" in output
+    assert "of host memory are needed of 100.0 GiB" in output
+    assert "copies for asynchronous checkpoints" in output
+    assert "set checkpoint.asynchronous: false (then " in output
+    code, output = planned_on_a_laptop(file, *small, "2000")
+    assert code == 0, output
+    assert "8 x GPU of 80 GiB, 2000.0 GiB host memory" in output
+    assert "the machine has" in output
+    planned = plan(
+        file, *EIGHT_RANKS, machine=described_machine(gpus=8, gpu_memory_gib=80, nodes=1)
+    )
+    (host,) = planned.hosts
+    assert planned.problems == (), "nothing is known of its host memory"
+    assert host.certain > 8 * max(rank.host for rank in planned.ranks) > 100 * GIB
+
+    code, output = planned_on_a_laptop(file, *small, f"{host.certain / GIB + 0.1}")
+    assert code == 0, "processes are an estimate"
+    assert "note: about" in output
+
+
+def test_totals_of_a_run_are_those_of_its_steps(file):
+    (file.parent / "train.jsonl").write_text(
+        "".join(f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(10, 30))
+    )
+    planned = plan(file, "run.steps=50", "checkpoint={every: 10, keep: 2}", "objective.epochs=2")
+    sums, batch = planned.totals, planned.batch
+    assert (sums.prompts, sums.gpus) == (50 * 4, 0)
+    assert sums.sampled == 50 * 8 * batch.response == 50 * 8 * 4
+    assert sums.trained == 2 * 50 * 8 * (batch.prompt + batch.response)
+    (source,) = sums.sources
+    assert (source.rows, sums.epochs(source)) == (20, 10.0)
+    assert sums.checkpoints == 3
+    shape, _ = read_model(file.parent / "model")
+    assert sums.checkpoint == shape.parameters * (4 + 8), "float32 weights and two moments"
+    assert sums.hours(36.0) == 0.5
+    words = one_line(sums.in_words(72.0))
+    assert "1 h for 50 steps; without" in words
+    assert "10 of train (20 rows)" in words
+    assert "up to 3 at once, one of them being written" in words
+    gpus = replace(sums, gpus=8)
+    assert "8 GPU-hours on 8 GPUs" in gpus.in_words(72.0)
+
+    assert plan(file, "checkpoint.every=0").totals.checkpoints == 1
+    assert plan(file, "run.steps=50", "checkpoint.every=30").totals.checkpoints == 2
+
+
+def test_epochs_of_a_mixture_follow_its_weights_and_rows_beyond_the_plans_are_counted(
+    file, monkeypatch
+):
+    monkeypatch.setattr("megatron_async_rl.plan.preflight.PROMPTS_IN_A_PLAN", 4)
+    row = '{"prompt": "1+1=", "answer": "2"}\n'
+    for name, rows in (("a", 30), ("b", 5)):
+        (file.parent / f"{name}.jsonl").write_text(row * rows + "\n\n")
+    a, b = (file.parent / f"{name}.jsonl" for name in "ab")
+    sources = f"data={{sources: [{{path: {a}, weight: 3.0}}, {{path: {b}}}]}}"
+    planned = preflight(load(file, [sources, "run.steps=10"]), all_data=False, machine=LAPTOP)
+    assert planned.problems == ()
+    assert [(one.label, one.rows) for one in planned.totals.sources] == [("a", 30), ("b", 5)]
+    epochs = [planned.totals.epochs(one) for one in planned.totals.sources]
+    assert epochs == [40 * 0.75 / 30, 40 * 0.25 / 5]
 
 
 def test_held_out_prompts_that_are_trained_on_are_told(file: Path) -> None:
@@ -1081,7 +1274,7 @@ def test_a_model_that_the_ranks_would_refuse_is_refused_by_the_plan(tmp_path, ch
         GEMMA,
         GEMMA | {"sliding_window_pattern": 6, "rope_local_base_freq": 1e4, "rope_scaling": None},
         MISTRAL | {"sliding_window": None},
-        MISTRAL | {"sliding_window": 8, "head_dim": None},
+        MISTRAL | {"sliding_window": 8, "head_dim": None, "hidden_size": 128},
         {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "attention_bias": True},
     ],
 )

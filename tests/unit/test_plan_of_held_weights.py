@@ -79,7 +79,9 @@ def test_copies_that_the_host_cannot_hold_are_named_in_the_plan(file):
         all_data=True,
         machine=NOTHING_LEFT,
     )
-    assert any("copies of the weights" in warning for warning in plan.warnings)
+    (problem,) = plan.problems
+    assert problem.key == "host memory"
+    assert "reference, proximal and past weights" in problem.what
 
 
 @pytest.mark.parametrize(

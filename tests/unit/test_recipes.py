@@ -16,8 +16,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import constants
+from typer.testing import CliRunner
 
 from examples.recipes.second_look import SecondLook
+from megatron_async_rl.cli import app
 from megatron_async_rl.config.load import load
 from megatron_async_rl.plan.estimate import Estimate
 from megatron_async_rl.plan.machine import described_machine
@@ -39,10 +42,11 @@ def checkout(tmp_path: Path) -> Path:
     """Recipes and launchers, with what the hub would have brought."""
     shutil.copytree(RECIPES, tmp_path / "examples" / "recipes")
     (tmp_path / "launchers").symlink_to(ROOT / "launchers")
-    (tmp_path / "data" / "gsm8k").mkdir(parents=True)
-    for part in ("train", "test"):
-        line = {"prompt": [{"role": "user", "content": "1 + 1?"}], "answer": "2"}
-        (tmp_path / "data" / "gsm8k" / f"{part}.jsonl").write_text(json.dumps(line) + "\n")
+    for name, files in {"gsm8k": ("train", "test"), "dapo_math_17k": ("train", "aime24")}.items():
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for part in files:
+            line = {"prompt": [{"role": "user", "content": "1 + 1?"}], "answer": "2"}
+            (tmp_path / "data" / name / f"{part}.jsonl").write_text(json.dumps(line) + "\n")
     for name in PUBLISHED:
         write_config(tmp_path / "models" / name, name)
         (tmp_path / "models" / name / ".fetched").touch()
@@ -53,10 +57,49 @@ def checkout(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_fits_the_gpus_of_its_machines(checkout: Path, name: str, gigabytes: int) -> None:
     file = checkout / "examples" / "recipes" / f"{name}.yaml"
+    nodes, trainer_nodes, gpus = machines_of(file)
+    require_fit(file, (), gigabytes, nodes=nodes, trainer_nodes=trainer_nodes, gpus=gpus)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_is_planned_on_a_machine_that_has_nothing(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No model, no data, no network; and what it shows fits a screen."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    shutil.copytree(RECIPES, tmp_path / "examples" / "recipes")
+    file = tmp_path / "examples" / "recipes" / f"{name}.yaml"
+    nodes, trainer_nodes, gpus = machines_of(file)
+    arguments = ["plan", str(file), "--nodes", str(nodes), "--trainer-nodes", str(trainer_nodes)]
+    done = CliRunner().invoke(app, [*arguments, "--gpus", str(gpus)])
+    assert done.exit_code == 0, done.output
+    words = re.sub(r"\s+", " ", done.output)
+    assert "its sizes are from the table of published models (Qwen/" in words
+    assert "verdict: can run on the machines described" in words
+    assert "GPU-hours on" in words
+    assert "of it in /dev/shm" in words
+    too_wide = [one for one in done.output.splitlines() if len(one) > 100]
+    assert [one for one in too_wide if " " in one.strip()] == []
+    done = CliRunner().invoke(app, ["plan", str(file)])
+    assert done.exit_code == 2
+    assert "policy.device" in done.output
+    assert "plan for other machines with --gpus 8 --gpu-memory 80" in done.output
+
+
+def test_models_that_recipes_and_pages_name_are_in_the_table_of_sizes() -> None:
+    pages = [*RECIPES.glob("*"), *(ROOT / "docs").glob("*.md"), *(ROOT / "launchers").rglob("*")]
+    text = "\n".join(page.read_text() for page in pages if page.is_file())
+    named = set(re.findall(r"\bQwen[\d.]+-[\d.]+B(?:-A\d+B)?\b", text))
+    assert named >= {"Qwen3-8B", "Qwen3-30B-A3B", "Qwen2.5-32B"}
+    assert named <= set(PUBLISHED)
+
+
+def machines_of(file: Path) -> tuple[int, int, int]:
+    """Machines, those of them with ranks, and GPUs of each, as the recipe's first lines say."""
     named = re.search(r"NNODES=(\d+) TRAINER_NODES=(\d+)", file.read_text())
     nodes, trainer_nodes = (int(named[1]), int(named[2])) if named else (1, 1)
-    gpus = 1 if "one GPU" in file.read_text() else 8
-    require_fit(file, (), gigabytes, nodes=nodes, trainer_nodes=trainer_nodes, gpus=gpus)
+    return nodes, trainer_nodes, 1 if "one GPU" in file.read_text() else 8
 
 
 def require_fit(
@@ -123,11 +166,34 @@ def test_a_prompt_is_a_chat_message_and_its_answer_the_number_behind_the_rule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = [{"question": " How many? ", "answer": "Half of 2,468 is 1,234.\n#### 1,234"}]
-    [line] = fetched(monkeypatch).prompts(rows)
+    fetch = fetched(monkeypatch)
+    [line] = fetch.prompts(fetch.DATA["gsm8k"]["train.jsonl"], rows)
     assert line["answer"] == "1234"
+    contest = fetch.DATA["dapo_math_17k"]
+    [aime] = fetch.prompts(contest["aime24.jsonl"], [{"problem": "n?", "answer": "033"}])
+    [dapo] = fetch.prompts(contest["train.jsonl"], [{"prompt": "m?", "solution": "34"}])
+    assert (aime["answer"], dapo["answer"]) == ("33", "34")
     [message] = line["prompt"]
     assert message["role"] == "user"
     assert message["content"].startswith("How many?\n")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_data_of_a_recipe_are_files_that_fetch_writes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(RECIPES / f"{name}.yaml")
+    assert config.data.train is not None
+    assert config.data.eval is not None
+    files = fetched(monkeypatch).DATA[config.data.train.parent.name]
+    assert {config.data.train.name, config.data.eval.name} == set(files)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "_32b" in name or "_30b" in name])
+def test_a_large_model_has_a_task_with_room_to_improve_and_saves_every_ten_steps(name: str) -> None:
+    config = load(RECIPES / f"{name}.yaml")
+    assert config.checkpoint.every == 10
+    assert "gsm8k" not in str(config.data.train)
 
 
 def test_what_was_fetched_is_not_fetched_again_and_what_was_broken_off_is(
@@ -149,10 +215,12 @@ def test_what_was_fetched_is_not_fetched_again_and_what_was_broken_off_is(
 
     monkeypatch.setattr(fetch, "hf_hub_download", data)
     monkeypatch.setattr(fetch, "snapshot_download", model)
-    fetch.fetch_data(tmp_path / "data")
-    fetch.fetch_data(tmp_path / "data")
+    fetch.fetch_data(tmp_path / "gsm8k")
+    fetch.fetch_data(tmp_path / "gsm8k")
     assert len(asked) == 2
-    assert json.loads((tmp_path / "data" / "test.jsonl").read_text())["answer"] == "3"
+    assert json.loads((tmp_path / "gsm8k" / "test.jsonl").read_text())["answer"] == "3"
+    with pytest.raises(SystemExit, match="none of gsm8k, dapo_math_17k"):
+        fetch.fetch_data(tmp_path / "data")
     with pytest.raises(ConnectionError):
         fetch.fetch_model(tmp_path / "Qwen3-8B")
     fetch.fetch_model(tmp_path / "Qwen3-8B")

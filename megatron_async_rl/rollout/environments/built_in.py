@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import signal
 import typing
 import urllib.request
@@ -395,13 +396,15 @@ def _of_package(package: str, *modules: str) -> list[Any]:
         return [importlib.import_module(name) for name in modules]
     except ModuleNotFoundError as error:
         what = f"it needs the package {package} ({error})"
-        fix = f"pip install -U {package}"
+        fix = f"pip install -U {shlex.quote(package)}"
         raise EnvironmentRefused("rollout.environment.name", what, fix) from error
 
 
 # A server
 
 
+OPENENV = "openenv>=0.10,<0.11"
+"""For pip. Up to version 0.3 the distribution was openenv-core; the modules keep their names."""
 PATIENCE_S = 86400.0
 """Time that OpenEnv's client gives an answer: rollout.environment.timeout_s ends it sooner."""
 SCHEMA_S = 10.0
@@ -424,7 +427,7 @@ class OpenEnv:
         observation: str | None = None,
         reset: Sequence[str] = (),
     ) -> None:
-        (client,) = _of_package("openenv-core", "openenv.core.generic_client")
+        (client,) = _of_package(OPENENV, "openenv.core.generic_client")
         self._client: Any = client.GenericEnvClient(base_url=url, message_timeout_s=PATIENCE_S)
         self._url, self._action = url, action
         self._observation, self._reset = observation, tuple(reset)

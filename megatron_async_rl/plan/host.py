@@ -1,0 +1,271 @@
+"""Host memory of each machine of a run: what its ranks, engines and shared memory take together.
+
+Invariants:
+- `certain` parts are sizes of tensors that the run allocates; a plan is refused only when they alone
+  exceed a machine's memory. The other parts are estimates, and exceed it with a note;
+- /dev/shm is memory of the machine, so what lies there is a part, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from megatron_async_rl.config.problem import Problem
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.plan.fit import (
+    ESTIMATE_ERROR,
+    host_fix,
+    in_shared_memory,
+    twin_bytes,
+    with_value,
+)
+from megatron_async_rl.plan.layout import (
+    Device,
+    counted,
+    engine_count,
+    engine_room,
+    engines_elsewhere,
+    rank_coordinates,
+)
+from megatron_async_rl.plan.machine import GIB, Machine
+from megatron_async_rl.plan.memory import EngineMemory, RankMemory
+from megatron_async_rl.rollout.cluster import object_store_bytes
+from megatron_async_rl.watchdog.host_memory import largest_processes
+
+KEY = "host memory"
+PROCESS_BYTES = GIB
+"""Memory of a rank or an engine's process besides its tensors: Python, torch, libraries."""
+PARTS_NAMED = 4
+
+
+@dataclass(frozen=True)
+class HostPart:
+    """`size` in bytes, of all processes of a machine. `shared`: it lies in /dev/shm."""
+
+    name: str
+    size: int
+    certain: bool = True
+    shared: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostMemory:
+    """Host memory of each of `count` machines that are alike, the first of them number `first`."""
+
+    first: int
+    count: int
+    parts: tuple[HostPart, ...]
+
+    @property
+    def machines(self) -> str:
+        return counted("node", self.first, self.count)
+
+    @property
+    def total(self) -> int:
+        """Bytes that the run is expected to take of one of these machines."""
+        return sum(part.size for part in self.parts)
+
+    @property
+    def certain(self) -> int:
+        return sum(part.size for part in self.parts if part.certain)
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes in /dev/shm, part of `total`."""
+        return sum(part.size for part in self.parts if part.shared)
+
+
+def host_memory(
+    config: Config,
+    machine: Machine,
+    device: Device,
+    ranks: Sequence[RankMemory],
+    engine: EngineMemory | None,
+    *,
+    longest: int,
+    routed_bytes: int = 0,
+) -> tuple[HostMemory, ...]:
+    """Memory of every machine, those that are alike together. `ranks`: one per pipeline stage; empty
+    for a layout that does not divide. `longest`: tokens of the longest prompt + response.
+    `routed_bytes`: of the experts that come with each token of a sample."""
+    parallel = config.policy.parallel
+    if not ranks or parallel.ranks % machine.nodes or parallel.ranks % parallel.replica_ranks:
+        return ()
+    each = [
+        (
+            *_of_ranks(config, machine, device, ranks, node),
+            *_of_engines(config, machine, device, engine, node),
+        )
+        for node in range(machine.nodes + machine.engine_nodes)
+    ]
+    if config.rollout is not None and engine is not None:
+        each = [
+            (*parts, *_shared(config, machine, device, engine, node, longest, routed_bytes))
+            for node, parts in enumerate(each)
+        ]
+    found, first = [], 0
+    for parts, alike in groupby(tuple(part for part in one if part.size) for one in each):
+        count = len(list(alike))
+        found.append(HostMemory(first=first, count=count, parts=parts))
+        first += count
+    return tuple(found)
+
+
+def _of_ranks(
+    config: Config, machine: Machine, device: Device, ranks: Sequence[RankMemory], node: int
+) -> Iterator[HostPart]:
+    """Memory of the ranks of machine number `node`."""
+    share = config.policy.parallel.ranks // machine.nodes
+    if node >= machine.nodes:
+        return
+    here = [
+        ranks[rank_coordinates(config, rank)[-1]]
+        for rank in range(node * share, (node + 1) * share)
+    ]
+    if device == "cpu":
+        estimated = sum(one.activations + one.logprobs for one in here)
+        yield HostPart("the ranks' training state", sum(one.total for one in here) - estimated)
+        yield HostPart("activations and log-probs", estimated, certain=False)
+    else:
+        twins = sum(twin_bytes(config, one) for one in here)
+        yield HostPart("training state while engines generate", twins)
+    yield HostPart("reference, proximal and past weights", sum(one.held for one in here))
+    yield HostPart("offloaded moments and gradients", sum(one.offloaded for one in here))
+    yield HostPart("copies for asynchronous checkpoints", sum(one.staged for one in here))
+    yield HostPart("processes of ranks", share * PROCESS_BYTES, certain=False)
+
+
+def _of_engines(
+    config: Config, machine: Machine, device: Device, engine: EngineMemory | None, node: int
+) -> Iterator[HostPart]:
+    """Memory of as many engines as machine number `node` may get."""
+    rollout = config.rollout
+    if rollout is None or engine is None:
+        return
+    count = engines_on(config, machine, device, node)
+    if device == "cpu":
+        yield HostPart("engines' weights", count * engine.weights)
+        yield HostPart("engines' key-value caches", count * (engine.cache or 0), certain=False)
+    # The actor, vLLM's core, and its workers where there are several.
+    processes = 2 + (rollout.workers if rollout.workers > 1 else 0)
+    size = count * PROCESS_BYTES * (processes if device == "cuda" else 1)
+    yield HostPart("processes of engines", size, certain=False)
+
+
+def engines_on(config: Config, machine: Machine, device: Device, node: int) -> int:
+    """Most engines that machine number `node` gets."""
+    engines = engine_count(config)
+    if not engines_elsewhere(config, machine):
+        return engines if node == 0 else 0
+    if device == "cuda":
+        ranks = config.policy.parallel.ranks // machine.nodes if node < machine.nodes else 0
+        return min(engines, engine_room(config, len(machine.gpus) - ranks))
+    if machine.engine_nodes:
+        return -(-engines // machine.engine_nodes) if node >= machine.nodes else 0
+    return -(-engines // machine.nodes)
+
+
+def _shared(
+    config: Config,
+    machine: Machine,
+    device: Device,
+    engine: EngineMemory,
+    node: int,
+    longest: int,
+    routed_bytes: int,
+) -> Iterator[HostPart]:
+    """What lies in the /dev/shm of machine number `node`."""
+    assert config.rollout is not None
+    weights = 2 * engine.weights
+    if node == 0:
+        weights, _ = in_shared_memory(config, engine, machine)
+    elsewhere = engines_elsewhere(config, machine)
+    count = engines_on(config, machine, device, node)
+    if elsewhere and config.weights.transport == "collective":
+        weights = (2 * engine.weights if node == 0 else 0) + count * 2 * engine.weights
+    elif node > 0 and not (elsewhere and count):
+        weights = 0
+    yield HostPart("staged weights in /dev/shm", weights, shared=True)
+    if node == 0:
+        responses = config.flow.prompts_per_step * config.flow.group_size
+        tokens = config.rollout.max_segments * longest
+        store = object_store_bytes(responses, tokens)
+        yield HostPart("Ray's object store in /dev/shm", store, certain=False, shared=True)
+        routed = routed_bytes * responses * tokens
+        yield HostPart("experts that engines chose", routed, certain=False)
+
+
+def host_problems(
+    config: Config,
+    machine: Machine,
+    hosts: Sequence[HostMemory],
+    hosts_of: Callable[[Config], Sequence[HostMemory]],
+) -> tuple[list[Problem], list[str]]:
+    """Problems of machines whose memory cannot hold what is certain, and notes on those where the
+    estimates exceed it. `hosts_of`: the memory of another config, empty for one that cannot run."""
+    problems, notes = [], []
+    for host in hosts if machine.memory else ():
+        named = f"{host.machines}: " if len(hosts) > 1 else ""
+        refused = host.certain > machine.memory
+        blamed = [part for part in host.parts if part.certain or not refused]
+        largest = sorted(blamed, key=lambda part: -part.size)[:PARTS_NAMED]
+        parts = ", ".join(f"{part.name} {_gib(part.size)}" for part in largest)
+        what = (
+            f"{named}about {_gib(host.total)} of host memory are needed of {_gib(machine.memory)}"
+            f" ({parts})"
+        )
+        if refused:
+            problems.append(Problem(key=KEY, what=what, fix=_fix(config, host, hosts_of)))
+        elif host.total > machine.memory:
+            notes.append(what)
+    return problems, notes
+
+
+def free_memory_problems(
+    config: Config, machine: Machine, device: Device, hosts: Sequence[HostMemory], node: int = 0
+) -> list[Problem]:
+    """Problems of a run for which machine number `node`, which this is, has no free memory, because
+    other programs hold it."""
+    here = next((host for host in hosts if host.first <= node < host.first + host.count), None)
+    if machine.free_memory is None or here is None:
+        return []
+    if (1 - ESTIMATE_ERROR) * here.total <= machine.free_memory:
+        return []
+    return [
+        Problem(
+            key=KEY,
+            what=f"about {_gib(here.total)} of host memory are needed, and"
+            f" {_gib(machine.free_memory)} are free; largest processes:"
+            f" {'; '.join(largest_processes())}",
+            fix=host_fix(config, device),
+        )
+    ]
+
+
+def _fix(
+    config: Config, host: HostMemory, hosts_of: Callable[[Config], Sequence[HostMemory]]
+) -> str:
+    """Keys that lower the memory of these machines, the one that lowers it most first."""
+    helpful = []
+    for key, value in (
+        ("checkpoint.asynchronous", False),
+        ("policy.optimizer.moment_dtype", "bfloat16"),
+        ("policy.optimizer.moment_offload", "none"),
+        ("rollout.kv_cache_gib", 0.5),
+    ):
+        changed = with_value(config, key, value)
+        hosts = hosts_of(changed) if changed is not None else ()
+        then = next((one.total for one in hosts if one.first == host.first), host.total)
+        if then < host.total:
+            helpful.append((then, f"{key}: {json.dumps(value).strip(chr(34))} (then {_gib(then)})"))
+    larger = "take machines with more memory, or more of them"
+    if not helpful:
+        return larger
+    return f"set {' or '.join(text for _, text in sorted(helpful))}, or {larger}"
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.1f} GiB"

@@ -1,0 +1,153 @@
+"""Totals of a whole run: time, GPU-hours, tokens, epochs, and bytes that it leaves on disk.
+
+Responses are taken to be half of rollout.sampling.max_tokens long, as in the estimate of a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.plan.activations import value_bytes
+from megatron_async_rl.plan.batch import Batch
+from megatron_async_rl.plan.layout import Device
+from megatron_async_rl.plan.machine import GIB, MIB, Machine
+from megatron_async_rl.plan.memory import saved_bytes, trained_parameters
+from megatron_async_rl.plan.model_files import ModelShape
+
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSource:
+    """Rows of one source of the training data, and its weight in the mixture."""
+
+    label: str
+    rows: int
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Sums over `steps` steps. `gpus`: GPUs of all machines, 0 on CPUs. `sampled`: response tokens.
+    `trained`: tokens of prompts and responses that go through the policy's training passes.
+    `checkpoints`: most that exist at once, the one being written included."""
+
+    steps: int
+    gpus: int
+    prompts: int
+    sampled: int
+    trained: int
+    sources: tuple[TrainingSource, ...]
+    checkpoint: int
+    checkpoints: int
+    export: int
+    samples: int
+
+    def epochs(self, source: TrainingSource) -> float:
+        """Passes over the rows of a source."""
+        weights = sum(one.weight for one in self.sources)
+        return self.prompts * source.weight / weights / source.rows
+
+    @property
+    def disk(self) -> int:
+        """Most bytes in run.dir, beside logs and metrics."""
+        return self.checkpoints * self.checkpoint + self.export + self.samples
+
+    def hours(self, step_s: float) -> float:
+        return self.steps * step_s / HOUR_S
+
+    def in_words(self, step_s: float | None) -> str:
+        """Lines for a screen. `step_s`: seconds of a step, null where they are not known."""
+        lines = [_time(self, step_s)]
+        sampled = f"{_count(self.sampled)} sampled, " if self.sampled else ""
+        lines.append(f"tokens         {sampled}{_count(self.trained)} trained on")
+        if self.sources:
+            each = [
+                f"{self.epochs(one):.2g} of {one.label} ({one.rows:,} rows)" for one in self.sources
+            ]
+            lines.append(f"epochs         {', '.join(each)}; {self.prompts:,} prompts in all")
+        else:
+            lines.append(
+                f"epochs         not known without the data; {self.prompts:,} prompts in all"
+            )
+        written = ", one of them being written" if self.checkpoints > 1 else ""
+        lines.append(
+            f"checkpoints    {_bytes(self.checkpoint)} each, up to {self.checkpoints} at once"
+            f"{written}: {_bytes(self.checkpoint * self.checkpoints)}"
+        )
+        lines.append(
+            f"run.dir        up to {_bytes(self.disk)}: checkpoints, the exported model"
+            f" {_bytes(self.export)}, samples {_bytes(self.samples)}"
+        )
+        return "\n".join(lines)
+
+
+def totals(
+    config: Config,
+    machine: Machine,
+    device: Device,
+    shape: ModelShape,
+    batch: Batch,
+    sources: Sequence[TrainingSource],
+) -> Totals:
+    steps, rollout = config.run.steps, config.rollout
+    segments = rollout.max_segments if rollout is not None else 1
+    samples = steps * batch.samples
+    parameters = trained_parameters(config, shape)
+    adapter = parameters if config.policy.lora is not None else 0
+    return Totals(
+        steps=steps,
+        gpus=len(machine.gpus) * (machine.nodes + machine.engine_nodes) if device == "cuda" else 0,
+        prompts=steps * config.flow.prompts_per_step,
+        sampled=samples * segments * batch.response if rollout is not None else 0,
+        trained=samples * segments * (batch.prompt + batch.response) * config.objective.epochs,
+        sources=tuple(one for one in sources if one.rows),
+        checkpoint=parameters * saved_bytes(config),
+        checkpoints=checkpoints_at_once(config),
+        export=(shape.parameters + adapter) * value_bytes(config),
+        samples=config.samples.keep_mib * MIB,
+    )
+
+
+def checkpoints_at_once(config: Config) -> int:
+    """Most checkpoints that lie on disk at one time: an old one goes only when a new one is whole."""
+    every, steps = config.checkpoint.every, config.run.steps
+    saved = math.ceil(steps / every) if every else 1
+    return min(saved, config.checkpoint.keep + 1)
+
+
+def _time(sums: Totals, step_s: float | None) -> str:
+    if step_s is None:
+        return f"time           not known; {sums.steps:,} steps"
+    hours = sums.hours(step_s)
+    gpus = f", {_number(hours * sums.gpus)} GPU-hours on {_gpus(sums.gpus)}" if sums.gpus else ""
+    long = f"{_number(hours)} h" if hours >= 1 else f"{hours * 60:.3g} min"
+    return (
+        f"time           {long} for {sums.steps:,} steps{gpus}; without starts, evaluations and"
+        " checkpoints"
+    )
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _count(tokens: int) -> str:
+    """A number of tokens: `512`, `3.4 thousand`, `1.2 million`, `5.1 billion`."""
+    for size, word in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
+        if tokens >= size:
+            return f"{tokens / size:.3g} {word}"
+    return str(tokens)
+
+
+def _bytes(count: int) -> str:
+    if count >= 1024 * GIB:
+        return f"{count / GIB / 1024:.2f} TiB"
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
