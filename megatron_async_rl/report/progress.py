@@ -100,7 +100,10 @@ class Progress:
         """One of the newest step's, for a terminal."""
         if self._state.done != self._sampled_step:
             self._sampled_step = self._state.done
-            self._state.sample = newest_trained(self._run_dir) or self._state.sample
+            try:
+                self._state.sample = newest_trained(self._run_dir) or self._state.sample
+            except UserError as error:
+                self._state.warning = f"no sample can be shown: {error}"
 
     def _read(self, now: float) -> None:
         state = self._state

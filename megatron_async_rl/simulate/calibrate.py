@@ -28,7 +28,8 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.metrics.log import number, read_metrics
 from megatron_async_rl.metrics.timeline import Span, read_timeline
-from megatron_async_rl.samples.segments import SegmentBroken, read_table
+from megatron_async_rl.report.samples import log_readable
+from megatron_async_rl.samples.segments import read_table
 from megatron_async_rl.simulate.rates import Lengths, Rates
 
 Floats = NDArray[np.float64]
@@ -200,10 +201,8 @@ class _Log:
 
 
 def _read_samples(run: Path) -> dict[str, NDArray[Any]]:
-    try:
+    with log_readable():
         table = read_table(run, "samples")
-    except SegmentBroken as error:
-        raise _lacks(run, f"{error.path}, which {error.what}") from None
     table = table.filter(pc.greater_equal(table["group"], 0))
     if not len(table):
         raise _lacks(run, "no sample log")
