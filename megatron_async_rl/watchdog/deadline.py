@@ -36,9 +36,14 @@ class DeadlineExceeded(TimeoutError):
 
 
 class ProcessDied(RuntimeError):
-    """The process that was to answer has ended; its own failure tells more."""
+    """The process that was to answer has ended; its own failure tells more. `outside`: something
+    else ended it, such as a preemption."""
 
     consequence = True
+
+    def __init__(self, reason: str, *, outside: bool = False) -> None:
+        super().__init__(reason)
+        self.outside = outside
 
 
 def name_this_process(name: str) -> None:
@@ -108,7 +113,11 @@ async def answer_of(call: Any) -> Any:
     try:
         return await call
     except ray.exceptions.ActorDiedError as error:
-        raise ProcessDied(death_reason(str(error))) from None
+        raise ProcessDied(death_reason(str(error)), outside=error.preempted) from None
+    except ray.exceptions.OutOfMemoryError as error:
+        # Ray's monitor picks a process to kill; what filled the host's memory may be another one.
+        error.outside = True
+        raise
     except Exception as error:  # noqa: BLE001 - raised again, as itself
         raise remote_cause(error) from None
 
