@@ -16,7 +16,7 @@ from megatron_async_rl.config.flow import ExactLag, OldestFirst, Replay, Windowe
 from megatron_async_rl.config.load import write
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.staleness import admitted_limit, max_lag
-from megatron_async_rl.metrics.log import read_metrics
+from megatron_async_rl.metrics.log import read_newest
 from megatron_async_rl.plan.estimate import Overlap, run_ahead
 from megatron_async_rl.plan.fit import lent_bytes, twin_bytes
 from megatron_async_rl.plan.machine import GIB, MIB, Machine
@@ -24,6 +24,8 @@ from megatron_async_rl.plan.plan import Plan
 from megatron_async_rl.report.summary import Rates, measure, update_per_lr
 
 PROCESSES_SHOWN = 16
+MEASURED_STEPS = 2000
+"""Rates are taken from so many last steps of a run."""
 
 
 def show_plan(
@@ -62,7 +64,7 @@ def show_plan(
     if plan.peaks:
         console.print(_peaks(plan))
     if config.rollout is not None:
-        rows = read_metrics(measured_in) if measured_in is not None else []
+        rows = read_newest(measured_in, MEASURED_STEPS) if measured_in is not None else []
         _heading(console, "staleness")
         _print(console, f"{staleness_law(config)}\n{planning_rule(config, update_per_lr(rows))}")
         rates = measure(rows)

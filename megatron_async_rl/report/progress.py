@@ -1,7 +1,8 @@
 """The screens of `mar train` and `mar eval` while they work, and their last words. `mar train`
 draws a run from its files, so that the display cannot disturb it.
 
-Invariant: each line of metrics is read once, however long the run.
+Invariant: each line of metrics is read once, and of those before the start only the newest, however
+long the run.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from rich.progress import Progress as ProgressBar
 from rich.text import Text
 
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.metrics.log import MetricsReader, read_metrics
+from megatron_async_rl.metrics.log import MetricsReader
 from megatron_async_rl.metrics.status import read_status
 from megatron_async_rl.report.anomalies import KINDS, Anomaly, AnomalyFinder
 from megatron_async_rl.report.display import DisplayState, live_panel, plain_line, print_facts
+from megatron_async_rl.report.metric_rows import MetricRows
 from megatron_async_rl.report.run_data import RunData, read_run
 from megatron_async_rl.report.samples import newest_trained
 from megatron_async_rl.report.summary import span, summarise_run
 
 REDRAW_S = 0.5
 PLAIN_EVERY_S = 5.0
+NEWEST_BYTES = 2**21
+"""Of the metrics before the start, so many bytes are drawn."""
 WARNED = ("gradient", "nonfinite")
 """Anomalies that the display warns of at once; an engine's loss is an event, which the launcher
 shows."""
@@ -41,7 +45,7 @@ class Progress:
     def __init__(self, run_dir: Path, total_steps: int, console: Console) -> None:
         self._run_dir = run_dir
         self._console = console
-        self._reader = MetricsReader(run_dir)
+        self._reader = MetricsReader(run_dir, NEWEST_BYTES)
         self._anomalies = AnomalyFinder(run_dir)
         self._state = DisplayState(run_dir=str(run_dir), steps=total_steps)
         self._started = self._phase_began = self._last_row = time.monotonic()
@@ -131,7 +135,10 @@ class Progress:
 def print_summary(run_dir: Path, console: Console) -> None:
     """A run's last words: held-out reward or loss before and after, steps, tokens, time, and where
     everything is."""
-    summary = summarise_run(read_metrics(run_dir), read_status(run_dir))
+    rows = MetricRows()
+    for news in MetricsReader(run_dir).blocks():
+        rows.add(news.rows)
+    summary = summarise_run(rows, read_status(run_dir))
     facts: list[tuple[str, str | Text]] = []
     if summary.before is not None and summary.after is not None:
         change = _change(summary.before, summary.after, style="bold")

@@ -29,11 +29,11 @@ from rich.text import Text
 
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.report.run_data import read_config
+from megatron_async_rl.samples.frames import SegmentBroken
 from megatron_async_rl.samples.segments import (
     FOLDER,
     Entry,
     Outcome,
-    SegmentBroken,
     load,
     read_entries,
     read_table,

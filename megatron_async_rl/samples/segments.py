@@ -317,8 +317,8 @@ def newest_rows(table: pa.Table) -> pa.Table:
     return table if len(last) == table.num_rows else table.filter(pc.is_in(places, last))
 
 
-_Became = tuple[int, Outcome, int, str | None]
-"""(seq, outcome, step, reason)."""
+_Became = tuple[int, Literal["trained", "dropped", "evaluated"], int, str | None]
+"""(seq, outcome, step, reason) of a sample."""
 
 
 def resolve(

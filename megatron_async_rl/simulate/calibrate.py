@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.metrics.log import number, read_metrics
+from megatron_async_rl.metrics.log import number, read_newest
 from megatron_async_rl.metrics.timeline import Span, read_timeline
 from megatron_async_rl.report.samples import log_readable
 from megatron_async_rl.samples.segments import read_table
@@ -35,6 +35,8 @@ from megatron_async_rl.simulate.rates import Lengths, Rates
 Floats = NDArray[np.float64]
 
 LEAST_STEPS = 6
+NEWEST_STEPS = 20_000
+"""Of a longer run, the rates are those of so many last steps."""
 TOGETHER_S = 0.02
 """Responses that begin nearer to each other than this are one burst."""
 SLOWER = np.linspace(0.0, 0.8, 161)
@@ -130,7 +132,7 @@ class _Log:
         """Raises UserError."""
         if not (run / "metrics.jsonl").is_file():
             raise _lacks(run, "no metrics.jsonl")
-        rows = read_metrics(run)
+        rows = read_newest(run, NEWEST_STEPS)
         try:
             tree = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
             self.ranks, ratio = tree["policy"]["parallel"]["ranks"], tree["flow"]["async_ratio"]

@@ -16,6 +16,7 @@ from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.plan import make_plan
 from megatron_async_rl.policy.batches import divide, over_steps, split
+from megatron_async_rl.report.metric_rows import MetricRows
 from megatron_async_rl.report.summary import summarise_run
 from tests.token_batches import part_of
 from tests.train_batches import columns, ragged_batch
@@ -199,5 +200,5 @@ def test_decisions_are_made_again_from_the_steps_own_log_probs():
 def test_the_summary_counts_gacs_optimizer_steps_not_lines():
     counts = [{"gac/kept": 4.0, "gac/projected": 4.0, "gac/skips": 0.0, "gac/regime": 1.0}]
     counts.append({"gac/kept": 9.0, "gac/projected": 6.0, "gac/skips": 1.0, "gac/regime": 2.0})
-    summary = summarise_run(counts, None)
+    summary = summarise_run(MetricRows(counts), None)
     assert summary.regimes == {"kept": 9, "projected": 6, "skipped": 1}
