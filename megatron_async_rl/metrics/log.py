@@ -294,6 +294,8 @@ class MetricsReader:
         self._file = GrowingFile(run_dir / FILE, newest)
         self._metrics: dict[str, Metric | None] = {}
         """By the names that lines have: a look-up costs more than the rest of reading a value."""
+        self._scalars = set[str]()
+        """Of them, those that are one number."""
         self.left_out = set[str]()
         """Metrics of the lines so far that were of another kind when they were written."""
 
@@ -325,28 +327,40 @@ class MetricsReader:
 
     def _row(self, line: bytes, place: int) -> Row:
         try:
-            found = json.loads(line)
-            row: Row = {}
-            for key, value in found.items():
-                if (read := self._value(key, value)) is not None:
+            row: Row = json.loads(line)
+            # Most values are numbers as they stand; a long run has millions of them.
+            others = [
+                (key, value)
+                for key, value in row.items()
+                if key not in self._scalars or (type(value) is not float and type(value) is not int)
+            ]
+            for key, value in others:
+                read = self._value(key, value)
+                if read is None:
+                    del row[key]
+                    self.left_out.add(key)
+                else:
                     row[key] = read
             step, version = (int(number(row, key) or 0) for key in ("step", "version"))
         except (ValueError, AttributeError, OverflowError, TypeError, MetricsError) as error:
             raise _not(self._file.where(place), "a line of metrics", error) from error
         if step < 1:
             raise _not(self._file.where(place), "a line of metrics", "it has no step")
-        if len(row) < len(found):
-            self.left_out |= found.keys() - row.keys()
         row["step"], row["version"] = step, version
         return row
 
     def _value(self, name: str, value: Any) -> Value | None:
         """A value of a line; None where it is of another kind than the catalogue has, as of another
         version. Raises MetricsError, ValueError for what is of no kind."""
-        metrics = self._metrics
-        metric = metrics[name] if name in metrics else metrics.setdefault(name, find_metric(name))
-        if type(value) is float and (metric is None or metric.kind in SCALARS):
-            return value
+        if name not in self._metrics:
+            metric = self._metrics[name] = find_metric(name)
+            if metric is None or metric.kind in SCALARS:
+                self._scalars.add(name)
+        metric = self._metrics[name]
+        if type(value) is list and metric is not None and metric.kind not in SCALARS:
+            kinds = set(map(type, value))
+            if kinds <= {int} or (kinds <= {int, float} and metric.kind == "per engine"):
+                return value
         return _read(name, value, metric)
 
 

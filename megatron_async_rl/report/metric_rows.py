@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import overload
 
 import numpy as np
@@ -84,17 +85,20 @@ class MetricRows(Sequence[Row]):
             self._buckets.setdefault(key, _Buckets()).add(steps // self._width, steps, values)
 
     def _add_lists(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            for key, value in row.items():
-                if type(value) is list and key.endswith("histogram"):
-                    counts, before = np.array(value, dtype=np.int64), self._sums.get(key)
-                    if before is None or len(before) < len(counts):
-                        longer = np.zeros(len(counts), dtype=np.int64)
-                        longer[: 0 if before is None else len(before)] = (
-                            0 if before is None else before
-                        )
-                        before = self._sums[key] = longer
-                    before[: len(counts)] += counts
+        found: dict[str, dict[int, list[list[float]]]] = {}
+        for key in dict.fromkeys(chain.from_iterable(rows)):
+            if key.endswith("histogram"):
+                lengths = found.setdefault(key, {})
+                for row in rows:
+                    if isinstance(value := row.get(key), list):
+                        lengths.setdefault(len(value), []).append(value)
+        for key, lengths in found.items():
+            before = self._sums.get(key, np.zeros(0, dtype=np.int64))
+            longest = max(len(before), *lengths)
+            sums = self._sums[key] = np.zeros(longest, dtype=np.int64)
+            sums[: len(before)] = before
+            for length, lists in lengths.items():
+                sums[:length] += np.array(lists, dtype=np.int64).sum(axis=0)
 
     def _add_weighted(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -210,7 +214,7 @@ class MetricRows(Sequence[Row]):
             return np.zeros(0), np.zeros(0)
         buckets = self._buckets[key]
         filled = np.flatnonzero(buckets.finite)
-        steps = (filled + 0.5) * self._width
+        steps: Floats = (filled + 0.5) * self._width
         return steps, buckets.sum[filled] / buckets.finite[filled]
 
 
@@ -299,16 +303,26 @@ class _Buckets:
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, tuple[NDArray[np.int64], Floats]]:
-    """Key -> (steps, values) of the rows that have a number under it."""
-    found: dict[str, tuple[list[int], list[float]]] = {}
+    """Key -> (steps, values) of the rows that have a number under it, in order of steps."""
+    alike: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        step = int(number(row, "step") or 0)
-        for key, value in row.items():
-            if type(value) is float or type(value) is int:
-                steps, values = found.setdefault(key, ([], []))
-                steps.append(step)
-                values.append(value)
-    return {
-        key: (np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64))
-        for key, (steps, values) in found.items()
-    }
+        alike.setdefault(tuple(row), []).append(row)
+    parts: dict[str, list[tuple[NDArray[np.int64], Floats]]] = {}
+    for keys, same in alike.items():
+        # Whole columns at a time: a long run has a hundred million values.
+        columns = dict(zip(keys, zip(*(row.values() for row in same), strict=True), strict=True))
+        steps = np.array(columns.get("step", [0] * len(same)), dtype=np.int64)
+        for key, values in columns.items():
+            if list not in set(map(type, values)):
+                parts.setdefault(key, []).append((steps, np.array(values, dtype=np.float64)))
+    return {key: _in_order(of_key) for key, of_key in parts.items()}
+
+
+def _in_order(
+    parts: Sequence[tuple[NDArray[np.int64], Floats]],
+) -> tuple[NDArray[np.int64], Floats]:
+    if len(parts) == 1:
+        return parts[0]
+    steps, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    order = np.argsort(steps, kind="stable")
+    return steps[order], values[order]

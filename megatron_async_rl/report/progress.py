@@ -28,7 +28,7 @@ from megatron_async_rl.report.display import DisplayState, live_panel, plain_lin
 from megatron_async_rl.report.metric_rows import MetricRows
 from megatron_async_rl.report.run_data import RunData, read_run
 from megatron_async_rl.report.samples import newest_trained
-from megatron_async_rl.report.summary import span, summarise_run
+from megatron_async_rl.report.summary import Summary, span, summarise_run
 
 REDRAW_S = 0.5
 PLAIN_EVERY_S = 5.0
@@ -135,15 +135,11 @@ class Progress:
 def print_summary(run_dir: Path, console: Console) -> None:
     """A run's last words: held-out reward or loss before and after, steps, tokens, time, and where
     everything is."""
-    rows = MetricRows()
-    for news in MetricsReader(run_dir).blocks():
-        rows.add(news.rows)
-    summary = summarise_run(rows, read_status(run_dir))
+    summary, beside = _read_whole(run_dir)
     facts: list[tuple[str, str | Text]] = []
     if summary.before is not None and summary.after is not None:
         change = _change(summary.before, summary.after, style="bold")
         facts.append((f"held-out {summary.measure}", change))
-    beside = _run_beside(run_dir)
     if beside is not None:
         before, after = beside.summary.before, beside.summary.after
         if before is not None and after is not None:
@@ -185,12 +181,17 @@ def _change(before: float, after: float, style: str = "") -> Text:
     return Text.assemble((f"{before:.3f} → {after:.3f}", style), f"  ({after - before:+.3f})")
 
 
-def _run_beside(run_dir: Path) -> RunData | None:
-    """None, too, where the run itself cannot be read: its last words are said all the same."""
+def _read_whole(run_dir: Path) -> tuple[Summary, RunData | None]:
+    """The run in a few numbers, and the one beside it. A run that has no report, such as one without
+    a step or without a readable configuration, has its last words all the same."""
     try:
-        return read_run(run_dir, alone=False).beside
+        run = read_run(run_dir, alone=False)
+        return run.summary, run.beside
     except UserError:
-        return None
+        rows = MetricRows()
+        for news in MetricsReader(run_dir).blocks():
+            rows.add(news.rows)
+        return summarise_run(rows, read_status(run_dir)), None
 
 
 @contextmanager
