@@ -67,7 +67,7 @@ ROWS, TOKENS = 256, 2**18
 Item = Callable[[], None]
 TABLES: tuple[TableName, TableName] = ("samples", "outcomes")
 OutcomeRow = tuple[int, int, str | None, float | None, Outcome, int, str | None]
-"""By OUTCOMES."""
+"""Row of OUTCOMES."""
 
 
 class SampleLog:

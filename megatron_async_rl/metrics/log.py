@@ -293,9 +293,9 @@ class MetricsReader:
     def __init__(self, run_dir: Path, newest: int | None = None) -> None:
         self._file = GrowingFile(run_dir / FILE, newest)
         self._metrics: dict[str, Metric | None] = {}
-        """By the names that lines have: a look-up costs more than the rest of reading a value."""
+        """Name in a line -> its metric. A look-up costs more than the rest of reading a value."""
         self._scalars = set[str]()
-        """Of them, those that are one number."""
+        """Names of metrics that are one number."""
         self.left_out = set[str]()
         """Metrics of the lines so far that were of another kind when they were written."""
 

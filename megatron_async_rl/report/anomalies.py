@@ -21,7 +21,7 @@ from megatron_async_rl.report.series import counted
 FILE = "anomalies.jsonl"
 SAMPLES_SHOWN = 6
 KEPT = 2000
-"""Of one kind."""
+"""Most anomalies of one kind that are kept."""
 
 KINDS: Mapping[str, tuple[str, str]] = {
     "gradient": ("Gradient far outside the run's history", "red"),
@@ -65,7 +65,7 @@ class AnomalyList:
                 self._kept.append(one)
 
     def kept(self) -> list[Anomaly]:
-        """In the order in which they were found."""
+        """Return the kept ones in the order in which they were found."""
         return list(self._kept)
 
 

@@ -145,7 +145,8 @@ class MetricRows(Sequence[Row]):
         return self._totals[key].sum if key in self._totals else 0.0
 
     def mean(self, key: str, *, weighted: bool = False) -> float | None:
-        """Over the finite values of `key`; `weighted`: by COUNTED_BY. None where there is none."""
+        """Mean of the finite values of `key`, weighted by COUNTED_BY where `weighted`; None without
+        such a value."""
         total = self._totals.get(key)
         if total is None:
             return None
@@ -241,7 +242,7 @@ class _Total:
 
 
 class _Buckets:
-    """Of one key: [BUCKETS] arrays, by the bucket that a step is in."""
+    """Statistics of one key: [BUCKETS] arrays, by the bucket that a step is in."""
 
     def __init__(self) -> None:
         self.finite = np.zeros(BUCKETS, dtype=np.int64)

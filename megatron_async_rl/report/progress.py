@@ -33,7 +33,7 @@ from megatron_async_rl.report.summary import Summary, span, summarise_run
 REDRAW_S = 0.5
 PLAIN_EVERY_S = 5.0
 NEWEST_BYTES = 2**21
-"""Of the metrics before the start, so many bytes are drawn."""
+"""Bytes of the metrics before the start that are drawn."""
 WARNED = ("gradient", "nonfinite")
 """Anomalies that the display warns of at once; an engine's loss is an event, which the launcher
 shows."""

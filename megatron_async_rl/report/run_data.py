@@ -106,7 +106,7 @@ class RunData:
     """None where nothing was dropped."""
     evaluations: Evaluations
     anomalies: Sequence[Anomaly]
-    """Those that are kept of each kind; `found`: how many there are, by kind."""
+    """Kept anomalies of each kind; `found`: how many there are, by kind."""
     found: Mapping[str, int]
     events: Sequence[Event]
     left_out: Sequence[str]

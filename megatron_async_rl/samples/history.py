@@ -37,7 +37,7 @@ class HistoryBroken(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """Where every group of a run ended."""
+    """End of every group of a run."""
 
     consumed: dict[int, int]
     """Group -> optimizer step."""
@@ -50,8 +50,8 @@ class History:
 def account(
     run_dir: Path, *, buffer: Collection[int] | None = None, replay: bool = False
 ) -> History:
-    """Where every group ended. `buffer`: the groups that wait, where they are known. `replay`: steps
-    may train on samples of other groups. Raises HistoryBroken, SegmentBroken."""
+    """Return where every group ended. `buffer`: the groups that wait, if known. `replay`: steps may
+    train on samples of other groups. Raises HistoryBroken, SegmentBroken."""
     segments = segments_in(run_dir / FOLDER)
     whole = not segments or segments[0] == 0
     faults: list[str] = []

@@ -174,7 +174,7 @@ def _batch(
 
 
 class Outcomes:
-    """What became of samples and groups; `add` takes rows of OUTCOMES. `whole`: the log's oldest
+    """Ends of samples and groups; `add` takes rows of OUTCOMES. `whole`: the log's oldest
     segment is still there."""
 
     def __init__(self, *, whole: bool) -> None:

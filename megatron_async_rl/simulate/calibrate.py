@@ -36,7 +36,7 @@ Floats = NDArray[np.float64]
 
 LEAST_STEPS = 6
 NEWEST_STEPS = 20_000
-"""Of a longer run, the rates are those of so many last steps."""
+"""Last steps that the rates of a longer run are taken from."""
 TOGETHER_S = 0.02
 """Responses that begin nearer to each other than this are one burst."""
 SLOWER = np.linspace(0.0, 0.8, 161)

@@ -152,7 +152,7 @@ def test_anomalies_of_a_kind_are_counted_and_the_first_are_kept() -> None:
 def test_outcomes_are_trimmed_outside_the_controllers_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many there are: `begin` returns before the first is read."""
+    """`begin` returns before the first is read."""
     log = SampleLogWriter(tmp_path, SamplesConfig())
     log.begin(0)
     log.trained([0], [row(sample(0, 0))], 1)

@@ -198,7 +198,7 @@ def test_the_end_of_a_file_is_found_whatever_the_blocks_it_is_read_in(
 
 
 def test_a_reader_sees_that_a_file_was_cut_and_has_grown_again(tmp_path: Path) -> None:
-    """Between two looks, to the same size and more, in the same file."""
+    """The file grew to the same size and more between two looks."""
     reader = MetricsReader(tmp_path)
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "reward/mean": 1.0}\n')

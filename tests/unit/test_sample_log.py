@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import resource
 import signal
 import threading
@@ -280,6 +281,28 @@ def test_a_resume_cuts_the_torn_tail_off_and_closes_the_file(tmp_path: Path) -> 
     assert [entry.id for entry in read_entries(tmp_path)] == ["0-0"]
 
 
+def test_what_a_checkpoint_counts_is_on_the_disk_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    log = begun(tmp_path)
+    admitted(log, 0)
+    log.finished(row(sample(0), 0))
+    log.flush()
+    assert synced == [FOLDER, "samples-000000.open", "outcomes-000000.open"], "names, then rows"
+    log.close()
+    files = ["samples-000000", "outcomes-000000"]
+    assert synced[3:] == [name for one in files for name in (f"{one}.open", FOLDER)]
+    assert sorted(path.stem for path in (tmp_path / FOLDER).glob("*.segment")) == sorted(files)
+
+
 def flipped(content: bytes, bit: int) -> bytes:
     changed = bytearray(content)
     changed[bit // 8] ^= 1 << bit % 8
@@ -288,7 +311,7 @@ def flipped(content: bytes, bit: int) -> bytes:
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_flipped_bit_or_a_cut_is_damage_or_changes_nothing(tmp_path: Path, closed: bool) -> None:
-    """By every reader. Of an open file, only a cut tail is not damage: what is before it is whole."""
+    """Only the cut tail of an open file is not damage: what is before it is whole."""
     log = begun(tmp_path)
     for group in range(3):
         one = sample(group)
