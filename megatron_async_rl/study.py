@@ -158,8 +158,8 @@ class _Started:
     def look(self) -> None:
         """Reads the newest row; passes over one that cannot be read."""
         with suppress(UserError, OSError):
-            for row in self.rows.new_rows().rows:
-                self.last = row
+            for news in self.rows.blocks():
+                self.last = news.rows[-1] if news.rows else {}
 
     def ended(self, *, asked: bool) -> Outcome:
         """Writes what is known of the start, and says how it ended, as the directory shows. Without

@@ -49,9 +49,10 @@ def logged_run(run_dir: Path, change: Change = lambda one: one) -> Path:
     for group in range(STEPS + 1):
         samples = tuple(sample(group, k, change) for k in range(GROUP))
         samples = tuple(replace(one, prompt=samples[0].prompt) for one in samples)
+        log.admitted(group, group + 1)
         for one in samples:
             log.finished(row(one, group))
         if group < STEPS:
-            log.trained([row(one, group) for one in samples], group + 1)
+            log.trained([group], [row(one, group) for one in samples], group + 1)
     log.close()
     return run_dir

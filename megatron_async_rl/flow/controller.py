@@ -95,6 +95,7 @@ class Controller(Listener):
             fresh_steps=spec.fresh_steps,
             seed=spec.seed,
             on_dropped=self._on_dropped,
+            on_group_dropped=self._on_group_dropped,
             scored_whole=self._rewards.any,
         )
         self._sample_log = SampleLog()
@@ -195,6 +196,8 @@ class Controller(Listener):
         )
         self._left_behind = EMPTY
         self._sample_log.begin(int(self._resumed.get("sample_log", 0)))
+        for index in self._scheduler.waiting():
+            self._sample_log.admitted(index, self._scheduler.next_step + 1)
         for index, _ in self._scheduler.running():
             self._ages.begin(index)
             self._score(index)
@@ -258,7 +261,7 @@ class Controller(Listener):
         ]
         samples = [sample for sample, _ in numbered]
         require_a_reward(samples, version + 1)
-        self._sample_log.trained(samples, version + 1)
+        self._sample_log.trained([group.index for group in groups], samples, version + 1)
         places = [place for _, place in numbered]
         return TrainBatch(version=version, samples=gathered(samples, places, NUMERIC))
 
@@ -323,6 +326,9 @@ class Controller(Listener):
         if self._spec.reward.on_error == "stop":
             self.on_error(reward_failed([sample]))
 
+    def _on_group_dropped(self, group: int, reason: str) -> None:
+        self._sample_log.group_dropped(group, self._scheduler.next_step + 1, reason)
+
     def _on_dropped(self, sample: SampleRow, reason: str, finished: bool) -> None:
         if self._rewards.any and not finished:
             self._sample_log.finished(sample)
@@ -370,6 +376,7 @@ class Controller(Listener):
     def _admitted(self) -> Iterator[Request]:
         while self._scheduler.room():
             requests = self._scheduler.admit(self._source.next)
+            self._sample_log.admitted(requests[0].group, self._scheduler.next_step + 1)
             self._ages.begin(requests[0].group)
             yield from requests
 

@@ -21,6 +21,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections import deque
@@ -42,12 +43,17 @@ from megatron_async_rl.watchdog.events import described, out_of_memory, with_not
 from megatron_async_rl.watchdog.host_memory import Memory
 from megatron_async_rl.weights.manifest import Manifest, WeightMismatch, require_equal
 
+log = logging.getLogger(__name__)
+
 REPORT_S = 1.0
 """Longest time between two reports of an engine that has nothing to say; a quarter of
 `unresponsive_s` where that is less."""
 HOUR_S = 3600.0
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 60.0
+LOSSES_BEFORE_ALONE = 2
+LOOK_S = 10.0
+"""Longest time to find out whether an engine's machine is still there."""
 
 
 class Launch(Protocol):
@@ -57,7 +63,10 @@ class Launch(Protocol):
 
 
 class EngineLost(RuntimeError):
-    """The engine is of no more use. `suspect`: one of its requests may be the reason."""
+    """The engine is of no more use. `suspect`: one of its requests may be the reason. It is not where
+    the engine was removed, where something else ended it (a preemption, Ray's memory monitor), where
+    its machine has left the cluster, and where it failed at loading weights, sleeping, or at naming
+    the request that it answers."""
 
     def __init__(self, reason: str, *, suspect: bool = True) -> None:
         super().__init__(reason)
@@ -68,12 +77,17 @@ class EngineLost(RuntimeError):
 class Asked:
     """A request and who may answer it: engines that hold at least version `least`. `answer`: of an
     evaluation's request, which only engines that hold just that version may answer. `losses`:
-    engines that were lost while they had it."""
+    engines that were lost while they had it, and for which it may be the reason."""
 
     request: Request
     least: int
     answer: asyncio.Future[SampleRow] | None = None
     losses: int = 0
+
+    @property
+    def alone(self) -> bool:
+        """It shares no engine any more, so that the next loss tells whether it is the reason."""
+        return self.losses >= LOSSES_BEFORE_ALONE
 
 
 @dataclass(eq=False)
@@ -274,11 +288,21 @@ class EngineTask:
             memory = out_of_memory(error)
             slot.memory_out = (phase, memory) if memory is not None else None
             self._updates.forget(slot.index)
+            if suspect and engine is not None:
+                suspect = not await self._has_lost_its_machine(engine)
             self._owner.on_lost(slot, with_notes(error), suspect=suspect)
             if engine is not None:
                 with self._updates.ending():
                     await self._end(engine)
             return error
+
+    async def _has_lost_its_machine(self, engine: Engine) -> bool:
+        """False, too, where that is not known in time."""
+        try:
+            return await asyncio.wait_for(engine.machine_is_lost(), LOOK_S)
+        except Exception as error:  # noqa: BLE001 - the engine is lost, whatever this finds
+            log.warning("%s: is its machine there? %s", self.slot.name, described(error))
+            return False
 
     async def _end(self, engine: Engine) -> None:
         """Whoever takes its devices next counts on their memory."""
@@ -417,7 +441,8 @@ class EngineTask:
                     f"it did not answer for {patience_s:g} s (rollout.unresponsive_s)"
                 ) from None
             except Exception as error:
-                raise EngineLost(f"{type(error).__name__}: {error}") from error
+                suspect = not getattr(error, "outside", False)
+                raise EngineLost(f"{type(error).__name__}: {error}", suspect=suspect) from error
             if report.silent_s > patience_s:
                 raise EngineLost(
                     f"its vLLM process did not answer for {report.silent_s:.0f} s"

@@ -50,7 +50,7 @@ class EngineMemoryOut(EngineFailed):
 
 
 class RequestGivenUp(FlowError):
-    """Two engines were lost while they had the request."""
+    """Engines were lost while they had the request, the last one while it had nothing else."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -257,4 +257,5 @@ class Fleet:
                 async with asyncio.timeout(limit_s):
                     await call()
         except Exception as error:  # noqa: BLE001 - whatever it is, this engine is of no more use
-            task.fail(engine, f"it failed to {what}: {type(error).__name__}: {error}")
+            reason = f"it failed to {what}: {type(error).__name__}: {error}"
+            task.fail(engine, reason, suspect=not getattr(error, "outside", False))

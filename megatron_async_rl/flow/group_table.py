@@ -9,7 +9,8 @@ running; it finishes with `on_scored`.
 
 Invariants:
 - every group that entered is waiting (running or finished), consumed, or dropped with a reason:
-  `counts` balance at any time;
+  `counts` balance at any time, and `on_group_dropped` is called once for each that is dropped, when
+  that is decided;
 - every request is answered or given up exactly once; one that is aborted stays open and is asked
   again, with its tokens;
 - with dynamic sampling, at most PATIENCE batches' worth of equal groups are dropped for one batch's
@@ -32,13 +33,17 @@ from megatron_async_rl.samples.types import Aborted, Request
 log = logging.getLogger(__name__)
 
 DROPPED = ("dropped_equal", "dropped_late", "dropped_failed")
-"""Reasons: equal rewards (dynamic sampling), late (`flow.late: drop`), a request that cost two
-engines."""
+"""Reasons: equal rewards (dynamic sampling), late (`flow.late: drop`), a request that was given up
+because it ends engines (requests.py)."""
 
 COUNTED = ("admitted", "consumed", *DROPPED, "asked", "aborted", "given_up", "replayed")
 
 OnDropped = Callable[[SampleRow, str, bool], None]
-"""Told of each response that will not train: the reason, and whether its group had finished."""
+"""Called for each response that will not train, with the reason and whether its group had
+finished."""
+OnGroupDropped = Callable[[int, str], None]
+"""Called for each group that will not train, with its number and the reason, before the calls for its
+responses. It may have none yet."""
 
 PATIENCE = 10
 """Counted by the groups kept, not consumed: far ahead of the trainer, many batches are made before
@@ -89,10 +94,12 @@ class GroupTable:
         self,
         flow: FlowConfig,
         on_dropped: OnDropped = lambda *_: None,
+        on_group_dropped: OnGroupDropped = lambda *_: None,
         *,
         scored_whole: bool = False,
     ) -> None:
         self._on_dropped = on_dropped
+        self._on_group_dropped = on_group_dropped
         self._scored_whole = scored_whole
         self._group_size = flow.group_size
         self._dynamic = DynamicSampling(flow.prompts_per_step) if flow.dynamic_sampling else None
@@ -202,6 +209,7 @@ class GroupTable:
         entry.dropped = reason.removeprefix("dropped_")
         self._leave(entry)
         self.counts[reason] += 1
+        self._on_group_dropped(entry.index, entry.dropped)
         self._put_away(entry, entry.samples)
 
     def _put_away(self, entry: GroupState, samples: Sequence[SampleRow]) -> None:

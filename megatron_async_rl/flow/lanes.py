@@ -8,7 +8,10 @@ Invariants:
 - an engine never holds more than `capacity` requests. While others are there that are still to load
   the version that a request needs, it takes no more than its share: they will have room;
 - training and evaluation requests go to the engines of their kind; without evaluation engines both
-  kinds share.
+  kinds share;
+- a request that is to run alone (`Asked.alone`) goes to an engine that has nothing, and that engine
+  takes nothing else meanwhile. For the first that waits, the engine that has the least empties
+  itself.
 """
 
 from __future__ import annotations
@@ -84,9 +87,14 @@ class Lanes:
         self._router = Router(capacity)
         self._separate = separate
         self._lanes: dict[LaneKey, Lane] = {}
+        self._alone: dict[str, Asked] = {}
+        """Requests that wait for an engine of their own, in order."""
 
     def add(self, asked: Asked, *, first: bool = False) -> None:
         """`first`: before those that wait already."""
+        if asked.alone:
+            self._alone[asked.request.id] = asked
+            return
         lane = self._lanes.setdefault((asked.answer is None, asked.least), OrderedDict())
         lane[asked.request.id] = asked
         if first:
@@ -95,20 +103,29 @@ class Lanes:
     def forget(self, requests: Iterable[Asked]) -> None:
         """Those of them that still wait, wait no longer."""
         for asked in requests:
-            for lane in self._lanes.values():
+            for lane in (*self._lanes.values(), self._alone):
                 if lane.get(asked.request.id) is asked:
                     del lane[asked.request.id]
 
+    def take_alone(self, group: int) -> list[Asked]:
+        """Removes the requests of a group that wait for an engine of their own; returns them."""
+        taken = [one for one in self._alone.values() if one.request.group == group]
+        self.forget(taken)
+        return taken
+
     def waiting(self) -> int:
         """Training requests that no engine has yet."""
-        return sum(len(lane) for (training, _), lane in self._lanes.items() if training)
+        alone = sum(asked.answer is None for asked in self._alone.values())
+        return alone + sum(len(lane) for (training, _), lane in self._lanes.items() if training)
 
     def place(self, slots: Sequence[EngineSlot]) -> Batches:
         """Gives engines what they have room for and may answer; each `held` has it from now on."""
         batches: Batches = {}
+        reserved = self._place_alone(slots, batches)
         for key in sorted(self._lanes):
             lane = self._lanes[key]
             able, limit = self._eligible(key, slots)
+            able = [one for one in able if one.index not in reserved]
             while lane:
                 asked = next(iter(lane.values()))
                 # What an evaluation that was given up left there ends before its id is asked again.
@@ -122,6 +139,26 @@ class Lanes:
             if not lane:
                 del self._lanes[key]
         return batches
+
+    def _place_alone(self, slots: Sequence[EngineSlot], batches: Batches) -> set[int]:
+        """Indices of the engines that take nothing else: they have a request that runs alone, get
+        one now, or empty themselves for one."""
+        reserved = {
+            slot.index for slot in slots if any(asked.alone for asked in slot.held.values())
+        }
+        for name, asked in list(self._alone.items()):
+            able, _ = self._eligible((asked.answer is None, asked.least), slots)
+            free = [one for one in able if one.index not in reserved]
+            if not free:
+                continue
+            slot = min(free, key=lambda one: len(one.held))
+            reserved.add(slot.index)
+            if slot.held:
+                break  # one engine at a time empties itself
+            del self._alone[name]
+            slot.held[name] = asked
+            batches.setdefault(slot.index, []).append(asked.request)
+        return reserved
 
     def _eligible(self, key: LaneKey, slots: Sequence[EngineSlot]) -> tuple[list[EngineSlot], int]:
         """The engines that may answer a lane's requests, and how many requests one of them may hold:

@@ -3,7 +3,11 @@ held by one engine, and come back as samples, or to be asked again.
 
 Invariants:
 - a request is with one engine at a time; what an engine that is lost had not answered goes to the
-  front of its lane again. One that two engines were lost with is given up, before it costs a third;
+  front of its lane again;
+- a request is given up only on evidence. A loss counts against the requests that the engine had if
+  one of them may be the reason (engine_task.EngineLost). After LOSSES_BEFORE_ALONE such losses a
+  request runs alone on an engine, and only where that engine is lost as well, it is given up: a long
+  response shares many engines, and is not the reason for their end;
 - a request that goes on with tokens of its own needs the version that sampled the last of them, or
   a newer one;
 - the requests that a slot holds, and those it was told to abort, are written here and by the lanes
@@ -22,7 +26,12 @@ from functools import partial
 from itertools import repeat
 from typing import Protocol
 
-from megatron_async_rl.flow.engine_task import Asked, EngineLost, EngineSlot
+from megatron_async_rl.flow.engine_task import (
+    LOSSES_BEFORE_ALONE,
+    Asked,
+    EngineLost,
+    EngineSlot,
+)
 from megatron_async_rl.flow.errors import EngineFailed, EngineMemoryOut, RequestGivenUp
 from megatron_async_rl.flow.lanes import Lanes
 from megatron_async_rl.flow.updates import Signal
@@ -32,8 +41,6 @@ from megatron_async_rl.samples.types import Aborted, Request
 from megatron_async_rl.watchdog import watch
 
 log = logging.getLogger(__name__)
-
-ENGINES_A_REQUEST_MAY_COST = 2
 
 
 class Listener:
@@ -158,7 +165,8 @@ class Requests:
             asked = slot.held.get(sample.id)
             if asked is None or sample.prompt_id != asked.request.prompt.id:
                 raise EngineLost(
-                    f"it answered {sample.id}, prompt {sample.prompt_id}, which it was not asked"
+                    f"it answered {sample.id}, prompt {sample.prompt_id}, which it was not asked",
+                    suspect=False,
                 )
             self._release(slot, sample.id)
             if asked.answer is None:
@@ -169,7 +177,9 @@ class Requests:
         for aborted in report.aborted:
             asked = slot.held.get(aborted.id)
             if asked is None or aborted.id not in slot.aborting:
-                raise EngineLost(f"it aborted {aborted.id}, which it was not told to")
+                raise EngineLost(
+                    f"it aborted {aborted.id}, which it was not told to", suspect=False
+                )
             self._release(slot, aborted.id)
             self._engines.tell(partial(self._ask_again, asked, aborted))
         self.dispatch()
@@ -180,9 +190,10 @@ class Requests:
         held, slot.held = list(slot.held.values()), {}
         slot.aborting.clear()
         log.error("%s is lost, %d requests are asked again: %s", slot.name, len(held), reason)
+        counts = suspect and not slot.leaving
         for asked in reversed(held):
-            asked.losses += suspect and not slot.leaving
-            if asked.losses >= ENGINES_A_REQUEST_MAY_COST:
+            asked.losses += counts
+            if counts and len(held) == 1 and asked.losses >= LOSSES_BEFORE_ALONE:
                 self._give_up(asked, reason)
             elif asked.answer is None or not asked.answer.done():
                 self._lanes.add(asked, first=True)
@@ -228,11 +239,13 @@ class Requests:
         request = asked.request
         text = (
             f"request {request.id} (prompt {request.prompt.id}) is given up:"
-            f" {ENGINES_A_REQUEST_MAY_COST} engines were lost while they had it, the last one as"
-            f" {reason.splitlines()[0] if reason else 'it ended'}"
+            f" {asked.losses} engines were lost while they had it, the last one while it had nothing"
+            f" else, as {reason.splitlines()[0] if reason else 'it ended'}"
         )
         if asked.answer is None:
-            self._engines.tell(partial(self._listener.on_give_up, request, text))
+            # Nothing trains on the rest of its group: no engine is risked for its other suspects.
+            for one in (asked, *self._lanes.take_alone(request.group)):
+                self._engines.tell(partial(self._listener.on_give_up, one.request, text))
         elif not asked.answer.done():
             asked.answer.set_exception(RequestGivenUp(text))
 

@@ -1,14 +1,17 @@
-"""The sample log's writer, in the controller's process: what finished, and what became of it.
+"""The sample log's writer, in the controller's process: what was admitted, what finished, and what
+became of it.
 
-    controller --finished / trained / dropped / evaluated--> queue --thread--> RUN/samples/
+    controller --admitted / finished / trained / dropped / evaluated--> queue --thread--> RUN/samples/
 
-Invariants, beside those of the files (samples/segments.py):
-- the controller's loop appends to a queue and does nothing else; one thread converts and writes;
+Invariants, in addition to those of the files (samples/segments.py):
+- the controller's loop appends to a queue and does nothing else; one thread reads, converts, writes;
 - the log never slows or ends the run: a full queue or a full disk loses rows of the log, which is
   noted once in the run's events, and writing is tried again later;
-- what was queued FLUSH_S ago is in the file, and so is all that a checkpoint's `position` counts;
+- rows queued FLUSH_S ago are in the file; all rows that a checkpoint's `position` counts are on the
+  disk (fsync) before the checkpoint is;
 - `begin(position)` removes the outcomes of a history that the checkpoint does not know, so no
-  sample stands as trained in two histories; the samples themselves stay;
+  sample counts as trained in two histories; the samples themselves stay;
+- a damaged file is noted in the run's events and stays as it is: only a torn tail is cut off;
 - an evaluation of one version stands there once, however often it was begun;
 - the segments take `keep_mib` at most, and at least the newest is kept.
 """
@@ -16,11 +19,10 @@ Invariants, beside those of the files (samples/segments.py):
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -28,15 +30,26 @@ import pyarrow.compute as pc
 
 from megatron_async_rl.config.schema import SamplesConfig
 from megatron_async_rl.samples.columns import LOGGED, SCHEMA
+from megatron_async_rl.samples.frames import (
+    OPEN,
+    FrameWriter,
+    SegmentBroken,
+    finish,
+    replace_whole,
+    sync_folder,
+)
 from megatron_async_rl.samples.rows import SampleRow, gathered
 from megatron_async_rl.samples.segments import (
     FOLDER,
     OUTCOMES,
     Outcome,
-    SegmentBroken,
+    TableName,
+    file_of,
+    numbers_in,
     path_of,
+    payload_of,
     read_batches,
-    segments_in,
+    require_checksums,
 )
 from megatron_async_rl.samples.types import Prompt
 from megatron_async_rl.watchdog.events import note
@@ -52,6 +65,9 @@ ROWS, TOKENS = 256, 2**18
 """Limits of one record batch: the thread holds the interpreter only for so long."""
 
 Item = Callable[[], None]
+TABLES: tuple[TableName, TableName] = ("samples", "outcomes")
+OutcomeRow = tuple[int, int, str | None, float | None, Outcome, int, str | None]
+"""Row of OUTCOMES."""
 
 
 class SampleLog:
@@ -69,11 +85,18 @@ class SampleLog:
         """Continues from a checkpoint's `position`; 0: from the run's beginning."""
         self._next_seq = max(self._next_seq, position)
 
+    def admitted(self, group: int, step: int) -> None:
+        """A group entered the buffer, or is taken up from a checkpoint's; `step`: the next one."""
+
     def finished(self, sample: SampleRow) -> None:
         """A response came, with its reward."""
 
-    def trained(self, samples: Sequence[SampleRow], step: int) -> None:
-        """The batch of optimizer step `step` was handed out."""
+    def trained(self, groups: Sequence[int], samples: Sequence[SampleRow], step: int) -> None:
+        """The batch of optimizer step `step` was handed out: it consumes `groups` and trains on
+        `samples`, which are others with replay."""
+
+    def group_dropped(self, group: int, step: int, reason: str) -> None:
+        """The group will not train; `step`: the next one."""
 
     def dropped(self, sample: SampleRow, step: int, reason: str) -> None:
         """A finished response will not train; `step`: the next one."""
@@ -106,34 +129,40 @@ class SampleLogWriter(SampleLog):
 
         # The rest belongs to the thread.
         self._samples: list[SampleRow] = []
-        self._outcomes: list[tuple[int, str, float, Outcome, int, str | None]] = []
+        self._outcomes: list[OutcomeRow] = []
         self._tokens = 0
         self._segment: _Segment | None = None
         self._evaluated_before = set[int]()
         self._retry_at: float | None = None
         self._noted = False
+        self._damaged = set[Path]()
+        self._highest = -1
         self._lost = 0
 
     # On the controller's loop
 
     def begin(self, position: int) -> None:
         super().begin(position)
-        try:
-            rows = _remove_outcomes(self._folder, lambda table: pc.less(table["seq"], position))
-            self._next_seq = max([self._next_seq, *(seq + 1 for seq, _, _ in rows)])
-            self._evaluated_before = {step for _, what, step in rows if what == "evaluated"}
-        except Exception as error:  # noqa: BLE001 - the log must not cost the run
-            self._failed(error, 0)
+        # Not here on the loop: a long run has millions of outcomes.
+        self._put(lambda: self._take_up(position))
         self._thread.start()
+
+    def admitted(self, group: int, step: int) -> None:
+        self._put_outcomes([(group, None, None)], "admitted", step, None)
 
     def finished(self, sample: SampleRow) -> None:
         self._put(lambda: self._add_sample(sample), rows=1)
 
-    def trained(self, samples: Sequence[SampleRow], step: int) -> None:
-        self._put_outcomes(samples, "trained", step, None)
+    def trained(self, groups: Sequence[int], samples: Sequence[SampleRow], step: int) -> None:
+        whole = [(group, None, None) for group in groups]
+        self._put_outcomes(whole, "consumed", step, None)
+        self._put_outcomes(map(_subject, samples), "trained", step, None)
+
+    def group_dropped(self, group: int, step: int, reason: str) -> None:
+        self._put_outcomes([(group, None, None)], "dropped", step, reason)
 
     def dropped(self, sample: SampleRow, step: int, reason: str) -> None:
-        self._put_outcomes([sample], "dropped", step, reason)
+        self._put_outcomes([_subject(sample)], "dropped", step, reason)
 
     def evaluated(
         self, answers: Sequence[tuple[Prompt, Sequence[SampleRow]]], version: int
@@ -142,15 +171,19 @@ class SampleLogWriter(SampleLog):
         for _, samples in answers:
             for sample in samples:
                 self.finished(sample)
-            self._put_outcomes(samples, "evaluated", version, None)
+            self._put_outcomes(map(_subject, samples), "evaluated", version, None)
 
     def flush(self) -> None:
         written = threading.Event()
         self._put(self._write)
+        self._put(self._sync)
         self._put(written.set)
         self._wake.set()
         if self._thread.is_alive() and not written.wait(CHECKPOINT_WAIT_S):
-            log.warning("the sample log was not written within %g s", CHECKPOINT_WAIT_S)
+            self._note(
+                f"the sample log was not on the disk within {CHECKPOINT_WAIT_S:g} s: after a crash of"
+                " the machine it may lack rows that the checkpoint counts"
+            )
 
     def close(self) -> None:
         self._closing = True
@@ -168,13 +201,14 @@ class SampleLogWriter(SampleLog):
             self._wake.set()
 
     def _put_outcomes(
-        self, samples: Sequence[SampleRow], outcome: Outcome, step: int, reason: str | None
+        self, subjects: Iterable[_Subject], outcome: Outcome, step: int, reason: str | None
     ) -> None:
-        first = self._next_seq
-        self._next_seq += len(samples)
-        self._put(
-            lambda: self._add_outcomes(samples, first, outcome, step, reason), rows=len(samples)
-        )
+        rows: list[OutcomeRow] = [
+            (seq, group, name, finished_at, outcome, step, reason)
+            for seq, (group, name, finished_at) in enumerate(subjects, self._next_seq)
+        ]
+        self._next_seq += len(rows)
+        self._put(lambda: self._outcomes.extend(rows), rows=len(rows))
 
     # In the thread
 
@@ -185,7 +219,10 @@ class SampleLogWriter(SampleLog):
             self._take_queued()
         self._take_queued()
         if self._segment is not None:
-            self._segment.close()
+            try:
+                self._segment.close()
+            except OSError as error:
+                self._failed(error, 0)
 
     def _take_queued(self) -> None:
         while self._queue:
@@ -198,37 +235,71 @@ class SampleLogWriter(SampleLog):
         if len(self._samples) >= ROWS or self._tokens >= TOKENS:
             self._write()
 
-    def _add_outcomes(
-        self,
-        samples: Sequence[SampleRow],
-        first: int,
-        outcome: Outcome,
-        step: int,
-        reason: str | None,
-    ) -> None:
-        # A response that trains again has its first id and a suffix (flow/selection.py).
-        self._outcomes += [
-            (seq, sample.id.partition("@")[0], sample.finished_at, outcome, step, reason)
-            for seq, sample in enumerate(samples, start=first)
-        ]
+    def _take_up(self, position: int) -> None:
+        """Makes the log that an earlier process left one of the history up to `position`."""
+        try:
+            try:
+                require_checksums(self._folder)
+            except SegmentBroken as error:
+                self._note_damage(error)
+            self._finish_open()
+            self._remove_outcomes(lambda batch: pc.less(batch["seq"], position))
+        except Exception as error:  # noqa: BLE001 - the log must not cost the run
+            self._failed(error, 0)
+
+    def _finish_open(self) -> None:
+        """Closes files that were left open; damaged ones stay as they are."""
+        for path in sorted(self._folder.glob(f"*{OPEN}")):
+            try:
+                finish(path)
+            except SegmentBroken as error:
+                self._note_damage(error)
+            except OSError as error:
+                self._failed(error, 0)
 
     def _forget_evaluation(self, version: int) -> None:
         """A crash between an evaluation and its checkpoint has it repeated."""
         if version not in self._evaluated_before:
             return
-        self._evaluated_before.remove(version)
 
-        def others(table: pa.Table) -> pa.ChunkedArray:
+        def others(batch: pa.RecordBatch) -> pa.Array:
             of_it = pc.and_(
-                pc.equal(table["outcome"], "evaluated"), pc.equal(table["step"], version)
+                pc.equal(batch["outcome"], "evaluated"), pc.equal(batch["step"], version)
             )
             return pc.invert(of_it)
 
-        try:
-            current = self._segment.number if self._segment is not None else None
-            _remove_outcomes(self._folder, others, without=current)
-        except Exception as error:  # noqa: BLE001 - the log must not cost the run
-            self._failed(error, 0)
+        self._remove_outcomes(others)
+
+    def _remove_outcomes(self, keep: Callable[[pa.RecordBatch], pa.Array]) -> None:
+        """Removes the outcomes that `keep` does not keep from every segment but the present one.
+
+        Reads batch by batch, and replaces only files that lose rows. A damaged file stays as it is:
+        its readable part is not the file.
+        """
+        evaluated = set[int]()
+        for number in numbers_in(self._folder):
+            if self._segment is not None and number == self._segment.number:
+                continue
+            kept: list[pa.RecordBatch] = []
+            removed = 0
+            try:
+                for _, batch in read_batches(self._folder, "outcomes", number):
+                    left = batch.filter(keep(batch))
+                    removed += batch.num_rows - left.num_rows
+                    kept.append(left)
+                path = file_of(self._folder, "outcomes", number)
+                if removed and path is not None:
+                    replace_whole(path, map(payload_of, kept))
+            except SegmentBroken as error:
+                self._note_damage(error)
+                continue
+            except OSError as error:
+                self._failed(error, 0)
+                continue
+            for left in kept:
+                versions = left.filter(pc.equal(left["outcome"], "evaluated"))["step"]
+                evaluated.update(versions.unique().to_pylist())
+        self._evaluated_before = evaluated
 
     def _write(self) -> None:
         """Samples before their outcomes, in one segment."""
@@ -257,19 +328,31 @@ class SampleLogWriter(SampleLog):
             self._lost = 0
         self._retry_at, self._noted = None, False
 
+    def _sync(self) -> None:
+        if self._segment is None:  # a closed one is on the disk
+            return
+        try:
+            self._segment.sync()
+        except OSError as error:
+            self._failed(error, 0)
+
     def _next_segment(self) -> _Segment:
         """A new one, after the oldest have made room for it."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        old = segments_in(self._folder)
+        self._finish_open()  # what could not be closed before
+        old = numbers_in(self._folder)
         sizes = {number: _size(self._folder, number) for number in old}
         while old and sum(sizes.values()) + self._segment_size > self._keep:
-            for table in ("samples", "outcomes"):
-                path_of(self._folder, table, old[0]).unlink(missing_ok=True)
+            for table in TABLES:
+                path = file_of(self._folder, table, old[0])
+                if path is not None:
+                    path.unlink(missing_ok=True)
             del sizes[old.pop(0)]
-        return _Segment(self._folder, old[-1] + 1 if old else 0, self._schema)
+        self._highest = max(self._highest, old[-1] if old else -1) + 1
+        return _Segment(self._folder, self._highest, self._schema)
 
     def _failed(self, error: Exception, lost: int) -> None:
-        """Leaves what was begun as it is: readers stop where it is cut."""
+        """Closes the present segment after its last whole batch, and tries again later."""
         log.warning("the sample log cannot be written: %s", error, exc_info=True)
         self._lost += lost
         self._retry_at = time.monotonic() + RETRY_S
@@ -280,6 +363,16 @@ class SampleLogWriter(SampleLog):
             f"the sample log ({self._folder}) cannot be written: {error}; the run goes on without,"
             f" and tries again every {RETRY_S:g} s"
         )
+
+    def _note_damage(self, error: SegmentBroken) -> None:
+        """Once for each file."""
+        if error.path in self._damaged:
+            return
+        self._damaged.add(error.path)
+        log.error("%s %s", error.path, error.what)
+        noted, self._noted = self._noted, False
+        self._note(f"{error.path} {error.what}; it stays as it is, and is not read: {error.fix}")
+        self._noted = noted
 
     def _note(self, text: str) -> None:
         """Once, until it is written again."""
@@ -297,92 +390,61 @@ def open_sample_log(run_dir: Path, settings: SamplesConfig) -> SampleLog:
     return SampleLogWriter(run_dir, settings) if settings.keep_mib else SampleLog()
 
 
+_Subject = tuple[int, str | None, float | None]
+"""Group, id and time: of a whole group without the last two."""
+
+
+def _subject(sample: SampleRow) -> _Subject:
+    # A response that trains again has its first id and a suffix (flow/selection.py).
+    name = sample.id.partition("@")[0]
+    return int(name.rpartition("-")[0]), name, sample.finished_at
+
+
 class _Segment:
     """The two files that are being written."""
 
     def __init__(self, folder: Path, number: int, schema: pa.Schema) -> None:
         self.number = number
         self._schema = schema
-        self._paths = [path_of(folder, "samples", number), path_of(folder, "outcomes", number)]
-        self._files: list[pa.OSFile] = []
-        self._writers: list[pa.ipc.RecordBatchStreamWriter] = []
-        self._holds_rows = False
-        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        self._files: list[FrameWriter] = []
         try:
-            for path, columns in zip(self._paths, (schema, OUTCOMES), strict=True):
-                self._files.append(pa.OSFile(str(path), "wb"))
-                self._writers.append(pa.ipc.new_stream(self._files[-1], columns, options=options))
+            for table in TABLES:
+                self._files.append(FrameWriter(path_of(folder, table, number, OPEN)))
+            sync_folder(folder)
         except OSError:
             self.abandon()
             raise
 
     @property
     def size(self) -> int:
-        return sum(int(file.tell()) for file in self._files)
+        return sum(file.size for file in self._files)
 
-    def write(
-        self,
-        samples: Sequence[SampleRow],
-        outcomes: Sequence[tuple[int, str, float, Outcome, int, str | None]],
-    ) -> None:
-        of_samples, of_outcomes = self._writers
+    def write(self, samples: Sequence[SampleRow], outcomes: Sequence[OutcomeRow]) -> None:
+        of_samples, of_outcomes = self._files
         if samples:
-            of_samples.write_batch(gathered(samples, schema=self._schema))
+            of_samples.write(payload_of(gathered(samples, schema=self._schema)))
         if outcomes:
             columns = zip(OUTCOMES, zip(*outcomes, strict=True), strict=True)
             arrays = [pa.array(values, type=field.type) for field, values in columns]
-            of_outcomes.write_batch(pa.RecordBatch.from_arrays(arrays, schema=OUTCOMES))
-        self._holds_rows = True
+            of_outcomes.write(payload_of(pa.RecordBatch.from_arrays(arrays, schema=OUTCOMES)))
+
+    def sync(self) -> None:
+        for file in self._files:
+            file.sync()
 
     def close(self) -> None:
-        for writer in self._writers:
-            writer.close()
         for file in self._files:
             file.close()
 
     def abandon(self) -> None:
-        """After an error: closes the files as they are, and removes them if nothing is in them."""
+        """After an error: closes the files after their last whole frames."""
         for file in self._files:
             try:
-                file.close()
-            except OSError as error:
+                file.abandon()
+            except OSError as error:  # tried again with the next segment
                 log.warning("closing the sample log: %s", error)
-        if not self._holds_rows:
-            for path in self._paths:
-                path.unlink(missing_ok=True)
 
 
 def _size(folder: Path, number: int) -> int:
-    files = (path_of(folder, table, number) for table in ("samples", "outcomes"))
-    return sum(path.stat().st_size for path in files if path.exists())
-
-
-def _remove_outcomes(
-    folder: Path, keep: Callable[[pa.Table], pa.ChunkedArray], *, without: int | None = None
-) -> list[tuple[int, str, int]]:
-    """Removes outcomes that `keep` does not keep from every segment but `without`; returns (seq,
-    outcome, step) of the others. A file that holds something else stays as it is.
-
-    A file is replaced whole: a crash in here leaves the old one or the new one.
-    """
-    kept: list[tuple[int, str, int]] = []
-    for number in segments_in(folder):
-        path = path_of(folder, "outcomes", number)
-        if number == without:
-            continue
-        try:
-            table = pa.Table.from_batches(read_batches(path), schema=OUTCOMES)
-        except SegmentBroken as error:
-            log.warning("%s %s; it is passed over", error.path, error.what)
-            continue
-
-        left = table.filter(keep(table))
-        if left.num_rows < table.num_rows:
-            partial = path.with_suffix(".partial")
-            with pa.OSFile(str(partial), "wb") as file:
-                options = pa.ipc.IpcWriteOptions(compression="zstd")
-                with pa.ipc.new_stream(file, OUTCOMES, options=options) as writer:
-                    writer.write_table(left)
-            os.replace(partial, path)
-        kept += zip(*(left[name].to_pylist() for name in ("seq", "outcome", "step")), strict=True)
-    return kept
+    files = (file_of(folder, table, number) for table in TABLES)
+    return sum(path.stat().st_size for path in files if path is not None)

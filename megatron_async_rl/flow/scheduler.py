@@ -25,7 +25,7 @@ from dataclasses import replace
 from megatron_async_rl.config.flow import ExactLag, Replay, Windowed
 from megatron_async_rl.config.schema import FlowConfig
 from megatron_async_rl.flow.buffer import EMPTY, Buffer, Group, GroupState, restorable
-from megatron_async_rl.flow.group_table import GroupTable, OnDropped
+from megatron_async_rl.flow.group_table import GroupTable, OnDropped, OnGroupDropped
 from megatron_async_rl.flow.selection import ReplayStore, oldest_first, windowed
 from megatron_async_rl.flow.staleness import admitted_limit, check_lags, deadline
 from megatron_async_rl.samples.rows import SampleRow
@@ -49,6 +49,7 @@ class Scheduler:
         fresh_steps: int = 0,
         seed: int = 0,
         on_dropped: OnDropped = lambda *_: None,
+        on_group_dropped: OnGroupDropped = lambda *_: None,
         scored_whole: bool = False,
     ) -> None:
         self._flow = flow
@@ -58,7 +59,7 @@ class Scheduler:
         self._version: int | None = None
         self._next_index = 0
         self._pending: deque[Place] = deque()
-        self._table = GroupTable(flow, on_dropped, scored_whole=scored_whole)
+        self._table = GroupTable(flow, on_dropped, on_group_dropped, scored_whole=scored_whole)
         self._limit = 0
         self._worth_at = 0
         """Groups that have to have finished, in all, before another attempt to select a batch can
@@ -294,6 +295,10 @@ class Scheduler:
     @property
     def next_index(self) -> int:
         return self._next_index
+
+    def waiting(self) -> list[int]:
+        """Groups that are neither consumed nor dropped, oldest first."""
+        return sorted(entry.index for entry in self._table.waiting())
 
     def running(self) -> list[Place]:
         """Groups whose responses have not all come, oldest first."""

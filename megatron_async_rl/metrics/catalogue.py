@@ -499,8 +499,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "flow/dropped_failed": Metric(
                 "groups",
-                "Dropped as two engines were lost while they had one of its requests, since then"
-                " too.",
+                "Dropped as one of its requests ended engines, the last one alone, since then too.",
                 "total",
             ),
             "flow/aborted": Metric(

@@ -4,35 +4,42 @@ version, with the result of each held-out prompt. Written by rank 0 and read by 
 Invariants:
 - every line is valid JSON and flushed when the call returns; steps strictly grow from line to line
   of metrics.jsonl, and a version has one line in eval.jsonl;
-- a resume cuts the lines of what it will repeat, and keeps them in `metrics.cut.jsonl` and
-  `eval.cut.jsonl`;
+- a resume cuts the lines of the steps that it will repeat off the end of a file, and keeps them in
+  `metrics.cut.jsonl` and `eval.cut.jsonl`. It reads no further back than it cuts;
 - only keys of the catalogue are written, each with a value of its kind; the sinks (TensorBoard,
   Prometheus) get the same numbers;
 - an evaluation stands in the next line of metrics.jsonl; TensorBoard has it at the version that was
   evaluated, which may be steps before;
 - what a run of another version logged under a name that is of another kind here is left out by
   the reader, which names it; the rest of the line is read;
-- a reader reads a line once and only when it is whole; when the file is replaced (a resume cuts
-  it), reading starts over and says so.
+- a reader reads a line once, only when it is whole, and in blocks: no reader holds the lines of a
+  long run. When the file is replaced or cut (by a resume), reading starts over and reports it.
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pydantic import BaseModel, ValidationError
 
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.metrics.catalogue import METRICS, MetricsError, Value, find_metric
+from megatron_async_rl.metrics.catalogue import (
+    METRICS,
+    Metric,
+    MetricsError,
+    Value,
+    find_metric,
+)
 from megatron_async_rl.metrics.trackers import BackgroundSink
 
 if TYPE_CHECKING:
@@ -43,6 +50,11 @@ FILE = "metrics.jsonl"
 CUT_FILE = "metrics.cut.jsonl"
 EVAL_FILE = "eval.jsonl"
 EVAL_CUT_FILE = "eval.cut.jsonl"
+
+BLOCK_BYTES = 2**22
+CHECKED_BYTES = 4096
+SCALARS = frozenset({"number", "total"})
+"""Kinds of metrics that are one number."""
 
 Row = dict[str, Value]
 """One line as it is read: `step`, `version`, `time` and the keys of the catalogue; a value that was
@@ -122,43 +134,82 @@ class MetricsLog:
 
 
 def cut_from(run_dir: Path, first_step: int) -> int:
-    """Moves the lines of `first_step` and later, and a half-written one, to metrics.cut.jsonl;
-    returns how many."""
+    """Moves the lines of `first_step` and later, and a half-written one after them, to
+    metrics.cut.jsonl; returns how many."""
     return cut_lines(
         run_dir / FILE, run_dir / CUT_FILE, lambda line: int(line["step"]) < first_step
     )
 
 
 def cut_unreadable(run_dir: Path) -> int:
-    """Moves lines that are not metrics, such as one that a crash cut in the middle, to
-    metrics.cut.jsonl; returns how many."""
+    """Moves lines at the end that are not metrics, such as one that a crash cut in the middle, to
+    metrics.cut.jsonl; returns how many. Such a line before others is damage, which readers
+    report."""
     return cut_from(run_dir, sys.maxsize)
 
 
 def cut_lines(path: Path, aside: Path, keeps: Callable[[dict[str, Any]], bool]) -> int:
-    """Moves the lines of a file of JSON objects that `keeps` refuses, and those it cannot judge, to
-    the end of `aside`; returns how many.
+    """Cuts the end of a file of JSON objects off: all lines after the last one that `keeps` accepts.
+    They go to the end of `aside`; returns how many.
 
-    The lines that stay are replaced whole: a crash in here leaves the old file or the new one.
+    A crash in here loses no line; it may leave lines in both files.
     """
     if not path.exists():
         return 0
-    kept: list[str] = []
-    cut: list[str] = []
-    text = path.read_text(encoding="utf-8", errors="replace")
-    for line in text.splitlines():
-        try:
-            (kept if keeps(json.loads(line)) else cut).append(line)
-        except (ValueError, KeyError, TypeError):
-            cut.append(json.dumps({"unreadable": line}))
+    with open(path, "r+b") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        whole = True
+        for start, line in _lines_backwards(file):
+            if _is_kept(line, keeps):
+                whole = line.endswith(b"\n")
+                break
+            end = start
+        count = 0
+        if end < size:
+            file.seek(end)
+            with open(aside, "a", encoding="utf-8") as cut:
+                for line in file:
+                    cut.write(_as_object(line) + "\n")
+                    count += 1
+                cut.flush()
+                os.fsync(cut.fileno())
+            file.truncate(end)
+        if not whole:
+            file.seek(end)
+            file.write(b"\n")
+    return count
 
-    if cut or not text.endswith("\n"):
-        with open(aside, "a", encoding="utf-8") as file:
-            file.writelines(f"{line}\n" for line in cut)
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        os.replace(partial, path)
-    return len(cut)
+
+def _is_kept(line: bytes, keeps: Callable[[dict[str, Any]], bool]) -> bool:
+    try:
+        return keeps(json.loads(line))
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _as_object(line: bytes) -> str:
+    text = line.rstrip(b"\r\n").decode("utf-8", errors="replace")
+    try:
+        whole = isinstance(json.loads(text), dict)
+    except ValueError:
+        whole = False
+    return text if whole else json.dumps({"unreadable": text})
+
+
+def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """(where it begins, line) from the last line of a file to its first."""
+    start, tail = file.seek(0, os.SEEK_END), b""
+    while start > 0:
+        step = min(BLOCK_BYTES, start)
+        start = file.seek(start - step)
+        block = file.read(step) + tail
+        end = len(block)
+        while (at := block.rfind(b"\n", 0, end - 1)) >= 0:
+            yield start + at + 1, block[at + 1 : end]
+            end = at + 1
+        tail = block[:end]
+    if tail:
+        yield 0, tail
 
 
 def number(row: Row, key: str) -> float | None:
@@ -177,35 +228,56 @@ class GrowingFile:
         self.path = path
         self.line = 0
         """Lines read so far."""
+        self.whole = True
+        """Reading began with the first line."""
         self._newest = newest
         self._inode = -1
         self._offset = 0
+        self._last = b""
+        """The last bytes before `_offset`: others there show that the file was cut and grew again."""
 
-    def new_lines(self) -> tuple[list[bytes], bool]:
+    def new_lines(self, limit: int | None = None) -> tuple[list[bytes], bool]:
         """Lines since the last call, and True where the file was replaced or cut, so that those of
-        earlier calls are to be forgotten. No lines while there is no file."""
+        earlier calls are to be forgotten. No lines while there is no file. `limit`: about so many
+        bytes of them, and the rest with the next calls."""
         try:
             with open(self.path, "rb") as file:
                 about = os.fstat(file.fileno())
-                replaced = about.st_ino != self._inode or about.st_size < self._offset
+                shorter = about.st_size < self._offset
+                other = about.st_ino != self._inode
+                replaced = other or shorter or not self._is_continued(file)
                 restarted = replaced and self._offset > 0
                 if replaced:
                     self._inode, self._offset, self.line = about.st_ino, 0, 0
-                    if self._newest is not None and about.st_size > self._newest:
-                        file.seek(about.st_size - self._newest)
+                    self._last = b""
+                    self.whole = self._newest is None or about.st_size <= self._newest
+                    if not self.whole:
+                        file.seek(about.st_size - (self._newest or 0))
                         file.readline()
                         self._offset = file.tell()
                 file.seek(self._offset)
-                whole = file.read()
+                read = file.read(-1 if limit is None else limit)
+                while limit is not None and b"\n" not in read and (more := file.read(limit)):
+                    read += more
         except FileNotFoundError:
-            restarted, self._offset = self._offset > 0, 0
+            restarted, self._offset, self._last = self._offset > 0, 0, b""
             return [], restarted
 
-        whole = whole[: whole.rfind(b"\n") + 1]
-        self._offset += len(whole)
+        whole = read[: read.rfind(b"\n") + 1]
+        if whole:
+            self._offset += len(whole)
+            self._last = whole[-CHECKED_BYTES:]
         lines = whole.splitlines()
         self.line += len(lines)
         return lines, restarted
+
+    def where(self, line: int) -> str:
+        """File and number of a line, where that is known."""
+        return f"{self.path}:{line}" if self.whole else f"{self.path}, near its end"
+
+    def _is_continued(self, file: BinaryIO) -> bool:
+        file.seek(self._offset - len(self._last))
+        return file.read(len(self._last)) == self._last
 
 
 @dataclass(frozen=True)
@@ -216,38 +288,99 @@ class NewRows:
 
 
 class MetricsReader:
-    def __init__(self, run_dir: Path) -> None:
-        self._file = GrowingFile(run_dir / FILE)
+    """`newest`: begin so many bytes before the end."""
+
+    def __init__(self, run_dir: Path, newest: int | None = None) -> None:
+        self._file = GrowingFile(run_dir / FILE, newest)
+        self._metrics: dict[str, Metric | None] = {}
+        """Name in a line -> its metric. A look-up costs more than the rest of reading a value."""
+        self._scalars = set[str]()
+        """Names of metrics that are one number."""
         self.left_out = set[str]()
         """Metrics of the lines so far that were of another kind when they were written."""
 
     def new_rows(self) -> NewRows:
-        """Rows written since the last call; none while the file does not exist.
+        """Rows written since the last call; none while the file does not exist. For a file that is
+        followed: `blocks` reads a long one.
 
         Raises UserError, with file and line, for a whole line that is not an object with a step.
         """
-        lines, restarted = self._file.new_lines()
-        first = self._file.line - len(lines) + 1
-        rows = [self._row(line, number) for number, line in enumerate(lines, first)]
+        rows: list[Row] = []
+        restarted = False
+        for news in self.blocks():
+            if news.restarted:
+                restarted = True
+                rows.clear()
+            rows += news.rows
         return NewRows(rows, restarted)
 
+    def blocks(self) -> Iterator[NewRows]:
+        """The same rows in blocks, so that the rows of a long run are never held together."""
+        while True:
+            lines, restarted = self._file.new_lines(BLOCK_BYTES)
+            first = self._file.line - len(lines) + 1
+            rows = [self._row(line, number) for number, line in enumerate(lines, first)]
+            if rows or restarted:
+                yield NewRows(rows, restarted)
+            if not lines:
+                return
+
     def _row(self, line: bytes, place: int) -> Row:
-        where = f"{self._file.path}:{place}"
         try:
-            found = {key: _read(key, value) for key, value in json.loads(line).items()}
-            row = {key: value for key, value in found.items() if value is not None}
+            row: Row = json.loads(line)
+            # Most values are numbers as they stand; a long run has millions of them.
+            others = [
+                (key, value)
+                for key, value in row.items()
+                if key not in self._scalars or (type(value) is not float and type(value) is not int)
+            ]
+            for key, value in others:
+                read = self._value(key, value)
+                if read is None:
+                    del row[key]
+                    self.left_out.add(key)
+                else:
+                    row[key] = read
             step, version = (int(number(row, key) or 0) for key in ("step", "version"))
         except (ValueError, AttributeError, OverflowError, TypeError, MetricsError) as error:
-            raise _not(where, "a line of metrics", error) from error
+            raise _not(self._file.where(place), "a line of metrics", error) from error
         if step < 1:
-            raise _not(where, "a line of metrics", "it has no step")
-        self.left_out |= found.keys() - row.keys()
-        return row | {"step": step, "version": version}
+            raise _not(self._file.where(place), "a line of metrics", "it has no step")
+        row["step"], row["version"] = step, version
+        return row
+
+    def _value(self, name: str, value: Any) -> Value | None:
+        """A value of a line; None where it is of another kind than the catalogue has, as of another
+        version. Raises MetricsError, ValueError for what is of no kind."""
+        if name not in self._metrics:
+            metric = self._metrics[name] = find_metric(name)
+            if metric is None or metric.kind in SCALARS:
+                self._scalars.add(name)
+        metric = self._metrics[name]
+        if type(value) is list and metric is not None and metric.kind not in SCALARS:
+            kinds = set(map(type, value))
+            if kinds <= {int} or (kinds <= {int, float} and metric.kind == "per engine"):
+                return value
+        return _read(name, value, metric)
 
 
 def read_metrics(run_dir: Path) -> list[Row]:
-    """Every row of a run, in order of steps; empty when nothing was logged."""
+    """Every row of a run, in order of steps; empty when nothing was logged. For runs of some thousand
+    steps."""
     return MetricsReader(run_dir).new_rows().rows
+
+
+def read_newest(run_dir: Path, count: int) -> list[Row]:
+    """The last `count` rows of a run, in order of steps. Reads the end of the file alone."""
+    path = run_dir / FILE
+    if not path.exists():
+        return []
+    with open(path, "rb") as file:
+        whole = (line for _, line in _lines_backwards(file) if line.endswith(b"\n"))
+        lines = list(itertools.islice(whole, count))
+    reader = MetricsReader(run_dir)
+    reader._file.whole = False
+    return [reader._row(line, 0) for line in reversed(lines)]
 
 
 def _checked(name: str, value: object) -> Value:
@@ -268,14 +401,11 @@ def _as_json(value: Value) -> object:
     return value if math.isfinite(value) else str(value)
 
 
-def _read(name: str, value: Any) -> Value | None:
-    """A value of a line; None where it is of another kind than the catalogue says, as of another
-    version. Raises MetricsError, ValueError for what is of no kind."""
+def _read(name: str, value: Any, metric: Metric | None) -> Value | None:
     value = _from_json(value)
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(one, int | float) for one in values):
         raise MetricsError(f"{name!r} is neither a number nor a list of numbers: {value!r}")
-    metric = find_metric(name)
     if metric is None:
         return value
     try:
@@ -326,15 +456,23 @@ class EvaluationReader:
     def __init__(self, run_dir: Path) -> None:
         self._file = GrowingFile(run_dir / EVAL_FILE)
 
-    def new_lines(self) -> tuple[list[dict[str, Any]], bool]:
-        """Evaluations written since the last call, and True where earlier ones are to be forgotten.
-        Raises UserError, with file and line, for a whole line that is not an evaluation."""
-        lines, restarted = self._file.new_lines()
-        first = self._file.line - len(lines) + 1
-        return [self._read(line, place) for place, line in enumerate(lines, first)], restarted
+    def blocks(self) -> Iterator[tuple[list[dict[str, Any]], bool]]:
+        """Evaluations written since the last call, in blocks, and True where earlier ones are to be
+        forgotten. Raises UserError, with file and line, for a whole line that is not an
+        evaluation."""
+        while True:
+            lines, restarted = self._file.new_lines(BLOCK_BYTES)
+            first = self._file.line - len(lines) + 1
+            if lines or restarted:
+                yield (
+                    [self._read(line, place) for place, line in enumerate(lines, first)],
+                    restarted,
+                )
+            if not lines:
+                return
 
     def _read(self, line: bytes, place: int) -> dict[str, Any]:
-        where = f"{self._file.path}:{place}"
+        where = self._file.where(place)
         try:
             result: dict[str, Any] = json.loads(line)
             _Evaluation.model_validate(result)
@@ -350,5 +488,5 @@ class EvaluationReader:
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
     """The whole lines of a run, in order of versions; empty where nothing was evaluated. Raises
     UserError as the reader does."""
-    lines, _ = EvaluationReader(run_dir).new_lines()
+    lines = [line for block, _ in EvaluationReader(run_dir).blocks() for line in block]
     return sorted(lines, key=lambda line: int(line["version"]))

@@ -26,6 +26,7 @@ from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.colocated import Phase
 from megatron_async_rl.plan.layout import (
+    Device,
     device_of,
     engine_count,
     engines_elsewhere,
@@ -41,7 +42,7 @@ from megatron_async_rl.plan.overhead import (
 )
 from megatron_async_rl.rollout.cluster import object_store_bytes
 from megatron_async_rl.watchdog.events import described, out_of_memory
-from megatron_async_rl.watchdog.host_memory import largest_processes, state_in_words
+from megatron_async_rl.watchdog.host_memory import state_in_words
 from megatron_async_rl.weights.manifest import IN_FLIGHT
 
 ESTIMATE_ERROR = 0.05
@@ -342,7 +343,7 @@ def host_fix(config: Config, device: Device) -> str:
     named = [
         f"{key}: {json.dumps(value).strip(chr(34))}"
         for key, value in _host_changes(config, device)
-        if _value(config, key) != value and _changed(config, key, value) is not None
+        if _value(config, key) != value and with_value(config, key, value) is not None
     ]
     fix = "end other programs on that machine, or give it more memory"
     return f"{fix}; or set one or several of {', '.join(named)}" if named else fix

@@ -18,7 +18,7 @@ from megatron_async_rl.config.flow import ExactLag, OldestFirst, Replay, Windowe
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import YamlFault, read_tree, write
 from megatron_async_rl.flow.staleness import admitted_limit, max_lag
-from megatron_async_rl.metrics.log import read_metrics
+from megatron_async_rl.metrics.log import read_newest
 from megatron_async_rl.plan.estimate import Overlap, run_ahead
 from megatron_async_rl.plan.fit import lent_bytes, shared_memory, shm_size, twin_bytes
 from megatron_async_rl.plan.machine import GIB, MIB, Machine
@@ -32,6 +32,8 @@ WIDTH = 100
 """Most columns of a plan, whatever the width of the terminal or of the pipe."""
 LABEL = re.compile(r"[^\s:]+(?: [^\s:]+){0,2}\s{2,}")
 """Beginning of a line of which the rest, where it is wrapped, stands in a column of its own."""
+MEASURED_STEPS = 2000
+"""Rates are taken from so many last steps of a run."""
 
 
 def show_plan(
@@ -129,7 +131,7 @@ def _show_speed(
 ) -> float | None:
     """Print staleness and the time of a step; return the seconds of a step, null where they are not
     known."""
-    rows = read_metrics(measured_in) if measured_in is not None else []
+    rows = read_newest(measured_in, MEASURED_STEPS) if measured_in is not None else []
     _heading(console, "staleness")
     _print(console, f"{staleness_law(config)}\n{planning_rule(config, update_per_lr(rows))}")
     rates = measure(rows)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from megatron_async_rl.report.series import counted
 
 FILE = "anomalies.jsonl"
 SAMPLES_SHOWN = 6
+KEPT = 2000
+"""Most anomalies of one kind that are kept."""
 
 KINDS: Mapping[str, tuple[str, str]] = {
     "gradient": ("Gradient far outside the run's history", "red"),
@@ -49,6 +52,24 @@ class Anomaly:
         return KINDS[self.kind][1]
 
 
+class AnomalyList:
+    """Anomalies in bounded memory: the first KEPT of each kind, and how many there are."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._kept: list[Anomaly] = []
+
+    def add(self, found: Sequence[Anomaly]) -> None:
+        for one in found:
+            self.counts[one.kind] += 1
+            if self.counts[one.kind] <= KEPT:
+                self._kept.append(one)
+
+    def kept(self) -> list[Anomaly]:
+        """Return the kept ones in the order in which they were found."""
+        return list(self._kept)
+
+
 class AnomalyFinder:
     """Finds them in the rows of a run as these come."""
 
@@ -68,7 +89,7 @@ class AnomalyFinder:
             for kind, look in _LOOKS.items():
                 if (words := look(self._before, row, details.get(step, {}))) is not None:
                     found.append(Anomaly(step=step, kind=kind, detail=words))
-            self._before = self._before | row
+            self._before.update(row)
         return found
 
 

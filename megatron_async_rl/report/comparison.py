@@ -25,7 +25,7 @@ from megatron_async_rl.metrics.log import number
 from megatron_async_rl.report.panel import STEPS, Curve, Panel
 from megatron_async_rl.report.report_html import Page
 from megatron_async_rl.report.run_data import RunData
-from megatron_async_rl.report.series import Floats, column, numbers, smooth
+from megatron_async_rl.report.series import Floats
 from megatron_async_rl.report.summary import span
 
 COLOURS = ("blue", "red", "green", "amber", "purple", "teal", "brown", "ink", "grey", "sand")
@@ -65,32 +65,30 @@ class Compared:
     dotted: bool
     run: RunData
 
-    def places(self, axis: str) -> Floats:
-        """[rows + 1]: steps, tokens or seconds when a row ended; the first is the run's begin."""
-        rows = self.run.rows
+    def places(self, axis: str, steps: Floats) -> Floats:
+        """Steps, tokens or seconds when each of `steps` ended; 0 is the run's begin."""
         if axis == STEPS:
-            return np.array([0, *(float(row["step"]) for row in rows)], dtype=np.float64)  # type: ignore[arg-type]
-        key = "tokens/trained" if axis == TOKENS else "time/step_s"
-        return np.concatenate([[0.0], np.cumsum(np.nan_to_num(numbers(rows, key)))])
+            return steps
+        ended, sums = self.run.rows.cumulative(
+            "tokens/trained" if axis == TOKENS else "time/step_s"
+        )
+        return np.interp(steps, ended, sums)
 
     def logged(self, key: str, axis: str) -> Curve | None:
         """The moving average of `key` over `axis`; None where no row has it."""
-        having = [index for index, row in enumerate(self.run.rows, start=1) if key in row]
-        if not having:
+        steps, values, trend = self.run.rows.curve(key)
+        if not len(steps):
             return None
-        values = column(self.run.rows, key)[1]
-        trend = smooth(values)
-        return self._curve(self.places(axis)[having], values if trend is None else trend)
+        return self._curve(self.places(axis, steps), values if trend is None else trend)
 
     def held_out(self, axis: str) -> Curve | None:
         """The reward, or loss, of each evaluation where its version was made; None where there is
         none."""
         versions = self.run.evaluations.versions
-        steps = self.places(STEPS)
-        known = np.isin(versions, steps)
+        known = versions <= (number(self.run.rows[-1], "step") or 0)
         if not known.any():
             return None
-        places = self.places(axis)[np.searchsorted(steps, versions[known])]
+        places = self.places(axis, versions[known].astype(np.float64))
         return self._curve(places, self.run.evaluations.mean[known])
 
     def _curve(self, x: Floats, y: Floats) -> Curve:
@@ -211,10 +209,13 @@ def ends_of(compared: Sequence[Compared]) -> list[tuple[str, list[str]]]:
             (f"{title.lower()}, last tenth", partial(_trained_end, key=key, supervised=supervised))
             for title, _, supervised, key in TRAINED_ON
         ),
-        ("mean cosine of consecutive gradients", lambda one: _number(_mean(one, "gac/cosine"))),
+        (
+            "mean cosine of consecutive gradients",
+            lambda one: _number(one.run.rows.mean("gac/cosine")),
+        ),
         ("tokens trained on", lambda one: f"{one.run.summary.trained:,}"),
         ("time in steps", lambda one: span(one.run.summary.in_steps_s)),
-        ("grave anomalies and notes", lambda one: f"{len(one.run.anomalies):,}"),
+        ("grave anomalies and notes", lambda one: f"{sum(one.run.found.values()):,}"),
     )
     rows = [(name, [value(one) for one in compared]) for name, value in facts]
     return [(name, row) for name, row in rows if set(row) != {"–"}]
@@ -233,15 +234,8 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def _mean(one: Compared, key: str) -> float | None:
-    values = [value for row in one.run.rows if (value := number(row, key)) is not None]
-    finite = [value for value in values if np.isfinite(value)]
-    return float(np.mean(finite)) if finite else None
-
-
 def _last(one: Compared, key: str) -> float | None:
-    values = column(one.run.rows, key)[1]
-    finite = values[np.isfinite(values)]
+    finite = one.run.rows.finite(key)
     if not len(finite):
         return None
     return float(finite[-max(1, int(LAST_SHARE * len(finite))) :].mean())

@@ -121,13 +121,9 @@ SAMPLED: tuple[_Group, ...] = (
 
 def _curve(run: RunData, key: str, name: str, colour: str, *, log: bool = False) -> Curve | None:
     """`log`: the trend is that of the logarithms."""
-    steps, values = column(run.rows, key)
+    steps, values, trend = run.rows.curve(key, log=log)
     if not len(steps):
         return None
-    if not log:
-        return Curve(name=name, colour=colour, x=steps, y=values, trend=smooth(values))
-    trend = smooth(np.log(np.where(values > 0, values, np.nan)))
-    trend = None if trend is None else np.exp(trend)
     return Curve(name=name, colour=colour, x=steps, y=values, trend=trend)
 
 
@@ -156,7 +152,7 @@ def _spans_decades(values: Floats) -> bool:
 
 
 def _reward_parts(run: RunData) -> _Group:
-    keys = {key: None for row in run.rows for key in row if key.startswith(PART)}
+    keys = [key for key in run.rows.names() if key.startswith(PART)]
     colours = itertools.cycle(("blue", "green", "amber", "purple", "teal", "red", "brown"))
     return _Group(
         title="Parts of the reward",
@@ -185,8 +181,7 @@ def _reward(run: RunData) -> Panel:
 
 def _trend(run: RunData, key: str, name: str) -> Curve | None:
     """The moving average of another run, grey, for under the curves of this one."""
-    steps, values = column(run.rows, key)
-    trend = smooth(values)
+    steps, values, trend = run.rows.curve(key)
     y = values if trend is None else trend
     return Curve(name=name, colour="grey", x=steps, y=y, style="dotted") if len(steps) else None
 
@@ -216,7 +211,7 @@ def _lag(run: RunData) -> Panel:
     styles = (("lag/mean", "mean", "amber", "line"), ("lag/max", "max", "red", "dotted"))
     curves = []
     for key, name, colour, style in styles:
-        x, y = column(run.rows, key)
+        x, y = run.rows.column(key)
         curves.append(
             Curve(
                 name=name, colour=colour, x=x, y=y, style="dotted" if style == "dotted" else "line"
@@ -272,7 +267,8 @@ def _cosine(run: RunData) -> Panel:
     for code, (name, colour) in enumerate(zip(REGIMES, REGIME_COLOURS, strict=True)):
         chosen = codes == code
         if chosen.any():
-            label = f"{name} ({chosen.sum()})"
+            count = run.summary.regimes[name] if run.rows.thinned else chosen.sum()
+            label = f"{name} ({count})"
             x, y = steps[chosen], cosines[chosen]
             curves.append(Curve(name=label, colour=colour, x=x, y=y, style="points"))
     if run.beside is not None and (other := _trend(run.beside, "gac/cosine", run.beside.name)):

@@ -1,7 +1,8 @@
 """The screens of `mar train` and `mar eval` while they work, and their last words. `mar train`
 draws a run from its files, so that the display cannot disturb it.
 
-Invariant: each line of metrics is read once, however long the run.
+Invariant: each line of metrics is read once, and of those before the start only the newest, however
+long the run.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from rich.progress import Progress as ProgressBar
 from rich.text import Text
 
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.metrics.log import MetricsReader, read_metrics
+from megatron_async_rl.metrics.log import MetricsReader
 from megatron_async_rl.metrics.status import read_status
 from megatron_async_rl.report.anomalies import KINDS, Anomaly, AnomalyFinder
 from megatron_async_rl.report.display import DisplayState, live_panel, plain_line, print_facts
+from megatron_async_rl.report.metric_rows import MetricRows
 from megatron_async_rl.report.run_data import RunData, read_run
 from megatron_async_rl.report.samples import newest_trained
-from megatron_async_rl.report.summary import span, summarise_run
+from megatron_async_rl.report.summary import Summary, span, summarise_run
 
 REDRAW_S = 0.5
 PLAIN_EVERY_S = 5.0
+NEWEST_BYTES = 2**21
+"""Bytes of the metrics before the start that are drawn."""
 WARNED = ("gradient", "nonfinite")
 """Anomalies that the display warns of at once; an engine's loss is an event, which the launcher
 shows."""
@@ -41,7 +45,7 @@ class Progress:
     def __init__(self, run_dir: Path, total_steps: int, console: Console) -> None:
         self._run_dir = run_dir
         self._console = console
-        self._reader = MetricsReader(run_dir)
+        self._reader = MetricsReader(run_dir, NEWEST_BYTES)
         self._anomalies = AnomalyFinder(run_dir)
         self._state = DisplayState(run_dir=str(run_dir), steps=total_steps)
         self._started = self._phase_began = self._last_row = time.monotonic()
@@ -100,7 +104,10 @@ class Progress:
         """One of the newest step's, for a terminal."""
         if self._state.done != self._sampled_step:
             self._sampled_step = self._state.done
-            self._state.sample = newest_trained(self._run_dir) or self._state.sample
+            try:
+                self._state.sample = newest_trained(self._run_dir) or self._state.sample
+            except UserError as error:
+                self._state.warning = f"no sample can be shown: {error}"
 
     def _read(self, now: float) -> None:
         state = self._state
@@ -128,12 +135,11 @@ class Progress:
 def print_summary(run_dir: Path, console: Console) -> None:
     """A run's last words: held-out reward or loss before and after, steps, tokens, time, and where
     everything is."""
-    summary = summarise_run(read_metrics(run_dir), read_status(run_dir))
+    summary, beside = _read_whole(run_dir)
     facts: list[tuple[str, str | Text]] = []
     if summary.before is not None and summary.after is not None:
         change = _change(summary.before, summary.after, style="bold")
         facts.append((f"held-out {summary.measure}", change))
-    beside = _run_beside(run_dir)
     if beside is not None:
         before, after = beside.summary.before, beside.summary.after
         if before is not None and after is not None:
@@ -175,12 +181,17 @@ def _change(before: float, after: float, style: str = "") -> Text:
     return Text.assemble((f"{before:.3f} → {after:.3f}", style), f"  ({after - before:+.3f})")
 
 
-def _run_beside(run_dir: Path) -> RunData | None:
-    """None, too, where the run itself cannot be read: its last words are said all the same."""
+def _read_whole(run_dir: Path) -> tuple[Summary, RunData | None]:
+    """The run in a few numbers, and the one beside it. A run that has no report, such as one without
+    a step or without a readable configuration, has its last words all the same."""
     try:
-        return read_run(run_dir, alone=False).beside
+        run = read_run(run_dir, alone=False)
+        return run.summary, run.beside
     except UserError:
-        return None
+        rows = MetricRows()
+        for news in MetricsReader(run_dir).blocks():
+            rows.add(news.rows)
+        return summarise_run(rows, read_status(run_dir)), None
 
 
 @contextmanager

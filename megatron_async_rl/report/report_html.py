@@ -22,8 +22,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-import numpy as np
-
 from megatron_async_rl.config.yaml_tree import write
 from megatron_async_rl.metrics.log import number
 from megatron_async_rl.metrics.status import Status
@@ -31,7 +29,7 @@ from megatron_async_rl.report.anomalies import GRAVE, KINDS, steps_in_words
 from megatron_async_rl.report.panel import COLOURS, Panel
 from megatron_async_rl.report.panels import panels_of
 from megatron_async_rl.report.run_data import RunData
-from megatron_async_rl.report.series import Floats, column
+from megatron_async_rl.report.series import Floats
 from megatron_async_rl.report.summary import span
 
 DETAILS = 4
@@ -144,7 +142,7 @@ def _numbers(run: RunData) -> str:
     elif summary.before is not None:
         what = f"held-out {summary.measure} before the first step"
         tiles.append((f"{summary.before:.3f}", what, "whole"))
-    if not run.supervised and (trained := _ends(column(run.rows, "reward/mean")[1])) is not None:
+    if not run.supervised and (trained := _ends(run.rows.finite("reward/mean"))) is not None:
         tiles.append(
             (
                 f"{trained[0]:.3f} → {trained[1]:.3f}",
@@ -152,7 +150,7 @@ def _numbers(run: RunData) -> str:
                 "whole",
             )
         )
-    if run.supervised and (losses := _ends(column(run.rows, "policy/loss")[1])) is not None:
+    if run.supervised and (losses := _ends(run.rows.finite("policy/loss"))) is not None:
         tiles.append((f"{losses[0]:.4g} → {losses[1]:.4g}", "loss, first and last tenth", "whole"))
 
     planned = f" of {run.status.steps:,}" if run.status and run.status.steps > summary.steps else ""
@@ -164,9 +162,9 @@ def _numbers(run: RunData) -> str:
         tiles.append((f"{summary.lag_mean:.2f}", f"mean lag, max {summary.lag_max}", ""))
     if summary.busy_share is not None:
         tiles.append((f"{summary.busy_share:.0%}", "engines busy", ""))
-    wrong = sum(anomaly.kind in GRAVE for anomaly in run.anomalies)
+    wrong = sum(count for kind, count in run.found.items() if kind in GRAVE)
     tone = "worse" if wrong else "better"
-    noted = len(run.anomalies) - wrong
+    noted = sum(run.found.values()) - wrong
     also = f", {noted:,} notes" if noted else ""
     words = "anomaly" if wrong == 1 else "anomalies"
     tiles.append(
@@ -182,9 +180,8 @@ def _numbers(run: RunData) -> str:
     )
 
 
-def _ends(values: Floats) -> tuple[float, float] | None:
-    """Mean of the first and of the last finite values."""
-    finite = values[np.isfinite(values)]
+def _ends(finite: Floats) -> tuple[float, float] | None:
+    """Mean of the first and of the last of the values."""
     if not len(finite):
         return None
     share = max(1, len(finite) // FIRST_SHARE)
@@ -202,10 +199,11 @@ def _wrong(run: RunData) -> str:
         steps = (
             steps
             if len(steps) <= 60
-            else f"{len(found):,} steps, {steps[:48].rpartition(',')[0]}, …"
+            else f"{run.found[kind]:,} steps, {steps[:48].rpartition(',')[0]}, …"
         )
         details = [f"step {one.step}: {one.detail}" for one in found[:DETAILS]]
-        more = [f"and {len(found) - DETAILS:,} more"] if len(found) > DETAILS else []
+        count = run.found[kind]
+        more = [f"and {count - DETAILS:,} more"] if count > DETAILS else []
         rows.append(
             f'<tr><td><i class="dot" style="border-top-color:var(--{colour})"></i>'
             f"{html.escape(title)}</td><td>{html.escape(steps)}</td>"
@@ -251,14 +249,7 @@ def tables_of(run: RunData) -> list[tuple[str, list[tuple[str, str]]]]:
     if summary.lag_mean is not None and not run.supervised:
         lag = f"mean {summary.lag_mean:.2f}, max {summary.lag_max} versions"
         result.append(("lag of a token", lag))
-    drift = next(
-        (
-            value
-            for row in reversed(run.rows)
-            if (value := number(row, "staleness/drift")) is not None
-        ),
-        None,
-    )
+    drift = run.rows.last("staleness/drift")
     if drift is not None:
         result.append(("staleness drift, last step", f"{drift:.3g}"))
     if summary.failed:

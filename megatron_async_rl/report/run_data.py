@@ -20,13 +20,16 @@ from megatron_async_rl.metrics.status import FILE as STATUS_FILE
 from megatron_async_rl.metrics.status import Status, read_status
 from megatron_async_rl.metrics.timeline import FOLDER as TIMELINE_FOLDER
 from megatron_async_rl.metrics.timeline import Span, TimelineReader, shares
-from megatron_async_rl.report.anomalies import Anomaly, AnomalyFinder
+from megatron_async_rl.report.anomalies import Anomaly, AnomalyFinder, AnomalyList
+from megatron_async_rl.report.metric_rows import MetricRows
 from megatron_async_rl.report.series import Evaluations, evaluation_curves
 from megatron_async_rl.report.summary import Dropped, Summary, compare_dropped, span, summarise_run
 from megatron_async_rl.watchdog.events import FILE as EVENTS_FILE
 from megatron_async_rl.watchdog.events import Event, read_events
 
 WINDOW_STEPS = 12
+EVENT_BYTES = 2**20
+"""Events are read from so many bytes before the end."""
 HOLE_S = 60.0
 HOLE_STEPS = 10
 """A step that ended later after the one before than both of these, the second in steps, came after
@@ -92,7 +95,7 @@ class TimelineWindow:
 @dataclass(frozen=True, kw_only=True)
 class RunData:
     run_dir: Path
-    rows: list[Row]
+    rows: MetricRows
     status: Status | None
     config: Mapping[str, Any]
     """RUN/config.yaml as it is written there; empty when there is none."""
@@ -103,6 +106,8 @@ class RunData:
     """None where nothing was dropped."""
     evaluations: Evaluations
     anomalies: Sequence[Anomaly]
+    """Kept anomalies of each kind; `found`: how many there are, by kind."""
+    found: Mapping[str, int]
     events: Sequence[Event]
     left_out: Sequence[str]
     """Metrics that were of another kind when they were logged."""
@@ -118,7 +123,7 @@ class RunData:
         """True when nothing was sampled, so that reward and lag say nothing."""
         if self.status is not None and self.status.measure == "loss":
             return True
-        return not any("ratio/ess_ratio" in row or "tokens/generated" in row for row in self.rows)
+        return not (self.rows.has("ratio/ess_ratio") or self.rows.has("tokens/generated"))
 
     @property
     def gac(self) -> Mapping[str, Any] | None:
@@ -135,10 +140,7 @@ class RunData:
         )
         if settings is None or settings.get("calibrate") is None:
             return settings
-        calibrated = next(
-            (row["gac/c_low"] for row in reversed(self.rows) if "gac/c_low" in row), None
-        )
-        return {**settings, "c_low": calibrated}
+        return {**settings, "c_low": self.rows.last("gac/c_low")}
 
     @property
     def lag_bound(self) -> float | None:
@@ -180,8 +182,8 @@ class RunReader:
         self._evaluations = EvaluationReader(self.run_dir)
         self._timeline = TimelineReader(self.run_dir)
         self._finder = AnomalyFinder(self.run_dir)
-        self._rows: list[Row] = []
-        self._anomalies: list[Anomaly] = []
+        self._rows = MetricRows()
+        self._anomalies = AnomalyList()
         self._evaluated: list[dict[str, Any]] = []
 
     def fingerprint(self) -> Hashable:
@@ -227,29 +229,30 @@ class RunReader:
             status=status,
             config=config,
             summary=summarise_run(rows, status),
-            window=timeline_window(rows, self._timeline.read()),
+            window=timeline_window(rows.newest, self._timeline.read()),
             dropped=compare_dropped(rows),
             evaluations=evaluation_curves(self._evaluated),
-            anomalies=self._anomalies,
-            events=read_events(run_dir),
+            anomalies=self._anomalies.kept(),
+            found=self._anomalies.counts,
+            events=read_events(run_dir, EVENT_BYTES),
             left_out=sorted(self._metrics.left_out),
             beside=None if self._alone else self._read_beside(config),
         )
 
     def _read_lines(self) -> None:
-        news = self._metrics.new_rows()
-        if news.restarted:
-            self._rows, self._anomalies = [], []
-            self._finder = AnomalyFinder(self.run_dir)
-        self._rows += news.rows
-        self._anomalies += self._finder.find(news.rows)
+        for news in self._metrics.blocks():
+            if news.restarted:
+                self._rows, self._anomalies = MetricRows(), AnomalyList()
+                self._finder = AnomalyFinder(self.run_dir)
+            self._rows.add(news.rows)
+            self._anomalies.add(self._finder.find(news.rows))
 
-        evaluated, restarted = self._evaluations.new_lines()
-        if restarted:
-            self._evaluated = []
-        # Only what is drawn: a line has every held-out prompt's score.
-        kept = ("version", "mean_reward", "loss", "pass_at")
-        self._evaluated += [{key: one[key] for key in kept if key in one} for one in evaluated]
+        for evaluated, restarted in self._evaluations.blocks():
+            if restarted:
+                self._evaluated = []
+            # Only what is drawn: a line has every held-out prompt's score.
+            kept = ("version", "mean_reward", "loss", "pass_at")
+            self._evaluated += [{key: one[key] for key in kept if key in one} for one in evaluated]
         self._evaluated.sort(key=lambda one: int(one["version"]))
 
     def _read_beside(self, config: Mapping[str, Any]) -> RunData | None:

@@ -27,11 +27,12 @@ from megatron_async_rl.samples.segments import (
     KEY,
     OUTCOMES,
     Entry,
+    Outcomes,
+    TableName,
+    file_of,
     load,
     newest_rows,
-    path_of,
     read_batches,
-    resolve,
     segments_in,
 )
 
@@ -108,7 +109,8 @@ class SampleBrowser:
 
     def _find(self, question: Question) -> pa.Table:
         """Where the wanted samples stand in the log, in the wanted order."""
-        samples, outcomes = self._samples(), self._outcomes()
+        samples = self._samples()
+        outcomes = self._of_samples(samples)
         if question.kind != "all":
             outcomes = outcomes.filter(pc.equal(outcomes["outcome"], question.kind))
         if question.step is not None:
@@ -138,25 +140,46 @@ class SampleBrowser:
         """`chosen` with what became of each."""
         rows = chosen.to_pylist()
         ids = pa.array({row["id"] for row in rows}, pa.string())
+        groups = pa.array({row["group"] for row in rows}, pa.int64())
         outcomes, samples = self._outcomes(), self._samples()
-        became: dict[tuple[str, float], list[Any]] = {}
-        for one in outcomes.filter(pc.is_in(outcomes["id"], ids)).to_pylist():
-            known = became.setdefault((one["id"], one["finished_at"]), [])
-            known.append((one["seq"], one["outcome"], one["step"], one["reason"]))
+        became = Outcomes(whole=segments_in(self._run_dir / FOLDER)[:1] == [0])
+        of_groups = pc.and_(pc.is_null(outcomes["id"]), pc.is_in(outcomes["group"], groups))
+        chosen_by = pc.or_(pc.is_in(outcomes["id"], ids), of_groups)
+        became.add(outcomes.filter(chosen_by).to_pylist())
         newest: dict[str, float] = {}
         for one in samples.filter(pc.is_in(samples["id"], ids)).to_pylist():
             newest[one["id"]] = max(one["finished_at"], newest.get(one["id"], 0.0))
         entries = []
         for row in rows:
-            state, steps, reason = resolve(became.get((row["id"], row["finished_at"]), ()))
-            if state == "waiting" and row["finished_at"] < newest[row["id"]]:
-                state = "repeated"
+            key = row["id"], row["finished_at"]
+            again = row["finished_at"] < newest[row["id"]]
+            state, steps, reason = became.of(key, row["group"], again=again)
             entries.append(Entry(state=state, steps=steps, reason=reason, **row))
         return entries
 
+    def _of_samples(self, samples: pa.Table) -> pa.Table:
+        """The outcomes of samples, and those that a dropped group gives to samples without one (its
+        row went with the history that a resumed run does not know)."""
+        outcomes = self._outcomes()
+        of_group = pc.is_null(outcomes["id"])
+        own = outcomes.filter(pc.invert(of_group))
+        dropped = outcomes.filter(pc.and_(of_group, pc.equal(outcomes["outcome"], "dropped")))
+        open_ones = samples.select([*KEY, "group"]).join(
+            own.select(KEY), keys=KEY, join_type="left anti"
+        )
+        last = samples.select(KEY).group_by("id").aggregate([("finished_at", "max")])
+        last = last.rename_columns(["id", "finished_at"])
+        open_ones = open_ones.join(last, keys=KEY, join_type="left semi")
+        given = open_ones.join(
+            dropped.select(["group", "seq", "outcome", "step", "reason"]),
+            "group",
+            join_type="inner",
+        )
+        return pa.concat_tables([own, given.select(own.schema.names).cast(own.schema)])
+
     def _steps(self, kind: str) -> tuple[int, int] | None:
         """The first and the last step of the samples of a kind."""
-        outcomes = self._outcomes()
+        outcomes = self._of_samples(self._samples())
         if kind != "all":
             outcomes = outcomes.filter(pc.equal(outcomes["outcome"], kind))
         if not outcomes.num_rows:
@@ -180,10 +203,13 @@ class SampleBrowser:
     def _outcomes(self) -> pa.Table:
         return self._all("outcomes", OUTCOMES)
 
-    def _all(self, table: Literal["samples", "outcomes"], schema: pa.Schema) -> pa.Table:
+    def _all(self, table: TableName, schema: pa.Schema) -> pa.Table:
         folder = self._run_dir / FOLDER
-        segments = segments_in(folder)
-        paths = {path_of(folder, table, segment): segment for segment in segments}
+        paths = {
+            path: segment
+            for segment in segments_in(folder)
+            if (path := file_of(folder, table, segment)) is not None
+        }
         for path in [one for one in self._files if one.name.startswith(table)]:
             if path not in paths:
                 del self._files[path]
@@ -192,19 +218,18 @@ class SampleBrowser:
             size = path.stat().st_size if path.exists() else 0
             read = self._files.get(path)
             if read is None or read.size != size:
-                read = _Read(size, _read(path, segment, table, schema))
+                read = _Read(size, _read(folder, segment, table, schema))
                 self._files[path] = read
             tables.append(read.table)
         return pa.concat_tables(tables) if tables else schema.empty_table()
 
 
-def _read(
-    path: Path, segment: int, table: Literal["samples", "outcomes"], schema: pa.Schema
-) -> pa.Table:
+def _read(folder: Path, segment: int, table: TableName, schema: pa.Schema) -> pa.Table:
     if table == "outcomes":
-        return pa.Table.from_batches(list(read_batches(path)), schema=schema)
+        every = [batch for _, batch in read_batches(folder, table, segment)]
+        return pa.Table.from_batches(every, schema=schema)
     batches = []
-    for number, batch in enumerate(read_batches(path, _CHOSEN_BY)):
+    for number, batch in read_batches(folder, table, segment, _CHOSEN_BY):
         count = batch.num_rows
         place = (np.full(count, segment), np.full(count, number), np.arange(count))
         columns = [batch[name] for name in _CHOSEN_BY] + [pa.array(one) for one in place]

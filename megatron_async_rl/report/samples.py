@@ -3,7 +3,8 @@
 Invariants:
 - prompts and responses are untrusted text: on a terminal control characters are shown, not obeyed,
   and in HTML everything is escaped;
-- reading never changes the log and works while it is being written (samples/segments.py);
+- reading never changes the log and works while it is being written (samples/segments.py); damage
+  is reported by the name of its file;
 - the same log, the same options: the same samples, in the same order.
 """
 
@@ -28,11 +29,11 @@ from rich.text import Text
 
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.report.run_data import read_config
+from megatron_async_rl.samples.frames import SegmentBroken
 from megatron_async_rl.samples.segments import (
     FOLDER,
     Entry,
     Outcome,
-    SegmentBroken,
     load,
     read_entries,
     read_table,
@@ -77,11 +78,7 @@ def log_readable() -> Iterator[None]:
     try:
         yield
     except SegmentBroken as error:
-        fix = "move it out of the folder; the rest can be shown without"
-        raise UserError.of(str(error.path), error.what, fix) from error
-    except (pa.ArrowException, UnicodeDecodeError) as error:
-        what = f"a file of {FOLDER}/ was changed after it was written: {error}"
-        raise UserError.of("RUN", what, "move the damaged files out of the folder") from error
+        raise UserError.of(str(error.path), error.what, error.fix) from error
 
 
 @log_readable()
@@ -115,13 +112,12 @@ def choose(run_dir: Path, wanted: Wanted) -> Chosen:
 
 def newest_trained(run_dir: Path) -> Sample | None:
     """The newest sample that a step has trained on; None where there is none among the newest few
-    thousand, or none that can be read: the live display goes on without."""
-    try:
+    thousand. Raises UserError for a log that is damaged."""
+    with log_readable():
         entries = itertools.islice(read_entries(run_dir), LOOKED_AT)
         chosen = next((one for one in entries if one.state == "trained"), None)
-        return load(run_dir, [chosen])[0][1] if chosen else None
-    except (SegmentBroken, pa.ArrowException, UnicodeDecodeError, OSError, IndexError):
-        return None
+        loaded = load(run_dir, [chosen]) if chosen else []
+    return loaded[0][1] if loaded else None
 
 
 def print_samples(chosen: Chosen, console: Console, *, as_json: bool) -> None:
@@ -194,7 +190,7 @@ def _sentence(text: str) -> str:
 @log_readable()
 def _section(run_dir: Path) -> str:
     outcomes = _outcomes(run_dir, "trained")
-    steps = sorted(set(outcomes["step"].to_pylist()))[-PAGE_STEPS:]
+    steps = sorted(pc.unique(outcomes["step"]).to_pylist())[-PAGE_STEPS:]
     of_steps = outcomes.filter(pc.is_in(outcomes["step"], pa.array(steps, pa.int64())))
     trained, _ = _find(read_entries(run_dir), of_steps)
     if not trained:
@@ -253,7 +249,7 @@ def _of_step(run_dir: Path, entries: Iterable[Entry], wanted: Wanted) -> tuple[l
     outcome: Outcome = "evaluated" if wanted.held_out else "trained"
     noun = "version" if wanted.held_out else "step"
     known = _outcomes(run_dir, outcome)
-    steps = sorted(set(known["step"].to_pylist()))
+    steps = sorted(pc.unique(known["step"]).to_pylist())
     if wanted.step not in steps:
         there = f"its log holds {noun} {_ranges(steps)}" if steps else "look without --step"
         raise UserError.of("--step", f"{run_dir} has no sample of {noun} {wanted.step}", there)
@@ -323,6 +319,7 @@ def _facts(entry: Entry, sample: Sample) -> Iterator[str]:
         "dropped": f"dropped ({entry.reason})",
         "waiting": "not trained on so far",
         "repeated": "lost in a crash, sampled again",
+        "lost": "lost in a crash",
     }[entry.state]
     parts = [f"{name} {value:.4g}" for name, value in (sample.reward_parts or {}).items()]
     each = f" ({', '.join(parts)})" if parts else ""

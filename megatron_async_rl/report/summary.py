@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-import numpy as np
-
 from megatron_async_rl.metrics.log import Row, number
 from megatron_async_rl.metrics.status import Status
-from megatron_async_rl.report.series import column, counted, numbers, summed, total
+from megatron_async_rl.report.metric_rows import MetricRows
 
 REGIMES = ("kept", "projected", "skipped")
 """By the code in `gac/regime`."""
@@ -63,57 +61,47 @@ class Summary:
         return (self.generated or self.trained) / self.in_steps_s if self.in_steps_s > 0 else 0.0
 
 
-def summarise_run(rows: Sequence[Row], status: Status | None) -> Summary:
-    in_steps = total(rows, "time/step_s")
+def summarise_run(rows: MetricRows, status: Status | None) -> Summary:
+    in_steps = rows.total("time/step_s")
     shares = {
-        name: total(rows, key) / in_steps if in_steps > 0 else 0.0
-        for name, key in IN_A_STEP.items()
+        name: rows.total(key) / in_steps if in_steps > 0 else 0.0 for name, key in IN_A_STEP.items()
     }
     shares["other"] = max(0.0, 1.0 - sum(shares.values())) if in_steps > 0 else 0.0
-    counts = summed(rows, "lag/histogram")
-    busy = column(rows, "engine/busy_share")[1]
-    largest = numbers(rows, "lag/max")
+    counts = rows.summed("lag/histogram")
+    largest = rows.largest("lag/max")
     return Summary(
-        steps=len(rows),
+        steps=rows.total_rows,
         in_steps_s=in_steps,
-        generated=int(total(rows, "tokens/generated")),
-        trained=int(total(rows, "tokens/trained")),
-        failed=int(total(rows, "reward/errors")),
+        generated=int(rows.total("tokens/generated")),
+        trained=int(rows.total("tokens/trained")),
+        failed=int(rows.total("reward/errors")),
         shares=shares,
         regimes=_regimes(rows),
-        busy_share=float(busy.mean()) if len(busy) else None,
+        busy_share=rows.mean("engine/busy_share"),
         alive=_alive(rows),
-        restarts=int(
-            max(
-                (value for row in rows if (value := number(row, "engine/restarts")) is not None),
-                default=0,
-            )
-        ),
+        restarts=int(rows.largest("engine/restarts") or 0),
         lag_mean=sum(lag * count for lag, count in enumerate(counts)) / sum(counts)
         if sum(counts)
         else None,
-        lag_max=int(max(value for value in largest if value == value))
-        if any(largest == largest)
-        else None,
+        lag_max=None if largest is None else int(largest),
         before=status.before if status else None,
         after=status.after if status else None,
         measure=status.measure if status else "reward",
     )
 
 
-def _regimes(rows: Sequence[Row]) -> dict[str, int]:
+def _regimes(rows: MetricRows) -> dict[str, int]:
     """Optimizer steps so far in each of GAC's regimes, of which a line may hold several; lines by
     their regime where a log has no such counts. Empty without the control."""
-    last = next((row for row in reversed(rows) if "gac/kept" in row), None)
-    if last is not None:
+    if rows.has("gac/kept"):
         keys = ("gac/kept", "gac/projected", "gac/skips")
-        return {name: int(number(last, key) or 0) for name, key in zip(REGIMES, keys, strict=True)}
-    codes = [int(code) for row in rows if (code := number(row, "gac/regime")) is not None]
-    return {name: codes.count(code) for code, name in enumerate(REGIMES)} if codes else {}
+        return {name: int(rows.last(key) or 0) for name, key in zip(REGIMES, keys, strict=True)}
+    codes = rows.codes
+    return {name: codes[code] for code, name in enumerate(REGIMES)} if codes else {}
 
 
-def _alive(rows: Sequence[Row]) -> tuple[int, int] | None:
-    last = next((row for row in reversed(rows) if "engine/alive" in row), None)
+def _alive(rows: MetricRows) -> tuple[int, int] | None:
+    last = next((row for row in reversed(rows.newest) if "engine/alive" in row), None)
     if last is None:
         return None
     engines = last.get("engine/versions")
@@ -154,42 +142,25 @@ class Dropped:
         return f"{self.responses:,} {were} dropped{groups}: {', '.join(parts)}{whose}"
 
 
-def compare_dropped(rows: Sequence[Row]) -> Dropped | None:
+def compare_dropped(rows: MetricRows) -> Dropped | None:
     """None where nothing was dropped."""
-    responses = int(total(rows, "dropped/responses"))
-    length = _mean(rows, "dropped/length_mean", "dropped/responses")
+    responses = int(rows.total("dropped/responses"))
+    length = rows.mean("dropped/length_mean", weighted=True)
     if length is None:
         return None
-    groups = {
-        reason: count
-        for key, reason in REASONS.items()
-        if (count := int(counted([number(row, key) for row in rows])))
-    }
+    groups = {reason: count for key, reason in REASONS.items() if (count := int(rows.counted(key)))}
     return Dropped(
         responses=responses,
         groups=groups,
         length=length,
-        trained_length=_mean(rows, "response/length_mean"),
-        reward=_mean(rows, "dropped/reward_mean", "dropped/responses"),
-        trained_reward=_mean(rows, "reward/mean"),
+        trained_length=rows.mean("response/length_mean"),
+        reward=rows.mean("dropped/reward_mean", weighted=True),
+        trained_reward=rows.mean("reward/mean"),
     )
 
 
 def _against(trained: float | None, form: str) -> str:
     return f" against {trained:{form}}" if trained is not None else ""
-
-
-def _mean(rows: Sequence[Row], key: str, weight: str | None = None) -> float | None:
-    """Over the rows that have a finite `key`, each counted by its `weight`."""
-    pairs = [
-        (value, (number(row, weight) or 0.0) if weight else 1.0)
-        for row in rows
-        if (value := number(row, key)) is not None
-    ]
-    pairs = [(value, times) for value, times in pairs if np.isfinite(value) and times > 0]
-    return (
-        float(np.average([v for v, _ in pairs], weights=[t for _, t in pairs])) if pairs else None
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,6 @@ from megatron_async_rl.report.series import (
     numbers,
     per_engine,
     smooth,
-    summed,
 )
 from megatron_async_rl.report.summary import IN_A_STEP
 
@@ -107,7 +106,7 @@ def engine_panels(run: RunData) -> list[Panel]:
 
 
 def _lengths(run: RunData) -> Panel:
-    counts = [summed(run.rows, f"{side}/length_histogram") for side in ("trained", "dropped")]
+    counts = [run.rows.summed(f"{side}/length_histogram") for side in ("trained", "dropped")]
     names, shares = doubling_bins(counts)
     places = np.arange(len(names), dtype=np.float64)
     curves = [

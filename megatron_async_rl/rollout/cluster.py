@@ -261,6 +261,12 @@ def place_of_engine(spec: EngineSpec) -> Any:
     return NodeAffinitySchedulingStrategy(machines[spec.index % len(machines)], soft=False)
 
 
+async def node_of(actor: Any) -> str:
+    """Id of the Ray node that an actor runs on."""
+    node, _ = await actor.__ray_call__.remote(_whereabouts)
+    return str(node)
+
+
 async def memory_of(spec: EngineSpec, actor: Any) -> str:
     """Whose memory an engine reads weights from: HERE, the id of another Ray node, or its own."""
     import ray

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, cast
 
 import psutil
 
-from megatron_async_rl.rollout.cluster import memory_of, place_of_engine
+from megatron_async_rl.rollout.cluster import memory_of, node_of, place_of_engine
 from megatron_async_rl.rollout.engine import RolloutEngine
 from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.samples.rows import EngineReport
@@ -62,6 +62,10 @@ class Engine(Protocol):
     async def sleep(self) -> None: ...
     async def wake(self, tags: Sequence[str] | None = None) -> None: ...
     async def stop(self) -> None: ...
+    async def machine_is_lost(self) -> bool:
+        """True where the machine that the engine ran on has left the cluster."""
+        ...
+
     def kill(self) -> None:
         """Ends the engine's processes at once, whether they answer or not: Ray kills the actor,
         and the kernel vLLM with it."""
@@ -72,8 +76,9 @@ class Engine(Protocol):
 
 
 class RemoteEngine:
-    """An `Engine` in the Ray actor `actor`, on `machine`: any method of it, awaitable. processes: its
-    own on rank 0's machine, by number and begin."""
+    """An `Engine` in the Ray actor `actor`, on `machine`: any method of it, awaitable. `processes`:
+    its own on rank 0's machine, by number and begin. `node`: its Ray node's id, once it has
+    started."""
 
     def __init__(
         self, actor: Any, machine: str = HERE, processes: Sequence[tuple[int, float]] = ()
@@ -81,12 +86,20 @@ class RemoteEngine:
         self.actor = actor
         self.machine = machine
         self.processes = processes
+        self.node = ""
 
     def __getattr__(self, method: str) -> Any:
         async def call(*arguments: Any) -> Any:
             return await answer_of(getattr(self.actor, method).remote(*arguments))
 
         return call
+
+    async def machine_is_lost(self) -> bool:
+        import ray
+
+        nodes = await asyncio.to_thread(ray.nodes)
+        alive = {node["NodeID"] for node in nodes if node["Alive"]}
+        return bool(self.node) and self.node not in alive
 
     def kill(self) -> None:
         import ray
@@ -125,6 +138,7 @@ async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
         with watch.doing("wait", f"{spec.name} to start", limit_s):
             async with asyncio.timeout(limit_s):
                 await engine.start()
+                engine.node = await node_of(actor)
                 engine.machine = await memory_of(spec, actor)
                 if engine.machine == HERE:
                     engine.processes = await actor.__ray_call__.remote(_processes)

@@ -1,63 +1,72 @@
 """The sample log on disk, `RUN/samples/`, and how to read it.
 
-    samples-000007.arrows     finished samples, one row each (columns.LOGGED; SCHEMA with experts)
-    outcomes-000007.arrows    what became of samples (OUTCOMES)
+    samples-000007.segment     finished samples, one row each (columns.LOGGED; SCHEMA with experts)
+    outcomes-000007.segment    what became of groups and of samples (OUTCOMES)
+    samples-000008.open, outcomes-000008.open    the newest two, while they are being written
 
 Invariants:
+- every file is made of checksummed frames (frames.py), each an Arrow IPC stream with one record
+  batch. A reader raises SegmentBroken for any damage; only the newest segment, while it is `.open`,
+  may have a torn tail;
 - a sample is one row, written when it finished, and is known by (id, finished_at): a run that
   resumes asks again under ids it has used before;
 - a resumed run writes the row of a sample again where its checkpoint does not know the reward of the
   sample's group: whoever reads keeps the newest row of a sample;
+- every group has a row when it is admitted (again at each resume that takes it up) and one when it
+  ends: consumed, or dropped with a reason. history.py proves it;
 - the row of an outcome stands in the segment of its sample or in a later one, so segments can be
   deleted oldest first, both files at once, and no sample that is kept loses its outcome;
 - `seq` numbers the outcomes of the whole run; a resume removes those from its checkpoint's position
-  on (flow/sample_log.py), so each outcome belongs to the one history that counts;
-- both files are Arrow IPC streams that may end within a record batch, because the run is writing it
-  or was killed: all before that is read. What is no such stream raises SegmentBroken.
+  on (flow/sample_log.py), so each outcome belongs to the one history that counts.
 """
 
 from __future__ import annotations
 
-import errno
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from megatron_async_rl.samples.columns import LOGGED, ROUTED, SCHEMA, samples_of, with_experts
+from megatron_async_rl.samples.frames import CLOSED, OPEN, SegmentBroken, read_frames
 from megatron_async_rl.samples.types import Sample
 
 FOLDER = "samples"
-_NAME = re.compile(r"(samples|outcomes)-(\d{6,})\.arrows")
+_NAME = re.compile(rf"(samples|outcomes)-(\d{{6,}})({re.escape(OPEN)}|{re.escape(CLOSED)})")
+EARLIER = "*.arrows"
+"""Files of versions whose log had no checksums."""
 
-Outcome = Literal["trained", "dropped", "evaluated"]
+TableName = Literal["samples", "outcomes"]
+Outcome = Literal["admitted", "consumed", "dropped", "trained", "evaluated"]
 OUTCOMES = pa.schema(
     [
         pa.field("seq", pa.int64(), nullable=False),
-        pa.field("id", pa.string(), nullable=False),
-        pa.field("finished_at", pa.float64(), nullable=False),
+        pa.field("group", pa.int64(), nullable=False),
+        pa.field("id", pa.string()),
+        pa.field("finished_at", pa.float64()),
         pa.field("outcome", pa.string(), nullable=False),
         pa.field("step", pa.int64(), nullable=False),
         pa.field("reason", pa.string()),
     ]
 )
-"""`step`: of `trained`, the optimizer step (its line in metrics.jsonl); of `dropped`, the step that
-was next; of `evaluated`, the weight version. `reason`: of `dropped`."""
+"""A row without `id` is of the whole group: `admitted`, `consumed` or `dropped`. The others are of
+one sample: `trained`, `dropped` or `evaluated`. `step`: of `consumed` and `trained`, the optimizer
+step (its line in metrics.jsonl); of `admitted` and `dropped`, the step that was next; of `evaluated`,
+the weight version. `reason`: of `dropped`."""
 
+_COMPRESSED = pa.ipc.IpcWriteOptions(compression="zstd")
 KEY = ["id", "finished_at"]
 """Columns that a sample is known by."""
 
-MARK = b"\xff\xff\xff\xff"
-"""Begins every stream."""
-
-State = Literal["trained", "dropped", "evaluated", "waiting", "repeated"]
-"""`waiting`: finished and neither trained nor dropped so far. `repeated`: a crash came first, and
-the resumed run has sampled it again."""
+State = Literal["trained", "dropped", "evaluated", "waiting", "repeated", "lost"]
+"""`waiting`: finished, and its group is still in the buffer (or, with replay, in the store).
+`repeated`: a crash came first, and the resumed run has sampled it again. `lost`: a crash came first,
+and the run that resumed has not admitted its group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,69 +89,175 @@ class Entry:
     reason: str | None
 
 
-class SegmentBroken(ValueError):
-    """A file of the log that holds something else."""
-
-    def __init__(self, path: Path, what: str) -> None:
-        super().__init__(path, what)
-        self.path = path
-        self.what = what
-
-
-def path_of(folder: Path, table: Literal["samples", "outcomes"], segment: int) -> Path:
+def path_of(folder: Path, table: TableName, segment: int, ending: str = CLOSED) -> Path:
     """The file of one segment. `folder`: RUN/samples."""
-    return folder / f"{table}-{segment:06d}.arrows"
+    return folder / f"{table}-{segment:06d}{ending}"
 
 
 def segments_in(folder: Path) -> list[int]:
-    """Numbers of the segments in RUN/samples, oldest first; none without the folder."""
+    """Numbers of the segments in RUN/samples, oldest first; none without the folder. Raises
+    SegmentBroken for the files of a version whose log had no checksums."""
+    require_checksums(folder)
+    return numbers_in(folder)
+
+
+def numbers_in(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
     found = (_NAME.fullmatch(path.name) for path in folder.iterdir())
     return sorted({int(match[2]) for match in found if match})
 
 
-def read_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
-    """The whole record batches of a file, with all columns or some. None where the file is gone.
-    Raises SegmentBroken."""
+def require_checksums(folder: Path) -> None:
+    for path in sorted(folder.glob(EARLIER)):
+        what = "was written by an earlier version, whose log had no checksums"
+        raise SegmentBroken(path, what, f"move the {EARLIER} files out of the folder")
+
+
+def file_of(folder: Path, table: TableName, segment: int) -> Path | None:
+    """The file of a segment under the name that it has now; None where it is gone."""
+    # Between two looks an open file may have been closed.
+    for ending in (CLOSED, OPEN, CLOSED):
+        path = path_of(folder, table, segment, ending)
+        if path.exists():
+            return path
+    return None
+
+
+def read_batches(
+    folder: Path,
+    table: TableName,
+    segment: int,
+    columns: Sequence[str] | None = None,
+    *,
+    wanted: Collection[int] | None = None,
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """(number, record batch) of a segment's file, with all columns or some; of all batches or the
+    wanted ones. None where the file is gone. Raises SegmentBroken."""
+    for _ in range(2):
+        path = file_of(folder, table, segment)
+        if path is None:
+            return
+        torn = path.suffix == OPEN and segment == numbers_in(folder)[-1]
+        try:
+            for number, payload in read_frames(path, torn=torn, wanted=wanted):
+                yield number, _batch(path, table, payload, columns)
+            return
+        except FileNotFoundError:  # closed, or deleted, since
+            continue
+
+
+def payload_of(batch: pa.RecordBatch) -> bytes:
+    """The payload of a frame."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema, options=_COMPRESSED) as stream:
+        stream.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+def _batch(
+    path: Path, table: TableName, payload: bytes, columns: Sequence[str] | None
+) -> pa.RecordBatch:
+    known = (LOGGED, SCHEMA) if table == "samples" else (OUTCOMES,)
     try:
-        with pa.memory_map(str(path)) as source:
-            options = pa.ipc.IpcReadOptions()
-            schema = _schema(path, source)
-            source.seek(0)
-            if columns is not None:
-                options.included_fields = [schema.get_field_index(name) for name in columns]
-            yield from pa.ipc.open_stream(source, options=options)
-    except (pa.ArrowException, OSError) as error:
-        _require_early_end(path, error)
+        schema = pa.ipc.read_schema(pa.py_buffer(payload))
+        if not any(schema.equals(one) for one in known):
+            names = ", ".join(schema.names)
+            raise SegmentBroken(path, f"has other columns than a log: {names}")
+        options = pa.ipc.IpcReadOptions()
+        if columns is not None:
+            options.included_fields = [schema.get_field_index(name) for name in columns]
+        with pa.ipc.open_stream(payload, options=options) as stream:
+            return stream.read_next_batch()
+    except (pa.ArrowException, OSError, StopIteration) as error:
+        raise SegmentBroken(path, f"holds something else than record batches: {error}") from error
+
+
+class Outcomes:
+    """Ends of samples and groups; `add` takes rows of OUTCOMES. `whole`: the log's oldest
+    segment is still there."""
+
+    def __init__(self, *, whole: bool) -> None:
+        self._whole = whole
+        self._of_samples: dict[tuple[str, float], list[_Became]] = {}
+        self._dropped: dict[int, tuple[int, str | None]] = {}
+        self._admitted: set[int] = set()
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        for one in rows:
+            if one["id"] is not None:
+                known = self._of_samples.setdefault((one["id"], one["finished_at"]), [])
+                known.append((one["seq"], one["outcome"], one["step"], one["reason"]))
+            elif one["outcome"] == "admitted":
+                self._admitted.add(one["group"])
+            elif one["outcome"] == "dropped":
+                self._dropped[one["group"]] = (one["step"], one["reason"])
+
+    def of(
+        self, key: tuple[str, float], group: int, *, again: bool
+    ) -> tuple[State, tuple[int, ...], str | None]:
+        """State, steps and reason of a sample. `again`: a newer one has its id."""
+        own = self._of_samples.get(key)
+        if own:
+            return resolve(own)
+        if again:
+            return "repeated", (), None
+        if group in self._dropped:
+            # Its own row went with the history that the resumed run does not know.
+            step, reason = self._dropped[group]
+            return "dropped", (step,), reason
+        return ("waiting" if self.admits(group) else "lost"), (), None
+
+    def admits(self, group: int) -> bool:
+        if group in self._admitted:
+            return True
+        # Its row may be in a segment that was deleted.
+        return not self._whole and 0 <= group < min(self._admitted, default=group + 1)
+
+
+class _History(Outcomes):
+    """Outcomes, read from the newest segment back, as far as is necessary."""
+
+    def __init__(self, folder: Path, segments: Sequence[int]) -> None:
+        super().__init__(whole=not segments or segments[0] == 0)
+        self._folder = folder
+        self._unread = list(segments)
+
+    def read_back_to(self, segment: int) -> None:
+        while self._unread and self._unread[-1] >= segment:
+            self._read_one()
+
+    def admits(self, group: int) -> bool:
+        while group not in self._admitted and self._unread:
+            self._read_one()
+        return super().admits(group)
+
+    def _read_one(self) -> None:
+        for _, batch in read_batches(self._folder, "outcomes", self._unread.pop()):
+            self.add(batch.to_pylist())
 
 
 def read_entries(run_dir: Path) -> Iterator[Entry]:
     """Every sample in the log, newest first. Reads a segment when it comes to it, so the newest few
     cost little."""
     folder = run_dir / FOLDER
-    outcomes: dict[tuple[str, float], list[tuple[int, Outcome, int, str | None]]] = {}
+    segments = segments_in(folder)
+    history = _History(folder, segments)
     newer: dict[str, set[float]] = {}
     """When the samples of each id that were read so far finished."""
 
-    for segment in reversed(segments_in(folder)):
+    for segment in reversed(segments):
         # Outcomes first: what a running run adds in between is then read as `waiting`.
-        for batch in read_batches(path_of(folder, "outcomes", segment)):
-            for one in batch.to_pylist():
-                known = outcomes.setdefault((one["id"], one["finished_at"]), [])
-                known.append((one["seq"], one["outcome"], one["step"], one["reason"]))
-
+        history.read_back_to(segment)
         light = ("id", "group", "reward", "valid", "finished_at")
-        batches = list(read_batches(path_of(folder, "samples", segment), light))
-        for number in reversed(range(len(batches))):
+        batches = dict(read_batches(folder, "samples", segment, light))
+        for number in reversed(batches):
             for row, one in reversed(list(enumerate(batches[number].to_pylist()))):
                 key = (one["id"], one["finished_at"])
                 times = newer.setdefault(one["id"], set())
                 if one["finished_at"] in times:
                     continue
-                state, steps, reason = resolve(outcomes.get(key, ()))
-                if state == "waiting" and times:
-                    state = "repeated"
+                state, steps, reason = history.of(key, one["group"], again=bool(times))
                 times.add(one["finished_at"])
                 yield Entry(
                     segment=segment,
@@ -164,7 +279,7 @@ def load(run_dir: Path, entries: Sequence[Entry]) -> list[tuple[Entry, Sample]]:
 
     found: dict[tuple[int, int, int], Sample] = {}
     for segment, batches in wanted.items():
-        for batch, read in _read_some(path_of(folder, "samples", segment), batches.keys()):
+        for batch, read in read_batches(folder, "samples", segment, wanted=batches.keys()):
             rows = [entry.row for entry in batches[batch]]
             samples = samples_of(read.take(pa.array(rows)))
             found |= {
@@ -177,14 +292,14 @@ def load(run_dir: Path, entries: Sequence[Entry]) -> list[tuple[Entry, Sample]]:
     ]
 
 
-def read_table(run_dir: Path, table: Literal["samples", "outcomes"]) -> pa.Table:
+def read_table(run_dir: Path, table: TableName) -> pa.Table:
     """One of the two tables, whole, for pandas, Polars or DuckDB; of `samples`, the newest row of
     each."""
     folder = run_dir / FOLDER
     batches = [
         batch
         for segment in segments_in(folder)
-        for batch in read_batches(path_of(folder, table, segment))
+        for _, batch in read_batches(folder, table, segment)
     ]
     if table == "outcomes":
         return pa.Table.from_batches(batches, schema=OUTCOMES)
@@ -202,46 +317,14 @@ def newest_rows(table: pa.Table) -> pa.Table:
     return table if len(last) == table.num_rows else table.filter(pc.is_in(places, last))
 
 
-def _read_some(path: Path, numbers: Iterable[int]) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """Record batches of a file by their number; the others are passed over, not decompressed."""
-    wanted = set(numbers)
-    try:
-        with pa.memory_map(str(path)) as source:
-            schema = _schema(path, source)
-            for number in range(max(wanted) + 1):
-                message = pa.ipc.read_message(source)
-                if number in wanted:
-                    yield number, pa.ipc.read_record_batch(message, schema)
-    except (pa.ArrowException, OSError, EOFError) as error:
-        _require_early_end(path, error)
-
-
-def _schema(path: Path, source: pa.MemoryMappedFile) -> pa.Schema:
-    begin = source.read(len(MARK))
-    if not MARK.startswith(begin):
-        raise SegmentBroken(path, "is not an Arrow stream")
-    source.seek(0)
-    schema = pa.ipc.read_schema(source)
-    known = (LOGGED, SCHEMA) if path.name.startswith("samples") else (OUTCOMES,)
-    if not any(schema.equals(one) for one in known):
-        raise SegmentBroken(path, f"has other columns than a log: {', '.join(schema.names)}")
-    return schema
-
-
-def _require_early_end(path: Path, error: Exception) -> None:
-    """Arrow met the end of a file within a record batch, or the file was deleted. An error of the
-    file system has a number; one of sizes that no memory has comes of changed bytes."""
-    if isinstance(error, pa.ArrowMemoryError):
-        raise SegmentBroken(path, "was changed after it was written") from error
-    if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
-        raise error
+_Became = tuple[int, Literal["trained", "dropped", "evaluated"], int, str | None]
+"""(seq, outcome, step, reason) of a sample."""
 
 
 def resolve(
-    outcomes: Sequence[tuple[int, Outcome, int, str | None]],
+    outcomes: Sequence[_Became],
 ) -> tuple[State, tuple[int, ...], str | None]:
-    """State, steps and reason of a sample from its rows of the other table: (seq, outcome, step,
-    reason)."""
+    """State, steps and reason of a sample from its own rows of the other table."""
     if not outcomes:
         return "waiting", (), None
     in_order = sorted(outcomes)

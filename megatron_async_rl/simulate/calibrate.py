@@ -26,14 +26,17 @@ from numpy.typing import NDArray
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import YamlFault, read_tree
-from megatron_async_rl.metrics.log import number, read_metrics
+from megatron_async_rl.metrics.log import number, read_newest
 from megatron_async_rl.metrics.timeline import Span, read_timeline
-from megatron_async_rl.samples.segments import SegmentBroken, read_table
+from megatron_async_rl.report.samples import log_readable
+from megatron_async_rl.samples.segments import read_table
 from megatron_async_rl.simulate.rates import Lengths, Rates
 
 Floats = NDArray[np.float64]
 
 LEAST_STEPS = 6
+NEWEST_STEPS = 20_000
+"""Last steps that the rates of a longer run are taken from."""
 TOGETHER_S = 0.02
 """Responses that begin nearer to each other than this are one burst."""
 SLOWER = np.linspace(0.0, 0.8, 161)
@@ -129,7 +132,7 @@ class _Log:
         """Raises UserError."""
         if not (run / "metrics.jsonl").is_file():
             raise _lacks(run, "no metrics.jsonl")
-        rows = read_metrics(run)
+        rows = read_newest(run, NEWEST_STEPS)
         try:
             tree = read_tree((run / "config.yaml").read_text(encoding="utf-8"))[0]
             self.ranks, ratio = tree["policy"]["parallel"]["ranks"], tree["flow"]["async_ratio"]
@@ -200,10 +203,8 @@ class _Log:
 
 
 def _read_samples(run: Path) -> dict[str, NDArray[Any]]:
-    try:
+    with log_readable():
         table = read_table(run, "samples")
-    except SegmentBroken as error:
-        raise _lacks(run, f"{error.path}, which {error.what}") from None
     table = table.filter(pc.greater_equal(table["group"], 0))
     if not len(table):
         raise _lacks(run, "no sample log")

@@ -42,10 +42,15 @@ class DeadlineExceeded(TimeoutError):
 
 class ProcessDied(RuntimeError):
     """The process that was to answer has ended; its own failure tells more. `out_of_memory`: the
-    memory for want of which it was ended, where that is known."""
+    memory for want of which it was ended, where that is known. `outside`: something else ended it,
+    such as a preemption, or a shortage of memory that another process may have caused."""
 
     consequence = True
     out_of_memory: Memory | None = None
+
+    def __init__(self, reason: str, *, outside: bool = False) -> None:
+        super().__init__(reason)
+        self.outside = outside
 
 
 class KilledForMemory(ProcessDied):
@@ -60,10 +65,13 @@ def _ended(error: BaseException, waited: str = "") -> ProcessDied:
     import ray
 
     if isinstance(error, ray.exceptions.OutOfMemoryError):
-        return KilledForMemory(waited + ended_by_ray(str(error)))
+        # What filled the memory may be another process than the one that was picked.
+        return KilledForMemory(waited + ended_by_ray(str(error)), outside=True)
     reason = waited + death_reason(str(error))
     kernel = kernel_kills_in_words()
-    return KilledForMemory(f"{reason} {kernel}") if kernel else ProcessDied(reason)
+    if kernel:
+        return KilledForMemory(f"{reason} {kernel}", outside=True)
+    return ProcessDied(reason, outside=bool(getattr(error, "preempted", False)))
 
 
 def name_this_process(name: str) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -67,11 +68,17 @@ def note(run_dir: Path, text: str) -> None:
         file.write(json.dumps({"time": round(time.time(), 3), "text": text}) + "\n")
 
 
-def read_events(run_dir: Path) -> list[Event]:
+def read_events(run_dir: Path, newest: int | None = None) -> list[Event]:
     """Every whole line, in the order written; lines that a crash left half written are passed
-    over."""
+    over. `newest`: only those in so many bytes at the end."""
     path = run_dir / FILE
-    return _parse(path.read_bytes()) if path.exists() else []
+    if not path.exists():
+        return []
+    with open(path, "rb") as file:
+        if newest is not None and path.stat().st_size > newest:
+            file.seek(-newest, os.SEEK_END)
+            file.readline()
+        return _parse(file.read())
 
 
 class EventReader:

@@ -44,6 +44,7 @@ class FakeEngine:
         self.gate.set()
         self.version = -1
         self.machine = HERE
+        self.machine_gone = False
         self.asked: list[Request] = []
         self.versions: list[int] = []
         self.aborts: list[str] = []
@@ -146,6 +147,9 @@ class FakeEngine:
         self.killed = True
         for task in self._running.values():
             task.cancel()
+
+    async def machine_is_lost(self) -> bool:
+        return self.machine_gone
 
     async def until_ended(self) -> None:
         assert self.killed

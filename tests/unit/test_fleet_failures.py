@@ -7,7 +7,7 @@ import asyncio
 import random
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 
 from megatron_async_rl.flow import controller as controller_module
 from megatron_async_rl.flow import engine_task
+from megatron_async_rl.flow.engine_task import Asked
 from megatron_async_rl.flow.errors import EngineFailed, RequestGivenUp
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import Aborted, Request
+from megatron_async_rl.watchdog.deadline import ProcessDied
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, manifest, partial
-from tests.unit.fleet_harness import fleet_of, ids, never, requests
+from tests.unit.fleet_harness import FleetHarness, fleet_of, ids, never, requests
 from tests.unit.flow_setup import (
     PROMPTS,
     Trained,
@@ -186,6 +188,124 @@ def test_a_request_that_two_engines_were_lost_with_is_given_up_before_a_third() 
     run(body)
 
 
+def losses(harness: FleetHarness) -> dict[str, int]:
+    every = [asked for slot in harness.fleet.slots for asked in slot.held.values()]
+    return {asked.request.id: asked.losses for asked in every}
+
+
+def leaves_with_its_machine(engine: FakeEngine) -> None:
+    engine.machine_gone = True
+    raises(engine)
+
+
+def is_preempted(engine: FakeEngine) -> None:
+    engine.fail(ProcessDied("the autoscaler took it", outside=True))
+
+
+@pytest.mark.parametrize(
+    "lose", [leaves_with_its_machine, is_preempted, answers_what_nobody_asked, falls_silent, raises]
+)
+def test_a_long_response_outlives_any_number_of_engines_that_it_did_not_end(
+    lose: Callable[[FakeEngine], None],
+) -> None:
+    """A loss that has another reason does not count. Where the reason may be a request, the long
+    response is tried alone, and then it is known that it was not."""
+
+    async def body() -> None:
+        launch = FakeLaunch([FakeEngine(never)], again=lambda index: FakeEngine(never))
+        harness = await fleet_of(launch, capacity=4, restarts_per_hour=1000, unresponsive_s=2.0)
+        harness.fleet.requests.put(requests(3), 0)
+        for lost in range(6):
+            engine = launch.engines[0]
+            await until(lambda: launch.engines[0].asked)
+            if lose in (raises, falls_silent) and lost == 2:
+                break
+            lose(engine)
+            await until(lambda engine=engine: launch.engines[0] is not engine)
+        assert harness.given_up == []
+        if lose not in (raises, falls_silent):
+            assert losses(harness) == {"0-0": 0, "1-0": 0, "2-0": 0}
+        engine = launch.engines[0]
+        engine.delay = lambda request: 0.0
+        for one in [*engine._running]:
+            engine._running.pop(one).cancel()
+            await engine.submit([next(r for r in engine.asked if r.id == one)])
+        await until(lambda: len(harness.samples) == 3)
+        await harness.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize(("engines", "poison"), [(1, ["3-0"]), (3, ["3-0"]), (3, ["2-0", "5-0"])])
+def test_of_many_requests_those_that_end_engines_are_given_up_and_no_other(
+    engines: int, poison: list[str]
+) -> None:
+    async def body() -> None:
+        def made(index: int) -> FakeEngine:
+            engine = FakeEngine(lambda request: 0.05)
+            submit = engine.submit
+
+            async def poisoned(asked: Sequence[Request]) -> None:
+                await submit(asked)
+                alone.update(r.id for r in asked if len(engine._running) == 1)
+                if any(r.id in poison for r in asked):
+                    asyncio.get_running_loop().call_later(0.01, raises, engine)
+
+            engine.submit = poisoned  # type: ignore[method-assign]
+            return engine
+
+        alone = set[str]()
+        launch = FakeLaunch([made(index) for index in range(engines)], again=made)
+        harness = await fleet_of(launch, capacity=16, restarts_per_hour=1000)
+        harness.fleet.requests.put(requests(8), 0)
+        await until(lambda: len(harness.samples) + len(harness.given_up) == 8)
+        assert sorted(one for one, _ in harness.given_up) == poison
+        assert set(poison) <= alone
+        assert all("the last one while it had nothing else" in why for _, why in harness.given_up)
+        assert not harness.errors
+        await harness.close()
+
+    run(body)
+
+
+def test_while_a_suspect_waits_one_engine_empties_itself_and_the_others_go_on() -> None:
+    async def body() -> None:
+        slow = FakeEngine(lambda request: 1.0)
+        launch = FakeLaunch([slow, FakeEngine(lambda request: 1.0)])
+        harness = await fleet_of(launch, capacity=3)
+        suspect = Asked(requests(1)[0], 0, losses=2)
+        harness.fleet.requests.put(requests(6, first=1), 0)
+        harness.fleet.requests._lanes.add(suspect)
+        harness.fleet.requests.put(requests(6, first=7), 0)
+        await until(lambda: suspect.request.id in {*losses(harness)})
+        (ward,) = [slot for slot in harness.fleet.slots if suspect.request.id in slot.held]
+        assert [*ward.held] == ["0-0"]
+        other = harness.fleet.slots[1 - ward.index]
+        assert len(other.held) == 3, "it has taken more meanwhile"
+        await until(lambda: len(harness.samples) == 13)
+        assert max(len(one.asked) for one in launch.engines) >= 9
+        await harness.close()
+
+    run(body)
+
+
+def test_with_a_request_that_is_given_up_the_suspects_of_its_group_go_untried() -> None:
+    async def body() -> None:
+        launch = FakeLaunch([FakeEngine(never)], again=lambda index: FakeEngine(never))
+        harness = await fleet_of(launch, capacity=8, restarts_per_hour=1000)
+        harness.fleet.requests.put(requests(1, size=4), 0)
+        for held in (4, 4, 1):
+            engine = launch.engines[0]
+            await until(lambda held=held: len(launch.engines[0].asked) == held)
+            raises(engine)
+            await until(lambda engine=engine: launch.engines[0] is not engine)
+        await until(lambda: len(harness.given_up) == 4)
+        assert harness.fleet.requests.waiting() == 0
+        await harness.close()
+
+    run(body)
+
+
 def test_an_evaluation_of_which_a_request_is_given_up_ends_with_its_reason() -> None:
     async def body() -> None:
         engines = [FakeEngine(never) for _ in range(3)]
@@ -207,9 +327,9 @@ def test_the_group_of_a_request_that_was_given_up_is_dropped_and_replaced() -> N
         bad = FakeEngine(lambda request: 60.0 if request.group == 1 else 0.0)
         launch = FakeLaunch([bad], again=lambda index: FakeEngine(bad.delay))
         controller = await begin(launch, flow(3, 0.0))
-        for _ in range(2):
+        for held in (2, 2, 1):  # the last time it is alone
             engine = launch.engines[0]
-            await until(lambda: len(controller._fleet.slots[0].held) == 2)
+            await until(lambda held=held: len(controller._fleet.slots[0].held) == held)
             raises(engine)
             await until(lambda engine=engine: launch.engines[0] is not engine)
         handout = await controller.next_batch(0)

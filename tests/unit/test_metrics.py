@@ -16,8 +16,16 @@ import pytest
 import megatron_async_rl
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.metrics import catalogue as keys
+from megatron_async_rl.metrics import log as metrics_log
 from megatron_async_rl.metrics.catalogue import Metric, MetricsError
-from megatron_async_rl.metrics.log import MetricsLog, MetricsReader, cut_unreadable, read_metrics
+from megatron_async_rl.metrics.log import (
+    MetricsLog,
+    MetricsReader,
+    cut_from,
+    cut_unreadable,
+    read_metrics,
+    read_newest,
+)
 
 PACKAGE = Path(megatron_async_rl.__file__).parent
 
@@ -156,12 +164,51 @@ def test_a_reader_takes_each_line_once_and_only_whole(tmp_path: Path) -> None:
     assert not news.restarted
 
 
-def test_lines_that_cannot_be_read_are_put_aside_and_every_step_stays(tmp_path: Path) -> None:
-    good = ['{"step": 1}', '{"step": 2}']
-    (tmp_path / "metrics.jsonl").write_text(f"{good[0]}\n\0\0\n{good[1]}\n" + '{"step": 3, "rewa')
-    assert cut_unreadable(tmp_path) == 2
-    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == good
-    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+def test_lines_at_the_end_that_cannot_be_read_are_put_aside_and_every_step_stays(
+    tmp_path: Path,
+) -> None:
+    good = '{"step": 1}\n{"step": 2}\n'
+    path = tmp_path / "metrics.jsonl"
+    for tail, cut in (("", 0), ('{"step": 3, "rewa', 1), ("\0\0\n[3]\n", 2), ("\0\0", 1)):
+        path.write_text(good + tail)
+        assert cut_unreadable(tmp_path) == cut
+        assert path.read_text() == good
+    aside = lines_of(tmp_path / "metrics.cut.jsonl")
+    assert aside == [{"unreadable": one} for one in ('{"step": 3, "rewa', "\0\0", "[3]", "\0\0")]
+    path.write_text(f'{{"step": 1}}\n\0\0\n{good}')
+    assert cut_unreadable(tmp_path) == 0
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2"):
+        read_metrics(tmp_path)
+
+
+def test_the_end_of_a_file_is_found_whatever_the_blocks_it_is_read_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "reward/mean": step / 8}) + "\n" for step in range(1, 40)]
+    for block in (1, 7, 64, 1000, 10**6):
+        monkeypatch.setattr(metrics_log, "BLOCK_BYTES", block)
+        path.write_text("".join(lines))
+        assert [row["step"] for row in read_newest(tmp_path, 5)] == [35, 36, 37, 38, 39]
+        assert len(read_newest(tmp_path, 100)) == len(read_metrics(tmp_path)) == 39
+        assert cut_from(tmp_path, 33) == 7
+        assert path.read_text() == "".join(lines[:32])
+        assert cut_from(tmp_path, 1) == 32
+        assert path.read_text() == ""
+
+
+def test_a_reader_sees_that_a_file_was_cut_and_has_grown_again(tmp_path: Path) -> None:
+    """The file grew to the same size and more between two looks."""
+    reader = MetricsReader(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "reward/mean": 1.0}\n')
+    assert len(reader.new_rows().rows) == 2
+    cut_from(tmp_path, 2)
+    with path.open("a") as file:
+        file.write('{"step": 2, "reward/mean": 0.0}\n{"step": 3}\n')
+    news = reader.new_rows()
+    assert news.restarted
+    assert [row.get("reward/mean") for row in news.rows] == [None, 0.0, None]
 
 
 def test_a_last_line_that_lost_its_end_does_not_run_into_the_next(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.plan import make_plan
 from megatron_async_rl.policy.batches import divide, over_steps, split
 from megatron_async_rl.policy.policy import _largest_lag
+from megatron_async_rl.report.metric_rows import MetricRows
 from megatron_async_rl.report.summary import summarise_run
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.rows import TrainBatch
@@ -214,5 +215,5 @@ def test_the_largest_lag_is_that_of_a_token_that_is_trained_on():
 def test_the_summary_counts_gacs_optimizer_steps_not_lines():
     counts = [{"gac/kept": 4.0, "gac/projected": 4.0, "gac/skips": 0.0, "gac/regime": 1.0}]
     counts.append({"gac/kept": 9.0, "gac/projected": 6.0, "gac/skips": 1.0, "gac/regime": 2.0})
-    summary = summarise_run(counts, None)
+    summary = summarise_run(MetricRows(counts), None)
     assert summary.regimes == {"kept": 9, "projected": 6, "skipped": 1}

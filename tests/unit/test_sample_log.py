@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import resource
 import signal
 import threading
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +18,17 @@ import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
+from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import SamplesConfig
 from megatron_async_rl.flow import sample_log
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.sample_log import SampleLog, SampleLogWriter, open_sample_log
 from megatron_async_rl.flow.spec import DataState
 from megatron_async_rl.report.sample_browser import SampleBrowser
-from megatron_async_rl.report.samples import Wanted, choose, samples_section
+from megatron_async_rl.report.samples import Wanted, choose, newest_trained, samples_section
 from megatron_async_rl.samples.columns import NUMERIC, batch_of
+from megatron_async_rl.samples.frames import CLOSED, HEADER_BYTES, OPEN, SegmentBroken
+from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.segments import (
     FOLDER,
     load,
@@ -36,6 +39,7 @@ from megatron_async_rl.samples.segments import (
     segments_in,
 )
 from megatron_async_rl.samples.types import Prompt, Sample
+from megatron_async_rl.simulate.calibrate import _read_samples
 from tests.parallel.ranks import FORKS
 from tests.train_batches import row
 from tests.unit.fake_engine import FakeEngine
@@ -67,6 +71,17 @@ def begun(run_dir: Path, position: int = 0, **settings: int) -> SampleLogWriter:
     return log
 
 
+def train_on(log: SampleLog, samples: list[SampleRow], step: int) -> None:
+    """A step that consumes the groups of `samples`, each the only one of its group."""
+    groups = sorted({int(one.id.partition("-")[0]) for one in samples})
+    log.trained(groups, samples, step)
+
+
+def admitted(log: SampleLog, *groups: int) -> None:
+    for group in groups:
+        log.admitted(group, 1)
+
+
 def states(run_dir: Path) -> dict[tuple[str, float], tuple[str, tuple[int, ...], str | None]]:
     entries = list(read_entries(run_dir))
     found = {(e.id, e.finished_at): (e.state, e.steps, e.reason) for e in entries}
@@ -81,10 +96,11 @@ def key(one: Sample) -> tuple[str, float]:
 def test_every_finished_sample_is_there_with_what_became_of_it(tmp_path: Path) -> None:
     trained, dropped, waiting, asked = (sample(i) for i in range(4))
     log = begun(tmp_path)
+    admitted(log, 0, 1, 2)
     for one in (trained, dropped, waiting):
         log.finished(row(one, int(one.id[0])))
     log.dropped(row(dropped), 7, "late")
-    log.trained([row(trained)], 7)
+    train_on(log, [row(trained)], 7)
     log.evaluated([(PROMPT, [row(replace(asked, id="-1-0"), -1)])], 6)
     log.flush()
     assert states(tmp_path) == {
@@ -121,8 +137,8 @@ def test_a_response_that_trains_again_names_all_its_steps(tmp_path: Path) -> Non
     first = sample(0)
     log = begun(tmp_path)
     log.finished(row(first, 0))
-    log.trained([row(first)], 1)
-    log.trained([row(first).renamed("0-0@4.0"), row(first).renamed("0-0@4.1")], 5)
+    train_on(log, [row(first)], 1)
+    train_on(log, [row(first).renamed("0-0@4.0"), row(first).renamed("0-0@4.1")], 5)
     log.close()
     assert states(tmp_path) == {key(first): ("trained", (1, 5), None)}
 
@@ -142,7 +158,7 @@ def test_a_sample_that_a_resumed_run_wrote_again_is_read_once_with_its_newest_re
     log = begun(tmp_path)
     for reward in (0.625, 0.75):  # two crashes, and one segment
         log.finished(row(replace(again, reward=reward)))
-    log.trained([row(one) for one in (again, other)], 1)
+    train_on(log, [row(one) for one in (again, other)], 1)
     log.close()
 
     entries = list(read_entries(tmp_path))
@@ -162,21 +178,27 @@ def test_a_sample_that_a_resumed_run_wrote_again_is_read_once_with_its_newest_re
     assert "reward 0.75" in shown["html"]
 
 
-def test_a_file_cut_anywhere_shows_the_whole_batches_before(tmp_path: Path) -> None:
+def test_a_file_cut_anywhere_while_it_is_open_shows_the_whole_batches_before(
+    tmp_path: Path,
+) -> None:
     log = begun(tmp_path)
+    admitted(log, 0, 1, 2)
     for group in range(3):
         log.finished(row(sample(group), group))
         log.flush()
-    path = path_of(tmp_path / FOLDER, "samples", 0)
+    path = path_of(tmp_path / FOLDER, "samples", 0, OPEN)
     content = path.read_bytes()
     log.close()
+    path_of(tmp_path / FOLDER, "samples", 0).unlink()
     seen = []
     for length in [*range(0, len(content), 61), len(content)]:
-        path.write_bytes(content[:length])
-        ids = [one for read in read_batches(path) for one in read.column("id").to_pylist()]
-        assert ids == ["0-0", "1-0", "2-0"][: len(ids)]
-        assert len(list(read_entries(tmp_path))) == len(ids)
-        seen.append(len(ids))
+        for zeros in (0, 8192):  # what power loss may leave of a tail
+            path.write_bytes(content[:length] + bytes(zeros if length == len(content) else 0))
+            read = read_batches(tmp_path / FOLDER, "samples", 0)
+            ids = [one for _, batch in read for one in batch.column("id").to_pylist()]
+            assert ids == ["0-0", "1-0", "2-0"][: len(ids)]
+            assert len(list(read_entries(tmp_path))) == len(ids)
+            seen.append(len(ids))
     assert seen == sorted(seen)
     assert set(seen) == {0, 1, 2, 3}
 
@@ -186,18 +208,18 @@ def test_a_resume_forgets_what_its_checkpoint_does_not_know(tmp_path: Path) -> N
     log = begun(tmp_path)
     for one in (before, kept):
         log.finished(row(one, 0))
-    log.trained([row(before)], 1)
+    train_on(log, [row(before)], 1)
     position = log.position
     log.finished(row(lost, 2))
-    log.trained([row(kept)], 2)
+    train_on(log, [row(kept)], 2)
     log.dropped(row(lost), 2, "equal")
     log.flush()  # and then the process is killed
 
     resumed = begun(tmp_path, position)
     again = sample(2)
     resumed.finished(row(again, 2))
-    resumed.trained([row(again)], 2)
-    resumed.trained([row(kept)], 3)
+    train_on(resumed, [row(again)], 2)
+    train_on(resumed, [row(kept)], 3)
     resumed.close()
     assert states(tmp_path) == {
         key(before): ("trained", (1,), None),
@@ -211,28 +233,168 @@ def test_a_resume_without_a_checkpoint_forgets_every_outcome(tmp_path: Path) -> 
     one = sample(0)
     log = begun(tmp_path)
     log.finished(row(one, 0))
-    log.trained([row(one)], 1)
+    train_on(log, [row(one)], 1)
     log.close()
     begun(tmp_path, 0).close()
-    assert states(tmp_path) == {key(one): ("waiting", (), None)}
+    assert states(tmp_path) == {key(one): ("lost", (), None)}, "nothing has admitted its group"
 
 
-def test_a_resume_passes_over_a_segment_that_is_none(tmp_path: Path) -> None:
-    """What power loss leaves: zeros. Outcomes of repeated steps must go from the others."""
+def test_a_resume_keeps_a_damaged_file_as_it_is_and_names_it(tmp_path: Path) -> None:
+    """Outcomes of repeated steps must go from the others."""
     log = begun(tmp_path)
     log.finished(row(sample(0), 0))
+    train_on(log, [row(sample(0))], 1)
     log.close()
     broken = path_of(tmp_path / FOLDER, "outcomes", 0)
     log = begun(tmp_path, log.position)
     one = sample(1)
     log.finished(row(one, 1))
-    log.trained([row(one)], 1)
+    train_on(log, [row(one)], 1)
     log.close()
-    (good,) = {*(tmp_path / FOLDER).glob("outcomes-*")} - {broken}
-    broken.write_bytes(bytes(100))
-    begun(tmp_path, 0).close()
-    assert [batch.num_rows for batch in read_batches(good)] in ([], [0])
-    assert broken.read_bytes() == bytes(100)
+    for damaged in (bytes(100), flipped(broken.read_bytes(), 300), broken.read_bytes()[:-1]):
+        broken.write_bytes(damaged)
+        begun(tmp_path, 0).close()
+        assert broken.read_bytes() == damaged
+        assert f"{broken} is damaged" in events(tmp_path)[-1]
+    left = [b.num_rows for _, b in read_batches(tmp_path / FOLDER, "outcomes", 1)]
+    assert left in ([], [0])
+
+
+def test_a_resume_cuts_the_torn_tail_off_and_closes_the_file(tmp_path: Path) -> None:
+    log = begun(tmp_path)
+    admitted(log, 0, 1)
+    log.finished(row(sample(0), 0))
+    log.flush()
+    whole = path_of(tmp_path / FOLDER, "samples", 0, OPEN).read_bytes()
+    log.finished(row(sample(1), 1))
+    log.flush()
+    path = path_of(tmp_path / FOLDER, "samples", 0, OPEN)
+    killed = path.read_bytes()[:-1]
+    log.close()
+    path_of(tmp_path / FOLDER, "samples", 0).unlink()
+    path.write_bytes(killed)
+    begun(tmp_path, log.position).close()
+    closed = path_of(tmp_path / FOLDER, "samples", 0).read_bytes()
+    assert not path.exists()
+    assert closed[: len(whole)] == whole
+    assert len(closed) == len(whole) + HEADER_BYTES, "the end mark"
+    assert [entry.id for entry in read_entries(tmp_path)] == ["0-0"]
+
+
+def test_what_a_checkpoint_counts_is_on_the_disk_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    log = begun(tmp_path)
+    admitted(log, 0)
+    log.finished(row(sample(0), 0))
+    log.flush()
+    assert synced == [FOLDER, "samples-000000.open", "outcomes-000000.open"], "names, then rows"
+    log.close()
+    files = ["samples-000000", "outcomes-000000"]
+    assert synced[3:] == [name for one in files for name in (f"{one}.open", FOLDER)]
+    assert sorted(path.stem for path in (tmp_path / FOLDER).glob("*.segment")) == sorted(files)
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_flipped_bit_or_a_cut_is_damage_or_changes_nothing(tmp_path: Path, closed: bool) -> None:
+    """Only the cut tail of an open file is not damage: what is before it is whole."""
+    log = begun(tmp_path)
+    for group in range(3):
+        one = sample(group)
+        admitted(log, group)
+        log.finished(row(one, group))
+        train_on(log, [row(one)], group + 1)
+        log.flush()
+    folder, ending = tmp_path / FOLDER, CLOSED if closed else OPEN
+    opened = {path: path.read_bytes() for path in folder.iterdir()}
+    log.close()
+    if not closed:
+        for path in [*folder.iterdir()]:
+            path.unlink()
+        for path, content in opened.items():
+            path.write_bytes(content)
+    right = everything(tmp_path)
+
+    for table in ("samples", "outcomes"):
+        path = path_of(folder, table, 0, ending)  # type: ignore[arg-type]
+        content = path.read_bytes()
+        bits = range(0, 8 * len(content), 8 * len(content) // 150 + 1)
+        for bit in (
+            *bits,
+            *range(8 * HEADER_BYTES),
+            *range(8 * len(content) - 200, 8 * len(content)),
+        ):
+            path.write_bytes(flipped(content, bit))
+            with pytest.raises(SegmentBroken, match="is damaged"):
+                everything(tmp_path)
+        for length in range(0, len(content), len(content) // 50 + 1):
+            path.write_bytes(content[:length])
+            if closed:
+                with pytest.raises(SegmentBroken, match="before its end mark"):
+                    everything(tmp_path)
+            else:
+                assert (
+                    everything(tmp_path)[table] == right[table][: len(everything(tmp_path)[table])]
+                )
+        path.write_bytes(content)
+    assert everything(tmp_path) == right
+
+
+def everything(run_dir: Path) -> dict[str, list[object]]:
+    entries = list(read_entries(run_dir))
+    loaded = [one.response_ids.tolist() for _, one in load(run_dir, entries)]
+    assert len(loaded) == len(entries)
+    return {
+        table: read_table(run_dir, table).to_pylist()  # type: ignore[arg-type]
+        for table in ("samples", "outcomes")
+    }
+
+
+def test_every_reader_reports_damage_by_the_name_of_the_file(tmp_path: Path) -> None:
+    log = begun(tmp_path)
+    log.finished(row(sample(0), 0))
+    log.close()
+    path = path_of(tmp_path / FOLDER, "samples", 0)
+    path.write_bytes(flipped(path.read_bytes(), 4000))
+    for read in (
+        lambda: choose(tmp_path, Wanted()),
+        lambda: choose(tmp_path, Wanted(best=1)),
+        lambda: newest_trained(tmp_path),
+        lambda: SampleBrowser(tmp_path).answer({}),
+        lambda: _read_samples(tmp_path),
+    ):
+        with pytest.raises(UserError, match=r"samples-000000.segment\n  is damaged: batch 0"):
+            read()
+    assert f"{path} is damaged" in samples_section(tmp_path)
+
+
+def test_a_log_of_a_version_without_checksums_is_refused_by_name(tmp_path: Path) -> None:
+    old = tmp_path / FOLDER / "samples-000000.arrows"
+    old.parent.mkdir()
+    old.write_bytes(b"old")
+    log = begun(tmp_path)
+    log.finished(row(sample(0), 0))
+    log.close()
+    assert "was written by an earlier version" in events(tmp_path)[0]
+    with pytest.raises(
+        UserError, match=r"samples-000000.arrows\n  was written by an earlier version"
+    ):
+        choose(tmp_path, Wanted())
+    assert old.read_bytes() == b"old"
 
 
 def test_an_evaluation_that_a_crash_repeats_stands_there_once(tmp_path: Path) -> None:
@@ -344,7 +506,8 @@ def test_the_batch_of_a_step_is_in_the_log_to_the_last_bit(tmp_path: Path, exper
 def batch_of_step(run_dir: Path, step: int, groups: list[int]) -> pa.RecordBatch:
     """As docs/samples.md says."""
     outcomes = read_table(run_dir, "outcomes").sort_by("seq").to_pylist()
-    keys = [(o["id"], o["finished_at"]) for o in outcomes if o["step"] == step]
+    trained = [o for o in outcomes if (o["outcome"], o["step"]) == ("trained", step)]
+    keys = [(o["id"], o["finished_at"]) for o in trained]
     every = [e for e in read_entries(run_dir) if (e.id, e.finished_at) in keys]
     found = {(e.id, e.finished_at): sample for e, sample in load(run_dir, every)}
     return batch_of([found[one] for one in keys], groups, NUMERIC)
@@ -377,7 +540,7 @@ def test_the_oldest_segments_make_room_and_the_rest_keeps_its_outcomes(tmp_path:
     for group in range(24):
         one = sample(group, length=40_000)
         log.finished(row(one, group))
-        log.trained([row(one)], group + 1)
+        train_on(log, [row(one)], group + 1)
         log.flush()
         sizes = [path.stat().st_size for path in (tmp_path / FOLDER).iterdir()]
         assert sum(sizes) <= 4 * 2**20, "the limit, and the batch that crossed a segment's"
@@ -398,7 +561,7 @@ def test_without_room_nothing_is_written_and_the_position_is_carried_on(tmp_path
     log = open_sample_log(tmp_path, SamplesConfig(keep_mib=0))
     log.begin(12)
     log.finished(row(sample(0), 0))
-    log.trained([row(sample(0))], 1)
+    train_on(log, [row(sample(0))], 1)
     log.flush()
     log.close()
     assert log.position == 12
@@ -469,7 +632,7 @@ def test_a_disk_that_hangs_costs_rows_and_not_the_loop(
         log.finished(row(sample(group), group))
     go_on.set()
     log.close()
-    assert Counter(entry.state for entry in read_entries(tmp_path)) == {"waiting": 11}
+    assert len(list(read_entries(tmp_path))) == 11
     assert "89 rows of it are missing" in events(tmp_path)[0]
 
 

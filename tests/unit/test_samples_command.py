@@ -23,6 +23,7 @@ from megatron_async_rl.metrics.log import EvalLog
 from megatron_async_rl.report import report as report_module
 from megatron_async_rl.report.report import write_report
 from megatron_async_rl.report.samples import Wanted, choose, print_samples, samples_section
+from megatron_async_rl.samples.frames import OPEN
 from megatron_async_rl.samples.segments import FOLDER, path_of
 from megatron_async_rl.samples.types import Sample
 from tests.logged_samples import GROUP, STEPS, logged_run, row, sample
@@ -166,7 +167,7 @@ def test_samples_that_made_room_are_counted(tmp_path: Path) -> None:
     log = SampleLogWriter(tmp_path, SamplesConfig())
     log.begin(0)
     log.finished(row(new))
-    log.trained([row(old), row(new)], 1)
+    log.trained([0], [row(old), row(new)], 1)
     log.close()
     for table in ("samples", "outcomes"):
         path_of(tmp_path / FOLDER, table, 0).unlink()  # type: ignore[arg-type]
@@ -350,18 +351,24 @@ def test_a_status_that_is_none_is_named(tmp_path: Path, content: str) -> None:
     assert "status.json is not a run's status" in result.output
 
 
-def test_of_a_segment_that_was_cut_off_what_is_whole_is_shown(tmp_path: Path) -> None:
+def test_of_an_open_segment_that_was_cut_off_what_is_whole_is_shown(tmp_path: Path) -> None:
+    """A run that was killed leaves such a file; a closed one that was cut is damaged."""
     folder = damaged(tmp_path) / FOLDER
     path, outcomes = (path_of(folder, table, 0) for table in ("samples", "outcomes"))  # type: ignore[arg-type]
     whole = path.read_bytes()
+    for length in (*range(0, len(whole), len(whole) // 25), len(whole) - 1):
+        path.write_bytes(whole[:length])
+        assert is_one_problem(mar(tmp_path), path, "is damaged: it ends before"), length
+    path.unlink()
+    path = path.with_suffix(OPEN)
     for length in (*range(0, len(whole), len(whole) // 25), len(whole) - 1):
         path.write_bytes(whole[:length])
         result = mar(tmp_path, "--json")
         assert (result.exit_code, len(result.output.splitlines())) in ((0, 5), (2, 3)), length
         samples_section(tmp_path)
     path.write_bytes(whole)
-    outcomes.write_bytes(outcomes.read_bytes()[:100])
-    assert "not trained on so far" in mar(tmp_path, "--best", 1).output
+    outcomes.rename(outcomes.with_suffix(OPEN)).write_bytes(b"")
+    assert "lost in a crash" in mar(tmp_path, "--best", 1).output
     assert report(tmp_path).exit_code == 0
     page = (tmp_path / "report.html").read_text()
     assert "The samples folder of the run is missing, or holds none" in page
@@ -375,7 +382,7 @@ def test_a_segment_that_is_none_is_named(
     path, others = (path_of(folder, one, 0) for one in (table, OTHER[table]))
     for content in (b"hello world", others.read_bytes()):
         path.write_bytes(content)
-        what = "is not an Arrow" if content[:1] == b"h" else "has other columns"
+        what = "is damaged: it ends" if content[:1] == b"h" else "has other columns"
         for result in (mar(tmp_path), mar(tmp_path, "--step", 3)):
             assert is_one_problem(result, path, what), result.output
         assert report(tmp_path).exit_code == 0, "a run's report has more than its samples"

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -25,6 +24,7 @@ from megatron_async_rl.report.run_data import read_run
 from megatron_async_rl.report.time_panels import simulation
 from megatron_async_rl.samples import segments
 from megatron_async_rl.samples.columns import LOGGED, batch_of
+from megatron_async_rl.samples.frames import OPEN, FrameWriter
 from megatron_async_rl.samples.types import Prompt, Sample
 from megatron_async_rl.simulate.calibrate import calibrate
 from megatron_async_rl.simulate.choose import part_of
@@ -198,9 +198,9 @@ def logs_of_a_run(folder: Path, longest: int = 40, handed_s: float = 0.0) -> Pat
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (out / TIMELINE / f"{track}.jsonl").write_text(text)
     content = batch_of(samples, [index // 2 for index in range(len(samples))], LOGGED)
-    path = str(segments.path_of(out / segments.FOLDER, "samples", 0))
-    with pa.OSFile(path, "wb") as file, pa.ipc.new_stream(file, content.schema) as stream:
-        stream.write_batch(content)
+    file = FrameWriter(segments.path_of(out / segments.FOLDER, "samples", 0, OPEN))
+    file.write(segments.payload_of(content))
+    file.close()
     return out
 
 

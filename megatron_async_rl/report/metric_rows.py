@@ -1,0 +1,329 @@
+"""The metrics of a run in bounded memory, however long it is.
+
+    blocks of rows --add--> rows kept whole, evenly spread   (values that belong together)
+                            buckets of steps, one set a key  (curves: extremes and means)
+                            totals                           (exact, over every row)
+
+Invariants:
+- up to KEPT rows nothing is left out: every answer is that of the rows themselves;
+- beyond it, every 2nd, 4th, ... row is kept whole, and a curve has the smallest and the largest value
+  of each bucket, so that a spike stays;
+- totals, counts, maxima and last values are over all rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_async_rl.metrics.log import Row, number
+from megatron_async_rl.report.series import Floats, column, numbers, smooth
+
+KEPT = 4096
+NEWEST = 512
+BUCKETS = 2048
+COUNTED_BY = "dropped/responses"
+"""Means of dropped responses are weighted by it."""
+CODES = "gac/regime"
+
+
+class MetricRows(Sequence[Row]):
+    """The rows that are kept, in order of steps, the newest among them; and answers over all."""
+
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self.total_rows = 0
+        """Rows in all."""
+        self.newest: deque[Row] = deque(maxlen=NEWEST)
+        self.codes: Counter[int] = Counter()
+        """Rows by `gac/regime`."""
+        self._kept: list[Row] = []
+        self._stride = 1
+        self._totals: dict[str, _Total] = {}
+        self._sums: dict[str, NDArray[np.int64]] = {}
+        self._buckets: dict[str, _Buckets] = {}
+        self._width = 0
+        """Steps of a bucket; 0 while every row is kept."""
+        self.add(list(rows))
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """`rows` follow those of the last call."""
+        if not rows:
+            return
+        for index, row in enumerate(rows, self.total_rows):
+            if index % self._stride == 0:
+                self._kept.append(row)
+        self.total_rows += len(rows)
+        self.newest.extend(rows)
+        columns = _columns(rows)
+        for key, (_, values) in columns.items():
+            self._totals.setdefault(key, _Total()).add(values)
+        if CODES in columns:
+            self.codes.update(columns[CODES][1].astype(np.int64).tolist())
+        self._add_lists(rows)
+        self._add_weighted(rows)
+
+        if self._width:
+            self._fill(columns, int(number(rows[-1], "step") or 0))
+        elif len(self._kept) > KEPT:
+            self._width = 1
+            self._fill(_columns(self._kept), int(number(rows[-1], "step") or 0))
+        while len(self._kept) > KEPT:
+            self._kept = self._kept[::2]
+            self._stride *= 2
+
+    def _fill(self, columns: Mapping[str, tuple[NDArray[np.int64], Floats]], last: int) -> None:
+        while last // self._width >= BUCKETS:
+            self._width *= 2
+            for bucket in self._buckets.values():
+                bucket.widen()
+        for key, (steps, values) in columns.items():
+            self._buckets.setdefault(key, _Buckets()).add(steps // self._width, steps, values)
+
+    def _add_lists(self, rows: Sequence[Row]) -> None:
+        found: dict[str, dict[int, list[list[float]]]] = {}
+        for key in dict.fromkeys(chain.from_iterable(rows)):
+            if key.endswith("histogram"):
+                lengths = found.setdefault(key, {})
+                for row in rows:
+                    if isinstance(value := row.get(key), list):
+                        lengths.setdefault(len(value), []).append(value)
+        for key, lengths in found.items():
+            before = self._sums.get(key, np.zeros(0, dtype=np.int64))
+            longest = max(len(before), *lengths)
+            sums = self._sums[key] = np.zeros(longest, dtype=np.int64)
+            sums[: len(before)] = before
+            for length, lists in lengths.items():
+                sums[:length] += np.array(lists, dtype=np.int64).sum(axis=0)
+
+    def _add_weighted(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            weight = number(row, COUNTED_BY)
+            if not weight:
+                continue
+            for key in ("dropped/length_mean", "dropped/reward_mean"):
+                value = number(row, key)
+                if value is not None and np.isfinite(value):
+                    self._totals[key].weigh(value, weight)
+
+    # The rows that are kept
+
+    def __len__(self) -> int:
+        return len(self._kept) + self._adds_newest
+
+    @property
+    def _adds_newest(self) -> bool:
+        return bool(self.newest) and self._kept[-1] is not self.newest[-1]
+
+    @overload
+    def __getitem__(self, place: int) -> Row: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Row]: ...
+    def __getitem__(self, place: int | slice) -> Row | Sequence[Row]:
+        rows = [*self._kept, self.newest[-1]] if self._adds_newest else self._kept
+        return rows[place]
+
+    @property
+    def thinned(self) -> bool:
+        return self._width > 0
+
+    # Answers over all rows
+
+    def names(self) -> Iterable[str]:
+        """Names of the numbers, in the order in which they came."""
+        return self._totals.keys()
+
+    def has(self, key: str) -> bool:
+        return key in self._totals
+
+    def total(self, key: str) -> float:
+        """Sum over the rows that have a finite `key`; 0 when none has."""
+        return self._totals[key].sum if key in self._totals else 0.0
+
+    def mean(self, key: str, *, weighted: bool = False) -> float | None:
+        """Mean of the finite values of `key`, weighted by COUNTED_BY where `weighted`; None without
+        such a value."""
+        total = self._totals.get(key)
+        if total is None:
+            return None
+        if weighted:
+            return total.weighted / total.weight if total.weight else None
+        return total.sum / total.finite if total.finite else None
+
+    def largest(self, key: str) -> float | None:
+        total = self._totals.get(key)
+        return total.largest if total is not None and total.finite else None
+
+    def last(self, key: str) -> float | None:
+        """The value of the newest row that has the key."""
+        return self._totals[key].last if key in self._totals else None
+
+    def counted(self, key: str) -> float:
+        """Total of a count that begins again at a resume."""
+        return self._totals[key].counted if key in self._totals else 0.0
+
+    def summed(self, key: str) -> list[int]:
+        """Sum of a key of counts, bin by bin; empty where no row has it."""
+        return self._sums[key].tolist() if key in self._sums else []
+
+    # Curves
+
+    def column(self, key: str) -> tuple[Floats, Floats]:
+        """(steps, values) of `key`: of every row that has it, or the extremes of each bucket."""
+        if not self.thinned:
+            return column(self._kept, key)
+        if key not in self._buckets:
+            return np.zeros(0), np.zeros(0)
+        return self._buckets[key].extremes()
+
+    def curve(self, key: str, *, log: bool = False) -> tuple[Floats, Floats, Floats | None]:
+        """`column`, and its moving average at the same steps, that of the logarithms with `log`; None
+        where the column is too short for one."""
+        steps, values = self.column(key)
+        places, means = (steps, values) if not self.thinned else self._means(key)
+        if log:
+            means = np.log(np.where(means > 0, means, np.nan))
+        trend = smooth(means)
+        if trend is not None and self.thinned and len(places):
+            trend = np.interp(steps, places, trend)
+        return steps, values, np.exp(trend) if log and trend is not None else trend
+
+    def finite(self, key: str) -> Floats:
+        """Finite values in order of steps: of every row, or the mean of each bucket."""
+        values = self._means(key)[1] if self.thinned else self.column(key)[1]
+        return values[np.isfinite(values)]
+
+    def cumulative(self, key: str) -> tuple[Floats, Floats]:
+        """(steps, sum of `key` up to each); begins with step 0."""
+        if not self.thinned:
+            steps = np.array([float(number(row, "step") or 0) for row in self._kept])
+            sums = np.cumsum(np.nan_to_num(numbers(self._kept, key)))
+        elif key in self._buckets:
+            filled = np.flatnonzero(self._buckets[key].finite)
+            steps = (filled + 1.0) * self._width - 1
+            sums = np.cumsum(self._buckets[key].sum[filled])
+        else:
+            steps, sums = np.array([number(self.newest[-1], "step") or 0.0]), np.zeros(1)
+        return np.concatenate([[0.0], steps]), np.concatenate([[0.0], sums])
+
+    def _means(self, key: str) -> tuple[Floats, Floats]:
+        if key not in self._buckets:
+            return np.zeros(0), np.zeros(0)
+        buckets = self._buckets[key]
+        filled = np.flatnonzero(buckets.finite)
+        steps: Floats = (filled + 0.5) * self._width
+        return steps, buckets.sum[filled] / buckets.finite[filled]
+
+
+class _Total:
+    def __init__(self) -> None:
+        self.finite = 0
+        self.sum = self.counted = self.weighted = self.weight = 0.0
+        self.largest = -np.inf
+        self.last = np.nan
+
+    def add(self, values: Floats) -> None:
+        steps = np.diff(values, prepend=self.last if self.last == self.last else 0.0)
+        self.counted += float(np.where(steps >= 0, steps, values).sum())
+        self.last = float(values[-1])
+        finite = values[np.isfinite(values)]
+        self.finite += len(finite)
+        if len(finite):
+            self.sum += float(finite.sum())
+            self.largest = max(self.largest, float(finite.max()))
+
+    def weigh(self, value: float, weight: float) -> None:
+        self.weighted += value * weight
+        self.weight += weight
+
+
+class _Buckets:
+    """Statistics of one key: [BUCKETS] arrays, by the bucket that a step is in."""
+
+    def __init__(self) -> None:
+        self.finite = np.zeros(BUCKETS, dtype=np.int64)
+        self.sum = np.zeros(BUCKETS)
+        self.low, self.high = np.full(BUCKETS, np.inf), np.full(BUCKETS, -np.inf)
+        self.low_at, self.high_at = np.zeros(BUCKETS), np.zeros(BUCKETS)
+        self.odd, self.odd_at = np.zeros(BUCKETS), np.full(BUCKETS, -1.0)
+        """A value that is not finite, for a bucket that has no other."""
+
+    def add(self, places: NDArray[np.int64], steps: NDArray[np.int64], values: Floats) -> None:
+        finite = np.isfinite(values)
+        self.odd[places[~finite]], self.odd_at[places[~finite]] = values[~finite], steps[~finite]
+        places, steps, values = places[finite], steps[finite], values[finite]
+        if not len(places):
+            return
+        np.add.at(self.finite, places, 1)
+        np.add.at(self.sum, places, values)
+        order = np.lexsort((values, places))
+        ordered = places[order]
+        first = np.flatnonzero(np.diff(ordered, prepend=-1))
+        last = np.append(first[1:], len(ordered)) - 1
+        for best, at, ends, better in (
+            (self.low, self.low_at, order[first], np.less),
+            (self.high, self.high_at, order[last], np.greater),
+        ):
+            where = places[ends]
+            wins = better(values[ends], best[where])
+            best[where[wins]], at[where[wins]] = values[ends][wins], steps[ends][wins]
+
+    def widen(self) -> None:
+        """Joins every two buckets."""
+        even, odd = slice(0, None, 2), slice(1, None, 2)
+        lower = self.low[odd] < self.low[even]
+        higher = self.high[odd] > self.high[even]
+        missing = self.odd_at[even] < 0
+        joined = {
+            "finite": self.finite[even] + self.finite[odd],
+            "sum": self.sum[even] + self.sum[odd],
+            "low": np.where(lower, self.low[odd], self.low[even]),
+            "low_at": np.where(lower, self.low_at[odd], self.low_at[even]),
+            "high": np.where(higher, self.high[odd], self.high[even]),
+            "high_at": np.where(higher, self.high_at[odd], self.high_at[even]),
+            "odd": np.where(missing, self.odd[odd], self.odd[even]),
+            "odd_at": np.where(missing, self.odd_at[odd], self.odd_at[even]),
+        }
+        self.__init__()  # type: ignore[misc]
+        for name, values in joined.items():
+            getattr(self, name)[: len(values)] = values
+
+    def extremes(self) -> tuple[Floats, Floats]:
+        """(steps, values) of the points that are kept, in order."""
+        filled = self.finite > 0
+        odd = ~filled & (self.odd_at >= 0)
+        steps = np.concatenate([self.low_at[filled], self.high_at[filled], self.odd_at[odd]])
+        values = np.concatenate([self.low[filled], self.high[filled], self.odd[odd]])
+        order = np.argsort(steps, kind="stable")
+        order = order[np.diff(steps[order], prepend=-1) > 0]
+        return steps[order], values[order]
+
+
+def _columns(rows: Sequence[Row]) -> dict[str, tuple[NDArray[np.int64], Floats]]:
+    """Key -> (steps, values) of the rows that have a number under it, in order of steps."""
+    alike: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        alike.setdefault(tuple(row), []).append(row)
+    parts: dict[str, list[tuple[NDArray[np.int64], Floats]]] = {}
+    for keys, same in alike.items():
+        # Whole columns at a time: a long run has a hundred million values.
+        columns = dict(zip(keys, zip(*(row.values() for row in same), strict=True), strict=True))
+        steps = np.array(columns.get("step", [0] * len(same)), dtype=np.int64)
+        for key, values in columns.items():
+            if list not in set(map(type, values)):
+                parts.setdefault(key, []).append((steps, np.array(values, dtype=np.float64)))
+    return {key: _in_order(of_key) for key, of_key in parts.items()}
+
+
+def _in_order(
+    parts: Sequence[tuple[NDArray[np.int64], Floats]],
+) -> tuple[NDArray[np.int64], Floats]:
+    if len(parts) == 1:
+        return parts[0]
+    steps, values = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    order = np.argsort(steps, kind="stable")
+    return steps[order], values[order]

@@ -1,0 +1,208 @@
+"""Files of checksummed frames: the storage of the sample log.
+
+    frame   header (24 bytes, little endian), then the payload
+    header  kind      4 bytes   ROWS or END
+            number    uint32    place of the frame in the file, from 0
+            length    uint64    bytes of the payload
+            payload   uint32    CRC-32 of the payload
+            header    uint32    CRC-32 of the 20 bytes before
+    payload any bytes; an END frame has none
+
+A file that is being written is called `NAME.open`. `close` adds the END frame, calls fsync and
+renames it to `NAME.segment`.
+
+Invariants:
+- a `.segment` file ends with its END frame: any other end, and any checksum that does not match, is
+  damage and raises SegmentBroken;
+- an `.open` file may end within its last frame (the process was killed, or is writing it), or in
+  zeros (the machine lost power): that torn tail was never complete. Everything else is damage;
+- a header has a checksum of its own, so a changed length cannot pass for a torn tail;
+- a file that is damaged is never written again. Only a torn tail is cut off (`finish`).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+OPEN, CLOSED = ".open", ".segment"
+ROWS, END = b"ROWS", b"END\n"
+_FIELDS = struct.Struct("<4sIQI")
+_CHECKSUM = struct.Struct("<I")
+HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
+_ZEROS = 2**20
+
+
+RESTORE = (
+    "restore it from a copy, or move both files with its number out of the folder: the rest can be"
+    " shown without"
+)
+
+
+class SegmentBroken(ValueError):
+    """A file of the log is damaged, or holds something else. `what` completes the sentence that
+    begins with the file's name."""
+
+    def __init__(self, path: Path, what: str, fix: str = RESTORE) -> None:
+        super().__init__(path, what, fix)
+        self.path = path
+        self.what = what
+        self.fix = fix
+
+
+class FrameWriter:
+    """A new file at `path` (`.open`), or raises OSError. After an error of `write`, call
+    `abandon`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0
+        """Bytes of the whole frames."""
+        self._number = 0
+        # Unbuffered: bytes that could not be written must not be kept to fail again later.
+        self._file: BinaryIO = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by close()
+
+    def write(self, payload: bytes) -> None:
+        self._append(ROWS, payload)
+
+    def sync(self) -> None:
+        """Returns when all that was written is on the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self, to: Path | None = None) -> None:
+        """Marks the end, and renames the file in one step: to `to`, or from `.open` to
+        `.segment`."""
+        self._append(END, b"")
+        self.sync()
+        self._file.close()
+        _rename(self.path, to or self.path.with_suffix(CLOSED))
+
+    def abandon(self) -> None:
+        """Closes the file without its last, incomplete frame, or removes it where it has no other.
+        Raises OSError where even that is impossible; `finish` can do it later."""
+        if self._file.closed:
+            return
+        try:
+            self._file.truncate(self.size)
+            if self._number:
+                self._file.seek(self.size)
+                self.close()
+            else:
+                self.path.unlink(missing_ok=True)
+        finally:
+            self._file.close()
+
+    def _append(self, kind: bytes, payload: bytes) -> None:
+        content = memoryview(_header(kind, self._number, payload) + payload)
+        while content:
+            content = content[self._file.write(content) :]
+        self._number += 1
+        self.size += HEADER_BYTES + len(payload)
+
+
+def read_frames(
+    path: Path, *, torn: bool = False, wanted: Collection[int] | None = None
+) -> Iterator[tuple[int, bytes]]:
+    """(number, payload) of the frames, in order; those of others than `wanted` are passed over.
+    `torn`: the file may have a torn tail. Raises SegmentBroken, FileNotFoundError."""
+    with open(path, "rb") as file:
+        for number, length, checksum in _headers(path, file, torn=torn):
+            if wanted is not None and number not in wanted:
+                file.seek(length, os.SEEK_CUR)
+                continue
+            payload = file.read(length)
+            if torn and len(payload) < length:
+                return  # its writer has just cut off the tail
+            if zlib.crc32(payload) != checksum:
+                raise SegmentBroken(path, f"is damaged: batch {number} does not match its checksum")
+            yield number, payload
+
+
+def finish(path: Path) -> None:
+    """Closes an `.open` file that another process left behind, after cutting off its torn tail; one
+    without a frame goes. Raises SegmentBroken, and leaves the file as it is, for damage."""
+    count = sum(1 for _ in read_frames(path, torn=True))
+    if not count:
+        path.unlink()
+        return
+    with open(path, "r+b", buffering=0) as file:
+        whole = 0
+        for _, length, _ in _headers(path, file, torn=True):
+            whole = file.seek(length, os.SEEK_CUR)
+        # Only after every frame before it was read without an error.
+        file.truncate(whole)
+        file.seek(whole)
+        file.write(_header(END, count, b""))
+        os.fsync(file.fileno())
+    _rename(path, path.with_suffix(CLOSED))
+
+
+def replace_whole(path: Path, payloads: Iterable[bytes]) -> None:
+    """Replaces a closed file: a crash in here leaves the old one or the new one."""
+    partial = path.with_suffix(".partial")
+    partial.unlink(missing_ok=True)
+    writer = FrameWriter(partial)
+    for payload in payloads:
+        writer.write(payload)
+    writer.close(path)
+
+
+def _rename(path: Path, to: Path) -> None:
+    os.replace(path, to)
+    sync_folder(to.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Returns when the names in `folder` are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _headers(path: Path, file: BinaryIO, *, torn: bool) -> Iterator[tuple[int, int, int]]:
+    """(number, length, checksum) of each ROWS frame, with `file` at its payload; whoever calls
+    leaves `file` behind it."""
+    size = os.fstat(file.fileno()).st_size
+    number = 0
+    while True:
+        start = file.tell()
+        header = file.read(HEADER_BYTES)
+        if len(header) < HEADER_BYTES:
+            if torn:
+                return
+            raise SegmentBroken(path, "is damaged: it ends before its end mark")
+        kind, found, length, checksum = _FIELDS.unpack_from(header)
+        if zlib.crc32(header[: _FIELDS.size]) != _CHECKSUM.unpack_from(header, _FIELDS.size)[0]:
+            if torn and not any(header) and _only_zeros(file):
+                return
+            raise SegmentBroken(path, f"is damaged: the header at byte {start} is not valid")
+        if found != number or kind not in (ROWS, END):
+            raise SegmentBroken(path, f"is damaged: frame {number} at byte {start} is another one")
+        if kind == END:
+            if file.tell() != size:
+                raise SegmentBroken(path, "is damaged: it goes on after its end mark")
+            return
+        if length > size - file.tell():
+            if torn:
+                return
+            raise SegmentBroken(path, "is damaged: it ends before its end mark")
+        yield number, length, checksum
+        number += 1
+
+
+def _only_zeros(file: BinaryIO) -> bool:
+    while block := file.read(_ZEROS):
+        if block.strip(b"\0"):
+            return False
+    return True
+
+
+def _header(kind: bytes, number: int, payload: bytes) -> bytes:
+    fields = _FIELDS.pack(kind, number, len(payload), zlib.crc32(payload))
+    return fields + _CHECKSUM.pack(zlib.crc32(fields))
