@@ -13,7 +13,14 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.end_to_end.workspace import ROOT, Workspace, alive, started_by, wait_until
+from tests.end_to_end.workspace import (
+    ROOT,
+    Workspace,
+    alive,
+    listening,
+    started_by,
+    wait_until,
+)
 from tests.network.machines import obstacle
 from tests.network.runs import run_config
 
@@ -106,14 +113,26 @@ def interrupted(workspace: Workspace) -> dict[str, object]:
         },
         data={"eval": "few.jsonl"},
         eval={"samples_per_prompt": 2},
+        weights={"transport": "relay"},
+        observe={"prometheus_port": 0},
     )
     (workspace.folder / "few.jsonl").write_text(
         "".join((workspace.folder / "eval.jsonl").read_text().splitlines(keepends=True)[:8])
     )
+    run = workspace.folder / "runs" / "loop"
     for _ in range(5):
         process = workspace.start("train", str(config))
+        wait_until(lambda: len(workspace.metrics("loop")) >= 2, process)
+        dashboard = workspace.start("dashboard", str(run), "--port", "0")
+        assert dashboard.stdout is not None
+        page = dashboard.stdout.readline()
         wait_until(lambda: len(workspace.metrics("loop")) >= 4, process)
         processes = started_by(process)
+        sockets = listening([*processes, *map(psutil.Process, (process.pid, dashboard.pid))])
+        prometheus = (run / "prometheus.txt").read_text()
+        temporary = sorted({one.environ().get("TMPDIR", "") for one in processes if alive([one])})
+        dashboard.kill()
+        dashboard.communicate()
         process.send_signal(signal.SIGINT)
         stopped, _ = process.communicate(timeout=400)
         left = alive(processes)
@@ -121,7 +140,7 @@ def interrupted(workspace: Workspace) -> dict[str, object]:
         if at_stop < LOOP_STEPS:
             break
         # It was through before the signal came.
-        shutil.rmtree(workspace.folder / "runs" / "loop")
+        shutil.rmtree(run)
     code, finished = workspace.mar("train", str(config), named="" if obstacle() else "unheard-of")
     return {
         "stop_code": process.returncode,
@@ -132,7 +151,11 @@ def interrupted(workspace: Workspace) -> dict[str, object]:
         "code": code,
         "output": finished,
         "rows": workspace.metrics("loop"),
-        "run": workspace.folder / "runs" / "loop",
+        "run": run,
+        "sockets": sockets,
+        "page": page,
+        "prometheus": prometheus,
+        "temporary": temporary,
     }
 
 
