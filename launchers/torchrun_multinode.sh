@@ -46,6 +46,7 @@ for command in mar ray; do
   [[ -n "$(command -v "$command")" ]] || refuse "there is no command $command in $venv/bin, nor on PATH: make the environment (make setup), or name it with VENV"
 done
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" RAY_worker_niceness=0
+[[ -n "${RAY_AUTH_TOKEN:-}" ]] || unset RAY_AUTH_TOKEN # Ray would take an empty one for a token
 folder=""
 if ((TRAINER_NODES < NNODES)); then # Ray listens at all addresses of these machines: it has no setting to listen at one
   if [[ -n "${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-}" ]]; then

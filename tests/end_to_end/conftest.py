@@ -4,9 +4,10 @@ one folder, so names of runs are given once."""
 from __future__ import annotations
 
 import runpy
+import secrets
 import shutil
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.end_to_end.workspace import (
     started_by,
     wait_until,
 )
-from tests.network.machines import obstacle
+from tests.network.machines import listeners_of, obstacle
 from tests.network.runs import run_config
 
 RELAY = "relay-0"
@@ -95,9 +96,12 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 
 @pytest.fixture(scope="session")
-def interrupted(workspace: Workspace) -> dict[str, object]:
+def interrupted(
+    workspace: Workspace, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, object]:
     """A run at async_ratio 2 with a reward that fails now and then and one of whole groups, stopped
-    by Ctrl-C on the way and started again, where that can be on a machine whose name nothing knows."""
+    by Ctrl-C on the way and started again, where that can be on a machine whose name nothing knows, and
+    with a TMPDIR longer than the path of a socket may be."""
     config = workspace.config(
         "loop",
         run={"dir": "runs/loop", "steps": LOOP_STEPS},
@@ -141,7 +145,10 @@ def interrupted(workspace: Workspace) -> dict[str, object]:
             break
         # It was through before the signal came.
         shutil.rmtree(run)
-    code, finished = workspace.mar("train", str(config), named="" if obstacle() else "unheard-of")
+    long = tmp_path_factory.mktemp("as_slurm_makes_one_for_each_job_" + "0123456789" * 8)
+    code, finished = replace(workspace, environment={"TMPDIR": str(long)}).mar(
+        "train", str(config), named="" if obstacle() else "unheard-of"
+    )
     return {
         "stop_code": process.returncode,
         "stop_output": stopped,
@@ -156,6 +163,7 @@ def interrupted(workspace: Workspace) -> dict[str, object]:
         "page": page,
         "prometheus": prometheus,
         "temporary": temporary,
+        "long": long,
     }
 
 
@@ -179,6 +187,7 @@ class Ended:
     states: dict[str, dict[str, Any]]
     left: list[str]
     directory: Path
+    listeners: list[set[str]]
 
 
 @pytest.fixture(scope="session")
@@ -215,14 +224,20 @@ def over_machines(workspace: Workspace, synchronous_config: Path) -> Ended:
     hold = workspace.folder / "hold"
     hold.touch()
     with run_config(
-        synchronous_config, directory, 3, trainers=2, settings={"RESTARTS": "0"}
+        synchronous_config,
+        directory,
+        3,
+        trainers=2,
+        settings={"RESTARTS": "0", "RAY_AUTH_TOKEN": secrets.token_hex(32)},
     ) as run:
         states = run.states_of(*PROCESSES)
         run.wait_for_steps(1)
+        torchruns = [psutil.Process(states[f"rank {rank}"]["pid"]).ppid() for rank in (0, 1)]
+        listeners = {pid: listeners_of(pid) for pid in (*torchruns, states["rank 1"]["pid"])}
         psutil.Process(states[RELAY]["pid"]).kill()
         hold.unlink()
         codes, left = run.end()
-        return Ended(codes, run.said(), states, left, directory)
+        return Ended(codes, run.said(), states, left, directory, list(listeners.values()))
 
 
 @pytest.fixture(scope="session")

@@ -64,6 +64,12 @@ def test_a_run_takes_its_temporary_files_along(interrupted: dict[str, object]) -
     assert [path.name for path in Path("/dev/shm").iterdir() if digits in path.name] == []
 
 
+def test_a_run_works_in_a_tmpdir_that_is_too_long_for_ray(interrupted: dict[str, object]) -> None:
+    assert interrupted["code"] == 0, interrupted["output"]
+    left = [path.name for path in cast("Path", interrupted["long"]).iterdir()]
+    assert [name for name in left if name.startswith("mar-")] == []
+
+
 def test_the_second_start_resumes_and_no_step_is_logged_twice_or_missing(
     interrupted: dict[str, object],
 ) -> None:
