@@ -126,19 +126,21 @@ def interrupted(
     run = workspace.folder / "runs" / "loop"
     for _ in range(5):
         process = workspace.start("train", str(config))
-        wait_until(lambda: len(workspace.metrics("loop")) >= 2, process)
+        # It starts while the ranks do: 40 steps take seconds.
+        wait_until((run / "status.json").exists, process)
         dashboard = workspace.start("dashboard", str(run), "--port", "0")
         assert dashboard.stdout is not None
         page = dashboard.stdout.readline()
-        wait_until(lambda: len(workspace.metrics("loop")) >= 4, process)
+        wait_until(lambda: len(workspace.metrics("loop")) >= 1, process)
+        prometheus = (run / "prometheus.txt").read_text()
+        temporary = psutil.Process(process.pid).children()[0].environ().get("TMPDIR", "")
         processes = started_by(process)
         sockets = listening([*processes, *map(psutil.Process, (process.pid, dashboard.pid))])
-        prometheus = (run / "prometheus.txt").read_text()
-        temporary = sorted({one.environ().get("TMPDIR", "") for one in processes if alive([one])})
-        dashboard.kill()
-        dashboard.communicate()
+        wait_until(lambda: len(workspace.metrics("loop")) >= 4, process)
         process.send_signal(signal.SIGINT)
         stopped, _ = process.communicate(timeout=400)
+        dashboard.kill()
+        dashboard.communicate()
         left = alive(processes)
         at_stop = len(workspace.metrics("loop"))
         if at_stop < LOOP_STEPS:
