@@ -10,6 +10,8 @@
 #   RESTARTS       how often a run that failed is started again, from its last checkpoint; on a machine of engines how often Ray is (3)
 #   START_S        how long Ray may take to start on machine 0, and a machine of engines waits for it, in seconds (600)
 #   REJOIN_S       how long it waits for machine 0's Ray to come again, once it has ended (120)
+#   RAY_AUTH_TOKEN a secret, the same on all machines, where there are machines of engines alone: without it whoever reaches
+#                  Ray's ports runs code as this user (openssl rand -hex 32); RAY_AUTH_TOKEN_PATH names a file that holds it
 # Exit code: that of `mar train` (0 finished, 1 failed, 2 refused, 130 stopped); on a machine of engines 0 once the run is over.
 set -euo pipefail
 
@@ -44,8 +46,16 @@ for command in mar ray; do
   [[ -n "$(command -v "$command")" ]] || refuse "there is no command $command in $venv/bin, nor on PATH: make the environment (make setup), or name it with VENV"
 done
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" RAY_worker_niceness=0
-# A token of one machine opens no other; a cluster's network is its own.
-export RAY_AUTH_MODE="${RAY_AUTH_MODE:-disabled}"
+[[ -n "${RAY_AUTH_TOKEN:-}" ]] || unset RAY_AUTH_TOKEN # Ray would take an empty one for a token
+folder=""
+if ((TRAINER_NODES < NNODES)); then # Ray listens at all addresses of these machines: it has no setting to listen at one
+  if [[ -n "${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-}" ]]; then
+    export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}"
+  elif [[ -z "${RAY_AUTH_MODE:-}" ]]; then
+    export RAY_AUTH_MODE=disabled # the token that Ray makes by itself on one machine opens no other
+    echo "torchrun_multinode.sh: note: without RAY_AUTH_TOKEN whoever reaches Ray's ports on this machine can run code as $(id -un): set the same secret on all machines, or keep their network private" >&2
+  fi
+fi
 
 reachable() { # HOST: something answers on its Ray's port; a host that is lost says nothing at all
   timeout 5 bash -c "exec 3<>/dev/tcp/$1/$RAY_PORT" 2>/dev/null
@@ -69,7 +79,21 @@ stop_ray() { # it drains for up to 30 s, and may lose a signal that comes while 
   done
   kill -KILL -- "-${ray[0]}" 2>/dev/null || true # its session, and with it what it has started
 }
-trap stop_ray EXIT
+# Ray's session, in a folder that goes at the end; one that a killed launcher left goes at the next start. Ray holds the lock on it, too.
+make_folder() {
+  local base="${RAY_TMPDIR:-${TMPDIR:-/tmp}}" new
+  ((${#base} <= 26)) || base=/tmp # sockets have paths of at most 107 bytes (watchdog/run_folder.py)
+  new="$(mktemp -d "$base/.mar-XXXXXXXX")" || refuse "no temporary folder can be made in $base (RAY_TMPDIR, TMPDIR)"
+  exec {lock}>"$new/.megatron_async_rl"
+  flock -n "$lock" || true # without locks it is never taken for a killed launcher's
+  folder="$base/mar-$(od -An -N4 -tx1 /dev/urandom | tr -d ' \n')"
+  mv -T "$new" "$folder"
+}
+clean_up() {
+  stop_ray
+  [[ -z "$folder" ]] || rm -rf "$folder"
+}
+trap clean_up EXIT
 trap 'exit 143' TERM
 trap 'exit 130' INT
 trap 'exit 129' HUP
@@ -77,7 +101,9 @@ trap 'exit 129' HUP
 if ((NODE_RANK >= TRAINER_NODES)); then
   # Engines alone: this machine works as long as machine 0 has a Ray, and for the next one if it comes again.
   # What an engine that was killed here leaves: only the next one would remove it.
-  trap 'stop_ray; python -m megatron_async_rl.weights.stale_files || true' EXIT
+  trap 'clean_up; python -m megatron_async_rl.weights.stale_files || true' EXIT
+  python -m megatron_async_rl.weights.stale_files || true
+  make_folder
   within=$START_S found="" lost=0 address="" said=""
   while :; do
     until=$((SECONDS + within))
@@ -103,7 +129,7 @@ if ((NODE_RANK >= TRAINER_NODES)); then
       ((lost++ < RESTARTS)) || { echo "torchrun_multinode.sh: Ray has ended $lost times on machine $NODE_RANK, and not on machine 0 (RESTARTS=$RESTARTS); its words are above" >&2; exit 1; }
       echo "torchrun_multinode.sh: machine $NODE_RANK joins machine 0's Ray again ($lost of RESTARTS=$RESTARTS)" >&2
     fi
-    setsid ray start --address="$address:$RAY_PORT" --disable-usage-stats --block &
+    setsid ray start --address="$address:$RAY_PORT" --temp-dir="$folder/ray" --disable-usage-stats --block &
     ray=($!)
     # By itself it would look for machine 0's for a minute more, with the machine, and end with hundreds of lines about itself.
     for ((refused = 0; refused < 5;)); do
@@ -125,7 +151,8 @@ fi
 engines=$((NNODES - TRAINER_NODES)) wait_for_engines=""
 start_ray() {
   ! reachable 127.0.0.1 || refuse "RAY_PORT=$RAY_PORT is already in use on this machine: name a free port, the same on all machines"
-  setsid ray start --head --port="$RAY_PORT" --include-dashboard=false --disable-usage-stats --block &
+  [[ -n "$folder" ]] || make_folder
+  setsid ray start --head --port="$RAY_PORT" --temp-dir="$folder/ray" --include-dashboard=false --disable-usage-stats --block &
   ray=($!)
   local until=$((SECONDS + START_S))
   until reachable 127.0.0.1; do

@@ -27,6 +27,7 @@ from megatron_async_rl import __version__
 from megatron_async_rl.config.problem import SHARE, ConfigError, UserError
 
 if TYPE_CHECKING:
+    from megatron_async_rl.config.schema import Config
     from megatron_async_rl.launch.peers import Nodes, PeerNodes
 
 USER_ERROR = 2
@@ -126,6 +127,21 @@ def _train(
 ) -> int:
     from megatron_async_rl.config.load import load
     from megatron_async_rl.data.hub import located
+    from megatron_async_rl.launch.run_lock import usable
+
+    loaded, found = located(load(config, overrides))
+    with usable(loaded.run.dir):
+        return _train_loaded(config, loaded, found, nodes, peers, engine_nodes)
+
+
+def _train_loaded(
+    config: Path,
+    loaded: Config,
+    found: Sequence[str],
+    nodes: Nodes,
+    peers: PeerNodes,
+    engine_nodes: int,
+) -> int:
     from megatron_async_rl.launch.launcher import launch
     from megatron_async_rl.launch.peers import NodesError
     from megatron_async_rl.plan.host import free_memory_problems
@@ -135,7 +151,6 @@ def _train(
     from megatron_async_rl.plan.preflight import preflight
     from megatron_async_rl.plan.resume import conflicts, differences
 
-    loaded, found = located(load(config, overrides))
     machine = this_machine(nodes.count)
     plan = preflight(loaded, all_data=True, machine=machine)
     # Node 0 alone looks at what the directory holds: it is the one that writes there.

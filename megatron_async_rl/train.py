@@ -34,6 +34,7 @@ from megatron_async_rl.watchdog.deadline import name_this_process
 from megatron_async_rl.watchdog.events import failure_of, record_failure
 from megatron_async_rl.watchdog.logs import redirect_output
 from megatron_async_rl.watchdog.processes import collect_rarely
+from megatron_async_rl.watchdog.run_folder import name_shared_memory
 from megatron_async_rl.watchdog.stall import gather_if_timed_out
 from megatron_async_rl.weights.convert import export_adapter, export_hf
 from megatron_async_rl.weights.export import WeightExporter
@@ -148,6 +149,7 @@ def main(config_path: Path) -> int:
     log = directory / "logs" / f"rank_{rank}.log"
     redirect_output(log)
     name_this_process(f"rank {rank}")
+    name_shared_memory()
     watch.start(directory, f"rank {rank}", end_after_s=END_ALONE * timeout_s)
     device_type = device.install(os.environ.get(PLANNED_DEVICE, config.policy.device))
     # Python collects garbage at its end: what is imported by now need not be looked through.

@@ -470,6 +470,9 @@ class ObserveConfig(Strict):
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Rank 0 serves the newest metrics at http://HOST:PORT/metrics; 0 takes a free port and logs
     it; null serves nothing."""
+    prometheus_host: str = "127.0.0.1"
+    """Address that it listens at, without a password: by default one that only rank 0's machine
+    reaches; 0.0.0.0 is every address of that machine."""
     trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
     """Experiment trackers that get the same numbers, each by its own library, which is installed beside
     this package, and its own environment variables (`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`).
@@ -480,6 +483,14 @@ class ObserveConfig(Strict):
     beside: Path | None = None
     """Directory of another run, whose reward, effective sample size and cosine the report draws
     beside this one's, under that directory's name; null draws none."""
+
+    @model_validator(mode="after")
+    def _host_of_a_port(self) -> ObserveConfig:
+        if "prometheus_host" in self.model_fields_set and self.prometheus_port is None:
+            default = type(self).model_fields["prometheus_host"].default
+            if self.prometheus_host != default:
+                raise ValueError("prometheus_host has no effect without prometheus_port")
+        return self
 
     @model_validator(mode="after")
     def _each_tracker_once(self) -> ObserveConfig:

@@ -307,6 +307,7 @@ class Rank0(OtherRank):
             tensorboard=config.observe.tensorboard,
             first_step=version + 1,
             prometheus_port=config.observe.prometheus_port,
+            prometheus_host=config.observe.prometheus_host,
             trackers=open_trackers(
                 config.observe.trackers,
                 config.run.dir,

@@ -3,22 +3,29 @@ one launcher runs on each.
 
 The ranks run under torchrun in a session of their own: Ctrl-C reaches only this process, which asks
 the ranks to stop by a file (`RUN/stop`) that rank 0 reads between two steps; a second Ctrl-C kills.
-A run in which nothing moves any more is ended too, and with it stands who waited for what. Whatever
-way the run ends, no process that it started stays behind: each carries the run's id in its
-environment and is found by it.
+A run in which nothing moves any more is ended too, and with it stands who waited for what.
+
+Invariants:
+- however the run ends, no process that it started stays behind: each carries the run's id in its
+  environment and is found by it. Nor do its temporary files (watchdog/run_folder.py);
+- however it ends, `RUN/status.json` then has a final phase, and of a failure the process and the
+  signal that ended it, if one did;
+- on one machine nothing that it starts listens beyond 127.0.0.1.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -29,21 +36,28 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.launch.peers import Nodes, PeerNodes
 from megatron_async_rl.launch.rendezvous import rendezvous
-from megatron_async_rl.launch.run_lock import RunDirectoryError, lock_run_dir, usable
+from megatron_async_rl.launch.run_lock import RunDirectoryError, concerns, lock_run_dir, usable
 from megatron_async_rl.launch.signals import deferred
 from megatron_async_rl.metrics.log import cut_unreadable
 from megatron_async_rl.metrics.status import FILE as STATUS
-from megatron_async_rl.metrics.status import Status, read_status, write_status
+from megatron_async_rl.metrics.status import FINAL, Status, read_status, write_status
 from megatron_async_rl.report.progress import Progress, print_summary
 from megatron_async_rl.rollout.allocator import set_options_of_ranks
-from megatron_async_rl.rollout.cluster import prepare_environment
+from megatron_async_rl.rollout.cluster import prepare_environment, stay_on_this_machine
 from megatron_async_rl.samples.segments import FOLDER as SAMPLES
 from megatron_async_rl.watchdog import stall, watch
-from megatron_async_rl.watchdog.events import EventReader, Failure, first_failure, record_failure
+from megatron_async_rl.watchdog.events import (
+    EventReader,
+    Failure,
+    described,
+    first_failure,
+    record_failure,
+)
 from megatron_async_rl.watchdog.host_memory import kernel_kills_in_words
-from megatron_async_rl.watchdog.logs import KILLED, PRIMARY, SECONDARY, find_cause
+from megatron_async_rl.watchdog.logs import KILLED, PRIMARY, SECONDARY, find_cause, tail
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE, STOPPED, of_run
 from megatron_async_rl.watchdog.progress_monitor import FOLDER, PARTIAL
+from megatron_async_rl.watchdog.run_folder import RunFolder, run_folder
 from megatron_async_rl.watchdog.watchdog import Watchdog
 from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 
@@ -56,6 +70,9 @@ START_S = 600.0
 FULL_BYTES = 2**20
 """With less room than this, what a process had to say was perhaps not written."""
 INTERRUPTED = 130
+LAST_LINES = 100
+"""Of torchrun's log: more than the traceback with which it ends."""
+_SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 
 
 def launch(
@@ -99,6 +116,8 @@ def launch(
             print_summary(run_dir, console)
             return 0
         start_s = config.rollout.start_timeout_s if config.rollout is not None else START_S
+        remove_stale(SHARED_MEMORY)
+        folder = held.enter_context(run_folder())
         if nodes.rank == 0:
             with usable(run_dir):
                 _prepare_directory(config)
@@ -109,7 +128,8 @@ def launch(
             )
         start = rendezvous(nodes, config, start_s, peers)
         peers.close()
-        exit_code = _run(config, console, nodes, rank_environment, start, start_s, lock)
+        ranks = Ranks(config, nodes, peers.address, start, rank_environment, folder, lock)
+        exit_code = _run(ranks, console, start_s)
     if exit_code == 0:
         ended = read_status(run_dir)
         if ended is not None and ended.phase == "finished":
@@ -126,45 +146,133 @@ def launch(
         )
         return INTERRUPTED
     if exit_code != INTERRUPTED:
-        _explain_failure(run_dir, console)
+        with contextlib.suppress(OSError):  # where the directory was lost, that was shown before
+            _explain_failure(run_dir, console)
     return exit_code
 
 
-def _run(
-    config: Config,
-    console: Console,
-    nodes: Nodes,
-    rank_environment: Mapping[str, str],
-    start: str,
-    start_s: float,
-    lock: int | None,
-) -> int:
+@dataclass(frozen=True)
+class Ranks:
+    """What this machine's ranks are started with. `address`: of node 0. `lock`: a descriptor that
+    torchrun holds, too, so that the directory is taken for as long as there are ranks."""
+
+    config: Config
+    nodes: Nodes
+    address: str
+    start: str
+    environment: Mapping[str, str]
+    folder: RunFolder
+    lock: int | None
+
+    @property
+    def log(self) -> Path:
+        name = "torchrun.log" if self.nodes.rank == 0 else f"torchrun_{self.nodes.rank}.log"
+        return self.config.run.dir / "logs" / name
+
+
+def _run(ranks: Ranks, console: Console, start_s: float) -> int:
     """From the start of the ranks to the end of the last process."""
+    config, nodes = ranks.config, ranks.nodes
     run_dir, run_id = config.run.dir, uuid.uuid4().hex  # each machine ends its own processes
-    standstill = None
+    earlier, standstill, exit_code, error = read_status(run_dir), None, 1, None
     with deferred() as interrupts:
-        process = _start_ranks(config, run_id, nodes, rank_environment, start, lock)
-        progress = Progress(run_dir, config.run.steps, console)
-        watchdog = Watchdog(
-            run_dir,
-            run_id,
-            timeout_s=config.watchdog.timeout_s,
-            start_s=start_s,
-            ranks=config.policy.parallel.ranks,
-            node=nodes.rank,
-            nodes=nodes.count,
-        )
         try:
-            exit_code, standstill = _watch(
-                process, progress, watchdog, run_dir, console, nodes, interrupts
+            process = _start_ranks(ranks, run_id)
+            progress = Progress(run_dir, config.run.steps, console)
+            watchdog = Watchdog(
+                run_dir,
+                run_id,
+                timeout_s=config.watchdog.timeout_s,
+                start_s=start_s,
+                ranks=config.policy.parallel.ranks,
+                node=nodes.rank,
+                nodes=nodes.count,
             )
+            with contextlib.closing(progress):
+                exit_code, standstill = _watch(
+                    process, progress, watchdog, run_dir, console, nodes, interrupts
+                )
+            if exit_code == 1 and (failure := _killed(process, ranks.log)) is not None:
+                record_failure(run_dir, failure)
+        except BaseException as raised:
+            error = raised
+            if not isinstance(raised, OSError) or not concerns(raised, run_dir):
+                raise
         finally:
             _kill_leftovers(run_id)
-            if standstill is not None:  # now that no rank writes a status of its own
-                _record_failure(run_dir, standstill)
+            # Now that no rank writes a status of its own. A full or lost disk keeps the status as it
+            # is; what happened is shown on the terminal all the same.
+            with contextlib.suppress(OSError):
+                if standstill is not None:
+                    _record_failure(run_dir, standstill)
+                _record_end(ranks, exit_code, earlier, error, interrupts)
             watch.stop()
-            progress.close()
+    if error is not None:
+        console.print(
+            f"The run was ended, as its directory cannot be used: {error}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     return exit_code
+
+
+def _killed(process: subprocess.Popen[bytes], log: Path) -> Failure | None:
+    """The failure of torchrun where a signal ended it: all that its ranks say is that they were
+    ended."""
+    if process.returncode is None or process.returncode == 0:
+        return None
+    if process.returncode < 0:
+        number = -process.returncode
+    else:  # of others than SIGKILL it ends its ranks first, and itself by an exception
+        said = _SIGNALLED.findall("\n".join(tail(log, LAST_LINES)))
+        if not said:
+            return None
+        number = int(said[-1])
+    return Failure(
+        process="launcher",
+        what=f"torchrun (pid {process.pid}), which holds the ranks, was ended by {_name(number)}",
+        where=str(log),
+        kind=PRIMARY,
+        time=time.time(),
+    )
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _record_end(
+    ranks: Ranks,
+    exit_code: int,
+    earlier: Status | None,
+    error: BaseException | None,
+    interrupts: Sequence[int],
+) -> None:
+    """Writes the final status, where rank 0 has not come to it or knows less. `earlier`: the status
+    that the start before left; `error`: what ended the launcher."""
+    run_dir = ranks.config.run.dir
+    status = read_status(run_dir)
+    over = status is not None and status.phase in FINAL and status != earlier
+    # Another node's launcher knows less than rank 0.
+    if exit_code == 0 or (over and (exit_code == INTERRUPTED or ranks.nodes.rank > 0)):
+        return
+    last = status or Status(phase="", step=0, steps=ranks.config.run.steps, time=0.0)
+    me = f"mar train (pid {os.getpid()})"
+    if exit_code == INTERRUPTED:
+        names = ", ".join(_name(number) for number in interrupts)
+        ended = replace(last, phase="stopped", detail=f"{me} received {names} and ended the run")
+        if last.phase in FINAL:  # nothing has begun: the start before ended so
+            return
+    elif error is not None:
+        ended = replace(last, phase="failed", error=f"{me}: {described(error)}", log=None)
+    else:
+        message, place = _cause(run_dir)
+        ended = replace(last, phase="failed", error=message, log=place)
+    write_status(run_dir, replace(ended, time=time.time()))
 
 
 def _prepare_directory(config: Config) -> None:
@@ -188,51 +296,46 @@ def _prepare_directory(config: Config) -> None:
 
 
 def environment_of_ranks(
-    given: Mapping[str, str], run_id: str, wanted: Mapping[str, str]
+    given: Mapping[str, str], run_id: str, wanted: Mapping[str, str], *, nodes: int = 1
 ) -> dict[str, str]:
     """`given`, with what ranks need; `wanted`: variables that this machine's want, where nobody has
-    set them."""
+    set them. `nodes`: machines that have ranks."""
     environment = {**wanted, **given, RUN_ID_VARIABLE: run_id}
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment.setdefault(
         "SPT_NOENV", "1"
     )  # a process that gives itself a title would erase what it is found by
     prepare_environment(environment)
+    if nodes == 1:
+        stay_on_this_machine(environment)
     environment.setdefault("HF_HUB_OFFLINE", "1")
     set_options_of_ranks(environment)
     return environment
 
 
-def _start_ranks(
-    config: Config,
-    run_id: str,
-    nodes: Nodes,
-    rank_environment: Mapping[str, str],
-    start: str,
-    lock: int | None,
-) -> subprocess.Popen[bytes]:
-    """`lock`: a descriptor that torchrun holds, too, so that the directory is taken for as long as
-    there are ranks."""
-    run_dir = config.run.dir
+def _start_ranks(ranks: Ranks, run_id: str) -> subprocess.Popen[bytes]:
+    config, nodes = ranks.config, ranks.nodes
     command = [
         sys.executable,
         "-m",
-        "torch.distributed.run",
-        *nodes.torchrun(config.policy.parallel.ranks, start),
+        "megatron_async_rl.launch.torchrun",
+        *nodes.torchrun(config.policy.parallel.ranks, ranks.start, ranks.address),
         "-m",
         "megatron_async_rl.train",
-        str(run_dir / "config.yaml"),
+        str(config.run.dir / "config.yaml"),
     ]
-    name = "torchrun.log" if nodes.rank == 0 else f"torchrun_{nodes.rank}.log"
-    with open(run_dir / "logs" / name, "wb") as log:
+    environment = environment_of_ranks(os.environ, run_id, ranks.environment, nodes=nodes.count)
+    ranks.folder.set_in(environment)
+    locks = ranks.folder.locks if ranks.lock is None else (*ranks.folder.locks, ranks.lock)
+    with open(ranks.log, "wb") as log:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=environment_of_ranks(os.environ, run_id, rank_environment),
+            env=environment,
             start_new_session=True,
-            pass_fds=() if lock is None else (lock,),
+            pass_fds=locks,
         )
 
 
@@ -287,7 +390,7 @@ def _watch(
 def _over(run_dir: Path) -> bool:
     """True once rank 0 has recorded how the run ended."""
     status = read_status(run_dir)
-    return status is not None and status.phase in ("finished", "stopped", "failed")
+    return status is not None and status.phase in FINAL
 
 
 def _record_failure(run_dir: Path, standstill: stall.Stall) -> None:
@@ -322,25 +425,26 @@ def _report(run_dir: Path, console: Console) -> None:
         console.print(f"The report was not written. {error}", markup=False)
 
 
-def _explain_failure(run_dir: Path, console: Console) -> None:
-    """The cause and its file. Rank 0's own words are the fullest, unless what it met was another
-    process's death.
-
-    When a wait missed its deadline, also who waited for what.
-    """
+def _cause(run_dir: Path) -> tuple[str, str]:
+    """The cause of a failure, and its file. Rank 0's own words are the fullest, unless what it met was
+    another process's death."""
     failure = first_failure(run_dir)
     cause = None
     if failure is None or failure.kind != PRIMARY:
         cause = find_cause(run_dir / "logs")
     if cause is not None and (failure is None or cause.kind < failure.kind):
-        message, place = cause.message, f"{cause.file}:{cause.line}"
         kernel = kernel_kills_in_words() if cause.kind == KILLED else ""
-        message += f"\n  {kernel}" if kernel else ""
-    elif failure is not None:
-        message, place = failure.what, failure.where
-        message += f"\n  fix: {failure.fix}" if failure.fix else ""
-    else:
-        message, place = "no process left a message", str(run_dir / "logs")
+        message = f"{cause.message}\n  {kernel}" if kernel else cause.message
+        return message, f"{cause.file}:{cause.line}"
+    if failure is None:
+        return "no process left a message", str(run_dir / "logs")
+    fix = f"\n  fix: {failure.fix}" if failure.fix else ""
+    return failure.what + fix, failure.where
+
+
+def _explain_failure(run_dir: Path, console: Console) -> None:
+    """Shows the cause and its file; when a wait missed its deadline, also who waited for what."""
+    message, place = _cause(run_dir)
     console.print("[red bold]The run failed:[/] ", end="")
     console.print(message, markup=False, highlight=False, soft_wrap=True)
     console.print(f"Log: {place}", markup=False, highlight=False, soft_wrap=True)

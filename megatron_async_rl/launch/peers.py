@@ -14,7 +14,8 @@ Invariants:
 - a node that does not start ends at the latest TELL_S after it said so to its user, heard or not;
 - no rank starts on a node that node 0 does not reach, or that does not reach node 0, by the addresses
   that the ranks will give each other;
-- what a stranger sends to the port is not taken for a node's.
+- what a stranger sends to the port is not taken for a node's;
+- nothing listens at an address that node 0's endpoint and the ranks do not need.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +44,11 @@ CONNECT_S = 1.0
 REACH_S = 10.0
 """Longest wait for a connection to a node that is known to be there."""
 INTERFACE = "GLOO_SOCKET_IFNAME"
+RENDEZVOUS = "bound"
+"""Name of the rendezvous of torchrun.py in torchrun's registry."""
+STRANGERS = 128
+"""Connections beside those of the nodes that node 0 holds: the oldest are closed."""
+LOOPBACK = "127.0.0.1"
 _LONGEST = 2**16
 """Bytes of a message."""
 
@@ -89,25 +96,33 @@ class Nodes:
     def port(self) -> int:
         return int(self.endpoint.rpartition(":")[2])
 
-    def torchrun(self, ranks: int, start: str) -> list[str]:
-        """Its arguments for this node's share of the ranks; `start`: the id that `rendezvous`
-        returned."""
-        share = f"--nproc-per-node={ranks // self.count}"
-        if self.count == 1:
-            # By number: in a container nothing may know the machine's own name.
-            return ["--standalone", "--local-addr=127.0.0.1", share]
-        host, _, port = self.endpoint.rpartition(":")
-        there = [f"--master-addr={host}", f"--master-port={port}", f"--rdzv-id={start}"]
-        return [f"--nnodes={self.count}", f"--node-rank={self.rank}", *there, share]
+    def torchrun(self, ranks: int, start: str, address: str = LOOPBACK) -> list[str]:
+        """Return torchrun's arguments for this node's share of the ranks.
+
+        `start`: the id that `rendezvous` returned. `address`: of node 0, as this node reaches it; on
+        node 0 the address at which its store listens.
+        """
+        host = f"[{address}]" if ":" in address else address
+        return [
+            f"--nnodes={self.count}",
+            f"--nproc-per-node={ranks // self.count}",
+            f"--rdzv-backend={RENDEZVOUS}",
+            f"--rdzv-endpoint={host}:{self.port if self.count > 1 else 0}",
+            f"--rdzv-conf=rank={self.rank}",
+            f"--rdzv-id={start}",
+        ]
 
 
 class PeerNodes:
     """The nodes beside this one, until their ranks start. A single node has none."""
 
     def __init__(self, nodes: Nodes) -> None:
-        """Raises NodesError where node 0 cannot listen on the port of its endpoint."""
+        """Raises NodesError where node 0 cannot listen at its endpoint."""
         self._nodes = nodes
-        self._listener = _listen(nodes) if nodes.count > 1 and nodes.rank == 0 else None
+        first = nodes.count > 1 and nodes.rank == 0
+        self.address = listening_address(nodes) if first else nodes.host or LOOPBACK
+        """Address of node 0: on node 0 an IP address of this machine."""
+        self._listener = _listen(nodes, self.address) if first else None
         self._ranks: socket.socket | None = None
         """Listens where the ranks of this node will, for others to try the address."""
         self._connections: list[_Connection] = []
@@ -227,6 +242,9 @@ class PeerNodes:
             if self._listener is not None:
                 while True:
                     self._connections.append(_Connection(self._listener.accept()[0]))
+                    if len(self._connections) > STRANGERS + self._nodes.count:
+                        # A node whose connection this was calls again.
+                        self._connections.pop(0).close()
             elif self._nodes.rank > 0 and not self._connections:
                 self._connections.append(
                     _Connection(
@@ -303,30 +321,51 @@ def rank_address() -> str:
             f"{names} is no interface of {socket.gethostname()} with an address",
             f"set it there to one of: {', '.join(interfaces)}",
         )
+    return next(_own_addresses(socket.gethostname()), LOOPBACK)
+
+
+def listening_address(nodes: Nodes) -> str:
+    """Return the address at which node 0 accepts the other nodes: that of its endpoint where it is
+    one of this machine, else that of its ranks. Raises NodesError where the others cannot reach it."""
+    named = list(_own_addresses(nodes.host))
+    outward = [address for address in named if not ipaddress.ip_address(address).is_loopback]
+    if outward:
+        return outward[0]
+    if nodes.host in ("localhost", *named):
+        return named[0]
+    # The endpoint's name is this machine's for the others alone: forwarded, or, as Debian writes
+    # /etc/hosts, a loopback address here.
+    address = rank_address()
+    if named and ipaddress.ip_address(address).is_loopback:
+        raise NodesError.of(
+            "--rdzv-endpoint",
+            f"{nodes.host} is {named[0]} on this machine, which is every machine's own address",
+            f"name node 0 by its number in the network that all nodes have (MASTER_ADDR), or set"
+            f" {INTERFACE} here to the interface of that network",
+        )
+    return address
+
+
+def _own_addresses(host: str) -> Iterator[str]:
+    """Addresses of `host` that are this machine's."""
     with contextlib.suppress(OSError):
-        for family, *_, address in socket.getaddrinfo(
-            socket.gethostname(), None, type=socket.SOCK_STREAM
-        ):
+        for family, *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family) as tried:
                 tried.bind((address[0], 0))
-                return str(address[0])
-    return "127.0.0.1"
+                yield str(address[0])
 
 
-def _listen(nodes: Nodes) -> socket.socket:
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
+def _listen(nodes: Nodes, address: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        listener = socket.create_server(
-            ("", nodes.port), family=family, backlog=nodes.count, dualstack_ipv6=both
-        )
+        listener = socket.create_server((address, nodes.port), family=family, backlog=nodes.count)
     except (OSError, OverflowError) as error:
         in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         raise NodesError.of(
             "--rdzv-endpoint",
             f"port {nodes.port} is already in use on this machine"
             if in_use
-            else f"this machine cannot listen on port {nodes.port}: {error}",
+            else f"this machine cannot listen on port {nodes.port} of {address}: {error}",
             "name a free port",
         ) from error
     listener.setblocking(False)

@@ -27,6 +27,7 @@ from megatron_async_rl.watchdog.progress_monitor import write_whole
 log = logging.getLogger(__name__)
 
 FILE = "lock"
+_OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -102,12 +103,23 @@ def _is_taken(run_dir: Path) -> bool:
     return False
 
 
+def concerns(error: OSError, run_dir: Path) -> bool:
+    """True for an error of a file in `run_dir` or of a folder above it, or of a disk: an error of a
+    write names no file."""
+    if error.filename is None:
+        return error.errno in _OF_DISK
+    file, own = Path(os.fsdecode(error.filename)).absolute(), run_dir.absolute()
+    return own == file or own in file.parents or file in own.parents
+
+
 @contextmanager
 def usable(run_dir: Path) -> Iterator[None]:
-    """Turns an OSError of the file system into a RunDirectoryError."""
+    """Turns an OSError of the run's directory into a RunDirectoryError."""
     try:
         yield
     except OSError as error:
+        if not concerns(error, run_dir):
+            raise
         raise RunDirectoryError.of(
             "run.dir",
             f"{error.filename or run_dir}: {error.strerror or error}",

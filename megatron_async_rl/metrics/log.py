@@ -71,12 +71,13 @@ class MetricsLog:
         tensorboard: bool,
         first_step: int,
         prometheus_port: int | None = None,
+        prometheus_host: str = "127.0.0.1",
         trackers: Sequence[Sink] = (),
     ) -> None:
         """`first_step`: the first step this process will log. Lines from it on are cut away: they
         will be written again. `trackers`: more sinks, which are closed with the log.
 
-        Raises UserError when `prometheus_port` is already in use.
+        Raises UserError when `prometheus_port` of `prometheus_host` cannot be listened on.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         self._sinks: list[Sink] = list(trackers)
@@ -85,7 +86,7 @@ class MetricsLog:
             from megatron_async_rl.metrics.sinks import Prometheus, TensorBoard
 
             if prometheus_port is not None:
-                self._sinks.append(Prometheus(run_dir, prometheus_port))
+                self._sinks.append(Prometheus(run_dir, prometheus_port, prometheus_host))
             if tensorboard:
                 writer = TensorBoard(run_dir / "tensorboard", first_step)
                 self._sinks.append(BackgroundSink("TensorBoard", writer))

@@ -10,19 +10,24 @@ Invariants:
 - Prometheus serves one whole line, never parts of two; a key that the newest line does not have is
   not served, but for the newest evaluation, which is served until the next one, so that a scrape
   finds it however short the steps are;
-- the process's other prometheus clients (vLLM's, Ray's) are not in it: the registry is our own.
+- the process's other prometheus clients (vLLM's, Ray's) are not in it: the registry is our own;
+- Prometheus listens at the address that the config names, and strangers who connect to it take no
+  more than `_Scrapes.slots` threads of rank 0.
 """
 
 from __future__ import annotations
 
+import errno
 import re
 import socket
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
@@ -32,6 +37,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.metrics.catalogue import METRICS, Value, find_metric
+from megatron_async_rl.watchdog.limited_server import LimitedThreads
 
 ADDRESS_FILE = "prometheus.txt"
 """In the run directory: where Prometheus can scrape, while it can."""
@@ -80,30 +86,49 @@ class TensorBoard:
         self._writer.close()
 
 
+class _Scrapes(LimitedThreads, WSGIServer):
+    slots = 16
+
+    def __init__(self, host: str, port: int) -> None:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family = found[0][0]
+        super().__init__((host, port), _Scrape)
+
+
+class _Scrape(WSGIRequestHandler):
+    timeout = 10
+    """Seconds that a scraper may take for its request."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: rank 0's log is for the run."""
+
+
 class Prometheus:
-    """The newest line over HTTP, from a thread of this process, on all of the machine's addresses:
-    a gauge `mar_<key>` for each number, a counter `mar_<key>_total` for each count so far."""
+    """The newest line over HTTP, from a thread of this process: a gauge `mar_<key>` for each number, a
+    counter `mar_<key>_total` for each count so far."""
 
-    def __init__(self, run_dir: Path, port: int) -> None:
+    def __init__(self, run_dir: Path, port: int, host: str = "127.0.0.1") -> None:
         """`port` 0 takes a free one; the address is in RUN/prometheus.txt and in this process's
-        log.
+        log. Nothing asks a scraper for a password.
 
-        Raises UserError for a port that is already in use.
+        Raises UserError for a port or a host that cannot be listened on.
         """
         self._newest = _NewestLine()
         registry = CollectorRegistry()
         registry.register(self._newest)
         try:
-            self._server, self._thread = start_http_server(port, registry=registry)
+            self._server = _Scrapes(host, port)
         except OSError as error:
-            raise UserError.of(
-                "observe.prometheus_port",
-                f"cannot listen on port {port}: {error.strerror or error}",
-                "name a free port, 0 to have one found, or null to serve nothing",
-            ) from error
+            raise _unavailable(host, port, error) from error
+        self._server.set_app(make_wsgi_app(registry))
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="prometheus", daemon=True
+        )
+        self._thread.start()
         self.port = int(self._server.server_port)
         self._file = run_dir / ADDRESS_FILE
-        address = f"http://{socket.gethostname()}:{self.port}/metrics"
+        name = socket.gethostname() if host in ("0.0.0.0", "::", "") else host
+        address = f"http://{f'[{name}]' if ':' in name else name}:{self.port}/metrics"
         self._file.write_text(f"{address}\n", encoding="utf-8")
         sys.stderr.write(f"metrics for Prometheus at {address}\n")
 
@@ -144,6 +169,20 @@ class _NewestLine(Collector):
             for index, entry in enumerate(value):
                 gauge.add_metric([str(2**index if kind == "doubling counts" else index)], entry)
             yield gauge
+
+
+def _unavailable(host: str, port: int, error: OSError) -> UserError:
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return UserError.of(
+            "observe.prometheus_host",
+            f"{host} is no address of this machine: {error.strerror or error}",
+            "name one, such as 127.0.0.1, or 0.0.0.0 for all of them",
+        )
+    return UserError.of(
+        "observe.prometheus_port",
+        f"cannot listen on port {port}: {error.strerror or error}",
+        "name a free port, 0 to have one found, or null to serve nothing",
+    )
 
 
 def gauge_name(key: str) -> str:

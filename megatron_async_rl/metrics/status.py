@@ -1,4 +1,5 @@
-"""`RUN/status.json`: what the run is doing now, in one small file that rank 0 replaces whole.
+"""`RUN/status.json`: what the run is doing now, in one small file that rank 0 replaces whole. The
+launcher writes the last one where rank 0 did not come to it.
 
 Invariant: a reader sees the previous status or the next one, never a half of either.
 """
@@ -16,6 +17,8 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.watchdog.progress_monitor import write_whole
 
 FILE = "status.json"
+FINAL = ("stopped", "finished", "failed")
+"""Phases after which nothing of the run is left."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ import json
 import socket
 from collections.abc import Callable, Hashable, Sequence
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -38,6 +38,7 @@ from megatron_async_rl.report.comparison import colour_of, name_runs, names_of, 
 from megatron_async_rl.report.report_html import Page, head, page_of, problem
 from megatron_async_rl.report.run_data import ReportError, RunData, RunReader
 from megatron_async_rl.report.sample_browser import SampleBrowser, form
+from megatron_async_rl.watchdog.limited_server import LimitedThreads
 
 ALL = "all"
 LEAST_ZIPPED = 2_000
@@ -164,9 +165,7 @@ def _broken(run_dir: Path, error: UserError) -> Page:
     return Page(parts={**head(run_dir.name, str(run_dir), None), "ERROR": problem(str(error))})
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
+class _Server(LimitedThreads, HTTPServer):
     def __init__(
         self, host: str, port: int, dashboard: Dashboard, allowed: Sequence[str] = ()
     ) -> None:

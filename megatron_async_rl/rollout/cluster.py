@@ -4,7 +4,8 @@ Invariants:
 - Ray hands none of the trainer's GPUs to an engine, on whichever machine they are: on a Ray of our own
   they are hidden from it, on a cluster that was there before an actor on each machine holds them;
 - no engine starts with other versions than the run's (`require_software`): what it samples would be
-  another model's tokens, or vLLM's calls other calls.
+  another model's tokens, or vLLM's calls other calls;
+- a Ray of our own listens at 127.0.0.1 alone: whoever reaches its ports runs code as the run's user.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import megatron_async_rl
 from megatron_async_rl.config.problem import SHARE
 from megatron_async_rl.rollout.allocator import without_expandable_segments
@@ -27,6 +30,7 @@ from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import DeadlineExceeded, ray_get
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE
+from megatron_async_rl.watchdog.run_folder import use_run_folder
 
 LEAST_STORE_BYTES = 256 * 2**20
 STORED_BATCHES = 4
@@ -42,6 +46,9 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Hardware queues of a GPU, as CUDA reads it. Of trainer ranks alone: one queue, which some of their
 layouts want, would hold up an engine's kernels."""
 UTF8_MODE = "PYTHONUTF8"
+RAY_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Ray's variable that decides, on every system, at which address a new Ray listens: "0" for
+127.0.0.1."""
 TOKEN_HINT = (
     "If it was started where ~/.ray/auth_token is, which any Ray on one machine leaves behind, it"
     " asks for that token: set RAY_AUTH_MODE=token for the run, or RAY_AUTH_MODE=disabled for `ray"
@@ -92,6 +99,26 @@ def prepare_environment(environment: MutableMapping[str, str]) -> None:
     environment[UTF8_MODE] = "1"
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     environment.setdefault("RAY_worker_niceness", "0")
+    if not environment.get("RAY_ADDRESS"):
+        environment[RAY_CLUSTERS] = "0"
+
+
+def loopback_interface() -> str:
+    """Return the name of the network interface that has 127.0.0.1."""
+    return next(
+        (
+            name
+            for name, addresses in psutil.net_if_addrs().items()
+            if any(one.address == "127.0.0.1" for one in addresses)
+        ),
+        "lo",
+    )
+
+
+def stay_on_this_machine(environment: MutableMapping[str, str]) -> None:
+    """Set the variables by which gloo and NCCL listen at 127.0.0.1 alone. What the user has set for
+    runs over several machines does not hold for this one."""
+    environment |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback_interface())
 
 
 def digest_of(package: Path) -> str:
@@ -178,6 +205,9 @@ def join_ray(
     `store_bytes`: of the object store of a cluster of our own. `quiet`: Ray says on this terminal
     only what went wrong. Raises TrainerDevicesTaken and ClusterNotJoined.
     """
+    prepare_environment(os.environ)
+    if not os.environ.get("RAY_ADDRESS"):
+        use_run_folder()
     import ray
 
     level = logging.ERROR if quiet else logging.INFO
@@ -207,6 +237,10 @@ def join_ray(
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(free)
     if shared:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shared)
+    # Where Ray was imported before, it has read the variable already.
+    from ray._private import ray_constants
+
+    ray_constants.ENABLE_RAY_CLUSTER = False
     # Engines inherit what Ray does, and this process may still have to read it.
     of_ranks = os.environ.pop(CONNECTIONS, None)
     try:

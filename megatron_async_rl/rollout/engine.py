@@ -55,6 +55,7 @@ from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import name_this_process
 from megatron_async_rl.watchdog.logs import redirect_output
 from megatron_async_rl.watchdog.processes import collect_rarely
+from megatron_async_rl.watchdog.run_folder import name_shared_memory, use_run_folder
 from megatron_async_rl.weights.manifest import Delivery, Manifest
 
 if TYPE_CHECKING:
@@ -78,6 +79,9 @@ class RolloutEngine:
         redirect_output(spec.log)
         name_this_process(spec.name)
         watch.join(spec.name)
+        # Ray on another machine, or one that was there before, has none of the run's variables.
+        use_run_folder()
+        name_shared_memory()
         os.environ.update(environment(spec))
         # A Ray that the user started may have the option. torch reads it with the first CUDA tensor.
         drop_expandable_segments(os.environ)

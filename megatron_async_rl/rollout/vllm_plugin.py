@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async_rl.rollout import expert_recorder
+from megatron_async_rl.rollout.cluster import loopback_interface
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.processes import PARENT, die_with_parent
+from megatron_async_rl.watchdog.run_folder import name_shared_memory
 
 ENTRY_POINT = "mar_shared_memory"
 """Name of this plugin in the package's `vllm.general_plugins` entry points."""
@@ -36,6 +38,7 @@ def register() -> None:
 
     die_with_parent()
     watch.join()
+    name_shared_memory()
     # Python looks through all that was imported for garbage six times while vLLM starts, and once
     # more before a process ends: each takes about half a second.
     gc.freeze()
@@ -63,6 +66,9 @@ def environment(spec: EngineSpec) -> dict[str, str]:
     """Variables that vLLM and the libraries under it read at import. Call it in the process that
     will start vLLM."""
     values = {
+        # An engine is on one machine: its processes talk to each other there alone.
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": loopback_interface(),
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -72,6 +78,8 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         PARENT: str(os.getpid()),
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if spec.transport != "collective":  # NCCL brings that one its weights from rank 0's machine
+        values["NCCL_SOCKET_IFNAME"] = loopback_interface()
     if spec.records_experts and spec.device == "cpu":
         values[expert_recorder.RECORD] = "1"
     if spec.device == "cpu":

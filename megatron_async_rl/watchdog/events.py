@@ -20,6 +20,7 @@ import asyncio
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -137,7 +138,10 @@ def failure_of(error: BaseException, where: Path) -> Failure:
 
 
 def described(error: BaseException) -> str:
-    """`Type: message`, and where it was."""
+    """`Type: message`, and where it was; of a process that was told to end, its name and by which
+    signal."""
+    if isinstance(error, SystemExit) and error.code == signal.SIGTERM:  # as Ray handles it
+        return f"{this_process()} (pid {os.getpid()}) was ended by SIGTERM"
     return f"{type(error).__name__}: {with_notes(error)}"
 
 

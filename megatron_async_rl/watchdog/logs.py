@@ -37,6 +37,9 @@ _KILLED = re.compile(
     r"|Failed to connect to GCS within"
 )
 
+_SIGNALLED = re.compile(r"Signal \d+ \(SIG[A-Z]+\) received by PID")
+"""In torchrun's list: of the root cause any signal counts. Of the others SIGTERM does not: torchrun
+sends it itself."""
 _RANK = re.compile(r" *rank +: \d+")
 _ROOT_CAUSE = "Root Cause (first observed failure)"
 """torchrun's list of ranks that failed: the others come before it."""
@@ -140,7 +143,7 @@ def _candidates(text: str) -> list[_Candidate]:
     streams: dict[str, list[str]] = {}
     numbers: dict[str, list[int]] = {}
     found: list[_Candidate] = []
-    rank = ""
+    rank, root = "", False
     for number, raw in enumerate(text.splitlines(), start=1):
         origin, line = _split_origin(raw)
         streams.setdefault(origin, []).append(line)
@@ -149,7 +152,8 @@ def _candidates(text: str) -> list[_Candidate]:
             rank = matched.group(0).split()[-1]
         if _ROOT_CAUSE in line:
             found.clear()  # those before it died of this one's death
-        if _KILLED.search(line):
+            root = True
+        if _KILLED.search(line) or (root and _SIGNALLED.search(line)):
             message = line.rpartition("traceback : ")[2].strip()
             found.append(_Candidate(KILLED, f"rank {rank}: {message}" if rank else message, number))
     for origin, lines in streams.items():

@@ -30,6 +30,7 @@ import torch
 from torch.distributed import TCPStore
 
 from megatron_async_rl.watchdog import watch
+from megatron_async_rl.weights.bound_store import serve_store
 from megatron_async_rl.weights.communicator import Communicator
 from megatron_async_rl.weights.manifest import (
     IN_FLIGHT,
@@ -79,10 +80,10 @@ class Sender:
         """Of the two newest versions that were sent."""
 
     def open(self, workers: int) -> Meeting:
-        """Where an engine of so many workers meets it. Raises RuntimeError where this machine does
-        not listen at its host."""
+        """Where an engine of so many workers meets it. Raises OSError where the host is no address of
+        this machine."""
         limit = timedelta(seconds=self._limit_s)
-        store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        store = serve_store(self._host, 0, limit)
         meeting = Meeting(host=self._host, port=store.port, workers=workers, limit_s=self._limit_s)
         self._sets[meeting.port] = _Set(meeting, store)
         return meeting

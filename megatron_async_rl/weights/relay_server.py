@@ -11,7 +11,9 @@ Invariants:
 - nothing of a file is sent before the request has proved the run's key. The key itself never
   travels here, and a nonce is good for one request. Bytes are not encrypted;
 - only buckets of versions whose place rank 0 does not write are served (`stage`, `release`);
-- a connection has a thread and a limit on each wait for its peer, so one that stands still is cut.
+- a connection that has not proved the key takes one of `_Server.slots` threads for ADMISSION_S at
+  most, so strangers exhaust neither threads nor descriptors (watchdog/limited_server.py);
+- one that has proved it has a thread and a limit on each wait for its peer, so a stalled one is cut.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megatron_async_rl.watchdog.limited_server import LimitedThreads
 from megatron_async_rl.weights.manifest import BucketRef, Manifest
 
 log = logging.getLogger(__name__)
@@ -37,6 +40,8 @@ _REQUEST = struct.Struct(">qqq")
 _ANSWER = struct.Struct(">qI")
 """Bytes that come, -1 for none; and the length of the reason, which then comes."""
 _MAC_BYTES = 32
+ADMISSION_S = 10.0
+"""Longest time from a connection to its proof of the key."""
 
 
 class RelayFailed(RuntimeError):
@@ -99,8 +104,8 @@ class RelayServer:
         return ref
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    daemon_threads = True
+class _Server(LimitedThreads, socketserver.TCPServer):
+    admission_s = ADMISSION_S
     request_queue_size = 128
 
     def __init__(self, host: str, relay: RelayServer, silence_s: float) -> None:
@@ -133,6 +138,7 @@ class _Connection(socketserver.BaseRequestHandler):
             log.warning("%s asked for weights with another key", self.client_address)
             self._refuse("the key is not this run's")
             return
+        self.server.admit(self.request)
 
         version, bucket, first = _REQUEST.unpack(asked)
         try:

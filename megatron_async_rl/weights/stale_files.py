@@ -1,25 +1,37 @@
-"""Finds weights that a killed run left behind in shared memory. Loads no torch: the launchers call
-it, that of a machine of engines as `python -m megatron_async_rl.weights.stale_files`.
+"""Finds what killed processes left behind in shared memory. Loads no torch: the launchers call it, that
+of a machine of engines as `python -m megatron_async_rl.weights.stale_files`, which also removes the
+folders of killed runs.
 
-Invariant: a file whose writer lives is left alone; the writer holds an exclusive `flock` on it
-(`shared_memory.py`).
+Invariants:
+- a file whose writer lives is left alone; the writer of weights holds an exclusive `flock` on them
+  (`shared_memory.py`), a run one on behalf of its other files (watchdog/run_folder.py);
+- OpenMP names a file after its process and never uses it again: that of a dead process is of no use.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 from pathlib import Path
 
-SHARED_MEMORY = Path("/dev/shm")
+from megatron_async_rl.watchdog.processes import condition
+from megatron_async_rl.watchdog.run_folder import (
+    SHARED_MEMORY,
+    remove_stale_folders,
+    remove_stale_shared_memory,
+)
+
 PREFIX = "mar-weights-"
 """Start of the names of bucket files."""
+_OPENMP = re.compile(r"__KMP_REGISTERED_LIB_(\d+)_(\d+)")
+"""Process and user."""
 
 
 def remove_stale(directory: Path) -> list[Path]:
-    """Delete the bucket files of dead processes in `directory`; returns what was deleted. Live ones
-    are left alone."""
-    removed = []
+    """Delete the files of dead processes in `directory`; returns what was deleted. Live ones are left
+    alone."""
+    removed = remove_stale_shared_memory(directory)
     for path in sorted(directory.glob(f"{PREFIX}*")):
         try:
             descriptor = os.open(path, os.O_RDWR)
@@ -33,8 +45,19 @@ def remove_stale(directory: Path) -> list[Path]:
             pass  # its writer lives
         finally:
             os.close(descriptor)
+    for path in sorted(directory.iterdir()):
+        matched = _OPENMP.fullmatch(path.name)
+        if matched is None or int(matched.group(2)) != os.getuid():
+            continue
+        try:
+            if condition(int(matched.group(1)), path.stat().st_mtime) is None:
+                path.unlink()
+                removed.append(path)
+        except FileNotFoundError:
+            continue
     return removed
 
 
 if __name__ == "__main__":
     remove_stale(SHARED_MEMORY)
+    remove_stale_folders()

@@ -4,17 +4,25 @@ one folder, so names of runs are given once."""
 from __future__ import annotations
 
 import runpy
+import secrets
 import shutil
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.end_to_end.workspace import ROOT, Workspace, alive, started_by, wait_until
-from tests.network.machines import obstacle
+from tests.end_to_end.workspace import (
+    ROOT,
+    Workspace,
+    alive,
+    listening,
+    started_by,
+    wait_until,
+)
+from tests.network.machines import listeners_of, obstacle
 from tests.network.runs import run_config
 
 RELAY = "relay-0"
@@ -88,9 +96,12 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 
 @pytest.fixture(scope="session")
-def interrupted(workspace: Workspace) -> dict[str, object]:
+def interrupted(
+    workspace: Workspace, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, object]:
     """A run at async_ratio 2 with a reward that fails now and then and one of whole groups, stopped
-    by Ctrl-C on the way and started again, where that can be on a machine whose name nothing knows."""
+    by Ctrl-C on the way and started again, where that can be on a machine whose name nothing knows, and
+    with a TMPDIR longer than the path of a socket may be."""
     config = workspace.config(
         "loop",
         run={"dir": "runs/loop", "steps": LOOP_STEPS},
@@ -106,23 +117,40 @@ def interrupted(workspace: Workspace) -> dict[str, object]:
         },
         data={"eval": "few.jsonl"},
         eval={"samples_per_prompt": 2},
+        weights={"transport": "relay"},
+        observe={"prometheus_port": 0},
     )
     (workspace.folder / "few.jsonl").write_text(
         "".join((workspace.folder / "eval.jsonl").read_text().splitlines(keepends=True)[:8])
     )
+    run = workspace.folder / "runs" / "loop"
     for _ in range(5):
         process = workspace.start("train", str(config))
-        wait_until(lambda: len(workspace.metrics("loop")) >= 4, process)
+        # It starts while the ranks do: 40 steps take seconds.
+        wait_until((run / "status.json").exists, process)
+        dashboard = workspace.start("dashboard", str(run), "--port", "0")
+        assert dashboard.stdout is not None
+        page = dashboard.stdout.readline()
+        wait_until(lambda: len(workspace.metrics("loop")) >= 1, process)
+        prometheus = (run / "prometheus.txt").read_text()
+        temporary = psutil.Process(process.pid).children()[0].environ().get("TMPDIR", "")
         processes = started_by(process)
+        sockets = listening([*processes, *map(psutil.Process, (process.pid, dashboard.pid))])
+        wait_until(lambda: len(workspace.metrics("loop")) >= 4, process)
         process.send_signal(signal.SIGINT)
         stopped, _ = process.communicate(timeout=400)
+        dashboard.kill()
+        dashboard.communicate()
         left = alive(processes)
         at_stop = len(workspace.metrics("loop"))
         if at_stop < LOOP_STEPS:
             break
         # It was through before the signal came.
-        shutil.rmtree(workspace.folder / "runs" / "loop")
-    code, finished = workspace.mar("train", str(config), named="" if obstacle() else "unheard-of")
+        shutil.rmtree(run)
+    long = tmp_path_factory.mktemp("as_slurm_makes_one_for_each_job_" + "0123456789" * 8)
+    code, finished = replace(workspace, environment={"TMPDIR": str(long)}).mar(
+        "train", str(config), named="" if obstacle() else "unheard-of"
+    )
     return {
         "stop_code": process.returncode,
         "stop_output": stopped,
@@ -132,7 +160,12 @@ def interrupted(workspace: Workspace) -> dict[str, object]:
         "code": code,
         "output": finished,
         "rows": workspace.metrics("loop"),
-        "run": workspace.folder / "runs" / "loop",
+        "run": run,
+        "sockets": sockets,
+        "page": page,
+        "prometheus": prometheus,
+        "temporary": temporary,
+        "long": long,
     }
 
 
@@ -156,6 +189,7 @@ class Ended:
     states: dict[str, dict[str, Any]]
     left: list[str]
     directory: Path
+    listeners: list[set[str]]
 
 
 @pytest.fixture(scope="session")
@@ -192,14 +226,20 @@ def over_machines(workspace: Workspace, synchronous_config: Path) -> Ended:
     hold = workspace.folder / "hold"
     hold.touch()
     with run_config(
-        synchronous_config, directory, 3, trainers=2, settings={"RESTARTS": "0"}
+        synchronous_config,
+        directory,
+        3,
+        trainers=2,
+        settings={"RESTARTS": "0", "RAY_AUTH_TOKEN": secrets.token_hex(32)},
     ) as run:
         states = run.states_of(*PROCESSES)
         run.wait_for_steps(1)
+        torchruns = [psutil.Process(states[f"rank {rank}"]["pid"]).ppid() for rank in (0, 1)]
+        listeners = {pid: listeners_of(pid) for pid in (*torchruns, states["rank 1"]["pid"])}
         psutil.Process(states[RELAY]["pid"]).kill()
         hold.unlink()
         codes, left = run.end()
-        return Ended(codes, run.said(), states, left, directory)
+        return Ended(codes, run.said(), states, left, directory, list(listeners.values()))
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,15 @@ def test_ranks_and_engines_are_divided_and_an_agent_is_where_the_engine_is(
     }
 
 
+def test_what_is_not_ray_s_listens_at_the_private_address_alone(over_machines: Ended) -> None:
+    """Ray itself listens at all addresses, and asks for the token that the machines share."""
+    zero, one, rank = over_machines.listeners
+    assert zero == {"10.77.0.1"}, "the store of node 0's torchrun"
+    assert one == set()
+    assert rank == {"10.77.0.2"}, "gloo"
+    assert "RAY_AUTH_TOKEN" not in over_machines.said
+
+
 def test_every_version_reaches_the_engine_on_the_other_machine(over_machines: Ended) -> None:
     """Synchronous: each step's tokens are sampled, and trained, under the version before."""
     rows = [json.loads(line) for line in (over_machines.directory / "metrics.jsonl").open()]

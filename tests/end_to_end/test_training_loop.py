@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from ipaddress import ip_address
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -34,6 +36,38 @@ def test_ctrl_c_stops_with_a_checkpoint_and_leaves_no_process(
     )  # torchrun, two ranks, Ray and an engine at least: the check below can fail
     assert interrupted["left"] == []
     assert 4 <= int(str(interrupted["at_stop"])) < STEPS
+
+
+def test_nothing_of_a_run_on_one_machine_listens_beyond_it(interrupted: dict[str, object]) -> None:
+    """Ranks, torchrun, Ray, engine, relay, Prometheus and the dashboard."""
+    sockets = cast("dict[tuple[str, int], str]", interrupted["sockets"])
+    beyond = {
+        at: name
+        for at, name in sockets.items()
+        if not ip_address(at[0].removeprefix("::ffff:")).is_loopback
+    }
+    assert beyond == {}
+    # The check above can fail.
+    owners = " ".join(sockets.values())
+    for name in ("launch.torchrun", "megatron_async_rl.train", "gcs_server", "raylet", "dashboard"):
+        assert name in owners
+    ports = {str(port) for _, port in sockets}
+    for url in (interrupted["page"], interrupted["prometheus"]):
+        assert re.search(r":(\d+)/", str(url)).group(1) in ports  # type: ignore[union-attr]
+
+
+def test_a_run_takes_its_temporary_files_along(interrupted: dict[str, object]) -> None:
+    folder = str(interrupted["temporary"])
+    assert re.fullmatch(r".*/mar-[0-9a-f]{8}", folder)
+    assert not Path(folder).exists()
+    digits = folder[-8:]
+    assert [path.name for path in Path("/dev/shm").iterdir() if digits in path.name] == []
+
+
+def test_a_run_works_in_a_tmpdir_that_is_too_long_for_ray(interrupted: dict[str, object]) -> None:
+    assert interrupted["code"] == 0, interrupted["output"]
+    left = [path.name for path in cast("Path", interrupted["long"]).iterdir()]
+    assert [name for name in left if name.startswith("mar-")] == []
 
 
 def test_the_second_start_resumes_and_no_step_is_logged_twice_or_missing(

@@ -95,6 +95,22 @@ def started_by(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return [other for other in psutil.process_iter() if run_id(other) in ids]
 
 
+def listening(processes: list[psutil.Process]) -> dict[tuple[str, int], str]:
+    """Addresses at which the processes accept connections or datagrams, with the process of each."""
+    found: dict[tuple[str, int], str] = {}
+    for process in processes:
+        try:
+            name = " ".join(process.cmdline())[:200]
+            for one in process.net_connections("inet"):
+                if one.status == psutil.CONN_LISTEN or (
+                    one.status == psutil.CONN_NONE and one.laddr
+                ):
+                    found[one.laddr.ip, one.laddr.port] = name
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
 def run_id(process: psutil.Process) -> str | None:
     try:
         return process.environ().get(RUN_ID)

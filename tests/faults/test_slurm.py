@@ -246,9 +246,11 @@ def test_a_job_has_machines_that_train_and_machines_of_engines(cluster: Cluster)
     port = 25000 + int(job) % 5000
     begun = (
         "start train run.yaml --engine-nodes 1",
-        f"ray start --address=127.0.0.1:{port} --disable-usage-stats --block",
+        f"ray start --address=127.0.0.1:{port} --temp-dir=",
     )
-    cluster.wait_until(lambda: set(begun) < set(cluster.lines()))
+    cluster.wait_until(
+        lambda: all(any(line.startswith(one) for line in cluster.lines()) for one in begun)
+    )
     cluster.go_on.touch()
     try:
         cluster.wait_until(lambda: "ray TERM" in cluster.lines())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -54,6 +55,20 @@ def obstacle() -> str:
     )
     said = (tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"])[-1]
     return f"network namespaces are not permitted here: {said}" if tried.returncode else ""
+
+
+def listeners_of(pid: int) -> set[str]:
+    """IPv4 addresses, or `::`, at which a process listens, in whichever network namespace it is."""
+    own = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                digits = fields[1].partition(":")[0]
+                number = bytes.fromhex(digits[-8:])[::-1]  # of an IPv4 address in IPv6, too
+                found.add(socket.inet_ntoa(number) if any(number) else "::")
+    return found
 
 
 def ip(*arguments: str) -> str:

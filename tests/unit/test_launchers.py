@@ -257,8 +257,10 @@ def test_a_machine_of_engines_joins_machine_0_and_ends_with_it(
     machine: Machine, head: subprocess.Popen[str]
 ) -> None:
     process = machine.start(NNODES="2", NODE_RANK="1", TRAINER_NODES="1", REJOIN_S="0")
-    joined = f"ray start --address=127.0.0.1:{machine.ray_port} --disable-usage-stats --block"
-    machine.wait_for(joined)
+    joined = f"ray start --address=127.0.0.1:{machine.ray_port} --temp-dir="
+    machine.wait_until(lambda lines: any(line.startswith(joined) for line in lines))
+    (folder,) = (line.partition("dir=")[2].split()[0] for line in machine.lines() if "dir=" in line)
+    assert Path(folder).parent.is_dir()
     (ray,) = filter(leads_a_session, psutil.Process(process.pid).children())
     head.kill()
     head.wait()
@@ -268,10 +270,36 @@ def test_a_machine_of_engines_joins_machine_0_and_ends_with_it(
     assert "Killed" not in said
     assert "machine 0's Ray has ended, and with it the work of machine 1" in said
     assert not [line for line in machine.lines() if line.startswith("mar")]
+    assert not Path(folder).parent.exists(), "Ray's session went with it"
     # What engines that were killed left in its shared memory goes last.
     assert machine.lines()[-1] == "python -m megatron_async_rl.weights.stale_files"
 
 
+@pytest.mark.parametrize(
+    ("given", "mode"),
+    [
+        ({}, "disabled"),
+        ({"RAY_AUTH_TOKEN": "a" * 64}, "token"),
+        ({"RAY_AUTH_TOKEN_PATH": "/token"}, "token"),
+        ({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "a" * 64}, "disabled"),
+    ],
+)
+def test_a_ray_of_several_machines_asks_for_the_token_that_they_share(
+    machine: Machine, given: dict[str, str], mode: str
+) -> None:
+    """Ray cannot be bound to one address, so a machine without a token says what that means."""
+    ray = Path(machine.environment["VENV"]) / "bin" / "ray"
+    ray.write_text(ray.read_text().replace("#!/bin/bash", RAY_MODE, 1))
+    code, said = machine.run(0, NNODES="2", NODE_RANK="0", TRAINER_NODES="1", **given)
+    assert code == 0
+    assert f"mode {mode}" in machine.lines()
+    warned = "without RAY_AUTH_TOKEN whoever reaches Ray's ports on this machine can run code as"
+    assert (warned in said) == (not given)
+
+
+RAY_MODE = """#!/bin/bash
+echo "mode $RAY_AUTH_MODE" >> "$ASKED"
+"""
 ENGINES = {"NNODES": "2", "NODE_RANK": "1", "TRAINER_NODES": "1"}
 
 

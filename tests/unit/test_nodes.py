@@ -219,17 +219,11 @@ def test_what_cannot_be_is_refused(arguments: tuple[int, int, str], words: str) 
 
 
 def test_each_node_starts_its_share_of_the_ranks() -> None:
-    second = Nodes(2, 1, "[fd00::1]:29500").torchrun(8, "abc")
-    assert {
-        "--nnodes=2",
-        "--node-rank=1",
-        "--nproc-per-node=4",
-        "--rdzv-id=abc",
-        "--master-port=29500",
-    } <= set(second)
-    assert "--master-addr=[fd00::1]" in second
-    alone = ["--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=8"]
-    assert Nodes().torchrun(8, "abc") == alone
+    second = Nodes(2, 1, "[fd00::1]:29500").torchrun(8, "abc", "fd00::1")
+    assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-id=abc", "--rdzv-conf=rank=1"} < set(second)
+    assert "--rdzv-endpoint=[fd00::1]:29500" in second
+    alone = Nodes().torchrun(8, "abc")
+    assert {"--nnodes=1", "--nproc-per-node=8", "--rdzv-endpoint=127.0.0.1:0"} < set(alone)
 
 
 def test_what_ranks_want_in_their_environment_is_theirs_unless_somebody_has_set_it() -> None:

@@ -1,0 +1,65 @@
+"""torchrun with a store that listens at one address: `python -m megatron_async_rl.launch.torchrun`.
+
+torchrun's own rendezvous opens its store at all addresses of the machine. With `--standalone` its
+agent also unpickles what the store holds, so whoever reaches the port runs code as the run's user.
+This rendezvous is torchrun's static one (nothing is unpickled), and its store listens at the address
+of `--rdzv-endpoint` alone.
+
+Invariants:
+- the endpoint of node 0 is an IP address of it; port 0 takes a free one;
+- ranks use the store of node 0's torchrun and open none.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from torch.distributed import run
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from megatron_async_rl.launch.peers import RENDEZVOUS
+from megatron_async_rl.weights.bound_store import serve_store
+
+
+class BoundRendezvous(StaticTCPRendezvous):
+    """torch's static rendezvous, whose store listens at `master_addr` alone."""
+
+    def get_backend(self) -> str:
+        return RENDEZVOUS
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self.rank == 0 and self._store is None:
+            store = serve_store(
+                self.master_addr, self.master_port, self.timeout, clients=self.world_size
+            )
+            self._store, self.master_port = store, store.port
+        return super().next_rendezvous()
+
+
+def _rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
+    host, port = parse_rendezvous_endpoint(parameters.endpoint, -1)
+    return BoundRendezvous(
+        host.strip("[]"),
+        port,
+        int(parameters.config["rank"]),
+        parameters.max_nodes,
+        parameters.run_id,
+        int(parameters.config["timeout"]),
+    )
+
+
+def main(given: Sequence[str]) -> None:
+    rendezvous_handler_registry.register(RENDEZVOUS, _rendezvous)
+    run.main(list(given))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,77 @@
+"""A threaded server that a stranger cannot exhaust: a mix-in for `socketserver`.
+
+Invariants:
+- a connection that has not been admitted takes one of `slots` threads and descriptors; there are no
+  more, however many connect;
+- a new connection is worth more than an idle one: where all slots are taken, the oldest is cut;
+- a connection that is not admitted within `admission_s` is cut, however often it sends a byte;
+- an admitted connection takes no slot and has no such limit: it is one of the run's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import socketserver
+import threading
+import time
+from typing import Any
+
+CUT_S = 1.0
+"""Longest wait for the thread of a connection that was cut."""
+
+
+class LimitedThreads(socketserver.ThreadingMixIn):
+    """Precedes a `socketserver.TCPServer` in the list of bases."""
+
+    daemon_threads = True
+    slots = 64
+    admission_s = math.inf
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self._free = threading.Semaphore(self.slots)
+        self._unadmitted: dict[socket.socket, float] = {}
+        """Time of the connection, oldest first."""
+        self._lock = threading.Lock()
+        super().__init__(*arguments, **named)
+
+    def admit(self, request: socket.socket) -> None:
+        """Frees the slot of a connection that has proved to be the run's own."""
+        with self._lock:
+            held = self._unadmitted.pop(request, None)
+        if held is not None:
+            self._free.release()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self._cut_before(math.inf, most=1)
+            if not self._free.acquire(timeout=CUT_S):
+                self.shutdown_request(request)  # type: ignore[attr-defined]
+                return
+        with self._lock:
+            self._unadmitted[request] = time.monotonic()
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread was started, so none frees the slot
+            self.admit(request)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.admit(request)
+
+    def service_actions(self) -> None:
+        """Called by `serve_forever` twice a second."""
+        super().service_actions()  # type: ignore[misc]
+        self._cut_before(time.monotonic() - self.admission_s)
+
+    def _cut_before(self, moment: float, most: int | None = None) -> None:
+        """Cuts connections made before `moment`, the oldest first; their threads then end."""
+        with self._lock:
+            late = [one for one, since in self._unadmitted.items() if since < moment][:most]
+            for one in late:
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)

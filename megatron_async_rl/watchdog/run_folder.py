@@ -1,0 +1,238 @@
+"""The temporary folder of a run on one machine: Ray's session, vLLM's sockets, and whatever else its
+processes put where TMPDIR says. Its name also marks what they make in /dev/shm by `multiprocessing`.
+
+Invariants:
+- a run leaves nothing in the machine's temporary folder and in /dev/shm: its own files are removed at
+  its end, and what a killed run left is removed when the next one of this user starts here;
+- what is in use is left alone: the owner holds a lock on a file in the folder, and on one in /dev/shm,
+  and hands the descriptors to processes that may outlive it. Process ids are not used: containers may
+  share either. A folder without that file is not of this package;
+- the folder's path is short enough for Ray's sockets. Where TMPDIR is too long, a link in /tmp leads
+  to it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import getpass
+import multiprocessing
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+from multiprocessing import shared_memory
+from pathlib import Path
+
+from megatron_async_rl.config.problem import UserError
+
+VARIABLE = "MEGATRON_ASYNC_RL_FOLDER"
+"""Environment variable: the folder, for the processes of the run on this machine."""
+LOCK = ".megatron_async_rl"
+SHARED_MEMORY = Path("/dev/shm")
+SHORT = Path("/tmp")
+"""Where the links are."""
+LONGEST_SOCKET = 107
+"""Bytes in the path of a Unix socket."""
+_OF_RAY = "/ray/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+"""The longest path of a socket in the folder, with the greatest process id."""
+LONGEST = LONGEST_SOCKET - len(_OF_RAY)
+"""Bytes in the path of the folder."""
+_NAME = re.compile(r"mar-[0-9a-f]{8}")
+_SHARED_LOCK = "mar-run-"
+_SHARED = re.compile(r"(?:sem\.m([0-9a-f]{8})-\w+|m([0-9a-f]{8})[0-9a-f]{4}|mar-run-([0-9a-f]{8}))")
+"""Semaphores, memory and the lock of a run in /dev/shm, with the run's eight digits."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """`path`: as processes use it, which may be a link to `place`. `locks`: descriptors that keep the
+    folder, and the run's files in /dev/shm, for as long as a process has them."""
+
+    path: Path
+    place: Path
+    locks: tuple[int, ...]
+
+    def set_in(self, environment: MutableMapping[str, str]) -> None:
+        """Has the processes of `environment` use the folder."""
+        # What torch has compiled serves the next run, too.
+        user = re.sub(r"\W", "_", _user())
+        cache = str(self.place.parent / f"torchinductor_{user}")
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+        environment |= dict.fromkeys(("TMPDIR", "RAY_TMPDIR", VARIABLE), str(self.path))
+
+    def remove(self) -> None:
+        if self.path != self.place:
+            self.path.unlink(missing_ok=True)
+        shutil.rmtree(self.place, ignore_errors=True)
+        for lock in self.locks:
+            os.close(lock)
+        remove_stale_shared_memory(SHARED_MEMORY)
+
+
+@contextlib.contextmanager
+def run_folder() -> Iterator[RunFolder]:
+    """Make a run's folder on this machine, and remove what killed runs of this user left.
+
+    Raises UserError where TMPDIR (or RAY_TMPDIR) cannot be used.
+    """
+    folder = _make()
+    try:
+        yield folder
+    finally:
+        folder.remove()
+        remove_stale_folders()  # of engines on a Ray that was there before
+
+
+def use_run_folder() -> None:
+    """In a process that no launcher of this machine started: make a folder of its own, which goes
+    when the process ends. Elsewhere, nothing. Raises UserError."""
+    if VARIABLE in os.environ:
+        return
+    folder = _make()
+    atexit.register(_remove_own, folder, os.getpid())
+    folder.set_in(os.environ)
+    tempfile.tempdir = None  # Python has looked at TMPDIR before
+
+
+def _remove_own(folder: RunFolder, owner: int) -> None:
+    if os.getpid() == owner:  # a fork inherits the exit handlers
+        folder.remove()
+
+
+def name_shared_memory() -> None:
+    """Give what this process and its children make by `multiprocessing` in /dev/shm names of the run: a
+    process that is killed removes nothing. Where there is no run's folder, nothing changes."""
+    folder = os.environ.get(VARIABLE)
+    if folder is None:
+        return
+    prefix = f"/m{Path(folder).name.removeprefix('mar-')}"
+    # Both are private to Python, which leaves four digits of its own to a prefix of ten characters.
+    shared_memory._SHM_NAME_PREFIX = prefix  # type: ignore[attr-defined]
+    multiprocessing.current_process()._config["semprefix"] = prefix  # type: ignore[attr-defined]
+
+
+def remove_stale_shared_memory(directory: Path) -> list[Path]:
+    """Remove the files of `multiprocessing` that this user's killed runs left; returns them."""
+    files: dict[str, list[Path]] = {}
+    for path in sorted(directory.glob("*m*")):
+        if (matched := _SHARED.fullmatch(path.name)) is not None:
+            files.setdefault(next(filter(None, matched.groups())), []).append(path)
+    removed = []
+    for digits, paths in files.items():
+        lock = directory / f"{_SHARED_LOCK}{digits}"
+        with _unlocked(lock) as stale:
+            # The lock goes last: what has none is not of this package.
+            for path in sorted(paths, key=lambda one: one == lock) if stale else ():
+                with contextlib.suppress(OSError):  # gone meanwhile
+                    path.unlink()
+                    removed.append(path)
+    return removed
+
+
+@contextlib.contextmanager
+def _unlocked(lock: Path) -> Iterator[bool]:
+    """True where the lock is there and nobody holds it; it is held here then."""
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:  # not of this package, or another user's
+        yield False
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held, or on a file system without locks
+        stale = False
+    else:
+        stale = True
+    try:
+        yield stale
+    finally:
+        os.close(descriptor)
+
+
+def remove_stale_folders() -> list[Path]:
+    """Remove the folders of this user's killed runs; returns what was removed."""
+    removed = []
+    for base in dict.fromkeys((_base(), SHORT)):
+        for path in _named(base):
+            place = path.resolve() if path.is_symlink() else path
+            if _remove_if_stale(place):
+                removed.append(place)
+            if path.is_symlink() and not path.exists():
+                with contextlib.suppress(OSError):  # another user's
+                    path.unlink()
+    return removed
+
+
+def _named(base: Path) -> list[Path]:
+    try:
+        return sorted(path for path in base.iterdir() if _NAME.fullmatch(path.name))
+    except OSError:
+        return []
+
+
+def _remove_if_stale(place: Path) -> bool:
+    with _unlocked(place / LOCK) as stale:
+        if stale:
+            shutil.rmtree(place, ignore_errors=True)
+        return stale
+
+
+def _base() -> Path:
+    return Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()).absolute()
+
+
+def _make() -> RunFolder:
+    remove_stale_folders()
+    remove_stale_shared_memory(SHARED_MEMORY)
+    base, digits = _base(), secrets.token_hex(4)
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        # Named once it is locked: until then another start would take it for a killed run's.
+        new = Path(tempfile.mkdtemp(prefix=".mar-", dir=base))
+        locks = [_lock(new / LOCK)]
+        place = new.rename(base / f"mar-{digits}")
+    except OSError as error:
+        raise _unusable(
+            f"{base} cannot hold a run's temporary files: {error.strerror or error}",
+            "name a folder of this machine that you may write to",
+        ) from error
+    with contextlib.suppress(OSError):  # where there is no /dev/shm, nothing is left there
+        locks.append(_lock(SHARED_MEMORY / f"{_SHARED_LOCK}{digits}"))
+    folder = RunFolder(place, place, tuple(locks))
+    if len(os.fsencode(place)) <= LONGEST:
+        return folder
+    link = SHORT / place.name
+    try:
+        link.symlink_to(place)
+    except OSError as error:
+        folder.remove()
+        raise _unusable(
+            f"{base} is too long for the paths of Ray's sockets ({len(os.fsencode(base))} bytes), and"
+            f" no link to it can be made in {SHORT}: {error.strerror or error}",
+            f"name a folder of at most {LONGEST - len('/mar-00000000')} bytes",
+        ) from error
+    return RunFolder(link, place, folder.locks)
+
+
+def _lock(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    with contextlib.suppress(OSError):  # without locks, nothing there ever counts as stale
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+
+
+def _unusable(what: str, fix: str) -> UserError:
+    key = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
+    return UserError.of(key, what, fix)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container may run as a user without a name
+        return str(os.getuid())

@@ -1,0 +1,345 @@
+"""What listens does so at the address that it needs, and a stranger cannot exhaust it."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import socket
+import socketserver
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+import megatron_async_rl
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.launch import peers, torchrun
+from megatron_async_rl.launch.launcher import environment_of_ranks
+from megatron_async_rl.launch.peers import Nodes, NodesError, PeerNodes, listening_address
+from megatron_async_rl.metrics.sinks import Prometheus
+from megatron_async_rl.rollout.cluster import RAY_CLUSTERS, loopback_interface
+from megatron_async_rl.watchdog.limited_server import LimitedThreads
+from megatron_async_rl.weights import relay_server
+from megatron_async_rl.weights.collective import Sender
+from megatron_async_rl.weights.relay_server import RelayServer
+from tests.ports import free_ports
+
+PACKAGE = Path(megatron_async_rl.__file__).parent
+PATIENT_S = 600.0
+
+
+def listening() -> set[tuple[str, int]]:
+    """Of this process."""
+    return {
+        (one.laddr.ip, one.laddr.port)
+        for one in psutil.Process().net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN
+    }
+
+
+def test_torch_listens_at_all_addresses_whatever_it_is_told() -> None:
+    """Why bound_store.py exists."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert ("::", store.port) in listening() or ("0.0.0.0", store.port) in listening()
+
+
+def test_the_store_of_a_sender_of_weights_listens_at_its_host_alone() -> None:
+    sender = Sender("127.0.0.1", torch.device("cpu"), PATIENT_S)
+    meeting = sender.open(1)
+    assert [at for at, port in listening() if port == meeting.port] == ["127.0.0.1"]
+    client = TCPStore(meeting.host, meeting.port, is_master=False, timeout=meeting.limit)
+    client.set("key", "value")
+    assert client.get("key") == b"value"
+    sender.close(meeting)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_the_store_of_torchrun_listens_at_its_endpoint_alone(host: str) -> None:
+    parameters = RendezvousParameters(
+        torchrun.RENDEZVOUS, f"{host}:0", "id", 1, 1, rank="0", timeout=600
+    )
+    handler = torchrun._rendezvous(parameters)
+    found = handler.next_rendezvous()
+    port = found.bootstrap_store_info.master_port
+    assert [at for at, taken in listening() if taken == port] == [host.strip("[]")]
+    assert handler.use_agent_store, "ranks open no store of their own"
+    assert found.bootstrap_store_info.master_addr == host.strip("[]")
+
+
+def test_ranks_on_one_machine_stay_on_it_and_those_of_several_do_not() -> None:
+    given = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib0"}
+    alone = environment_of_ranks(given, "id", {})
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    assert {alone[name] for name in names} == {loopback_interface()}
+    assert environment_of_ranks(given, "id", {}, nodes=2).items() >= given.items()
+
+
+@pytest.mark.parametrize("address", ["", "node0:6379"])
+def test_a_ray_of_our_own_stays_on_the_machine(address: str) -> None:
+    environment = environment_of_ranks({"RAY_ADDRESS": address}, "id", {})
+    assert (environment.get(RAY_CLUSTERS) == "0") == (not address)
+
+
+def named(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> None:
+    """Names and their addresses, as /etc/hosts has them."""
+
+    def look_up(host: str, port: object, **_: object) -> list[tuple[object, ...]]:
+        address = addresses.get(host, host)
+        try:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            socket.inet_pton(family, address)
+        except OSError:
+            raise socket.gaierror(-2, "Name or service not known") from None
+        return [(family, 1, 6, "", (address, 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "gethostname", lambda: "own")
+
+
+@pytest.mark.parametrize(
+    ("host", "addresses", "address"),
+    [
+        ("node0", {"node0": "127.0.0.1", "own": "127.0.0.1"}, None),
+        ("127.0.0.2", {}, "127.0.0.2"),
+        ("localhost", {"localhost": "127.0.0.1"}, "127.0.0.1"),
+        # Forwarded, or out of reach: the address of the ranks.
+        ("node0", {"node0": "192.0.2.77", "own": "127.0.0.3"}, "127.0.0.3"),
+        ("nowhere", {"own": "127.0.0.3"}, "127.0.0.3"),
+    ],
+)
+def test_node_0_listens_at_the_address_by_which_the_others_know_it(
+    monkeypatch: pytest.MonkeyPatch, host: str, addresses: dict[str, str], address: str | None
+) -> None:
+    named(monkeypatch, **addresses)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    nodes = Nodes(2, 0, f"{host}:29500")
+    if address is not None:
+        assert listening_address(nodes) == address
+        return
+    words = r"node0 is 127\.0\.0\.1 on this machine, which is every machine's own.*\n.*MASTER_ADDR"
+    with pytest.raises(NodesError, match=words):
+        listening_address(nodes)
+
+
+def outward() -> str | None:
+    return next(
+        (
+            one.address
+            for addresses in psutil.net_if_addrs().values()
+            for one in addresses
+            if one.family == socket.AF_INET and not one.address.startswith("127.")
+        ),
+        None,
+    )
+
+
+def test_node_0_listens_at_no_other_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = outward()
+    if address is None:
+        pytest.skip("this machine has no address besides the loopback one")
+    named(monkeypatch, node0=address)
+    (port,) = free_ports(1)
+    zero = PeerNodes(Nodes(2, 0, f"node0:{port}"))
+    try:
+        assert [at for at, taken in listening() if taken == port] == [address]
+        assert f"--rdzv-endpoint={address}:{port}" in Nodes(2, 0, f"node0:{port}").torchrun(
+            2, "id", zero.address
+        )
+    finally:
+        zero.close()
+
+
+def test_strangers_at_node_0_take_no_more_than_their_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peers, "STRANGERS", 5)
+    (port,) = free_ports(1)
+    zero = PeerNodes(Nodes(2, 0, f"localhost:{port}"))
+    with contextlib.ExitStack() as strangers:
+        for _ in range(20):
+            strangers.enter_context(socket.create_connection(("localhost", port), PATIENT_S))
+            zero.refusal()
+        assert len(zero._connections) == 5 + 2
+    zero.close()
+
+
+class Echo(socketserver.BaseRequestHandler):
+    """Admits who says `key`, and then sends back what comes."""
+
+    server: Limited
+
+    def handle(self) -> None:
+        with contextlib.suppress(OSError):
+            if self.request.recv(3) == b"key":
+                self.server.admit(self.request)
+                while content := self.request.recv(100):
+                    self.request.sendall(content)
+
+
+class Limited(LimitedThreads, socketserver.TCPServer):
+    slots = 4
+
+
+@pytest.fixture
+def server() -> Iterator[Limited]:
+    with Limited(("127.0.0.1", 0), Echo) as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield made
+        made.shutdown()
+
+
+def connect(server: Limited, said: bytes = b"") -> socket.socket:
+    connection = socket.create_connection(server.server_address, PATIENT_S)  # type: ignore[arg-type]
+    connection.settimeout(PATIENT_S)
+    connection.sendall(said)
+    return connection
+
+
+def threads_of(server: object) -> int:
+    return sum(thread.name.endswith("(process_request_thread)") for thread in threading.enumerate())
+
+
+def test_idle_connections_take_the_slots_and_cut_none_that_was_admitted(server: Limited) -> None:
+    with contextlib.ExitStack() as open_ones:
+        own = open_ones.enter_context(connect(server, b"keya"))
+        assert own.recv(1) == b"a"
+        idle = [open_ones.enter_context(connect(server)) for _ in range(12)]
+        another = open_ones.enter_context(connect(server, b"keyb"))
+        assert another.recv(1) == b"b", "a stranger is cut for it"
+        assert idle[0].recv(1) == b"", "the oldest first"
+        assert threads_of(server) <= Limited.slots + 2
+        own.sendall(b"c")
+        assert own.recv(1) == b"c"
+
+
+def test_a_slot_is_free_again_once_its_connection_has_ended(server: Limited) -> None:
+    for _ in range(3 * Limited.slots):
+        with connect(server, b"keya") as one:
+            assert one.recv(1) == b"a"
+        with connect(server, b"no!") as one:
+            assert one.recv(1) == b""
+
+
+def test_a_connection_that_drips_is_cut_when_its_time_to_prove_the_key_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each byte comes within the limit on silence."""
+    monkeypatch.setattr(relay_server._Server, "admission_s", 0.2)
+    server = RelayServer("127.0.0.1", silence_s=PATIENT_S)
+    cut = False
+    try:
+        with socket.create_connection((server.address.host, server.address.port)) as stranger:
+            stranger.settimeout(PATIENT_S)
+            assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
+            for _ in range(55):  # one less than a request has
+                try:
+                    stranger.sendall(b"x")
+                except OSError:
+                    cut = True
+                    break
+                time.sleep(0.05)
+            with contextlib.suppress(ConnectionResetError):
+                cut = cut or stranger.recv(1) == b""
+    finally:
+        server.close()
+    assert cut
+
+
+def test_idle_connections_exhaust_neither_prometheus_nor_rank_0(tmp_path: Path) -> None:
+    sink = Prometheus(tmp_path, 0)
+    try:
+        assert [at for at, port in listening() if port == sink.port] == ["127.0.0.1"]
+        with contextlib.ExitStack() as idle:
+            for _ in range(24):
+                idle.enter_context(socket.create_connection(("127.0.0.1", sink.port), PATIENT_S))
+            with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}", timeout=PATIENT_S) as page:
+                assert page.status == 200
+            assert threads_of(sink) <= 18
+    finally:
+        sink.close()
+
+
+def test_prometheus_listens_where_the_config_says(tmp_path: Path) -> None:
+    sink = Prometheus(tmp_path, 0, "0.0.0.0")
+    try:
+        assert ("0.0.0.0", sink.port) in listening()
+        said = (tmp_path / "prometheus.txt").read_text()
+        assert said == f"http://{socket.gethostname()}:{sink.port}/metrics\n"
+    finally:
+        sink.close()
+    words = r"observe\.prometheus_host\n  192\.0\.2\.99 is no address of this machine"
+    with pytest.raises(UserError, match=words):
+        Prometheus(tmp_path, 0, "192.0.2.99")
+
+
+THREADED = {"ThreadingTCPServer", "ThreadingHTTPServer", "ThreadingMixIn", "start_http_server"}
+EVERYWHERE = {"0.0.0.0", "::", ""}
+
+
+@functools.cache
+def calls() -> list[tuple[str, str, ast.Call]]:
+    """(place, name, call) of every call in the package."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = str(path.relative_to(PACKAGE))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                function = node.func
+                name = getattr(function, "id", getattr(function, "attr", ""))
+                found.append((f"{module}:{node.lineno}", name, node))
+    return found
+
+
+def test_stores_are_served_by_bound_store_alone() -> None:
+    servers = [
+        place
+        for place, name, call in calls()
+        if name in ("TCPStore", "PrefixStore")
+        if any(
+            one.arg == "is_master"
+            and not (isinstance(one.value, ast.Constant) and not one.value.value)
+            for one in call.keywords
+        )
+    ]
+    assert [place.partition(":")[0] for place in servers] == ["weights/bound_store.py"]
+
+
+def test_nothing_in_the_package_listens_at_all_addresses_unless_it_is_told_to() -> None:
+    found = [
+        place
+        for place, name, call in calls()
+        if name in ("create_server", "bind", "TCPSite", "start_server", "make_server")
+        for argument in call.args[:2]
+        for part in getattr(argument, "elts", [argument])[:1]
+        if isinstance(part, ast.Constant) and part.value in EVERYWHERE
+        if name != "bind" or isinstance(argument, ast.Tuple)
+    ]
+    assert found == []
+
+
+def test_no_server_has_a_thread_for_every_stranger() -> None:
+    named = {
+        f"{path.relative_to(PACKAGE)}: {word}"
+        for path in PACKAGE.rglob("*.py")
+        for word in THREADED
+        if word in path.read_text(encoding="utf-8")
+    }
+    assert named == {"watchdog/limited_server.py: ThreadingMixIn"}
+
+
+def test_a_limit_of_a_store_is_its_callers() -> None:
+    from megatron_async_rl.weights.bound_store import serve_store
+
+    store = serve_store("127.0.0.1", 0, timedelta(seconds=7))
+    assert store.timeout == timedelta(seconds=7)
+    with pytest.raises(OSError, match="ssign requested address"):
+        serve_store("192.0.2.99", 0, timedelta(seconds=7))

@@ -1,0 +1,207 @@
+"""A run's temporary files are in a folder of its own, which goes with it, however it ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.watchdog import run_folder as module
+from megatron_async_rl.watchdog.run_folder import (
+    LONGEST,
+    SHARED_MEMORY,
+    VARIABLE,
+    remove_stale_folders,
+    remove_stale_shared_memory,
+    run_folder,
+)
+from megatron_async_rl.weights.stale_files import remove_stale
+
+OWNER = """
+import os, sys, time
+from megatron_async_rl.watchdog.run_folder import name_shared_memory, use_run_folder
+use_run_folder()
+name_shared_memory()
+import multiprocessing, tempfile
+from multiprocessing.shared_memory import SharedMemory
+context = multiprocessing.get_context("spawn")
+kept = SharedMemory(create=True, size=64), context.Lock(), open(tempfile.gettempdir() + "/socket", "w")
+print(os.environ["TMPDIR"], flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """TMPDIR, and the folder of links."""
+    (tmp_path / "t").mkdir()
+    (tmp_path / "s").mkdir()
+    for name in ("RAY_TMPDIR", VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(module, "SHORT", tmp_path / "s")
+    monkeypatch.setattr(module, "LONGEST", 1000)
+    return tmp_path / "t"
+
+
+def owner(base: Path) -> tuple[subprocess.Popen[str], Path]:
+    """A process with a folder and shared memory of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER],
+        env={**os.environ, "TMPDIR": str(base)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+def in_shared_memory(folder: Path) -> list[str]:
+    return sorted(path.name for path in SHARED_MEMORY.iterdir() if folder.name[4:] in path.name)
+
+
+def test_a_folder_goes_with_its_run_and_is_where_its_processes_write(base: Path) -> None:
+    with run_folder() as folder:
+        environment = {"HOME": "/root"}
+        folder.set_in(environment)
+        names = ("TMPDIR", "RAY_TMPDIR", VARIABLE)
+        assert {environment[name] for name in names} == {str(folder.path)}
+        assert folder.path.parent == base
+        assert folder.path.stat().st_mode & 0o077 == 0, "nobody else looks into it"
+        (folder.path / "ray" / "session").mkdir(parents=True)
+        assert remove_stale_folders() == []
+    assert list(base.iterdir()) == []
+    assert in_shared_memory(folder.path) == []
+
+
+def test_what_a_killed_process_left_goes_with_the_next_start_and_a_live_one_keeps_its_own(
+    base: Path,
+) -> None:
+    """Its folder, its shared memory and its semaphores."""
+    (dead, left), (live, kept) = owner(base), owner(base)
+    try:
+        for folder in (left, kept):
+            assert len(in_shared_memory(folder)) == 3, "memory, a semaphore and the lock"
+        # Python's own tracker would remove what is in shared memory: it is killed, too.
+        for child in psutil.Process(dead.pid).children():
+            child.kill()
+        dead.kill()
+        dead.wait()
+        with run_folder():
+            assert not left.exists()
+            assert in_shared_memory(left) == []
+            assert (kept / "socket").exists()
+            assert len(in_shared_memory(kept)) == 3
+    finally:
+        for process in (dead, live):
+            process.kill()
+            process.communicate()
+    deadline = time.monotonic() + 600
+    while not (remove_stale_folders() or not kept.exists()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    remove_stale_shared_memory(SHARED_MEMORY)
+    assert in_shared_memory(kept) == []
+
+
+def test_a_process_that_ends_well_takes_its_folder_along(base: Path) -> None:
+    process, folder = owner(base)
+    assert folder.exists()
+    process.communicate()
+    assert process.returncode == 0
+    assert not folder.exists()
+    assert in_shared_memory(folder) == []
+
+
+def test_a_folder_of_somebody_else_is_left_alone(base: Path) -> None:
+    for name in ("mar-01234567", "mar-notes", "ray"):
+        (base / name).mkdir()
+        (base / name / "file").touch()
+    assert remove_stale_folders() == []
+    assert len(list(base.iterdir())) == 3
+
+
+def test_a_long_tmpdir_is_used_by_a_short_link(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Slurm gives one to each job: Ray refuses paths of sockets over 107 bytes."""
+    long = base / ("job_" + "1234567890" * 8)
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr(module, "LONGEST", len(str(base.parent / "s")) + len("/mar-01234567"))
+    long.mkdir()
+    with run_folder() as folder:
+        assert folder.path.parent == base.parent / "s"
+        assert folder.path.resolve().parent == long
+        (folder.path / "file").touch()
+    assert list(long.iterdir()) == list((base.parent / "s").iterdir()) == []
+
+
+def test_the_link_of_a_killed_run_goes_whether_slurm_has_removed_its_folder_or_not(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links = base.parent / "s"
+    (links / "mar-00000000").symlink_to(base / "mar-00000000")
+    left = base.parent / "gone" / "mar-11111111"
+    left.mkdir(parents=True)
+    (left / module.LOCK).touch()
+    (links / "mar-11111111").symlink_to(left)
+    assert remove_stale_folders() == [left]
+    assert list(links.iterdir()) == list(left.parent.iterdir()) == []
+
+
+def test_a_tmpdir_that_cannot_be_used_is_refused_by_name(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (base / "file").touch()
+    monkeypatch.setenv("RAY_TMPDIR", str(base / "file"))
+    with (
+        pytest.raises(UserError, match=r"RAY_TMPDIR\n  .*file cannot hold a run's temporary files"),
+        run_folder(),
+    ):
+        pass
+    monkeypatch.delenv("RAY_TMPDIR")
+    monkeypatch.setattr(module, "LONGEST", LONGEST)
+    monkeypatch.setattr(module, "SHORT", base / "file")
+    longer = base / ("d" * 50)
+    longer.mkdir()
+    monkeypatch.setenv("TMPDIR", str(longer))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    words = r"TMPDIR\n  .* is too long for the paths of Ray's sockets .*\n  fix: .*at most 26 bytes"
+    with pytest.raises(UserError, match=words), run_folder():
+        pass
+    assert list(longer.iterdir()) == []
+
+
+def test_the_longest_socket_of_ray_fits_the_longest_folder() -> None:
+    from ray._private.utils import validate_socket_filepath
+
+    session = "session_2026-12-31_23-59-59_999999_4194304"
+    for length, fits in ((LONGEST, True), (LONGEST + 1, False)):
+        path = f"/{'f' * (length - 1)}/ray/{session}/sockets/plasma_store"
+        if fits:
+            validate_socket_filepath(path)
+            continue
+        with pytest.raises(OSError, match="cannot exceed 107 bytes"):
+            validate_socket_filepath(path)
+
+
+def test_openmp_s_file_of_a_dead_process_goes(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    files = {
+        name: tmp_path / f"__KMP_REGISTERED_LIB_{pid}_{user}"
+        for name, pid, user in (
+            ("dead", ended.pid, os.getuid()),
+            ("live", os.getpid(), os.getuid()),
+            ("another's", ended.pid, os.getuid() + 1),
+        )
+    }
+    for file in files.values():
+        file.touch()
+    assert remove_stale(tmp_path) == [files["dead"]]
