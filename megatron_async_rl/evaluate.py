@@ -26,6 +26,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_async_rl.config.data import DataConfig
+from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError, Problem
 from megatron_async_rl.config.sampling import EvalConfig, EvalSet, eval_sets
@@ -272,14 +273,8 @@ def run(job: EvalJob, console: Console) -> None:
             _convert(target.checkpoint, model, job.timeout_s)
         result = _sample(job, model, console)
     content = _content(job, result)
-    _write(job.target.result, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    write_file(job.target.result, json.dumps(content, indent=1, allow_nan=False) + "\n")
     show_evaluation(content, str(job.target.result), console)
-
-
-def _write(file: Path, text: str) -> None:
-    unfinished = file.with_name(file.name + ".partial")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, file)
 
 
 def _convert(checkpoint: Path, out: Path, timeout_s: float) -> None:
@@ -393,7 +388,7 @@ def write_responses(job: EvalJob, answers: Answers) -> None:
                 **({"set": name} if name else {}),
             }
             lines.append(json.dumps(line) + "\n")
-    _write(job.responses, "".join(lines))
+    write_file(job.responses, "".join(lines))
 
 
 def _content(job: EvalJob, result: EvalResult) -> dict[str, Any]:

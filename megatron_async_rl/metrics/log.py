@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
+from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.metrics.catalogue import METRICS, MetricsError, Value, find_metric
 from megatron_async_rl.metrics.trackers import BackgroundSink
@@ -155,9 +156,7 @@ def cut_lines(path: Path, aside: Path, keeps: Callable[[dict[str, Any]], bool]) 
     if cut or not text.endswith("\n"):
         with open(aside, "a", encoding="utf-8") as file:
             file.writelines(f"{line}\n" for line in cut)
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        os.replace(partial, path)
+        write_file(path, "".join(f"{line}\n" for line in kept))
     return len(cut)
 
 
