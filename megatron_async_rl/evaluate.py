@@ -47,6 +47,13 @@ from megatron_async_rl.plan.batch import context_limit
 from megatron_async_rl.plan.layout import Device, device_of
 from megatron_async_rl.plan.machine import this_machine
 from megatron_async_rl.plan.model_files import read_model
+from megatron_async_rl.policy.checkpoint_folder import (
+    CONFIG_FILE,
+    about,
+    newest,
+    require_whole,
+)
+from megatron_async_rl.policy.digested_folder import files_of, require_export
 from megatron_async_rl.report.progress import sampling_progress, show_evaluation
 from megatron_async_rl.rollout.environments import EnvironmentRefused, load_factory
 from megatron_async_rl.rollout.environments.built_in import prompt_tokenizer, tool_schemas
@@ -144,7 +151,7 @@ def resolve(
 
 
 def find_target(named: Path, out: Path | None) -> EvalTarget:
-    """Raises ConfigError for what is neither a checkpoint nor a model."""
+    """Raises UserError for what is neither a checkpoint nor a model, or is damaged."""
     named = named.absolute()
 
     def target(checkpoint: Path | None, version: int, result: Path) -> EvalTarget:
@@ -157,17 +164,12 @@ def find_target(named: Path, out: Path | None) -> EvalTarget:
     if (named / "about.json").is_file():
         version = _step(named)
         return target(named, version, named.parent.parent / f"eval_{version}.json")
-    if (named / "latest").is_file():
-        step = (named / "latest").read_text().strip()
-        if not (named / step / "about.json").is_file():
-            what = f"{named / 'latest'} names {step}, which is not there"
-            raise ConfigError(
-                str(named),
-                [Problem(key="CHECKPOINT", what=what, fix="name one of its step_* folders")],
-            )
-        version = _step(named / step)
-        return target(named / step, version, named.parent / f"eval_{version}.json")
+    step = newest(named)
+    if step is not None:
+        version = _step(step)
+        return target(step, version, named.parent / f"eval_{version}.json")
     if (named / "config.json").is_file():
+        require_export(named, "CHECKPOINT")
         on_hub = name_of(named)  # whose cache has room for nothing else
         where = Path.cwd() if on_hub else named.parent
         called = on_hub.removeprefix("hf://").replace("/", "--") if on_hub else named.name
@@ -194,11 +196,19 @@ def _require_writable(target: EvalTarget, option: str, file: Path) -> None:
 
 
 def _step(checkpoint: Path) -> int:
-    return int(json.loads((checkpoint / "about.json").read_text())["step"])
+    """Raises CheckpointBroken. The conversion checks the blocks of tensors, too."""
+    content = about(checkpoint)
+    if files_of(content) is not None:
+        require_whole(checkpoint)
+    return int(content["step"])
 
 
 def _config(target: EvalTarget, file: Path | None, overrides: Sequence[str]) -> Config:
-    """The named config, or the one of the run that the checkpoint is in."""
+    """The named config; the one in the checkpoint, whose digest has been checked; or the one of the
+    run's folder."""
+    if file is None and target.checkpoint is not None:
+        saved = target.checkpoint / CONFIG_FILE
+        file = saved if saved.is_file() else None
     if file is None:
         run_dir = (
             target.named.parent if target.checkpoint is None else target.checkpoint.parent.parent

@@ -27,6 +27,10 @@ from megatron_async_rl.policy.digested_folder import (
 LATEST = "latest"
 ABOUT = "about.json"
 SHARDED = "sharded"
+CONFIG_FILE = "config.yaml"
+"""The run's configuration at this step, with which a resume compares its own."""
+DATA_FILE = "data.json"
+"""Digests of the prompts, by which a resume recognizes its data."""
 
 
 class CheckpointBroken(UserError):

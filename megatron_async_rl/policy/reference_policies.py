@@ -176,6 +176,8 @@ class ReferencePolicies:
         world."""
         if self.reference is None or self.reference in self._moving().values():
             return None
+        if self._model.lora is not None:
+            return None  # the base model, which has a digest of its own (lora_base.py)
         if self._digest is None:
             slices = {"reference": self.reference.slices()}
             blocks = ModelBlocks(self._model).state(slices, writes=True)
