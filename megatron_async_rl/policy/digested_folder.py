@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Buffer, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron_async_rl.config.durable import digest, file_digest
 from megatron_async_rl.config.problem import UserError
@@ -170,20 +170,36 @@ def _fault_of_file(path: Path, file: StoredFile) -> str | None:
 
 
 def _fault_of_blocks(path: Path, blocks: Sequence[StoredBlock]) -> str | None:
+    reader = BlockReader()
     try:
         with path.open("rb") as file:
             for block in blocks:
-                file.seek(block.offset)
-                if (fault := block_fault(file.read(block.length), block)) is not None:
+                if (fault := block_fault(reader.read(file, block), block)) is not None:
                     return fault
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
     return None
 
 
-def block_fault(content: bytes, block: StoredBlock) -> str | None:
+class BlockReader:
+    """Reads blocks one after another into the same memory: new memory for each would take longer
+    than its digest."""
+
+    def __init__(self) -> None:
+        self._room = memoryview(bytearray())
+
+    def read(self, file: BinaryIO, block: StoredBlock) -> memoryview:
+        """The bytes of the block in its file, valid until the next call."""
+        if len(self._room) < block.length:
+            self._room = memoryview(bytearray(block.length))
+        file.seek(block.offset)
+        content = self._room[: block.length]
+        return content[: file.readinto(content)]  # type: ignore[attr-defined]
+
+
+def block_fault(content: Buffer, block: StoredBlock) -> str | None:
     """The difference between `content` and the block; null: none."""
-    if len(content) == block.length and digest(content) == block.digest:
+    if memoryview(content).nbytes == block.length and digest(content) == block.digest:
         return None
     last = block.offset + block.length - 1
     return f"tensor {block.key} (bytes {block.offset} to {last} of the file) differs from the saved one"

@@ -59,7 +59,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megatron_async_rl.config.durable import Digest
-from megatron_async_rl.policy.digested_folder import StoredBlock, StoredFile, block_fault
+from megatron_async_rl.policy.digested_folder import (
+    BlockReader,
+    StoredBlock,
+    StoredFile,
+    block_fault,
+)
 from megatron_async_rl.policy.fp8 import is_quantised
 from megatron_async_rl.policy.parameter_state import Slice, Sliced, replica_part
 
@@ -402,11 +407,11 @@ class _Writer(dcp.FileSystemWriter):
             for one in super().write_data(plan, planner).wait()
             for stream in (streams.by_index[one.index],)
         ]
+        reader = BlockReader()
         for one in results:
             path = Path(self.path) / one.storage_data.relative_path
             with path.open("rb") as file:
-                file.seek(one.block.offset)
-                fault = block_fault(file.read(one.block.length), one.block)
+                fault = block_fault(reader.read(file, one.block), one.block)
             if fault is not None:
                 raise _Fault(f"{_named(path)}: {fault}, right after it was written")
         done: Future[list[WriteResult]] = Future()
@@ -466,12 +471,41 @@ def _elements_in(block: Block, shape: Sequence[int]) -> int:
     return prod(max(0, min(offset + size, whole) - offset) for offset, size, whole in sizes)
 
 
+class _Bytes(io.RawIOBase):
+    """A file of these bytes, without a copy of them."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content = content
+        self._place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: len(self._content)}
+        self._place = base[whence] + offset
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, into: Any) -> int:
+        found = self._content[self._place : self._place + len(into)]
+        into[: len(found)] = found
+        self._place += len(found)
+        return len(found)
+
+
 class _Reader(dcp.FileSystemReader):
     """Checks each block that it reads. files: null in checkpoints without digests."""
 
     def __init__(self, folder: Path, files: Mapping[str, StoredFile] | None) -> None:
         super().__init__(folder)
         self._files = files
+        self._reader = BlockReader()
         self._blocks = {
             (name, block.offset, block.length): block
             for name, file in (files or {}).items()
@@ -494,11 +528,10 @@ class _Reader(dcp.FileSystemReader):
         block = self._blocks.get((sinfo.relative_path, sinfo.offset, sinfo.length))
         if block is None:
             raise _Fault(f"{_named(path)}: no block is known at byte {sinfo.offset}")
-        file.seek(block.offset)
-        content = file.read(block.length)
+        content = self._reader.read(file, block)
         if (fault := block_fault(content, block)) is not None:
             raise _Fault(f"{_named(path)}: {fault}")
-        return io.BytesIO(content)
+        return _Bytes(content)
 
 
 class _Index(pickle.Unpickler):
