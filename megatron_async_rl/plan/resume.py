@@ -174,9 +174,10 @@ def _earlier(config: Config) -> tuple[dict[str, Any], list[Problem]]:
 def _unreadable(file: Path, what: str) -> Problem:
     earlier = sorted(file.parent.glob("config.*.yaml"))
     held = f" (those of earlier starts: {', '.join(map(str, earlier))})" if earlier else ""
+    # Its own key: the checkpoint may have a problem, too, and one key is printed once.
     return Problem(
-        key="run.dir",
-        what=f"{file} {what}; the settings of the run in this folder cannot be compared with these",
+        key=str(file),
+        what=f"{what}; the settings of the run in this folder cannot be compared with these",
         fix=f"put the file back as the run wrote it{held}, or choose another run.dir",
     )
 

@@ -29,7 +29,7 @@ ABOUT = "about.json"
 SHARDED = "sharded"
 CONFIG_FILE = "config.yaml"
 """The run's configuration at this step, with which a resume compares its own."""
-DATA_FILE = "data.json"
+DATA_FILE = "prompts.json"
 """Digests of the prompts, by which a resume recognizes its data."""
 
 
@@ -104,7 +104,7 @@ def about(path: Path) -> dict[str, Any]:
     """about.json of one checkpoint. Raises CheckpointBroken."""
     content, fault = read_description(path / ABOUT)
     if fault is not None:
-        raise damaged(path, f"{ABOUT} cannot be used: {fault}")
+        raise damaged(path, f"{ABOUT} cannot be read: {fault}")
     return content
 
 

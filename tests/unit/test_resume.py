@@ -315,7 +315,7 @@ def test_a_held_out_set_may_be_another_file_but_not_change_under_its_name(config
 
 
 @pytest.mark.parametrize(
-    "name", ["about.json", "state.pt", "config.yaml", "data.json", "sharded/.metadata"]
+    "name", ["about.json", "state.pt", "config.yaml", "prompts.json", "sharded/.metadata"]
 )
 def test_damage_is_refused_before_anything_starts_with_the_older_checkpoint(
     config: Path, name: str
