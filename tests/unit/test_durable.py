@@ -20,6 +20,7 @@ ELSEWHERE = {
     "watchdog/progress_monitor.py": "what others read only while the run goes on",
     "metrics/sinks.py": "an address of this start",
     "launch/launcher.py": "logs of the start before get another name",
+    "rollout/engine_process.py": "the same",
     "weights/convert.py": "inside a folder that `publish` syncs and renames",
     "plan/new_config.py": "a new file of the user's",
     "simulate/choose.py": "a result that no start reads",
