@@ -55,6 +55,7 @@ setup(
     package_data={"megatron_async_rl": ["py.typed", "report/page.*", *SHARED]},
     install_requires=[
         "aiohttp>=3.10,<4",
+        "blake3>=1,<2",
         "einops>=0.8,<1",
         "huggingface_hub>=1,<3",
         "Jinja2>=3.1,<4",

@@ -26,6 +26,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_async_rl.config.data import DataConfig
+from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError, Problem
 from megatron_async_rl.config.sampling import EvalConfig, EvalSet, eval_sets
@@ -46,6 +47,13 @@ from megatron_async_rl.plan.batch import context_limit
 from megatron_async_rl.plan.layout import Device, device_of, head_size_problems
 from megatron_async_rl.plan.machine import this_machine
 from megatron_async_rl.plan.model_files import read_model
+from megatron_async_rl.policy.checkpoint_folder import (
+    CONFIG_FILE,
+    about,
+    newest,
+    require_whole,
+)
+from megatron_async_rl.policy.digested_folder import files_of, require_export
 from megatron_async_rl.report.progress import sampling_progress, show_evaluation
 from megatron_async_rl.rollout.environments import EnvironmentRefused, load_factory
 from megatron_async_rl.rollout.environments.built_in import prompt_tokenizer, tool_schemas
@@ -143,7 +151,7 @@ def resolve(
 
 
 def find_target(named: Path, out: Path | None) -> EvalTarget:
-    """Raises ConfigError for what is neither a checkpoint nor a model."""
+    """Raises UserError for what is neither a checkpoint nor a model, or is damaged."""
     named = named.absolute()
 
     def target(checkpoint: Path | None, version: int, result: Path) -> EvalTarget:
@@ -156,17 +164,12 @@ def find_target(named: Path, out: Path | None) -> EvalTarget:
     if (named / "about.json").is_file():
         version = _step(named)
         return target(named, version, named.parent.parent / f"eval_{version}.json")
-    if (named / "latest").is_file():
-        step = (named / "latest").read_text(encoding="utf-8").strip()
-        if not (named / step / "about.json").is_file():
-            what = f"{named / 'latest'} names {step}, which is not there"
-            raise ConfigError(
-                str(named),
-                [Problem(key="CHECKPOINT", what=what, fix="name one of its step_* folders")],
-            )
-        version = _step(named / step)
-        return target(named / step, version, named.parent / f"eval_{version}.json")
+    step = newest(named)
+    if step is not None:
+        version = _step(step)
+        return target(step, version, named.parent / f"eval_{version}.json")
     if (named / "config.json").is_file():
+        require_export(named, "CHECKPOINT")
         on_hub = name_of(named)  # whose cache has room for nothing else
         where = Path.cwd() if on_hub else named.parent
         called = on_hub.removeprefix("hf://").replace("/", "--") if on_hub else named.name
@@ -193,11 +196,19 @@ def _require_writable(target: EvalTarget, option: str, file: Path) -> None:
 
 
 def _step(checkpoint: Path) -> int:
-    return int(json.loads((checkpoint / "about.json").read_text(encoding="utf-8"))["step"])
+    """Raises CheckpointBroken. The conversion checks the blocks of tensors, too."""
+    content = about(checkpoint)
+    if files_of(content) is not None:
+        require_whole(checkpoint)
+    return int(content["step"])
 
 
 def _config(target: EvalTarget, file: Path | None, overrides: Sequence[str]) -> Config:
-    """The named config, or the one of the run that the checkpoint is in."""
+    """The named config; the one in the checkpoint, whose digest has been checked; or the one of the
+    run's folder."""
+    if file is None and target.checkpoint is not None:
+        saved = target.checkpoint / CONFIG_FILE
+        file = saved if saved.is_file() else None
     if file is None:
         run_dir = (
             target.named.parent if target.checkpoint is None else target.checkpoint.parent.parent
@@ -274,14 +285,8 @@ def run(job: EvalJob, console: Console) -> None:
             _convert(target.checkpoint, model, job.timeout_s)
         result = _sample(job, model, console)
     content = _content(job, result)
-    _write(job.target.result, json.dumps(content, indent=1, allow_nan=False) + "\n")
+    write_file(job.target.result, json.dumps(content, indent=1, allow_nan=False) + "\n")
     show_evaluation(content, str(job.target.result), console)
-
-
-def _write(file: Path, text: str) -> None:
-    unfinished = file.with_name(file.name + ".partial")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, file)
 
 
 def _convert(checkpoint: Path, out: Path, timeout_s: float) -> None:
@@ -400,7 +405,7 @@ def write_responses(job: EvalJob, answers: Answers) -> None:
                 **({"set": name} if name else {}),
             }
             lines.append(json.dumps(line) + "\n")
-    _write(job.responses, "".join(lines))
+    write_file(job.responses, "".join(lines))
 
 
 def _content(job: EvalJob, result: EvalResult) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.config.grid import Grid, StudyRun, read_grid, runs_of
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError, Problem, UserError
@@ -167,7 +168,7 @@ class _Started:
         code = self.process.returncode
         about: dict[str, Any] = {"settings": dict(self.run.settings)}
         about |= {"seconds": round(self.seconds, 2), "exit_code": code, "jobs": self._jobs}
-        (self.run.directory / FILE).write_text(json.dumps(about) + "\n", encoding="utf-8")
+        write_file(self.run.directory / FILE, json.dumps(about) + "\n")
         try:
             outcome = outcome_of(self.run)
         except UserError as error:

@@ -2,6 +2,7 @@
 restored."""
 
 from megatron_async_rl.config.problem import DataError
+from megatron_async_rl.data.identity import DataIdentity
 from megatron_async_rl.data.prompts import (
     PromptSet,
     log_too_long,
@@ -14,6 +15,7 @@ from megatron_async_rl.data.tokenizer import Tokenizer, load_tokenizer, tokenize
 
 __all__ = [
     "DataError",
+    "DataIdentity",
     "PromptSet",
     "PromptSource",
     "SupervisedSource",

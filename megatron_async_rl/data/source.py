@@ -4,7 +4,8 @@ several.
 Invariants:
 - every prompt of a source is handed out exactly once per epoch of that source;
 - the order of an epoch depends on (seed, epoch) alone, and the next source on how many each has
-  given, so a saved position continues with the very same sequence;
+  given, so a saved position continues with the very same sequence; it has the digests of its
+  prompts, and is refused by a source of others;
 - of a mixture, no source is ever a whole prompt ahead of its share;
 - a given response (`loss: sft`) is tokenized once, at the start, and ends with end-of-sequence; of a
   conversation the assistant's messages are trained on. Its log-probs are zeros, which the `sft` loss
@@ -17,12 +18,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.data.conversation import Conversation
+from megatron_async_rl.data.identity import DataIdentity
 from megatron_async_rl.data.prompts import Part, PromptSet
 from megatron_async_rl.data.tokenizer import Tokenizer, encode_rows
 from megatron_async_rl.samples.rows import TrainBatch
@@ -69,14 +72,14 @@ class Order:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError where the saved position belongs to another order: it would repeat or
+        """Raises DataError where the saved position belongs to another order: it would repeat or
         lose items."""
         for key, mine in (("count", self._count), ("seed", self._seed), ("shuffle", self._shuffle)):
             if state[key] != mine:
-                raise ValueError(
+                raise _other_data(
+                    "",
                     f"the saved data position was made with {key}={state[key]}, this run has"
-                    f" {key}={mine}: resume with the same data file, run.seed and data.shuffle, or"
-                    " start in a new run.dir"
+                    f" {key}={mine}",
                 )
         self._epoch = int(state["epoch"])
         self._position = int(state["position"])
@@ -90,10 +93,19 @@ class Order:
 
 class Mixture:
     """Positions in the parts laid end to end. The next one is of the part that is furthest behind
-    its share of all that were handed out; of equals, of the first."""
+    its share of all that were handed out; of equals, of the first. identities: of the parts, for
+    the saved state."""
 
-    def __init__(self, parts: Sequence[Part], *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        *,
+        seed: int,
+        shuffle: bool,
+        identities: Sequence[DataIdentity] = (),
+    ) -> None:
         self._parts = tuple(parts)
+        self._identities = tuple(identities) or (None,) * len(self._parts)
         self._orders = [Order(part.count, seed=seed, shuffle=shuffle) for part in parts]
         total = sum(Fraction(part.weight) for part in parts)
         self._shares = [Fraction(part.weight) / total for part in parts]
@@ -107,23 +119,50 @@ class Mixture:
         return self._offsets[chosen] + self._orders[chosen].next()
 
     def state(self) -> dict[str, Any]:
-        """The state of one source is its order's; of several, theirs by their labels."""
-        if len(self._parts) == 1:
-            return self._orders[0].state()
-        orders = zip(self._parts, self._orders, strict=True)
-        return {"sources": {part.label: order.state() for part, order in orders}}
+        """The state of one source is its order's and its digests; of several, theirs by their
+        labels."""
+        states = [
+            order.state() | (identity.as_json() if identity is not None else {})
+            for order, identity in zip(self._orders, self._identities, strict=True)
+        ]
+        if len(states) == 1:
+            return states[0]
+        labels = [part.label for part in self._parts]
+        return {"sources": dict(zip(labels, states, strict=True))}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError where the saved position belongs to other data."""
+        """Raises DataError where the saved position belongs to other data."""
         saved = state.get("sources", {self._parts[0].label: state})
         labels = [part.label for part in self._parts]
-        if list(saved) != labels:
-            raise ValueError(
+        known = [DataIdentity.read(each) for each in saved.values()]
+        # Digests know a source whose file was renamed, and its label with it.
+        if len(saved) != len(labels) or (None in known and list(saved) != labels):
+            raise _other_data(
+                "",
                 f"the saved data position is of the sources {', '.join(saved)}, this run has"
-                f" {', '.join(labels)}: resume with the same data, or start in a new run.dir"
+                f" {', '.join(labels)}",
             )
-        for label, order in zip(labels, self._orders, strict=True):
-            order.load_state(saved[label])
+        for label, before, now in zip(labels, known, self._identities, strict=True):
+            if before is not None and now is not None and (what := before.difference(now)):
+                raise _other_data(label, f"the saved data position is of other prompts: {what}")
+        for order, own in zip(self._orders, saved.values(), strict=True):
+            order.load_state(own)
+
+
+def _other_data(label: str, what: str) -> DataError:
+    fix = "resume with the same data file, run.seed and data.shuffle, or start in a new run.dir"
+    return DataError(label or "the training data", None, what, fix)
+
+
+def _identities(
+    prompts: Sequence[Prompt], parts: Sequence[Part], given: Sequence[Conversation] = ()
+) -> list[DataIdentity]:
+    """Identity of each part."""
+    ends = list(accumulate(part.count for part in parts))
+    return [
+        DataIdentity.of(prompts[start:end], given[start:end])
+        for start, end in zip([0, *ends], ends, strict=False)
+    ]
 
 
 class PromptSource:
@@ -139,7 +178,10 @@ class PromptSource:
         parts: Sequence[Part] | None = None,
     ) -> None:
         self._prompts = tuple(prompts)
-        self._order = Mixture(parts or [Part(count=len(prompts))], seed=seed, shuffle=shuffle)
+        parts = parts or [Part(count=len(prompts))]
+        self.identities = _identities(self._prompts, parts)
+        """Of each part."""
+        self._order = Mixture(parts, seed=seed, shuffle=shuffle, identities=self.identities)
 
     def next(self) -> Prompt:
         return self._prompts[self._order.next()]
@@ -223,7 +265,10 @@ class SupervisedSource:
                     " model and a micro-batch",
                     f"leave such rows out (data.max_tokens={max_context}), or shorten this one",
                 )
-        self._order = Mixture(parts or [Part(count=len(prompts))], seed=seed, shuffle=shuffle)
+        parts = parts or [Part(count=len(prompts))]
+        self.identities = _identities(self._prompts, parts, self._given)
+        """Of each part."""
+        self._order = Mixture(parts, seed=seed, shuffle=shuffle, identities=self.identities)
         self._consumed = 0
 
     def next_batch(self, version: int) -> TrainBatch:

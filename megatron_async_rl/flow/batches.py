@@ -12,12 +12,14 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
 from typing import Any, Protocol
 
 import ray
 
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data import (
+    DataIdentity,
     PromptSet,
     PromptSource,
     SupervisedSource,
@@ -122,6 +124,12 @@ class RolloutBatches:
             parts=training.parts,
         )
 
+        if position is not None:
+            # The controller does it again, after engines have started.
+            source.load_state(position.state["source"])
+        held_out = [DataIdentity.of(one.prompts) for one in spec.held_out]
+        self._data = data_digests(config, source.identities, held_out)
+
         longest = max(len(prompt.token_ids) for prompt in training.prompts)
         lends = config.weights.transport == "cuda_ipc"
         self._reserved = join_ray(
@@ -203,7 +211,7 @@ class RolloutBatches:
         state: DataState = ray_get(
             self._controller.state.remote(), "the controller's position", self._timeout_s
         )
-        return state
+        return replace(state, data=self._data)
 
     def close(self) -> None:
         if self._controller is not None:
@@ -241,6 +249,8 @@ class GivenResponses:
         ]
         if position is not None:
             self._source.load_state(position.state)
+        held_out = [one.identities[0] for one in self._held_out]
+        self._data = data_digests(config, self._source.identities, held_out)
 
     def next_batch(self, version: int) -> Handout | None:
         if self._stop.exists():
@@ -276,10 +286,23 @@ class GivenResponses:
         return []
 
     def state(self) -> DataState:
-        return DataState(state=self._source.state())
+        return DataState(state=self._source.state(), data=self._data)
 
     def close(self) -> None:
         pass
+
+
+def data_digests(
+    config: Config, training: Sequence[DataIdentity], held_out: Sequence[DataIdentity]
+) -> dict[str, Any]:
+    """The digests of all prompts, as plain JSON. `held_out`: of `config.held_out_files`."""
+    sets = zip(config.held_out_files, held_out, strict=True)
+    return {
+        "training": [one.as_json() for one in training],
+        "held_out": {
+            one.name: {"path": str(one.file.path), **identity.as_json()} for one, identity in sets
+        },
+    }
 
 
 def open_batches(

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -21,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow import buffer_file
 from megatron_async_rl.flow.batches import Batches, open_batches
@@ -34,7 +36,7 @@ from megatron_async_rl.metrics.log import EvalLog, MetricsLog
 from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.metrics.timeline import Timeline
 from megatron_async_rl.metrics.trackers import open_trackers
-from megatron_async_rl.policy.checkpoint_folder import read_file
+from megatron_async_rl.policy.checkpoint_folder import CONFIG_FILE, DATA_FILE, read_file
 from megatron_async_rl.policy.device_memory import DeviceMemory
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.rollout.cluster import gpu_of_rank
@@ -250,8 +252,12 @@ class OtherRank:
             "evaluated": self.schedule.means if self.schedule else {},
             "model_path": str(self.config.model.path),
         }
-        buffer = position.buffer if position else None
-        return state, {} if buffer is None else {buffer_file.NAME: buffer}
+        files = {CONFIG_FILE: dump(self.config).encode()}
+        if position is not None:
+            files[DATA_FILE] = json.dumps(position.data, indent=1).encode()
+            if position.buffer is not None:
+                files[buffer_file.NAME] = position.buffer
+        return state, files
 
     def held(self) -> dict[str, int]:
         """Bytes on this rank's device, by what holds them."""

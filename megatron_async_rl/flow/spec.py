@@ -30,11 +30,13 @@ class Source(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class DataState:
     """Where the data stands. `state`: plain JSON. `buffer`: what waits (flow/buffer_file.py); null
-    where nothing can. `oldest`: the oldest version whose tokens may train when the run goes on."""
+    where nothing can. `oldest`: the oldest version whose tokens may train when the run goes on.
+    `data`: digests of the prompts (batches.data_digests), for the checkpoint."""
 
     state: Mapping[str, Any]
     buffer: bytes | None = None
     oldest: int = 0
+    data: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

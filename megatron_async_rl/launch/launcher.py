@@ -31,6 +31,7 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
+from megatron_async_rl.config.durable import PARTIAL, write_file
 from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
@@ -56,7 +57,7 @@ from megatron_async_rl.watchdog.events import (
 from megatron_async_rl.watchdog.host_memory import kernel_kills_in_words
 from megatron_async_rl.watchdog.logs import KILLED, PRIMARY, SECONDARY, find_cause, tail
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE, STOPPED, of_run
-from megatron_async_rl.watchdog.progress_monitor import FOLDER, PARTIAL
+from megatron_async_rl.watchdog.progress_monitor import FOLDER
 from megatron_async_rl.watchdog.run_folder import RunFolder, run_folder
 from megatron_async_rl.watchdog.watchdog import Watchdog
 from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
@@ -281,15 +282,16 @@ def _prepare_directory(config: Config) -> None:
     for asked_of_the_run_before in (watch.STOP, watch.ENGINES):
         (run_dir / asked_of_the_run_before).unlink(missing_ok=True)
     resolved = run_dir / "config.yaml"
-    text = dump(config)
-    if resolved.exists() and resolved.read_bytes() != text.encode("utf-8"):
+    text = dump(config).encode("utf-8")
+    before = resolved.read_bytes() if resolved.exists() else text
+    if before != text:
         earlier = len(list(run_dir.glob("config.*.yaml")))
-        shutil.copy(resolved, run_dir / f"config.{earlier}.yaml")
-    resolved.write_text(text, encoding="utf-8")
+        write_file(run_dir / f"config.{earlier}.yaml", before)
+    write_file(resolved, text)
     for log in (run_dir / "logs").glob("*.log"):
         log.rename(log.with_suffix(".log.old"))
     shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
-    for files in (stall.FILE, STATUS, f"{SAMPLES}/"):
+    for files in (stall.FILE, STATUS, "config.", f"{SAMPLES}/"):
         for left in run_dir.glob(f"{files}*{PARTIAL}"):
             left.unlink(missing_ok=True)
     (run_dir / stall.FILE).unlink(missing_ok=True)

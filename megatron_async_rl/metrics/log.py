@@ -178,6 +178,8 @@ def cut_lines(path: Path, aside: Path, keeps: Callable[[dict[str, Any]], bool]) 
         if not whole:
             file.seek(end)
             file.write(b"\n")
+        file.flush()
+        os.fsync(file.fileno())
     return count
 
 

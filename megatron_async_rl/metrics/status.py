@@ -13,6 +13,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.watchdog.progress_monitor import write_whole
 
@@ -45,12 +46,16 @@ class Status:
 
 
 _STATUS = TypeAdapter(Status)
+_ENDED = ("stopped", "finished", "failed")
 
 
 def write_status(run_dir: Path, status: Status) -> None:
     """Replaces the status of the run in `run_dir` (made if missing)."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_whole(run_dir / FILE, json.dumps(asdict(status)) + "\n")
+    # A sync may wait for a checkpoint that is being written, and a step must not. A later start
+    # depends only on how the run ended.
+    write = write_file if status.phase in _ENDED else write_whole
+    write(run_dir / FILE, json.dumps(asdict(status)) + "\n")
 
 
 def read_status(run_dir: Path) -> Status | None:

@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.metrics.catalogue import METRICS, Value
 
@@ -262,7 +263,7 @@ def _identity(run_dir: Path, name: str, new: str) -> str:
     """The identity that RUN/trackers.json has of a tracker; written there if it has none."""
     known = _identities(run_dir)
     if name not in known:
-        (run_dir / IDENTITIES).write_text(json.dumps(known | {name: new}) + "\n", encoding="utf-8")
+        write_file(run_dir / IDENTITIES, json.dumps(known | {name: new}) + "\n")
     return known.get(name, new)
 
 

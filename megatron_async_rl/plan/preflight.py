@@ -34,6 +34,7 @@ from megatron_async_rl.config.sampling import (
 from megatron_async_rl.config.schema import Config, RewardConfig
 from megatron_async_rl.data import (
     DataError,
+    DataIdentity,
     PromptSet,
     SupervisedSource,
     Tokenizer,
@@ -49,8 +50,9 @@ from megatron_async_rl.plan.layout import device_of
 from megatron_async_rl.plan.machine import Machine, this_machine
 from megatron_async_rl.plan.model_files import ModelShape, published_shape, read_model
 from megatron_async_rl.plan.plan import Plan, make_plan
-from megatron_async_rl.plan.resume import checkpoint_problems
+from megatron_async_rl.plan.resume import checkpoint_notes, checkpoint_problems, data_problems
 from megatron_async_rl.plan.totals import TrainingSource
+from megatron_async_rl.policy.digested_folder import require_export
 from megatron_async_rl.report.run_data import read_run
 from megatron_async_rl.rollout.environments import EnvironmentRefused, load_factory
 from megatron_async_rl.rollout.environments.built_in import prompt_tokenizer
@@ -123,6 +125,7 @@ def preflight(
         problems += _stop_tokens(config, shape)
     limit = None if all_data else PROMPTS_IN_A_PLAN
     read: dict[str, PromptSet] = {}
+    identities: dict[str, DataIdentity] = {}
     if tokenizer is None or shape is None:
         (elsewhere if files_elsewhere else problems).extend(
             _of_data(one.key, gone) for one in _files(config, None) if (gone := one.missing())
@@ -130,13 +133,15 @@ def preflight(
     else:
         for one in _files(config, shape):
             try:
-                found = _read(config, one, shape, tokenizer, limit)
+                found, identity = _read(config, one, shape, tokenizer, limit)
             except DataError as error:
                 missing = files_elsewhere and one.missing() is not None
                 (elsewhere if missing else problems).append(_of_data(one.key, error))
             else:
                 lengths = _longer(lengths, found.prompts)
                 read[one.key] = found
+                if limit is None or found.too_long + len(found.prompts) < limit:
+                    identities[one.key] = identity
     silent = _silent_servers(config)
     problems += _reward(config, {} if silent else read) + _environment(config, read, tokenizer)
     problems += _engine_options(config, machine)
@@ -144,6 +149,9 @@ def preflight(
         problems += _grammars(config)
     if not machine.described:
         problems += _run_directory(config) + checkpoint_problems(config, shape)
+        problems += data_problems(config, identities)
+        if all_data and not problems:
+            problems += _damaged_model(config)
         problems += _beside(config) + lacking(config.observe.trackers)
     plan = make_plan(
         config,
@@ -164,6 +172,7 @@ def preflight(
             *_rendered_for_an_agent(config),
             *_too_long(config, read),
             *([] if files_elsewhere or problems else silent),
+            *([] if machine.described else checkpoint_notes(config)),
         ),
     )
 
@@ -227,21 +236,22 @@ def _files(config: Config, shape: ModelShape | None) -> list[_File]:
 
 def _read(
     config: Config, one: _File, shape: ModelShape, tokenizer: Tokenizer, limit: int | None
-) -> PromptSet:
+) -> tuple[PromptSet, DataIdentity]:
     """Raises DataError at the first line that cannot be used."""
     data = config.data
     if config.rollout is not None:
         required = reward_fields(config.rollout.reward)
-        return read_set(data, one.file, tokenizer, required=required, room=one.room, limit=limit)
+        found = read_set(data, one.file, tokenizer, required=required, room=one.room, limit=limit)
+        return found, DataIdentity.of(found.prompts)
     read = read_set(data, one.file, tokenizer, limit=limit, supervised=True)
     found = fitting(read, tokenizer, data.max_tokens)
     budget, multiple = config.policy.tokens_per_micro_batch, config.policy.row_multiple
     # The last token is not fed, and rows are rounded up.
     most = min(shape.context, budget, budget // multiple * multiple + 1)
-    SupervisedSource(
+    source = SupervisedSource(
         found.prompts, tokenizer, prompts_per_step=1, seed=0, shuffle=False, max_context=most
     )
-    return found
+    return found, source.identities[0]
 
 
 def _no_room(config: Config, shape: ModelShape) -> list[Problem]:
@@ -559,6 +569,15 @@ def _grammar_fault(config: Config, sampling: EvalSampling) -> str | None:
     except Exception as error:  # noqa: BLE001 - of one of several libraries, each with its own
         return " ".join(str(error).split())[:FAULT] or type(error).__name__
     return None
+
+
+def _damaged_model(config: Config) -> list[Problem]:
+    """Damage to a model that this package exported: its files have digests."""
+    try:
+        require_export(config.model.path, "model.path")
+    except UserError as error:
+        return list(error.problems)
+    return []
 
 
 def _run_directory(config: Config) -> list[Problem]:

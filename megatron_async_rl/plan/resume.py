@@ -4,13 +4,15 @@ Invariants:
 - a directory that holds steps of a run takes no other run: what defines the run stays as it was,
   and a difference is refused, or printed where it is allowed;
 - `ALLOWED` lists every key that a resumed run really obeys; any key added to the schema is refused
-  until it is listed.
+  until it is listed;
+- a comparison that cannot be made is a problem, and never passes as one without differences;
+- the prompts are those of the checkpoint by their digests, whatever their files are called.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,17 +21,24 @@ from megatron_async_rl.config.keys import path_keys, pattern_of
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import YamlFault, read_tree
+from megatron_async_rl.data import DataIdentity
 from megatron_async_rl.flow import buffer_file
 from megatron_async_rl.metrics.status import read_status
 from megatron_async_rl.plan.model_files import ModelShape, read_model
 from megatron_async_rl.policy.checkpoint_folder import (
+    CONFIG_FILE,
+    DATA_FILE,
+    LATEST,
     CheckpointBroken,
     about,
+    later,
     newest,
     read_file,
     refuse_other_moments,
     require_whole,
+    steps,
 )
+from megatron_async_rl.policy.digested_folder import files_of
 
 ALLOWED = (
     # How long the run is, and what is measured and kept.
@@ -88,6 +97,10 @@ ALLOWED = (
 )
 
 
+DATA_PATHS = ("data.train", "data.sources[].path")
+"""The checkpoint has digests of these files' prompts, so their names may change."""
+
+
 @dataclass(frozen=True)
 class Difference:
     """One key whose value is not that of the run in the directory."""
@@ -116,23 +129,67 @@ class Difference:
 
 
 def differences(config: Config) -> list[Difference]:
-    """Keys of `config` that differ from the run in `run.dir`; none where no step was made there."""
-    run_dir = config.run.dir
-    if not run_dir.is_dir():
+    """Keys of `config` that differ from the run in `run.dir`; none where no step was made there, or
+    where `conflicts` reports that the earlier configuration cannot be read."""
+    before, problems = _earlier(config)
+    if problems:
         return []
-    status = read_status(run_dir)
-    made_steps = (status is not None and status.step > 0) or (
-        run_dir / "checkpoint" / "latest"
-    ).exists()
-    if not made_steps:
-        return []
-
-    try:
-        before, _ = read_tree((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, YamlFault):
-        return []  # another copy of the config is not there to compare with
     found = _compare(before, config.model_dump(mode="json"), "")
     return [difference for difference in found if difference.key != "run.dir"]
+
+
+def _earlier(config: Config) -> tuple[dict[str, Any], list[Problem]]:
+    """The configuration of the run in `run.dir`, of its newest checkpoint if that has one; empty
+    where no step was made there. Or the problem that keeps it from being read."""
+    run_dir = config.run.dir
+    if not run_dir.is_dir():
+        return {}, []
+    checkpoint = run_dir / "checkpoint"
+    status = read_status(run_dir)
+    made_steps = (status is not None and status.step > 0) or bool(steps(checkpoint))
+    if not (made_steps or (checkpoint / LATEST).exists()):
+        return {}, []
+
+    saved = _file_of_checkpoint(config, CONFIG_FILE)
+    file = run_dir / "config.yaml"
+    try:
+        text: str | None = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        text = None
+    except (OSError, UnicodeDecodeError) as error:
+        return {}, [_unreadable(file, f"cannot be read ({error})")]
+    if text is None and saved is None:
+        return {}, [_unreadable(file, "is missing")]
+    try:
+        tree = read_tree(text)[0] if text is not None else {}
+        whole = text is None or Config.model_fields.keys() <= tree.keys()
+    except YamlFault as error:
+        return {}, [_unreadable(file, error.what)]
+    if not whole:
+        lacking = ", ".join(name for name in Config.model_fields if name not in tree)
+        return {}, [_unreadable(file, f"is incomplete: it has no {lacking}")]
+    # The checkpoint's own is under its digest.
+    return (tree if saved is None else read_tree(saved.decode())[0]), []
+
+
+def _unreadable(file: Path, what: str) -> Problem:
+    earlier = sorted(file.parent.glob("config.*.yaml"))
+    held = f" (those of earlier starts: {', '.join(map(str, earlier))})" if earlier else ""
+    # Its own key: the checkpoint may have a problem, too, and one key is printed once.
+    return Problem(
+        key=str(file),
+        what=f"{what}; the settings of the run in this folder cannot be compared with these",
+        fix=f"put the file back as the run wrote it{held}, or choose another run.dir",
+    )
+
+
+def _file_of_checkpoint(config: Config, name: str) -> bytes | None:
+    """A file of the newest checkpoint; null where it has none, or is damaged, which
+    `checkpoint_problems` reports."""
+    try:
+        return read_file(config.run.dir / "checkpoint", name)
+    except CheckpointBroken:
+        return None
 
 
 def conflicts(config: Config) -> list[Problem]:
@@ -140,6 +197,9 @@ def conflicts(config: Config) -> list[Problem]:
     obey."""
     if not config.run.dir.is_dir():
         return []
+    _, unreadable = _earlier(config)
+    if unreadable:
+        return unreadable
     found = differences(config)
     status = read_status(config.run.dir)
     step = status.step if status is not None else 0
@@ -154,9 +214,14 @@ def conflicts(config: Config) -> list[Problem]:
     what = f"{config.run.dir} holds a run with another value"
     checkpoint = config.run.dir / "checkpoint"
     fix = "set it back, or choose another run.dir"
-    if (checkpoint / "latest").exists():
+    if (checkpoint / LATEST).exists():
         fix += f"; `mar convert {checkpoint} MODEL` gives its weights to a new run as model.path"
-    refused = [_problem(one, what, fix) for one in found if not one.allowed]
+    by_digest = DATA_PATHS if _file_of_checkpoint(config, DATA_FILE) is not None else ()
+    refused = [
+        _problem(one, what, fix)
+        for one in found
+        if not one.allowed and pattern_of(one.key) not in by_digest
+    ]
     if config.run.steps < step:
         shorter = Difference("run.steps", step, config.run.steps)
         what = f"{config.run.dir} holds a run that has made more steps"
@@ -219,6 +284,61 @@ def checkpoint_problems(config: Config, shape: ModelShape | None) -> list[Proble
     if held is not None and shape is not None:
         found += _another_model(path, held, shape)
     return found
+
+
+def checkpoint_notes(config: Config) -> list[str]:
+    """Notes on the newest checkpoint, which a resume goes on from."""
+    try:
+        path = newest(config.run.dir / "checkpoint")
+        if path is None:
+            return []
+        notes = []
+        if files_of(about(path)) is None:
+            notes.append(
+                f"{path} is of a release without digests: damage to its files and changes of the"
+                " data may go unnoticed; the next checkpoint has digests"
+            )
+        newer = later(path)
+        if newer is not None:
+            notes.append(
+                f"the run goes on from {path}, and {newer} is newer: latest names the older"
+            )
+    except CheckpointBroken:
+        return []
+    return notes
+
+
+def data_problems(config: Config, read: Mapping[str, DataIdentity]) -> list[Problem]:
+    """Prompts that are not those of the checkpoint. read: by key, the files that were read whole.
+
+    A held-out set counts if it is the same by its name and path: another path is a change that the
+    user made, and is printed as one."""
+    saved = _file_of_checkpoint(config, DATA_FILE)
+    if saved is None:
+        return []
+    data = json.loads(saved)
+    keys = (
+        ["data.train"]
+        if config.data.train is not None
+        else [f"data.sources.{index}.path" for index in range(len(config.data.sources))]
+    )
+    pairs = list(zip(keys, data["training"], strict=False))
+    pairs += [
+        (one.path_key, data["held_out"][one.name])
+        for one in config.held_out_files
+        if data["held_out"].get(one.name, {}).get("path") == str(one.file.path)
+    ]
+    problems = []
+    for key, entry in pairs:
+        before, now = DataIdentity.read(entry), read.get(key)
+        if before is None or now is None or (difference := before.difference(now)) is None:
+            continue
+        fix = "put the data back as it was, or choose another run.dir"
+        if not key.startswith("data.") or key == "data.eval":
+            fix = "put the data back as it was, or give the new set another file name"
+        what = f"the checkpoint in {config.run.dir} was made with other prompts: {difference}"
+        problems.append(Problem(key=key, what=what, fix=fix))
+    return problems
 
 
 def _other_adapters(checkpoint: Path, held: Any, config: Config) -> list[Problem]:

@@ -13,13 +13,16 @@
                                   directory, names of the parameter state, Adam's step count, where
                                   the weights are (in the model, or in Adam's float32 ones), the
                                   moments' dtype; of adapters their settings and the base model's
-                                  digest (lora_base.py)
+                                  digest (lora_base.py); the digest of a reference that does not
+                                  move; every other file with its digests (checkpoint_folder.py)
 
 Invariants:
-- a directory named step_N is complete: it is written under another name, synced, and renamed;
-  `latest` moves after that, by a rename too. Killed at any moment, the next load finds the previous
-  checkpoint or the new one, never a mixture;
-- nothing that `latest` names is deleted before `latest` names something newer;
+- a directory named step_N is complete: it is written under another name, read back against its
+  digests, synced, and renamed; `latest` moves after that, by a rename too. Killed at any moment, the
+  next load finds the previous checkpoint or the new one, never a mixture;
+- nothing that `latest` names is deleted before `latest` names something newer, and checkpoints are
+  deleted only in favor of newer ones that are whole;
+- whatever is loaded has the digest that it was saved with, or the load fails;
 - what is written is the state at the call of `save`, also where a thread writes it later;
 - files are read back without running code from them;
 - weights kept in 8 bits are not saved: Adam's float32 ones are, and stand in for them wherever the
@@ -34,11 +37,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import json
 import logging
-import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,14 +47,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from megatron_async_rl.config.durable import PARTIAL, publish, sync, write_file
 from megatron_async_rl.policy import model_blocks
 from megatron_async_rl.policy.checkpoint_folder import (
+    ABOUT,
     LATEST,
+    SHARDED,
     CheckpointBroken,
     about,
+    damaged,
     newest,
+    outdated,
+    read_checked,
     refuse_other_moments,
+    require_whole,
 )
+from megatron_async_rl.policy.digested_folder import StoredFile, described, files_of
 from megatron_async_rl.policy.fp8 import delayed_state, restore_delayed_state
 from megatron_async_rl.policy.lora_base import base_entries, refuse_other_base
 from megatron_async_rl.policy.megatron_private import weights_from_masters
@@ -78,26 +87,29 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FULL_BYTES = 2**20
+_checked: set[Path] = set()
+"""Checkpoints that this process wrote or loaded."""
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
     """A loaded checkpoint, but for model and optimizer, which `load` has filled.
 
-    names: of the parameter state that `read` brings."""
+    names: of the parameter state that `read` brings. content: about.json."""
 
     path: Path
     model: PolicyModel
     step: int
     state: dict[str, Any]
     names: frozenset[str]
+    content: Mapping[str, Any]
 
     def read(self, named: Mapping[str, Sliced]) -> None:
         """Fills these slices with what was saved under these names. Collective over the world: the
         same names on every rank. Raises CheckpointBroken."""
         if named:
-            content = ModelBlocks(self.model).state(named, writes=False)
-            _read(self.path, content, self.model.bridge.layout)
+            blocks = ModelBlocks(self.model).state(named, writes=False)
+            _read(self.path, self.content, blocks, self.model.bridge.layout)
 
 
 def save(
@@ -111,6 +123,7 @@ def save(
     layout: Layout,
     keep: int | None,
     proven: int | None = None,
+    entries: Mapping[str, Any] | None = None,
     files: Mapping[str, bytes] | None = None,
     background: Background | None = None,
 ) -> Path:
@@ -119,6 +132,7 @@ def save(
 
     state: rank 0's is saved; numbers, text, tensors and containers of them (TypeError otherwise).
     parameter_state: slices by name; the same names on every rank.
+    entries: further entries of about.json; the same on every rank.
     files: name and content of what rank 0 wants beside it; see checkpoint_folder.read_file.
     background: copies everything to host memory, writes in its thread and returns before that has
     ended; what failed is raised by its next `start` or `finish`. Every rank gives one, or none.
@@ -140,42 +154,49 @@ def save(
         **base_entries(model),
         "adam_steps": adam_steps(optimizer),
         "parameter_state": sorted(parameter_state),
+        **(entries or {}),
     }
 
     def prepare() -> None:
         directory.mkdir(parents=True, exist_ok=True)
+        sync(directory.parent)
         if newest(directory) == final:
             raise FileExistsError(f"{final} is already saved")
-        for leftover in (*directory.glob("unfinished_*"), final):
-            # A step_N that `latest` does not name is from a run that died between the two renames.
-            if leftover.exists():
-                shutil.rmtree(leftover)
-        # Room for the new one. What `latest` names stays until it names the new one.
-        latest = newest(directory)
-        remove_old(directory, keep, {_name(proven), "" if latest is None else latest.name})
-        (unfinished / "sharded").mkdir(parents=True)
+        for leftover in directory.glob(f"{LATEST}*{PARTIAL}"):
+            leftover.unlink()
+        for leftover in directory.glob("unfinished_*"):
+            shutil.rmtree(leftover)
+        (unfinished / SHARDED).mkdir(parents=True)
 
-    def commit() -> None:
-        (unfinished / "state.pt").write_bytes(payload)
-        for name, held in (files or {}).items():
-            (unfinished / name).write_bytes(held)
-        (unfinished / "about.json").write_text(json.dumps(description, indent=1), encoding="utf-8")
-        _sync_tree(unfinished)
-        os.rename(unfinished, final)
-        _sync(directory)
-        pointer = directory / f"{LATEST}.new"
-        pointer.write_text(final.name, encoding="utf-8")
-        _sync(pointer)
-        os.replace(pointer, directory / LATEST)
-        _sync(directory)
-        remove_old(directory, keep, {final.name, _name(proven)})
+    def commit(stored: dict[str, StoredFile]) -> None:
+        # The index of the blocks, and files of ranks that have no block.
+        for path in (unfinished / SHARDED).iterdir():
+            stored.setdefault(f"{SHARDED}/{path.name}", StoredFile.of(path.read_bytes()))
+        for name, content in {"state.pt": payload, **(files or {})}.items():
+            stored[name] = StoredFile.of(content)
+            write_file(unfinished / name, content)
+        write_file(unfinished / ABOUT, described(description, stored))
+        # Blocks were read back by the ranks that wrote them.
+        require_whole(unfinished)
+        if final.exists():
+            # Damaged, left behind by a resume from an older one, or not yet named by `latest`.
+            shutil.rmtree(final)
+        publish(unfinished, final)
+        write_file(directory / LATEST, final.name)
+        # Only now: the new checkpoint is on disk, whole, and named.
+        for old in outdated(final, keep, _checked, _name(proven)):
+            shutil.rmtree(old)
 
     def write(content: Content) -> None:
         with _cleared_on_failure(unfinished):
-            model_blocks.write(unfinished / "sharded", content, layout.writing_group)
-            (unfinished / f"rank_{layout.rank}.pt").write_bytes(rank_payload)
-            layout.barrier(layout.writing_group)
-            layout.from_rank_zero(commit, layout.writing_group)
+            group = layout.writing_group
+            blocks = model_blocks.write(unfinished / SHARDED, content, group)
+            stored = {f"{SHARDED}/{name}": file for name, file in blocks.items()}
+            own = f"rank_{layout.rank}.pt"
+            write_file(unfinished / own, rank_payload)
+            for each in layout.gathered({own: StoredFile.of(rank_payload)}, group):
+                stored |= each
+            layout.from_rank_zero(lambda: commit(stored), group)
 
     with _cleared_on_failure(unfinished):
         layout.from_rank_zero(prepare)
@@ -195,13 +216,6 @@ def save(
 def _name(step: int | None) -> str:
     """Folder of a step's checkpoint."""
     return "" if step is None else f"step_{step:08d}"
-
-
-def remove_old(directory: Path, keep: int | None, stay: Collection[str]) -> None:
-    """Delete all but the newest `keep` checkpoints, null none, and those named in `stay`."""
-    for old in sorted(directory.glob("step_*"))[:-keep] if keep is not None else ():
-        if old.name not in stay:
-            shutil.rmtree(old)
 
 
 @contextlib.contextmanager
@@ -232,10 +246,13 @@ def load(
     path = layout.from_rank_zero(lambda: newest(directory))
     if path is None:
         return None
+    layout.from_rank_zero(lambda: require_whole(path))
     content = about(path)
+    if layout.rank == 0 and files_of(content) is None:
+        log.warning("%s has no digests: damage to its files may go unnoticed", path)
     refuse_other_base(path, content, model)
     refuse_other_moments(path, content, _dtype_name(optimizer.config.exp_avg_dtype))
-    state = torch.load(path / "state.pt", weights_only=True, map_location="cpu")
+    state = _read_tensors(path, "state.pt", content, torch.device("cpu"))
     names = frozenset(content.get("parameter_state", ()))
     adam = {
         name: optimizer_state(optimizer, adam_shards(optimizer, name)) for name in adam_names(model)
@@ -244,21 +261,19 @@ def load(
         for name in sorted(adam.keys() - names):
             log.warning("%s holds no %s: the optimizer starts without it", path, name)
     if not model.config.fp8_param:
-        load_model(path, model, from_masters=holds_masters_alone(content))
+        load_model(path, model, content)
         optimizer.reload_model_params()
-    checkpoint = Checkpoint(path, model, content["step"], state, names)
+    checkpoint = Checkpoint(path, model, content["step"], state, names, content)
     checkpoint.read({name: sliced for name, sliced in adam.items() if name in names})
     if MASTER in adam and MASTER not in names:
-        _read_masters(path, model, adam[MASTER])
+        _read_masters(checkpoint, adam[MASTER])
     if model.config.fp8_param:
         weights_from_masters(optimizer)
     set_adam_steps(optimizer, content.get("adam_steps", 0))
     # Checkpoints of earlier versions do not name the context-parallel size and the device.
     key = _layout_key(optimizer, layout)
     if {"context": 1, "device": layout.device_type, **content["layout"]} == key:
-        rank_state = torch.load(
-            path / f"rank_{layout.rank}.pt", weights_only=True, map_location=layout.device
-        )
+        rank_state = _read_tensors(path, f"rank_{layout.rank}.pt", content, layout.device)
         _restore_rng(rank_state.pop("rng"), layout)
         # Absent in checkpoints of earlier versions.
         restore_delayed_state(model.chunks, rank_state.pop("fp8", {}), model.config)
@@ -270,30 +285,26 @@ def load(
             key,
             ", and so does delayed scaling" if _delayed(model) else "",
         )
+    _checked.add(path)
     return checkpoint
 
 
-def load_model(path: Path, model: PolicyModel, *, from_masters: bool = False) -> None:
-    """The weights alone of one checkpoint, whatever layout and optimizer it was saved with.
-    from_masters: it holds none but Adam's float32 ones (`holds_masters_alone`), which are rounded.
-    Collective. The model keeps no weight in 8 bits."""
-    content = ModelBlocks(model).model(writes=False)
-    if from_masters:
-        content = {_master(key): blocks for key, blocks in content.items()}
-    _read(path, content, model.bridge.layout)
+def load_model(path: Path, model: PolicyModel, content: Mapping[str, Any]) -> None:
+    """Load only the weights of one checkpoint, whatever layout and optimizer it was saved with.
+    content: its about.json. If the model that was saved kept its weights in FP8, they are Adam's
+    float32 ones, rounded. Collective. The model keeps no FP8 weights. Raises CheckpointBroken."""
+    blocks = ModelBlocks(model).model(writes=False)
+    if content.get("weights") == MASTER:
+        blocks = {_master(key): held for key, held in blocks.items()}
+    _read(path, content, blocks, model.bridge.layout)
 
 
-def holds_masters_alone(content: Mapping[str, Any]) -> bool:
-    """content: about.json of a checkpoint. True where the model kept weights in 8 bits."""
-    return content.get("weights") == MASTER
-
-
-def _read_masters(path: Path, model: PolicyModel, masters: Sliced) -> None:
-    """Fills Adam's float32 weights with the checkpoint's weights, which are float32 where it holds
+def _read_masters(checkpoint: Checkpoint, masters: Sliced) -> None:
+    """Fill Adam's float32 weights with the checkpoint's weights, which are float32 where it holds
     no others. Collective."""
-    content = ModelBlocks(model).state({MASTER: masters}, writes=False)
-    own = {key.removeprefix(_master("")): blocks for key, blocks in content.items()}
-    _read(path, own, model.bridge.layout)
+    blocks = ModelBlocks(checkpoint.model).state({MASTER: masters}, writes=False)
+    own = {key.removeprefix(_master("")): held for key, held in blocks.items()}
+    _read(checkpoint.path, checkpoint.content, own, checkpoint.model.bridge.layout)
 
 
 def _master(key: str) -> str:
@@ -301,9 +312,35 @@ def _master(key: str) -> str:
     return f"{model_blocks.STATE}.{MASTER}.{key}"
 
 
-def _read(path: Path, content: Content, layout: Layout) -> None:
+def _read_tensors(
+    path: Path, name: str, content: Mapping[str, Any], place: torch.device
+) -> dict[str, Any]:
+    """A file of numbers and tensors. content: about.json. Raises CheckpointBroken."""
+    held = read_checked(path, name, content)
+    if held is None:
+        raise damaged(path, f"{name} is not there")
     try:
-        model_blocks.read(path / "sharded", content, layout.cpu_group)
+        found: dict[str, Any] = torch.load(io.BytesIO(held), weights_only=True, map_location=place)
+    except Exception as error:  # pickle and zip files raise many types; with digests none of them
+        raise damaged(path, f"{name} cannot be read ({type(error).__name__}: {error})") from error
+    return found
+
+
+def _read(path: Path, content: Mapping[str, Any], blocks: Content, layout: Layout) -> None:
+    """content: about.json."""
+    listed = files_of(content)
+    prefix = f"{SHARDED}/"
+    files = None
+    if listed is not None:
+        files = {
+            name.removeprefix(prefix): file
+            for name, file in listed.items()
+            if name.startswith(prefix)
+        }
+    try:
+        model_blocks.read(path / SHARDED, blocks, layout.cpu_group, files)
+    except model_blocks.BlocksDamaged as error:
+        raise damaged(path, str(error)) from error
     except model_blocks.BlocksUnreadable as error:
         raise CheckpointBroken.of(
             "model.path",
@@ -375,18 +412,3 @@ def _serialised(content: Mapping[str, Any]) -> bytes:
             f" fails: {error}"
         ) from error
     return buffer.getvalue()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_tree(root: Path) -> None:
-    for folder, _, files in os.walk(root):
-        for name in files:
-            _sync(Path(folder) / name)
-        _sync(Path(folder))

@@ -1,69 +1,198 @@
-"""A run's checkpoint folder from outside: which checkpoint is the newest, and whether its files are
-whole. Loads no torch.
+"""A run's checkpoint folder from outside: its checkpoints, and whether their files are whole. Loads
+no torch.
 
-`policy/checkpoint.py` has what the folder holds, and writes it.
+`policy/checkpoint.py` describes what the folder holds, and writes it. `about.json` of a checkpoint
+lists every other file of it with its digests (digested_folder.py).
+
+Invariants:
+- a file is read by way of its digest, so one that has changed is reported as damaged, with the
+  older checkpoint to use, and never used;
+- a checkpoint of a release without digests is read as it is, after a warning.
 """
 
 from __future__ import annotations
 
-import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.policy.digested_folder import (
+    faults,
+    files_of,
+    read_description,
+)
 
 LATEST = "latest"
+ABOUT = "about.json"
+SHARDED = "sharded"
+CONFIG_FILE = "config.yaml"
+"""The run's configuration at this step, with which a resume compares its own."""
+DATA_FILE = "prompts.json"
+"""Digests of the prompts, by which a resume recognizes its data."""
 
 
 class CheckpointBroken(UserError):
     """A checkpoint directory does not hold what its names promise."""
 
 
+def steps(directory: Path) -> list[Path]:
+    """The checkpoints in `directory`, the oldest first."""
+    return sorted(path for path in directory.glob("step_*") if path.is_dir())
+
+
 def newest(directory: Path) -> Path | None:
     """The checkpoint that `latest` names; None where nothing was ever saved. Raises
-    CheckpointBroken."""
+    CheckpointBroken.
+
+    Without `latest` it is the newest whole checkpoint: a save was killed before it could name its
+    first one, or the file was deleted.
+    """
     pointer = directory / LATEST
     if not pointer.exists():
-        return None
-    path = directory / pointer.read_text(encoding="utf-8").strip()
-    if not (path / "about.json").exists():
+        return _newest_whole(steps(directory))
+    try:
+        name = pointer.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        name = f"{type(error).__name__}: {error}"
+    if name not in {path.name for path in steps(directory)}:
         raise CheckpointBroken.of(
             "run.dir",
-            f"{pointer} names {path.name}, which is not a checkpoint",
-            f"name another step_* of {directory} in it",
+            f"{pointer} names {name[:80]!r}, which is not a checkpoint",
+            _use_older(_newest_whole(steps(directory)), directory),
         )
+    path = directory / name
+    if not (path / ABOUT).exists():
+        raise damaged(path, f"{ABOUT} is not there")
     return path
 
 
-def read_file(directory: Path, name: str) -> bytes | None:
-    """The content of `files[name]` in the newest checkpoint; None where it has no such file."""
-    path = newest(directory)
-    return (path / name).read_bytes() if path is not None and (path / name).exists() else None
+def later(path: Path) -> Path | None:
+    """A whole checkpoint of the same folder with more steps than the one at `path`, which `latest`
+    names; null: there is none."""
+    return _newest_whole([one for one in steps(path.parent) if one.name > path.name])
+
+
+def outdated(
+    current: Path, keep: int | None, checked: set[Path], proven: str | None = None
+) -> list[Path]:
+    """Checkpoints to remove now that `current` is saved: all that are older than the newest `keep`
+    whole ones (null: none), but the one named `proven`. A damaged one does not count as one of them, so that no good checkpoint makes room
+    for it, and one that this process neither wrote nor loaded is read to find out.
+
+    checked: those that it wrote or loaded; the ones that were found to be whole are added."""
+    checked.add(current)
+    older = [path for path in reversed(steps(current.parent)) if path.name < current.name]
+    whole = 1
+    for index, path in enumerate(older):
+        if keep is None:
+            break
+        if whole >= keep:
+            return [old for old in older[index:] if old.name != proven]
+        if path not in checked and not _damaged(path):
+            checked.add(path)
+        whole += path in checked and looks_whole(path)
+    return []
+
+
+def _damaged(path: Path) -> bool:
+    try:
+        require_whole(path, blocks=True)
+    except CheckpointBroken:
+        return True
+    return False
 
 
 def about(path: Path) -> dict[str, Any]:
     """about.json of one checkpoint. Raises CheckpointBroken."""
-    try:
-        content: dict[str, Any] = json.loads((path / "about.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _broken(path, "about.json", error) from error
+    content, fault = read_description(path / ABOUT)
+    if fault is not None:
+        raise damaged(path, f"{ABOUT} cannot be read: {fault}")
     return content
 
 
-def require_whole(path: Path) -> None:
-    """Raises CheckpointBroken for a missing or damaged file of the checkpoint, as far as it shows
-    without loading the model."""
-    about(path)
+def read_file(directory: Path, name: str) -> bytes | None:
+    """The content of `files[name]` in the newest checkpoint; None where it has no such file. Raises
+    CheckpointBroken for a file that is damaged."""
+    path = newest(directory)
+    return None if path is None else read_checked(path, name, about(path))
+
+
+def read_checked(path: Path, name: str, content: Mapping[str, Any]) -> bytes | None:
+    """The file `name` of the checkpoint at `path`; None where it has none. content: its about.json.
+    Raises CheckpointBroken for a file that is damaged."""
+    files = files_of(content)
+    if files is None:
+        return (path / name).read_bytes() if (path / name).exists() else None
+    if name not in files:
+        return None
+    try:
+        held = (path / name).read_bytes()
+    except OSError as error:
+        raise damaged(path, f"{name} cannot be read ({error.strerror})") from error
+    if (fault := files[name].fault(held)) is not None:
+        raise damaged(path, f"{name}: {fault}")
+    return held
+
+
+def looks_whole(path: Path) -> bool:
+    """True if the checkpoint's description is intact and each file is there with its size."""
+    content, fault = read_description(path / ABOUT)
+    files = files_of(content)
+    if fault is not None:
+        return False
+    if files is None:
+        return all((path / name).is_file() for name in ("state.pt", f"{SHARDED}/.metadata"))
+    return all(
+        (path / name).is_file() and (path / name).stat().st_size == file.bytes
+        for name, file in files.items()
+    )
+
+
+def require_whole(path: Path, *, blocks: bool = False) -> None:
+    """Check each file of a checkpoint against its digest. blocks: also the tensors' blocks, which
+    reads all of it. Raises CheckpointBroken for the first file that is missing or damaged."""
+    content = about(path)
+    files = files_of(content)
+    if files is None:
+        _require_whole_without_digests(path)
+        return
+    for fault in faults(path, files, blocks=blocks):
+        raise damaged(path, fault)
+
+
+def _require_whole_without_digests(path: Path) -> None:
     try:
         with zipfile.ZipFile(path / "state.pt") as file:
             if (torn := file.testzip()) is not None:
                 raise zipfile.BadZipFile(f"{torn} is damaged")
     except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
-        raise _broken(path, "state.pt", error) from error
-    if not (path / "sharded" / ".metadata").is_file():
-        raise _broken(path, "sharded/.metadata", FileNotFoundError("it is not there"))
+        fault = f"state.pt cannot be read ({type(error).__name__}: {error})"
+        raise damaged(path, fault) from error
+    if not (path / SHARDED / ".metadata").is_file():
+        raise damaged(path, f"{SHARDED}/.metadata is not there")
+
+
+def damaged(path: Path, what: str) -> CheckpointBroken:
+    """The error for the damaged checkpoint at `path`, with the older checkpoint to use."""
+    older = _newest_whole([one for one in steps(path.parent) if one.name < path.name])
+    return CheckpointBroken.of(
+        "run.dir", f"{path} is damaged: {what}", _use_older(older, path.parent)
+    )
+
+
+def _newest_whole(found: Sequence[Path]) -> Path | None:
+    return next((path for path in reversed(found) if looks_whole(path)), None)
+
+
+def _use_older(older: Path | None, directory: Path) -> str:
+    if older is None:
+        return f"no other checkpoint of {directory} is whole; remove that folder to begin anew"
+    return (
+        f"use {older}, the newest other checkpoint with all of its files: to resume from it, write"
+        f" {older.name} into {directory / LATEST}"
+    )
 
 
 def refuse_other_moments(path: Path, content: Mapping[str, Any], wanted: str) -> None:
@@ -79,11 +208,3 @@ def refuse_other_moments(path: Path, content: Mapping[str, Any], wanted: str) ->
             f"{path} holds Adam's moments in {held}, and here they are {wanted}",
             "set it back, or choose another run.dir",
         )
-
-
-def _broken(path: Path, name: str, error: Exception) -> CheckpointBroken:
-    return CheckpointBroken.of(
-        "run.dir",
-        f"{path / name} cannot be read ({type(error).__name__}: {error})",
-        f"name an older step_* in {path.parent / LATEST}, or remove {path.parent} to begin anew",
-    )

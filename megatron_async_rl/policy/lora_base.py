@@ -26,10 +26,11 @@ from torch import Tensor
 
 from megatron_async_rl.gradients import block_elements
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
-from megatron_async_rl.policy.model_blocks import Block, ModelBlocks
+from megatron_async_rl.policy.model_blocks import Block, Content, ModelBlocks
 
 if TYPE_CHECKING:
     from megatron_async_rl.policy.model import PolicyModel
+    from megatron_async_rl.policy.parallel import Layout
 
 _digests: WeakKeyDictionary[PolicyModel, str] = WeakKeyDictionary()
 
@@ -66,17 +67,23 @@ def refuse_other_base(path: Path, content: Mapping[str, Any], model: PolicyModel
         )
 
 
-@torch.no_grad()
 def base_digest(model: PolicyModel) -> str:
     """Digest of the model's frozen weights. Collective over the world."""
-    layout = model.bridge.layout
+    return placed_digest(ModelBlocks(model, frozen=True).model(writes=True), model.bridge.layout)
+
+
+@torch.no_grad()
+def placed_digest(content: Content, layout: Layout) -> str:
+    """Digest of tensors of which each rank has the blocks that it would write; the same on every
+    layout. Collective over the world."""
     total = torch.zeros((), dtype=torch.int64, device=layout.device)
-    for key, blocks in ModelBlocks(model, frozen=True).model(writes=True).items():
+    for key, blocks in content.items():
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7])
         for block in blocks:
             for values, places in _pieces(block):
                 # Odd, so that no weight is lost.
-                total += (_mixed(_bits(values)) * (_mixed(places + seed) | 1)).sum()
+                part = (_mixed(_bits(values)) * (_mixed(places + seed) | 1)).sum()
+                total += part.to(layout.device)
     dist.all_reduce(total, group=layout.world_group)
     return f"{int(total) % 2**64:016x}"
 

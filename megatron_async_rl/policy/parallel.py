@@ -148,11 +148,12 @@ class Layout:
             raise RankZeroFailed(value, timed_out=over)
         return value
 
-    def gathered[T](self, mine: T) -> list[T]:
-        """Collective over the world. What each rank gave (pickled), in their order."""
+    def gathered[T](self, mine: T, group: Any = None) -> list[T]:
+        """Return what each rank gave (pickled), in their order. Collective over the world. group:
+        null for `cpu_group`."""
         found: list[Any] = [mine] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(found, mine, group=self.cpu_group)
+            dist.all_gather_object(found, mine, group=group or self.cpu_group)
         return found
 
     def summed(self, numbers: torch.Tensor) -> torch.Tensor:

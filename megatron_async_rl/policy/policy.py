@@ -48,7 +48,7 @@ from megatron_async_rl.policy.optimizer import (
 from megatron_async_rl.policy.parameter_state import MOMENT_NAMES, adam_shards, optimizer_state
 from megatron_async_rl.policy.past_versions import Snapshots, weight_displacement
 from megatron_async_rl.policy.precompute import Fill, PrecomputeTable, passes
-from megatron_async_rl.policy.reference_policies import ReferencePolicies
+from megatron_async_rl.policy.reference_policies import REFERENCE_DIGEST, ReferencePolicies
 from megatron_async_rl.policy.routing_replay import RoutingReplay
 from megatron_async_rl.policy.sequence_layout import sequence_layout
 from megatron_async_rl.policy.step import OptimizerStep, StepFacts
@@ -464,6 +464,7 @@ class Policy:
                     for kind, shards in control.shard_state().items()
                 },
             },
+            entries={REFERENCE_DIGEST: self.references.fixed_digest()},
             layout=self.layout,
             keep=keep,
             proven=proven,

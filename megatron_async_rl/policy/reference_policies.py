@@ -11,8 +11,8 @@ proximal snapshot   the weights of the newest `snapshots` versions, each kept wh
 Invariants:
 - only what the objective or a control needs is kept;
 - what moves is in the checkpoint, and so are the snapshots that the next step may need; a reference
-  that does not move is read again from its model directory, so it is the one the run started with
-  although the model in training is a resumed one;
+  that does not move is read again from its model directory and compared with its digest in the
+  checkpoint, so it is the one the run started with although the model in training is a resumed one;
 - a step that was skipped moves nothing.
 """
 
@@ -26,6 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
+from megatron_async_rl.policy.lora_base import placed_digest
+from megatron_async_rl.policy.model_blocks import ModelBlocks
 from megatron_async_rl.policy.optimizer import load_masters
 from megatron_async_rl.policy.parameters import load_hf
 from megatron_async_rl.policy.past_versions import Snapshots
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+REFERENCE_DIGEST = "reference_digest"
+"""Key in about.json."""
 PAST = "past_weights_"
 """And a version: the name of its weights in a checkpoint."""
 PAST_MASTERS = "past_masters_"
@@ -95,6 +100,9 @@ class ReferencePolicies:
         self.past_masters = past_masters
         self.snapshots: Snapshots[PolicyCopy] | None = None
         self._optimizer = optimizer
+        self._model = model
+        self._source = model.source
+        self._digest: str | None = None
         self._refresh_every = (
             config.reference.refresh_every if config.reference is not None else None
         )
@@ -104,6 +112,7 @@ class ReferencePolicies:
         self.trained = self._copy(model) if {"logp_ref", "logp_prox"} & set(needs) else None
         if "logp_ref" in needs:
             path = config.reference.path if config.reference is not None else None
+            self._source = path or model.source
             self.reference = self._initial_reference(path, model)
         if "logp_prox" in needs and config.proximal == "ewma":
             self.average = self._copy(model, torch.float32)
@@ -162,9 +171,33 @@ class ReferencePolicies:
         }
         return {name: held.slices() for name, held in self._moving().items()} | past
 
+    def fixed_digest(self) -> str | None:
+        """Digest of a reference that does not move; null: there is none. Collective over the
+        world."""
+        if self.reference is None or self.reference in self._moving().values():
+            return None
+        if self._model.lora is not None:
+            return None  # the base model, which has a digest of its own (lora_base.py)
+        if self._digest is None:
+            slices = {"reference": self.reference.slices()}
+            blocks = ModelBlocks(self._model).state(slices, writes=True)
+            self._digest = placed_digest(blocks, self._layout)
+        return self._digest
+
+    def _refuse_other_reference(self, saved: Checkpoint) -> None:
+        own, before = self.fixed_digest(), saved.content.get(REFERENCE_DIGEST)
+        if own is not None and before is not None and own != before:
+            raise CheckpointBroken.of(
+                "objective.reference",
+                f"{saved.path} was trained with other reference weights than those of"
+                f" {self._source} (digest {before}, here {own})",
+                f"put the weights of {self._source} back as they were, or choose another run.dir",
+            )
+
     def load(self, saved: Checkpoint, *, warn: bool) -> None:
-        """After the model was loaded: what `parameter_state` returned. What is missing starts anew;
-        warn: say so. Collective."""
+        """Load what `parameter_state` returned, after the model was loaded. What is missing starts
+        anew; warn: log that. Collective. Raises CheckpointBroken."""
+        self._refuse_other_reference(saved)
         wanted: dict[str, Sliced] = {}
         for name, held in self._moving().items():
             if name in saved.names:

@@ -29,11 +29,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_async_rl.config.durable import PARTIAL
+
 FOLDER = "watch"
 """Holds the state files, in the run's directory."""
-PARTIAL = ".partial"
-"""Ends the name of a file that is being written; what a killed process leaves of it, the next start
-of the run removes."""
 LAUNCHER = "launcher "
 """Begins the names of the launchers' own states; the number of the node follows."""
 FRESH_S = 10.0
@@ -86,7 +85,8 @@ class NodeSummary:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replaces a file that others read, so that they see the one before or this one. Raises OSError.
+    """Replace a file that others read while the run goes on: they see the old one or the new one.
+    Raises OSError. A file that a later start depends on is written by `write_file` instead.
 
     Its other name, until it is whole, is of this thread alone: a process writes files that differ in
     their endings only, from several threads, and launchers of several machines write the same file.

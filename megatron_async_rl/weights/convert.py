@@ -2,7 +2,9 @@
 that PEFT loads: from a live run, or from a checkpoint.
 
 Invariants:
-- a directory appears whole: it is written beside its place and renamed into it;
+- a directory appears whole: it is written beside its place, synced, and renamed into it; digests of
+  its files are in DIGESTS, which `require_export` checks before the directory is used;
+- a checkpoint is checked whole before a weight of it is written;
 - everything but weights and config.json's dtype is copied from the directory the model was made
   from;
 - memory holds one bucket and one file's tensors, never the model.
@@ -22,7 +24,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_async_rl.config.durable import file_digest, publish
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.policy.digested_folder import DIGESTS, StoredFile, described
 from megatron_async_rl.weights.export import Bucket, WeightExporter
 
 if TYPE_CHECKING:
@@ -88,9 +92,13 @@ def _in_place_of(out_dir: Path) -> Iterator[Path]:
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
     yield partial
+    files = {
+        file.name: StoredFile(file.stat().st_size, file_digest(file)) for file in partial.iterdir()
+    }
+    (partial / DIGESTS).write_text(described({}, files), encoding="utf-8")
     if out_dir.exists():
         shutil.rmtree(out_dir)
-    os.rename(partial, out_dir)
+    publish(partial, out_dir)
 
 
 def convert(checkpoint: Path, out_dir: Path) -> None:
@@ -98,13 +106,13 @@ def convert(checkpoint: Path, out_dir: Path) -> None:
     `out_dir`, adapters merged into the weights, and by themselves to its folder `adapter`; one
     process, CPU.
 
-    Raises UserError when the checkpoint or its model directory is missing or is not the one that
-    the adapters were trained over, or `out_dir` holds files.
+    Raises UserError when the checkpoint is damaged, when it or its model directory is missing or is
+    not the one that the adapters were trained over, or when `out_dir` holds files.
     """
     from megatron_async_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
     from megatron_async_rl.policy import device
-    from megatron_async_rl.policy.checkpoint import holds_masters_alone, load_model
-    from megatron_async_rl.policy.checkpoint_folder import about, newest
+    from megatron_async_rl.policy.checkpoint import load_model
+    from megatron_async_rl.policy.checkpoint_folder import about, newest, require_whole
     from megatron_async_rl.policy.lora_base import refuse_other_base
     from megatron_async_rl.policy.model import assemble_model, build_model
     from megatron_async_rl.policy.parallel import initialise
@@ -118,6 +126,7 @@ def convert(checkpoint: Path, out_dir: Path) -> None:
         )
     if out_dir.exists() and any(out_dir.iterdir()):
         raise UserError.of("OUT", f"{out_dir} is not empty", "name a new directory")
+    require_whole(path, blocks=True)
     content = about(path)
     source = Path(content["model_path"])
     if not (source / "config.json").exists():
@@ -134,7 +143,7 @@ def convert(checkpoint: Path, out_dir: Path) -> None:
         settings = PolicyConfig(lora=content.get("lora"))
         model = build(ModelConfig(path=source, dtype=content["dtype"]), settings, layout)
         refuse_other_base(path, content, model)
-        load_model(path, model, from_masters=holds_masters_alone(content))
+        load_model(path, model, content)
         export_hf(WeightExporter(model.bridge, model.chunks), source, out_dir)
         export_adapter(model, out_dir / "adapter")
     finally:
@@ -190,7 +199,7 @@ def _copy_rest(source: Path, directory: Path, dtype: str) -> None:
     for file in source.iterdir():
         if (
             file.is_file()
-            and file.name != "config.json"
+            and file.name not in ("config.json", DIGESTS)
             and not file.name.endswith(_WEIGHT_SUFFIXES)
         ):
             shutil.copyfile(file, directory / file.name)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.flow.buffer import Buffer
 from megatron_async_rl.flow.buffer_file import written
 from megatron_async_rl.launch.run_lock import lock_run_dir
@@ -320,6 +321,7 @@ def checkpoint(config: Path) -> Path:
         file.writestr("archive/data.pkl", b"numbers" * 100)
     (path / "buffer.arrow").write_bytes(written(Buffer()))
     (path.parent / "latest").write_text(path.name)
+    (config.parent / "out" / "config.yaml").write_text(dump(load(config)))
     return path
 
 
@@ -344,7 +346,7 @@ def test_what_waited_in_a_checkpoint_of_an_earlier_version_is_not_lost_unsaid(co
 @pytest.mark.parametrize("name", ["state.pt", "about.json", "sharded/.metadata"])
 def test_a_missing_file_of_the_checkpoint_is_named_before_anything_starts(config, checkpoint, name):
     (checkpoint / name).unlink()
-    refused(config, says=("run.dir", str(checkpoint.parent), "fix: name "))
+    refused(config, says=("run.dir", f"{checkpoint} is damaged: {name}", "fix: "))
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_one_of_a_longer_context_is_not(

@@ -107,7 +107,7 @@ def loaded(into: PolicyModel, saved: PolicyModel, folder: Path) -> dict[str, Any
     with torch.no_grad():
         for parameter in into.chunks[0].parameters():
             parameter.fill_(torch.nan)
-    checkpoint.load_model(folder, into)
+    checkpoint.load_model(folder, into, {})
     return parameters(into)
 
 

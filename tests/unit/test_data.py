@@ -675,13 +675,33 @@ def test_a_mixture_goes_on_where_it_was_and_only_with_the_same_sources() -> None
     second = source([3, 5], [1.0, 2.5])
     second.load_state(json.loads(json.dumps(first.state())))
     assert begun + [second.next().id for _ in range(23)] == expected
-    with pytest.raises(ValueError, match="of the sources 0, 1, this run has 0, 1, 2"):
+    with pytest.raises(DataError, match="of the sources 0, 1, this run has 0, 1, 2"):
         source([3, 5, 2], [1, 1, 1]).load_state(first.state())
+    with pytest.raises(DataError, match="3 prompts there, 4 here"):
+        source([4, 5], [1.0, 2.5]).load_state(first.state())
+
+
+def test_a_mixture_goes_on_with_renamed_sources_in_their_order() -> None:
+    first = source([3, 5], [1.0, 2.5])
+    state = first.state()
+    renamed = {"sources": dict(zip("ab", state["sources"].values(), strict=True))}
+    source([3, 5], [1.0, 2.5]).load_state(renamed)
+    exchanged = {"sources": dict(reversed(state["sources"].items()))}
+    with pytest.raises(DataError, match="5 prompts there, 3 here"):
+        source([3, 5], [1.0, 2.5]).load_state(exchanged)
 
 
 def test_a_mixture_of_one_has_the_state_that_a_file_always_had() -> None:
     assert source([5], [1.0]).state() == PromptSource(prompts(5), seed=3, shuffle=True).state()
-    assert set(source([5], [1.0]).state()) == {"epoch", "position", "count", "seed", "shuffle"}
+    assert set(source([5], [1.0]).state()) == {
+        "epoch",
+        "position",
+        "count",
+        "seed",
+        "shuffle",
+        "rows",
+        "tokens",
+    }
 
 
 @pytest.mark.parametrize(

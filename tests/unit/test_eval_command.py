@@ -13,7 +13,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from megatron_async_rl.config.problem import ConfigError
+from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.evaluate import EvalJob, resolve, write_responses
 from megatron_async_rl.report import progress as progress_module
 from megatron_async_rl.report.progress import sampling_progress, show_evaluation
@@ -108,7 +108,7 @@ def test_without_an_eval_section_the_defaults_hold_and_the_data_may_come_from_th
 
 
 def refusal(named: Path, *overrides: str, **more: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         resolved(named, *overrides, **more)
     return str(caught.value)
 
@@ -118,7 +118,7 @@ def test_what_is_no_checkpoint_is_told_where_one_is(run: Path) -> None:
     assert f"fix: name {run / 'checkpoint'}" in refusal(run)
     assert "neither a checkpoint nor a Hugging Face model" in refusal(run.parent)
     (run / "checkpoint" / "latest").write_text("step_00000009")
-    assert "names step_00000009, which is not there" in refusal(run / "checkpoint")
+    assert "names 'step_00000009', which is not a checkpoint" in refusal(run / "checkpoint")
 
 
 def test_a_model_without_a_run_around_it_needs_a_config(run: Path) -> None:

@@ -116,9 +116,11 @@ def test_what_killed_processes_left_half_written_goes_with_the_next_start(
     monkeypatch.setattr(os, "replace", lambda *_: None)  # as if it were killed before
     (tmp_path / "samples").mkdir()
     (tmp_path / "watch").mkdir()
-    for name in ("status.json", "stall.txt", "watch/rank 0.json", "samples/outcomes-000000"):
+    halves = ("status.json", "config.yaml", "stall.txt", "watch/rank 0.json", "samples/outcomes-0")
+    for name in halves:
         write_whole(tmp_path / name, "")
-    assert len(list(tmp_path.rglob("*.partial"))) == 5
+    assert len(list(tmp_path.rglob("*.partial"))) == 6
+    monkeypatch.undo()
     launcher._prepare_directory(config)
     left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert left == {*kept, "config.yaml"}

@@ -7,7 +7,7 @@ import torch
 
 from megatron_async_rl import train as train_module
 from megatron_async_rl.config.load import load
-from megatron_async_rl.policy.checkpoint import remove_old
+from megatron_async_rl.policy import checkpoint_folder
 from megatron_async_rl.policy.finite import NonFiniteError, refuse_nonfinite_steps, require_finite
 from tests.written_run import write_run
 
@@ -138,16 +138,19 @@ def test_a_short_run_without_one_finite_step_fails_too(run):
     assert policy.saved == []
 
 
-def test_the_checkpoint_before_the_newest_stays_until_a_step_has_proven_the_newest(run, tmp_path):
+def test_the_checkpoint_before_the_newest_stays_until_a_step_has_proven_the_newest(
+    run, tmp_path, monkeypatch
+):
     policy, _, _ = run([True] * 3, "checkpoint.every=1", "checkpoint.keep=1")
     assert policy.proven == [None, 1, 2]
-    for step in range(1, 5):
-        (tmp_path / f"step_{step:08d}").mkdir()
-    remove_old(tmp_path, 1, {"step_00000004", "step_00000003"})
-    assert sorted(path.name[-1] for path in tmp_path.glob("step_*")) == ["3", "4"]
-    remove_old(tmp_path, None, set())
-    remove_old(tmp_path, 3, set())
-    assert len(list(tmp_path.glob("step_*"))) == 2
+    steps = [tmp_path / f"step_{step:08d}" for step in range(1, 5)]
+    for path in steps:
+        path.mkdir()
+    monkeypatch.setattr(checkpoint_folder, "looks_whole", lambda path: True)
+    removed = checkpoint_folder.outdated(steps[3], 1, set(steps), steps[2].name)
+    assert removed == [steps[1], steps[0]]
+    assert checkpoint_folder.outdated(steps[3], None, set(steps)) == []
+    assert checkpoint_folder.outdated(steps[3], 3, set(steps)) == [steps[0]]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,14 +187,53 @@ def test_epochs_differ_in_order_and_seeds_too() -> None:
     assert sequence(1) == sequence(1)
 
 
-@pytest.mark.parametrize("change", [{"count": 4}, {"seed": 2}, {"shuffle": False}])
-def test_a_position_of_other_data_is_refused(change: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"count": 4}, "5 prompts there, 4 here"),
+        ({"count": 6}, "5 prompts there, 6 here"),
+        ({"seed": 2}, "seed="),
+        ({"shuffle": False}, "shuffle="),
+    ],
+)
+def test_a_position_of_other_data_is_refused(change: dict[str, int], said: str) -> None:
     settings = {"count": 5, "seed": 1, "shuffle": True}
     saved = PromptSource(prompts(5), seed=1, shuffle=True).state()
     now = {**settings, **change}
     source = PromptSource(prompts(now["count"]), seed=now["seed"], shuffle=bool(now["shuffle"]))
-    with pytest.raises(ValueError, match=f"{next(iter(change))}="):
+    with pytest.raises(DataError, match=said):
         source.load_state(saved)
+
+
+def test_a_position_of_as_many_other_prompts_is_refused() -> None:
+    saved = PromptSource(prompts(5), seed=1, shuffle=True).state()
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"text": "?"}, "other text, columns or order"),
+        ({"fields": {"answer": "8"}}, "other text, columns or order"),
+        ({"token_ids": (7,)}, "with other tokens"),
+    ]
+    for change, said in changes:
+        changed = [*prompts(4), replace(prompts(5)[4], **change)]
+        with pytest.raises(DataError, match=said):
+            PromptSource(changed, seed=1, shuffle=True).load_state(saved)
+    swapped = [prompts(5)[index] for index in (1, 0, 2, 3, 4)]
+    with pytest.raises(DataError, match="order"):
+        PromptSource(swapped, seed=1, shuffle=True).load_state(saved)
+
+
+def test_a_position_of_renamed_data_or_of_an_earlier_release_is_taken() -> None:
+    saved = PromptSource(prompts(5), seed=1, shuffle=True).state()
+    renamed = [replace(one, id=f"other.jsonl:{one.id}") for one in prompts(5)]
+    PromptSource(renamed, seed=1, shuffle=True).load_state(saved)
+    earlier = {key: value for key, value in saved.items() if key not in ("rows", "tokens")}
+    PromptSource(renamed, seed=1, shuffle=True).load_state(earlier)
+
+
+def test_a_position_of_other_given_responses_is_refused() -> None:
+    saved = supervised(prompts(5)).state()
+    changed = replace(prompts(5)[2], fields={**prompts(5)[2].fields, "response": "b"})
+    with pytest.raises(DataError, match="other text"):
+        supervised([*prompts(2), changed, *prompts(5)[3:]]).load_state(saved)
 
 
 def supervised(items: Sequence[Prompt], **changes: object) -> SupervisedSource:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,18 @@ import yaml
 from typer.testing import CliRunner
 
 from megatron_async_rl import cli
+from megatron_async_rl.config.data import FileConfig
 from megatron_async_rl.config.keys import models_in, walk
 from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.data import DataIdentity, read_set, tokenizer_of
 from megatron_async_rl.metrics.status import Status, write_status
-from megatron_async_rl.plan.resume import ALLOWED, conflicts, differences
-from tests.written_run import write_run
+from megatron_async_rl.plan.preflight import preflight
+from megatron_async_rl.plan.resume import ALLOWED, checkpoint_notes, conflicts, differences
+from megatron_async_rl.policy.checkpoint_folder import CONFIG_FILE, DATA_FILE, newest
+from megatron_async_rl.policy.digested_folder import StoredFile, described
+from tests.written_run import write_prompts, write_run
 
 LOSS = "objective.loss=reinforce"
 
@@ -151,6 +157,198 @@ def test_a_run_that_an_older_release_began_has_nothing_to_compare_in_newer_keys(
     tree["flow"]["gone"] = 1
     (run_dir / "config.yaml").write_text(yaml.safe_dump(tree))
     assert differences(load(config)) == []
+
+
+CUTS = 40
+
+
+def test_a_torn_unreadable_or_missing_config_is_a_problem_wherever_it_was_cut(
+    config: Path,
+) -> None:
+    run_dir = made(config, step=2)
+    file = run_dir / "config.yaml"
+    whole = file.read_bytes()
+    contents: list[bytes | None] = [None, b"\xff\xfe", b"run: [", b"- a list", b""]
+    contents += [whole[: len(whole) * part // CUTS] for part in range(CUTS)]
+    for content in contents:
+        file.unlink(missing_ok=True)
+        if content is not None:
+            file.write_bytes(content)
+        for override in ([], [LOSS]):
+            found = refused(config, *override)
+            assert found, (content, override)
+        assert differences(load(config, [LOSS])) == [] or content == whole
+    assert "is missing" in _problem_of_missing(config, file).what
+    file.write_bytes(whole)
+    assert refused(config) == []
+
+
+def _problem_of_missing(config: Path, file: Path) -> Problem:
+    file.unlink()
+    (problem,) = refused(config)
+    return problem
+
+
+def saved(config: Path, *overrides: str, step: int = 2, files: Sequence[str] = ()) -> Path:
+    """A checkpoint, as far as it is read without torch; returns its folder."""
+    loaded = load(config, overrides)
+    checkpoint = loaded.run.dir / "checkpoint"
+    path = checkpoint / f"step_{step:08d}"
+    (path / "sharded").mkdir(parents=True)
+    contents = {
+        CONFIG_FILE: dump(loaded).encode(),
+        DATA_FILE: json.dumps(digests(loaded)).encode(),
+        "state.pt": b"state",
+        "sharded/.metadata": b"index",
+    }
+    for name, content in contents.items():
+        (path / name).write_bytes(content)
+    stored = {name: StoredFile.of(content) for name, content in contents.items()}
+    about = {"step": step, "model_path": str(loaded.model.path)}
+    (path / "about.json").write_text(described(about, stored))
+    (checkpoint / "latest").write_text(path.name)
+    return path
+
+
+def digests(config: Config) -> dict[str, Any]:
+    tokenizer = tokenizer_of(config.model.path, config.data)
+
+    def of(file: FileConfig) -> dict[str, Any]:
+        return DataIdentity.of(read_set(config.data, file, tokenizer).prompts).as_json()
+
+    return {
+        "training": [of(one) for one in config.data.training],
+        "held_out": {
+            one.name: {"path": str(one.file.path), **of(one.file)} for one in config.held_out_files
+        },
+    }
+
+
+def test_the_checkpoints_own_config_is_compared_where_the_runs_is_gone(config: Path) -> None:
+    (made(config, step=2) / "config.yaml").unlink()
+    saved(config)
+    assert refused(config) == []
+    (problem,) = refused(config, LOSS)
+    assert problem.key == "objective.loss"
+
+
+def trained(config: Path, *overrides: str) -> str:
+    """What `mar train` prints when it refuses; it starts nothing then."""
+    done = CliRunner().invoke(cli.app, ["train", str(config), *overrides])
+    assert done.exit_code == 2, done.output
+    return done.output
+
+
+def rows_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def write_rows(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_changed_grown_and_shrunk_data_is_refused_before_anything_starts(config: Path) -> None:
+    made(config, step=2)
+    saved(config)
+    file = config.parent / "train.jsonl"
+    rows = rows_of(file)
+    wrong = [{**row, "answer": "0"} for row in rows]
+    for changed, said in (
+        (wrong, "8 prompts there and here, with other text, columns or order"),
+        ([*rows[:-1], {**rows[-1], "prompt": "9+9="}], "other text"),
+        (rows[::-1], "order"),
+        ([*rows, {**rows[0], "prompt": "1+2="}], "8 prompts there, 9 here"),
+        (rows[:-1], "8 prompts there, 7 here"),
+    ):
+        write_rows(file, changed)
+        assert f"data.train\n  the checkpoint in {config.parent / 'out'}" in trained(config)
+        assert said in trained(config)
+        write_rows(config.parent / "copy.jsonl", changed)
+        assert said in trained(config, "data.train=" + str(config.parent / "copy.jsonl"))
+    write_rows(file, rows)
+    assert data_problems_of(config) == []
+
+
+def data_problems_of(config: Path, *overrides: str) -> list[Problem]:
+    """Problems of data of a resume, from those of the configuration and from preflight."""
+    loaded = load(config, overrides)
+    return [*conflicts(loaded), *preflight(loaded, all_data=True).problems]
+
+
+def test_the_same_data_under_another_name_is_taken(config: Path) -> None:
+    made(config, step=2)
+    saved(config)
+    file, other = config.parent / "train.jsonl", config.parent / "renamed.jsonl"
+    other.write_bytes(file.read_bytes())
+    assert data_problems_of(config, f"data.train={other}") == []
+    file.unlink()
+    assert data_problems_of(config, f"data.train={other}") == []
+
+
+def test_each_source_of_a_mixture_is_compared(config: Path) -> None:
+    other = write_prompts(config.parent / "other.jsonl", prompts=5)
+    mixture = "data={sources: [{path: %s}, {path: %s}]}"
+    same = mixture % (config.parent / "train.jsonl", other)
+    made(config, same, step=2)
+    saved(config, same)
+    assert data_problems_of(config, same) == []
+    renamed = other.rename(config.parent / "renamed.jsonl")
+    assert data_problems_of(config, mixture % (config.parent / "train.jsonl", renamed)) == []
+    write_rows(other, rows_of(renamed)[1:])
+    (problem,) = data_problems_of(config, same)
+    assert problem.key == "data.sources.1.path"
+    assert "5 prompts there, 4 here" in problem.what
+
+
+def test_a_held_out_set_may_be_another_file_but_not_change_under_its_name(config: Path) -> None:
+    file = write_prompts(config.parent / "held.jsonl", prompts=3)
+    evaluated = ("eval={}", f"data.eval={file}")
+    made(config, *evaluated, step=2)
+    saved(config, *evaluated)
+    assert data_problems_of(config, *evaluated) == []
+    other = write_prompts(config.parent / "others.jsonl", prompts=4)
+    assert data_problems_of(config, "eval={}", f"data.eval={other}") == []
+    write_prompts(file, prompts=4)
+    (problem,) = data_problems_of(config, *evaluated)
+    assert (problem.key, "3 prompts there, 4 here" in problem.what) == ("data.eval", True)
+    assert data_problems_of(config, f"data.eval={file}") == [], "nothing is evaluated"
+
+
+@pytest.mark.parametrize(
+    "name", ["about.json", "state.pt", "config.yaml", "prompts.json", "sharded/.metadata"]
+)
+def test_damage_is_refused_before_anything_starts_with_the_older_checkpoint(
+    config: Path, name: str
+) -> None:
+    made(config, step=4)
+    saved(config, step=2)
+    file = saved(config, step=4) / name
+    content = file.read_bytes()
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 1
+    for damaged in (bytes(flipped), content[:-1], b"", None):
+        file.unlink()
+        if damaged is not None:
+            file.write_bytes(damaged)
+        output = trained(config).replace("\n", " ")
+        assert "step_00000004 is damaged: " + name in output
+        assert "write step_00000002 into" in output
+        file.write_bytes(content)
+
+
+def test_notes_name_a_checkpoint_without_digests_and_a_newer_one_left_aside(config: Path) -> None:
+    run_dir = made(config, step=4)
+    older, newer = saved(config, step=2), saved(config, step=4)
+    loaded = load(config)
+    assert checkpoint_notes(loaded) == []
+    (run_dir / "checkpoint" / "latest").write_text(older.name)
+    (note,) = checkpoint_notes(loaded)
+    assert f"{newer} is newer" in note
+    (run_dir / "checkpoint" / "latest").unlink()
+    assert newest(run_dir / "checkpoint") == newer
+    (newer / "about.json").write_text(json.dumps({"step": 4}))
+    (note,) = checkpoint_notes(loaded)
+    assert "without digests" in note
 
 
 def test_every_key_that_may_change_exists() -> None:
