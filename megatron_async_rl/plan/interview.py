@@ -24,7 +24,7 @@ import typer
 from megatron_async_rl.config.problem import DataError, Problem, UserError
 from megatron_async_rl.data.files import read_rows
 from megatron_async_rl.data.hub import fetch, parse
-from megatron_async_rl.data.prompts import SYNONYMS
+from megatron_async_rl.data.row_columns import SYNONYMS
 from megatron_async_rl.plan.machine import GIB, this_machine
 from megatron_async_rl.plan.new_config import STYLES, InitAnswers, InitColumns
 from megatron_async_rl.plan.reward_choice import SETTING, RewardChoice, names_of

@@ -78,8 +78,9 @@ def outdated(
     current: Path, keep: int | None, checked: set[Path], proven: str | None = None
 ) -> list[Path]:
     """Checkpoints to remove now that `current` is saved: all that are older than the newest `keep`
-    whole ones (null: none), but the one named `proven`. A damaged one does not count as one of them, so that no good checkpoint makes room
-    for it, and one that this process neither wrote nor loaded is read to find out.
+    whole ones (null: none), but the one named `proven`. A damaged one does not count as one of
+    them, so that no good checkpoint makes room for it, and one that this process neither wrote nor
+    loaded is read to find out.
 
     checked: those that it wrote or loaded; the ones that were found to be whole are added."""
     checked.add(current)
