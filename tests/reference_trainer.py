@@ -570,7 +570,11 @@ class Trainer:
         added = torch.zeros_like(pi)
         kl = self.objective.get("kl")
         if kl is not None and kl.get("where", "loss") == "loss":
-            added = added + kl["coef"] * kl_of(kl.get("estimator", "k3"), pi - one.ref)
+            penalty = kl["coef"] * kl_of(kl.get("estimator", "k3"), pi - one.ref)
+            if kl.get("weight", "none") == "truncated":
+                w = (pi - one.mu).clamp(-BOUND, BOUND).exp().detach()
+                penalty = penalty * w.clamp(max=kl.get("cap", 2.0))
+            added = added + penalty
         if self.objective.get("entropy_bonus"):
             added = added - self.objective["entropy_bonus"] * entropy
         # A loss per sequence knows no aggregation of tokens: what is added is a mean over tokens.
@@ -607,6 +611,8 @@ class Trainer:
                 scale *= _ess_scale(control, batch, current)
             elif name == "beta1":
                 beta1 = control.get("beta1", 0.5)
+            elif name == "momentum_by_alignment":
+                beta1 = self._beta1(gradient, control, beta1)
             elif name == "displacement":
                 displacement = control
             else:
@@ -636,6 +642,16 @@ class Trainer:
         for name, weight in self.weights.items():
             self.average[name] = kept * self.average[name] + (1 - kept) * weight
         return regime
+
+    def _beta1(self, gradient: Tensors, control: Mapping[str, Any], longest: float) -> float:
+        """beta1 by the cosine of the gradient with Adam's momentum."""
+        norms = _norm(gradient) * _norm(self.moments)
+        if norms == 0.0:
+            return longest
+        low, high = control.get("c_low", 0.1), control.get("c_high", 0.6)
+        share = (_dot(gradient, self.moments) / norms - low) / (high - low)
+        shortest = control.get("beta1_min", 0.0)
+        return longest + min(max(share, 0.0), 1.0) * (shortest - longest)
 
     def _align(self, gradient: Tensors, control: Mapping[str, Any]) -> str:
         """GAC: compare with the raw gradient of the step before; turn above c_low."""

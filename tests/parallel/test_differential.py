@@ -129,6 +129,7 @@ CONTROLS: list[list[dict[str, Any]]] = [
     [{"name": "ess_lr"}],
     [{"name": "ess_lr", "rule": "linear", "use_truncated": True, "cap": 1.2}],
     [{"name": "beta1", "beta1": 0.3}],
+    [{"name": "momentum_by_alignment", "c_low": 0.0, "c_high": 0.5}],
     [{"name": "displacement"}],
     [{"name": "displacement", "target": "threshold", "c_low": 0.02}],
     [{"name": "gac", "c_low": 0.05}, {"name": "ess_lr"}],
@@ -179,6 +180,8 @@ def _drawn(draw: random.Random) -> dict[str, Any]:
             "estimator": draw.choice(["k1", "k2", "k3"]),
             "where": draw.choice(["loss", "reward"]),
         }
+        if objective["kl"]["where"] == "loss" and draw.random() < 0.5:
+            objective["kl"] |= {"weight": "truncated", "cap": 1.1}
     if draw.random() < 0.2:
         objective["entropy_bonus"] = 0.05
     if "kl" in objective or loss["name"] == "trajectory_balance":
