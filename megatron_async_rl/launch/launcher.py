@@ -201,9 +201,9 @@ def _run(ranks: Ranks, console: Console, start_s: float) -> int:
                 raise
         finally:
             _kill_leftovers(run_id)
-            # Now that no rank writes a status of its own. A full or lost disk keeps the status as it
-            # is; what happened is shown on the terminal all the same.
-            with contextlib.suppress(OSError):
+            # Now that no rank writes a status of its own. A full, lost or damaged disk keeps the
+            # status as it is; what happened is shown on the terminal all the same.
+            with contextlib.suppress(OSError, UserError):
                 if standstill is not None:
                     _record_failure(run_dir, standstill)
                 _record_end(ranks, exit_code, earlier, error, interrupts)

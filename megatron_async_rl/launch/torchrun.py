@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from torch.distributed import run
+from torch.distributed import Store, run
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -31,6 +31,9 @@ from megatron_async_rl.weights.bound_store import serve_store
 
 class BoundRendezvous(StaticTCPRendezvous):
     """torch's static rendezvous, whose store listens at `master_addr` alone."""
+
+    _store: Store | None
+    master_port: int
 
     def get_backend(self) -> str:
         return RENDEZVOUS

@@ -178,7 +178,7 @@ class _Server(LimitedThreads, HTTPServer):
         self.loopback = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
         own = () if self.loopback else (socket.gethostname(), socket.getfqdn())
         self.names = {_plain(name) for name in ("localhost", host, *own, *allowed)}
-        super().__init__(address[:2], _Handler)  # type: ignore[arg-type]
+        super().__init__(address[:2], _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that has gone is not an error of ours; others are answered with 500."""

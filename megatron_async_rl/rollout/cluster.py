@@ -118,7 +118,8 @@ def loopback_interface() -> str:
 def stay_on_this_machine(environment: MutableMapping[str, str]) -> None:
     """Set the variables by which gloo and NCCL listen at 127.0.0.1 alone. What the user has set for
     runs over several machines does not hold for this one."""
-    environment |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback_interface())
+    interface = loopback_interface()
+    environment.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
 
 
 def digest_of(package: Path) -> str:

@@ -63,7 +63,7 @@ class RunFolder:
         user = re.sub(r"\W", "_", _user())
         cache = str(self.place.parent / f"torchinductor_{user}")
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
-        environment |= dict.fromkeys(("TMPDIR", "RAY_TMPDIR", VARIABLE), str(self.path))
+        environment.update(dict.fromkeys(("TMPDIR", "RAY_TMPDIR", VARIABLE), str(self.path)))
 
     def remove(self) -> None:
         if self.path != self.place:

@@ -15,13 +15,11 @@ import os
 import re
 from pathlib import Path
 
+from megatron_async_rl.watchdog import run_folder
 from megatron_async_rl.watchdog.processes import condition
-from megatron_async_rl.watchdog.run_folder import (
-    SHARED_MEMORY,
-    remove_stale_folders,
-    remove_stale_shared_memory,
-)
+from megatron_async_rl.watchdog.run_folder import remove_stale_folders, remove_stale_shared_memory
 
+SHARED_MEMORY = run_folder.SHARED_MEMORY
 PREFIX = "mar-weights-"
 """Start of the names of bucket files."""
 _OPENMP = re.compile(r"__KMP_REGISTERED_LIB_(\d+)_(\d+)")
