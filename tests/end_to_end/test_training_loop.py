@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from megatron_async_rl.metrics.timeline import read_timeline
 from megatron_async_rl.samples import Sample
+from megatron_async_rl.samples.history import account
 from megatron_async_rl.samples.segments import load, read_entries
 from tests.end_to_end.conftest import LOOP_STEPS as STEPS
 from tests.end_to_end.conftest import SYNCHRONOUS_STEPS
@@ -89,6 +90,8 @@ def test_every_admitted_prompt_was_consumed_once_over_stop_and_resume(
     # The prompts handed out by the source are those consumed: what was in flight at the stop was
     # asked again, not skipped.
     assert data["source"]["position"] == STEPS * PROMPTS_PER_STEP
+    history = account(run, buffer=[])
+    assert sorted(history.consumed) == list(range(STEPS * PROMPTS_PER_STEP)), "the log proves it"
 
 
 def test_lags_are_0_1_and_2_at_async_ratio_2_and_never_more(interrupted: dict[str, object]) -> None:
