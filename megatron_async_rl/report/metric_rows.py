@@ -21,6 +21,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_async_rl.metrics.catalogue import Value
 from megatron_async_rl.metrics.log import Row, number
 from megatron_async_rl.report.series import Floats, column, numbers, smooth
 
@@ -85,7 +86,7 @@ class MetricRows(Sequence[Row]):
             self._buckets.setdefault(key, _Buckets()).add(steps // self._width, steps, values)
 
     def _add_lists(self, rows: Sequence[Row]) -> None:
-        found: dict[str, dict[int, list[list[float]]]] = {}
+        found: dict[str, dict[int, list[Value]]] = {}
         for key in dict.fromkeys(chain.from_iterable(rows)):
             if key.endswith("histogram"):
                 lengths = found.setdefault(key, {})
@@ -204,7 +205,7 @@ class MetricRows(Sequence[Row]):
             sums = np.cumsum(np.nan_to_num(numbers(self._kept, key)))
         elif key in self._buckets:
             filled = np.flatnonzero(self._buckets[key].finite)
-            steps = (filled + 1.0) * self._width - 1
+            steps = (filled.astype(np.float64) + 1) * self._width - 1
             sums = np.cumsum(self._buckets[key].sum[filled])
         else:
             steps, sums = np.array([number(self.newest[-1], "step") or 0.0]), np.zeros(1)
@@ -215,7 +216,7 @@ class MetricRows(Sequence[Row]):
             return np.zeros(0), np.zeros(0)
         buckets = self._buckets[key]
         filled = np.flatnonzero(buckets.finite)
-        steps: Floats = (filled + 0.5) * self._width
+        steps = (filled.astype(np.float64) + 0.5) * self._width
         return steps, buckets.sum[filled] / buckets.finite[filled]
 
 
