@@ -146,7 +146,7 @@ def looks_whole(path: Path) -> bool:
     if files is None:
         return all((path / name).is_file() for name in ("state.pt", f"{SHARDED}/.metadata"))
     return all(
-        (path / name).is_file() and (path / name).stat().st_size == file.bytes
+        (path / name).is_file() and (path / name).stat().st_size == file.size
         for name, file in files.items()
     )
 

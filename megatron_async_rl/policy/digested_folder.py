@@ -52,7 +52,7 @@ class StoredBlock:
 class StoredFile:
     """What a file of a checkpoint must hold. `digest`: null where `blocks` have theirs."""
 
-    bytes: int
+    size: int
     digest: str | None = None
     blocks: tuple[StoredBlock, ...] = ()
 
@@ -72,13 +72,13 @@ class StoredFile:
 
     def as_json(self) -> dict[str, Any]:
         if self.digest is not None:
-            return {"bytes": self.bytes, "digest": self.digest}
-        return {"bytes": self.bytes, "blocks": [str(block) for block in self.blocks]}
+            return {"bytes": self.size, "digest": self.digest}
+        return {"bytes": self.size, "blocks": [str(block) for block in self.blocks]}
 
     def fault(self, content: bytes) -> str | None:
         """The difference between `content` and what the file must hold; null: none."""
-        if len(content) != self.bytes:
-            return f"it has {len(content)} bytes of {self.bytes}"
+        if len(content) != self.size:
+            return f"it has {len(content)} bytes of {self.size}"
         if self.digest is not None and digest(content) != self.digest:
             return CHANGED
         return None
@@ -160,8 +160,8 @@ def require_export(folder: Path, key: str) -> None:
 def _fault_of_file(path: Path, file: StoredFile) -> str | None:
     try:
         size = path.stat().st_size
-        if size != file.bytes:
-            return f"it has {size} bytes of {file.bytes}"
+        if size != file.size:
+            return f"it has {size} bytes of {file.size}"
         if file.digest is not None and file_digest(path) != file.digest:
             return CHANGED
     except OSError as error:

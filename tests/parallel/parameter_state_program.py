@@ -136,7 +136,7 @@ def moved_there_and_back(rank: Rank, path: Path, dtype: str) -> dict[str, bool]:
     found = optimizer_state(optimizer, [torch.empty(shard.shape) for shard in shards])
     folder, blocks = rank.scratch / f"there_{dtype}", ModelBlocks(model)
     write(folder, blocks.state({"doubled": doubled}, writes=True), rank.layout.cpu_group)
-    read(folder, blocks.state({"doubled": found}, writes=False), rank.layout.cpu_group)
+    read(folder, blocks.state({"doubled": found}, writes=False), rank.layout.cpu_group, None)
     back = all(torch.equal(a, b) for (_, a), (_, b) in zip(found, doubled, strict=True))
     sizes = {parameter.numel() for chunk in model.chunks for parameter in chunk.parameters()}
     everyone: list = [None] * rank.layout.world_size
