@@ -9,7 +9,6 @@ is, in a process of its own, so a broken part cannot stop the examination.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import subprocess
 import sys
@@ -196,18 +195,14 @@ def _part(part: Part, path: str, ranges: Mapping[str, Requirement]) -> Finding:
     fix = _fix_of(part, path) if required or path == "cuda" else ""
     try:
         found = importlib.metadata.version(part.distribution)
-        if part.distribution == APEX and not _is_nvidias_apex():
-            what = "another project, which has this name on PyPI; NVIDIA's Apex is not there"
-            return Finding(
-                APEX, "note", found, what, f"pip uninstall -y {APEX}; {fix}".rstrip("; ")
-            )
     except importlib.metadata.PackageNotFoundError:
         advice = f"would bring {part.brings}" if not required else f"needed for {part.brings}"
         state: State = "missing" if required else "note"
         return Finding(part.distribution, state, "not installed", advice, fix)
     if part.distribution == APEX and find_spec(APEX_WEIGHT_GRADIENTS) is None:
         advice = "not NVIDIA's, or without its CUDA extensions: PyPI's apex is another project"
-        return Finding(part.distribution, "note", found, advice, f"pip uninstall --yes apex; {fix}")
+        removal = f"pip uninstall --yes {APEX}; {fix}".rstrip("; ")
+        return Finding(part.distribution, "note", found, advice, removal)
     if part.version and found.split("+")[0] != part.version:
         asked = ranges.get(part.distribution)
         if asked is not None and asked.specifier.contains(found):
@@ -221,13 +216,6 @@ def _part(part: Part, path: str, ranges: Mapping[str, Requirement]) -> Finding:
             fix,
         )
     return Finding(part.distribution, "ok", found, part.brings)
-
-
-def _is_nvidias_apex() -> bool:
-    """Look for a package that only NVIDIA's Apex has, without importing either."""
-    found = importlib.util.find_spec(APEX)
-    places = found.submodule_search_locations if found is not None else None
-    return any((Path(place) / "multi_tensor_apply").is_dir() for place in places or ())
 
 
 def _fix_of(part: Part, path: str) -> str:

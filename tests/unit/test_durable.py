@@ -26,6 +26,8 @@ ELSEWHERE = {
     "simulate/choose.py": "a result that no start reads",
     "report/report.py": "a result that no start reads",
     "rollout/rewards/sandbox.py": "/proc",
+    "samples/frames.py": "segments of the sample log",
+    "watchdog/run_folder.py": "temporary files, which no start reads",
 }
 """Modules that write or rename files in other ways, and what."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from fractions import Fraction
+from functools import partial
 
 from megatron_async_rl.rollout.rewards.registry import (
     BuiltInReward,
@@ -146,23 +147,18 @@ def _task(prompt: Prompt) -> tuple[list[int], int]:
     return [number for number in numbers if number is not None], target
 
 
-def _validate_answer(prompt: Prompt) -> None:
-    text_field(prompt, "answer")
-
-
-def _validate_task(prompt: Prompt) -> None:
-    _task(prompt)
-
-
 REWARDS = {
     "environment": BuiltInReward(function=environment, inline=True),
     "arithmetic": BuiltInReward(
-        function=arithmetic, required_fields=("answer",), validate=_validate_answer, inline=True
+        function=arithmetic,
+        required_fields=("answer",),
+        validate=partial(text_field, name="answer"),
+        inline=True,
     ),
     "countdown": BuiltInReward(
         function=countdown,
         required_fields=("numbers", "target"),
-        validate=_validate_task,
+        validate=_task,
         inline=True,
     ),
 }

@@ -115,7 +115,7 @@ class BuiltInReward:
     """Called with the settings: more of them."""
     check: Callable[..., None] | None = None
     """Called with the settings before anything starts; raises RewardError."""
-    validate: Callable[..., None] | None = None
+    validate: Callable[..., object] | None = None
     """Called with each row's prompt, and the settings, before anything starts: raises RewardError
     for values that the reward cannot use."""
     inline: bool = False
