@@ -279,6 +279,9 @@ class Policy:
         dist.all_reduce(table.values, group=self.layout.world_group)
         reduced = time.perf_counter()
         measured = step_metrics(table.values.cpu().numpy(), samples)
+        if moved:
+            # Engine and trainer no longer have the same weights: this would not be rounding.
+            measured.pop("ratio/logp_diff_lag0_max", None)
         facts = StepFacts(
             loss=measured["policy/loss"],
             log_weights=table.log_weights(samples),

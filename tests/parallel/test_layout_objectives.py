@@ -119,7 +119,7 @@ def test_an_anomalous_gradient_is_traced_to_its_parameter_and_sample(layout, kin
     """A token that the model embeds as zeros multiplies the gradient of its embedding by
     1/sqrt(norm_eps)."""
     found, expected = results(layout)["anomalous"][kind], alone(layout)["anomalous"][kind]
-    assert {step["policy/grad_anomaly"] for step in found["usual"]} == {0.0}
+    assert not any("policy/grad_anomaly" in step for step in found["usual"])
     step, (record,), (other,) = found["step"], found["written"], expected["written"]
     assert step["policy/grad_anomaly"] > 20
     assert record["norm"] / record["median"] == step["policy/grad_anomaly"]
