@@ -252,9 +252,9 @@ class OtherRank:
             "evaluated": self.schedule.means if self.schedule else {},
             "model_path": str(self.config.model.path),
         }
-        files = {CONFIG_FILE: dump(self.config).encode()}
+        files = {CONFIG_FILE: dump(self.config).encode("utf-8")}
         if position is not None:
-            files[DATA_FILE] = json.dumps(position.data, indent=1).encode()
+            files[DATA_FILE] = json.dumps(position.data, indent=1).encode("utf-8")
             if position.buffer is not None:
                 files[buffer_file.NAME] = position.buffer
         return state, files

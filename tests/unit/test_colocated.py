@@ -198,9 +198,10 @@ FILL = Fill(version=0, number=0)
 
 @pytest.mark.parametrize("waits", ["publish", "await_batch", "take_devices", "state"])
 def test_while_rank_0_waits_the_ranks_fill_the_buckets_that_engines_want(
-    tmp_path: Path, waits: str
+    tmp_path: Path, waits: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In their main threads, where no other collective is under way."""
+    monkeypatch.setattr("megatron_async_rl.flow.rank0.dump", lambda config: "")
     lender = Lender()
     rank, lending = lending_rank(tmp_path, lender)
     threads = []

@@ -327,7 +327,7 @@ def test_a_suggested_fix_does_not_fail_next(tmp_path: Path) -> None:
 def fault_of(path: Path, required: Any, keys: Mapping[str, Any]) -> DataError | None:
     try:
         data = DataConfig.model_validate({"train": path, **keys})
-        read_training(data, Bytes(), required=required)
+        read_training(data, Bytes(), required=Required(required))
     except DataError as error:
         return error
     return None

@@ -223,7 +223,7 @@ def test_a_reader_starts_over_when_a_resume_cuts_the_file(tmp_path: Path) -> Non
     logged(tmp_path, range(1, 5))
     reader = MetricsReader(tmp_path)
     assert len(reader.new_rows().rows) == 4
-    logged(tmp_path, range(3, 8))
+    logged(tmp_path, range(3, 8), reward=0.9)
     news = reader.new_rows()
     assert news.restarted
     assert [row["step"] for row in news.rows] == [1, 2, 3, 4, 5, 6, 7]

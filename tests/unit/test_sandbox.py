@@ -294,7 +294,10 @@ def test_without_namespaces_all_files_together_are_bounded(
 
 
 @pytest.mark.skipif(not LANDLOCK, reason="the kernel does not have Landlock")
-def test_without_namespaces_it_writes_into_its_own_folder_alone() -> None:
+def test_without_namespaces_it_writes_into_its_own_folder_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")  # which every user may pass through
     source = """
 import os, tempfile
 for place in ("/tmp", "/var/tmp", "/dev/shm"):

@@ -126,7 +126,7 @@ def test_a_checkpoint_has_the_snapshots_that_the_next_version_may_need_and_gives
             for (_, wanted), (_, held) in zip(sliced, state[name], strict=True):
                 wanted.copy_(held)
 
-    saved = SimpleNamespace(names=frozenset(state), read=read)
+    saved = SimpleNamespace(names=frozenset(state), read=read, content={})
     for size, expected in ((3, [3, 4, 5]), (2, [4, 5]), (1, [5])):
         again, model = others(config.model_copy(update={"snapshots": size}))
         fill(model, 5.0)
