@@ -156,7 +156,7 @@ def _is_text(types: Set[Any]) -> bool:
 
 
 def _not_text(value: str) -> tuple[str, str] | None:
-    """What is wrong with text that UTF-8 cannot hold, and the fix."""
+    """Return the fault of text that UTF-8 cannot hold, and the fix."""
     if any("\ud800" <= character <= "\udfff" for character in value):
         fix = "write it in the encoding of your locale (`locale charmap`), or rename the file"
         return f"{_printable(value)} holds bytes that are not text in this locale", fix

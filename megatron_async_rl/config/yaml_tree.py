@@ -140,11 +140,11 @@ def parse_value(text: str) -> Any:
 
 
 NO_VALUE = ("is given no value", "write null for none, or '' (with the quotes) for an empty text")
-"""What is wrong with an empty override, and the fix."""
+"""Fault of an empty override, and the fix."""
 
 
 def doubt(written: str) -> tuple[str, str] | None:
-    """What is wrong with text without quotes that YAML 1.1 and 1.2 read differently, and the fix;
+    """Return the fault of text without quotes that YAML 1.1 and 1.2 read differently, and the fix;
     null where they agree or no version reads it as anything but text."""
     quoted = f"'{written}' (with the quotes) if it is text"
     if _SWITCH.fullmatch(written):

@@ -45,7 +45,7 @@ class DataIdentity:
 
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> DataIdentity | None:
-        """What `as_json` wrote; null in what an earlier release saved."""
+        """Read the result of `as_json`; null if an earlier release saved none."""
         if not {"count", "rows", "tokens"} <= saved.keys():
             return None
         return cls(count=saved["count"], rows=saved["rows"], tokens=saved["tokens"])

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Required:
-    """What the rewards read of a row, given the fields of its prompt."""
+    """Columns and values that the rewards read of a row, given the fields of its prompt."""
 
     columns: Callable[[Mapping[str, Any]], Sequence[str] | None] = lambda fields: ()
     """Further columns that the row must have; None if no part of the reward is for it."""

@@ -115,4 +115,4 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "response": lambda value: _is_value(value) or _is_messages(value),
     TOOLS_KEY: lambda value: isinstance(value, (str, list)),
 }
-"""What a column must hold to be suggested for each role."""
+"""Type that a column must hold to be suggested for each role."""

@@ -86,7 +86,7 @@ class Asked:
 
     @property
     def alone(self) -> bool:
-        """It shares no engine any more, so that the next loss tells whether it is the reason."""
+        """True if it runs alone on its engine, so that the next loss shows whether it is the reason."""
         return self.losses >= LOSSES_BEFORE_ALONE
 
 

@@ -146,7 +146,7 @@ class EngineCounts:
     busy_s: float
     restarts: int
     generated: int = 0
-    """Those of `tokens` that are for training."""
+    """Tokens of `tokens` that are for training."""
 
 
 def engine_counts(slot: EngineSlot) -> EngineCounts:

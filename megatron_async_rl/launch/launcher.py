@@ -72,7 +72,7 @@ FULL_BYTES = 2**20
 """With less room than this, what a process had to say was perhaps not written."""
 INTERRUPTED = 130
 LAST_LINES = 100
-"""Of torchrun's log: more than the traceback with which it ends."""
+"""Lines of torchrun's log: more than the traceback with which it ends."""
 _SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 
 
@@ -154,7 +154,7 @@ def launch(
 
 @dataclass(frozen=True)
 class Ranks:
-    """What this machine's ranks are started with. `address`: of node 0. `lock`: a descriptor that
+    """Start of this machine's ranks. `address`: of node 0. `lock`: a descriptor that
     torchrun holds, too, so that the directory is taken for as long as there are ranks."""
 
     config: Config

@@ -177,7 +177,7 @@ def _shared(
     longest: int,
     routed_bytes: int,
 ) -> Iterator[HostPart]:
-    """What lies in the /dev/shm of machine number `node`."""
+    """Return the parts in the /dev/shm of machine number `node`."""
     assert config.rollout is not None
     weights = 2 * engine.weights
     if node == 0:

@@ -27,7 +27,7 @@ from megatron_async_rl.policy.supported import APEX_WEIGHT_GRADIENTS
 
 NORMS = "fused_layer_norm_cuda"
 Norm = Callable[[Tensor, Tensor, tuple[int, ...], float], Tensor]
-"""Of hidden, weight, shape of the weight and epsilon."""
+"""Function of hidden, weight, shape of the weight and epsilon."""
 
 
 def settings(dtype: torch.dtype, device_type: str, *, lora: bool) -> Mapping[str, Any]:

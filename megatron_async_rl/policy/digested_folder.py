@@ -50,7 +50,7 @@ class StoredBlock:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """What a file of a checkpoint must hold. `digest`: null where `blocks` have theirs."""
+    """Content that a file of a checkpoint must have. `digest`: null where `blocks` have theirs."""
 
     size: int
     digest: str | None = None

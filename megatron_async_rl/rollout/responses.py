@@ -134,7 +134,7 @@ class Responses:
         self.tokens = 0
         """Response tokens sampled, of aborted responses too."""
         self.generated = 0
-        """Those of them that are for training."""
+        """Tokens that are for training."""
 
     @property
     def running(self) -> int:

@@ -71,7 +71,7 @@ def require_rewards(settings: RewardConfig) -> None:
 
 
 def reward_fields(settings: RewardConfig) -> Required:
-    """What the rewards need of a row beside `prompt`: their columns, None where no part of the reward
+    """Return the needs of the rewards beside `prompt`: their columns, None where no part of the reward
     is for it, or gates alone; and values that they can use."""
     parts = [(one, required_fields(one.name, one.settings)) for one in settings.rewards.values()]
 

@@ -57,7 +57,7 @@ class EngineReport:
     silent_s: float
     """Seconds since vLLM's own process last answered."""
     generated: int = 0
-    """Those of `tokens` that are for training, not for an evaluation."""
+    """Tokens of `tokens` that are for training, not for an evaluation."""
     sampling: bool = False
     """True where a response has grown since the last report, or an agent works on one by itself; read
     where nothing finished and nothing was aborted."""

@@ -111,7 +111,7 @@ def state_in_words() -> str:
 
 
 def ended_by_ray(text: str) -> str:
-    """What Ray's memory monitor wrote as it ended a process (60 lines of it), in one line: the node,
+    """Return what Ray's memory monitor wrote as it ended a process (60 lines of it), in one line: the node,
     its memory and the largest processes at that moment."""
     node = _RAY_NODE.search(text)
     users = [line.split("\t", 2) for line in text.splitlines() if _RAY_USER.match(line)]

@@ -38,7 +38,7 @@ _KILLED = re.compile(
 )
 
 _SIGNALLED = re.compile(r"Signal \d+ \(SIG[A-Z]+\) received by PID")
-"""In torchrun's list: of the root cause any signal counts. Of the others SIGTERM does not: torchrun
+"""Lines of torchrun's list: of the root cause any signal counts. Of the others SIGTERM does not: torchrun
 sends it itself."""
 _RANK = re.compile(r" *rank +: \d+")
 _ROOT_CAUSE = "Root Cause (first observed failure)"

@@ -35,7 +35,7 @@ VARIABLE = "MEGATRON_ASYNC_RL_FOLDER"
 LOCK = ".megatron_async_rl"
 SHARED_MEMORY = Path("/dev/shm")
 SHORT = Path("/tmp")
-"""Where the links are."""
+"""Folder of the links."""
 LONGEST_SOCKET = 107
 """Bytes in the path of a Unix socket."""
 _OF_RAY = "/ray/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
@@ -89,7 +89,7 @@ def run_folder() -> Iterator[RunFolder]:
 
 
 def use_run_folder() -> None:
-    """In a process that no launcher of this machine started: make a folder of its own, which goes
+    """Make a folder for a process that no launcher of this machine started, which goes
     when the process ends. Elsewhere, nothing. Raises UserError."""
     if VARIABLE in os.environ:
         return

@@ -80,7 +80,7 @@ class Sender:
         """Of the two newest versions that were sent."""
 
     def open(self, workers: int) -> Meeting:
-        """Where an engine of so many workers meets it. Raises OSError where the host is no address of
+        """Return where an engine of so many workers meets it. Raises OSError where the host is no address of
         this machine."""
         limit = timedelta(seconds=self._limit_s)
         store = serve_store(self._host, 0, limit)

@@ -404,7 +404,7 @@ def _of_package(package: str, *modules: str) -> list[Any]:
 
 
 OPENENV = "openenv>=0.10,<0.11"
-"""For pip. Up to version 0.3 the distribution was openenv-core; the modules keep their names."""
+"""Requirement for pip. Up to version 0.3 the distribution was openenv-core; the modules keep their names."""
 PATIENCE_S = 86400.0
 """Time that OpenEnv's client gives an answer: rollout.environment.timeout_s ends it sooner."""
 SCHEMA_S = 10.0

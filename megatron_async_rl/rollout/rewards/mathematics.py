@@ -303,7 +303,7 @@ def _repeats(expression: Any, written: str, meant: Any, question: str) -> bool:
 
 
 def _expressions(question: str) -> Iterator[Any]:
-    """What math-verify reads in the formulas of a question, and in runs of plain text that have an
+    """Yield what math-verify reads in the formulas of a question, and in runs of plain text that have an
     operator."""
     formulas = re.findall(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", question, re.S)
     runs = [next(one for one in groups if one) for groups in formulas]

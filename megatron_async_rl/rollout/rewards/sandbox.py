@@ -51,7 +51,7 @@ TIME_UP = (128 + signal.SIGXCPU, 128 + signal.SIGKILL)
 NOBODY = 65534
 CHECKS_PER_S = 20
 MAX_FILES = 4096
-"""In the folder of a program under `isolation: limits`, as in the /tmp of one in namespaces."""
+"""Limit of the files of a program under `isolation: limits`, as in the /tmp of one in namespaces."""
 TOO_LARGE = 128 + signal.SIGXFSZ
 """Code of a program that was killed for the size of its files."""
 _PROGRAM = Path(__file__).with_name("sandbox_program.py")
