@@ -180,7 +180,7 @@ class PromptSource:
         self._prompts = tuple(prompts)
         parts = parts or [Part(count=len(prompts))]
         self.identities = _identities(self._prompts, parts)
-        """Of each part."""
+        """Identity of each part."""
         self._order = Mixture(parts, seed=seed, shuffle=shuffle, identities=self.identities)
 
     def next(self) -> Prompt:
@@ -267,7 +267,7 @@ class SupervisedSource:
                 )
         parts = parts or [Part(count=len(prompts))]
         self.identities = _identities(self._prompts, parts, self._given)
-        """Of each part."""
+        """Identity of each part."""
         self._order = Mixture(parts, seed=seed, shuffle=shuffle, identities=self.identities)
         self._consumed = 0
 
