@@ -50,6 +50,7 @@ from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.policy.checkpoint_folder import (
     CONFIG_FILE,
     about,
+    is_step,
     newest,
     require_whole,
 )
@@ -161,7 +162,7 @@ def find_target(named: Path, out: Path | None) -> EvalTarget:
         _require_writable(found, "--out", found.result)
         return found
 
-    if (named / "about.json").is_file():
+    if is_step(named):
         version = _step(named)
         return target(named, version, named.parent.parent / f"eval_{version}.json")
     step = newest(named)

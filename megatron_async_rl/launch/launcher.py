@@ -285,8 +285,12 @@ def _prepare_directory(config: Config) -> None:
     text = dump(config).encode("utf-8")
     before = resolved.read_bytes() if resolved.exists() else text
     if before != text:
-        earlier = len(list(run_dir.glob("config.*.yaml")))
-        write_file(run_dir / f"config.{earlier}.yaml", before)
+        numbers = [
+            int(number)
+            for path in run_dir.glob("config.*.yaml")
+            if (number := path.name.split(".")[1]).isdigit()
+        ]
+        write_file(run_dir / f"config.{max(numbers, default=-1) + 1}.yaml", before)
     write_file(resolved, text)
     for log in (run_dir / "logs").glob("*.log"):
         log.rename(log.with_suffix(".log.old"))

@@ -186,7 +186,7 @@ def cut_lines(path: Path, aside: Path, keeps: Callable[[dict[str, Any]], bool]) 
 def _is_kept(line: bytes, keeps: Callable[[dict[str, Any]], bool]) -> bool:
     try:
         return keeps(json.loads(line))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return False
 
 
@@ -194,7 +194,7 @@ def _as_object(line: bytes) -> str:
     text = line.rstrip(b"\r\n").decode("utf-8", errors="replace")
     try:
         whole = isinstance(json.loads(text), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         whole = False
     return text if whole else json.dumps({"unreadable": text})
 

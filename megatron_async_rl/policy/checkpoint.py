@@ -56,6 +56,7 @@ from megatron_async_rl.policy.checkpoint_folder import (
     CheckpointBroken,
     about,
     damaged,
+    named_latest,
     newest,
     outdated,
     read_checked,
@@ -160,7 +161,7 @@ def save(
     def prepare() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         sync(directory.parent)
-        if newest(directory) == final:
+        if named_latest(directory) == final.name:
             raise FileExistsError(f"{final} is already saved")
         for leftover in directory.glob(f"{LATEST}*{PARTIAL}"):
             leftover.unlink()

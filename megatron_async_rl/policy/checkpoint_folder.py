@@ -42,16 +42,25 @@ def steps(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob("step_*") if path.is_dir())
 
 
+def is_step(path: Path) -> bool:
+    """True for the folder of one checkpoint, also for one that has lost its description."""
+    return (path / ABOUT).is_file() or (path.name.startswith("step_") and path.is_dir())
+
+
 def newest(directory: Path) -> Path | None:
     """The checkpoint that `latest` names; None where nothing was ever saved. Raises
     CheckpointBroken.
 
-    Without `latest` it is the newest whole checkpoint: a save was killed before it could name its
-    first one, or the file was deleted.
+    Without `latest` it is the last one: a save was killed before it could name its first one, or
+    the file was deleted. A damaged one is never passed over.
     """
     pointer = directory / LATEST
     if not pointer.exists():
-        return _newest_whole(steps(directory))
+        found = steps(directory)
+        if found and not looks_whole(found[-1]):
+            fault = f"{LATEST} is not there, and files of the last checkpoint are missing or cut"
+            raise damaged(found[-1], fault)
+        return found[-1] if found else None
     try:
         name = pointer.read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
@@ -60,12 +69,20 @@ def newest(directory: Path) -> Path | None:
         raise CheckpointBroken.of(
             "run.dir",
             f"{pointer} names {name[:80]!r}, which is not a checkpoint",
-            _use_older(_newest_whole(steps(directory)), directory),
+            _use_other(_newest_intact(steps(directory)), directory),
         )
     path = directory / name
     if not (path / ABOUT).exists():
         raise damaged(path, f"{ABOUT} is not there")
     return path
+
+
+def named_latest(directory: Path) -> str | None:
+    """The text of `latest`, whatever is left of the checkpoint that it names; null: unreadable."""
+    try:
+        return (directory / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return None
 
 
 def later(path: Path) -> Path | None:
@@ -91,18 +108,19 @@ def outdated(
             break
         if whole >= keep:
             return [old for old in older[index:] if old.name != proven]
-        if path not in checked and not _damaged(path):
+        if path not in checked and _is_intact(path):
             checked.add(path)
         whole += path in checked and looks_whole(path)
     return []
 
 
-def _damaged(path: Path) -> bool:
-    try:
-        require_whole(path, blocks=True)
-    except CheckpointBroken:
-        return True
-    return False
+def _is_intact(path: Path) -> bool:
+    """True if every file, and every block of tensors, has its digest. Reads all of it."""
+    content, fault = read_description(path / ABOUT)
+    files = files_of(content)
+    if fault is not None or files is None:
+        return fault is None and looks_whole(path)
+    return next(iter(faults(path, files, blocks=True)), None) is None
 
 
 def about(path: Path) -> dict[str, Any]:
@@ -176,10 +194,13 @@ def _require_whole_without_digests(path: Path) -> None:
 
 
 def damaged(path: Path, what: str) -> CheckpointBroken:
-    """The error for the damaged checkpoint at `path`, with the older checkpoint to use."""
-    older = _newest_whole([one for one in steps(path.parent) if one.name < path.name])
+    """The error for the damaged checkpoint at `path`, with the intact one to use: an older one, or
+    else a newer one."""
+    others = [one for one in steps(path.parent) if one != path]
+    other = _newest_intact([one for one in others if one.name < path.name])
+    other = other or _newest_intact(others)
     return CheckpointBroken.of(
-        "run.dir", f"{path} is damaged: {what}", _use_older(older, path.parent)
+        "run.dir", f"{path} is damaged: {what}", _use_other(other, path.parent)
     )
 
 
@@ -187,12 +208,16 @@ def _newest_whole(found: Sequence[Path]) -> Path | None:
     return next((path for path in reversed(found) if looks_whole(path)), None)
 
 
-def _use_older(older: Path | None, directory: Path) -> str:
-    if older is None:
+def _newest_intact(found: Sequence[Path]) -> Path | None:
+    return next((path for path in reversed(found) if _is_intact(path)), None)
+
+
+def _use_other(other: Path | None, directory: Path) -> str:
+    if other is None:
         return f"no other checkpoint of {directory} is whole; remove that folder to begin anew"
     return (
-        f"use {older}, the newest other checkpoint with all of its files: to resume from it, write"
-        f" {older.name} into {directory / LATEST}"
+        f"use {other}, the newest other checkpoint that is whole: to resume from it, write"
+        f" {other.name} into {directory / LATEST}"
     )
 
 

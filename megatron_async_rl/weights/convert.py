@@ -112,12 +112,12 @@ def convert(checkpoint: Path, out_dir: Path) -> None:
     from megatron_async_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
     from megatron_async_rl.policy import device
     from megatron_async_rl.policy.checkpoint import load_model
-    from megatron_async_rl.policy.checkpoint_folder import about, newest, require_whole
+    from megatron_async_rl.policy.checkpoint_folder import about, is_step, newest, require_whole
     from megatron_async_rl.policy.lora_base import refuse_other_base
     from megatron_async_rl.policy.model import assemble_model, build_model
     from megatron_async_rl.policy.parallel import initialise
 
-    path = checkpoint if (checkpoint / "about.json").exists() else newest(checkpoint)
+    path = checkpoint if is_step(checkpoint) else newest(checkpoint)
     if path is None:
         raise UserError.of(
             "CHECKPOINT",
