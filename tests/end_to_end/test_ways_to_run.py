@@ -262,7 +262,10 @@ def test_colocated_engines_do_not_sample_while_the_policy_trains(exact: Ended) -
     moved = [span for span in spans["rank 0"] if span.state in ("restoring", "releasing")]
     assert len(moved) >= 2 * len(exact.rows)
     assert all(0.0 < row["time/make_room_s"] < row["time/step_s"] for row in exact.rows)
-    assert all(row["ratio/logp_diff_lag0_max"] < 1e-5 for row in exact.rows)
+    key = "ratio/logp_diff_lag0_max"  # absent in a step without such a token
+    differences = [row[key] for row in exact.rows if key in row]
+    assert differences
+    assert max(differences) < 1e-5
 
 
 def test_a_colocated_engine_loads_what_is_lent_while_the_policy_publishes(exact: Ended) -> None:

@@ -296,6 +296,7 @@ def test_a_node_that_does_not_find_its_config_ends_the_one_that_waits_for_it(con
 def test_a_damaged_line_of_metrics_is_put_aside_and_not_in_the_way(config):
     run_dir = config.parent / "out"
     write_status(run_dir, Status(phase="finished", step=4, steps=4, time=0.0))
+    (run_dir / "config.yaml").write_text(dump(load(config)))
     (run_dir / "metrics.jsonl").write_text(
         '{"step": 1, "version": 1, "time": 1.0, "time/step_s": 1.0}\n{"step": 2, "ver\n'
     )

@@ -58,6 +58,7 @@ def rank_of_a_run(version: int, folder: Path) -> OtherRank:
         rollout=None,
         eval=None,
         supervised=False,
+        model_dump=lambda **_: {},
     )
     rank = (Rank0 if layout.rank == 0 else OtherRank)(config, layout)
     rank.version, rank.schedule = version, EvalSchedule(every=0, steps=STEPS, means={})
