@@ -88,6 +88,9 @@ def reward_fields(settings: RewardConfig) -> Required:
                     validate_row(part.name, part.settings, fields)
                 except RewardError as error:
                     return error.what, error.fix
+                except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+                    what = f"{part.name} cannot use it: {type(error).__name__}: {error}"
+                    return what, "correct the row"
         return None
 
     return Required(columns, fault)

@@ -42,6 +42,9 @@ FINAL = [
     ("[0,1)", r"$[0, 1)$"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}"),
     ("9000", r"$9 \times 10^{3}$"),
+    ("1000000", r"\boxed{10^6}"),
+    ("-3", "\u22123"),
+    (r"(-\infty,3) \cup (5,\infty)", r"\boxed{(-\infty,3)\cup(5,\infty)}"),
     ("50\\%", "50%"),
     ("2^{10}", r"\boxed{2^{10}}"),
     ("5!", r"\boxed{5!}"),
@@ -79,6 +82,9 @@ UNFINISHED = [
     ("x^2+3x+2", r"\boxed{(x+2)(x+1)}", "Expand $(x+1)(x+2)$."),
     ("5x", r"\boxed{2x + 3x}", "Simplify $2x + 3x$."),
     ("2x", r"\boxed{x + x}", "Simplify."),
+    ("6x^2", r"\boxed{\frac{d}{dx}(2x^3)}", "Let $f(x)=2x^3$. Find $f'(x)$."),
+    (r"\{1,2,3\}", r"\boxed{\{1,2\} \cup \{2,3\}}", r"Find $A\cup B$."),
+    ("2", r"\boxed{4 \div 2}", "What is 4 divided by 2?"),
     ("(1,2)", r"\boxed{(1, 9-7)}", ASKED),
     (r"\{1,2\}", r"\boxed{\{1, 9-7\}}", ASKED),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}1\\9-7\end{pmatrix}}", ASKED),
@@ -140,6 +146,9 @@ READ = [
     (r"So the answer is \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
     (r"First \boxed{1}, then \boxed{2}", "2"),
     ("27.0", "27.0"),
+    ("1 1/2", r"1\frac{1}{2}"),
+    ("1 000", "1000"),
+    ("\u20ac5", "5"),
     ("72.", "72"),
     ("east", r"\text{east}"),
     (r"\text{Evelyn}", r"\text{Evelyn}"),
@@ -160,6 +169,15 @@ def test_an_answer_of_a_data_set_is_read_as_what_it_means() -> None:
         "3 of $4$ pears",
         "7 hours 30 minutes",
         "####",
+        "$5 million",
+        "5 dozen",
+        "2\u221a3",
+        "3\u00bd",
+        "6.02e23",
+        "2:00",
+        "9^{9^{9^9}}",
+        "{" * 3000,
+        "7" * 200_000,
         r"\boxed{}",
         "$$",
     ],
@@ -180,6 +198,13 @@ def test_an_amount_in_a_response_is_no_formula() -> None:
 VALUES: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
     ("arithmetic", {}, {"answer": 27.0}, True),
     ("arithmetic", {}, {"answer": "x"}, True),
+    ("arithmetic", {}, {"answer": 10**400}, True),
+    ("math", {}, {"answer": 1.5e-07}, True),
+    ("code", {}, {"tests": {"inputs": None, "outputs": None}}, False),
+    ("code", {}, {"tests": {"inputs": ["1", "2"], "outputs": ["1"]}}, False),
+    ("code", {}, {"tests": [{"input": "1", "output": " \n"}]}, False),
+    ("code", {}, {"tests": ["# assert"]}, False),
+    ("code", {}, {"tests": ["def f( assert"]}, False),
     *(
         (name, {}, {"answer": value}, False)
         for name in ("arithmetic", "math")
@@ -212,3 +237,12 @@ def test_every_built_in_reward_checks_the_values_of_its_columns() -> None:
 
     found = [(*one[:3], accepted(*one[:3])) for one in VALUES]
     assert [repr(one) for one in found] == [repr(one) for one in VALUES]
+
+
+def test_a_number_in_text_without_a_fraction_is_a_whole_number() -> None:
+    from megatron_async_rl.rollout.rewards.answers import arithmetic
+
+    for answer in (27.0, "27.0", "27.00", 27):
+        prompt = Prompt(id="p", text="?", token_ids=(1,), fields={"answer": answer})
+        assert arithmetic(prompt, "27") == 1.0
+    assert score(1.5e-07, r"\boxed{1.5 \times 10^{-7}}") == 1.0

@@ -10,6 +10,7 @@ that a test uses and does not import is the code's, as the function that it test
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import re
@@ -146,19 +147,22 @@ def tests_of(prompt: Prompt) -> list[str] | list[tuple[str, str]]:
     if isinstance(given, str):
         given = [given]
     if isinstance(given, dict) and given.keys() >= {"inputs", "outputs"} and "fn_name" not in given:
-        given = [
-            {"input": one, "output": other}
-            for one, other in zip(given["inputs"], given["outputs"], strict=False)
-        ]
+        columns = given["inputs"], given["outputs"]
+        if all(isinstance(one, list) for one in columns) and len({*map(len, columns)}) == 1:
+            given = [{"input": one, "output": other} for one, other in zip(*columns, strict=True)]
     if isinstance(given, list) and given:
         if all(isinstance(one, str) for one in given) and "assert" in "".join(given):
             for one in given:
                 _require_called(prompt, one)
-            return given
+            trees = [ast.parse(one) for one in given]
+            if any(isinstance(node, ast.Assert) for tree in trees for node in ast.walk(tree)):
+                return given
         pairs: Any = [
             (one.get("input"), one.get("output")) for one in given if isinstance(one, dict)
         ]
-        if len(pairs) == len(given) and all(isinstance(t, str) for pair in pairs for t in pair):
+        whole = len(pairs) == len(given) and all(isinstance(t, str) for one in pairs for t in one)
+        # A program that prints nothing would pass a test whose output is empty.
+        if whole and all(output.strip() for _, output in pairs):
             return pairs
     raise RewardError(
         f"prompt {prompt.id}",
@@ -170,6 +174,11 @@ def tests_of(prompt: Prompt) -> list[str] | list[tuple[str, str]]:
 def _require_called(prompt: Prompt, test: str) -> None:
     """Raises RewardError for a test that would pass because nothing in it is run."""
     where = f"prompt {prompt.id}"
+    try:
+        ast.parse(test)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        what = f"`tests` has {test[:60]!r}, which is no Python: {error}"
+        raise RewardError(where, what, "write it as Python with `assert`") from error
     if _CLASS.search(test):
         fix = "write the tests as functions test...(), or as plain `assert`"
         raise RewardError(where, "`tests` has a class of tests, and only functions are called", fix)

@@ -45,6 +45,14 @@ _OPERATIONS = re.compile(
     r"\\(?:[dt]?binom|gcd|lcm|det|max|min|[lr]floor|[lr]ceil|sum|prod|i*int|lim|b?mod|pmod)(?![A-Za-z])"
 )
 """Commands of LaTeX that math-verify evaluates while it reads them, or that await evaluation."""
+_MULTIPLE = re.compile(r"\b(?:hundred|thousand|million|billion|trillion|dozen|half|pairs?)\b", re.I)
+_TOWER = re.compile(r"\^\s*\{?\s*\d*\s*\^|\^\s*\{?\s*\d{6,}|\d\s*\^\s*\{?\s*\d+\s*\^|\{{30,}")
+"""Powers of powers of numbers, which no answer needs and which take for ever."""
+_UNREAD = re.compile(
+    "[\u221a\u00bc-\u00be\u2150-\u215e\u00b2\u00b3]|\\d[eE][-+]?\\d|\\d['\u2032]\\d"
+)
+MAX_SOLUTION, MAX_ANSWER = 100_000, 1_000
+"""Characters of a solution, and of the answer in it."""
 _PROSE = re.compile(r"[A-Za-z]{2,}[,;:]?\s+(?:[A-Za-z]+[,;:]?\s+)*[A-Za-z]{2,}")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _TEXT_COMMAND = re.compile(
@@ -85,6 +93,8 @@ def read_answer(text: str) -> str:
     in the last `\\boxed{}`, between delimiters, or all of it; an amount of money or of a unit as its
     number. Raises ValueError, with the reason, for what is not one answer."""
     found = text.strip()
+    if len(found) > MAX_SOLUTION:
+        raise ValueError(f"has {len(found)} characters, of at most {MAX_SOLUTION}")
     if "####" in found:
         found = found.rpartition("####")[2].strip()
     elif (boxed := _boxed(found)) is not None:
@@ -94,12 +104,21 @@ def read_answer(text: str) -> str:
     found = re.sub(r"(?<=\d)(?:,\\!|\{,\}|\\,)(?=\d{3}(?!\d))", ",", found.replace(r"\$", ""))
     if len(found) > 1 and found.endswith(".") and "\n" not in found:
         found = found[:-1]
+    found = found.lstrip("€£")
     if amount := _AMOUNT.fullmatch(found):
+        if multiple := _MULTIPLE.search(found):
+            raise ValueError(f"has a number and the word {multiple.group()!r}")
         found = amount[1]
     if re.fullmatch(_NUMBER, found):
         found = found.replace(",", "")
+    found = re.sub(r"^(-?\d+)\s+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", found)
+    found = re.sub(r"(?<=\d)[ _](?=\d{3}(?:[ _]\d{3})*$)", "", found)
     if not found:
         raise ValueError("holds no answer")
+    if len(found) > MAX_ANSWER or _TOWER.search(found):
+        raise ValueError("is too large to compute")
+    if unread := _UNREAD.search(found):
+        raise ValueError(f"has {unread.group()!r}, which math-verify does not read")
 
     plain = _TEXT_COMMAND.sub(" ", found)
     words = [
@@ -158,8 +177,8 @@ def _without_delimiters(text: str) -> str:
 
 
 def _without_amounts(response: str) -> str:
-    """`response` without the dollar signs that do not delimit a formula."""
-    text = response.replace(r"\$", "")
+    """`response` without the dollar signs that do not delimit a formula, and with ASCII minuses."""
+    text = re.sub(r"[−–](?=\d)", "-", response.replace(r"\$", ""))
     pieces: list[str] = []
     rest = text
     while (found := re.search(r"\$\$?", rest)) is not None:
@@ -192,7 +211,7 @@ def _gold_of(prompt: Prompt) -> tuple[str, list[Any]]:
     except ValueError as error:
         raise _unreadable(prompt, given, str(error)) from error
     gold = list(_parsed(answer))
-    if not gold:
+    if not gold or any(str(one) in ("zoo", "nan") for one in gold):
         raise _unreadable(prompt, given, "is nothing that math-verify can read")
     return answer, gold
 
@@ -237,7 +256,8 @@ def _normal(text: str) -> str:
     text = re.sub(r"\\(?:left|right|displaystyle|[,;:!]|quad)(?![A-Za-z])|[\s~$]|\\ ", "", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", text)
-    text = re.sub(r"\\(?:cdot|times)|×|·", "*", text).replace("÷", r"\div").replace("−", "-")
+    text = re.sub(r"\\(?:cdot|times)|×|·", "*", text).replace("−", "-")
+    text = re.sub(r"\\div(?![A-Za-z])|÷", "/", text)
     return re.sub(r"\\frac\{(-?\d+)\}\{(\d+)\}", r"\1/\2", text)
 
 
@@ -250,16 +270,39 @@ def _fractions(text: str) -> Iterator[tuple[int, int]]:
 def _has_work_left(expression: Any) -> bool:
     """True if evaluation would leave fewer operations, or fewer sums. A number times a power of ten is
     a way to write a number."""
-    from sympy import Add, Integral, Limit, Mul, Pow, Product, Sum, count_ops
+    from sympy import (
+        Add,
+        Complement,
+        Derivative,
+        Integral,
+        Intersection,
+        Limit,
+        Mul,
+        Pow,
+        Product,
+        Sum,
+        Union,
+        count_ops,
+    )
     from sympy.core.relational import Relational
     from sympy.matrices import MatrixBase
+    from sympy.matrices.expressions import MatAdd, MatMul, MatPow, Transpose
 
     if isinstance(expression, Relational):
         return any(_has_work_left(side) for side in expression.args)
     if isinstance(expression, MatrixBase):
         return any(_has_work_left(one) for one in expression)
-    if getattr(expression, "has", None) and expression.has(Sum, Product, Integral, Limit):
+    if isinstance(expression, (MatAdd, MatMul, MatPow, Transpose)):
         return True
+    if isinstance(expression, (Union, Intersection, Complement)):
+        # Unions of intervals are final; those of lists of elements are work.
+        return any(part.is_FiniteSet for part in expression.args)
+    if getattr(expression, "has", None) and expression.has(
+        Sum, Product, Integral, Limit, Derivative
+    ):
+        return True
+    if isinstance(expression, Pow) and expression.base == 10:
+        return not expression.exp.is_Integer
     if isinstance(expression, Mul) and len(expression.args) == 2:
         digits, power = expression.args
         if digits.is_Number and isinstance(power, Pow) and power.base == 10:

@@ -25,6 +25,7 @@ import importlib.util
 import inspect
 import math
 import os
+import re
 import sys
 import typing
 from collections.abc import Callable, Mapping
@@ -91,6 +92,7 @@ class Context:
 NOTHING_KNOWN = Context()
 """Of a response that nobody sampled."""
 
+_WHOLE = re.compile(r"[-+]?\d+\.0+")
 CONTEXT = (*Context.__dataclass_fields__, "timeout_s")
 """What a reward may ask for by the name of a parameter. `timeout_s`: the limit of the call."""
 
@@ -251,7 +253,10 @@ def text_field(prompt: Prompt, name: str) -> str:
     value = prompt.fields.get(name)
     if (whole := whole_number(value)) is not None:
         value = whole
+    if isinstance(value, float) and math.isfinite(value):
+        value = format(Decimal(repr(value)), "f")  # without an exponent
     text = str(value).strip() if isinstance(value, (str, int, float, Decimal)) else ""
+    text = re.sub(r"([-+]?\d+)\.0+", r"\1", text) if _WHOLE.fullmatch(text) else text
     finite = not isinstance(value, (float, Decimal)) or math.isfinite(value)
     if isinstance(value, bool) or not text or not finite:
         raise RewardError(
@@ -264,7 +269,9 @@ def text_field(prompt: Prompt, name: str) -> str:
 
 def whole_number(value: object) -> int | None:
     """The whole number that a cell holds, 27.0 included; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
+    if isinstance(value, int):
+        return None if isinstance(value, bool) else value
+    if not isinstance(value, (float, Decimal)):
         return None
     if not math.isfinite(value) or value != int(value):
         return None
