@@ -20,6 +20,7 @@ from megatron_async_rl.watchdog.host_memory import (
     Memory,
     ended_by_ray,
     kernel_kills_in_words,
+    look_for_kernel_kills,
 )
 
 _process_name: str | None = None
@@ -122,6 +123,7 @@ def ray_get(ref: Any, name: str, timeout_s: float) -> Any:
     """
     import ray
 
+    look_for_kernel_kills()
     with waiting(name, timeout_s):
         try:
             return ray.get(ref, timeout=timeout_s)
@@ -136,6 +138,7 @@ async def answer_of(call: Any) -> Any:
     """Answer of an actor. Raises what it raised, as itself, and ProcessDied where it has ended."""
     import ray
 
+    look_for_kernel_kills()
     try:
         return await call
     except (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError) as error:
