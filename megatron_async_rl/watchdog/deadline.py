@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
+
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.host_memory import (
     Memory,
@@ -69,10 +71,18 @@ def _ended(error: BaseException, waited: str = "") -> ProcessDied:
         # What filled the memory may be another process than the one that was picked.
         return KilledForMemory(waited + ended_by_ray(str(error)), outside=True)
     reason = waited + death_reason(str(error))
-    kernel = kernel_kills_in_words()
+    # This machine's kernel ends no process of another one.
+    kernel = kernel_kills_in_words() if _was_here(str(error)) else ""
     if kernel:
         return KilledForMemory(f"{reason} {kernel}", outside=True)
     return ProcessDied(reason, outside=bool(getattr(error, "preempted", False)))
+
+
+def _was_here(text: str) -> bool:
+    """Return False where Ray's text names another machine's address."""
+    named = re.search(r"^\s*ip: (\S+)$", text, re.MULTILINE)
+    addresses = (one.address for here in psutil.net_if_addrs().values() for one in here)
+    return named is None or named[1] in addresses
 
 
 def name_this_process(name: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import ray.exceptions
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from rich.console import Console
 
 from megatron_async_rl.config.load import load
@@ -124,6 +125,21 @@ def test_an_old_kill_of_the_kernel_explains_no_death(monkeypatch: pytest.MonkeyP
     asyncio.run(answers())
     kernel.seconds += host_memory.RECENT_S + 1.0
     assert out_of_memory(answered(ray.exceptions.ActorDiedError())) is None
+
+
+@pytest.mark.parametrize(("address", "memory"), [("127.0.0.1", "host"), ("192.0.2.7", None)])
+def test_this_machines_kernel_explains_no_death_on_another_one(
+    address: str, memory: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Kernel(monkeypatch).kills += 1
+    cause = ActorDiedErrorContext(
+        error_message="The actor died.",
+        actor_id=bytes(16),
+        class_name="RolloutEngine",
+        pid=7,
+        node_ip_address=address,
+    )
+    assert out_of_memory(answered(ray.exceptions.ActorDiedError(cause))) == memory
 
 
 def test_vllms_process_ended_by_the_kernel_is_no_requests_fault(
