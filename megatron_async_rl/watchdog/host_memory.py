@@ -106,7 +106,7 @@ class KernelKills:
             self._kills.popleft()
         count = "a process" if kills == 1 else f"{kills} processes"
         return (
-            f"In the last {since:.0f} s, the kernel has ended {count} of this machine or container"
+            f"In the last {max(1.0, since):.0f} s, the kernel has ended {count} of this machine or container"
             f" for want of host memory; {state_in_words()}"
         )
 
