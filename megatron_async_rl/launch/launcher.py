@@ -439,7 +439,7 @@ def _cause(run_dir: Path) -> tuple[str, str]:
     if failure is None or failure.kind != PRIMARY:
         cause = find_cause(run_dir / "logs")
     if cause is not None and (failure is None or cause.kind < failure.kind):
-        kernel = kernel_kills_in_words() if cause.kind == KILLED else ""
+        kernel = kernel_kills_in_words(used=False) if cause.kind == KILLED else ""
         message = f"{cause.message}\n  {kernel}" if kernel else cause.message
         return message, f"{cause.file}:{cause.line}"
     if failure is None:

@@ -335,11 +335,11 @@ class RolloutEngine:
         try:
             await self._health.until_dead()
         except Exception as error:  # noqa: BLE001 - the reader of the reports raises it
-            responses.reports.fail(error)
-        else:
-            responses.reports.fail(
-                EngineDied(self.spec, f"it worked on {responses.running} responses")
-            )
+            # The health check's own call may be the one that meets vLLM's death.
+            if not self._vllm().errored:
+                responses.reports.fail(error)
+                return
+        responses.reports.fail(EngineDied(self.spec, f"it worked on {responses.running} responses"))
 
     async def _while_alive[Result](self, what: str, call: Awaitable[Result]) -> Result:
         """Awaits `call`, which vLLM leaves unanswered for ever when its process ends. Raises

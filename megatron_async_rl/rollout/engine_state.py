@@ -19,6 +19,11 @@ from pathlib import Path
 from megatron_async_rl.metrics.timeline import Timeline
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples.rows import StateName
+from megatron_async_rl.watchdog.host_memory import (
+    Memory,
+    kernel_kills_in_words,
+    look_for_kernel_kills,
+)
 from megatron_async_rl.watchdog.logs import KILLED, PRIMARY, find_cause, survived
 
 EVERY_S = 1.0
@@ -180,21 +185,36 @@ class EngineTimeline:
 
 
 class EngineDied(RuntimeError):
-    """vLLM's own process ended while the engine was in use. `last_error`: default: what the
-    engine's log ends with, since vLLM says here only that the process is gone."""
+    """vLLM's own process ended while the engine was in use.
 
-    def __init__(self, spec: EngineSpec, while_what: str, last_error: str | None = None) -> None:
+    `last_error`: default: the last error in the engine's log, since vLLM reports here only that
+    the process is gone. `kernel`: the kernel's recent kills for want of host memory; default: those
+    on this machine. `outside` and `out_of_memory` are as in ProcessDied."""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        while_what: str,
+        last_error: str | None = None,
+        kernel: str | None = None,
+    ) -> None:
         if last_error is None:
             found = find_cause(spec.log_dir, spec.log.name)
             last_error = ""
             if found is not None and found.kind in (PRIMARY, KILLED) and not survived(found):
                 last_error = found.message.splitlines()[0]
         said = f"; the last error in its log: {last_error}" if last_error else ""
+        if kernel is None:
+            # Every call that meets this one death raises an error of its own: none uses up the kill.
+            kernel = kernel_kills_in_words(used=False)
         what = f"the vLLM process of {spec.name} died while {while_what}{said}; see {spec.log}"
-        super().__init__(what)
-        self._arguments = (spec, while_what, last_error)
+        super().__init__(f"{what}. {kernel}" if kernel else what)
+        self.outside = bool(kernel)
+        self.out_of_memory: Memory | None = "host" if kernel else None
+        # The error is made anew on another machine, whose kernel has another count.
+        self._arguments = (spec, while_what, last_error, kernel)
 
-    def __reduce__(self) -> tuple[type[EngineDied], tuple[EngineSpec, str, str]]:
+    def __reduce__(self) -> tuple[type[EngineDied], tuple[EngineSpec, str, str, str]]:
         return (type(self), self._arguments)
 
 
@@ -215,6 +235,7 @@ class HealthCheck:
         """Asks until vLLM's process has ended. Raises what an answer raises."""
         self._answered = time.monotonic()  # it has just started, which may have taken minutes
         while not self._dead():
+            look_for_kernel_kills()
             question = asyncio.ensure_future(self._ask())
             asked = time.monotonic()
             while (

@@ -15,11 +15,14 @@ from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
+
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.host_memory import (
     Memory,
     ended_by_ray,
     kernel_kills_in_words,
+    look_for_kernel_kills,
 )
 
 _process_name: str | None = None
@@ -68,10 +71,18 @@ def _ended(error: BaseException, waited: str = "") -> ProcessDied:
         # What filled the memory may be another process than the one that was picked.
         return KilledForMemory(waited + ended_by_ray(str(error)), outside=True)
     reason = waited + death_reason(str(error))
-    kernel = kernel_kills_in_words()
+    # This machine's kernel ends no process of another one.
+    kernel = kernel_kills_in_words() if _was_here(str(error)) else ""
     if kernel:
         return KilledForMemory(f"{reason} {kernel}", outside=True)
     return ProcessDied(reason, outside=bool(getattr(error, "preempted", False)))
+
+
+def _was_here(text: str) -> bool:
+    """Return False where Ray's text names another machine's address."""
+    named = re.search(r"^\s*ip: (\S+)$", text, re.MULTILINE)
+    addresses = (one.address for here in psutil.net_if_addrs().values() for one in here)
+    return named is None or named[1] in addresses
 
 
 def name_this_process(name: str) -> None:
@@ -122,6 +133,7 @@ def ray_get(ref: Any, name: str, timeout_s: float) -> Any:
     """
     import ray
 
+    look_for_kernel_kills()
     with waiting(name, timeout_s):
         try:
             return ray.get(ref, timeout=timeout_s)
@@ -136,6 +148,7 @@ async def answer_of(call: Any) -> Any:
     """Answer of an actor. Raises what it raised, as itself, and ProcessDied where it has ended."""
     import ray
 
+    look_for_kernel_kills()
     try:
         return await call
     except (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError) as error:

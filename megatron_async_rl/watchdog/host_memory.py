@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +24,10 @@ Memory = Literal["host", "device"]
 GIB = 2**30
 SHOWN = 5
 COMMAND_SHOWN = 60
+RECENT_S = 60.0
+"""Age up to which the kernel's kill of a process explains a death that is noticed now."""
+LOOK_S = 1.0
+"""Shortest time between two regular reads of the kernel's count."""
 RAY_THRESHOLD = 0.95
 """Share of a machine's memory in use at which Ray's memory monitor ends an engine."""
 _RAY_NODE = re.compile(r"Memory on the node \(IP: ([^,)]+)[^)]*\) was (\S+ used / \S+) limit")
@@ -39,12 +45,17 @@ def total_bytes() -> int:
 def free_bytes() -> int:
     """Bytes that new processes may take without others having to give any back."""
     free = int(psutil.virtual_memory().available)
-    limits = _cgroup_values("memory.max", "memory.limit_in_bytes")
-    used = _cgroup_values("memory.current", "memory.usage_in_bytes")
-    if limits and used:
-        # Pages of files that were read a while ago are given back first.
-        cached = _counts("memory.stat").get("inactive_file", 0)
-        free = min(free, max(0, limits[0] - used[0] + cached))
+    for folder in _folders():
+        limit = _number(folder, "memory.max", "memory.limit_in_bytes")
+        used = _number(folder, "memory.current", "memory.usage_in_bytes")
+        if limit is None or used is None:
+            continue
+        # The kernel reclaims file pages that were not read recently first. Version 1 counts those
+        # of inner groups only in `total_inactive_file`.
+        counts = _parse(folder / "memory.stat")
+        cached = counts.get("total_inactive_file", counts.get("inactive_file", 0))
+        # Every group's limit applies, so the tightest one decides.
+        free = min(free, max(0, limit - used + cached))
     return free
 
 
@@ -57,17 +68,65 @@ def kernel_kills() -> int:
     return 0
 
 
-def kernel_kills_in_words() -> str:
-    """Processes that the kernel has ended for want of memory since this process began, with the
-    state of memory now; empty where there were none."""
-    kills = kernel_kills() - _KILLS_BEFORE
-    if kills <= 0:
-        return ""
-    count = "a process" if kills == 1 else f"{kills} processes"
-    return (
-        f"Since {psutil.Process().name()} (pid {os.getpid()}) began, the kernel has ended {count} of"
-        f" this machine or container for want of host memory; {state_in_words()}"
-    )
+class KernelKills:
+    """Recent kills by the kernel for want of memory, which may explain the death of a process.
+
+    Invariants: a kill explains a death only within RECENT_S of the read that found it, and at most
+    one death for which `used` is true. `now`: seconds of a clock that never goes back."""
+
+    def __init__(
+        self,
+        count: Callable[[], int] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._count = count or kernel_kills
+        self._now = now
+        self._last = self._count()
+        self._read = now()
+        self._kills: deque[tuple[float, float]] = deque(maxlen=1000)
+        """Times of the last read without the kill and of the first one with it, oldest first."""
+
+    def look(self) -> None:
+        """Read the count, at most once in LOOK_S seconds, so that old kills are known as old."""
+        if self._now() - self._read >= LOOK_S:
+            self._take_up()
+
+    def in_words(self, *, used: bool) -> str:
+        """Return the recent kills and the state of memory now; empty where there are none.
+
+        `used`: one of them explains a death, and no other death after it."""
+        self._take_up()
+        now = self._now()
+        while self._kills and now - self._kills[0][1] > RECENT_S:
+            self._kills.popleft()
+        if not self._kills:
+            return ""
+        kills, since = len(self._kills), now - self._kills[0][0]
+        if used:
+            self._kills.popleft()
+        count = "a process" if kills == 1 else f"{kills} processes"
+        return (
+            f"In the last {max(1.0, since):.0f} s, the kernel has ended {count} of this machine or container"
+            f" for want of host memory; {state_in_words()}"
+        )
+
+    def _take_up(self) -> None:
+        before, self._read = self._read, self._now()
+        count = self._count()
+        self._kills.extend([(before, self._read)] * min(count - self._last, 1000))
+        self._last = count
+
+
+def look_for_kernel_kills() -> None:
+    """Read the kernel's count. A process that watches others calls this regularly: a kill while
+    they still answered does not explain a death much later."""
+    _kills.look()
+
+
+def kernel_kills_in_words(*, used: bool = True) -> str:
+    """Return the recent kills of processes by the kernel for want of memory, with the state of
+    memory now; empty where there are none. `used`: one of them explains no further death."""
+    return _kills.in_words(used=used)
 
 
 def largest_processes(count: int = SHOWN) -> list[str]:
@@ -147,16 +206,21 @@ def _parse(file: Path) -> dict[str, int]:
 def _cgroup_values(second: str, first: str) -> list[int]:
     """Numbers of a file of this process's cgroup and of those around it, by its names in cgroup
     version 2 and 1, the innermost first; `max` is left out."""
-    found = []
-    for folder in _folders():
-        for name in (second, first):
-            try:
-                text = (folder / name).read_text(encoding="utf-8").strip()
-            except OSError:
-                continue
-            if text.isdigit():
-                found.append(int(text))
-    return found
+    numbers = (_number(folder, second, first) for folder in _folders())
+    return [number for number in numbers if number is not None]
+
+
+def _number(folder: Path, second: str, first: str) -> int | None:
+    """Number in a file of one cgroup, by its names in version 2 and 1; None for `max`, or where
+    there is no such file."""
+    for name in (second, first):
+        try:
+            text = (folder / name).read_text(encoding="utf-8").strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            return int(text)
+    return None
 
 
 def _folders() -> Iterator[Path]:
@@ -177,5 +241,5 @@ def _folders() -> Iterator[Path]:
                 yield folder
 
 
-_KILLS_BEFORE = kernel_kills()
-"""When this process began."""
+_kills = KernelKills()
+"""Kills since this process began."""

@@ -8,10 +8,12 @@ import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray.exceptions
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from rich.console import Console
 
 from megatron_async_rl.config.load import load
@@ -21,6 +23,7 @@ from megatron_async_rl.plan.fit import HostMemoryOut, memory_ran_out
 from megatron_async_rl.plan.host import free_memory_problems
 from megatron_async_rl.plan.machine import GIB, Machine
 from megatron_async_rl.plan.preflight import preflight
+from megatron_async_rl.rollout.engine_state import EngineDied
 from megatron_async_rl.watchdog import host_memory
 from megatron_async_rl.watchdog.deadline import KilledForMemory, ProcessDied, answer_of, ray_get
 from megatron_async_rl.watchdog.events import failure_of, out_of_memory
@@ -44,6 +47,16 @@ FROM_TORCH = (
     "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you"
     " tried to allocate 4096000000000 bytes. Error code 12 (Cannot allocate memory)"
 )
+
+
+class Kernel:
+    """Count of the kernel's kills, and the clock beside it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kills = 0
+        self.seconds = 0.0
+        kills = host_memory.KernelKills(lambda: self.kills, lambda: self.seconds)
+        monkeypatch.setattr(host_memory, "_kills", kills)
 
 
 class Call:
@@ -88,11 +101,64 @@ def test_the_kernels_kills_are_told_from_other_deaths(monkeypatch: pytest.Monkey
     died = answered(ray.exceptions.ActorDiedError())
     assert out_of_memory(died) is None
     assert failure_of(died, Path("log")).kind == SECONDARY
-    monkeypatch.setattr(host_memory, "_KILLS_BEFORE", host_memory.kernel_kills() - 2)
+    kernel = Kernel(monkeypatch)
+    kernel.kills += 2
     killed = answered(ray.exceptions.ActorDiedError())
     assert out_of_memory(killed) == "host"
+    assert killed.outside
     assert "has ended 2 processes" in str(killed)
     assert "largest processes: pid " in str(killed)
+    assert out_of_memory(answered(ray.exceptions.ActorDiedError())) == "host"
+    third = answered(ray.exceptions.ActorDiedError())
+    assert out_of_memory(third) is None, "two kills explain two deaths"
+    assert not third.outside
+
+
+def test_an_old_kill_of_the_kernel_explains_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel(monkeypatch)
+    kernel.kills += 1
+    kernel.seconds += 2.0
+
+    async def answers() -> None:
+        await answer_of(asyncio.sleep(0))
+
+    asyncio.run(answers())
+    kernel.seconds += host_memory.RECENT_S + 1.0
+    assert out_of_memory(answered(ray.exceptions.ActorDiedError())) is None
+
+
+@pytest.mark.parametrize(("address", "memory"), [("127.0.0.1", "host"), ("192.0.2.7", None)])
+def test_this_machines_kernel_explains_no_death_on_another_one(
+    address: str, memory: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Kernel(monkeypatch).kills += 1
+    cause = ActorDiedErrorContext(
+        error_message="The actor died.",
+        actor_id=bytes(16),
+        class_name="RolloutEngine",
+        pid=7,
+        node_ip_address=address,
+    )
+    assert out_of_memory(answered(ray.exceptions.ActorDiedError(cause))) == memory
+
+
+def test_vllms_process_ended_by_the_kernel_is_no_requests_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec: Any = SimpleNamespace(name="engine-0", log_dir=tmp_path, log=tmp_path / "engine-0.log")
+    kernel = Kernel(monkeypatch)
+    died = EngineDied(spec, "it worked on 7 responses")
+    assert (died.outside, out_of_memory(died)) == (False, None)
+    kernel.kills += 1
+    errors = [EngineDied(spec, "it worked on 7 responses") for _ in range(2)]
+    kernel.seconds += host_memory.RECENT_S + 1.0  # the reader's kernel ended none
+    for error in errors:
+        read = pickle.loads(pickle.dumps(error))
+        assert (read.outside, out_of_memory(read)) == (True, "host")
+        assert str(read) == str(error)
+        assert "has ended a process of this machine or container" in str(read)
+    later = EngineDied(spec, "it worked on 7 responses")
+    assert (later.outside, out_of_memory(later)) == (False, None)
 
 
 def test_the_launcher_reports_that_the_kernel_ended_a_rank(
@@ -110,7 +176,7 @@ def test_the_launcher_reports_that_the_kernel_ended_a_rank(
         return written.getvalue()
 
     assert "for want of host memory" not in explained()
-    monkeypatch.setattr(host_memory, "_KILLS_BEFORE", host_memory.kernel_kills() - 1)
+    Kernel(monkeypatch).kills += 1
     assert "rank 1: Signal 9 (SIGKILL) received by PID 77" in explained()
     assert "the kernel has ended a process of this machine or container" in explained()
 
@@ -182,8 +248,8 @@ def test_the_limits_of_a_container_count(tmp_path: Path, monkeypatch: pytest.Mon
     own.write_text("0::/job/task\n")
     (inner / "memory.max").write_text("max\n")
     (root / "job" / "memory.max").write_text(f"{GIB}\n")
-    (inner / "memory.current").write_text(f"{3 * GIB // 4}\n")
-    (inner / "memory.stat").write_text(f"anon 5\ninactive_file {GIB // 8}\n")
+    (root / "job" / "memory.current").write_text(f"{3 * GIB // 4}\n")
+    (root / "job" / "memory.stat").write_text(f"anon 5\ninactive_file {GIB // 8}\n")
     (inner / "memory.events").write_text("low 0\noom 4\noom_kill 3\n")
     assert host_memory.total_bytes() == GIB
     assert host_memory.free_bytes() == GIB // 4 + GIB // 8
@@ -195,6 +261,38 @@ def test_the_limits_of_a_container_count(tmp_path: Path, monkeypatch: pytest.Mon
     (old / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 7\n")
     assert host_memory.total_bytes() == GIB // 2
     assert host_memory.kernel_kills() == 7
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("inner_limit", [None, 64, 2])
+def test_free_memory_is_that_of_the_tightest_nested_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool, inner_limit: int | None
+) -> None:
+    own = tmp_path / "cgroup"
+    monkeypatch.setattr(host_memory, "_OWN_CGROUP", own)
+    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path)
+    memory = SimpleNamespace(total=128 * GIB, available=128 * GIB)
+    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: memory)
+    own.write_text("4:memory:/job/step/task\n" if old else "0::/job/step/task\n")
+    job = (tmp_path / "memory" if old else tmp_path) / "job"
+    limit, used = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        if old
+        else ("memory.max", "memory.current")
+    )
+    none = f"{2**63 - 4096}\n" if old else "max\n"
+    step, task = job / "step", job / "step" / "task"
+    task.mkdir(parents=True)
+    (job / limit).write_text(f"{8 * GIB}\n")
+    (job / used).write_text(f"{7 * GIB}\n")
+    cached = f"inactive_file 0\ntotal_inactive_file {GIB // 4}\n"
+    (job / "memory.stat").write_text(cached if old else f"inactive_file {GIB // 4}\n")
+    (step / limit).write_text(none)
+    (step / used).write_text(f"{7 * GIB}\n")
+    (task / limit).write_text(none if inner_limit is None else f"{inner_limit * GIB}\n")
+    (task / used).write_text(f"{GIB if inner_limit == 2 else GIB // 4}\n")
+    (task / "memory.stat").write_text("inactive_file 0\n")
+    assert host_memory.free_bytes() == (GIB if inner_limit == 2 else GIB + GIB // 4)
 
 
 def test_the_largest_processes_are_listed_with_their_memory() -> None:
