@@ -83,7 +83,7 @@ def length_warnings(config: Config) -> list[str]:
         f"{' and '.join(found)} multiply ratios over a whole response: with"
         f" rollout.sampling.max_tokens: {length} their logarithm is off by about {spread:.1f} nats"
         " from rounding alone, so most weights are at a bound; tested on answers of 6 to 14 tokens."
-        " Set level: token, or reject by sequence_geometric"
+        " Set level: token where a method has a level, or reject by sequence_geometric"
         f" ({shipped('docs/choosing_a_method.md')})"
     ]
 

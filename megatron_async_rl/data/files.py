@@ -34,7 +34,7 @@ WORDS = {
 }
 """Splits and the words for them in names of files and folders, as the `datasets` library has them:
 https://huggingface.co/docs/hub/datasets-file-names-and-splits"""
-JOINED = ("", "set", "split", "data")
+JOINED = ("", "s", "set", "split", "data")
 """Endings of a split's word in a file name, as in `testset.jsonl`."""
 
 
@@ -104,7 +104,8 @@ def data_files(location: Path) -> list[Path]:
 
 def _split_word(file: Path) -> str | None:
     """Return the split that a word in a file's name stands for; null where there is none."""
-    for word in re.split(r"[^a-z]+", file.stem.lower()):
+    parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", file.stem)  # gsm8kTrain
+    for word in re.split(r"[^a-z]+", parted.lower()):
         for split, words in WORDS.items():
             if any(word == one + ending for one in words for ending in JOINED):
                 return split
