@@ -11,7 +11,8 @@ Invariants, in addition to those of the files (samples/segments.py):
   disk (fsync) before the checkpoint is;
 - `begin(position)` removes the outcomes of a history that the checkpoint does not know, so no
   sample counts as trained in two histories; the samples themselves stay;
-- a damaged file is noted in the run's events and stays as it is: only a torn tail is cut off;
+- a damaged or missing file, and a gap in `seq`, is noted in the run's events, and what is there
+  stays as it is: only a torn tail is cut off;
 - an evaluation of one version stands there once, however often it was begun;
 - the segments take `keep_mib` at most, and at least the newest is kept.
 """
@@ -25,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -45,9 +47,12 @@ from megatron_async_rl.samples.segments import (
     Outcome,
     TableName,
     file_of,
+    gaps_in,
+    is_new,
     numbers_in,
     path_of,
     payload_of,
+    present_file,
     read_batches,
     require_checksums,
 )
@@ -66,6 +71,7 @@ ROWS, TOKENS = 256, 2**18
 
 Item = Callable[[], None]
 TABLES: tuple[TableName, TableName] = ("samples", "outcomes")
+"""Order in which files are made, written and deleted."""
 OutcomeRow = tuple[int, int, str | None, float | None, Outcome, int, str | None]
 """Row of OUTCOMES."""
 
@@ -243,14 +249,40 @@ class SampleLogWriter(SampleLog):
             except SegmentBroken as error:
                 self._note_damage(error)
             self._finish_open()
-            self._remove_outcomes(lambda batch: pc.less(batch["seq"], position))
+            for number in numbers_in(self._folder):
+                try:
+                    present_file(self._folder, "samples", number)
+                except SegmentBroken as error:
+                    self._note_damage(error)
+            seqs = self._change_outcomes(
+                lambda batch: batch.filter(pc.less(batch["seq"], position))
+            )
+            self._note_gaps(seqs, position)
         except Exception as error:  # noqa: BLE001 - the log must not cost the run
             self._failed(error, 0)
+
+    def _note_gaps(self, seqs: Sequence[np.ndarray], position: int) -> None:
+        # The writer deletes the oldest segments for room, and their outcomes with them.
+        whole = numbers_in(self._folder)[:1] in ([], [0])
+        gaps = gaps_in(seqs, first=0 if whole else None, end=position)
+        if gaps:
+            self._note_apart(
+                f"the sample log ({self._folder}) lacks outcomes {gaps}, which the checkpoint counts:"
+                " files were deleted, rows could not be written, or the log was off; samples may be"
+                " missing, or shown as waiting or lost"
+            )
 
     def _finish_open(self) -> None:
         """Closes files that were left open; damaged ones stay as they are."""
         for path in sorted(self._folder.glob(f"*{OPEN}")):
             try:
+                number = int(path.stem.rpartition("-")[2])
+                if is_new(path) and any(
+                    file_of(self._folder, table, number) is None for table in TABLES
+                ):
+                    # The process was killed between making this file and making the other one.
+                    path.unlink()
+                    continue
                 finish(path)
             except SegmentBroken as error:
                 self._note_damage(error)
@@ -262,33 +294,44 @@ class SampleLogWriter(SampleLog):
         if version not in self._evaluated_before:
             return
 
-        def others(batch: pa.RecordBatch) -> pa.Array:
+        def repeated(batch: pa.RecordBatch) -> pa.RecordBatch:
             of_it = pc.and_(
                 pc.equal(batch["outcome"], "evaluated"), pc.equal(batch["step"], version)
             )
-            return pc.invert(of_it)
+            # The rows stay, without their samples: a gap in `seq` would be rows that were lost.
+            changed = {
+                "id": pc.if_else(of_it, None, batch["id"]),
+                "finished_at": pc.if_else(of_it, None, batch["finished_at"]),
+                "outcome": pc.if_else(of_it, "repeated", batch["outcome"]),
+            }
+            columns = [changed.get(name, batch[name]) for name in OUTCOMES.names]
+            return pa.RecordBatch.from_arrays(columns, schema=OUTCOMES)
 
-        self._remove_outcomes(others)
+        self._change_outcomes(repeated)
 
-    def _remove_outcomes(self, keep: Callable[[pa.RecordBatch], pa.Array]) -> None:
-        """Removes the outcomes that `keep` does not keep from every segment but the present one.
+    def _change_outcomes(
+        self, change: Callable[[pa.RecordBatch], pa.RecordBatch]
+    ) -> list[np.ndarray]:
+        """Change the outcomes of every segment but the present one; return the `seq` of each that
+        is left.
 
-        Reads batch by batch, and replaces only files that lose rows. A damaged file stays as it is:
-        its readable part is not the file.
+        Reads batch by batch, and replaces only files that change. A damaged file stays as it is: its
+        readable part is not the file.
         """
         evaluated = set[int]()
+        seqs: list[np.ndarray] = []
         for number in numbers_in(self._folder):
             if self._segment is not None and number == self._segment.number:
                 continue
             kept: list[pa.RecordBatch] = []
-            removed = 0
+            changed = False
             try:
                 for _, batch in read_batches(self._folder, "outcomes", number):
-                    left = batch.filter(keep(batch))
-                    removed += batch.num_rows - left.num_rows
+                    left = change(batch)
+                    changed = changed or not left.equals(batch)
                     kept.append(left)
                 path = file_of(self._folder, "outcomes", number)
-                if removed and path is not None:
+                if changed and path is not None:
                     replace_whole(path, map(payload_of, kept))
             except SegmentBroken as error:
                 self._note_damage(error)
@@ -297,9 +340,11 @@ class SampleLogWriter(SampleLog):
                 self._failed(error, 0)
                 continue
             for left in kept:
+                seqs.append(left["seq"].to_numpy())
                 versions = left.filter(pc.equal(left["outcome"], "evaluated"))["step"]
                 evaluated.update(versions.unique().to_pylist())
         self._evaluated_before = evaluated
+        return seqs
 
     def _write(self) -> None:
         """Samples before their outcomes, in one segment."""
@@ -370,8 +415,14 @@ class SampleLogWriter(SampleLog):
             return
         self._damaged.add(error.path)
         log.error("%s %s", error.path, error.what)
+        self._note_apart(
+            f"{error.path} {error.what}; the log goes on in a new segment: {error.fix}"
+        )
+
+    def _note_apart(self, text: str) -> None:
+        """Note `text` whatever was noted before."""
         noted, self._noted = self._noted, False
-        self._note(f"{error.path} {error.what}; it stays as it is, and is not read: {error.fix}")
+        self._note(text)
         self._noted = noted
 
     def _note(self, text: str) -> None:
@@ -412,7 +463,9 @@ class _Segment:
                 self._files.append(FrameWriter(path_of(folder, table, number, OPEN)))
             sync_folder(folder)
         except OSError:
-            self.abandon()
+            # Closed, a first file without the second would be damage.
+            for file in self._files:
+                file.remove()
             raise
 
     @property

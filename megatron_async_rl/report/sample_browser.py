@@ -29,9 +29,9 @@ from megatron_async_rl.samples.segments import (
     Entry,
     Outcomes,
     TableName,
-    file_of,
     load,
     newest_rows,
+    present_file,
     read_batches,
     segments_in,
 )
@@ -208,7 +208,7 @@ class SampleBrowser:
         paths = {
             path: segment
             for segment in segments_in(folder)
-            if (path := file_of(folder, table, segment)) is not None
+            if (path := present_file(folder, table, segment)) is not None
         }
         for path in [one for one in self._files if one.name.startswith(table)]:
             if path not in paths:

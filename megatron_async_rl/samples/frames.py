@@ -17,7 +17,8 @@ Invariants:
 - an `.open` file may end within its last frame (the process was killed, or is writing it), or in
   zeros (the machine lost power): that torn tail was never complete. Everything else is damage;
 - a header has a checksum of its own, so a changed length cannot pass for a torn tail;
-- a file that is damaged is never written again. Only a torn tail is cut off (`finish`).
+- a file that is damaged is never written again. Only a torn tail is cut off (`finish`);
+- a file without rows is closed like any other: a file that is missing was deleted.
 """
 
 from __future__ import annotations
@@ -82,19 +83,21 @@ class FrameWriter:
         _rename(self.path, to or self.path.with_suffix(CLOSED))
 
     def abandon(self) -> None:
-        """Closes the file without its last, incomplete frame, or removes it where it has no other.
-        Raises OSError where even that is impossible; `finish` can do it later."""
+        """Close the file without its last, incomplete frame. Raises OSError where even that is
+        impossible; `finish` can do it later."""
         if self._file.closed:
             return
         try:
             self._file.truncate(self.size)
-            if self._number:
-                self._file.seek(self.size)
-                self.close()
-            else:
-                self.path.unlink(missing_ok=True)
+            self._file.seek(self.size)
+            self.close()
         finally:
             self._file.close()
+
+    def remove(self) -> None:
+        """Remove the file, which has no rows yet."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)
 
     def _append(self, kind: bytes, payload: bytes) -> None:
         content = memoryview(_header(kind, self._number, payload) + payload)
@@ -123,12 +126,9 @@ def read_frames(
 
 
 def finish(path: Path) -> None:
-    """Closes an `.open` file that another process left behind, after cutting off its torn tail; one
-    without a frame goes. Raises SegmentBroken, and leaves the file as it is, for damage."""
+    """Close an `.open` file that another process left behind, after cutting off its torn tail.
+    Raises SegmentBroken, and leaves the file as it is, for damage."""
     count = sum(1 for _ in read_frames(path, torn=True))
-    if not count:
-        path.unlink()
-        return
     with open(path, "r+b", buffering=0) as file:
         whole = 0
         for _, length, _ in _headers(path, file, torn=True):

@@ -6,7 +6,8 @@
 
 `account` reads the log, and raises HistoryBroken with every sentence that the log contradicts:
 
-- outcomes are numbered without repetition;
+- outcomes are numbered without repetition and without a gap, up to the checkpoint's position;
+- an outcome of a sample has its sample;
 - a group ends at most once, and only after it was admitted; nothing admits it again afterwards;
 - the samples of a step are of the groups that the step consumed, the same number of each (with
   replay, only their number is fixed);
@@ -24,7 +25,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_async_rl.samples.segments import FOLDER, read_entries, read_table, segments_in
+from megatron_async_rl.samples.segments import (
+    FOLDER,
+    gaps_in,
+    read_entries,
+    read_table,
+    segments_in,
+)
 
 
 class HistoryBroken(ValueError):
@@ -48,10 +55,15 @@ class History:
 
 
 def account(
-    run_dir: Path, *, buffer: Collection[int] | None = None, replay: bool = False
+    run_dir: Path,
+    *,
+    buffer: Collection[int] | None = None,
+    replay: bool = False,
+    position: int = 0,
 ) -> History:
     """Return where every group ended. `buffer`: the groups that wait, if known. `replay`: steps may
-    train on samples of other groups. Raises HistoryBroken, SegmentBroken."""
+    train on samples of other groups. `position`: the outcomes that a checkpoint counts, if known;
+    without it, deletion of the newest segments goes unseen. Raises HistoryBroken, SegmentBroken."""
     segments = segments_in(run_dir / FOLDER)
     whole = not segments or segments[0] == 0
     faults: list[str] = []
@@ -60,14 +72,22 @@ def account(
     dropped: dict[int, str] = {}
     trained: dict[int, Counter[int]] = {}
     left_out: list[tuple[int, str, str | None]] = []
+    subjects: dict[tuple[str, float], int] = {}
     last = -1
 
-    for row in read_table(run_dir, "outcomes").sort_by("seq").to_pylist():
+    outcomes = read_table(run_dir, "outcomes").sort_by("seq")
+    gaps = gaps_in([outcomes["seq"].to_numpy()], first=0 if whole else None, end=position)
+    if gaps:
+        faults.append(f"outcomes {gaps} are missing")
+    for row in outcomes.to_pylist():
         seq, group, outcome, step = row["seq"], row["group"], row["outcome"], row["step"]
         if seq == last:
             faults.append(f"two outcomes have the number {seq}")
         last = seq
+        if outcome == "repeated":
+            continue
         if row["id"] is not None:
+            subjects[row["id"], row["finished_at"]] = seq
             if outcome == "trained":
                 trained.setdefault(step, Counter())[group] += 1
             elif outcome == "dropped":
@@ -92,11 +112,17 @@ def account(
             faults.append(f"sample {name} is dropped ({reason}) and its group is not")
     waiting = frozenset(admitted - consumed.keys() - dropped.keys())
     for entry in read_entries(run_dir):
+        subjects.pop((entry.id, entry.finished_at), None)
         if entry.group >= 0 and entry.state == "waiting" and entry.group not in waiting:
             if replay and entry.group in consumed:  # it is in the store, or has left it
                 continue
             if whole or entry.group in admitted:
                 faults.append(f"sample {entry.id} waits, and its group does not")
+    if whole:  # else it may have gone with the oldest segments
+        faults += [
+            f"outcome {seq} is of sample {name}, which is missing"
+            for (name, _), seq in subjects.items()
+        ]
     if buffer is not None and waiting != set(buffer):
         unknown, gone = sorted(set(buffer) - waiting), sorted(waiting - set(buffer))
         faults.append(f"groups {unknown} wait and the log does not have them; {gone} the reverse")

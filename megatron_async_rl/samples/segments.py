@@ -8,6 +8,8 @@ Invariants:
 - every file is made of checksummed frames (frames.py), each an Arrow IPC stream with one record
   batch. A reader raises SegmentBroken for any damage; only the newest segment, while it is `.open`,
   may have a torn tail;
+- a segment has both files, with or without rows. A missing one is damage, except that of the samples
+  of the oldest segment (`_next_segment` deletes it first) and that which the writer has not made yet;
 - a sample is one row, written when it finished, and is known by (id, finished_at): a run that
   resumes asks again under ids it has used before;
 - a resumed run writes the row of a sample again where its checkpoint does not know the reward of the
@@ -17,7 +19,8 @@ Invariants:
 - the row of an outcome stands in the segment of its sample or in a later one, so segments can be
   deleted oldest first, both files at once, and no sample that is kept loses its outcome;
 - `seq` numbers the outcomes of the whole run; a resume removes those from its checkpoint's position
-  on (flow/sample_log.py), so each outcome belongs to the one history that counts.
+  on (flow/sample_log.py), so each outcome belongs to the one history that counts;
+- nothing else removes an outcome from a segment, so a gap in `seq` is rows that were lost.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ EARLIER = "*.arrows"
 """Files of versions whose log had no checksums."""
 
 TableName = Literal["samples", "outcomes"]
-Outcome = Literal["admitted", "consumed", "dropped", "trained", "evaluated"]
+Outcome = Literal["admitted", "consumed", "dropped", "trained", "evaluated", "repeated"]
 OUTCOMES = pa.schema(
     [
         pa.field("seq", pa.int64(), nullable=False),
@@ -57,7 +60,8 @@ OUTCOMES = pa.schema(
 """A row without `id` is of the whole group: `admitted`, `consumed` or `dropped`. The others are of
 one sample: `trained`, `dropped` or `evaluated`. `step`: of `consumed` and `trained`, the optimizer
 step (its line in metrics.jsonl); of `admitted` and `dropped`, the step that was next; of `evaluated`,
-the weight version. `reason`: of `dropped`."""
+the weight version. `reason`: of `dropped`. `repeated`, without `id`: was an `evaluated` row of an
+evaluation that ran again; it keeps its `seq`."""
 
 _COMPRESSED = pa.ipc.IpcWriteOptions(compression="zstd")
 KEY = ["id", "finished_at"]
@@ -96,9 +100,14 @@ def path_of(folder: Path, table: TableName, segment: int, ending: str = CLOSED) 
 
 def segments_in(folder: Path) -> list[int]:
     """Numbers of the segments in RUN/samples, oldest first; none without the folder. Raises
-    SegmentBroken for the files of a version whose log had no checksums."""
+    SegmentBroken for the files of a version whose log had no checksums, and for a missing file."""
     require_checksums(folder)
-    return numbers_in(folder)
+    numbers = numbers_in(folder)
+    # Here, since every reader begins here, and many read only the newest segments.
+    for number in numbers:
+        present_file(folder, "samples", number)
+        present_file(folder, "outcomes", number)
+    return numbers
 
 
 def numbers_in(folder: Path) -> list[int]:
@@ -124,6 +133,51 @@ def file_of(folder: Path, table: TableName, segment: int) -> Path | None:
     return None
 
 
+def present_file(folder: Path, table: TableName, segment: int) -> Path | None:
+    """Return the file of a segment, or None where the writer deleted the segment or has not made
+    the file yet. Raises SegmentBroken for a file that is missing beside the other one."""
+    path = file_of(folder, table, segment)
+    if path is not None:
+        return path
+    # The oldest segment is deleted samples first, so its outcomes never miss alone.
+    numbers = numbers_in(folder)
+    if segment not in numbers or (table == "samples" and segment == numbers[0]):
+        return None
+    other = file_of(folder, "outcomes" if table == "samples" else "samples", segment)
+    if other is None or is_new(other):
+        return None
+    # The writer makes both files before it writes to one of them: the missing one may be there now.
+    path = file_of(folder, table, segment)
+    if path is None:
+        raise SegmentBroken(
+            path_of(folder, table, segment),
+            f"is missing, and {other.name} is there",
+            f"restore it from a copy, or move {other.name} out of the folder: the rest can be shown"
+            " without",
+        )
+    return path
+
+
+def is_new(path: Path) -> bool:
+    """Return whether nothing was written to the file yet."""
+    return path.suffix == OPEN and path.exists() and path.stat().st_size == 0
+
+
+def gaps_in(seqs: Sequence[np.ndarray], *, first: int | None, end: int = 0) -> str:
+    """Return the numbers that `seqs` lacks, in words; empty if none. `first`: the lowest number
+    that must be there, if known; `end`: the one after the highest that must be."""
+    numbers = np.unique(np.concatenate([np.array([], np.int64), *seqs]))
+    before = [] if first is None else [first - 1]
+    after = [end] if end > max(numbers, default=-1) else []
+    edges = np.concatenate([before, numbers, after]).astype(np.int64)
+    ranges = [
+        f"{edges[place] + 1} to {edges[place + 1] - 1}"
+        for place in np.flatnonzero(np.diff(edges) > 1)
+    ]
+    more = [f"{len(ranges) - 5} more ranges"] if len(ranges) > 5 else []
+    return ", ".join(ranges[:5] + more)
+
+
 def read_batches(
     folder: Path,
     table: TableName,
@@ -133,9 +187,9 @@ def read_batches(
     wanted: Collection[int] | None = None,
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
     """(number, record batch) of a segment's file, with all columns or some; of all batches or the
-    wanted ones. None where the file is gone. Raises SegmentBroken."""
+    wanted ones. None where the segment is gone. Raises SegmentBroken."""
     for _ in range(2):
-        path = file_of(folder, table, segment)
+        path = present_file(folder, table, segment)
         if path is None:
             return
         torn = path.suffix == OPEN and segment == numbers_in(folder)[-1]

@@ -21,6 +21,7 @@ from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.sample_log import SampleLogWriter, open_sample_log
 from megatron_async_rl.flow.spec import DataState
 from megatron_async_rl.report.sample_browser import SampleBrowser
+from megatron_async_rl.samples.frames import SegmentBroken
 from megatron_async_rl.samples.history import HistoryBroken, account
 from megatron_async_rl.samples.segments import FOLDER, read_entries, read_table
 from megatron_async_rl.samples.types import Request, Sample
@@ -237,3 +238,59 @@ def test_a_group_that_is_in_no_buffer_and_has_no_end_is_a_fault(tmp_path: Path) 
         with pytest.raises(HistoryBroken, match="wait and the log does not have them"):
             account(run_dir, buffer=buffer)
     assert (run_dir / FOLDER).is_dir()
+
+
+def trained_segments(run_dir: Path) -> int:
+    """Write four segments of a trained group each, with an evaluation that was begun twice; return
+    the position."""
+    at = 0
+    for group in range(4):
+        log = SampleLogWriter(run_dir, SamplesConfig())
+        log.begin(at)
+        prompt = sample(0, 0).prompt
+        if group < 2:
+            asked = replace(sample(0, 0), id="-1-0", finished_at=float(next(CLOCK)))
+            log.evaluated([(prompt, [row(asked, -1)])], 0)
+        rows = [row(sample(group, k), group) for k in range(2)]
+        log.admitted(group, group + 1)
+        for one in rows:
+            log.finished(one)
+        log.trained([group], rows, group + 1)
+        log.close()
+        at = log.position
+    return at
+
+
+def test_segments_that_were_deleted_are_a_fault(tmp_path: Path) -> None:
+    at = trained_segments(tmp_path)
+    folder = tmp_path / FOLDER
+    assert len(account(tmp_path, position=at).consumed) == 4
+    kept = {path: path.read_bytes() for path in folder.iterdir()}
+    for segment, missing in ((1, "5 to 9"), (2, "10 to 13"), (3, "14 to 17")):
+        for path in folder.glob(f"*{segment}.segment"):
+            path.unlink()
+        with pytest.raises(HistoryBroken, match=f"outcomes {missing} are missing"):
+            account(tmp_path, position=at)
+        for path, content in kept.items():
+            path.write_bytes(content)
+
+    for table in ("samples", "outcomes"):
+        (folder / f"{table}-000002.segment").unlink()
+        with pytest.raises(SegmentBroken, match=f"{table}-000002.segment.*is missing"):
+            account(tmp_path)
+        for path, content in kept.items():
+            path.write_bytes(content)
+
+    for path in folder.glob("*0.segment"):  # as the writer makes room
+        path.unlink()
+    assert account(tmp_path, position=at).consumed == {1: 2, 2: 3, 3: 4}
+
+
+def test_an_outcome_without_its_sample_is_a_fault(tmp_path: Path) -> None:
+    """The newest file, named as if it were open, may end anywhere."""
+    trained_segments(tmp_path)
+    path = tmp_path / FOLDER / "samples-000003.segment"
+    path.with_suffix(".open").write_bytes(path.read_bytes()[:50])
+    path.unlink()
+    with pytest.raises(HistoryBroken, match="is of sample 3-1, which is missing"):
+        account(tmp_path)

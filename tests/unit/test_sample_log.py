@@ -31,6 +31,7 @@ from megatron_async_rl.samples.frames import CLOSED, HEADER_BYTES, OPEN, Segment
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.segments import (
     FOLDER,
+    TableName,
     load,
     path_of,
     read_batches,
@@ -380,6 +381,96 @@ def test_every_reader_reports_damage_by_the_name_of_the_file(tmp_path: Path) -> 
         with pytest.raises(UserError, match=r"samples-000000.segment\n  is damaged: batch 0"):
             read()
     assert f"{path} is damaged" in samples_section(tmp_path)
+
+
+def segments_of_one_group(run_dir: Path, count: int) -> int:
+    """Write segments of one trained sample each; return the position."""
+    at = 0
+    for group in range(count):
+        log, one = begun(run_dir, at), sample(group)
+        admitted(log, group)
+        log.finished(row(one, group))
+        train_on(log, [row(one)], group + 1)
+        log.close()
+        at = log.position
+    return at
+
+
+@pytest.mark.parametrize(
+    ("table", "segment"),
+    [("samples", 1), ("samples", 2), ("outcomes", 0), ("outcomes", 1), ("outcomes", 2)],
+)
+def test_every_reader_and_a_resume_report_a_missing_file(
+    tmp_path: Path, table: TableName, segment: int
+) -> None:
+    at = segments_of_one_group(tmp_path, 3)
+    path = path_of(tmp_path / FOLDER, table, segment)
+    browser = SampleBrowser(tmp_path)
+    browser.answer({})
+    path.unlink()
+    for read in (
+        lambda: choose(tmp_path, Wanted()),
+        lambda: newest_trained(tmp_path),
+        lambda: SampleBrowser(tmp_path).answer({}),
+        lambda: browser.answer({}),
+        lambda: _read_samples(tmp_path),
+    ):
+        with pytest.raises(UserError, match=f"{path.name}\n  is missing"):
+            read()
+    assert f"{path} is missing" in samples_section(tmp_path)
+    for raw in (lambda: list(read_entries(tmp_path)), lambda: read_table(tmp_path, table)):
+        with pytest.raises(SegmentBroken, match="is missing"):
+            raw()
+
+    begun(tmp_path, at).close()
+    noted = events(tmp_path)
+    assert f"{path} is missing" in noted[0]
+    lacks = [f"lacks outcomes {3 * segment} to {3 * segment + 2}," in one for one in noted[1:]]
+    assert lacks == ([True] if table == "outcomes" else [])
+
+
+@pytest.mark.parametrize("segment", [1, 2])
+def test_a_resume_notes_outcomes_that_its_checkpoint_counts_and_the_log_lacks(
+    tmp_path: Path, segment: int
+) -> None:
+    at = segments_of_one_group(tmp_path, 3)
+    begun(tmp_path, at).close()
+    assert not (tmp_path / "events.jsonl").exists(), "nothing is missing"
+    for path in (tmp_path / FOLDER).glob(f"*{segment}.segment"):
+        path.unlink()
+    assert len(list(read_entries(tmp_path))) == 2, "the rest can be shown without"
+    begun(tmp_path, at).close()
+    [text] = events(tmp_path)
+    assert f"lacks outcomes {3 * segment} to {3 * segment + 2}, which the checkpoint" in text
+
+
+def test_a_kill_between_two_files_of_a_segment_is_not_damage(tmp_path: Path) -> None:
+    """Neither as the newest segment is made, nor as the oldest is deleted."""
+    at = segments_of_one_group(tmp_path, 2)
+    path_of(tmp_path / FOLDER, "samples", 0).unlink()
+    made = path_of(tmp_path / FOLDER, "samples", 2, OPEN)
+    made.touch()
+    for _ in range(2):
+        assert [entry.group for entry in read_entries(tmp_path)] == [1]
+        assert read_table(tmp_path, "outcomes").num_rows == at
+        begun(tmp_path, at).close()
+    assert not made.exists()
+    assert not (tmp_path / "events.jsonl").exists()
+
+
+def test_a_segment_without_samples_has_both_files(tmp_path: Path) -> None:
+    log = begun(tmp_path)
+    admitted(log, 0)
+    log.flush()
+    opened = {path: path.read_bytes() for path in (tmp_path / FOLDER).iterdir()}
+    log.close()
+    for path, content in opened.items():  # as a kill leaves it
+        path.with_suffix(CLOSED).unlink()
+        path.write_bytes(content)
+    begun(tmp_path, log.position).close()
+    names = sorted(path.name for path in (tmp_path / FOLDER).iterdir())
+    assert names == ["outcomes-000000.segment", "samples-000000.segment"]
+    assert read_table(tmp_path, "samples").num_rows == 0
 
 
 def test_a_log_of_a_version_without_checksums_is_refused_by_name(tmp_path: Path) -> None:

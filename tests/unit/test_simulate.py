@@ -201,6 +201,7 @@ def logs_of_a_run(folder: Path, longest: int = 40, handed_s: float = 0.0) -> Pat
     file = FrameWriter(segments.path_of(out / segments.FOLDER, "samples", 0, OPEN))
     file.write(segments.payload_of(content))
     file.close()
+    FrameWriter(segments.path_of(out / segments.FOLDER, "outcomes", 0, OPEN)).close()
     return out
 
 
