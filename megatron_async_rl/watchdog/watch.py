@@ -138,8 +138,10 @@ def start(run_dir: Path, name: str, *, end_after_s: float | None = None) -> None
     global _beating
     if _beating is not None and _beating.pid == os.getpid():
         return
+    heart = _Heart(run_dir.resolve() / FOLDER, name, end_after_s)
+    # Only now: processes that this one starts must not join a folder that cannot be used.
     os.environ[INHERITED] = f"{run_dir.resolve()}\n{name}"
-    _beating = _Heart(run_dir.resolve() / FOLDER, name, end_after_s)
+    _beating = heart
     _beating.start()
 
 

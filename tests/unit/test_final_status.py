@@ -170,6 +170,9 @@ def test_a_directory_that_cannot_be_written_is_refused_with_its_name(
     place.mkdir() if where.endswith(("lock", "yaml")) else place.touch()
     with pytest.raises(RunDirectoryError, match=rf"run\.dir\n  .*{where}"), usable(Path("run")):
         run_of("exit 0")
+    if where == "run/watch":
+        joined = os.environ.get(watch.INHERITED, "").partition("\n")[0]
+        assert joined != str(Path("run").resolve()), "processes that start later would join it"
 
 
 def test_errors_elsewhere_are_not_taken_for_the_run_s_directory(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 import tempfile
@@ -76,7 +77,8 @@ def test_a_folder_goes_with_its_run_and_is_where_its_processes_write(base: Path)
         names = ("TMPDIR", "RAY_TMPDIR", VARIABLE)
         assert {environment[name] for name in names} == {str(folder.path)}
         assert folder.path.parent == base
-        assert folder.path.stat().st_mode & 0o077 == 0, "nobody else looks into it"
+        rights = stat.S_IMODE(folder.path.stat().st_mode)
+        assert rights == 0o711, "others pass through, for sandboxes of their own, and list nothing"
         (folder.path / "ray" / "session").mkdir(parents=True)
         assert remove_stale_folders() == []
     assert list(base.iterdir()) == []
