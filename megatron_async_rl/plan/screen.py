@@ -89,6 +89,14 @@ def _verdict(plan: Plan, machine: Machine, refused: Sequence[str]) -> Text:
         what += f"; not checked, as the files are not here: {', '.join(plan.absent)}"
     if machine.described and not machine.memory:
         what += "; host memory not checked (--host-memory)"
+    crowded = [host for host in plan.hosts if machine.memory and host.total > machine.memory]
+    if crowded:
+        most = max(host.total for host in crowded)
+        what = (
+            f"may not fit {where}: about {size(most)} of host memory of"
+            f" {size(machine.memory)}, by estimates"
+        )
+        return Text.assemble(("verdict: ", "bold"), (what, "yellow"))
     return Text.assemble(("verdict: ", "bold"), (what, "green"))
 
 
