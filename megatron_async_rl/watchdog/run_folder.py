@@ -195,9 +195,6 @@ def _make() -> RunFolder:
         # Named once it is locked: until then another start would take it for a killed run's.
         new = Path(tempfile.mkdtemp(prefix=".mar-", dir=base))
         locks = [_lock(new / LOCK)]
-        # Others may pass through but not list it: programs of `isolation: limits` run as a user of
-        # their own, in folders of theirs inside.
-        new.chmod(0o711)
         place = new.rename(base / f"mar-{digits}")
     except OSError as error:
         raise _unusable(

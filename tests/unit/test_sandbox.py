@@ -278,7 +278,7 @@ def test_without_namespaces_all_files_together_are_bounded(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The program is killed at the limit, and nothing that it wrote is left."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sandbox, "_reachable", lambda _: tmp_path)
     source = {
         "many": "for i in range(10**6): open(f'f{i}', 'wb').write(bytes(2**18))",
         "deep": (
@@ -295,9 +295,11 @@ def test_without_namespaces_all_files_together_are_bounded(
 
 @pytest.mark.skipif(not LANDLOCK, reason="the kernel does not have Landlock")
 def test_without_namespaces_it_writes_into_its_own_folder_alone(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", "/tmp")  # which every user may pass through
+    """Also where the temporary folder is private, as a run's own is."""
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     source = """
 import os, tempfile
 for place in ("/tmp", "/var/tmp", "/dev/shm"):

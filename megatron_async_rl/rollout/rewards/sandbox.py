@@ -31,6 +31,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import struct
 import subprocess
 import sys
@@ -117,7 +118,9 @@ class Sandbox:
         self._limits = limits
         self._started = time.monotonic()
         self._folder = (
-            tempfile.mkdtemp(prefix="mar-sandbox-") if limits.isolation == "limits" else None
+            tempfile.mkdtemp(prefix="mar-sandbox-", dir=_reachable(Path(tempfile.gettempdir())))
+            if limits.isolation == "limits"
+            else None
         )
         self._too_large = False
         temporary = {} if self._folder is None else dict.fromkeys(("HOME", "TMPDIR"), self._folder)
@@ -291,6 +294,14 @@ class Sandbox:
             self._output = -1
         if self._folder is not None:
             _remove(self._folder)
+
+
+def _reachable(folder: Path) -> Path:
+    """Return `folder`, or /tmp where root starts programs and only root may pass through it, as
+    through a run's own: the programs are another user, and name their files by whole paths."""
+    folder = folder.resolve()
+    private = any(not one.stat().st_mode & stat.S_IXOTH for one in (folder, *folder.parents))
+    return Path("/tmp") if private and os.getuid() == 0 else folder
 
 
 def _exceeds(folder: str, most: int) -> bool:
