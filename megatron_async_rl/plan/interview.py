@@ -183,7 +183,7 @@ class Interview:
                     self._take(name, text, check)
                 except UserError as error:
                     if _is_setting(error):
-                        raise  # no other answer mends it
+                        raise  # no other answer helps
                     problem = error.problems[0]
                     raise typer.BadParameter(f"{problem.what}; {problem.fix}") from None
                 return text
@@ -261,7 +261,7 @@ class Interview:
             raise UserError.of("--reward", str(error), "name one of these") from None
         choice = RewardChoice.of(text, self._settings)
         read = self._read_by(choice)
-        there = {*self._columns, "answer"}  # a column for it is asked for next
+        there = {*self._columns, "answer"}  # the next question is the column for it
         lacking = [one for one in read if one not in there]
         if lacking:
             what = f"{text} reads the column {lacking[0]}; the data has {_listed(self._columns)}"

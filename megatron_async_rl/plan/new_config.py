@@ -4,7 +4,7 @@ The layout is the first of a list, from the simplest on, that the plan has no fa
 
 Invariants:
 - where engines and policy share devices, no engine samples while the policy trains: the file is then
-  synchronous, whatever style was asked for, and the user is told;
+  synchronous, whichever style was requested, and a note reports it;
 - a file that is refused leaves nothing behind.
 """
 

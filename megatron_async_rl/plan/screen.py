@@ -1,5 +1,5 @@
 """A plan on one or two screens: processes, batch, memory, the staleness law, the time of a step,
-totals of the run, and last the verdict; the resolved config where it is asked for."""
+totals of the run, and last the verdict; the resolved config on request."""
 
 from __future__ import annotations
 
