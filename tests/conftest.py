@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,17 @@ MODELS = ("test_checkpoint", "test_export", "test_logprob_parity", "test_model_l
 and models.py."""
 ENGINES = ("test_rollout_engine", "test_through_updates")
 """Of tests/engine: they share engines (conftest.py there)."""
+
+
+@pytest.fixture(autouse=True)
+def _same_environment() -> Iterator[None]:
+    """Later tests of a worker start Ray, engines and ranks, which inherit its environment. vLLM, for
+    one, adds libraries to LD_PRELOAD when a test makes a config of it."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ ENTRY_POINT = "mar_shared_memory"
 
 BACKEND = "mar_weights"
 """Name of our weight transfer engine in vLLM's factory; it serves every carrier."""
+
+OPENMP = ("libgomp", "libiomp", "libomp.")
+"""First letters of the file names of OpenMP's libraries: GNU's, Intel's and LLVM's."""
 
 WORKER_EXTENSION = "megatron_async_rl.weights.receive.WeightLoadingWorker"
 
@@ -99,7 +103,16 @@ def environment(spec: EngineSpec) -> dict[str, str]:
             values["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         openmp = Path(sys.prefix, "lib", "libiomp5.so")
         if openmp.is_file():
-            values["LD_PRELOAD"] = ":".join(
-                part for part in (str(openmp), os.environ.get("LD_PRELOAD", "")) if part
-            )
+            values["LD_PRELOAD"] = _preloaded(openmp, os.environ.get("LD_PRELOAD", ""))
     return values
+
+
+def _preloaded(openmp: Path, inherited: str) -> str:
+    """Return LD_PRELOAD with `openmp` first, and without other OpenMP libraries."""
+    # vLLM refuses to start with two, and both would create threads of their own.
+    others = (
+        file
+        for file in re.split(r"[:\s]+", inherited)  # the loader accepts both separators
+        if file and not Path(file).name.startswith(OPENMP)
+    )
+    return ":".join([str(openmp), *others])

@@ -44,6 +44,7 @@ from megatron_async_rl.policy.parameters import safetensor_files
 from megatron_async_rl.rollout import engine_arguments as arguments
 from megatron_async_rl.rollout.engine_arguments import engine_arguments
 from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.rollout.vllm_plugin import environment
 from tests.tiny_models import save_tiny_model
 from tests.written_run import write_run
 
@@ -181,6 +182,27 @@ def test_logits_keep_the_precision_of_float32_where_bfloat16_has_none() -> None:
     assert found.dtype == torch.float32
     exact = hidden.double() @ weight.double().t()
     assert (found - exact).abs().max() < 1e-3 < (exact.bfloat16() - exact).abs().max()
+
+
+@pytest.mark.parametrize(
+    ("inherited", "kept"),
+    [
+        ("", []),
+        ("/a/libtcmalloc.so:/b/libgomp-24e2.so.1.0.0", ["/a/libtcmalloc.so"]),
+        ("/b/libiomp5.so /a/libtcmalloc.so", ["/a/libtcmalloc.so"]),
+        ("/b/libomp.so:/c/libomptarget.so", ["/c/libomptarget.so"]),
+    ],
+)
+def test_an_engine_preloads_one_openmp_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inherited: str, kept: list[str]
+) -> None:
+    """vLLM asserts it: an engine whose environment named GNU's, too, did not start."""
+    own = tmp_path / "lib" / "libiomp5.so"
+    own.parent.mkdir()
+    own.touch()
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    monkeypatch.setenv("LD_PRELOAD", inherited)
+    assert environment(spec_with(tmp_path))["LD_PRELOAD"].split(":") == [str(own), *kept]
 
 
 def test_nobody_else_sets_the_dtype_of_logits(tmp_path: Path) -> None:
