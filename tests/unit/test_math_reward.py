@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_async_rl.rollout.rewards.mathematics import math, read_answer
+from megatron_async_rl.rollout.rewards.math_answer import read_answer
+from megatron_async_rl.rollout.rewards.mathematics import math
 from megatron_async_rl.rollout.rewards.registry import RewardError, validate_row
 from megatron_async_rl.samples import Prompt
 
