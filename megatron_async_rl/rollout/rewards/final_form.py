@@ -67,7 +67,11 @@ _PARTS = {
 _FACTORS = {"twice": 2, "double": 2, "squared": 2, "square": 2, "triple": 3, "cubed": 3, "cube": 3}
 _NAMES = {"sine": "sin", "cosine": "cos", "tangent": "tan", "logarithm": "log", "ln": "log"}
 _ANGLES = ("sin", "cos", "tan", "cot", "sec", "csc")
-_KINDS = {"log": "exponential"} | dict.fromkeys(_ANGLES, "angle")
+_KINDS = {
+    "log": "exponential",
+    **dict.fromkeys(_ANGLES, "angle"),
+    **{f"arc{name}": "inverse angle" for name in _ANGLES},
+}
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,7 @@ def tokens(text: str) -> list[str]:
     """Tokens of a formula, or of prose that has formulas in it. A word is a token `\\text{word}`."""
     text = _LAYOUT.sub(" ", text.translate(_UNICODE))
     text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", _SPOKEN.sub("%", text))
+    text = re.sub(r"(?<![\d.])(\d+)\s+(\d+)/(\d+)", r"\1\\frac{\2}{\3}", text)  # 1 1/2
     text = re.sub(r"(?<=\d)\{,\}(?=\d{3})", ",", text)
     found: list[str] = []
     for match in _TOKEN.finditer(text):
@@ -161,6 +162,8 @@ def _text(token: str) -> list[str]:
         return [f"\\{inside}"]
     if inside in ("or", "and", ", and", ", or"):
         return [","]
+    if len(inside) == 1:  # the label of an option is the symbol
+        return [inside]
     return [f"\\text{{{inside.lower()}}}"] if inside else []
 
 
@@ -289,21 +292,26 @@ class _Parser:
         return Formula("operation", tuple(operators), tuple(operands))
 
     def sum(self) -> Formula:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
+        if self.depth == MAX_DEPTH:
             raise NotReadError
+        self.depth += 1
+        try:
+            return total(self.terms())
+        finally:
+            self.depth -= 1
+
+    def terms(self) -> list[Formula]:
         terms = [self.term()]
         while self.next() in ("+", "-"):
             before = self.place
             minus = self.take() == "-"
             try:
                 term = self.term()
-            except NotReadError:
+            except NotReadError:  # prose may follow
                 self.place = before
                 break
             terms.append(opposite(term) if minus else term)
-        self.depth -= 1
-        return total(terms)
+        return terms
 
     def term(self) -> Formula:
         minus = 0

@@ -61,7 +61,10 @@ def _value(formula: Formula, point: float) -> complex:
     if kind == "function" and value == "log":
         return cmath.log(inside[0]) / cmath.log(inside[1])
     if kind == "function" and value == "binomial":
-        return complex(math.comb(int(inside[0].real), int(inside[1].real)))
+        # Gamma functions, since the whole number can have any number of digits.
+        above, below = inside[0].real, inside[1].real
+        parts = (math.lgamma(one + 1) for one in (below, above - below))
+        return complex(math.exp(math.lgamma(above + 1) - sum(parts)))
     if kind == "function" and value in ("max", "min"):
         return complex({"max": max, "min": min}[value](one.real for one in inside))
     if kind == "function" and value in _NUMERIC:

@@ -13,12 +13,14 @@ _UNITS = (
     "mol|Pa|cups?|days?|men|eggs?|cars?|bags?|box|pens?|cats?|dogs?|USD|in|sq|cu|per"
 )
 """Units and counted things of up to three letters; other such words are products of variables."""
+_GAP = r"(?:\s|~|\\[,;:! ])*"
 _UNIT_TEXT = r"\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}"
 _UNIT_POWER = r"(?:\s*\^\s*\{?-?\d\}?)?"
 _AMOUNT = re.compile(
     rf"({NUMBER}|-?\\[dt]?frac\{{\d+\}}\{{\d+\}}|\d+/\d+)"
-    rf"((?:\s*{_UNIT_TEXT}|\s*(?:{_UNITS})\b\.?|\s+[A-Za-z]{{4,}}\.?|\s+[mgshlL]\b){_UNIT_POWER}"
-    rf"(?:[\s/*]*(?:{_UNIT_TEXT}|[A-Za-z]{{2,}}\.?|(?<=[/*\s])[A-Za-z]\b){_UNIT_POWER})*)"
+    rf"((?:{_GAP}{_UNIT_TEXT}|\s*(?:{_UNITS})\b\.?|\s+[A-Za-z]{{4,}}\.?|\s+[mgshlL]\b|\s*(?:°\s?[CF]?|€))"
+    rf"{_UNIT_POWER}"
+    rf"(?:[\s/*]+(?:{_UNIT_TEXT}|[A-Za-z]{{2,}}\.?|(?<=[/*\s])[A-Za-z]\b){_UNIT_POWER}|{_UNIT_TEXT})*)"
 )
 """A number and its unit: `12 feet per second`, `5 km/h`, `12 \\text{ cm}^2`."""
 _UNIT = re.compile(r"(?:[A-Za-z]{1,4}|\\(?:text|mathrm)\{[^}]*\}|\\circ)(?:\^\{?\d\}?)?")
@@ -30,10 +32,11 @@ _MULTIPLE = re.compile(
 _TOWER = re.compile(r"\^\s*\{?\s*\d*\s*\^|\^\s*\{?\s*\d{6,}|\d\s*\^\s*\{?\s*\d+\s*\^|\{{30,}")
 """Powers of powers of numbers, which no answer needs and which take for ever."""
 _UNREAD = re.compile(
-    "[\u221a\u00bc-\u00be\u2150-\u215e\u00b2\u00b3]|\\d[eE][-+]?\\d|\\d['\u2032]\\d"
+    "0[xX][\\da-fA-F]|[\u221a\u00bc-\u00be\u2150-\u215e\u00b2\u00b3]|\\d[eE][-+]?\\d|\\d['\u2032]\\d"
 )
 _RANGE = re.compile(r"\d+(?:\.\d+)?\s*(?:-|\u2013|\u2212|--|\bto\b)\s*\d+(?:\.\d+)?")
-_TIME = re.compile(r"\d{1,2}:[0-5]\d(?::[0-5]\d)?(?:\s*[ap]\.?m\.?)?", re.I)
+_TIME = re.compile(r"\d{1,2}:[0-5]\d(?::[0-5]\d)?(?:\s*[ap]\.?m\.?)?|\d{1,2}\s*[ap]\.?m\.?", re.I)
+_OPTION = re.compile(r"\([A-H]\)\s*\S.*")
 MAX_SOLUTION, MAX_ANSWER = 100_000, 1_000
 """Characters of a solution, and of the answer in it."""
 _DOLLAR = re.compile(r"(?<!\\)\$")
@@ -69,9 +72,11 @@ def read_answer(text: str) -> str:
         raise ValueError(
             "is a time of day or a ratio: write the ratio as a fraction, the time as one number"
         )
+    if _OPTION.fullmatch(found):
+        raise ValueError("is an option and its text: write the letter or the text")
     if _RANGE.fullmatch(found):
         raise ValueError("is a range or a difference: write its value, or [5, 7] for a range")
-    if amount := _AMOUNT.fullmatch(found):
+    if len(found) <= MAX_ANSWER and (amount := _AMOUNT.fullmatch(found)):
         if multiple := _MULTIPLE.search(amount[2]):
             raise ValueError(f"has a number and the word {multiple.group()!r}: write one number")
         found = amount[1]
@@ -106,14 +111,16 @@ def _with_sign(text: str, plus_minus: str, minus_plus: str) -> str:
 
 def _is_prose(word: str) -> bool:
     """True for a word; up to three letters, such as `ab`, are a product of variables."""
-    return word.lower() not in _FUNCTIONS and (len(word) > 3 or word.lower() in SHORT_WORDS)
+    if word.lower() in _FUNCTIONS:
+        return False
+    name = re.fullmatch("[A-Z][a-z]{2}", word) is not None  # Jan
+    return len(word) > 3 or name or word.lower() in SHORT_WORDS
 
 
 def _is_word(text: str) -> bool:
     """True for words of text such as `east` or `Monday`, which math-verify would read as a product."""
-    return re.fullmatch(r"[A-Za-z]{3,}(?:[ -][A-Za-z]+){0,2}", text) is not None and (
-        text.lower() not in _FUNCTIONS
-    )
+    word = re.fullmatch(r"[A-Za-z]{3,}(?:[ -][A-Za-z]+){0,2}|no", text, re.I) is not None
+    return word and text.lower() not in _FUNCTIONS
 
 
 def boxed_in(text: str) -> str | None:

@@ -39,6 +39,7 @@ _LITERAL = re.compile(
 """Answers that math-verify always reads, and equal only to themselves."""
 _PROSE = re.compile(r"[A-Za-z]{2,}[,;:]?\s+(?:[A-Za-z]+[,;:]?\s+)*[A-Za-z]{2,}")
 
+_BOLD = re.compile(r"(?<![\w)}])\*\*([^*\n]+)\*\*(?![\w({])")
 _LAST_LETTERS = re.compile(r"(?<=[\d}\s])([A-Za-z]+)(?=\s*(?:\$|\\\)|\\\]|\}))")
 """Letters at the end of a formula, some of which math-verify takes for units."""
 
@@ -100,7 +101,7 @@ def _prepared(response: str, answer: str) -> str:
     """A response in which math-verify finds what is meant: an equation that is all of it and the last
     boxed answer are read as an answer of a data set, and no variable at the end is taken for a
     unit, as `c` in 2c would be."""
-    text = _without_amounts(response)
+    text = _BOLD.sub(r"\1", _without_amounts(response))
     whole = read(text.strip()) if len(text) <= MAX_ANSWER else None
     if whole is not None and whole.kind == "relation":
         text = rf"\boxed{{{text.strip().strip('$')}}}"
@@ -137,7 +138,7 @@ def _read_as_latex(text: str) -> list[Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _parsed(latex: str) -> tuple[Any, ...]:
-    return tuple(_read_as_latex(f"${latex}\\,$"))
+    return tuple(_read_as_latex(_LAST_LETTERS.sub(r"\1\\,", f"${latex}$")))
 
 
 def _gold_of(prompt: Prompt) -> tuple[str, list[Any]]:
