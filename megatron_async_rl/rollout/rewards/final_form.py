@@ -75,7 +75,7 @@ _KINDS = {
 
 
 @dataclass(frozen=True)
-class Question:
+class QuestionContent:
     """What a question already has."""
 
     formulas: tuple[Formula, ...]
@@ -84,7 +84,7 @@ class Question:
 
 
 @functools.lru_cache(maxsize=256)
-def question_of(text: str) -> Question:
+def question_of(text: str) -> QuestionContent:
     """Every expression, number, symbol and function in formulas and plain text, numbers in words
     included."""
     formulas = dict.fromkeys(part for one in read_within(text) for part in runs(one))
@@ -106,7 +106,7 @@ def question_of(text: str) -> Question:
     literals |= {number(Fraction(_COUNTS[word])) for word in words if word in _COUNTS}
     literals |= {number(-one.value[0], one.value[1]) for one in literals}
     compound = [one for one in formulas if one.args]
-    return Question(tuple(compound[:MAX_FORMULAS]), frozenset(atoms), frozenset(literals))
+    return QuestionContent(tuple(compound[:MAX_FORMULAS]), frozenset(atoms), frozenset(literals))
 
 
 MAX_FORMULAS = 400
@@ -154,7 +154,7 @@ def _is_name(formula: Formula) -> bool:
     ) or (formula.kind == "function" and formula.value.endswith("()"))
 
 
-def _is_final_container(answer: Formula, gold: Formula, asked: Question) -> bool:
+def _is_final_container(answer: Formula, gold: Formula, asked: QuestionContent) -> bool:
     if answer == gold:
         return True
     operations = [one for one in subformulas(answer) if one.kind == "operation"]
@@ -193,7 +193,7 @@ def _is_boundless(formula: Formula) -> bool:
     return formula.kind == "constant" and formula.value == "infinity"
 
 
-def _is_final_element(answer: Formula, gold: Formula, asked: Question) -> bool:
+def _is_final_element(answer: Formula, gold: Formula, asked: QuestionContent) -> bool:
     if answer == gold:
         return True
     if answer.kind == "number":
@@ -213,7 +213,7 @@ def _is_final_element(answer: Formula, gold: Formula, asked: Question) -> bool:
     )
 
 
-def _is_other_form(answer: Formula, gold: Formula, asked: Question) -> bool:
+def _is_other_form(answer: Formula, gold: Formula, asked: QuestionContent) -> bool:
     return (
         operations(answer) <= operations(gold) + MORE_OPERATIONS
         and _kinds(answer) <= _kinds(gold)
@@ -221,7 +221,7 @@ def _is_other_form(answer: Formula, gold: Formula, asked: Question) -> bool:
     )
 
 
-def _is_finished_relation(answer: Formula, gold: Formula, asked: Question) -> bool:
+def _is_finished_relation(answer: Formula, gold: Formula, asked: QuestionContent) -> bool:
     """An equation or inequality whose sides are not those of the gold answer."""
     return (
         all(is_finished(one) for one in answer.args)
