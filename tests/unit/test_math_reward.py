@@ -3,13 +3,17 @@ and the answers that data sets hold are read as what they mean."""
 
 from __future__ import annotations
 
+import re
+import sys
 from typing import Any
 
 import pytest
 
-from megatron_async_rl.rollout.rewards.mathematics import math, read_answer
+from megatron_async_rl.rollout.rewards.math_answer import read_answer
+from megatron_async_rl.rollout.rewards.mathematics import math
 from megatron_async_rl.rollout.rewards.registry import RewardError, validate_row
 from megatron_async_rl.samples import Prompt
+from tests.unit.math_cases import RIGHT, WRONG
 
 ASKED = "What is 9 - 7?"
 
@@ -104,6 +108,26 @@ def test_an_unfinished_answer_is_wrong_unless_every_form_is_accepted() -> None:
     assert len(equal) >= len(UNFINISHED) - 2, "math-verify takes nearly all of them as equal"
 
 
+def _scored(rows: list[tuple[str, str, list[str]]]) -> dict[tuple[str, str, str], float]:
+    return {
+        (question, answer, response): score(answer, response, question)
+        for question, answer, responses in rows
+        for response in responses
+    }
+
+
+def test_realistic_right_answers_earn_the_reward() -> None:
+    scored = _scored(RIGHT)
+    assert len(scored) > 150
+    assert [case for case, reward in scored.items() if reward != 1.0] == []
+
+
+def test_copied_and_rearranged_questions_earn_nothing() -> None:
+    scored = _scored(WRONG)
+    assert len(scored) > 250
+    assert [case for case, reward in scored.items() if reward != 0.0] == []
+
+
 def test_neither_the_question_nor_its_numbers_nor_punctuation_earns_anything() -> None:
     question = "Ann has 12 apples, eats 5, and buys 3 * 4. What is 12 - 5 + 3 * 4?"
     numbers = ["12", "5", "3", "4", "12 5 3 4", "12, 5, 3, 4", "1 2 3 4 5 6 7 8 9 10"]
@@ -153,11 +177,61 @@ READ = [
     ("east", r"\text{east}"),
     (r"\text{Evelyn}", r"\text{Evelyn}"),
     ("B", "B"),
+    ("5 km/h", "5"),
+    ("9.8 m/s^2", "9.8"),
+    (r"9.8 \text{ m/s}^2", "9.8"),
+    (r"5\,\mathrm{cm}", "5"),
+    ("45\u00b0", "45"),
+    ("12cm", "12"),
+    ("2ab+bc", "2ab+bc"),
+    ("2c", "2c"),
+    ("2:3", "2:3"),
+    ("No", r"\text{No}"),
+    (r"3\pm\sqrt{2}", r"3+\sqrt{2}, 3-\sqrt{2}"),
 ]
 
 
 def test_an_answer_of_a_data_set_is_read_as_what_it_means() -> None:
     assert [(text, read_answer(text)) for text, _ in READ] == READ
+
+
+def test_an_answer_that_is_read_earns_the_reward_itself() -> None:
+    for _, answer, _ in RIGHT:
+        validate_row("math", {}, {"answer": answer})
+    for answer, _ in READ:
+        validate_row("math", {}, {"answer": answer})
+
+
+def test_a_row_of_a_plain_number_is_validated_without_math_verify(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)  # an import raises
+    for answer in ("72", "1,200", "-3.5", "3/4", r"\frac{3}{4}", "50%", "#### 72", "5 km/h"):
+        validate_row("math", {}, {"answer": answer})
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("5-7", "is a range or a difference: write its value"),
+        ("5 \u2013 7", "is a range or a difference"),
+        ("5 to 7", "is a range or a difference"),
+        ("10:30", "is a time of day or a ratio: write the ratio as a fraction"),
+        ("3:45 PM", "is a time of day or a ratio"),
+        ("3 pm", "is a time of day or a ratio"),
+        ("about 5", "has the word 'about': write the number or formula alone"),
+        ("5 cm by 3 cm", "has the word 'by'"),
+        ("5 dozen", "has a number and the word 'dozen'"),
+        ("(C) 5", "is an option and its text"),
+        ("Jan 5", "has the word 'Jan'"),
+        ("0x1F", "does not read"),
+        ("1/0", "nothing that math-verify can read"),
+        ("0.333...", "does not earn the reward as"),
+    ],
+)
+def test_an_ambiguous_answer_is_refused_with_the_reason(text: str, reason: str) -> None:
+    with pytest.raises(RewardError, match=re.escape(reason)):
+        validate_row("math", {}, {"answer": text})
 
 
 @pytest.mark.parametrize(

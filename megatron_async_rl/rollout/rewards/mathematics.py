@@ -1,12 +1,8 @@
 """The `math` reward: 1 if math-verify finds the prompt's `answer` in the response, else 0.
 
 math-verify evaluates what it reads, so "9 - 7" equals 2, and a policy can earn the reward by copying
-the question. `form: final` (the default) therefore also requires an answer in its final form:
-
-- it has no operation that evaluation would carry out (9 - 7, 10/5, 2^10, x + x, a binomial), unless
-  the prompt's `answer` has the same one;
-- it does not repeat an expression of the question, in whatever order, unless `answer` is written in
-  that form.
+the question. `form: final` (the default) therefore also requires an answer in its final form
+(final_form.py).
 
 A dollar sign is a delimiter of LaTeX only around a formula; `\\$5` and `$5` are amounts of money.
 
@@ -19,161 +15,66 @@ from __future__ import annotations
 
 import functools
 import logging
-import math as numbers
 import re
-from collections.abc import Iterator
 from typing import Any, Literal
 
+from megatron_async_rl.rollout.rewards.final_form import is_final
+from megatron_async_rl.rollout.rewards.formula import symbols
+from megatron_async_rl.rollout.rewards.formula_parser import read, tokens
+from megatron_async_rl.rollout.rewards.math_answer import (
+    MAX_ANSWER,
+    NUMBER,
+    TEXT_COMMAND,
+    boxed_in,
+    read_answer,
+)
 from megatron_async_rl.rollout.rewards.registry import BuiltInReward, RewardError, text_field
 from megatron_async_rl.samples.types import Prompt
 
 Form = Literal["final", "any"]
 
-_NUMBER = r"[-+]?(?:\d+(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+"
-_PERCENT = r"\s*(?:\\?%)?"
-_FRACTION = re.compile(
-    r"\\[dt]?frac\s*(?:\{(-?\d+)\}|(\d))\s*(?:\{(-?\d+)\}|(\d))|(\d+)\s*/\s*(\d+)"
-)
 _LITERAL = re.compile(
-    rf"(?:{_NUMBER}){_PERCENT}|[-+]?\d*\s*\\frac\{{-?\d+\}}\{{-?\d+\}}|[-+]?\d+\s*/\s*\d+|[-+]?\d+\^\\circ"
+    rf"(?:{NUMBER})\s*(?:\\?%)?|-?\d*\s*\\[dt]?frac\{{-?\d+\}}\{{0*[1-9]\d*\}}|[-+]?\d+/0*[1-9]\d*"
 )
-_AMOUNT = re.compile(
-    rf"({_NUMBER})\s+(?:(?:\\(?:text|mathrm)\{{[^}}]*\}}|[A-Za-z]{{2,}}\.?)[\s/]*)+"
-)
-_UNIT = re.compile(r"(?:[A-Za-z]{1,4}|\\(?:text|mathrm)\{[^}]*\}|\\circ)(?:\^\{?\d\}?)?")
-_OPERATIONS = re.compile(
-    r"\\(?:[dt]?binom|gcd|lcm|det|max|min|[lr]floor|[lr]ceil|sum|prod|i*int|lim|b?mod|pmod)(?![A-Za-z])"
-)
-"""Commands of LaTeX that math-verify evaluates while it reads them, or that await evaluation."""
-_MULTIPLE = re.compile(r"\b(?:hundred|thousand|million|billion|trillion|dozen|half|pairs?)\b", re.I)
-_TOWER = re.compile(r"\^\s*\{?\s*\d*\s*\^|\^\s*\{?\s*\d{6,}|\d\s*\^\s*\{?\s*\d+\s*\^|\{{30,}")
-"""Powers of powers of numbers, which no answer needs and which take for ever."""
-_UNREAD = re.compile(
-    "[\u221a\u00bc-\u00be\u2150-\u215e\u00b2\u00b3]|\\d[eE][-+]?\\d|\\d['\u2032]\\d"
-)
-MAX_SOLUTION, MAX_ANSWER = 100_000, 1_000
-"""Characters of a solution, and of the answer in it."""
+"""Answers that math-verify always reads, and equal only to themselves."""
 _PROSE = re.compile(r"[A-Za-z]{2,}[,;:]?\s+(?:[A-Za-z]+[,;:]?\s+)*[A-Za-z]{2,}")
-_DOLLAR = re.compile(r"(?<!\\)\$")
-_TEXT_COMMAND = re.compile(
-    r"\\(?:text|mathrm|mbox|textbf|begin|end|operatorname|mathbf)\s*\{[^}]*\}"
-)
-_FUNCTIONS = {
-    "arcsin",
-    "arccos",
-    "arctan",
-    "cos",
-    "cot",
-    "csc",
-    "exp",
-    "ln",
-    "log",
-    "sec",
-    "sin",
-} | {*("sqrt", "tan", "pi", "or", "and", "frac", "infty")}
+
+_BOLD = re.compile(r"(?<![\w)}])\*\*([^*\n]+)\*\*(?![\w({])")
+_LAST_LETTERS = re.compile(r"(?<=[\d}\s])([A-Za-z]+)(?=\s*(?:\$|\\\)|\\\]|\}))")
+"""Letters at the end of a formula, some of which math-verify takes for units."""
 
 
 def math(prompt: Prompt, response: str, /, *, form: Form = "final") -> float:
     """`form`: `any` accepts every expression that evaluates to the answer, also a copied question."""
-    from math_verify import parse, verify
+    from math_verify import verify
 
     _quiet()
     answer, gold = _gold_of(prompt)
     try:
-        found = parse(_without_amounts(response), parsing_timeout=None)
+        found = _read_as_latex(_prepared(response, answer))
         if not found or not verify(gold, found, timeout_seconds=None):
             return 0.0
-        return 1.0 if form == "any" or _is_final(found, answer, gold, prompt.text) else 0.0
+        return 1.0 if form == "any" or _has_final_form(found, answer, prompt.text) else 0.0
     except (MemoryError, RecursionError, OverflowError):
         return 0.0
 
 
-def read_answer(text: str) -> str:
-    """The LaTeX of the one final answer in a data set's `answer`: the text behind `####` (GSM8K),
-    in the last `\\boxed{}`, between delimiters, or all of it; an amount of money or of a unit as its
-    number. Raises ValueError, with the reason, for what is not one answer."""
-    found = text.strip()
-    if len(found) > MAX_SOLUTION:
-        raise ValueError(f"has {len(found)} characters, of at most {MAX_SOLUTION}")
-    if "####" in found:
-        found = found.rpartition("####")[2].strip()
-    elif (boxed := _boxed(found)) is not None:
-        found = boxed.strip()
-    found = _without_delimiters(found).strip()
-    # Thousands: 32,\!348 and 32{,}348.
-    found = re.sub(r"(?<=\d)(?:,\\!|\{,\}|\\,)(?=\d{3}(?!\d))", ",", found.replace(r"\$", ""))
-    if len(found) > 1 and found.endswith(".") and "\n" not in found:
-        found = found[:-1]
-    found = found.lstrip("€£")
-    if amount := _AMOUNT.fullmatch(found):
-        if multiple := _MULTIPLE.search(found):
-            raise ValueError(f"has a number and the word {multiple.group()!r}")
-        found = amount[1]
-    if re.fullmatch(_NUMBER, found):
-        found = found.replace(",", "")
-    found = re.sub(r"^(-?\d+)\s+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", found)
-    found = re.sub(r"(?<=\d)[ _](?=\d{3}(?:[ _]\d{3})*$)", "", found)
-    if not found:
-        raise ValueError("holds no answer")
-    if len(found) > MAX_ANSWER or _TOWER.search(found):
-        raise ValueError("is too large to compute")
-    if unread := _UNREAD.search(found):
-        raise ValueError(f"has {unread.group()!r}, which math-verify does not read")
-
-    plain = _TEXT_COMMAND.sub(" ", found)
-    words = [
-        word
-        for word in re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", plain)
-        if word.lower() not in _FUNCTIONS
-    ]
-    if "\\" not in found and not re.search(r"\d", found) and _is_word(found):
-        return rf"\text{{{found}}}"
-    if len(words) > 1:
-        raise ValueError("is a sentence, in which any number could be meant")
-    return found
+def _has_final_form(found: list[Any], answer: str, question: str) -> bool:
+    """`found` as math-verify reads a response: an expression, and its text."""
+    text = next((one for one in reversed(found) if isinstance(one, str)), "")
+    if "%" not in text and _is_percentage(found[0]):
+        text += "\\%"  # which math-verify leaves out of the text
+    written, gold = read(text), read(answer)
+    if written is None or gold is None:
+        literal = written is not None and written.kind == "number"
+        return literal or tokens(text) == tokens(answer)
+    return is_final(written, gold, question)
 
 
-def _is_word(text: str) -> bool:
-    """True for words of text such as `east` or `Monday`, which math-verify would read as a product."""
-    return re.fullmatch(r"[A-Za-z]{3,}(?:[ -][A-Za-z]+){0,2}", text) is not None and (
-        text.lower() not in _FUNCTIONS
-    )
+def _is_percentage(expression: Any) -> bool:
+    from math_verify.grader import get_pct_val
 
-
-def _boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{}`, whose braces may be nested."""
-    start = text.rfind(r"\boxed{")
-    if start < 0:
-        return None
-    depth, begin = 0, start + len(r"\boxed")
-    for place in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return text[begin + 1 : place]
-    return None
-
-
-def _without_delimiters(text: str) -> str:
-    for begin, end in (("$$", "$$"), (r"\(", r"\)"), (r"\[", r"\]")):
-        if text.startswith(begin) and text.endswith(end) and len(text) > len(begin) + len(end):
-            return text[len(begin) : -len(end)]
-    places = [one.start() for one in _DOLLAR.finditer(text)]
-    if len(places) <= 1:  # an amount: a formula has two
-        return _DOLLAR.sub("", text)
-    if len(places) > 2:
-        raise ValueError("holds several formulas")
-    before, inside, after = (
-        text[: places[0]].strip(),
-        text[places[0] + 1 : places[1]].strip(),
-        text[places[1] + 1 :].strip(),
-    )
-    if re.fullmatch(_NUMBER, before) and not after and _UNIT.fullmatch(inside):
-        return before
-    if before.endswith("="):
-        return f"{before} {inside}" if not after else inside
-    if re.search(r"\d", before + after):
-        raise ValueError("holds numbers inside and outside of a formula")
-    return inside
+    return get_pct_val(expression) is not None
 
 
 def _without_amounts(response: str) -> str:
@@ -185,7 +86,7 @@ def _without_amounts(response: str) -> str:
         mark = found.group()
         end = rest.find(mark, found.end())
         inside = rest[found.end() : end] if end >= 0 else ""
-        if end < 0 or (mark == "$" and _PROSE.search(_TEXT_COMMAND.sub(" ", inside))):
+        if end < 0 or (mark == "$" and _PROSE.search(TEXT_COMMAND.sub(" ", inside))):
             # No formula: the sign stands before an amount.
             pieces.append(rest[: found.start()])
             rest = rest[found.end() :]
@@ -196,11 +97,48 @@ def _without_amounts(response: str) -> str:
     return re.sub(r"(?<=\d)(?:,\\!|\{,\}|\\,)(?=\d{3}(?!\d))", ",", joined)
 
 
-@functools.lru_cache(maxsize=1024)
-def _parsed(latex: str) -> tuple[Any, ...]:
+def _prepared(response: str, answer: str) -> str:
+    """A response in which math-verify finds what is meant: an equation that is all of it and the last
+    boxed answer are read as an answer of a data set, and no variable at the end is taken for a
+    unit, as `c` in 2c would be."""
+    text = _BOLD.sub(r"\1", _without_amounts(response))
+    whole = read(text.strip()) if len(text) <= MAX_ANSWER else None
+    if whole is not None and whole.kind == "relation":
+        text = rf"\boxed{{{text.strip().strip('$')}}}"
+    if (boxed := boxed_in(text)) is not None:
+        try:
+            plain = read_answer(boxed)
+        except ValueError:
+            plain = boxed
+        before, _, after = text.rpartition(rf"\boxed{{{boxed}}}")
+        text = rf"{before}\boxed{{{plain}}}{after}"
+    written = read(answer)
+    if written is not None and symbols(written):
+        text = _LAST_LETTERS.sub(r"\1\\,", text)
+    return text
+
+
+@functools.lru_cache(maxsize=1)
+def _extraction() -> tuple[Any, ...]:
+    """What math-verify looks for. Its `nits` replace 0.5 by a fraction, which is another form."""
+    from dataclasses import replace
+
+    from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
+
+    latex = LatexExtractionConfig()
+    config = replace(latex.normalization_config, nits=False)
+    return replace(latex, normalization_config=config), ExprExtractionConfig()
+
+
+def _read_as_latex(text: str) -> list[Any]:
     from math_verify import parse
 
-    return tuple(parse(f"${latex}$", parsing_timeout=None))
+    return list(parse(text, extraction_config=_extraction(), parsing_timeout=None))
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(latex: str) -> tuple[Any, ...]:
+    return tuple(_read_as_latex(_LAST_LETTERS.sub(r"\1\\,", f"${latex}$")))
 
 
 def _gold_of(prompt: Prompt) -> tuple[str, list[Any]]:
@@ -224,154 +162,26 @@ def _unreadable(prompt: Prompt, given: str, why: str) -> RewardError:
     )
 
 
-def _is_final(found: list[Any], answer: str, gold: list[Any], question: str) -> bool:
-    """True unless the answer found in a response has operations left that the gold answer does not
-    have, or repeats an expression of the question."""
-    text = next((one for one in reversed(found) if isinstance(one, str)), "")
-    written, wanted = _normal(text), _normal(answer)
-    if written == wanted:
-        return True
-    if not all(one in wanted for one in _OPERATIONS.findall(written)):
-        return False
-    for top, bottom in _fractions(written):
-        if bottom in (0, 1) or numbers.gcd(top, bottom) != 1:
-            return False
-
-    expression, meant = found[0], gold[0]
-    if isinstance(expression, str):
-        return True
-    if getattr(expression, "is_Number", False):
-        # Evaluated while it was read, so the text shows whether there was anything to evaluate.
-        if not _LITERAL.fullmatch(written) and not getattr(meant, "args", ()):
-            return False
-    elif _has_work_left(expression) and not _has_work_left(meant):
-        return False
-    if not getattr(expression, "args", ()) and re.fullmatch(_NUMBER, written):
-        return True
-    return not _repeats(expression, written, meant, question)
-
-
-def _normal(text: str) -> str:
-    """LaTeX without what does not change its meaning."""
-    text = re.sub(r"\\(?:left|right|displaystyle|[,;:!]|quad)(?![A-Za-z])|[\s~$]|\\ ", "", text)
-    text = re.sub(r"\\[dt]frac", r"\\frac", text)
-    text = re.sub(r"\\frac(\d)(\d)", r"\\frac{\1}{\2}", text)
-    text = re.sub(r"\\(?:cdot|times)|×|·", "*", text).replace("−", "-")
-    text = re.sub(r"\\div(?![A-Za-z])|÷", "/", text)
-    return re.sub(r"\\frac\{(-?\d+)\}\{(\d+)\}", r"\1/\2", text)
-
-
-def _fractions(text: str) -> Iterator[tuple[int, int]]:
-    for one in _FRACTION.finditer(text):
-        top, bottom = (group for group in one.groups() if group is not None)
-        yield abs(int(top)), abs(int(bottom))
-
-
-def _has_work_left(expression: Any) -> bool:
-    """True if evaluation would leave fewer operations, or fewer sums. A number times a power of ten is
-    a way to write a number."""
-    from sympy import (
-        Add,
-        Complement,
-        Derivative,
-        Integral,
-        Intersection,
-        Limit,
-        Mul,
-        Pow,
-        Product,
-        Sum,
-        Union,
-        count_ops,
-    )
-    from sympy.core.relational import Relational
-    from sympy.matrices import MatrixBase
-    from sympy.matrices.expressions import MatAdd, MatMul, MatPow, Transpose
-
-    if isinstance(expression, Relational):
-        return any(_has_work_left(side) for side in expression.args)
-    if isinstance(expression, MatrixBase):
-        return any(_has_work_left(one) for one in expression)
-    if isinstance(expression, (MatAdd, MatMul, MatPow, Transpose)):
-        return True
-    if isinstance(expression, (Union, Intersection, Complement)):
-        # Unions of intervals are final; those of lists of elements are work.
-        return any(part.is_FiniteSet for part in expression.args)
-    if getattr(expression, "has", None) and expression.has(
-        Sum, Product, Integral, Limit, Derivative
-    ):
-        return True
-    if isinstance(expression, Pow) and expression.base == 10:
-        return not expression.exp.is_Integer
-    if isinstance(expression, Mul) and len(expression.args) == 2:
-        digits, power = expression.args
-        if digits.is_Number and isinstance(power, Pow) and power.base == 10:
-            return not power.exp.is_Integer
-    if not getattr(expression, "args", ()):
-        return False
-    evaluated = _evaluated(expression)
-    sums = [sum(len(n.args) - 1 for n in _nodes(one, Add)) for one in (expression, evaluated)]
-    return bool(count_ops(evaluated) < count_ops(expression) or sums[1] < sums[0])
-
-
-def _nodes(expression: Any, kind: type) -> Iterator[Any]:
-    from sympy import preorder_traversal
-
-    return (one for one in preorder_traversal(expression) if isinstance(one, kind))
-
-
-def _evaluated(expression: Any) -> Any:
-    """`expression` with every node built again, as sympy evaluates nodes when it builds them."""
-    from sympy import UnevaluatedExpr
-
-    if not getattr(expression, "args", ()) or isinstance(expression, UnevaluatedExpr):
-        return expression
-    return expression.func(*(_evaluated(one) for one in expression.args))
-
-
-def _repeats(expression: Any, written: str, meant: Any, question: str) -> bool:
-    """True if an expression with operations stands in the question, in this or another order, and
-    the gold answer has another form."""
-    form = _evaluated(expression)
-    if form == _evaluated(meant):
-        # The gold answer's own form, or a number that the response left unevaluated.
-        if getattr(form, "free_symbols", None):
-            return False
-        if written not in _normal(question):
-            return False
-        return not _LITERAL.fullmatch(written) or "/" in written or "frac" in written
-    if len(written) > 1 and written in _normal(question):
-        return True
-    return any(form == _evaluated(one) for one in _expressions(question))
-
-
-def _expressions(question: str) -> Iterator[Any]:
-    """Yield what math-verify reads in the formulas of a question, and in runs of plain text that have an
-    operator."""
-    formulas = re.findall(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", question, re.S)
-    runs = [next(one for one in groups if one) for groups in formulas]
-    runs += re.findall(r"[\w.()]+(?:\s*[-+*/^=]\s*[\w.()]+)+", question)
-    for run in runs[:32]:
-        found = _parsed(run.strip())
-        if found and not isinstance(found[0], str):
-            yield found[0]
-
-
 def _quiet() -> None:
     # math-verify warns that nothing limits its time; the process does.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def _validate(prompt: Prompt, *, form: Form = "final") -> None:
-    """A number is read without math-verify: most rows are, and data sets are large."""
+    """An answer must earn the reward itself, boxed as it is read and as the row has it. A number does:
+    most rows have one, and data sets are large."""
     given = text_field(prompt, "answer")
     try:
         answer = read_answer(given)
     except ValueError as error:
         raise _unreadable(prompt, given, str(error)) from error
-    if not _LITERAL.fullmatch(answer):
-        _quiet()
-        _gold_of(prompt)
+    if _LITERAL.fullmatch(answer):
+        return
+    _gold_of(prompt)
+    alone = "####" not in given and boxed_in(given) is None
+    for response in (rf"\boxed{{{answer}}}", rf"\boxed{{{given}}}" if alone else given):
+        if math(prompt, response, form=form) != 1.0:
+            raise _unreadable(prompt, given, f"does not earn the reward as {response[-200:]!r}")
 
 
 REWARDS = {

@@ -1,0 +1,274 @@
+"""Final form: whether an answer that equals the gold answer was computed, or copied and rearranged.
+
+An answer is final if one of these holds; everything else is not final.
+
+1. Same form: its formula is the gold answer's.
+2. Literal: it is a number, a reduced fraction, a mixed number, a percentage or digits times a power
+   of ten, and the question does not have the same number in the same notation.
+3. Rewritten sum: it has no operation left, and only the distribution of numbers over sums, signs and
+   the place of numeric roots distinguish it from the gold answer. The question may have it only
+   with operations left.
+4. Other finished form: it has no operation left, about as few operations as the gold answer, no
+   kind of function that the gold answer lacks, and a number, symbol, function or constant that the
+   question lacks; and no expression of the question has its value. (An answer made from parts of
+   the question alone computed nothing.)
+
+Sets, tuples, intervals and matrices are final if each of their elements is, relative to an equal
+element of the gold answer. An equation is an answer if its sides agree; its last side counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from megatron_async_rl.rollout.rewards.finished_form import TRIVIAL, has_symbols, is_finished
+from megatron_async_rl.rollout.rewards.formula import (
+    CONTAINERS,
+    Formula,
+    negative,
+    number,
+    runs,
+    subformulas,
+)
+from megatron_async_rl.rollout.rewards.formula_parser import prose_tokens, read, read_within, tokens
+from megatron_async_rl.rollout.rewards.formula_terms import combination
+from megatron_async_rl.rollout.rewards.formula_values import equal
+
+MORE_OPERATIONS = 3
+"""Operations that a finished form may have beyond those of the gold answer."""
+
+_COUNTS = {
+    word: count
+    for count, word in enumerate(
+        re.findall(
+            r"\w+",
+            "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+            "fifteen sixteen seventeen eighteen nineteen twenty",
+        )
+    )
+} | {"a": 1, "an": 1, "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "hundred": 100}
+_PARTS = {
+    word: count
+    for count, pair in enumerate(
+        re.findall(
+            r"\S+",
+            "half,halves third,thirds fourth,fourths fifth,fifths sixth,sixths seventh,sevenths "
+            "eighth,eighths ninth,ninths tenth,tenths",
+        ),
+        start=2,
+    )
+    for word in pair.split(",")
+} | {"quarter": 4, "quarters": 4}
+_FACTORS = {"twice": 2, "double": 2, "squared": 2, "square": 2, "triple": 3, "cubed": 3, "cube": 3}
+_NAMES = {"sine": "sin", "cosine": "cos", "tangent": "tan", "logarithm": "log", "ln": "log"}
+_ANGLES = ("sin", "cos", "tan", "cot", "sec", "csc")
+_KINDS = {
+    "log": "exponential",
+    **dict.fromkeys(_ANGLES, "angle"),
+    **{f"arc{name}": "inverse angle" for name in _ANGLES},
+}
+
+
+@dataclass(frozen=True)
+class QuestionContent:
+    """What a question already has."""
+
+    formulas: tuple[Formula, ...]
+    atoms: frozenset[object]
+    literals: frozenset[Formula]
+
+
+@functools.lru_cache(maxsize=256)
+def question_of(text: str) -> QuestionContent:
+    """Every expression, number, symbol and function in formulas and plain text, numbers in words
+    included."""
+    formulas = dict.fromkeys(part for one in read_within(text) for part in runs(one))
+    prose = prose_tokens(text)
+    words = [one[6:-1] if one.startswith("\\text{") else one for one in prose]
+    atoms: set[object] = {atom for one in formulas for atom in _atoms(one)}
+    for token in (*tokens(text), *prose):
+        if (one := read(token)) is not None:
+            atoms |= _atoms(one)
+    for word in words:
+        word = _NAMES.get(word.lstrip("\\"), word.lstrip("\\"))
+        value = {**_COUNTS, **_PARTS, **_FACTORS}.get(word)
+        atoms.add(word if value is None else Fraction(value))
+
+    literals = {one for one in formulas if one.kind == "number"}
+    for top, bottom in itertools.pairwise(words):
+        if top in _COUNTS and bottom in _PARTS:  # three quarters
+            literals.add(number(Fraction(_COUNTS[top], _PARTS[bottom]), "/"))
+    literals |= {number(Fraction(_COUNTS[word])) for word in words if word in _COUNTS}
+    literals |= {number(-one.value[0], one.value[1]) for one in literals}
+    compound = [one for one in formulas if one.args]
+    return QuestionContent(tuple(compound[:MAX_FORMULAS]), frozenset(atoms), frozenset(literals))
+
+
+MAX_FORMULAS = 400
+"""Expressions of a question that answers are compared with."""
+
+
+def is_final(answer: Formula, gold: Formula, question: str) -> bool:
+    """`answer` equals `gold` by the judgement of the caller."""
+    asked = question_of(question)
+    if answer == gold:
+        return True
+    single = _answer_of(answer, gold)
+    wanted = _answer_of(gold, answer)
+    if single is None or wanted is None:
+        return False
+    if single.kind not in CONTAINERS and wanted.kind not in CONTAINERS:
+        return _is_final_element(single, wanted, asked)
+    return _is_final_container(single, wanted, asked)
+
+
+def _answer_of(formula: Formula, other: Formula) -> Formula | None:
+    """The last side of an equation, unless both formulas are equations for unknowns; None if numbers on
+    its sides disagree."""
+    if formula.kind != "relation" or set(formula.value) - {"=", "in"}:
+        return formula
+    if other.kind == "relation" and not _is_name(formula.args[0]):
+        return formula
+    *before, last = formula.args
+    known = [one for one in before if one.kind not in CONTAINERS and not has_symbols(one)]
+    return last if all(_same(one, last) for one in known) else None
+
+
+def _same(one: Formula, other: Formula) -> bool:
+    if one.kind in CONTAINERS and one.kind == other.kind and len(one.args) == len(other.args):
+        return all(_same(a, b) for a, b in zip(one.args, other.args, strict=True))
+    return equal(one, other)
+
+
+def _is_name(formula: Formula) -> bool:
+    """True for the name of a quantity: x, a_n, f(x), (x, y)."""
+    return all(
+        one.kind in ("symbol", "text", "sequence", "set")
+        or (one.kind == "function" and one.value.endswith("()"))
+        for one in subformulas(formula)
+    ) or (formula.kind == "function" and formula.value.endswith("()"))
+
+
+def _is_final_container(answer: Formula, gold: Formula, asked: QuestionContent) -> bool:
+    if answer == gold:
+        return True
+    operations = [one for one in subformulas(answer) if one.kind == "operation"]
+    for one in operations:
+        # A union of intervals is a form of its own; one of lists of elements is an operation left.
+        if set(one.value) != {"\\cup"} or any(part.kind == "set" for part in one.args):
+            return False
+    elements, wanted = list(_elements(answer)), list(_elements(gold))
+    if answer.kind == gold.kind == "relation" and not all(
+        any(_same(one, other) for other in wanted) for one in elements
+    ):
+        return _is_finished_relation(answer, gold, asked)
+    return all(
+        _is_boundless(one)
+        or any(equal(one, other) and _is_final_element(one, other, asked) for other in wanted)
+        for one in elements
+    )
+
+
+def _elements(formula: Formula) -> Iterator[Formula]:
+    """The elements of containers in containers; of `x = 5`, the value."""
+    if formula.kind == "relation" and set(formula.value) <= {"=", "in"}:
+        sides = formula.args[1:] if _is_name(formula.args[0]) else formula.args
+    else:
+        sides = formula.args
+    if formula.kind in CONTAINERS:
+        for one in sides:
+            yield from _elements(one)
+    else:
+        yield formula
+
+
+def _is_boundless(formula: Formula) -> bool:
+    if formula.kind == "product" and len(formula.args) == 1:
+        formula = formula.args[0]
+    return formula.kind == "constant" and formula.value == "infinity"
+
+
+def _is_final_element(answer: Formula, gold: Formula, asked: QuestionContent) -> bool:
+    if answer == gold:
+        return True
+    if answer.kind == "number":
+        if not equal(answer, gold):
+            return False
+        same_digits = _digits(answer) is not None and _digits(answer) == _digits(gold)
+        return same_digits or answer not in asked.literals
+    if gold.kind == "number" or not is_finished(answer):
+        return False
+    form = combination(answer)
+    if form == combination(gold):
+        return not any(combination(one) == form and is_finished(one) for one in asked.formulas)
+    return (
+        equal(answer, gold)
+        and _is_other_form(answer, gold, asked)
+        and not any(equal(one, gold) or equal(negative(one), gold) for one in asked.formulas)
+    )
+
+
+def _is_other_form(answer: Formula, gold: Formula, asked: QuestionContent) -> bool:
+    return (
+        operations(answer) <= operations(gold) + MORE_OPERATIONS
+        and _kinds(answer) <= _kinds(gold)
+        and not _atoms(answer) <= asked.atoms
+    )
+
+
+def _is_finished_relation(answer: Formula, gold: Formula, asked: QuestionContent) -> bool:
+    """An equation or inequality whose sides are not those of the gold answer."""
+    return (
+        all(is_finished(one) for one in answer.args)
+        and _is_other_form(answer, gold, asked)
+        and answer not in asked.formulas
+    )
+
+
+def _digits(formula: Formula) -> Fraction | None:
+    """A number in decimal digits, whether or not a percent sign follows."""
+    if formula.kind != "number" or formula.value[1] not in ("", "%"):
+        return None
+    value: Fraction = formula.value[0]
+    return value * 100 if formula.value[1] == "%" else value
+
+
+def _atoms(formula: Formula) -> set[object]:
+    """Numbers other than 0 and 1, symbols, functions and constants."""
+    atoms: set[object] = set()
+    for one in subformulas(formula):
+        if one.kind == "number":
+            value, notation = one.value
+            parts = [abs(value), abs(value) * 100] if notation == "%" else [abs(value)]
+            if notation in ("/", "mixed"):
+                parts = [Fraction(abs(value.numerator)), Fraction(value.denominator)]
+            atoms.update(part for part in parts if part not in TRIVIAL)
+        elif one.kind in ("symbol", "function", "text", "constant") and one.value != "infinity":
+            atoms.add(one.value)
+    return atoms
+
+
+def _kinds(formula: Formula) -> set[str]:
+    """Kinds of functions; an answer must not introduce one, as it could be undone by another."""
+    kinds = set()
+    for one in subformulas(formula):
+        if one.kind == "function":
+            kinds.add(_KINDS.get(one.value, one.value))
+        elif one.kind == "power" and one.args[1].kind != "number":
+            kinds.add("exponential")
+        elif one.kind == "power" and one.args[1].value[0].denominator != 1:
+            kinds.add("root")
+    return kinds
+
+
+def operations(formula: Formula) -> int:
+    return sum(
+        len(one.args) - 1 if one.kind in ("sum", "product", "relation") else 1
+        for one in subformulas(formula)
+        if one.args
+    )

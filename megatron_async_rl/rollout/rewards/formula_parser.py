@@ -1,0 +1,553 @@
+"""A parser of formulas in LaTeX and plain text.
+
+The grammar is a whitelist: text with a construct that it lacks (integrals, derivatives, limits,
+unknown commands) has no formula.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from fractions import Fraction
+
+from megatron_async_rl.rollout.rewards.formula import (
+    MAX_DIGITS,
+    Formula,
+    negative,
+    number,
+    opposite,
+    power,
+    product,
+    quotient,
+    root,
+    total,
+    unordered,
+)
+
+MAX_TOKENS = 600
+MAX_DEPTH = 40
+
+
+class NotReadError(ValueError):
+    """The text has no formula, or one with a construct that the grammar lacks."""
+
+
+_FUNCTIONS = frozenset(
+    re.findall(
+        r"\S+",
+        "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp abs floor "
+        "ceil max min gcd lcm det",
+    )
+)
+_SPELLINGS = {
+    "\\tg": "\\tan",
+    "\\lg": "\\log",
+    "\\varepsilon": "\\epsilon",
+    "\\leq": "\\le",
+    "\\geq": "\\ge",
+    "\\leqslant": "\\le",
+    "\\geqslant": "\\ge",
+    "\\neq": "\\ne",
+    "\\lt": "<",
+    "\\gt": ">",
+    "\\cdot": "*",
+    "\\times": "*",
+    "\\div": "/",
+    "\\varnothing": "\\emptyset",
+    "\\lbrace": "\\{",
+    "\\rbrace": "\\}",
+    "\\lvert": "|",
+    "\\rvert": "|",
+    "\\vert": "|",
+    "\\backslash": "\\setminus",
+    ":": "/",
+    ";": ",",
+}
+_CONSTANTS = {"\\pi": "pi", "\\infty": "infinity", "\\imath": "i"}
+_LETTERS = frozenset(
+    re.findall(
+        r"\S+",
+        "\\alpha \\beta \\gamma \\delta \\epsilon \\theta \\lambda \\mu \\nu \\rho "
+        "\\sigma \\tau \\phi \\varphi \\omega \\emptyset \\ell",
+    )
+)
+_RELATIONS = {"=": "=", "<": "<", ">": ">", "\\le": "<=", "\\ge": ">=", "\\ne": "!=", "\\in": "in"}
+_SET_OPERATORS = ("\\cup", "\\cap", "\\setminus")
+_APPLIED = "fghFGHPV"
+"""Letters that before a bracket are names of functions."""
+SHORT_WORDS = frozenset(
+    re.findall(r"\S+", "a to of is in at by no per the for are not if so be on an its was")
+)
+"""Words that a run of up to three letters may be; other runs are products of variables."""
+
+_UNICODE = str.maketrans(
+    {
+        "×": "*",
+        "·": "*",
+        "∙": "*",
+        "⋅": "*",
+        "÷": "/",
+        "−": "-",
+        "–": "-",
+        "²": "^2",
+        "³": "^3",
+        "√": "\\sqrt ",
+        "π": "\\pi ",
+        "∞": "\\infty ",
+        "≤": "\\le ",
+        "≥": "\\ge ",
+        "≠": "\\ne ",
+        "∪": "\\cup ",
+        "∩": "\\cap ",
+        "∈": "\\in ",
+        "±": "\\pm ",
+        "°": "",
+        "½": "\\frac{1}{2}",
+        "¼": "\\frac{1}{4}",
+        "¾": "\\frac{3}{4}",
+        "θ": "\\theta ",
+    }
+)
+_LAYOUT = re.compile(
+    r"\\(?:left|right|displaystyle|textstyle|quad|qquad|bigg?|Bigg?|bigl|bigr|limits)(?![A-Za-z])"
+    r"|(?<!\\)\\[,;:!> ]|[~$]|\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])"
+)
+_SPOKEN = re.compile(r"\\?%|\\?\b(?:percent|pct)\b")
+_TOKEN = re.compile(
+    r"""(?P<number>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)
+    |(?P<text>\\(?:text\w*|mathrm|mbox|mathbf|operatorname)\s*\{[^{}]*\})
+    |(?P<environment>\\(?:begin|end)\s*\{\w+\})
+    |(?P<command>\\(?:[A-Za-z]+|.))
+    |(?P<word>[A-Za-z]{2,})
+    |(?P<other>\*\*|<=|>=|!=|\S)""",
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def tokens(text: str) -> list[str]:
+    """Tokens of a formula, or of prose that has formulas in it. A word is a token `\\text{word}`."""
+    text = _LAYOUT.sub(" ", text.translate(_UNICODE))
+    text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", _SPOKEN.sub("%", text))
+    text = re.sub(r"(?<![\d.])(\d+)\s+(\d+)/(\d+)", r"\1\\frac{\2}{\3}", text)  # 1 1/2
+    text = re.sub(r"(?<=\d)\{,\}(?=\d{3})", ",", text)
+    found: list[str] = []
+    for match in _TOKEN.finditer(text):
+        token = match.group()
+        if match.lastgroup == "word":
+            found += _word(token)
+        elif match.lastgroup == "text":
+            found += _text(token)
+        else:
+            token = {"**": "^", "<=": "\\le", ">=": "\\ge", "!=": "\\ne"}.get(token, token)
+            found.append(_SPELLINGS.get(token, re.sub(r"\s", "", token)))
+    return found
+
+
+def _word(word: str) -> list[str]:
+    if word in _FUNCTIONS or word in ("pi", "sqrt", "infty", "frac"):
+        return [f"\\{word}"]
+    if word in ("or", "and"):
+        return [","]
+    for name in ("sqrt", "pi"):  # 2pi r, xsqrt(2)
+        if word.startswith(name) and len(word) <= len(name) + 1:
+            return [f"\\{name}", *word[len(name) :]]
+    if len(word) <= 3 and word.lower() not in SHORT_WORDS:
+        return list(word)
+    return [f"\\text{{{word.lower()}}}"]
+
+
+def _text(token: str) -> list[str]:
+    inside = token[token.index("{") + 1 : -1].strip(" .:()")
+    if inside in _FUNCTIONS:
+        return [f"\\{inside}"]
+    if inside in ("or", "and", ", and", ", or"):
+        return [","]
+    if len(inside) == 1:  # the label of an option is the symbol
+        return [inside]
+    return [f"\\text{{{inside.lower()}}}"] if inside else []
+
+
+@functools.lru_cache(maxsize=512)
+def read(text: str) -> Formula | None:
+    """The formula that is all of `text`; None if it is not one."""
+    found = tokens(text)
+    while found and found[-1] in (".", ","):
+        found.pop()
+    try:
+        if "\\pm" in found:  # both signs: a set
+            both = [
+                _all_of([{"\\pm": sign, "\\mp": other}.get(one, one) for one in found])
+                for sign, other in (("+", "-"), ("-", "+"))
+            ]
+            return unordered(both)
+        return _all_of(found)
+    except (NotReadError, RecursionError, ArithmeticError, IndexError):
+        return None
+
+
+def read_within(text: str) -> list[Formula]:
+    """Every formula in prose, the longest at each place. A run of letters in prose can be a word or a
+    product of variables, so the text is read in both ways."""
+    formulas: list[Formula] = []
+    for found in (tokens(text), prose_tokens(text)):
+        place, end = 0, min(len(found), 4 * MAX_TOKENS)
+        while place < end:
+            try:
+                parser = _Parser(found[place : place + MAX_TOKENS])
+                formulas.append(parser.chain())
+                place += max(parser.place, 1)
+            except (NotReadError, RecursionError, ArithmeticError, IndexError):
+                place += 1
+    return formulas
+
+
+def prose_tokens(text: str) -> list[str]:
+    """Tokens of a text in which every run of letters is a word."""
+    return tokens(_WORD_IN_PROSE.sub(r" \\text{\g<0>} ", text))
+
+
+_WORD_IN_PROSE = re.compile(
+    r"(?<![\\\w{])(?!(?:sin|cos|tan|cot|sec|csc|ln|log|exp|pi|sqrt)\b)(?:[A-Za-z]{2,}|[aAI])(?![\w}])"
+)
+
+
+def _all_of(found: list[str]) -> Formula:
+    if not found or len(found) > MAX_TOKENS:
+        raise NotReadError
+    parser = _Parser(found)
+    formula = parser.listed()
+    if parser.next() is not None:
+        raise NotReadError
+    return formula
+
+
+class _Parser:
+    """Recursive descent, one method per level of precedence."""
+
+    def __init__(self, found: list[str]) -> None:
+        self.found = found
+        self.place = 0
+        self.depth = 0
+        self.bars = 0
+        """Open absolute values, in which `|` closes."""
+
+    def next(self, ahead: int = 0) -> str | None:
+        place = self.place + ahead
+        return self.found[place] if place < len(self.found) else None
+
+    def take(self, *expected: str) -> str:
+        token = self.next()
+        if token is None or (expected and token not in expected):
+            raise NotReadError
+        self.place += 1
+        return token
+
+    def taken(self, *tokens_: str) -> bool:
+        if self.next() in tokens_:
+            self.place += 1
+            return True
+        return False
+
+    def listed(self) -> Formula:
+        """Relations or expressions, separated by commas: a set."""
+        elements = self.elements()
+        return elements[0] if len(elements) == 1 else unordered(elements)
+
+    def elements(self) -> list[Formula]:
+        elements = [self.chain()]
+        while self.taken(","):
+            while self.taken(","):  # `, and`
+                pass
+            elements.append(self.chain())
+        return elements
+
+    def chain(self) -> Formula:
+        """An expression, or sides of a relation, in one direction."""
+        sides, operators = [self.union()], list[str]()
+        while self.next() in _RELATIONS:
+            before = self.place
+            operators.append(_RELATIONS[self.take()])
+            try:
+                sides.append(self.union())
+            except NotReadError:  # `9 - 7 = ?`
+                self.place = before
+                operators.pop()
+                break
+        if not operators:
+            return sides[0]
+        if all(one in (">", ">=") for one in operators):
+            sides.reverse()
+            operators = [{">": "<", ">=": "<="}[one] for one in reversed(operators)]
+        return Formula("relation", tuple(operators), tuple(sides))
+
+    def union(self) -> Formula:
+        operands, operators = [self.sum()], list[str]()
+        while self.next() in _SET_OPERATORS:
+            operators.append(self.take())
+            operands.append(self.sum())
+        if not operators:
+            return operands[0]
+        if set(operators) == {"\\cup"}:
+            operands.sort(key=repr)
+        return Formula("operation", tuple(operators), tuple(operands))
+
+    def sum(self) -> Formula:
+        if self.depth == MAX_DEPTH:
+            raise NotReadError
+        self.depth += 1
+        try:
+            return total(self.terms())
+        finally:
+            self.depth -= 1
+
+    def terms(self) -> list[Formula]:
+        terms = [self.term()]
+        while self.next() in ("+", "-"):
+            before = self.place
+            minus = self.take() == "-"
+            try:
+                term = self.term()
+            except NotReadError:  # prose may follow
+                self.place = before
+                break
+            terms.append(opposite(term) if minus else term)
+        return terms
+
+    def term(self) -> Formula:
+        minus = 0
+        while self.next() in ("+", "-"):
+            minus += self.take() == "-"
+        result = self.factor()
+        while True:
+            before = self.place
+            token = self.next()
+            try:
+                if token == "*":
+                    self.take()
+                    result = product([result, self.signed()])
+                elif token == "/":
+                    self.take()
+                    result = quotient(result, self.signed())
+                elif token is not None and self.starts(token):
+                    result = product([result, self.factor()])
+                else:
+                    break
+            except NotReadError:
+                self.place = before
+                break
+        for _ in range(minus):
+            result = opposite(result)
+        return result
+
+    def signed(self) -> Formula:
+        if self.taken("-"):
+            return opposite(self.signed())
+        self.taken("+")
+        return self.factor()
+
+    def starts(self, token: str) -> bool:
+        """True if `token` can begin a factor that is multiplied without an operator."""
+        if token == "|":
+            return not self.bars
+        return (
+            token[0].isalnum()
+            or token in ("(", "{", "[", "\\sqrt", "\\frac", "\\binom")
+            or token in _CONSTANTS
+            or token in _LETTERS
+            or (token[:1] == "\\" and token[1:] in _FUNCTIONS)
+        )
+
+    def factor(self) -> Formula:
+        base = self.atom()
+        while True:
+            if self.taken("^"):
+                base = power(base, self.exponent())
+            elif self.taken("!"):
+                base = Formula("function", "factorial", (base,))
+            elif self.next() == "%" and base.kind == "number":
+                self.take()
+                base = number(base.value[0] / 100, "%")
+            else:
+                return base
+
+    def exponent(self) -> Formula:
+        if self.taken("-"):
+            return negative(self.exponent())
+        self.taken("+")
+        return self.one()
+
+    def one(self) -> Formula:
+        """An argument of a command: a group, or a single token; `\\frac12` has two of one digit."""
+        token = self.take()
+        if token == "{":
+            inside = self.sum()
+            self.take("}")
+            return inside
+        if token.isdigit() and len(token) > 1 and self.found[self.place - 2] not in ("^", "-", "+"):
+            self.found[self.place - 1 : self.place] = [token[0], token[1:]]
+            token = token[0]
+        self.place -= 1
+        return self.atom()
+
+    def atom(self) -> Formula:
+        token = self.take()
+        if token[0].isdigit() or (token[0] == "." and len(token) > 1):
+            return self.digits(token)
+        if token in ("(", "["):
+            return self.sequence(token)
+        if token in ("{", "\\{"):
+            return self.braces(token)
+        if token == "|":
+            self.bars += 1
+            inside = self.sum()
+            self.take("|")
+            self.bars -= 1
+            return Formula("function", "abs", (inside,))
+        if token in ("e", "i"):
+            return Formula("constant", token)
+        if token in _CONSTANTS:
+            return Formula("constant", _CONSTANTS[token])
+        if token == "\\mathbb":
+            return Formula("symbol", f"set {self.name()}")
+        if token.isalpha() or token in _LETTERS:
+            return self.symbol(token)
+        if token.startswith("\\text{"):
+            return Formula("text", token[6:-1])
+        if token == "\\frac":
+            return quotient(self.one(), self.one())
+        if token in ("\\binom", "\\choose"):
+            return Formula("function", "binomial", (self.one(), self.one()))
+        if token == "\\sqrt":
+            degree = number(Fraction(2))
+            if self.taken("["):
+                degree = self.sum()
+                self.take("]")
+            return root(self.one(), degree)
+        if token in ("\\lfloor", "\\lceil"):
+            inside = self.sum()
+            self.take("\\rfloor", "\\rceil")
+            return Formula("function", "floor" if token == "\\lfloor" else "ceil", (inside,))
+        if token.startswith("\\begin{"):
+            return self.matrix(token)
+        if token[:1] == "\\" and token[1:] in _FUNCTIONS:
+            return self.function(token[1:])
+        raise NotReadError
+
+    def digits(self, token: str) -> Formula:
+        if len(token) > 4 * MAX_DIGITS:
+            raise NotReadError
+        value = Fraction(token.replace(",", ""))
+        if self.next() == "_":
+            self.take()
+            return Formula("base", (token, repr(self.one())))
+        if self.next() == "\\frac" and token.isdigit():  # a mixed number
+            before = self.place
+            part = self.atom()
+            if part.kind == "number" and part.value[1] == "/" and 0 < part.value[0] < 1:
+                return number(value + part.value[0], "mixed")
+            self.place = before
+        return number(value)
+
+    def name(self) -> str:
+        if self.taken("{"):
+            parts = []
+            while self.next() not in ("}", None):
+                parts.append(self.take())
+            self.take("}")
+            return "".join(parts)
+        return self.take()
+
+    def symbol(self, token: str) -> Formula:
+        name = token
+        if self.next() == "_":
+            self.take()
+            name = f"{token}_{self.name()}"
+        while self.taken("'"):
+            name += "'"
+        inverse = ["^", "{", "-", "1", "}", "("]
+        if token in _APPLIED and self.found[self.place : self.place + 6] == inverse:
+            self.place += 5
+            name += "^-1"
+        if token in _APPLIED and self.next() == "(":
+            self.take()
+            inside = self.elements()
+            self.take(")")
+            return Formula("function", f"{name}()", tuple(inside))
+        if name.endswith("'"):  # a derivative without its argument
+            raise NotReadError
+        return Formula("symbol", name)
+
+    def sequence(self, opening: str) -> Formula:
+        bars, self.bars = self.bars, 0
+        elements = self.elements()
+        closing = self.take(")", "]")
+        self.bars = bars
+        if len(elements) == 1 and (opening, closing) in (("(", ")"), ("[", "]")):
+            return elements[0]
+        return Formula("sequence", opening + closing, tuple(elements))
+
+    def braces(self, opening: str) -> Formula:
+        if opening == "{":
+            inside = self.chain()
+            if self.taken("\\choose"):
+                inside = Formula("function", "binomial", (inside, self.sum()))
+            self.take("}")
+            return inside
+        if self.taken("\\}"):
+            return Formula("symbol", "\\emptyset")
+        elements = self.elements()
+        self.take("\\}")
+        return unordered(elements)
+
+    def matrix(self, begin: str) -> Formula:
+        environment = begin[len("\\begin{") : -1]
+        if environment not in ("pmatrix", "bmatrix", "matrix", "smallmatrix", "array"):
+            raise NotReadError
+        rows, cells = 1, list[Formula]()
+        while not self.taken(f"\\end{{{environment}}}"):
+            if self.taken("\\\\"):
+                rows += self.next() != f"\\end{{{environment}}}"
+            elif not self.taken("&"):
+                cells.append(self.chain())
+        return Formula("matrix", rows, tuple(cells))
+
+    def function(self, name: str) -> Formula:
+        exponent: Formula | None = None
+        base = Formula("constant", "e") if name == "ln" else number(Fraction(10))
+        while self.next() in ("^", "_"):
+            if self.take() == "^":
+                exponent = self.exponent()
+            else:
+                base = self.one()
+        if exponent == number(Fraction(-1)):
+            name, exponent = f"arc{name}", None
+        inside = self.argument()
+        if name == "exp":
+            result = power(Formula("constant", "e"), *inside[:1])
+        elif name in ("ln", "log"):
+            result = Formula("function", "log", (inside[0], base))
+        else:
+            result = Formula("function", name, tuple(inside))
+        return result if exponent is None else power(result, exponent)
+
+    def argument(self) -> list[Formula]:
+        """Arguments in brackets, or factors up to an operator or another function: `\\sin 2x`."""
+        if self.next() in ("(", "{", "["):
+            opening = self.take()
+            bars, self.bars = self.bars, 0
+            inside = self.elements()
+            self.take({"(": ")", "{": "}", "[": "]"}[opening])
+            self.bars = bars
+            return inside
+        minus = self.taken("-")
+        factors = [self.factor()]
+        while (token := self.next()) is not None and (
+            token == "/" or (self.starts(token) and token[1:] not in _FUNCTIONS and token != "(")
+        ):
+            if token == "/":
+                self.take()
+                factors = [quotient(product(factors), self.factor())]
+            else:
+                factors.append(self.factor())
+        inside_ = product(factors)
+        return [negative(inside_) if minus else inside_]

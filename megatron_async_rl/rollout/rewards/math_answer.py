@@ -1,0 +1,159 @@
+"""Answers of data sets, read as what they mean: a number, a formula or a word, without what surrounds
+it. Text in which an answer would have to be guessed is refused."""
+
+from __future__ import annotations
+
+import re
+
+from megatron_async_rl.rollout.rewards.formula_parser import SHORT_WORDS
+
+NUMBER = r"[-+]?(?:\d+(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+"
+_UNITS = (
+    "km|cm|mm|dm|nm|ft|yd|mi|kg|mg|lbs?|oz|ml|mL|kL|gal|hrs?|mins?|secs?|ms|mph|kph|rpm|Hz|kHz|kW|kJ|"
+    "mol|Pa|cups?|days?|men|eggs?|cars?|bags?|box|pens?|cats?|dogs?|USD|in|sq|cu|per"
+)
+"""Units and counted things of up to three letters; other such words are products of variables."""
+_GAP = r"(?:\s|~|\\[,;:! ])*"
+_UNIT_TEXT = r"\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}"
+_UNIT_POWER = r"(?:\s*\^\s*\{?-?\d\}?)?"
+_AMOUNT = re.compile(
+    rf"({NUMBER}|-?\\[dt]?frac\{{\d+\}}\{{\d+\}}|\d+/\d+)"
+    rf"((?:{_GAP}{_UNIT_TEXT}|\s*(?:{_UNITS})\b\.?|\s+[A-Za-z]{{4,}}\.?|\s+[mgshlL]\b|\s*(?:°\s?[CF]?|€))"
+    rf"{_UNIT_POWER}"
+    rf"(?:[\s/*]+(?:{_UNIT_TEXT}|[A-Za-z]{{2,}}\.?|(?<=[/*\s])[A-Za-z]\b){_UNIT_POWER}|{_UNIT_TEXT})*)"
+)
+"""A number and its unit: `12 feet per second`, `5 km/h`, `12 \\text{ cm}^2`."""
+_UNIT = re.compile(r"(?:[A-Za-z]{1,4}|\\(?:text|mathrm)\{[^}]*\}|\\circ)(?:\^\{?\d\}?)?")
+_MULTIPLE = re.compile(
+    r"\b(?:hundred|thousand|million|billion|trillion|dozen|half|pairs?|or|to|and|[ap]\.?m\.?)\b",
+    re.I,
+)
+"""Words after a number that change its value, or say that it is one of several."""
+_TOWER = re.compile(r"\^\s*\{?\s*\d*\s*\^|\^\s*\{?\s*\d{6,}|\d\s*\^\s*\{?\s*\d+\s*\^|\{{30,}")
+"""Powers of powers of numbers, which no answer needs and which take for ever."""
+_UNREAD = re.compile(
+    "0[xX][\\da-fA-F]|[\u221a\u00bc-\u00be\u2150-\u215e\u00b2\u00b3]|\\d[eE][-+]?\\d|\\d['\u2032]\\d"
+)
+_RANGE = re.compile(r"\d+(?:\.\d+)?\s*(?:-|\u2013|\u2212|--|\bto\b)\s*\d+(?:\.\d+)?")
+_TIME = re.compile(r"\d{1,2}:[0-5]\d(?::[0-5]\d)?(?:\s*[ap]\.?m\.?)?|\d{1,2}\s*[ap]\.?m\.?", re.I)
+_OPTION = re.compile(r"\([A-H]\)\s*\S.*")
+MAX_SOLUTION, MAX_ANSWER = 100_000, 1_000
+"""Characters of a solution, and of the answer in it."""
+_DOLLAR = re.compile(r"(?<!\\)\$")
+TEXT_COMMAND = re.compile(
+    r"\\(?:text|mathrm|mbox|textbf|begin|end|operatorname|mathbf)\s*\{[^}]*\}"
+)
+_FUNCTIONS = frozenset(
+    re.findall(
+        r"\w+",
+        "arcsin arccos arctan cos cot csc exp ln log sec sin sqrt tan pi or and frac infty",
+    )
+)
+
+
+def read_answer(text: str) -> str:
+    """The LaTeX of the one final answer in a data set's `answer`: the text behind `####` (GSM8K),
+    in the last `\\boxed{}`, between delimiters, or all of it; an amount of money or of a unit as its
+    number. Raises ValueError, with the reason, for what is not one answer."""
+    found = text.strip()
+    if len(found) > MAX_SOLUTION:
+        raise ValueError(f"has {len(found)} characters, of at most {MAX_SOLUTION}")
+    if "####" in found:
+        found = found.rpartition("####")[2].strip()
+    elif (boxed := boxed_in(found)) is not None:
+        found = boxed.strip()
+    found = _without_delimiters(found).strip()
+    # Thousands: 32,\!348 and 32{,}348.
+    found = re.sub(r"(?<=\d)(?:,\\!|\{,\}|\\,)(?=\d{3}(?!\d))", ",", found.replace(r"\$", ""))
+    if len(found) > 1 and found.endswith(".") and "\n" not in found:
+        found = found[:-1]
+    found = found.lstrip("€£")
+    if _TIME.fullmatch(found):
+        raise ValueError(
+            "is a time of day or a ratio: write the ratio as a fraction, the time as one number"
+        )
+    if _OPTION.fullmatch(found):
+        raise ValueError("is an option and its text: write the letter or the text")
+    if _RANGE.fullmatch(found):
+        raise ValueError("is a range or a difference: write its value, or [5, 7] for a range")
+    if len(found) <= MAX_ANSWER and (amount := _AMOUNT.fullmatch(found)):
+        if multiple := _MULTIPLE.search(amount[2]):
+            raise ValueError(f"has a number and the word {multiple.group()!r}: write one number")
+        found = amount[1]
+    if "\\pm" in found or "\\mp" in found:  # both signs, which math-verify does not read everywhere
+        found = ", ".join(_with_sign(found, *signs) for signs in ("+-", "-+"))
+    if re.fullmatch(NUMBER, found):
+        found = found.replace(",", "")
+    found = re.sub(r"^(-?\d+)\s+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", found)
+    found = re.sub(r"(?<=\d)[ _](?=\d{3}(?:[ _]\d{3})*$)", "", found)
+    if not found:
+        raise ValueError("holds no answer")
+    if len(found) > MAX_ANSWER or _TOWER.search(found):
+        raise ValueError("is too large to compute")
+    if unread := _UNREAD.search(found):
+        raise ValueError(f"has {unread.group()!r}, which math-verify does not read")
+
+    if "\\" not in found and not re.search(r"\d", found) and _is_word(found):
+        return rf"\text{{{found}}}"
+    plain = TEXT_COMMAND.sub(" ", found)
+    words = [one for one in re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", plain) if _is_prose(one)]
+    if len(words) > 1:
+        raise ValueError("is a sentence, in which any number could be meant")
+    if words:
+        raise ValueError(f"has the word {words[0]!r}: write the number or formula alone")
+    return found
+
+
+def _with_sign(text: str, plus_minus: str, minus_plus: str) -> str:
+    text = re.sub(r"\\pm(?![A-Za-z])", plus_minus, text)
+    return re.sub(r"\\mp(?![A-Za-z])", minus_plus, text)
+
+
+def _is_prose(word: str) -> bool:
+    """True for a word; up to three letters, such as `ab`, are a product of variables."""
+    if word.lower() in _FUNCTIONS:
+        return False
+    name = re.fullmatch("[A-Z][a-z]{2}", word) is not None  # Jan
+    return len(word) > 3 or name or word.lower() in SHORT_WORDS
+
+
+def _is_word(text: str) -> bool:
+    """True for words of text such as `east` or `Monday`, which math-verify would read as a product."""
+    word = re.fullmatch(r"[A-Za-z]{3,}(?:[ -][A-Za-z]+){0,2}|no", text, re.I) is not None
+    return word and text.lower() not in _FUNCTIONS
+
+
+def boxed_in(text: str) -> str | None:
+    """The content of the last `\\boxed{}`, whose braces may be nested."""
+    start = text.rfind(r"\boxed{")
+    if start < 0:
+        return None
+    depth, begin = 0, start + len(r"\boxed")
+    for place in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[begin + 1 : place]
+    return None
+
+
+def _without_delimiters(text: str) -> str:
+    for begin, end in (("$$", "$$"), (r"\(", r"\)"), (r"\[", r"\]")):
+        if text.startswith(begin) and text.endswith(end) and len(text) > len(begin) + len(end):
+            return text[len(begin) : -len(end)]
+    places = [one.start() for one in _DOLLAR.finditer(text)]
+    if len(places) <= 1:  # an amount: a formula has two
+        return _DOLLAR.sub("", text)
+    if len(places) > 2:
+        raise ValueError("holds several formulas")
+    before, inside, after = (
+        text[: places[0]].strip(),
+        text[places[0] + 1 : places[1]].strip(),
+        text[places[1] + 1 :].strip(),
+    )
+    if re.fullmatch(NUMBER, before) and not after and _UNIT.fullmatch(inside):
+        return before
+    if before.endswith("="):
+        return f"{before} {inside}" if not after else inside
+    if re.search(r"\d", before + after):
+        raise ValueError("holds numbers inside and outside of a formula")
+    return inside
