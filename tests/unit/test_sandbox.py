@@ -656,6 +656,10 @@ def test_a_test_that_passes_without_having_tested_is_an_error(
         score(source, ["assert f(3) != 1" if source != RAISES else ASSERTS[0], test], partial=True)
 
 
+def test_code_that_fails_one_test_is_wrong_whatever_the_others_are_worth() -> None:
+    assert score(EMPTY, ["assert f(2) == 4", "for x in f(3):\n  assert x > 0"]) == 0.0
+
+
 def test_a_check_of_what_the_code_raises_counts_as_one() -> None:
     expected = "try:\n  f(-1)\n  assert False\nexcept ValueError:\n  pass"
     assert score(RAISES, expected) == 1.0

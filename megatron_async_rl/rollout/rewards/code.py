@@ -75,7 +75,7 @@ def code(
     passed: Iterable[bool]
     if isinstance(tests[0], str):
         entry_point = entry_point_of(prompt)
-        passed = _asserts(prompt, source, tests, entry_point, limits, budget)
+        passed = _asserts(prompt, source, tests, entry_point, limits, budget, partial)
     else:
         passed = _outputs(source, tests, limits, budget)
     if partial:
@@ -169,10 +169,13 @@ def _asserts(
     entry_point: str | None,
     limits: Limits,
     budget: _Budget,
+    partial: bool,
 ) -> list[bool]:
     """Return which tests the code passes. Raises ColumnError for tests that accept it without having
     tested it."""
     verdicts = _verdicts(source, tests, entry_point, limits, budget)
+    if FAILED in verdicts and not partial:
+        return [False]  # wrong, whatever the other tests are worth
     if VACUOUS in verdicts:
         _refuse(prompt, tests, verdicts.index(VACUOUS), "passed, and no assertion ran in it")
 
@@ -232,12 +235,11 @@ def _check(*, key: str, isolation: Isolation = "namespaces", **_: Any) -> None:
         ) from error
 
 
-def _validate(prompt: Prompt, **_: Any) -> None:
-    tests_of(prompt)
-
-
 REWARDS = {
     "code": BuiltInReward(
-        function=code, required_fields=("tests",), check=_check, validate=_validate
+        function=code,
+        required_fields=("tests",),
+        check=_check,
+        validate=lambda prompt, **_: tests_of(prompt),
     )
 }
