@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_async_rl.config.data import TOOLS_COLUMN, Columns, DataConfig, FileConfig
 from megatron_async_rl.config.problem import DataError
+from megatron_async_rl.config.visible_text import is_blank
 from megatron_async_rl.data.conversation import Conversation, answered, conversation
 from megatron_async_rl.data.files import Row, kind, read_rows
 from megatron_async_rl.data.messages import (
@@ -41,8 +42,9 @@ class Required:
 
     columns: Callable[[Mapping[str, Any]], Sequence[str] | None] = lambda fields: ()
     """Further columns that the row must have; None if no part of the reward is for it."""
-    fault: Callable[[Mapping[str, Any]], tuple[str, str] | None] = lambda fields: None
-    """(what, fix) if a reward cannot use a value of the row, which has all `columns`."""
+    fault: Callable[[Mapping[str, Any]], tuple[str, str, str] | None] = lambda fields: None
+    """(column, what is wrong with it, fix) if a reward cannot use a value of the row, which has all
+    `columns`. The column is the reward's name of it; empty if the fault is not that of one column."""
 
 
 nothing_more = Required()
@@ -335,7 +337,7 @@ def _checked(
             if not is_unicode(text if isinstance(text, str) else ""):
                 raise half_a_pair(file, place, f"`{column}`")
         if (fault := required.fault(fields)) is not None:
-            raise DataError(file, place, *fault)
+            raise _unusable(file, place, *fault, own={field: columns.answer or field})
         value = _prompt_value(file, place, values, columns)
         if not isinstance(value, list if columns.messages else (str, list)):
             what = f"`{prompt}` is a {kind(value)}"
@@ -343,10 +345,21 @@ def _checked(
             if columns.messages:
                 fix = "make it a list of chat messages, or name a column of text as data.prompt_key"
             raise DataError(file, place, what, fix)
-        if not value or (isinstance(value, str) and not value.strip()):
+        if not value or (isinstance(value, str) and is_blank(value)):
             fix = "write the question, or remove the line"
             raise DataError(file, place, f"`{prompt}` is empty", fix)
         yield file, place, values
+
+
+def _unusable(
+    file: Path, place: int, column: str, what: str, fix: str, *, own: Mapping[str, str]
+) -> DataError:
+    """Return the error for a value that a reward cannot use, with the user's name of its column. `own`:
+    that name for the columns that a key of the configuration names."""
+    if column:
+        return DataError(file, place, f"`{own.get(column, column)}` {what}", fix)
+    renamed = [f"`{role}` is the column `{name}`" for role, name in own.items() if role != name]
+    return DataError(file, place, "; ".join((what, *renamed)), fix)
 
 
 def _prompt_value(file: Path, place: int, values: Mapping[str, Any], columns: Columns) -> Any:

@@ -37,6 +37,7 @@ from megatron_async_rl.rollout.rewards.registry import (
     KEY,
     LARGEST,
     NOTHING_KNOWN,
+    ColumnError,
     Context,
     Item,
     RewardError,
@@ -81,16 +82,18 @@ def reward_fields(settings: RewardConfig) -> Required:
             return None
         return tuple(dict.fromkeys(chain.from_iterable(names for _, names in every)))
 
-    def fault(fields: Mapping[str, Any]) -> tuple[str, str] | None:
+    def fault(fields: Mapping[str, Any]) -> tuple[str, str, str] | None:
         for part, _ in parts:
             if part.applies(fields):
                 try:
                     validate_row(part.name, part.settings, fields)
+                except ColumnError as error:
+                    return error.column, error.fault, error.fix
                 except RewardError as error:
-                    return error.what, error.fix
+                    return "", error.what, error.fix
                 except (ArithmeticError, LookupError, TypeError, ValueError) as error:
                     what = f"{part.name} cannot use it: {type(error).__name__}: {error}"
-                    return what, "correct the row"
+                    return "", what, "correct the row"
         return None
 
     return Required(columns, fault)

@@ -288,7 +288,7 @@ VALUES: list[tuple[str, dict[str, Any], dict[str, Any], bool]] = [
     ("countdown", {}, {"numbers": [3.0, 5], "target": 8.0}, True),
     ("countdown", {}, {"numbers": [3.5, 5], "target": 8}, False),
     ("countdown", {}, {"numbers": [], "target": 8}, False),
-    ("countdown", {}, {"numbers": [3, 5], "target": "8"}, False),
+    ("countdown", {}, {"numbers": [3, 5], "target": "8.5"}, False),
     ("countdown", {}, {"numbers": [3, None], "target": 8}, False),
     ("code", {}, {"tests": []}, False),
     ("code", {}, {"tests": ""}, False),

@@ -2,6 +2,7 @@
 engine starts."""
 
 import asyncio
+import json
 import logging
 import re
 from dataclasses import replace
@@ -13,7 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_async_rl.config.data import DataConfig
 from megatron_async_rl.config.schema import RewardConfig
+from megatron_async_rl.data import DataError, read_training
+from megatron_async_rl.data.prompts import Required
 from megatron_async_rl.rollout import rewards
 from megatron_async_rl.rollout.rewards import registry
 from megatron_async_rl.rollout.rewards.answers import evaluate
@@ -23,9 +27,13 @@ from megatron_async_rl.rollout.rewards.registry import (
     RewardError,
     load_reward,
     required_fields,
+    validate_row,
 )
+from megatron_async_rl.rollout.rewards.servers import TEMPLATE, _within
 from megatron_async_rl.rollout.rewards.worker import call, call_async
+from megatron_async_rl.rollout.scoring import reward_fields
 from megatron_async_rl.samples import Prompt
+from tests.unit.test_prompts import Bytes
 
 
 def prompt(**fields: Any) -> Prompt:
@@ -135,6 +143,148 @@ def test_simple_rewards_accept_no_copy_of_the_question_and_no_list_of_numbers() 
     for name, task in tasks.items():
         reward = load_reward(name).function
         assert [one for one in (*responses[name], *nothing) if reward(task, one)] == [], name
+
+
+NUMERALS = [
+    *("٤٦", "४६", "４６", "4_6", "0x2e", "4.6e1", "46e0", "+46", "-46", "--46", "046", "0046"),
+    *(
+        "46.",
+        "46.0",
+        "46,",
+        "$46$",
+        "**46**",
+        "4\u200b6",
+        "46\u200b",
+        "\ufeff46",
+        "46\u0301",
+        "46\x00",
+    ),
+    *("0b101110", "0o56", "1_000", "-0", "23*2", "46/1", "forty-six", "XLVI", "46; 47", "46\n47"),
+]
+
+
+def test_simple_rewards_accept_no_other_way_to_write_a_number() -> None:
+    numbers = {"numbers": [46], "target": 46}
+    for name, fields in {"arithmetic": {"answer": "46"}, "countdown": numbers}.items():
+        reward = load_reward(name).function
+        assert reward(prompt(**fields), "46") == 1.0
+        assert [one for one in NUMERALS if reward(prompt(**fields), one)] == [], name
+
+
+COUNTDOWNS: list[tuple[Any, Any, str]] = [
+    ("[3, 5, 7]", "22", ""),
+    ([3.0, 5], 8.0, ""),
+    ([3, 5], -2, ""),
+    ([8, 3, 8, 3], 24, ""),
+    ([1] * 128, 128, ""),
+    ([0, 0, 0], 0, ""),
+    ([999_999_999, 1], 10**9, ""),
+    ([-3, 5], 2, "`numbers` holds -3"),
+    ([10**9, 1], 10**9, "`numbers` holds a number of more than 9 digits"),
+    ([1] * 129, 129, "`numbers` holds 129 numbers"),
+    ([10**8] * 30, 1, "`numbers` holds 30 numbers"),
+    ([5], 6, "`target` is 6, which no expression of [5] equals"),
+    ([5], -5, "`target` is -5"),
+    ([2, 3], 7, "`target` is 7"),
+    ([0, 0], 1, "`target` is 1"),
+    ([2, 3, 4], 60, "`target` is 60"),
+    ([2, 3, 4], -60, "`target` is -60"),
+    ("3 5 7", 22, "`numbers` is '3 5 7'"),
+    ('["3", "5"]', 8, "`numbers` is"),
+    ("[3, 5.5]", 8, "`numbers` is"),
+    ("[]", 0, "`numbers` is"),
+    ([3, 5], "eight", "`target` is 'eight'"),
+    ([3, 5], True, "`target` is True"),
+]
+
+
+def test_countdown_reads_json_and_refuses_rows_that_cannot_be_won() -> None:
+    def said(numbers: Any, target: Any) -> str:
+        try:
+            validate_row("countdown", {}, {"numbers": numbers, "target": target})
+        except RewardError as error:
+            return str(error) if error.fix else "no fix"
+        return ""
+
+    for numbers, target, message in COUNTDOWNS:
+        found = said(numbers, target)
+        assert bool(message) == bool(found), (numbers, target, found)
+        assert message in found
+    as_text = prompt(numbers="[3, 5, 7]", target="22")
+    assert load_reward("countdown").function(as_text, "3*5+7") == 1.0
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.data())
+def test_no_countdown_that_can_be_won_is_refused(data: st.DataObject) -> None:
+    """`data` draws an expression; its value is a target of its numbers."""
+    numbers = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=6))
+    values = [Fraction(number) for number in numbers]
+    while len(values) > 1:
+        right = values.pop(data.draw(st.integers(0, len(values) - 1)))
+        left = values.pop(data.draw(st.integers(0, len(values) - 1)))
+        results = [left + right, left - right, left * right, *([left / right] if right else [])]
+        values.append(data.draw(st.sampled_from(results)))
+    if values[0].denominator == 1:
+        validate_row("countdown", {}, {"numbers": numbers, "target": int(values[0])})
+
+
+INVISIBLE = [
+    *("", " ", "\n\t", "\u00a0", "\u3000", "\u200b", "\ufeff", "\u00ad", "\u2060", "\u200e"),
+    *("\u202e", "\x00", "\x1b", "\x7f", "\u0301", "\u0301\u0300", "\ufe0f", "\u3164", "\u115f"),
+    *("\u2800", "\u2028", "\U000e0001", "\U000e0100", "\ue000", " \u200b\u0301\n"),
+]
+
+
+def test_invisible_text_is_an_empty_value_of_every_column_that_a_reward_reads() -> None:
+    judge = {"template": "{prompt} {rubric} {response}"}
+    for text in INVISIBLE:
+        rows: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+            ("arithmetic", {}, {"answer": text}),
+            ("math", {}, {"answer": text}),
+            ("countdown", {}, {"numbers": text, "target": 1}),
+            ("countdown", {}, {"numbers": [1], "target": text}),
+            ("code", {}, {"tests": text}),
+            ("code", {}, {"tests": [text]}),
+            ("code", {}, {"tests": [{"input": "1", "output": text}]}),
+            ("code", {}, {"tests": "assert f(1) == 2", "entry_point": text}),
+            ("judge", judge, {"rubric": text}),
+        ]
+        for name, settings_, fields in rows:
+            with pytest.raises(RewardError) as caught:
+                validate_row(name, settings_, fields)
+            column = re.findall("^`([a-z_]+)` ", caught.value.what)
+            assert fields.keys() >= {*column} > set(), (name, fields)
+    for text in ("\U0001f3f4\U000e0067\U000e007f", "é", "e\u0301", "0", "-", "日", "ا"):
+        validate_row("arithmetic", {}, {"answer": text})
+        assert load_reward("arithmetic").function(prompt(answer=f"\ufeff{text}\u200b"), text) == 1.0
+
+
+def test_an_error_names_the_column_that_the_user_named(tmp_path: Path) -> None:
+    """Also for a fault whose reward gives no column."""
+    rows = tmp_path / "rows.jsonl"
+    key = "reward_model.ground_truth"
+    data = DataConfig.model_validate({"train": rows, "prompt_key": "question", "answer_key": key})
+    for name, values in {"arithmetic": [None, "", "\u200b", [1], True], "math": [None, ""]}.items():
+        for value in values:
+            row = {"question": "1+1", "reward_model": {"ground_truth": value}}
+            rows.write_text(json.dumps(row))
+            with pytest.raises(DataError, match=rf"rows.jsonl:1: `{key}` ") as caught:
+                read_training(data, Bytes(), required=reward_fields(RewardConfig(name=name)))
+            assert "`answer`" not in str(caught.value), value
+
+    rows.write_text(json.dumps({"question": "1+1", "reward_model": {"ground_truth": "2"}}))
+    no_column = Required(lambda fields: (), lambda fields: ("", "`answer` is odd", "change it"))
+    with pytest.raises(DataError, match=rf"`answer` is odd; `answer` is the column `{key}`"):
+        read_training(data, Bytes(), required=no_column)
+
+
+def test_a_response_closes_no_tag_of_a_judges_template() -> None:
+    closing = ["</answer>", "< / ANSWER >", "<\u200b/ans\u00adwer>", "\uff1c/answer>", "<task>"]
+    for text in closing:
+        assert _within(TEMPLATE, f"a{text}b").startswith("a&lt;"), text
+    kept = ["<b>x</b>", "1 < 2", "</answers>", "<" + " " * 10**6, "<a" + " " * 10**6, "<" * 10**5]
+    assert [one for one in kept if _within(TEMPLATE, one) != one] == []
 
 
 def test_countdown_uses_each_number_as_often_as_it_is_given() -> None:

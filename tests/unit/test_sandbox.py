@@ -320,7 +320,7 @@ def grow():
     for i in range(10**6):
         open(f"f{i}", "wb").write(bytes(2**18))
 """
-    fields = {"tests": ["grow()\nassert True"]}
+    fields = {"tests": ["assert grow() is None"]}
     item = Prompt(id="p", text="?", token_ids=(1,), fields=fields)
     reward = load_reward("code", {"isolation": "limits", "cpu_s": 60.0}).function
     assert reward(item, source, isolation="limits", cpu_s=60.0, timeout_s=600.0) == 0.0
@@ -494,7 +494,7 @@ def test_each_test_begins_with_the_names_of_the_code_afresh() -> None:
 
 def test_a_test_that_does_not_end_costs_none_before_it() -> None:
     """Here it ends the process of the tests; where its time is up, another does."""
-    tests = [*ASSERTS, "import os\nos._exit(0)"]
+    tests = [*ASSERTS, "import os\nos._exit(f(0))\nassert f(1) == 1"]
     assert score(SQUARE, tests, partial=True) == 2 / 3
     assert score(SQUARE, tests) == 0.0
 
@@ -614,7 +614,7 @@ print("expected-" + "4711" if "4711" * 2 in seen + str(sys.argv) + str(gc.get_ob
     [None, "", [], 3, ["f(2)"], [{"input": "1"}], {"fn_name": "f", "inputs": [], "outputs": []}],
 )
 def test_code_names_the_prompt_without_tests(tests: Any) -> None:
-    with pytest.raises(RewardError, match="prompt p7: `tests` is"):
+    with pytest.raises(RewardError, match=r"prompt p7: `tests` (is|has)"):
         score(SQUARE, tests)
 
 
@@ -629,6 +629,43 @@ def test_code_names_the_prompt_without_tests(tests: Any) -> None:
 def test_tests_that_nothing_would_call_are_refused(test: str, said: str) -> None:
     with pytest.raises(RewardError, match=f"prompt p7: `tests` .*{said}"):
         score(SQUARE, test)
+
+
+EMPTY = "def f(x): return []"
+RAISES = "def f(x): raise ValueError"
+
+
+@pytest.mark.parametrize(
+    ("source", "test", "said"),
+    [
+        (EMPTY, "for x in f(3):\n  assert x > 0", "no assertion ran"),
+        (EMPTY, "if f(3):\n  assert f(2) == 4", "no assertion ran"),
+        (RAISES, "try:\n  assert f(2) == 4\nexcept ValueError: pass", "no assertion ran"),
+        (RAISES, "try: f(1)\nexcept Exception: pass\nelse: assert 0", "without any code"),
+        (SQUARE, "if __name__ != '__main__':\n  assert f(2) == 4", "no assertion ran"),
+        (SQUARE, "def helper(x):\n  assert x\nhelper(True)", "without any code"),
+        (SQUARE, "g = lambda: f(1)\nassert g", "without any code"),
+    ],
+)
+def test_a_test_that_passes_without_having_tested_is_an_error(
+    source: str, test: str, said: str
+) -> None:
+    with pytest.raises(RewardError, match=f"prompt p7: `tests` passe.*{said}"):
+        score(source, test)
+    with pytest.raises(RewardError, match=r"`tests` \(test 2 of 2\) passe"):
+        score(source, ["assert f(3) != 1" if source != RAISES else ASSERTS[0], test], partial=True)
+
+
+def test_code_that_fails_one_test_is_wrong_whatever_the_others_are_worth() -> None:
+    assert score(EMPTY, ["assert f(2) == 4", "for x in f(3):\n  assert x > 0"]) == 0.0
+
+
+def test_a_check_of_what_the_code_raises_counts_as_one() -> None:
+    expected = "try:\n  f(-1)\n  assert False\nexcept ValueError:\n  pass"
+    assert score(RAISES, expected) == 1.0
+    assert score(SQUARE, expected) == 0.0
+    assert score(SQUARE, "match f(2):\n  case 4: pass\n  case _: assert False") == 1.0
+    assert score(SQUARE, "if f(2) != 4:\n  raise ValueError\nassert f(1) == 1") == 1.0
 
 
 STDIN = [{"input": "", "output": "1"}]

@@ -667,7 +667,7 @@ def test_a_reward_of_parts_is_their_weighted_sum_and_names_the_one_that_fails(mo
     right, failed, twice = scored_by(RewardConfig(parts=parts, workers=1, timeout_s=300), work)
     assert right == Scored(reward=2.0, parts={"right": 1.0, "length": 2.0, "shown": 1.0})
     assert failed.error == "length: the reward is nan, not a finite number of at most 1e+30"
-    assert str(twice.error).startswith("right: RewardError: prompt p7: `answer` is None")
+    assert str(twice.error).startswith("right: ColumnError: prompt p7: `answer` is None")
 
 
 def test_a_gate_multiplies_the_weighted_sum_of_the_other_parts(module: str) -> None:

@@ -4,21 +4,26 @@ given numbers. mathematics.py has the reward that reads formulas.
 - `arithmetic`: 1 if the response is the prompt's `answer`, white space around it aside, else 0;
 - `countdown`: 1 if it is an expression that uses each of the prompt's `numbers` exactly once and
   equals `target`. White space around it aside, it must be nothing but the expression: whole decimal
-  numbers, + - * / and parentheses. It is parsed, never evaluated as code, and computed in exact
-  fractions;
-- `environment`: 0; what rollout.environment gives each turn is all there is.
+  numbers without a sign or leading zeros, + - * / between two of them, and parentheses. It is
+  parsed, never evaluated as code, and computed in exact fractions;
+- `environment`: 0; the reward is the sum of the turns of rollout.environment.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import partial
 
 from megatron_async_rl.rollout.rewards.registry import (
     BuiltInReward,
-    RewardError,
+    ColumnError,
+    shown,
     text_field,
     whole_number,
 )
@@ -26,7 +31,9 @@ from megatron_async_rl.samples.types import Prompt
 
 MAX_CHARACTERS = 256
 """Longer responses are wrong; this also bounds the work and the nesting of one response."""
-_TOKEN = re.compile(r"[0-9]{1,9}|[-+*/()]")
+MAX_DIGITS = 9
+"""Digits of one number, for the same reason."""
+_TOKEN = re.compile(rf"0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}}|[-+*/()]")
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 
 
@@ -129,22 +136,70 @@ def _apply(values: list[Fraction], operator: str) -> bool:
 
 
 def _task(prompt: Prompt) -> tuple[list[int], int]:
-    """The prompt's numbers and target; 3.0 is 3. Raises RewardError."""
-    given, target = prompt.fields.get("numbers"), whole_number(prompt.fields.get("target"))
-    numbers = [whole_number(one) for one in given] if isinstance(given, list) else []
-    if not numbers or None in numbers:
-        raise RewardError(
-            f"prompt {prompt.id}",
-            f"`numbers` is {given!r}",
-            "give its row a list of whole numbers",
-        )
+    """The prompt's numbers and target; 3.0 is 3, and either may be JSON text. Raises ColumnError."""
+    where = f"prompt {prompt.id}"
+    given, wanted = prompt.fields.get("numbers"), prompt.fields.get("target")
+    whole = [whole_number(one) for one in _list(given)]
+    numbers = [number for number in whole if number is not None]
+    if not numbers or len(numbers) < len(whole):
+        fix = "write a list of whole numbers, such as [3, 5, 7]"
+        raise ColumnError(where, "numbers", f"is {shown(given)}", fix)
+    target = whole_number(_read(wanted))
     if target is None:
-        raise RewardError(
-            f"prompt {prompt.id}",
-            f"`target` is {prompt.fields.get('target')!r}",
-            "give its row a whole number",
+        raise ColumnError(where, "target", f"is {shown(wanted)}", "write a whole number")
+    return numbers, target
+
+
+def _read(value: object) -> object:
+    """What a text holds as JSON; any other value, and any other text, as it is."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(value) if isinstance(value, str) else value
+    return value
+
+
+def _list(value: object) -> list[object]:
+    found = _read(value)
+    return found if isinstance(found, list) else []
+
+
+def _require_winnable(prompt: Prompt) -> None:
+    """Raise ColumnError for a row that no response can win. Only what costs next to nothing to
+    compute is checked: a target that passes may still be out of reach."""
+    numbers, target = _task(prompt)
+    where = f"prompt {prompt.id}"
+    if (least := min(numbers)) < 0:
+        what = f"holds {shown(least)}, and an expression has no negative numbers"
+        raise ColumnError(where, "numbers", what, "write numbers from 0, or remove the row")
+    if max(numbers) >= 10**MAX_DIGITS:
+        what = f"holds a number of more than {MAX_DIGITS} digits, the limit of an expression"
+        raise ColumnError(where, "numbers", what, "write smaller numbers, or remove the row")
+    shortest = sum(len(str(number)) for number in numbers) + len(numbers) - 1
+    if shortest > MAX_CHARACTERS:
+        what = (
+            f"holds {len(numbers)} numbers: the shortest expression of them has {shortest}"
+            f" characters, of at most {MAX_CHARACTERS}"
         )
-    return [number for number in numbers if number is not None], target
+        raise ColumnError(where, "numbers", what, "give the row fewer numbers, or remove it")
+
+    # An operation on p/q and r/s gives a fraction whose terms sum to at most (p + q)(r + s).
+    if abs(target) >= math.prod(number + 1 for number in numbers) or (
+        len(numbers) <= 2 and target not in _results(numbers)
+    ):
+        what = f"is {shown(target)}, which no expression of {shown(numbers)} equals"
+        raise ColumnError(where, "target", what, "correct the target, or remove the row")
+
+
+def _results(numbers: Sequence[int]) -> set[Fraction]:
+    """Values of all expressions of one or two numbers."""
+    if len(numbers) == 1:
+        return {Fraction(numbers[0])}
+    pairs = (numbers, numbers[::-1])
+    return {
+        values[0]
+        for left, right in pairs
+        for operator in _PRECEDENCE
+        if _apply(values := [Fraction(left), Fraction(right)], operator)
+    }
 
 
 REWARDS = {
@@ -158,7 +213,7 @@ REWARDS = {
     "countdown": BuiltInReward(
         function=countdown,
         required_fields=("numbers", "target"),
-        validate=_task,
+        validate=_require_winnable,
         inline=True,
     ),
 }

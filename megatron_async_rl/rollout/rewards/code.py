@@ -1,28 +1,30 @@
 """Programs: 1 if the response's code passes all of the prompt's `tests`, else 0.
 
 Tests are pairs of input and output, for a program that reads and prints, or Python with `assert`,
-for functions. Both the code and the tests run in sandboxes (sandbox.py), and never in the same: the
+for functions (code_tests.py). Both the code and the tests run in sandboxes (sandbox.py), and never in the same: the
 expected outputs do not enter the sandbox of the code, and an `assert` runs in one of its own, where
 the functions of the code are stand-ins that send arguments over and get plain values back
 (code_stubs.py). So nothing that the code does to its interpreter can make a test pass; but a name
 that a test uses and does not import is the code's, as the function that it tests is.
+
+Tests that accept a response without having tested it are an error of the prompt, not a reward:
+those in which no assertion ran, and those that a response without code passes.
 """
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import json
+import hashlib
 import re
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_async_rl.config.environment import CODE_CPU_S, CODE_SHARE_OF_TIME
-from megatron_async_rl.rollout.rewards.registry import BuiltInReward, RewardError
+from megatron_async_rl.rollout.rewards.code_tests import entry_point_of, tests_of
+from megatron_async_rl.rollout.rewards.registry import BuiltInReward, ColumnError, RewardError
 from megatron_async_rl.rollout.rewards.sandbox import (
     Ended,
     Isolation,
@@ -38,9 +40,12 @@ STARVED = 0.5
 """Share of the processor time that programs could have had, below which the machine was busy."""
 PYTHON = ("python", "python3", "py")
 _FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([\w+.#-]*)[^`]*")
-_CLASS = re.compile(r"^class Test|\bTestCase\b", re.M)
-_CHECK, _CHECK_CALLED = re.compile(r"^def check\b", re.M), re.compile(r"^check\(", re.M)
+PASSED, FAILED, VACUOUS = "1", "0", "-"
+"""Verdicts of the tester. The last: passed without a check of the code's work."""
+MAX_KNOWN = 4096
 _STUBS = Path(__file__).with_name("code_stubs.py")
+_rejecting_nothing: set[bytes] = set()
+"""Digests of tests that a response without code fails, MAX_KNOWN at most."""
 
 
 def code(
@@ -55,7 +60,8 @@ def code(
     processes: int = 8,
     isolation: Isolation = "namespaces",
 ) -> float:
-    """`partial`: the share of the tests that pass, in the place of all or nothing."""
+    """Return 1.0 if the code passes all tests, else 0.0; with `partial` the share of them that it
+    passes. Raises ColumnError for tests that accept code without having tested it."""
     tests: Any = tests_of(prompt)
     budget = _Budget(timeout_s, cpu_s)
     limits = Limits(
@@ -68,7 +74,8 @@ def code(
     source = source_of(response)
     passed: Iterable[bool]
     if isinstance(tests[0], str):
-        passed = _asserts(source, tests, prompt.fields.get("entry_point"), limits, budget)
+        entry_point = entry_point_of(prompt)
+        passed = _asserts(prompt, source, tests, entry_point, limits, budget, partial)
     else:
         passed = _outputs(source, tests, limits, budget)
     if partial:
@@ -137,57 +144,6 @@ def source_of(response: str) -> str:
     return next((block for block in (tagged, untagged) if block is not None), response)
 
 
-def tests_of(prompt: Prompt) -> list[str] | list[tuple[str, str]]:
-    """The prompt's `tests`, which may be written as JSON: Python source, or a list of it; or a list
-    of {input, output}, or {inputs: [...], outputs: [...]}. Raises RewardError."""
-    given = prompt.fields.get("tests")
-    if isinstance(given, str) and given.lstrip().startswith(("[", "{")):
-        with contextlib.suppress(ValueError):
-            given = json.loads(given)
-    if isinstance(given, str):
-        given = [given]
-    if isinstance(given, dict) and given.keys() >= {"inputs", "outputs"} and "fn_name" not in given:
-        columns = given["inputs"], given["outputs"]
-        if all(isinstance(one, list) for one in columns) and len({*map(len, columns)}) == 1:
-            given = [{"input": one, "output": other} for one, other in zip(*columns, strict=True)]
-    if isinstance(given, list) and given:
-        if all(isinstance(one, str) for one in given) and "assert" in "".join(given):
-            for one in given:
-                _require_called(prompt, one)
-            trees = [ast.parse(one) for one in given]
-            if any(isinstance(node, ast.Assert) for tree in trees for node in ast.walk(tree)):
-                return given
-        pairs: Any = [
-            (one.get("input"), one.get("output")) for one in given if isinstance(one, dict)
-        ]
-        whole = len(pairs) == len(given) and all(isinstance(t, str) for one in pairs for t in one)
-        # A program that prints nothing would pass a test whose output is empty.
-        if whole and all(output.strip() for _, output in pairs):
-            return pairs
-    raise RewardError(
-        f"prompt {prompt.id}",
-        f"`tests` is {str(given)[:80]!r}",
-        "give its row a list of {input, output}, both text, or Python with `assert`",
-    )
-
-
-def _require_called(prompt: Prompt, test: str) -> None:
-    """Raises RewardError for a test that would pass because nothing in it is run."""
-    where = f"prompt {prompt.id}"
-    try:
-        ast.parse(test)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        what = f"`tests` has {test[:60]!r}, which is no Python: {error}"
-        raise RewardError(where, what, "write it as Python with `assert`") from error
-    if _CLASS.search(test):
-        fix = "write the tests as functions test...(), or as plain `assert`"
-        raise RewardError(where, "`tests` has a class of tests, and only functions are called", fix)
-    no_entry = prompt.fields.get("entry_point") is None
-    if no_entry and _CHECK.search(test) and not _CHECK_CALLED.search(test):
-        what = "`tests` defines check(candidate), and there is no `entry_point` to call it with"
-        raise RewardError(where, what, "give its row the name of the function as `entry_point`")
-
-
 def _outputs(
     source: str, tests: Sequence[tuple[str, str]], limits: Limits, budget: _Budget
 ) -> Iterator[bool]:
@@ -207,9 +163,45 @@ def _lines(text: str) -> list[str]:
 
 
 def _asserts(
-    source: str, tests: Sequence[str], entry_point: object, limits: Limits, budget: _Budget
+    prompt: Prompt,
+    source: str,
+    tests: Sequence[str],
+    entry_point: str | None,
+    limits: Limits,
+    budget: _Budget,
+    partial: bool,
 ) -> list[bool]:
-    """The tester's sandbox says which passed; those that it says nothing of did not."""
+    """Return which tests the code passes. Raises ColumnError for tests that accept it without having
+    tested it."""
+    verdicts = _verdicts(source, tests, entry_point, limits, budget)
+    if FAILED in verdicts and not partial:
+        return [False]  # wrong, whatever the other tests are worth
+    if VACUOUS in verdicts:
+        _refuse(prompt, tests, verdicts.index(VACUOUS), "passed, and no assertion ran in it")
+
+    # Whether a test accepts no code at all is found out once, when a response first passes.
+    key = hashlib.sha256(repr((tests, entry_point)).encode(errors="surrogatepass")).digest()
+    if PASSED in verdicts and key not in _rejecting_nothing and (left_s := budget.left_s) > 0:
+        limits = replace(limits, wall_s=left_s)
+        nothing = _verdicts("", tests, entry_point, limits, budget)
+        if accepted := [place for place, one in enumerate(nothing) if one != FAILED]:
+            _refuse(prompt, tests, accepted[0], "passes for a response without any code")
+        if len(_rejecting_nothing) >= MAX_KNOWN:
+            _rejecting_nothing.clear()
+        _rejecting_nothing.add(key)
+    return [one == PASSED for one in verdicts]
+
+
+def _refuse(prompt: Prompt, tests: Sequence[str], place: int, what: str) -> NoReturn:
+    which = f"(test {place + 1} of {len(tests)}) " if len(tests) > 1 else ""
+    fix = "compare what the code returns: assert NAME(INPUT) == OUTPUT"
+    raise ColumnError(f"prompt {prompt.id}", "tests", f"{which}{what}", fix)
+
+
+def _verdicts(
+    source: str, tests: Sequence[str], entry_point: str | None, limits: Limits, budget: _Budget
+) -> str:
+    """A character for each test, as the tester's sandbox writes them; tests without one failed."""
     stubs = _STUBS.read_text(encoding="utf-8")
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -221,7 +213,7 @@ def _asserts(
                 ours.close()
                 said = tester.wait(server)
                 budget.count(said)
-    return [one == "1" for one in said.output.ljust(len(tests), "0")]
+    return said.output.ljust(len(tests), FAILED)
 
 
 def _check(*, key: str, isolation: Isolation = "namespaces", **_: Any) -> None:
@@ -243,16 +235,11 @@ def _check(*, key: str, isolation: Isolation = "namespaces", **_: Any) -> None:
         ) from error
 
 
-def _validate(prompt: Prompt, **_: Any) -> None:
-    tests_of(prompt)
-    entry = prompt.fields.get("entry_point")
-    if entry is not None and not (isinstance(entry, str) and entry.isidentifier()):
-        what = f"`entry_point` is {entry!r}"
-        raise RewardError(f"prompt {prompt.id}", what, "write the name of the tested function")
-
-
 REWARDS = {
     "code": BuiltInReward(
-        function=code, required_fields=("tests",), check=_check, validate=_validate
+        function=code,
+        required_fields=("tests",),
+        check=_check,
+        validate=lambda prompt, **_: tests_of(prompt),
     )
 }

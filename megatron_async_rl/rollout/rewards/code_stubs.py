@@ -11,7 +11,8 @@ Invariants:
   the base compares, and only what the base does not have is asked of the code;
 - each test begins with the names of the code afresh. Python's own names are never the code's, and a
   function that a test defines is the test's own, whatever the code calls its own;
-- each verdict is written as its test ends, so one that does not end costs none before it.
+- each verdict is written as its test ends, so one that does not end costs none before it;
+- a test that passes without a check of the code's work having run is told from one that passes.
 
 Runs without this package.
 """
@@ -22,6 +23,7 @@ import itertools
 import json
 import os
 import socket
+import sys
 from typing import Any
 
 LONGEST = 1 << 22
@@ -184,7 +186,13 @@ class Channel:
                 kind = RuntimeError
             if issubclass(kind, StopIteration):  # would end a loop of the test's, and its asserts
                 kind = RuntimeError
-            raise kind(reply["text"])
+            raised: Any
+            try:
+                raised = kind(reply["text"])
+            except TypeError:  # one of several arguments, such as UnicodeDecodeError
+                raised = RuntimeError(reply["text"])
+            raised.from_code = True
+            raise raised
         after = self.decode(reply["args"])
         for given, changed in zip(args, after, strict=False):
             if isinstance(given, list) and isinstance(changed, list):
@@ -254,8 +262,23 @@ def number_of(value: Any) -> Any:
     return value._number if isinstance(value, kinds) else None
 
 
+class Checks:
+    """Checks of the code's work that ran in a test: assertions, and exceptions of the code that the
+    test caught. code_asserts.py marks them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def asserted(self) -> None:
+        self.count += 1
+
+    def raised(self) -> None:
+        self.count += isinstance(getattr(sys.exception(), "from_code", None), bool)
+
+
 def test(descriptor: Any, tests: Any, entry_point: Any) -> Any:
-    """Writes 1 for each test that passes, 0 for each that does not."""
+    """Write a verdict for each test: 1 if it passes, 0 if it fails, - if it passes and checked
+    nothing."""
     verdict, nothing = os.dup(1), os.open("/dev/null", os.O_WRONLY)
     os.dup2(nothing, 1)  # what a test prints
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rw") as file:
@@ -263,15 +286,19 @@ def test(descriptor: Any, tests: Any, entry_point: Any) -> Any:
         with contextlib.suppress(BaseException):  # whatever the code says
             names.extend(channel.names())
         for source in tests:
-            os.write(verdict, b"1" if passes(source, channel, names, entry_point) else b"0")
+            checks = Checks()
+            passed = passes(source, channel, names, entry_point, checks)
+            os.write(verdict, (b"1" if checks.count else b"-") if passed else b"0")
 
 
-def passes(source: Any, channel: Any, names: Any, entry_point: Any) -> Any:
-    """Whether the test ends without an exception; functions test... and check(candidate) that it
-    defines are called."""
+def passes(source: Any, channel: Any, names: Any, entry_point: Any, checks: Any) -> Any:
+    """Return True if the test ends without an exception; functions test... and check(candidate) that
+    it defines are called."""
     try:
         given = {name: channel.decode(value) for name, value in names}
-        space = {**given, "__name__": "__main__", "__builtins__": builtins}
+        own = {"__name__": "__main__", "__builtins__": builtins}
+        marks = {"_mar_asserted": checks.asserted, "_mar_raised": checks.raised}
+        space = {**given, **own, **marks}
         exec(compile(source, "tests.py", "exec"), space)
         for name, value in list(space.items()):
             if isinstance(value, StandIn) or not callable(value):

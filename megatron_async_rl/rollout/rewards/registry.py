@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Protocol
 
+from megatron_async_rl.config.visible_text import is_blank, stripped
 from megatron_async_rl.samples.types import FinishReason, Prompt
 
 BUILT_IN = {
@@ -74,6 +75,16 @@ class RewardError(ValueError):
         return f"{self.where}: {self.what}; {self.fix}"
 
 
+class ColumnError(RewardError):
+    """A value of a row that its reward cannot use. `column`: name of the value among the prompt's
+    fields, which the data may give another name; `fault`: what is wrong, to be read after it."""
+
+    def __init__(self, where: str, column: str, fault: str, fix: str) -> None:
+        super().__init__(where, f"`{column}` {fault}", fix)
+        self.args = (where, column, fault, fix)  # what pickle calls the class with
+        self.column, self.fault = column, fault
+
+
 @dataclass(frozen=True, kw_only=True)
 class Context:
     """How a response came about; a reward gets those it names as parameters."""
@@ -92,7 +103,7 @@ class Context:
 NOTHING_KNOWN = Context()
 """Of a response that nobody sampled."""
 
-_WHOLE = re.compile(r"[-+]?\d+\.0+")
+_WHOLE = re.compile(r"([-+]?[0-9]+)\.0+")
 CONTEXT = (*Context.__dataclass_fields__, "timeout_s")
 """What a reward may ask for by the name of a parameter. `timeout_s`: the limit of the call."""
 
@@ -191,7 +202,7 @@ def validate_row(name: str, settings: Mapping[str, Any], fields: Mapping[str, An
         return
     for one in required_fields(name, settings):
         if fields.get(one) is None:
-            raise RewardError("", f"`{one}` is null", f"give every row a `{one}`, or leave it out")
+            raise ColumnError("", one, "is null", "give every row a value, or leave the row out")
     if found.validate is not None:
         found.validate(Prompt(id="", text="", token_ids=(0,), fields=fields), **settings)
 
@@ -248,23 +259,31 @@ def load_reward(
 
 
 def text_field(prompt: Prompt, name: str) -> str:
-    """`prompt.fields[name]` as stripped text. A number is written without a fraction of 0, since a
-    table with empty cells has 27.0 in the place of 27. Raises RewardError naming prompt and key."""
+    """Return `prompt.fields[name]` as text without white space and invisible characters around it. A
+    number is written without a fraction of 0, since a table with empty cells holds 27.0 for 27.
+    Raises ColumnError for a value without a visible character, and for one that is neither text nor
+    a finite number."""
     value = prompt.fields.get(name)
     if (whole := whole_number(value)) is not None:
         value = whole
     if isinstance(value, float) and math.isfinite(value):
         value = format(Decimal(repr(value)), "f")  # without an exponent
-    text = str(value).strip() if isinstance(value, (str, int, float, Decimal)) else ""
-    text = re.sub(r"([-+]?\d+)\.0+", r"\1", text) if _WHOLE.fullmatch(text) else text
+    text = str(value) if isinstance(value, (str, int, float, Decimal)) else ""
     finite = not isinstance(value, (float, Decimal)) or math.isfinite(value)
-    if isinstance(value, bool) or not text or not finite:
-        raise RewardError(
-            f"prompt {prompt.id}",
-            f"`{name}` is {value!r}",
-            f"give its row a `{name}`: text or a number",
-        )
-    return text
+    if isinstance(value, bool) or is_blank(text) or not finite:
+        what = f"is {shown(value)}" + (", which shows nothing" if text.strip() and finite else "")
+        raise ColumnError(f"prompt {prompt.id}", name, what, "write text or a number into it")
+    text = stripped(text)
+    return found[1] if (found := _WHOLE.fullmatch(text)) else text
+
+
+def shown(value: object) -> str:
+    """Return the beginning of `value` as Python writes it, with escapes for what would be invisible."""
+    try:
+        text = ascii(value) if isinstance(value, str) and is_blank(value) else repr(value)
+    except (ValueError, RecursionError):  # a number of more digits than Python writes
+        text = f"a {type(value).__name__} that is too large to show"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def whole_number(value: object) -> int | None:

@@ -31,7 +31,8 @@ from urllib.parse import urlsplit
 import aiohttp
 from pydantic_core import to_jsonable_python
 
-from megatron_async_rl.rollout.rewards.registry import BuiltInReward, RewardError
+from megatron_async_rl.config.visible_text import is_blank
+from megatron_async_rl.rollout.rewards.registry import BuiltInReward, RewardError, text_field
 from megatron_async_rl.samples.types import Prompt
 
 AGAIN = (408, 425, 429)
@@ -68,6 +69,9 @@ PATTERN = (
 OWN = ("prompt", "response")
 _FIELD = re.compile(r"\{(\w+)\}")
 _TAG = re.compile(r"</(\w+)>")
+_GAP = r"[\s\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff]*+"
+"""What may stand between the characters of a tag that still looks like one. Possessive: a long gap
+takes linear time."""
 
 
 class ServerFailed(RuntimeError):
@@ -218,8 +222,13 @@ async def judge(
     http://localhost:8000/v1. `template`: {prompt}, {response} and every field of the prompt are
     filled in. `pattern`: a regular expression whose only group is the score; its last match counts.
     `body`: more of the request, such as temperature."""
-    known = {**prompt.fields, "prompt": prompt.text, "response": _within(template, response)}
-    asked = _FIELD.sub(lambda field: str(known.get(field[1], field[0])), template)
+    known = {
+        name: _shown_to_judge(prompt, name)
+        for name in _fields_of_judge(template=template)
+        if name in prompt.fields
+    }
+    known |= {"prompt": prompt.text, "response": _within(template, response)}
+    asked = _FIELD.sub(lambda field: known.get(field[1], field[0]), template)
     messages = [{"role": "user", "content": asked}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
@@ -240,10 +249,27 @@ async def judge(
     return (score - lowest) / (highest - lowest)
 
 
+def _shown_to_judge(prompt: Prompt, name: str) -> str:
+    """Return a field of the prompt as text: lists and objects as JSON. Raises ColumnError for one that
+    shows nothing."""
+    value = prompt.fields.get(name)
+    if isinstance(value, str) and not is_blank(value):
+        return value
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | dict) and value:
+        return json.dumps(to_jsonable_python(value, inf_nan_mode="null"), ensure_ascii=False)
+    return text_field(prompt, name)
+
+
 def _within(template: str, response: str) -> str:
-    """The response with no tag of the template's that would end it, or begin another."""
-    tags = "|".join(map(re.escape, _TAG.findall(template)))
-    return re.sub(rf"<(?=\s*/?\s*(?:{tags})\b)", "&lt;", response, flags=re.I) if tags else response
+    """Return the response without a tag of the template that would end it, or begin another, also
+    one with invisible characters in it."""
+    tags = [_GAP.join(map(re.escape, tag)) for tag in _TAG.findall(template)]
+    if not tags:
+        return response
+    tag = rf"[<\uff1c\ufe64](?=(?:{_GAP}[/\uff0f])?{_GAP}(?:{'|'.join(tags)})(?!\w))"
+    return re.sub(tag, "&lt;", response, flags=re.I)
 
 
 def _check_judge(
@@ -276,7 +302,17 @@ def _fields_of_judge(*, template: str = TEMPLATE, **_: Any) -> tuple[str, ...]:
     return tuple(name for name in dict.fromkeys(_FIELD.findall(template)) if name not in OWN)
 
 
+def _validate_judge(prompt: Prompt, *, template: str = TEMPLATE, **_: Any) -> None:
+    for name in _fields_of_judge(template=template):
+        _shown_to_judge(prompt, name)
+
+
 REWARDS = {
     "http": BuiltInReward(function=http, check=check_server),
-    "judge": BuiltInReward(function=judge, fields_of=_fields_of_judge, check=_check_judge),
+    "judge": BuiltInReward(
+        function=judge,
+        fields_of=_fields_of_judge,
+        check=_check_judge,
+        validate=_validate_judge,
+    ),
 }

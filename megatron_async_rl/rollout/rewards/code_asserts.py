@@ -1,0 +1,463 @@
+"""Python sources with `assert` that test a response's code: what of them runs, and whether it
+depends on the code.
+
+The tester (code_stubs.py) runs a source, calls its functions `test...()` without arguments, and its
+`check(candidate)` with the entry point. A source in which none of that reaches an assertion passes
+for every response, the empty one included, so it is refused before anything starts.
+
+Two stages, since no analysis decides it for every source:
+- `prepared` refuses a source without a reachable assertion that may depend on the code. It errs on
+  the side of accepting: a name that is not known to hold a constant depends on the code;
+- it returns the source with marks after the assertions, by which the tester notices one that passes
+  without an assertion having run. code.py refuses such a test, and one that passes for no code.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+
+ASSERTED, RAISED = "_mar_asserted", "_mar_raised"
+"""Names that the marks call: an assertion ran; the code raised what the test waits for."""
+JUDGES = frozenset(("isclose", "approx", "allclose", "array_equal", "deepcopy", "Counter"))
+"""Names that a test compares with. One that it does not import would be the code's."""
+_DYNAMIC = frozenset(("globals", "locals", "vars", "eval", "exec"))
+"""Functions that reach a name of the code without naming it."""
+LIBRARIES = frozenset((*sys.stdlib_module_names, "np", "numpy", "pd", "pandas", "pytest"))
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Scope = Function | ast.ClassDef
+_BINDERS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_BRANCHES = (ast.If, ast.While, ast.For, ast.AsyncFor, ast.Try, ast.TryStar, ast.Match)
+_CONTAINERS = (ast.List, ast.Tuple, ast.Set, ast.Dict)
+_FOLDED = (
+    *(ast.Constant, ast.UnaryOp, ast.Not, ast.USub, ast.BoolOp, ast.And, ast.Or, ast.Compare),
+    *(ast.cmpop, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.Load),
+)
+"""Nodes of an expression whose value is known, and cheap to compute."""
+
+
+class UnfitTest(ValueError):
+    """A test that cannot be used: what is wrong, to be read after the name of its column; and the
+    fix."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(what, fix)
+        self.what, self.fix = what, fix
+
+
+@functools.lru_cache(maxsize=64)
+def prepared(source: str, entry_point: str | None) -> str:
+    """Return `source` with marks after the assertions that depend on the code. Raises UnfitTest."""
+    source = source.replace("\r\n", "\n").replace("\r", "\n")
+    try:
+        tree = _small(ast.parse(source))
+        assert isinstance(tree, ast.Module)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        what = f"has {source[:60]!r}, which is no Python: {error}"
+        raise UnfitTest(what, "write it as Python with `assert`") from error
+    try:
+        analysis = _Analysis(tree, entry_point)
+        analysis.require_calls()
+        analysis.require_imports()
+        analysis.require_assertion()
+        return _marked(source, analysis)
+    except RecursionError as error:
+        raise UnfitTest("is nested too deeply", "write it as several statements") from error
+
+
+class _Analysis:
+    """Names that depend on the code, and the nodes that run."""
+
+    def __init__(self, tree: ast.Module, entry_point: str | None) -> None:
+        self.tree, self.entry_point = tree, entry_point
+        nodes = list(ast.walk(tree))
+        self.scopes = [one for one in nodes if isinstance(one, Scope)]
+        self._inner = {
+            id(inner)
+            for scope in self.scopes
+            for inner in ast.walk(scope)
+            if inner is not scope and isinstance(inner, Scope)
+        }
+        self.asserts = [one for one in nodes if isinstance(one, ast.Assert)]
+        self.imported = {
+            (alias.asname or alias.name).partition(".")[0]
+            for one in nodes
+            if isinstance(one, ast.Import | ast.ImportFrom)
+            for alias in one.names
+        }
+        self._bindings = [*_bindings(nodes)]
+        self._data = {name for names, _ in self._bindings for name in names}
+        bound = self._data | self.imported | {one.name for one in self.scopes}
+        bound |= {one.arg for one in nodes if isinstance(one, ast.arg)}
+        self.free = {
+            one.id for one in nodes if isinstance(one, ast.Name) and one.id not in bound
+        } - set(dir(builtins))
+        # An argument may be the code's, as that of `check` is.
+        self.dependent = (
+            self.free | _DYNAMIC | {one.arg for one in nodes if isinstance(one, ast.arg)}
+        )
+        self.dependent |= {
+            one.name for one in nodes if isinstance(one, ast.ExceptHandler) if one.name
+        }
+        self._spread(nodes)
+        self.guarded = {
+            id(inner)
+            for one in nodes
+            if isinstance(one, _BRANCHES) and self.depends(_decisions(one))
+            for inner in ast.walk(one)
+            if isinstance(inner, ast.Assert)
+        }
+        self.running = self._reach()
+
+    def depends(self, nodes: Iterable[ast.AST]) -> bool:
+        return any(
+            isinstance(one, ast.Name) and one.id in self.dependent
+            for node in nodes
+            for one in ast.walk(node)
+        )
+
+    def tests_code(self, node: ast.Assert) -> bool:
+        """True if the outcome of the assertion may depend on the code."""
+        if isinstance(node.test, ast.Tuple) and node.test.elts:
+            return False  # always true
+        return id(node) in self.guarded or self.depends([node.test])
+
+    def _spread(self, nodes: Sequence[ast.AST]) -> None:
+        """Add the names that get their values from dependent ones, until there are no more."""
+        sources: list[tuple[set[str], list[ast.AST]]] = list(self._bindings)
+        sources += [({one.name}, [*one.body, *one.decorator_list]) for one in self.scopes]
+        for node in nodes:
+            if isinstance(node, ast.Call):  # which may change what it is given
+                sources.append((_names([node]) & self._data, [node]))
+            elif isinstance(node, _BRANCHES):
+                inside = [one for names, _ in _bindings(ast.walk(node)) for one in names]
+                sources.append((set(inside), [*_decisions(node)]))
+        reads = [(names, _names(of)) for names, of in sources if names]
+        size = -1
+        while size < len(self.dependent):
+            size = len(self.dependent)
+            for names, read in reads:
+                if not names <= self.dependent and read & self.dependent:
+                    self.dependent |= names
+
+    def called(self, scope: Scope) -> bool:
+        """True for a function that the tester calls, and whose body runs then."""
+        plain = isinstance(scope, ast.FunctionDef) and not _is_generator(scope)
+        return plain and self.is_test(scope)
+
+    def is_test(self, scope: Scope) -> bool:
+        """True for a function that the tester calls."""
+        if not isinstance(scope, Function) or id(scope) in self._inner:
+            return False
+        has_entry = scope.name == "check" and self.entry_point is not None
+        return scope.name.startswith("test") or has_entry
+
+    def _reach(self) -> set[int]:
+        """Ids of the statements that may run: those of the module, and the bodies of classes and of
+        functions that the tester calls or that a running statement names."""
+        running: set[int] = set()
+        named: set[str] = set()
+        entered: set[int] = set()
+        bodies: list[list[ast.stmt]] = [self.tree.body]
+        while bodies:
+            for statement in (one for body in bodies for one in _taken(body)):
+                running.add(id(statement))
+                for one in (inner for part in _own(statement) for inner in ast.walk(part)):
+                    if isinstance(one, ast.Name):
+                        named.add(one.id)
+                    elif isinstance(one, ast.Attribute):
+                        named.add(one.attr)
+            bodies = []
+            for scope in self.scopes:
+                if id(scope) not in running or id(scope) in entered:
+                    continue
+                runs = isinstance(scope, ast.ClassDef) or self.called(scope)
+                if runs or scope.name in named or scope.name.startswith("__"):
+                    entered.add(id(scope))
+                    bodies.append(scope.body)
+        return running
+
+    def require_calls(self) -> None:
+        """Raise UnfitTest for a test that is not called, or not as it is written."""
+        entered = {id(one) for one in self.scopes if id(one.body[0]) in self.running}
+        for scope in self.scopes:
+            if isinstance(scope, ast.ClassDef):
+                lost = [
+                    one.name
+                    for one in scope.body
+                    if isinstance(one, Function)
+                    and one.name.startswith("test")
+                    and id(one) not in entered
+                ]
+                if lost:
+                    what = f"has a class of tests, and nothing calls `{scope.name}.{lost[0]}`"
+                    fix = "write the tests as functions test...(), or as plain `assert`"
+                    raise UnfitTest(what, fix)
+        for scope in self.scopes:
+            if not isinstance(scope, Function) or id(scope) in self._inner:
+                continue
+            if scope.name == "check" and self.entry_point is None and id(scope) not in entered:
+                what = "defines check(candidate), and there is no `entry_point` to call it with"
+                raise UnfitTest(what, "give the row the name of the function as `entry_point`")
+            if not self.is_test(scope):
+                continue
+            if id(scope) not in entered and not self.called(scope):
+                kind = "is `async`" if isinstance(scope, ast.AsyncFunctionDef) else "has a `yield`"
+                what = f"has the test `{scope.name}`, which {kind}: a call runs none of it"
+                raise UnfitTest(what, "write it as a plain function")
+            wanted = 1 if scope.name == "check" else 0
+            if not _takes(scope.args, wanted):
+                with_ = "the tested function alone" if wanted else "no argument"
+                what = (
+                    f"has `{scope.name}({ast.unparse(scope.args)})`, which is called with {with_}"
+                )
+                raise UnfitTest(what, "change its parameters, or write plain `assert`")
+
+    def require_imports(self) -> None:
+        """Raise UnfitTest for what the tester cannot import, and for names of libraries that are not
+        imported: they would be the code's, which could replace what a test compares with."""
+        for one in _imports(self.tree):
+            name = one.names[0].name if isinstance(one, ast.Import) else one.module or ""
+            if (isinstance(one, ast.ImportFrom) and one.level) or (
+                name.partition(".")[0] not in sys.stdlib_module_names
+            ):
+                what = f"imports {name or '.'}, and a sandbox has Python's standard library alone"
+                fix = "remove the import: functions of the code are there by their names"
+                raise UnfitTest(what, fix)
+        used = {
+            one.value.id
+            for one in ast.walk(self.tree)
+            if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name)
+        }
+        lacking = (self.free & ((used & LIBRARIES) | JUDGES)) - {self.entry_point}
+        if lacking:
+            name = min(lacking)
+            what = f"uses `{name}` without importing it: the code could replace it"
+            raise UnfitTest(what, f"import {name} in the test")
+
+    def require_assertion(self) -> None:
+        """Raise UnfitTest unless an assertion that runs depends on the code."""
+        running = [one for one in self.asserts if id(one) in self.running]
+        if any(self.tests_code(one) for one in running):
+            return
+        fix = "compare what the code returns: assert NAME(INPUT) == OUTPUT"
+        if not self.asserts:
+            raise UnfitTest("has no `assert`", fix)
+        if running:
+            line = ast.unparse(running[0])
+            what = (
+                f"has no `assert` that depends on the code: line {running[0].lineno} is {line:.60}"
+            )
+            raise UnfitTest(what, fix)
+        first = self.asserts[0]
+        owner = next((one for one in reversed(self.scopes) if first in ast.walk(one)), None)
+        what = f"has an `assert` in line {first.lineno} that is never run"
+        if owner is not None and id(owner.body[0]) not in self.running:
+            what += f": nothing calls `{owner.name}`"
+        raise UnfitTest(what, "write it as a plain statement, or in a function test...()")
+
+
+def _marked(source: str, analysis: _Analysis) -> str:
+    """Return `source` with a call after each assertion that depends on the code, before each decision
+    to fail (`if f(1) != 2: raise ...`), and in handlers of an exception without which it fails."""
+    lines = [line.encode() for line in source.split("\n")]
+    marks: dict[tuple[int, int], bytes] = {}
+    for node in ast.walk(analysis.tree):
+        if isinstance(node, ast.Assert) and analysis.tests_code(node):
+            assert node.end_lineno is not None
+            assert node.end_col_offset is not None
+            marks[node.end_lineno, node.end_col_offset] = f"; {ASSERTED}()".encode()
+        elif isinstance(node, ast.If | ast.Match) and analysis.depends(_decisions(node)):
+            is_elif = lines[node.lineno - 1].startswith(b"elif", node.col_offset)
+            if not is_elif and any(_fails(block) for block in _blocks(node)):
+                _mark_before(marks, lines, node, ASSERTED)
+        elif isinstance(node, ast.Try):
+            block = (*node.body, *node.orelse)
+            if _fails(one for part in block for one in ast.walk(part)):
+                for handler in node.handlers:
+                    _mark_before(marks, lines, handler.body[0], RAISED)
+    for (line, column), text in sorted(marks.items(), reverse=True):
+        found = lines[line - 1]
+        lines[line - 1] = found[:column] + text + found[column:]
+    return b"\n".join(lines).decode()
+
+
+def _mark_before(
+    marks: dict[tuple[int, int], bytes], lines: Sequence[bytes], node: ast.stmt, name: str
+) -> None:
+    decorators = getattr(node, "decorator_list", [])
+    line = min(one.lineno for one in (node, *decorators))
+    before = lines[line - 1][: node.col_offset]
+    # A line of its own where there is one: no `;` may precede a statement with a block.
+    ends = b"\n" + before if not before.strip() else b"; "
+    key = (line, node.col_offset)
+    marks[key] = f"{name}()".encode() + ends + marks.get(key, b"")
+
+
+def _fails(nodes: Iterable[ast.AST]) -> bool:
+    """True if one of the statements fails whatever the values are: `raise`, `assert False`."""
+    return any(
+        isinstance(one, ast.Raise) or (isinstance(one, ast.Assert) and _folded(one.test) is False)
+        for one in nodes
+    )
+
+
+def _blocks(node: ast.If | ast.Match) -> list[list[ast.stmt]]:
+    if isinstance(node, ast.If):
+        return [node.body, node.orelse]
+    return [case.body for case in node.cases]
+
+
+def _small(node: ast.AST) -> ast.AST:
+    """Return the tree with every container of constants replaced by its truth: a test may hold
+    megabytes of them, and only names and calls matter here."""
+    for name, value in ast.iter_fields(node):
+        if isinstance(value, list):
+            value[:] = [_small(one) if isinstance(one, ast.AST) else one for one in value]
+        elif isinstance(value, ast.AST):
+            setattr(node, name, _small(value))
+    if isinstance(node, _CONTAINERS):
+        inside = ast.iter_child_nodes(node)
+        if all(isinstance(one, ast.Constant | ast.Load) for one in inside):
+            filled = bool(node.keys if isinstance(node, ast.Dict) else node.elts)
+            return ast.copy_location(ast.Constant(filled), node)
+    return node
+
+
+def _bindings(nodes: Iterable[ast.AST]) -> Iterator[tuple[set[str], list[ast.AST]]]:
+    """Names that a statement or expression assigns, and the expressions that they get."""
+    for node in nodes:
+        targets: list[ast.expr] = []
+        sources: list[ast.AST] = []
+        match node:
+            case ast.Assign():
+                targets, sources = node.targets, [node.value]
+            case ast.AugAssign():
+                targets, sources = [node.target], [node.value, node.target]
+            case ast.AnnAssign(value=ast.expr() as value):
+                targets, sources = [node.target], [value]
+            case ast.NamedExpr():
+                targets, sources = [node.target], [node.value]
+            case ast.For() | ast.AsyncFor() | ast.comprehension():
+                targets, sources = [node.target], [node.iter]
+            case ast.withitem(optional_vars=ast.expr() as target):
+                targets, sources = [target], [node.context_expr]
+            case ast.Match():
+                patterns = [one for case in node.cases for one in ast.walk(case.pattern)]
+                names = {
+                    one.name
+                    for one in patterns
+                    if isinstance(one, ast.MatchAs | ast.MatchStar) and one.name
+                }
+                yield names, [node.subject]
+                continue
+            case ast.ExceptHandler(name=str() as name):
+                yield {name}, [node]
+                continue
+            case _:
+                continue
+        # `a[0] = x` and `a.b = x` change what `a` is.
+        yield (
+            {one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)},
+            sources,
+        )
+
+
+def _decisions(node: ast.AST) -> list[ast.AST]:
+    """What decides which statements inside of `node` run."""
+    match node:
+        case ast.If() | ast.While():
+            return [node.test]
+        case ast.For() | ast.AsyncFor():
+            return [node.iter]
+        case ast.Match():
+            return [node.subject]
+        case ast.Try() | ast.TryStar():
+            return [*node.body]
+    return []
+
+
+def _own(statement: ast.stmt) -> Iterator[ast.AST]:
+    """Parts of a statement that run where it stands. Statements in it are visited by themselves."""
+    if isinstance(statement, Function):
+        yield from (*statement.decorator_list, *statement.args.defaults)
+        return
+    for part in ast.iter_child_nodes(statement):
+        if isinstance(part, ast.ExceptHandler | ast.match_case):
+            yield from (one for one in ast.iter_child_nodes(part) if not isinstance(one, ast.stmt))
+        elif not isinstance(part, ast.stmt):
+            yield part
+
+
+def _taken(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a block, and of the blocks in it, that may run."""
+    for statement in body:
+        yield statement
+        match statement:
+            case ast.If() | ast.While():
+                value = _folded(statement.test)
+                yield from _taken(statement.body if value is not False else [])
+                yield from _taken(statement.orelse if value is not True else [])
+            case ast.For() | ast.AsyncFor():
+                yield from _taken(statement.body if _folded(statement.iter) is not False else [])
+                yield from _taken(statement.orelse)
+            case ast.With() | ast.AsyncWith():
+                yield from _taken(statement.body)
+            case ast.Try() | ast.TryStar():
+                for block in (statement.body, statement.orelse, statement.finalbody):
+                    yield from _taken(block)
+                for handler in statement.handlers:
+                    yield from _taken(handler.body)
+            case ast.Match():
+                for case in statement.cases:
+                    yield from _taken(case.body)
+            case ast.Return() | ast.Raise() | ast.Break() | ast.Continue():
+                return
+
+
+def _folded(node: ast.expr) -> bool | None:
+    """Truth of an expression of constants; None for any other."""
+    if not all(isinstance(one, _FOLDED) for one in ast.walk(node)):
+        return None
+    try:
+        return bool(eval(compile(ast.Expression(node), "test", "eval"), {"__builtins__": {}}))
+    except (ArithmeticError, TypeError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Imports that have to succeed: those that no `try` surrounds."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif not isinstance(node, ast.Try):
+            yield from _imports(node)
+
+
+def _names(nodes: Iterable[ast.AST]) -> set[str]:
+    return {one.id for node in nodes for one in ast.walk(node) if isinstance(one, ast.Name)}
+
+
+def _is_generator(function: Function) -> bool:
+    """True if the function has a `yield` of its own."""
+    rest: list[ast.AST] = [*function.body]
+    while rest:
+        node = rest.pop()
+        if isinstance(node, ast.Yield | ast.YieldFrom):
+            return True
+        if not isinstance(node, _BINDERS):
+            rest.extend(ast.iter_child_nodes(node))
+    return False
+
+
+def _takes(parameters: ast.arguments, wanted: int) -> bool:
+    """True if a call with `wanted` positional arguments fits."""
+    positional = len(parameters.posonlyargs) + len(parameters.args)
+    required = positional - len(parameters.defaults)
+    keywords = any(default is None for default in parameters.kw_defaults)
+    fits = required <= wanted and (wanted <= positional or parameters.vararg is not None)
+    return fits and not keywords
