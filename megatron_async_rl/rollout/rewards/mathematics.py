@@ -28,7 +28,12 @@ from megatron_async_rl.rollout.rewards.math_answer import (
     boxed_in,
     read_answer,
 )
-from megatron_async_rl.rollout.rewards.registry import BuiltInReward, RewardError, text_field
+from megatron_async_rl.rollout.rewards.registry import (
+    BuiltInReward,
+    ColumnError,
+    RewardError,
+    text_field,
+)
 from megatron_async_rl.samples.types import Prompt
 
 Form = Literal["final", "any"]
@@ -155,9 +160,10 @@ def _gold_of(prompt: Prompt) -> tuple[str, list[Any]]:
 
 
 def _unreadable(prompt: Prompt, given: str, why: str) -> RewardError:
-    return RewardError(
+    return ColumnError(
         f"prompt {prompt.id}",
-        f"`answer` {given[:120]!r} {why}",
+        "answer",
+        f"{given[:120]!r} {why}",
         "write the final answer alone: a number, LaTeX, or text that ends in `#### ANSWER`",
     )
 
