@@ -52,6 +52,8 @@ EVAL_FILE = "eval.jsonl"
 EVAL_CUT_FILE = "eval.cut.jsonl"
 
 BLOCK_BYTES = 2**22
+LONGEST_LINE = 2**26
+"""Bytes: more than the evaluation of any held-out set takes."""
 CHECKED_BYTES = 4096
 SCALARS = frozenset({"number", "total"})
 """Kinds of metrics that are one number."""
@@ -248,7 +250,8 @@ class GrowingFile:
     def new_lines(self, limit: int | None = None) -> tuple[list[bytes], bool]:
         """Lines since the last call, and True where the file was replaced or cut, so that those of
         earlier calls are to be forgotten. No lines while there is no file. `limit`: about so many
-        bytes of them, and the rest with the next calls."""
+        bytes of them, and the rest with the next calls. Raises UserError, with a limit, for a line
+        of more than LONGEST_LINE bytes."""
         try:
             with open(self.path, "rb") as file:
                 about = os.fstat(file.fileno())
@@ -268,6 +271,9 @@ class GrowingFile:
                 read = file.read(-1 if limit is None else limit)
                 while limit is not None and b"\n" not in read and (more := file.read(limit)):
                     read += more
+                    if len(read) > LONGEST_LINE:  # such as zeros of a crash
+                        what = f"holds a line of over {LONGEST_LINE >> 20} MiB"
+                        raise _not(self.where(self.line + 1), "a file of lines", what)
         except FileNotFoundError:
             restarted, self._offset, self._last = self._offset > 0, 0, b""
             return [], restarted

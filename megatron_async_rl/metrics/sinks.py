@@ -88,6 +88,8 @@ class TensorBoard:
 
 class _Scrapes(LimitedThreads, WSGIServer):
     slots = 16
+    admission_s = 30.0
+    """Longest scrape, however often its client sends or reads a byte."""
 
     def __init__(self, host: str, port: int) -> None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

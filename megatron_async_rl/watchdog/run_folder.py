@@ -47,6 +47,7 @@ _OF_RAY = "/ray/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 LONGEST = LONGEST_SOCKET - len(_OF_RAY)
 """Bytes in the path of the folder."""
 _NAME = re.compile(r"mar-[0-9a-f]{8}")
+_OF_VLLM = "vllm_dist_"
 _SHARED_LOCK = "mar-run-"
 _SHARED = re.compile(r"(?:sem\.m([0-9a-f]{8})-\w+|m([0-9a-f]{8})[0-9a-f]{4}|mar-run-([0-9a-f]{8}))")
 """Semaphores, memory and the lock of a run in /dev/shm, with the run's eight digits."""
@@ -72,7 +73,7 @@ class RunFolder:
     def remove(self) -> None:
         if self.path != self.place:
             self.path.unlink(missing_ok=True)
-        remove_tree(self.place)
+        _remove_folder(self.place)
         for lock in self.locks:
             os.close(lock)
         remove_stale_shared_memory(SHARED_MEMORY)
@@ -203,8 +204,17 @@ def _named(base: Path) -> list[Path]:
 def _remove_if_stale(place: Path) -> bool:
     with _unlocked(place / LOCK) as stale:
         if stale:
-            remove_tree(place)
+            _remove_folder(place)
         return stale
+
+
+def _remove_folder(place: Path) -> None:
+    # vLLM names what its workers on a CPU share after a file that it makes here.
+    for file in place.glob(f"{_OF_VLLM}*"):
+        for shared in SHARED_MEMORY.glob(f"{file.name}-*"):
+            with contextlib.suppress(OSError):  # another user's
+                shared.unlink()
+    remove_tree(place)
 
 
 def _base() -> Path:

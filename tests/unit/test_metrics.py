@@ -249,6 +249,16 @@ def test_a_step_that_does_not_grow_is_named_by_file_and_line(tmp_path: Path, ste
         read_newest(tmp_path, 3)
 
 
+def test_a_line_without_an_end_is_refused_before_it_fills_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_log, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(metrics_log, "LONGEST_LINE", 5000)
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + bytes(10_000))
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2"):
+        read_metrics(tmp_path)
+
+
 def test_the_launcher_reports_lines_that_it_moved_aside(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "rewa')
     (tmp_path / "eval.jsonl").write_text('{"version": 1}\n\0\0\n{"vers')

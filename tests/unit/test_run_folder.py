@@ -153,6 +153,17 @@ def test_a_killed_engines_sandboxes_go_with_its_run(base: Path) -> None:
     assert list(module.SHORT.iterdir()) == []
 
 
+def test_what_the_workers_of_a_killed_engine_shared_goes_with_its_run(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path)
+    for name in ("vllm_dist_ab-tp:0-[0-1]-cpushm_1", "vllm_dist_cd-tp:0-[0-1]-cpushm_1"):
+        (tmp_path / name).touch()
+    with run_folder() as folder:
+        (folder.path / "vllm_dist_ab").touch()
+    assert [one.name for one in tmp_path.glob("vllm*")] == ["vllm_dist_cd-tp:0-[0-1]-cpushm_1"]
+
+
 def test_a_public_folder_goes_with_its_process(base: Path) -> None:
     source = (
         "import sys; from pathlib import Path\n"
