@@ -96,6 +96,9 @@ class _Scrapes(LimitedThreads, WSGIServer):
         self.address_family = found[0][0]
         super().__init__((host, port), _Scrape)
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Do nothing: a client that has gone fills rank 0's log with no traceback."""
+
 
 class _Scrape(WSGIRequestHandler):
     timeout = 10
