@@ -127,9 +127,17 @@ def _train(
 ) -> int:
     from megatron_async_rl.config.load import load
     from megatron_async_rl.data.hub import located
-    from megatron_async_rl.launch.run_lock import usable
+    from megatron_async_rl.launch.launcher import refuse_second_run
+    from megatron_async_rl.launch.run_lock import refuse_taken, usable
 
-    loaded, found = located(load(config, overrides))
+    given = load(config, overrides)
+    # What the directory alone decides comes first: it takes no time, and the run that has the
+    # directory may also be why memory or GPUs are short.
+    if nodes.rank == 0:
+        with usable(given.run.dir):
+            refuse_taken(given.run.dir)
+            refuse_second_run(given)
+    loaded, found = located(given)
     with usable(loaded.run.dir):
         return _train_loaded(config, loaded, found, nodes, peers, engine_nodes)
 
@@ -142,7 +150,7 @@ def _train_loaded(
     peers: PeerNodes,
     engine_nodes: int,
 ) -> int:
-    from megatron_async_rl.launch.launcher import launch
+    from megatron_async_rl.launch.launcher import already_finished, launch
     from megatron_async_rl.launch.peers import NodesError
     from megatron_async_rl.plan.host import free_memory_problems
     from megatron_async_rl.plan.layout import rank_environment
@@ -151,10 +159,13 @@ def _train_loaded(
     from megatron_async_rl.plan.preflight import preflight
     from megatron_async_rl.plan.resume import conflicts, differences
 
-    machine = this_machine(nodes.count)
-    plan = preflight(loaded, all_data=True, machine=machine)
     # Node 0 alone looks at what the directory holds: it is the one that writes there.
     refused = conflicts(loaded) if nodes.rank == 0 else []
+    # A finished run needs no model, no data and no memory any more.
+    if not refused and already_finished(loaded, console()):
+        return 0
+    machine = this_machine(nodes.count)
+    plan = preflight(loaded, all_data=True, machine=machine)
     # What its checkpoint was made with can differ, too: the same key, told once.
     told = {one.key for one in refused}
     # Not of `mar plan`: other programs may have ended by the time of the run.

@@ -39,6 +39,7 @@ from megatron_async_rl.launch.peers import Nodes, PeerNodes
 from megatron_async_rl.launch.rendezvous import rendezvous
 from megatron_async_rl.launch.run_lock import RunDirectoryError, concerns, lock_run_dir, usable
 from megatron_async_rl.launch.signals import deferred
+from megatron_async_rl.metrics.log import FILE as METRICS
 from megatron_async_rl.metrics.log import cut_unreadable
 from megatron_async_rl.metrics.status import FILE as STATUS
 from megatron_async_rl.metrics.status import FINAL, Status, read_status, write_status
@@ -54,7 +55,7 @@ from megatron_async_rl.watchdog.events import (
     first_failure,
     record_failure,
 )
-from megatron_async_rl.watchdog.host_memory import kernel_kills_in_words
+from megatron_async_rl.watchdog.host_memory import kernel_shortage
 from megatron_async_rl.watchdog.logs import KILLED, PRIMARY, SECONDARY, find_cause, tail
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE, STOPPED, of_run
 from megatron_async_rl.watchdog.progress_monitor import FOLDER
@@ -74,6 +75,7 @@ INTERRUPTED = 130
 LAST_LINES = 100
 """Lines of torchrun's log: more than the traceback with which it ends."""
 _SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
+_SIGKILLED = re.compile(r"\(SIGKILL\) received by PID (\d+)")
 
 
 def launch(
@@ -98,23 +100,9 @@ def launch(
         if nodes.rank == 0:
             with usable(run_dir):
                 lock = held.enter_context(lock_run_dir(run_dir))
-                cut_unreadable(run_dir)
-        status = read_status(run_dir)
-        if config.run.resume == "never" and (run_dir / "metrics.jsonl").exists():
-            raise RunDirectoryError.at(
-                run_dir,
-                "already holds a run, and run.resume is never",
-                "choose another run.dir or run.resume: auto",
-            )
-        if status is not None and status.phase == "finished" and status.step >= config.run.steps:
-            console.print(
-                f"{run_dir} already holds this run, finished at step {status.step}. "
-                "To go on, raise run.steps; to repeat, change run.dir.",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
-            print_summary(run_dir, console)
+                _put_aside(run_dir, console)
+        refuse_second_run(config)
+        if already_finished(config, console):
             return 0
         start_s = config.rollout.start_timeout_s if config.rollout is not None else START_S
         remove_stale(SHARED_MEMORY)
@@ -150,6 +138,45 @@ def launch(
         with contextlib.suppress(OSError):  # where the directory was lost, that was shown before
             _explain_failure(run_dir, console)
     return exit_code
+
+
+def _put_aside(run_dir: Path, console: Console) -> None:
+    """Cut lines that a crash left unreadable off the ends of the logs, and report them."""
+    for file, count in cut_unreadable(run_dir).items():
+        lines = "1 line" if count == 1 else f"{count} lines"
+        console.print(
+            f"note: {lines} at the end of {run_dir / file} cannot be read, as after a crash or on a"
+            f" full disk: moved to {Path(file).stem}.cut.jsonl",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def refuse_second_run(config: Config) -> None:
+    """Raise RunDirectoryError where `run.resume: never` finds steps of a run."""
+    if config.run.resume == "never" and (config.run.dir / METRICS).exists():
+        raise RunDirectoryError.at(
+            config.run.dir,
+            "already holds a run, and run.resume is never",
+            "choose another run.dir or run.resume: auto",
+        )
+
+
+def already_finished(config: Config, console: Console) -> bool:
+    """Return True, and show the summary, where the run in `run.dir` has made its steps."""
+    status = read_status(config.run.dir)
+    if status is None or status.phase != "finished" or status.step < config.run.steps:
+        return False
+    console.print(
+        f"{config.run.dir} already holds this run, finished at step {status.step}. "
+        "To go on, raise run.steps; to repeat, change run.dir.",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    print_summary(config.run.dir, console)
+    return True
 
 
 @dataclass(frozen=True)
@@ -439,8 +466,11 @@ def _cause(run_dir: Path) -> tuple[str, str]:
     if failure is None or failure.kind != PRIMARY:
         cause = find_cause(run_dir / "logs")
     if cause is not None and (failure is None or cause.kind < failure.kind):
-        kernel = kernel_kills_in_words(used=False) if cause.kind == KILLED else ""
-        message = f"{cause.message}\n  {kernel}" if kernel else cause.message
+        kernel = None
+        # torchrun names the signal: the kernel sends none but SIGKILL.
+        if cause.kind == KILLED and (killed := _SIGKILLED.search(cause.message)) is not None:
+            kernel = kernel_shortage([int(killed[1])], used=False)
+        message = cause.message if kernel is None else f"{cause.message}\n  {kernel.message}"
         return message, f"{cause.file}:{cause.line}"
     if failure is None:
         return "no process left a message", str(run_dir / "logs")

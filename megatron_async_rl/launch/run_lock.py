@@ -71,6 +71,23 @@ def lock_run_dir(
         os.close(descriptor)
 
 
+def refuse_taken(run_dir: Path) -> None:
+    """Raise RunDirectoryError while another run has `run_dir`. Makes and changes nothing there."""
+    try:
+        descriptor = os.open(run_dir / FILE, os.O_RDWR)
+    except OSError:  # no run was there; `lock_run_dir` reports what else it is
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        what, fix = _holder(descriptor, "mar train", "run.dir")
+        raise RunDirectoryError.at(run_dir, what, fix) from None
+    except OSError:
+        return
+    finally:
+        os.close(descriptor)
+
+
 def ask_for_engines(run_dir: Path, count: int) -> None:
     """The run in `run_dir` is to have so many training engines; it notes what becomes of that.
 

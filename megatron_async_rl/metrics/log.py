@@ -52,6 +52,8 @@ EVAL_FILE = "eval.jsonl"
 EVAL_CUT_FILE = "eval.cut.jsonl"
 
 BLOCK_BYTES = 2**22
+LONGEST_LINE = 2**26
+"""Bytes: more than the evaluation of any held-out set takes."""
 CHECKED_BYTES = 4096
 SCALARS = frozenset({"number", "total"})
 """Kinds of metrics that are one number."""
@@ -142,11 +144,17 @@ def cut_from(run_dir: Path, first_step: int) -> int:
     )
 
 
-def cut_unreadable(run_dir: Path) -> int:
-    """Moves lines at the end that are not metrics, such as one that a crash cut in the middle, to
-    metrics.cut.jsonl; returns how many. Such a line before others is damage, which readers
-    report."""
-    return cut_from(run_dir, sys.maxsize)
+def cut_unreadable(run_dir: Path) -> dict[str, int]:
+    """Move lines at the end that are no metrics, or no evaluations, such as one that a crash cut in
+    the middle, to metrics.cut.jsonl and eval.cut.jsonl. Return how many, by file, where there are
+    any. Such a line before others is damage, which readers report."""
+    cut = {
+        FILE: cut_from(run_dir, sys.maxsize),
+        EVAL_FILE: cut_lines(
+            run_dir / EVAL_FILE, run_dir / EVAL_CUT_FILE, lambda line: int(line["version"]) >= 0
+        ),
+    }
+    return {file: count for file, count in cut.items() if count}
 
 
 def cut_lines(path: Path, aside: Path, keeps: Callable[[dict[str, Any]], bool]) -> int:
@@ -242,7 +250,8 @@ class GrowingFile:
     def new_lines(self, limit: int | None = None) -> tuple[list[bytes], bool]:
         """Lines since the last call, and True where the file was replaced or cut, so that those of
         earlier calls are to be forgotten. No lines while there is no file. `limit`: about so many
-        bytes of them, and the rest with the next calls."""
+        bytes of them, and the rest with the next calls. Raises UserError, with a limit, for a line
+        of more than LONGEST_LINE bytes."""
         try:
             with open(self.path, "rb") as file:
                 about = os.fstat(file.fileno())
@@ -262,6 +271,9 @@ class GrowingFile:
                 read = file.read(-1 if limit is None else limit)
                 while limit is not None and b"\n" not in read and (more := file.read(limit)):
                     read += more
+                    if len(read) > LONGEST_LINE:  # such as zeros of a crash
+                        what = f"holds a line of over {LONGEST_LINE >> 20} MiB"
+                        raise _not(self.where(self.line + 1), "a file of lines", what)
         except FileNotFoundError:
             restarted, self._offset, self._last = self._offset > 0, 0, b""
             return [], restarted
@@ -299,6 +311,8 @@ class MetricsReader:
         """Name in a line -> its metric. A look-up costs more than the rest of reading a value."""
         self._scalars = set[str]()
         """Names of metrics that are one number."""
+        self._step = 0
+        """The step of the last line."""
         self.left_out = set[str]()
         """Metrics of the lines so far that were of another kind when they were written."""
 
@@ -322,6 +336,8 @@ class MetricsReader:
         while True:
             lines, restarted = self._file.new_lines(BLOCK_BYTES)
             first = self._file.line - len(lines) + 1
+            if restarted:
+                self._step = 0
             rows = [self._row(line, number) for number, line in enumerate(lines, first)]
             if rows or restarted:
                 yield NewRows(rows, restarted)
@@ -344,11 +360,17 @@ class MetricsReader:
                     self.left_out.add(key)
                 else:
                     row[key] = read
-            step, version = (int(number(row, key) or 0) for key in ("step", "version"))
+            given, version = number(row, "step") or 0, int(number(row, "version") or 0)
+            step = int(given)
         except (ValueError, AttributeError, OverflowError, TypeError, MetricsError) as error:
             raise _not(self._file.where(place), "a line of metrics", error) from error
-        if step < 1:
+        if step < 1 or step != given:
             raise _not(self._file.where(place), "a line of metrics", "it has no step")
+        if step <= self._step:
+            # Charts, totals and anomalies are of one line a step, in order.
+            why = f"its step is {step}, and that of the line before it {self._step}"
+            raise _not(self._file.where(place), "a line of metrics", why)
+        self._step = step
         row["step"], row["version"] = step, version
         return row
 

@@ -88,11 +88,16 @@ class TensorBoard:
 
 class _Scrapes(LimitedThreads, WSGIServer):
     slots = 16
+    admission_s = 30.0
+    """Longest scrape, however often its client sends or reads a byte."""
 
     def __init__(self, host: str, port: int) -> None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = found[0][0]
         super().__init__((host, port), _Scrape)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Do nothing: a client that has gone fills rank 0's log with no traceback."""
 
 
 class _Scrape(WSGIRequestHandler):

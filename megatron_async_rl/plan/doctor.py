@@ -406,7 +406,7 @@ def _allow_namespaces() -> str:
             return f"sudo sysctl -w {name.replace('/', '.')}={opened}"
     return (
         "in a container: docker run --security-opt seccomp=unconfined, or --cap-add SYS_ADMIN; else"
-        " rollout.reward.settings: {isolation: limits}, which leaves network and files open to the code"
+        " rollout.reward.settings: {isolation: limits}, which leaves files readable to the code"
     )
 
 

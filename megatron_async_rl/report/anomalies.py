@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ FILE = "anomalies.jsonl"
 SAMPLES_SHOWN = 6
 KEPT = 2000
 """Most anomalies of one kind that are kept."""
+NEWEST_BYTES = 2**25
+"""Details of older steps are not shown: a long run has many."""
 
 KINDS: Mapping[str, tuple[str, str]] = {
     "gradient": ("Gradient far outside the run's history", "red"),
@@ -94,13 +97,16 @@ class AnomalyFinder:
 
 
 def read_details(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """Step -> its object in `RUN/anomalies.jsonl`; empty where there is no such file. A line that a
-    crash left half written is passed over."""
+    """Step -> its object in the last NEWEST_BYTES of `RUN/anomalies.jsonl`; empty where there is no
+    such file. A line that a crash left half written is passed over."""
     details: dict[int, dict[str, Any]] = {}
     path = run_dir / FILE
     if not path.exists():
         return details
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    with open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - NEWEST_BYTES))
+        lines = file.read(NEWEST_BYTES).decode("utf-8", errors="replace").splitlines()
+    for line in lines:
         try:
             entry = json.loads(line)
             details[int(entry["step"])] = entry

@@ -21,9 +21,9 @@ from rich.progress import Progress as ProgressBar
 from rich.text import Text
 
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.metrics.log import MetricsReader
+from megatron_async_rl.metrics.log import MetricsReader, NewRows
 from megatron_async_rl.metrics.status import read_status
-from megatron_async_rl.report.anomalies import KINDS, Anomaly, AnomalyFinder
+from megatron_async_rl.report.anomalies import KINDS, AnomalyFinder
 from megatron_async_rl.report.display import DisplayState, live_panel, plain_line, print_facts
 from megatron_async_rl.report.metric_rows import MetricRows
 from megatron_async_rl.report.run_data import RunData, read_run
@@ -91,14 +91,18 @@ class Progress:
     def _has_news(self, phase: tuple[str, str]) -> bool:
         return phase != self._drawn_phase or self._state.done != self._drawn_step
 
-    def _warn(self, anomaly: Anomaly) -> None:
-        state = self._state
-        state.anomalies += 1
-        state.warning = f"step {anomaly.step}: {KINDS[anomaly.kind][0]}, {anomaly.detail}"
+    def _warn(self, text: str) -> None:
+        self._state.warning = text
         if self._live is None:
-            self._console.print(
-                f"warning: {state.warning}", markup=False, highlight=False, soft_wrap=True
-            )
+            self._console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True)
+
+    def _new_rows(self) -> NewRows:
+        try:
+            return self._reader.new_rows()
+        except UserError as error:  # a damaged line ends no run: the lines after it are read
+            problem = error.problems[0]
+            self._warn(f"{problem.key} {problem.what}")
+            return NewRows([], restarted=False)
 
     def _read_sample(self) -> None:
         """One of the newest step's, for a terminal."""
@@ -111,7 +115,7 @@ class Progress:
 
     def _read(self, now: float) -> None:
         state = self._state
-        news = self._reader.new_rows()
+        news = self._new_rows()
         if news.restarted:
             state.rows.clear()
             self._anomalies = AnomalyFinder(self._run_dir)
@@ -120,7 +124,8 @@ class Progress:
             self._last_row = now
         for anomaly in self._anomalies.find(news.rows):
             if anomaly.kind in WARNED:
-                self._warn(anomaly)
+                state.anomalies += 1
+                self._warn(f"step {anomaly.step}: {KINDS[anomaly.kind][0]}, {anomaly.detail}")
         earlier = (state.phase, state.detail)
         status = read_status(self._run_dir)
         # What an earlier process of the same run left behind is not this one's status.

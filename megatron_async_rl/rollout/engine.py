@@ -30,6 +30,8 @@ import pickle
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING
 
+import psutil
+
 from megatron_async_rl.config.environment import AGENTS, TOOLS
 from megatron_async_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_async_rl.rollout.allocator import drop_expandable_segments
@@ -41,6 +43,8 @@ from megatron_async_rl.rollout.engine_state import (
     EngineTimeline,
     HealthCheck,
     WrongState,
+    name_vllm_processes,
+    named_death,
 )
 from megatron_async_rl.rollout.environments.chat import ToolParser
 from megatron_async_rl.rollout.environments.conversation import Conversations, Player
@@ -123,7 +127,10 @@ class RolloutEngine:
         self._scorer.start()
         if self._environments is not None:
             self._environments.start()
+        before = {one.pid for one in psutil.Process().children(recursive=True)}
         self._llm = AsyncLLM.from_engine_args(engine_arguments(spec))
+        started = {one.pid for one in psutil.Process().children(recursive=True)} - before
+        name_vllm_processes(started)
         if spec.device == "cpu" and spec.rollout.workers > 1:
             await self._llm.collective_rpc("complete_on_cpu")
         await self._llm.init_weight_transfer_engine(
@@ -350,7 +357,8 @@ class RolloutEngine:
                 if self._vllm().errored:
                     task.cancel()
                     raise EngineDied(self.spec, f"it was to {what}")
-        return task.result()
+        with named_death(self.spec, f"it was to {what}"):
+            return task.result()
 
     def describe(self) -> str:
         """One line on how it stands, for whoever asks why nothing moves. Called from another

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from megatron_async_rl.metrics.timeline import Timeline
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples.rows import StateName
 from megatron_async_rl.watchdog.host_memory import (
     Memory,
-    kernel_kills_in_words,
+    Shortage,
+    kernel_shortage,
     look_for_kernel_kills,
 )
 from megatron_async_rl.watchdog.logs import KILLED, PRIMARY, find_cause, survived
@@ -184,19 +187,28 @@ class EngineTimeline:
             self._timeline.enter(state, waiting_for)
 
 
+_vllm_processes: frozenset[int] = frozenset()
+
+
+def name_vllm_processes(pids: Iterable[int]) -> None:
+    """Have EngineDied look for these processes among the kernel's kills."""
+    global _vllm_processes
+    _vllm_processes = frozenset(pids)
+
+
 class EngineDied(RuntimeError):
     """vLLM's own process ended while the engine was in use.
 
     `last_error`: default: the last error in the engine's log, since vLLM reports here only that
-    the process is gone. `kernel`: the kernel's recent kills for want of host memory; default: those
-    on this machine. `outside` and `out_of_memory` are as in ProcessDied."""
+    the process is gone. `kernel`: the kernel's kill of it for want of host memory; default: as this
+    machine's kernel reports. `outside` and `out_of_memory` are as in ProcessDied."""
 
     def __init__(
         self,
         spec: EngineSpec,
         while_what: str,
         last_error: str | None = None,
-        kernel: str | None = None,
+        kernel: Shortage | Literal["look"] | None = "look",
     ) -> None:
         if last_error is None:
             found = find_cause(spec.log_dir, spec.log.name)
@@ -204,18 +216,30 @@ class EngineDied(RuntimeError):
             if found is not None and found.kind in (PRIMARY, KILLED) and not survived(found):
                 last_error = found.message.splitlines()[0]
         said = f"; the last error in its log: {last_error}" if last_error else ""
-        if kernel is None:
+        if isinstance(kernel, str):
             # Every call that meets this one death raises an error of its own: none uses up the kill.
-            kernel = kernel_kills_in_words(used=False)
+            kernel = kernel_shortage(_vllm_processes, used=False)
         what = f"the vLLM process of {spec.name} died while {while_what}{said}; see {spec.log}"
-        super().__init__(f"{what}. {kernel}" if kernel else what)
-        self.outside = bool(kernel)
-        self.out_of_memory: Memory | None = "host" if kernel else None
+        super().__init__(what if kernel is None else f"{what}. {kernel.message}")
+        self.outside = kernel is not None and kernel.certain
+        self.out_of_memory: Memory | None = "host" if self.outside else None
         # The error is made anew on another machine, whose kernel has another count.
         self._arguments = (spec, while_what, last_error, kernel)
 
-    def __reduce__(self) -> tuple[type[EngineDied], tuple[EngineSpec, str, str, str]]:
+    def __reduce__(self) -> tuple[type[EngineDied], tuple[EngineSpec, str, str, Shortage | None]]:
         return (type(self), self._arguments)
+
+
+@contextmanager
+def named_death(spec: EngineSpec, while_what: str) -> Iterator[None]:
+    """Raise EngineDied in place of vLLM's error that its process is gone, which names neither the
+    cause nor the log."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError:
+        raise EngineDied(spec, while_what) from None
 
 
 class HealthCheck:

@@ -43,7 +43,6 @@ from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.outputs import CompletionOutput
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.rollout.continuation import (
@@ -56,7 +55,7 @@ from megatron_async_rl.rollout.continuation import (
     stopped_length,
     token_versions,
 )
-from megatron_async_rl.rollout.engine_state import BusyClock, EngineDied
+from megatron_async_rl.rollout.engine_state import BusyClock, named_death
 from megatron_async_rl.rollout.environments.conversation import Conversation, Player
 from megatron_async_rl.rollout.environments.transcript import TurnRequest
 from megatron_async_rl.rollout.report_queue import ReportQueue
@@ -192,9 +191,15 @@ class Responses:
                 entry.playing.cancel()
         # vLLM answers an abort with everything it has handed over of the response so far, and
         # forgets what comes later.
-        await self._llm.abort(
-            [entry.in_vllm for entry in entries if entry.in_vllm is not None], internal=True
-        )
+        await self._abort_in_vllm([one.in_vllm for one in entries if one.in_vllm is not None])
+
+    async def _abort_in_vllm(self, ids: Sequence[str]) -> None:
+        with named_death(self._spec, self._working):
+            await self._llm.abort(ids, internal=True)
+
+    @property
+    def _working(self) -> str:
+        return f"it worked on {len(self._running)} responses"
 
     def close(self) -> None:
         for task in (self._collector, *self._tasks):
@@ -224,9 +229,11 @@ class Responses:
             )
         self._numbered += 1
         try:
-            answer = await self._llm.add_request(
-                f"{self._spec.index}-{self._numbered}", tokens_input(list(asked.ids)), parameters
-            )
+            name = f"{self._spec.index}-{self._numbered}"
+            with named_death(self._spec, self._working):
+                answer = await self._llm.add_request(
+                    name, tokens_input(list(asked.ids)), parameters
+                )
         except Exception as error:
             self.reports.fail(error)
             raise
@@ -235,7 +242,7 @@ class Responses:
         self._busy.begin()
         on_output(answer, lambda output: self._on_output(entry, output))
         if entry.aborted or (entry.conversation is not None and not entry.conversation.waits):
-            await self._llm.abort(answer.request_id, internal=True)
+            await self._abort_in_vllm([answer.request_id])
 
     def _on_output(self, entry: _Running, output: Any) -> None:
         """Called by vLLM's output loop, which an exception would end: so it is only noted here."""
@@ -253,10 +260,8 @@ class Responses:
                 self._busy.end()
                 entry.in_vllm = None
                 try:
-                    self._conclude(entry, output)
-                except EngineDeadError:
-                    working = f"it worked on {len(self._running)} responses"
-                    self.reports.fail(EngineDied(self._spec, working))
+                    with named_death(self._spec, self._working):
+                        self._conclude(entry, output)
                 except Exception as error:  # noqa: BLE001 - the reader of the reports raises it
                     self.reports.fail(error)
 
@@ -320,7 +325,7 @@ class Responses:
             error = await conversation.play(player, most)
             entry.playing = None  # from here on it just finishes
             if entry.in_vllm is not None:  # a turn of an agent that is gone
-                await self._llm.abort(entry.in_vllm, internal=True)
+                await self._abort_in_vllm([entry.in_vllm])
             both = transcript.measured.keys() & self._spec.rollout.reward.parts.keys()
             if error is None and both:
                 error = (

@@ -21,7 +21,7 @@ from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.host_memory import (
     Memory,
     ended_by_ray,
-    kernel_kills_in_words,
+    kernel_shortage,
     look_for_kernel_kills,
 )
 
@@ -72,10 +72,16 @@ def _ended(error: BaseException, waited: str = "") -> ProcessDied:
         return KilledForMemory(waited + ended_by_ray(str(error)), outside=True)
     reason = waited + death_reason(str(error))
     # This machine's kernel ends no process of another one.
-    kernel = kernel_kills_in_words() if _was_here(str(error)) else ""
-    if kernel:
-        return KilledForMemory(f"{reason} {kernel}", outside=True)
+    kernel = kernel_shortage(_pids(str(error))) if _was_here(str(error)) else None
+    if kernel is not None and kernel.certain:
+        return KilledForMemory(f"{reason} {kernel.message}", outside=True)
+    reason += f" {kernel.message}" if kernel is not None else ""
     return ProcessDied(reason, outside=bool(getattr(error, "preempted", False)))
+
+
+def _pids(text: str) -> list[int]:
+    """Return the process that Ray's text names, if it names one."""
+    return [int(pid) for pid in re.findall(r"^\s*pid: (\d+)$", text, re.MULTILINE)]
 
 
 def _was_here(text: str) -> bool:

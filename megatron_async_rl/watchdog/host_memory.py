@@ -10,7 +10,8 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -32,6 +33,11 @@ RAY_THRESHOLD = 0.95
 """Share of a machine's memory in use at which Ray's memory monitor ends an engine."""
 _RAY_NODE = re.compile(r"Memory on the node \(IP: ([^,)]+)[^)]*\) was (\S+ used / \S+) limit")
 _RAY_USER = re.compile(r"\d+\t[\d.]+\t")
+_LOGGED = re.compile(
+    r"^\d+,\d+,(\d+),[^;\n]*;[^\n]*\bKilled process (\d+) \((.*?)\)(?= total-vm|$)", re.MULTILINE
+)
+_INITIAL_PIDS = 0xEFFFFFFC
+"""The kernel's number of the machine's own namespace of process ids."""
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 
@@ -59,30 +65,99 @@ def free_bytes() -> int:
     return free
 
 
-def kernel_kills() -> int:
-    """Processes that the kernel has ended for want of memory, in this container or, where it keeps
-    no count of its own, on this machine. Only differences mean something."""
-    for counts in (_counts("memory.events"), _counts("memory.oom_control"), _vmstat()):
-        if "oom_kill" in counts:
-            return counts["oom_kill"]
-    return 0
+@dataclass(frozen=True)
+class Shortage:
+    """Kills by the kernel for want of host memory, shortly before a death. `certain`: they explain
+    it; otherwise the killed processes may have been others."""
+
+    message: str
+    certain: bool
+
+
+@dataclass(frozen=True)
+class LoggedKill:
+    """A line of the kernel's log. `at`: seconds of the monotonic clock."""
+
+    pid: int
+    name: str
+    at: float
+
+
+@dataclass(frozen=True)
+class KillCount:
+    """Processes that the kernel has ended for want of memory; only differences mean something.
+    `own`: in the cgroup of this process; otherwise on the machine or in a wider cgroup."""
+
+    kills: int
+    own: bool
+
+
+def kernel_kills() -> KillCount:
+    """The kernel's count for this container or, where it keeps none, for this machine."""
+    for name in ("memory.events", "memory.oom_control"):
+        for place, folder in enumerate(_folders()):
+            counts = _parse(folder / name)
+            if "oom_kill" in counts:
+                return KillCount(counts["oom_kill"], own=place == 0)
+    return KillCount(_parse(Path("/proc/vmstat")).get("oom_kill", 0), own=False)
+
+
+def logged_kills() -> list[LoggedKill] | None:
+    """Kills in the kernel's log; None where it cannot be read, or has other process ids than this
+    process, as in a container."""
+    try:
+        if os.stat("/proc/self/ns/pid").st_ino != _INITIAL_PIDS:
+            return None
+        descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    records = []
+    try:
+        while True:
+            try:
+                records.append(os.read(descriptor, 8192))
+            except BrokenPipeError:  # the kernel has overwritten records: the next read goes on
+                continue
+            except BlockingIOError:
+                break
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return kills_in(b"".join(records).decode("utf-8", errors="replace"))
+
+
+def kills_in(text: str) -> list[LoggedKill]:
+    """Kills in records of /dev/kmsg."""
+    return [
+        LoggedKill(pid=int(pid), name=name, at=int(microseconds) / 1e6)
+        for microseconds, pid, name in _LOGGED.findall(text)
+    ]
 
 
 class KernelKills:
     """Recent kills by the kernel for want of memory, which may explain the death of a process.
 
-    Invariants: a kill explains a death only within RECENT_S of the read that found it, and at most
-    one death for which `used` is true. `now`: seconds of a clock that never goes back."""
+    Invariants:
+    - a kill explains a death only within RECENT_S, and only with evidence: the kernel's log names
+      the process, or, where that log cannot be read, this process's own cgroup counts a kill. The
+      count of the whole machine is no evidence: another program may have been killed;
+    - a counted kill explains at most one death for which `used` is true.
+
+    `now`: seconds of a clock that never goes back."""
 
     def __init__(
         self,
-        count: Callable[[], int] | None = None,
+        count: Callable[[], KillCount] | None = None,
         now: Callable[[], float] = time.monotonic,
+        log: Callable[[], Sequence[LoggedKill] | None] | None = None,
     ) -> None:
         self._count = count or kernel_kills
+        self._log = log or logged_kills
         self._now = now
-        self._last = self._count()
+        self._last = self._count().kills
         self._read = now()
+        self._own = False
         self._kills: deque[tuple[float, float]] = deque(maxlen=1000)
         """Times of the last read without the kill and of the first one with it, oldest first."""
 
@@ -91,30 +166,49 @@ class KernelKills:
         if self._now() - self._read >= LOOK_S:
             self._take_up()
 
-    def in_words(self, *, used: bool) -> str:
-        """Return the recent kills and the state of memory now; empty where there are none.
-
-        `used`: one of them explains a death, and no other death after it."""
+    def explain(self, pids: Collection[int], *, used: bool) -> Shortage | None:
+        """Return the recent kills that explain, or may explain, the death of a process, and the
+        state of memory now. `pids`: of the process and those that it needs, as far as known;
+        `used`: a counted kill explains no further death."""
         self._take_up()
         now = self._now()
         while self._kills and now - self._kills[0][1] > RECENT_S:
             self._kills.popleft()
+        logged = self._log()
+        if logged is not None:
+            return _explained([one for one in logged if now - one.at <= RECENT_S], pids)
         if not self._kills:
-            return ""
+            return None
         kills, since = len(self._kills), now - self._kills[0][0]
-        if used:
+        if used and self._own:
             self._kills.popleft()
         count = "a process" if kills == 1 else f"{kills} processes"
-        return (
-            f"In the last {max(1.0, since):.0f} s, the kernel has ended {count} of this machine or container"
-            f" for want of host memory; {state_in_words()}"
+        where = "container" if self._own else "machine"
+        message = (
+            f"In the last {max(1.0, since):.0f} s, the kernel has ended {count} of this {where}"
+            f" for want of host memory"
         )
+        return _shortage(message, certain=self._own)
 
     def _take_up(self) -> None:
         before, self._read = self._read, self._now()
         count = self._count()
-        self._kills.extend([(before, self._read)] * min(count - self._last, 1000))
-        self._last = count
+        self._kills.extend([(before, self._read)] * min(count.kills - self._last, 1000))
+        self._last, self._own = count.kills, count.own
+
+
+def _explained(recent: Sequence[LoggedKill], pids: Collection[int]) -> Shortage | None:
+    """The death of a process of `pids`, from the kernel's log."""
+    own = [one for one in recent if one.pid in pids]
+    if not own and (pids or not recent):
+        return None  # the log is complete: whatever was killed was another
+    named = ", ".join(f"pid {one.pid} ({one.name})" for one in own or recent)
+    return _shortage(f"The kernel has ended {named} for want of host memory", certain=bool(own))
+
+
+def _shortage(message: str, *, certain: bool) -> Shortage:
+    possibly = "" if certain else "This may be why, or have been another process: "
+    return Shortage(f"{possibly}{message}; {state_in_words()}", certain)
 
 
 def look_for_kernel_kills() -> None:
@@ -123,10 +217,11 @@ def look_for_kernel_kills() -> None:
     _kills.look()
 
 
-def kernel_kills_in_words(*, used: bool = True) -> str:
-    """Return the recent kills of processes by the kernel for want of memory, with the state of
-    memory now; empty where there are none. `used`: one of them explains no further death."""
-    return _kills.in_words(used=used)
+def kernel_shortage(pids: Collection[int] = (), *, used: bool = True) -> Shortage | None:
+    """Return the recent kills of processes by the kernel for want of memory that explain, or may
+    explain, the death of the process `pids`; None where there are none. `used`: one of them
+    explains no further death."""
+    return _kills.explain(pids, used=used)
 
 
 def largest_processes(count: int = SHOWN) -> list[str]:
@@ -180,18 +275,6 @@ def ended_by_ray(text: str) -> str:
         "Ray's memory monitor ended it, as host memory was nearly out:"
         f" {where}; largest processes: {largest or 'not known'}"
     )
-
-
-def _vmstat() -> dict[str, int]:
-    return _parse(Path("/proc/vmstat"))
-
-
-def _counts(name: str) -> dict[str, int]:
-    """Counts of a file of this process's cgroup, by their names; empty where it cannot be read."""
-    for folder in _folders():
-        if counts := _parse(folder / name):
-            return counts
-    return {}
 
 
 def _parse(file: Path) -> dict[str, int]:

@@ -6,6 +6,9 @@ How a cause is chosen:
   failures, and the launcher's summary of them, count only when nothing better is found;
 - among several candidates of the same kind, the file that fell silent first wins, and in it the
   earliest line.
+
+Invariant: of a file the last MOST_BYTES are read, and of a line the first MOST_CHARACTERS: a process
+that runs for weeks, or writes a tensor into one line, does not cost its reader memory.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 _BLOCK = 64 * 1024
+MOST_BYTES = 8 * 2**20
+MOST_CHARACTERS = 2000
 
 PRIMARY, KILLED, DEADLINE, SECONDARY = range(4)
 
@@ -100,15 +105,29 @@ def redirect_output(path: Path) -> None:
 
 def tail(path: Path, lines: int) -> list[str]:
     """The last `lines` lines of a file, without reading the rest of it."""
+    text, _ = _ending(path)
+    return [_short(line) for line in text.splitlines()[-lines:]] if lines > 0 else []
+
+
+def _short(line: str) -> str:
+    return line if len(line) <= MOST_CHARACTERS else f"{line[:MOST_CHARACTERS]} ..."
+
+
+def _ending(path: Path) -> tuple[str, int]:
+    """The end of a file, and how many bytes come before it."""
     with open(path, "rb") as file:
-        position = file.seek(0, os.SEEK_END)
-        end = b""
-        while position > 0 and end.count(b"\n") <= lines:
-            step = min(_BLOCK, position)
-            position = file.seek(position - step)
-            end = file.read(step) + end
-            file.seek(position)
-    return end.decode("utf-8", errors="replace").splitlines()[-lines:] if lines > 0 else []
+        before = max(0, file.seek(0, os.SEEK_END) - MOST_BYTES)
+        file.seek(before)
+        return file.read(MOST_BYTES).decode("utf-8", errors="replace"), before
+
+
+def _lines_in(path: Path, size: int) -> int:
+    """Lines in the first `size` bytes of a file."""
+    lines = 0
+    with open(path, "rb") as file:
+        while size and (block := file.read(min(_BLOCK, size))):
+            lines, size = lines + block.count(b"\n"), size - len(block)
+    return lines
 
 
 def find_cause(log_dir: Path, name: str = "*.log") -> Cause | None:
@@ -116,9 +135,14 @@ def find_cause(log_dir: Path, name: str = "*.log") -> Cause | None:
     None when none holds a failure."""
     found: list[tuple[int, float, Path, _Candidate]] = []
     for path in sorted(log_dir.glob(name)):
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text, before = _ending(path)
         fell_silent = path.stat().st_mtime
-        found += [(candidate.kind, fell_silent, path, candidate) for candidate in _candidates(text)]
+        candidates = _candidates(text)
+        earlier = _lines_in(path, before) if candidates else 0
+        found += [
+            (one.kind, fell_silent, path, replace(one, line=one.line + earlier))
+            for one in candidates
+        ]
     if not found:
         return None
     _, _, path, candidate = min(
@@ -129,11 +153,15 @@ def find_cause(log_dir: Path, name: str = "*.log") -> Cause | None:
 
 def survived(cause: Cause) -> bool:
     """True where the process that wrote the failure went on with its work."""
-    lines = cause.file.read_text(encoding="utf-8", errors="replace").splitlines()
-    origin = _split_origin(lines[cause.line - 1])[0]
+    text, before = _ending(cause.file)
+    lines = [_short(line) for line in text.splitlines()]
+    at = cause.line - _lines_in(cause.file, before)
+    if not 0 < at <= len(lines):
+        return False
+    origin = _split_origin(lines[at - 1])[0]
     return any(
         _split_origin(line)[0] == origin and " INFO " in line and "[shutdown]" not in line
-        for line in lines[cause.line :]
+        for line in lines[at:]
     )
 
 
@@ -145,7 +173,7 @@ def _candidates(text: str) -> list[_Candidate]:
     found: list[_Candidate] = []
     rank, root = "", False
     for number, raw in enumerate(text.splitlines(), start=1):
-        origin, line = _split_origin(raw)
+        origin, line = _split_origin(_short(raw))
         streams.setdefault(origin, []).append(line)
         numbers.setdefault(origin, []).append(number)
         if (matched := _RANK.match(line)) is not None:

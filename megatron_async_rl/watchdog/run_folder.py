@@ -7,6 +7,8 @@ Invariants:
 - what is in use is left alone: the owner holds a lock on a file in the folder, and on one in /dev/shm,
   and hands the descriptors to processes that may outlive it. Process ids are not used: containers may
   share either. A folder without that file is not of this package;
+- programs of another user, which cannot pass through a run's folder, have one beside it
+  (`public_folder`) under the same locks and names;
 - the folder's path is short enough for Ray's sockets. Where TMPDIR is too long, a link in /tmp leads
   to it.
 """
@@ -16,12 +18,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import functools
 import getpass
 import multiprocessing
 import os
 import re
 import secrets
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
@@ -43,6 +47,7 @@ _OF_RAY = "/ray/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 LONGEST = LONGEST_SOCKET - len(_OF_RAY)
 """Bytes in the path of the folder."""
 _NAME = re.compile(r"mar-[0-9a-f]{8}")
+_OF_VLLM = "vllm_dist_"
 _SHARED_LOCK = "mar-run-"
 _SHARED = re.compile(r"(?:sem\.m([0-9a-f]{8})-\w+|m([0-9a-f]{8})[0-9a-f]{4}|mar-run-([0-9a-f]{8}))")
 """Semaphores, memory and the lock of a run in /dev/shm, with the run's eight digits."""
@@ -68,7 +73,7 @@ class RunFolder:
     def remove(self) -> None:
         if self.path != self.place:
             self.path.unlink(missing_ok=True)
-        shutil.rmtree(self.place, ignore_errors=True)
+        _remove_folder(self.place)
         for lock in self.locks:
             os.close(lock)
         remove_stale_shared_memory(SHARED_MEMORY)
@@ -102,6 +107,27 @@ def use_run_folder() -> None:
 def _remove_own(folder: RunFolder, owner: int) -> None:
     if os.getpid() == owner:  # a fork inherits the exit handlers
         folder.remove()
+
+
+@functools.cache
+def public_folder(base: Path) -> Path:
+    """Make a folder in `base` that every user may pass through and only this one may list. It goes
+    when this process ends; of a killed process, at the end of its run or with the next start."""
+    remove_stale_folders()
+    place, lock = _new_folder(base, secrets.token_hex(4))
+    place.chmod(0o711)
+    atexit.register(_remove_own, RunFolder(place, place, (lock,)), os.getpid())
+    return place
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder, also one that a program made deeper than Python's recursion goes, or whose
+    owner it took the rights away from."""
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.path.lexists(folder):
+        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            subprocess.run([*command, "--", folder], stderr=subprocess.DEVNULL, check=False)
 
 
 def name_shared_memory() -> None:
@@ -178,8 +204,17 @@ def _named(base: Path) -> list[Path]:
 def _remove_if_stale(place: Path) -> bool:
     with _unlocked(place / LOCK) as stale:
         if stale:
-            shutil.rmtree(place, ignore_errors=True)
+            _remove_folder(place)
         return stale
+
+
+def _remove_folder(place: Path) -> None:
+    # vLLM names what its workers on a CPU share after a file that it makes here.
+    for file in place.glob(f"{_OF_VLLM}*"):
+        for shared in SHARED_MEMORY.glob(f"{file.name}-*"):
+            with contextlib.suppress(OSError):  # another user's
+                shared.unlink()
+    remove_tree(place)
 
 
 def _base() -> Path:
@@ -192,15 +227,13 @@ def _make() -> RunFolder:
     base, digits = _base(), secrets.token_hex(4)
     try:
         base.mkdir(parents=True, exist_ok=True)
-        # Named once it is locked: until then another start would take it for a killed run's.
-        new = Path(tempfile.mkdtemp(prefix=".mar-", dir=base))
-        locks = [_lock(new / LOCK)]
-        place = new.rename(base / f"mar-{digits}")
+        place, lock = _new_folder(base, digits)
     except OSError as error:
         raise _unusable(
             f"{base} cannot hold a run's temporary files: {error.strerror or error}",
             "name a folder of this machine that you may write to",
         ) from error
+    locks = [lock]
     with contextlib.suppress(OSError):  # where there is no /dev/shm, nothing is left there
         locks.append(_lock(SHARED_MEMORY / f"{_SHARED_LOCK}{digits}"))
     folder = RunFolder(place, place, tuple(locks))
@@ -217,6 +250,14 @@ def _make() -> RunFolder:
             f"name a folder of at most {LONGEST - len('/mar-00000000')} bytes",
         ) from error
     return RunFolder(link, place, folder.locks)
+
+
+def _new_folder(base: Path, digits: str) -> tuple[Path, int]:
+    """Make a folder that counts as live for as long as a process has the descriptor."""
+    # Named once it is locked: until then another start would take it for a killed run's.
+    new = Path(tempfile.mkdtemp(prefix=".mar-", dir=base))
+    lock = _lock(new / LOCK)
+    return new.rename(base / f"mar-{digits}"), lock
 
 
 def _lock(path: Path) -> int:

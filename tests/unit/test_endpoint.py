@@ -2,6 +2,7 @@
 of several."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -182,6 +183,37 @@ def test_the_run_waits_for_an_agent_at_work_and_not_for_one_that_waits_for_the_m
     assert alone == (1, [pytest.approx(longest, abs=20)])
     assert in_calls == [(0, []), (0, [])]
     assert now() == (0, [])
+
+
+def test_idle_strangers_are_limited_and_an_agent_is_served(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of more that connect and send nothing, or half a request, the oldest are cut."""
+    monkeypatch.setattr(endpoint, "STRANGERS", 4)
+
+    async def ends(reader: asyncio.StreamReader) -> bool:
+        with contextlib.suppress(ConnectionError):
+            return await reader.read() == b""
+        return True
+
+    async def flood() -> list[asyncio.StreamWriter]:
+        host, port = played.agents._url.removeprefix("http://").split(":")
+        pairs = [await asyncio.open_connection(host, int(port)) for _ in range(7)]
+        for _, writer in pairs[4:]:
+            writer.write(b"POST /session/x/v1/chat/completions HTTP/1.1\r\nContent-Le")
+        assert [await ends(reader) for reader, _ in pairs[:3]] == [True] * 3
+        return [writer for _, writer in pairs]
+
+    writers = played.runner.run(flood())
+    connections = played.agents._connections
+    assert connections is not None
+    assert len(connections._strangers) == 4
+    transcript, error, _ = played(question="6*7?")
+    assert error is None
+    assert transcript.turns
+    assert len(connections._strangers) < 4, "the agent's connection is none"
+    for writer in writers:
+        writer.close()
 
 
 @pytest.mark.parametrize("max_segments", [1, 2])

@@ -23,10 +23,12 @@ from megatron_async_rl.plan.fit import HostMemoryOut, memory_ran_out
 from megatron_async_rl.plan.host import free_memory_problems
 from megatron_async_rl.plan.machine import GIB, Machine
 from megatron_async_rl.plan.preflight import preflight
+from megatron_async_rl.rollout import engine_state
 from megatron_async_rl.rollout.engine_state import EngineDied
 from megatron_async_rl.watchdog import host_memory
 from megatron_async_rl.watchdog.deadline import KilledForMemory, ProcessDied, answer_of, ray_get
 from megatron_async_rl.watchdog.events import failure_of, out_of_memory
+from megatron_async_rl.watchdog.host_memory import KillCount, LoggedKill, kills_in
 from megatron_async_rl.watchdog.logs import PRIMARY, SECONDARY
 from tests.written_run import write_run
 
@@ -50,12 +52,16 @@ FROM_TORCH = (
 
 
 class Kernel:
-    """Count of the kernel's kills, and the clock beside it."""
+    """Count of the kernel's kills, in this process's cgroup where `own`; its log, where that can be
+    read; and the clock beside them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, own: bool = True) -> None:
         self.kills = 0
-        self.seconds = 0.0
-        kills = host_memory.KernelKills(lambda: self.kills, lambda: self.seconds)
+        self.seconds = 1000.0
+        self.log: list[LoggedKill] | None = None
+        kills = host_memory.KernelKills(
+            lambda: KillCount(self.kills, own), lambda: self.seconds, lambda: self.log
+        )
         monkeypatch.setattr(host_memory, "_kills", kills)
 
 
@@ -127,19 +133,82 @@ def test_an_old_kill_of_the_kernel_explains_no_death(monkeypatch: pytest.MonkeyP
     assert out_of_memory(answered(ray.exceptions.ActorDiedError())) is None
 
 
+def actor(pid: int, address: str = "127.0.0.1") -> ray.exceptions.ActorDiedError:
+    cause = ActorDiedErrorContext(
+        error_message="The actor died.",
+        actor_id=bytes(16),
+        class_name="RolloutEngine",
+        pid=pid,
+        node_ip_address=address,
+    )
+    return ray.exceptions.ActorDiedError(cause)
+
+
+def test_the_kernels_log_tells_whose_death_a_kill_explains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = Kernel(monkeypatch)
+    kernel.kills += 1  # of another program, whatever counts it
+    kernel.log = [LoggedKill(66, "chrome", at=995.0), LoggedKill(7, "python", at=900.0)]
+    died = answered(actor(7))
+    assert (out_of_memory(died), died.outside) == (None, False)
+    assert "kernel" not in str(died)
+    spec: Any = SimpleNamespace(name="engine-0", log_dir=tmp_path, log=tmp_path / "engine-0.log")
+    monkeypatch.setattr(engine_state, "_vllm_processes", frozenset({8, 9}))
+    assert out_of_memory(EngineDied(spec, "it worked")) is None
+
+    kernel.log = [
+        LoggedKill(7, "ray::RolloutEng", at=995.0),
+        LoggedKill(9, "VLLM::Worker", at=999.0),
+    ]
+    killed = answered(actor(7))
+    assert (out_of_memory(killed), killed.outside) == ("host", True)
+    assert "The kernel has ended pid 7 (ray::RolloutEng) for want of host memory;" in str(killed)
+    assert "may be why" not in str(killed)
+    error = pickle.loads(pickle.dumps(EngineDied(spec, "it worked")))
+    assert (out_of_memory(error), error.outside) == ("host", True)
+    assert "pid 9 (VLLM::Worker)" in str(error)
+
+
+def test_a_count_of_the_whole_machine_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel(monkeypatch, own=False)
+    kernel.kills += 1
+    for _ in range(2):
+        died = answered(actor(7))
+        assert (out_of_memory(died), died.outside) == (None, False)
+        assert "This may be why, or have been another process: In the last 1 s" in str(died)
+        assert failure_of(died, Path("log")).kind == SECONDARY
+
+
+def test_a_death_of_no_known_process_is_possibly_a_kill_in_the_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Kernel(monkeypatch).log = [LoggedKill(66, "chrome", at=995.0)]
+    died = answered(ray.exceptions.ActorDiedError())
+    assert out_of_memory(died) is None
+    assert "may be why, or have been another process: The kernel has ended pid 66" in str(died)
+
+
+def test_kills_are_read_from_the_kernels_records() -> None:
+    records = (
+        "6,811,10932565486,-;python[2332]: segfault at 0\n SUBSYSTEM=x\n"
+        "3,812,10933000001,-;Memory cgroup out of memory: Killed process 17 (VLLM::Engine(0)) "
+        "total-vm:8kB, anon-rss:4kB\n"
+        "3,813,10934000000,c;Out of memory: Killed process 18 (python) total-vm:8kB\n"
+    )
+    assert kills_in(records) == [
+        LoggedKill(17, "VLLM::Engine(0)", 10933.000001),
+        LoggedKill(18, "python", 10934.0),
+    ]
+    assert host_memory.logged_kills() is None or isinstance(host_memory.logged_kills(), list)
+
+
 @pytest.mark.parametrize(("address", "memory"), [("127.0.0.1", "host"), ("192.0.2.7", None)])
 def test_this_machines_kernel_explains_no_death_on_another_one(
     address: str, memory: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Kernel(monkeypatch).kills += 1
-    cause = ActorDiedErrorContext(
-        error_message="The actor died.",
-        actor_id=bytes(16),
-        class_name="RolloutEngine",
-        pid=7,
-        node_ip_address=address,
-    )
-    assert out_of_memory(answered(ray.exceptions.ActorDiedError(cause))) == memory
+    assert out_of_memory(answered(actor(7, address))) == memory
 
 
 def test_vllms_process_ended_by_the_kernel_is_no_requests_fault(
@@ -156,7 +225,7 @@ def test_vllms_process_ended_by_the_kernel_is_no_requests_fault(
         read = pickle.loads(pickle.dumps(error))
         assert (read.outside, out_of_memory(read)) == (True, "host")
         assert str(read) == str(error)
-        assert "has ended a process of this machine or container" in str(read)
+        assert "has ended a process of this container" in str(read)
     later = EngineDied(spec, "it worked on 7 responses")
     assert (later.outside, out_of_memory(later)) == (False, None)
 
@@ -175,10 +244,14 @@ def test_the_launcher_reports_that_the_kernel_ended_a_rank(
         launcher._explain_failure(tmp_path, Console(file=written, width=200))
         return written.getvalue()
 
+    kernel = Kernel(monkeypatch)
+    kernel.log = [LoggedKill(66, "chrome", at=995.0)]
     assert "for want of host memory" not in explained()
+    kernel.log = [LoggedKill(77, "python", at=995.0)]
+    assert "The kernel has ended pid 77 (python) for want of host memory" in explained()
     Kernel(monkeypatch).kills += 1
     assert "rank 1: Signal 9 (SIGKILL) received by PID 77" in explained()
-    assert "the kernel has ended a process of this machine or container" in explained()
+    assert "the kernel has ended a process of this container" in explained()
 
 
 @pytest.mark.parametrize(
@@ -253,14 +326,14 @@ def test_the_limits_of_a_container_count(tmp_path: Path, monkeypatch: pytest.Mon
     (inner / "memory.events").write_text("low 0\noom 4\noom_kill 3\n")
     assert host_memory.total_bytes() == GIB
     assert host_memory.free_bytes() == GIB // 4 + GIB // 8
-    assert host_memory.kernel_kills() == 3
+    assert host_memory.kernel_kills() == KillCount(3, own=True)
     old = tmp_path / "memory" / "task"
     old.mkdir(parents=True)
     own.write_text("9:cpu:/\n4:memory:/task\n0::/\n")
     (old / "memory.limit_in_bytes").write_text(f"{GIB // 2}\n")
     (old / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 7\n")
     assert host_memory.total_bytes() == GIB // 2
-    assert host_memory.kernel_kills() == 7
+    assert host_memory.kernel_kills() == KillCount(7, own=True)
 
 
 @pytest.mark.parametrize("old", [False, True])

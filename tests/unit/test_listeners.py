@@ -221,6 +221,13 @@ def test_idle_connections_take_the_slots_and_cut_none_that_was_admitted(server: 
         assert own.recv(1) == b"c"
 
 
+def test_connections_wait_in_the_kernel_until_they_are_accepted() -> None:
+    """Else those of strangers make each other's, and everybody's, be sent again after a while."""
+    with Limited(("127.0.0.1", 0), Echo) as busy, contextlib.ExitStack() as strangers:
+        for _ in range(100):
+            strangers.enter_context(socket.create_connection(busy.server_address, 5.0))
+
+
 def test_a_slot_is_free_again_once_its_connection_has_ended(server: Limited) -> None:
     for _ in range(3 * Limited.slots):
         with connect(server, b"keya") as one:
@@ -254,7 +261,9 @@ def test_a_connection_that_drips_is_cut_when_its_time_to_prove_the_key_is_over(
     assert cut
 
 
-def test_idle_connections_exhaust_neither_prometheus_nor_rank_0(tmp_path: Path) -> None:
+def test_idle_connections_exhaust_neither_prometheus_nor_rank_0(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     sink = Prometheus(tmp_path, 0)
     try:
         assert [at for at, port in listening() if port == sink.port] == ["127.0.0.1"]
@@ -264,6 +273,11 @@ def test_idle_connections_exhaust_neither_prometheus_nor_rank_0(tmp_path: Path) 
             with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}", timeout=PATIENT_S) as page:
                 assert page.status == 200
             assert threads_of(sink) <= 18
+        try:
+            raise BrokenPipeError
+        except BrokenPipeError:
+            sink._server.handle_error(None, None)
+        assert "Traceback" not in capfd.readouterr().err, "nobody fills rank 0's log"
     finally:
         sink.close()
 

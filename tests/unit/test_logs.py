@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from megatron_async_rl.watchdog.logs import find_cause, tail
+from megatron_async_rl.watchdog import logs
+from megatron_async_rl.watchdog.logs import find_cause, survived, tail
 
 GLOO = """\
 [rank1]: Traceback (most recent call last):
@@ -215,6 +217,29 @@ def test_a_deadline_gives_way_to_what_it_waited_for(tmp_path: Path) -> None:
 def test_a_secondary_failure_is_better_than_none(tmp_path: Path) -> None:
     write(tmp_path, rank_1=GLOO)
     assert "Connection closed by peer" in cause_of(tmp_path)[0]
+
+
+def test_of_a_large_log_with_a_long_line_the_end_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "MOST_BYTES", 4096)
+    path = tmp_path / "engine-0.log"
+    error = "Traceback (most recent call last):\n  File 'a'\nValueError: gloo " + "gloo " * 500
+    path.write_text("x" * 9000 + "\nTraceback\n" * 500 + error + "\n")
+    cause = find_cause(tmp_path)
+    assert cause is not None
+    assert cause.line == len(path.read_text().splitlines())
+    assert cause.message.startswith("ValueError: gloo ")
+    assert len(cause.message) < 2100
+    assert not survived(cause)
+    assert [len(line) < 2100 for line in tail(path, 2)] == [True, True]
+    tracemalloc.start()
+    path.write_bytes(bytes(10_000_000))
+    tracemalloc.reset_peak()
+    assert find_cause(tmp_path) is None
+    assert tail(path, 3) == ["\0" * logs.MOST_CHARACTERS + " ..."]
+    assert tracemalloc.get_traced_memory()[1] < 10**6
+    tracemalloc.stop()
 
 
 def test_logs_without_a_failure_have_no_cause(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -12,9 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import megatron_async_rl
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.launch import launcher
 from megatron_async_rl.metrics import catalogue as keys
 from megatron_async_rl.metrics import log as metrics_log
 from megatron_async_rl.metrics.catalogue import Metric, MetricsError
@@ -171,12 +174,12 @@ def test_lines_at_the_end_that_cannot_be_read_are_put_aside_and_every_step_stays
     path = tmp_path / "metrics.jsonl"
     for tail, cut in (("", 0), ('{"step": 3, "rewa', 1), ("\0\0\n[3]\n", 2), ("\0\0", 1)):
         path.write_text(good + tail)
-        assert cut_unreadable(tmp_path) == cut
+        assert cut_unreadable(tmp_path).get("metrics.jsonl", 0) == cut
         assert path.read_text() == good
     aside = lines_of(tmp_path / "metrics.cut.jsonl")
     assert aside == [{"unreadable": one} for one in ('{"step": 3, "rewa', "\0\0", "[3]", "\0\0")]
     path.write_text(f'{{"step": 1}}\n\0\0\n{good}')
-    assert cut_unreadable(tmp_path) == 0
+    assert cut_unreadable(tmp_path) == {}
     with pytest.raises(UserError, match=r"metrics\.jsonl:2"):
         read_metrics(tmp_path)
 
@@ -233,6 +236,43 @@ def test_a_broken_line_in_the_middle_is_named_by_file_and_line(tmp_path: Path) -
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl:2"):
         read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize("step", ["2", "1", "2.5"])
+def test_a_step_that_does_not_grow_is_named_by_file_and_line(tmp_path: Path, step: str) -> None:
+    """As damage, or a file put together by hand, leaves it: every step would count twice."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{{"step": 2}}\n{{"step": {step}}}\n{{"step": 4}}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:3"):
+        read_metrics(tmp_path)
+    with pytest.raises(UserError, match=r"metrics\.jsonl, near its end"):
+        read_newest(tmp_path, 3)
+
+
+def test_a_line_without_an_end_is_refused_before_it_fills_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_log, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(metrics_log, "LONGEST_LINE", 5000)
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + bytes(10_000))
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2"):
+        read_metrics(tmp_path)
+
+
+def test_the_launcher_reports_lines_that_it_moved_aside(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "rewa')
+    (tmp_path / "eval.jsonl").write_text('{"version": 1}\n\0\0\n{"vers')
+    written = io.StringIO()
+    launcher._put_aside(tmp_path, Console(file=written, width=60))
+    launcher._put_aside(tmp_path, Console(file=written, width=60))
+    assert [line.split(", as after")[0] for line in written.getvalue().splitlines()] == [
+        f"note: 1 line at the end of {tmp_path}/metrics.jsonl cannot be read",
+        f"note: 2 lines at the end of {tmp_path}/eval.jsonl cannot be read",
+    ]
+    assert lines_of(tmp_path / "eval.cut.jsonl") == [
+        {"unreadable": "\0\0"},
+        {"unreadable": '{"vers'},
+    ]
 
 
 def test_tensorboard_gets_numbers_and_histograms_and_forgets_cut_steps(tmp_path: Path) -> None:

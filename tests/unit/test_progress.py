@@ -196,6 +196,19 @@ def test_a_pipe_has_each_warning_once(pipe: Run) -> None:
     ]
 
 
+def test_a_damaged_line_is_a_warning_and_ends_no_run(pipe: Run) -> None:
+    progress = Progress(pipe.dir, 50, pipe.console)
+    with open(pipe.dir / "metrics.jsonl", "a") as file:
+        file.write("\0\0\n")
+    progress.update()
+    pipe.step(2)
+    pipe.say("training", 2)
+    progress.update()
+    progress.close()
+    assert f"warning: {pipe.dir}/metrics.jsonl:1 is not a line of metrics" in pipe.shown
+    assert "step 2/50" in pipe.shown
+
+
 def test_the_panel_shows_the_phase_before_the_first_step(terminal: Run) -> None:
     progress = Progress(terminal.dir, 50, terminal.console)
     progress.update()

@@ -20,6 +20,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.config.schema import RolloutConfig
+from megatron_async_rl.rollout.engine import RolloutEngine
 from megatron_async_rl.rollout.engine_state import BusyClock, EngineDied
 from megatron_async_rl.rollout.environments.transcript import Segment, Transcript
 from megatron_async_rl.rollout.responses import Responses
@@ -244,6 +245,31 @@ def test_a_death_of_vllm_is_told_with_the_last_error_of_the_engines_log(
         + "(EngineCore pid=7) INFO 11-25 15:04:30 [scheduler.py:1] UNPAUSED\n"
         * went_on
     )
+    working(tmp_path, work)
+
+
+def test_every_call_that_meets_vllms_death_names_the_engine_and_its_log(tmp_path: Path) -> None:
+    """vLLM's own error names neither."""
+
+    async def dead(*_: Any, **__: Any) -> None:
+        raise EngineDeadError()
+
+    async def work(responses: Responses, llm: FakeLLM) -> None:
+        await responses.submit([request(0, answer="7")])
+        llm.abort = llm.add_request = dead  # type: ignore[method-assign]
+        engine: Any = SimpleNamespace(
+            spec=responses._spec, _vllm=lambda: SimpleNamespace(errored=False)
+        )
+        for call in (
+            responses.abort([request(0).id]),
+            responses.submit([request(1, answer="7")]),
+            RolloutEngine._while_alive(engine, "sleep", dead()),
+        ):
+            with pytest.raises(EngineDied, match=r"engine-0 died while it .*; see .*engine-0\.log"):
+                await call
+        with pytest.raises(EngineDied):
+            await responses.reports.take(60)
+
     working(tmp_path, work)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data import DataIdentity, read_set, tokenizer_of
+from megatron_async_rl.launch.run_lock import lock_run_dir
 from megatron_async_rl.metrics.status import Status, write_status
+from megatron_async_rl.plan import machine
+from megatron_async_rl.plan.machine import this_machine
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.resume import ALLOWED, checkpoint_notes, conflicts, differences
 from megatron_async_rl.policy.checkpoint_folder import CONFIG_FILE, DATA_FILE, newest
@@ -389,8 +393,39 @@ def test_moments_that_config_and_checkpoint_both_refuse_are_told_once(config: Pa
     assert "float32 there, bfloat16 here" in done.output
 
 
-def test_mar_train_of_a_finished_run_with_its_own_settings_shows_its_summary(config: Path) -> None:
+def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs have this machine's memory."""
+    little = replace(this_machine(), free_memory=2**20)
+    monkeypatch.setattr(machine, "this_machine", lambda *_: little)
+
+
+def test_mar_train_of_a_finished_run_with_its_own_settings_shows_its_summary(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs no memory, model or data for that."""
     made(config, step=4, phase="finished")
+    crowded(monkeypatch)
+    loaded = load(config)
+    (loaded.model.path / "config.json").unlink()
+    assert loaded.data.train is not None
+    loaded.data.train.unlink()
     done = CliRunner().invoke(cli.app, ["train", str(config)])
     assert done.exit_code == 0, done.output
     assert "finished at step 4" in done.output
+
+
+def test_what_the_directory_decides_comes_before_memory_that_is_short(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run that is there may be what has the memory."""
+    run_dir = made(config, step=2)
+    crowded(monkeypatch)
+    with lock_run_dir(run_dir):
+        done = CliRunner().invoke(cli.app, ["train", str(config)])
+    assert (done.exit_code, "is in use" in done.output) == (2, True), done.output
+    assert "memory" not in done.output
+    done = CliRunner().invoke(cli.app, ["train", str(config), "run.resume=never"])
+    assert (done.exit_code, "already holds a run" in done.output) == (2, True), done.output
+    assert "memory" not in done.output
+    done = CliRunner().invoke(cli.app, ["train", str(config), "run.seed=7"])
+    assert ("run.seed" in done.output, "host memory" in done.output) == (True, True), done.output

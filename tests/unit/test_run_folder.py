@@ -121,6 +121,59 @@ def test_a_process_that_ends_well_takes_its_folder_along(base: Path) -> None:
     assert in_shared_memory(folder) == []
 
 
+def test_a_killed_engines_sandboxes_go_with_its_run(base: Path) -> None:
+    """Root's programs cannot pass through the run's own folder, so theirs is beside it."""
+    source = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from megatron_async_rl.watchdog.run_folder import public_folder\n"
+        "place = public_folder(Path(sys.argv[1]))\n"
+        "(place / 'mar-sandbox-x').mkdir()\n"
+        "os.chdir(place / 'mar-sandbox-x')\n"
+        "for _ in range(2000):\n"
+        "    os.mkdir('d'); os.chdir('d')\n"
+        "print(place, flush=True)\n"
+        "sys.stdin.read()"
+    )
+    with run_folder():
+        engine = subprocess.Popen(
+            [sys.executable, "-c", source, module.SHORT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert engine.stdout is not None
+        place = Path(engine.stdout.readline().strip())
+        assert place.stat().st_mode & 0o777 == 0o711
+        assert remove_stale_folders() == [], "its engine lives"
+        engine.kill()
+        engine.wait()
+        assert place.parent == module.SHORT
+        assert place.exists()
+    assert list(module.SHORT.iterdir()) == []
+
+
+def test_what_the_workers_of_a_killed_engine_shared_goes_with_its_run(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path)
+    for name in ("vllm_dist_ab-tp:0-[0-1]-cpushm_1", "vllm_dist_cd-tp:0-[0-1]-cpushm_1"):
+        (tmp_path / name).touch()
+    with run_folder() as folder:
+        (folder.path / "vllm_dist_ab").touch()
+    assert [one.name for one in tmp_path.glob("vllm*")] == ["vllm_dist_cd-tp:0-[0-1]-cpushm_1"]
+
+
+def test_a_public_folder_goes_with_its_process(base: Path) -> None:
+    source = (
+        "import sys; from pathlib import Path\n"
+        "from megatron_async_rl.watchdog.run_folder import public_folder\n"
+        "assert public_folder(Path(sys.argv[1])) is public_folder(Path(sys.argv[1]))"
+    )
+    subprocess.run([sys.executable, "-c", source, base], check=True)
+    assert list(base.iterdir()) == []
+
+
 def test_a_folder_of_somebody_else_is_left_alone(base: Path) -> None:
     for name in ("mar-01234567", "mar-notes", "ray"):
         (base / name).mkdir()

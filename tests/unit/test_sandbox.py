@@ -31,6 +31,7 @@ from megatron_async_rl.rollout.rewards.sandbox import (
     run,
 )
 from megatron_async_rl.samples import Prompt
+from megatron_async_rl.watchdog.run_folder import LOCK, VARIABLE
 
 
 def printed(source: str, **limits: Any) -> str:
@@ -39,8 +40,8 @@ def printed(source: str, **limits: Any) -> str:
     return ended.output
 
 
-LANDLOCK = ctypes.CDLL(None).syscall(444, None, 0, 1) > 0
-"""True if the kernel has it."""
+LANDLOCK = ctypes.CDLL(None).syscall(444, None, 0, 1)
+"""The kernel's version of it; negative where it has none."""
 ISOLATIONS = pytest.mark.parametrize("isolation", ["namespaces", "limits"])
 
 
@@ -131,14 +132,92 @@ for family in (40, socket.AF_NETLINK, 38):
         print("opened")
     except OSError as error:
         print(error.strerror)
-for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6):
-    socket.socket(family).close()
 keyctl = {"x86_64": 250, "aarch64": 219}[os.uname().machine]
 print(libc.syscall(keyctl, 0, -3, 0), os.strerror(ctypes.get_errno()))
 """
     refused = "Operation not permitted"
     said = printed(source, isolation=isolation).splitlines()
     assert said == [refused, refused, refused, f"-1 {refused}"]
+
+
+def test_without_namespaces_it_reaches_no_port_and_opens_none() -> None:
+    """Ports of the run (stores, Ray, the dashboard), and Unix sockets by path or name."""
+    path, name = f"/tmp/{uuid.uuid4().hex}", uuid.uuid4().hex
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_server(("::1", 0), family=socket.AF_INET6) as sixth,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp,
+        socket.socket(socket.AF_UNIX) as by_path,
+        socket.socket(socket.AF_UNIX) as abstract,
+    ):
+        udp.bind(("127.0.0.1", 0))
+        by_path.bind(path)
+        os.chmod(path, 0o777)
+        abstract.bind(f"\0{name}")
+        for one in (by_path, abstract):
+            one.listen()
+        source = f"""
+import asyncio, multiprocessing, socket
+def connect(family, kind, place):
+    return lambda: socket.socket(family, kind).connect(place)
+def listen(family, place):
+    return lambda: socket.create_server(place, family=family)
+for act in (
+    connect(socket.AF_INET, socket.SOCK_STREAM, {server.getsockname()!r}),
+    connect(socket.AF_INET6, socket.SOCK_STREAM, {sixth.getsockname()!r}),
+    connect(socket.AF_INET, socket.SOCK_DGRAM, {udp.getsockname()!r}),
+    connect(socket.AF_UNIX, socket.SOCK_STREAM, {path!r}),
+    connect(socket.AF_UNIX, socket.SOCK_STREAM, "\\x00{name}"),
+    listen(socket.AF_INET, ("127.0.0.1", 0)),
+    listen(socket.AF_INET6, ("::1", 0)),
+):
+    try:
+        act()
+        print("done")
+    except PermissionError:
+        print("refused")
+async def nothing():
+    await asyncio.sleep(0)
+asyncio.run(nothing())
+ours, theirs = multiprocessing.Pipe()
+theirs.send(7)
+print(ours.recv())
+"""
+        said = printed(source, isolation="limits", memory_mib=1024).split()
+        os.unlink(path)
+    assert said == [*["refused"] * 7, "7"]
+
+
+@pytest.mark.skipif(LANDLOCK < 6, reason="the kernel's Landlock has no scopes")
+def test_without_namespaces_it_ends_and_limits_no_process_of_its_user(tmp_path: Path) -> None:
+    """This process is root's, as is the one that tries, so that no difference of users protects it."""
+    source = """
+import os, resource, signal, time
+from megatron_async_rl.rollout.rewards import sandbox_program as program
+parent = os.getppid()
+program.libc.prctl(program.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+assert program.stay_here()
+program.refuse_calls(())
+for act in (
+    lambda: os.kill(parent, 0),
+    lambda: signal.pidfd_send_signal(os.pidfd_open(parent), 0),
+    lambda: resource.prlimit(parent, resource.RLIMIT_NOFILE),
+):
+    try:
+        act()
+        print("done")
+    except PermissionError:
+        print("refused")
+child = os.fork()
+if not child:
+    time.sleep(600)
+os.kill(child, signal.SIGKILL)
+print(os.waitpid(child, 0)[1], resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 0)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.split() == [*["refused"] * 3, "9", "True"]
 
 
 def test_its_files_are_bounded_in_number() -> None:
@@ -278,7 +357,7 @@ def test_without_namespaces_all_files_together_are_bounded(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The program is killed at the limit, and nothing that it wrote is left."""
-    monkeypatch.setattr(sandbox, "_reachable", lambda _: tmp_path)
+    monkeypatch.setattr(sandbox, "_parent", lambda: tmp_path)
     source = {
         "many": "for i in range(10**6): open(f'f{i}', 'wb').write(bytes(2**18))",
         "deep": (
@@ -293,7 +372,7 @@ def test_without_namespaces_all_files_together_are_bounded(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(not LANDLOCK, reason="the kernel does not have Landlock")
+@pytest.mark.skipif(LANDLOCK < 1, reason="the kernel does not have Landlock")
 def test_without_namespaces_it_writes_into_its_own_folder_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,6 +390,23 @@ with tempfile.NamedTemporaryFile() as file, open(os.devnull, "w") as nothing:
     print(os.path.dirname(file.name) == os.getcwd(), file.write(b"x"), nothing.write("x"))
 """
     assert printed(source, isolation="limits").splitlines() == [*["refused"] * 3, "True 1 1"]
+
+
+def test_a_programs_folder_is_in_one_that_a_later_start_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the run's own, or, where the program could not reach that, beside it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    for one in (tmp_path, *tmp_path.parents[:2]):
+        one.chmod(0o711)
+    assert sandbox._parent() == tmp_path
+    monkeypatch.delenv(VARIABLE)
+    assert sandbox._parent().parent == tmp_path
+    tmp_path.chmod(0o700)
+    there = Path("/tmp") if os.getuid() == 0 else tmp_path
+    assert sandbox._parent().parent == there
+    assert (sandbox._parent() / LOCK).exists()
 
 
 def test_the_code_that_a_tester_asks_is_bounded_too() -> None:
@@ -379,7 +475,7 @@ def test_walls_that_cannot_stand_are_said_and_nothing_is_run(
         load_reward("code")
     assert load_reward("code", {"isolation": "limits"}).settings == {"isolation": "limits"}
     assert printed("print(1)", isolation="limits") == "1\n"
-    program.write_text(text.replace("            refuse_calls()\n", "            1 / 0\n"))
+    program.write_text(text.replace('control.sendall(b"ready\\n")', "1 / 0"))
     with pytest.raises(RewardError, match=r"isolation: no program can be run: .*division by zero"):
         load_reward("code", {"isolation": "limits"})
 

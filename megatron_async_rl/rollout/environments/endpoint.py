@@ -12,7 +12,8 @@ there are fewer than `rollout.environment.max_segments`.
 
 Invariants:
 - the server runs on the engine's event loop and listens on this machine alone; a session's name
-  cannot be guessed, and is unknown once its agent has ended;
+  cannot be guessed, and is unknown once its agent has ended; connections that name none, such as
+  idle ones, are STRANGERS at most, however many connect: the oldest is cut;
 - the calls of a session are answered one after the other, whatever segment they belong to;
 - an agent may work by itself for as long as its time lasts, whatever `watchdog.timeout_s` is: between
   its calls the run is allowed to be without progress;
@@ -58,6 +59,9 @@ CLOSE_S = 0.5
 """Longest time that a call may take to end with the engine."""
 LONGEST = 64 * 2**20
 """Bytes of a call."""
+STRANGERS = 512
+"""Connections without a session, each of which takes a descriptor of the engine. Agents that connect
+at the same moment count until their calls are read."""
 
 
 class _Thread(Segment):
@@ -147,6 +151,27 @@ class _Session:
         return error if known else f"{error} (a call was refused: {self.refusal})"
 
 
+class _Connections:
+    """Connections of aiohttp's `server`, of which strangers are limited."""
+
+    def __init__(self, server: web.Server) -> None:
+        self._server = server
+        self._strangers: dict[web.RequestHandler, None] = {}
+        """Oldest first; those that have ended go as new ones come."""
+
+    def __call__(self) -> web.RequestHandler:
+        while len(self._strangers) >= STRANGERS:
+            oldest = next(iter(self._strangers))
+            self._strangers.pop(oldest)
+            oldest.force_close()
+        connection = self._server()
+        self._strangers[connection] = None
+        return connection
+
+    def admit(self, connection: web.RequestHandler) -> None:
+        self._strangers.pop(connection, None)
+
+
 class Agents:
     """Used by one event loop. Call `start` first."""
 
@@ -160,6 +185,8 @@ class Agents:
         self._follow = ChatMessages(tokenizer)
         self._sessions: dict[str, _Session] = {}
         self._runner: web.AppRunner | None = None
+        self._connections: _Connections | None = None
+        self._listener: asyncio.Server | None = None
         self._url = ""
 
     async def start(self) -> None:
@@ -171,10 +198,15 @@ class Agents:
         app.router.add_route("*", "/{path:.*}", self._elsewhere)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=CLOSE_S)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self._url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        assert self._runner.server is not None
+        self._connections = _Connections(self._runner.server)
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(self._connections, "127.0.0.1", 0)
+        self._url = f"http://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
 
     async def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -207,6 +239,8 @@ class Agents:
         session = self._sessions.get(request.match_info.get("name", ""))
         if session is None:
             raise Refused("no such session, or its agent has ended", status=404)
+        if self._connections is not None:
+            self._connections.admit(request.protocol)
         return session
 
     async def _models(self, request: web.Request) -> web.Response:

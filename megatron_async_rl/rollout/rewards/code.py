@@ -230,8 +230,8 @@ def _check(*, key: str, isolation: Isolation = "namespaces", **_: Any) -> None:
             f"{key}.isolation",
             f"this machine does not allow the namespaces that {isolation!r} needs: {error}",
             "allow unprivileged user namespaces (in a container: --security-opt seccomp=unconfined"
-            " or --cap-add SYS_ADMIN), or set isolation: limits, which leaves network and files open"
-            " to the code",
+            " or --cap-add SYS_ADMIN), or set isolation: limits, which leaves files readable to"
+            " the code",
         ) from error
 
 

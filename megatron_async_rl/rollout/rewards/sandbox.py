@@ -14,11 +14,12 @@ With `isolation: namespaces` (Linux; sandbox_program.py builds the walls) a prog
 It is a wall of the kernel's, not a machine of its own.
 
 With `isolation: limits`, for machines that do not allow namespaces, only the limits, the empty
-environment and the end of all its processes are left. It has the network. If root starts it, it
-is a user of its own, reads what every user can and ends nobody else's process; if another user
-does, it can do what that user can, to the run and to its own launcher too. It writes only into a
-folder of its own, which is removed with whatever it holds: Landlock refuses other places (Linux
-5.13 or newer; an older kernel does not). The size of that folder is checked CHECKS_PER_S times a
+environment, the end of all its processes and the refusal of sockets are left: it reaches no network
+and no port of this machine. If root starts it, it is a user of its own, reads what every user can
+and ends nobody else's process; if another user does, it reads what that user can, and only Landlock
+(Linux 6.12 or newer) keeps it from ending that user's processes, the run's and its own launcher too.
+It writes only into a folder of its own, which is removed with whatever it holds: Landlock refuses
+other places (Linux 5.13 or newer; an older kernel does not). The size of that folder is checked CHECKS_PER_S times a
 second, and a program that exceeds it is killed.
 """
 
@@ -28,7 +29,6 @@ import contextlib
 import functools
 import json
 import os
-import shutil
 import signal
 import socket
 import stat
@@ -44,6 +44,8 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
+
+from megatron_async_rl.watchdog.run_folder import SHORT, VARIABLE, public_folder, remove_tree
 
 Isolation = Literal["namespaces", "limits"]
 START_S = 30.0
@@ -118,7 +120,7 @@ class Sandbox:
         self._limits = limits
         self._started = time.monotonic()
         self._folder = (
-            tempfile.mkdtemp(prefix="mar-sandbox-", dir=_reachable(Path(tempfile.gettempdir())))
+            tempfile.mkdtemp(prefix="mar-sandbox-", dir=_parent())
             if limits.isolation == "limits"
             else None
         )
@@ -293,15 +295,18 @@ class Sandbox:
             os.close(self._output)
             self._output = -1
         if self._folder is not None:
-            _remove(self._folder)
+            remove_tree(Path(self._folder))
 
 
-def _reachable(folder: Path) -> Path:
-    """Return `folder`, or /tmp where root starts programs and only root may pass through it, as
-    through a run's own: the programs are another user, and name their files by whole paths."""
-    folder = folder.resolve()
-    private = any(not one.stat().st_mode & stat.S_IXOTH for one in (folder, *folder.parents))
-    return Path("/tmp") if private and os.getuid() == 0 else folder
+def _parent() -> Path:
+    """Return the folder of the programs' own folders, which a later start removes if this process is
+    killed."""
+    temporary = Path(tempfile.gettempdir()).resolve()
+    private = any(not one.stat().st_mode & stat.S_IXOTH for one in (temporary, *temporary.parents))
+    # Root's programs are another user, and name their files by whole paths.
+    if private and os.getuid() == 0:
+        return public_folder(SHORT)
+    return temporary if VARIABLE in os.environ else public_folder(temporary)
 
 
 def _exceeds(folder: str, most: int) -> bool:
@@ -319,16 +324,6 @@ def _exceeds(folder: str, most: int) -> bool:
                 if size > most or files > MAX_FILES:
                     return True
     return False
-
-
-def _remove(folder: str) -> None:
-    """Remove a folder of a program, which may have made it deeper than Python's recursion goes, or
-    taken away its owner's rights."""
-    with contextlib.suppress(RecursionError):
-        shutil.rmtree(folder, ignore_errors=True)
-    if os.path.lexists(folder):
-        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
-            subprocess.run([*command, "--", folder], stderr=subprocess.DEVNULL, check=False)
 
 
 @functools.cache

@@ -11,6 +11,8 @@ Runs without this package and without site-packages. Invariants:
   started it;
 - what it holds in memory is in its address space or in its /tmp, both bounded: the kernel refuses
   it memory that is neither (`refuse_calls`);
+- it reaches no port of this machine: it is in a network namespace of its own, or it has no socket
+  but those of `socketpair`;
 - when the program ends, every process it started ends with it.
 """
 
@@ -50,8 +52,10 @@ REFUSED = {
 """System calls that hold memory outside of any address space, begin a namespace, in which a program
 could mount some more, or read the keys of whoever started it."""
 FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
-"""Kinds of sockets. Others (AF_VSOCK, to the host of a virtual machine) pass by the network namespace."""
+"""Kinds of sockets in a network namespace, which others leave (AF_VSOCK, to the host of a virtual
+machine)."""
 SYS_SOCKET = {"x86_64": 41, "aarch64": 198}
+SYS_PRLIMIT = {"x86_64": 302, "aarch64": 261}
 MOST_FILES = 4096
 """In /tmp: an empty one takes memory that its size does not count."""
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}
@@ -64,6 +68,8 @@ WRITES = WRITE_FILE | sum(1 << right for right in range(4, 13))
 """Landlock's rights to write, remove and make files of any kind."""
 REFER, TRUNCATE = 1 << 13, 1 << 14
 """Rights that Landlock has since its versions 2 and 3."""
+SCOPES = 0x1 | 0x2
+"""Landlock, version 6: no abstract Unix socket and no signal reaches a process outside."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -157,9 +163,12 @@ def drop_capabilities() -> None:
     called(libc.syscall(SYS_CAPSET[os.uname().machine], header, bytes(24)), "dropping capabilities")
 
 
-def refuse_calls() -> None:
-    """The calls of REFUSED, and sockets beside FAMILIES, with EPERM. clone3, whose flags a filter cannot read, does not exist:
-    the C library then takes clone, which is refused for a new namespace of users."""
+def refuse_calls(families: tuple[int, ...]) -> None:
+    """Refuse the calls of REFUSED, limits of other processes, and sockets beside `families`, with
+    EPERM.
+
+    A filter cannot read the flags of clone3, so that call does not exist here: the C library then
+    uses clone, which is refused for a new namespace of users."""
     machine = os.uname().machine
     load, equal, at_least, any_of, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, missing = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
@@ -176,9 +185,14 @@ def refuse_calls() -> None:
     for call in REFUSED[machine]:
         program += [(equal, 0, 1, call), (answer, 0, 0, refuse)]
     program += [
-        (equal, 0, len(FAMILIES) + 3, SYS_SOCKET[machine]),
+        (equal, 0, len(families) + 3, SYS_SOCKET[machine]),
         (load, 0, 0, 16),  # its family
-        *((equal, len(FAMILIES) - place, 0, int(one)) for place, one in enumerate(FAMILIES)),
+        *((equal, len(families) - place, 0, int(one)) for place, one in enumerate(families)),
+        (answer, 0, 0, refuse),
+        (answer, 0, 0, allow),
+        (equal, 0, 4, SYS_PRLIMIT[machine]),
+        (load, 0, 0, 16),  # its process: 0 is the caller
+        (equal, 1, 0, 0),
         (answer, 0, 0, refuse),
         (answer, 0, 0, allow),
         (equal, 0, 3, SYS_CLONE[machine]),
@@ -192,14 +206,17 @@ def refuse_calls() -> None:
     called(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, head, 0, 0), "refusing system calls")
 
 
-def write_only_here() -> bool:
-    """Let this process and its descendants change files below the working directory alone, by
-    Landlock. Call it after PR_SET_NO_NEW_PRIVS. Return False if the kernel does not have Landlock."""
+def stay_here() -> bool:
+    """Let this process and its descendants change files below the working directory alone and, from
+    Linux 6.12 on, send signals to each other alone, by Landlock. Call it after PR_SET_NO_NEW_PRIVS.
+    Return False if the kernel does not have Landlock."""
     version = libc.syscall(SYS_LANDLOCK_CREATE, None, 0, LANDLOCK_VERSION)
     if version < 1:
         return False
     handled = WRITES | (REFER if version >= 2 else 0) | (TRUNCATE if version >= 3 else 0)
-    rules = libc.syscall(SYS_LANDLOCK_CREATE, struct.pack("Q", handled), 8, 0)
+    # An older kernel takes the longer structure as long as what it does not know is zero.
+    attributes = struct.pack("QQQ", handled, 0, SCOPES if version >= 6 else 0)
+    rules = libc.syscall(SYS_LANDLOCK_CREATE, attributes, len(attributes), 0)
     called(min(rules, 0), "restricting writes")
     allowed = handled & (WRITE_FILE | TRUNCATE)
     for path, rights in ((".", handled), ("/dev/null", allowed)):
@@ -380,8 +397,8 @@ def main() -> None:
             drop_capabilities()
             called(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "giving up privileges")
             if not isolated:
-                write_only_here()
-            refuse_calls()
+                stay_here()
+            refuse_calls(FAMILIES if isolated else ())
             control.sendall(b"ready\n")
     except BaseException as error:  # noqa: BLE001 - the starter raises it
         control.sendall(f"failed {error}\n".encode())
