@@ -9,11 +9,18 @@ from itertools import batched
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.config.data import TOOLS_COLUMN, Columns, DataConfig, FileConfig
+from megatron_async_rl.config.data import (
+    TOOLS_COLUMN,
+    Columns,
+    DataConfig,
+    FileConfig,
+    SourceConfig,
+)
 from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.data.conversation import Conversation, answered, conversation
-from megatron_async_rl.data.files import Row, kind, read_rows
+from megatron_async_rl.data.files import Row, kind, read_rows, require_training_files
 from megatron_async_rl.data.messages import (
+    MessagesFault,
     as_conversation,
     half_a_pair,
     is_messages,
@@ -126,6 +133,8 @@ def read_set(
     supervised: bool = False,
 ) -> PromptSet:
     """The prompts of one file or folder, as `data` says. Raises DataError."""
+    if isinstance(file, SourceConfig):  # held-out sets are of another class
+        require_training_files(file.path)
     columns = data.columns(file)
     chat = {
         "data.system_prompt": columns.system_prompt,
@@ -354,9 +363,9 @@ def _prompt_value(file: Path, place: int, values: Mapping[str, Any], columns: Co
     column = columns.messages or columns.prompt
     try:
         return messages_in(value_of(values, column))
-    except ValueError as error:
-        fix = "write them with json.dumps, not with str()"
-        raise DataError(file, place, f"`{column}` {error}", fix) from error
+    except MessagesFault as error:
+        fix = error.fix.replace("COLUMN", column)
+        raise DataError(file, place, f"`{column}` {error.what}", fix) from error
 
 
 def _messages_or_text(row: Row, columns: Columns, as_chat: bool, chat_keys: Sequence[str]) -> Asked:
@@ -408,9 +417,8 @@ def _given_response(
 def _messages_or_value(file: Path, place: int, response: Any) -> Any:
     try:
         return messages_in(response)
-    except ValueError as error:
-        fix = "write them with json.dumps, not with str()"
-        raise DataError(file, place, f"`response` {error}", fix) from error
+    except MessagesFault as error:
+        raise DataError(file, place, f"`response` {error.what}", error.fix) from error
 
 
 def _require_plain_response(file: Path, place: int, response: Any) -> None:
