@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async_rl.config.problem import DataError
-from megatron_async_rl.data.files import kind, no_duplicate_keys
+from megatron_async_rl.data.files import a_kind, no_duplicate_keys
 
 ChatMessages = Sequence[Mapping[str, Any]]
 
@@ -61,7 +61,7 @@ def _with_object(call: Mapping[str, Any], name: str) -> dict[str, Any]:
     if arguments is None:  # OpenAI's clients write a call without arguments in either way
         arguments = {}
     if not isinstance(arguments, Mapping):
-        raise ValueError(f"has a {kind(arguments)} as {name}.arguments, and an object is expected")
+        raise ValueError(f"has {a_kind(arguments)} as {name}.arguments, and an object is expected")
     return {**call, "arguments": arguments}
 
 

@@ -332,12 +332,13 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     csv.field_size_limit(2**31 - 1)  # a document has more than the 128 KiB of the module's own
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
-        header = next(reader, [])
+        header = next((cells for cells in reader if cells), [])
         other = next((sign for sign in ";\t|" if len(header) == 1 and sign in header[0]), None)
         if other is not None:
             what = f"has no comma in its first line, {header[0][:60]!r}"
-            raise DataError(path, 1, what, f"save it with commas in the place of {other!r}")
-        _require_unique(path, 1, header)
+            fix = f"save it with commas in the place of {other!r}"
+            raise DataError(path, reader.line_num, what, fix)
+        _require_unique(path, reader.line_num, header)
         for cells in reader:
             if not cells:
                 continue
@@ -362,15 +363,16 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         _require_unique(path, None, schema.names)
         plain = [field.name for field in schema if not _holds(field.type, _is_bytes)]
         odd = {field.name for field in schema if _holds(field.type, _is_odd)}
-        for batch in file.iter_batches(batch_size=1024, columns=plain):
-            for row in batch.to_pylist(maps_as_pydicts="strict"):
-                place += 1
-                yield place, row | {name: as_text(row[name]) for name in odd & row.keys()}
+        with _parquet_errors(path, sorted(odd)):
+            for batch in file.iter_batches(batch_size=1024, columns=plain):
+                for row in batch.to_pylist(maps_as_pydicts="strict"):
+                    place += 1
+                    yield place, row | {name: as_text(row[name]) for name in odd & row.keys()}
 
 
 @contextmanager
-def _parquet_errors(path: Path) -> Iterator[None]:
-    """Raise what pyarrow raises as DataError."""
+def _parquet_errors(path: Path, odd: Sequence[str] = ()) -> Iterator[None]:
+    """Raise what pyarrow raises as DataError. odd: columns whose values become text."""
     import pyarrow
 
     try:
@@ -387,7 +389,8 @@ def _parquet_errors(path: Path) -> Iterator[None]:
     except DataError:
         raise
     except ValueError as error:  # Python's times have no nanoseconds
-        what = f"holds a value that Python does not: {str(error).partition('.')[0]}"
+        where = f" in {' or '.join(odd)}" if odd else ""
+        what = f"holds a value{where} that Python does not: {str(error).partition('.')[0]}"
         raise DataError(path, None, what, "write times in microseconds, or as text") from error
 
 
@@ -450,6 +453,12 @@ FORMATS: dict[str, Callable[[Path], Iterator[tuple[int, dict[str, Any]]]]] = {
     ".parquet": _parquet,
     ".csv": _csv,
 }
+
+
+def a_kind(value: Any) -> str:
+    """Return the kind of a value with its article; null has none."""
+    name = kind(value)
+    return name if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def kind(value: Any) -> str:

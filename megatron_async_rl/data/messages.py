@@ -167,6 +167,7 @@ def message_of(file: Path, place: int, message: Any) -> dict[str, Any]:
     if not (
         isinstance(message, Mapping)
         and isinstance(message.get("role"), str)
+        and message["role"].strip()
         and ("content" in message or calls)
     ):
         shown = json.dumps(message, default=str)[:80]

@@ -17,8 +17,14 @@ from megatron_async_rl.config.data import (
     SourceConfig,
 )
 from megatron_async_rl.config.problem import DataError
-from megatron_async_rl.data.conversation import Conversation, answered, conversation
-from megatron_async_rl.data.files import Row, kind, read_rows, require_training_files
+from megatron_async_rl.data.conversation import (
+    Conversation,
+    answered,
+    conversation,
+    loss_weight,
+    response_text,
+)
+from megatron_async_rl.data.files import Row, a_kind, read_rows, require_training_files
 from megatron_async_rl.data.messages import (
     MessagesFault,
     as_conversation,
@@ -220,7 +226,7 @@ def _read(
         if isinstance(prompt, str):
             text, ids = prompt, encoded
             if supervised:
-                _require_plain_response(file, place, value_of(values, response_column))
+                _require_response(file, place, value_of(values, response_column))
         elif conversations:
             tools = _tools(file, place, values, columns)
             given = _rendered(file, place, conversation, prompt, tokenizer, tools)
@@ -249,6 +255,8 @@ def _read(
                 " raise rollout.max_context or lower rollout.sampling.max_tokens",
             )
         fields = _fields(values, columns)
+        if supervised:
+            loss_weight(file, place, fields)
         if columns.answer is not None:
             fields[field] = value_of(values, columns.answer)
         if given is not None:
@@ -281,9 +289,11 @@ def _identity(
 ) -> str:
     """The row's id, which no other row has; `places`: where those before it stand."""
     given = values.get("id")
+    if given == "":  # a cell of CSV without a value
+        given = None
     if given is not None and (isinstance(given, bool) or not isinstance(given, (str, int))):
         fix = "make it text or a whole number"
-        raise DataError(file, place, f"`id` is a {kind(given)}", fix)
+        raise DataError(file, place, f"`id` is {a_kind(given)}", fix)
     name = f"{file.name}:{place}" if given is None else str(given)
     if not is_unicode(name):
         what = f"`id` {name!r} is no valid Unicode"
@@ -346,15 +356,15 @@ def _checked(
         if (fault := required.fault(fields)) is not None:
             raise DataError(file, place, *fault)
         value = _prompt_value(file, place, values, columns)
+        if value in ("", [], {}) or (isinstance(value, str) and not value.strip()):
+            fix = "write the question, or remove the line"
+            raise DataError(file, place, f"`{prompt}` is empty", fix)
         if not isinstance(value, list if columns.messages else (str, list)):
-            what = f"`{prompt}` is a {kind(value)}"
+            what = f"`{prompt}` is {a_kind(value)}"
             fix = "make it text, or a list of chat messages"
             if columns.messages:
                 fix = "make it a list of chat messages, or name a column of text as data.prompt_key"
             raise DataError(file, place, what, fix)
-        if not value or (isinstance(value, str) and not value.strip()):
-            fix = "write the question, or remove the line"
-            raise DataError(file, place, f"`{prompt}` is empty", fix)
         yield file, place, values
 
 
@@ -382,6 +392,9 @@ def _messages_or_text(row: Row, columns: Columns, as_chat: bool, chat_keys: Sequ
             return value
         value = [{"role": "user", "content": value}]
     messages = [message_of(file, place, message) for message in value]
+    if not any(one.get("tool_calls") or (one.get("content") or "").strip() for one in messages):
+        fix = "write the question, or remove the line"
+        raise DataError(file, place, "every chat message is empty", fix)
     if columns.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": columns.system_prompt})
     return messages
@@ -401,15 +414,11 @@ def _given_response(
         completion = [message_of(file, place, message) for message in value]
         whole = as_conversation(messages, completion)
         return _rendered(file, place, conversation, whole, tokenizer, tools)
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        fix = (
-            "give every row a `response` text for `loss: sft`, or name its column: data.answer_key"
-        )
-        raise DataError(file, place, f"`response` is {value!r:.80}", fix)
+    text = response_text(file, place, value)
 
     def render(file: Path, place: int, messages: Any, tokenizer: Tokenizer, tools: Any) -> Any:
         _require_question(file, place, messages)
-        return answered(file, place, messages, str(value), tokenizer, tools)
+        return answered(file, place, messages, text, tokenizer, tools)
 
     return _rendered(file, place, render, messages, tokenizer, tools)
 
@@ -421,12 +430,14 @@ def _messages_or_value(file: Path, place: int, response: Any) -> Any:
         raise DataError(file, place, f"`response` {error.what}", error.fix) from error
 
 
-def _require_plain_response(file: Path, place: int, response: Any) -> None:
-    """Raise DataError for messages in response to a plain text, which would be learned as text."""
+def _require_response(file: Path, place: int, response: Any) -> None:
+    """Raise DataError for a response to a plain text that is none, or that is messages, which would be
+    learned as text."""
     value = _messages_or_value(file, place, response)
     if value and is_messages(value):
         what = "`response` holds chat messages, and the prompt is plain text"
         raise DataError(file, place, what, "set data.as_chat: true, or write the response as text")
+    response_text(file, place, response)
 
 
 def _tools(file: Path, place: int, values: Mapping[str, Any], columns: Columns) -> list[Any]:

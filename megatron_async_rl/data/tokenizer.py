@@ -32,7 +32,7 @@ from megatron_async_rl.data.chat_template import (
     ChatTemplate,
     load_with_transformers,
 )
-from megatron_async_rl.data.files import kind
+from megatron_async_rl.data.files import a_kind, kind
 
 FILES = ("tokenizer.json", "tokenizer.model")
 
@@ -43,15 +43,20 @@ def content_of(message: Mapping[str, Any]) -> str | None:
     content = message.get("content")
     if isinstance(content, list):
         for index, part in enumerate(content):
-            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-                given = part.get("type") if isinstance(part, Mapping) else kind(part)
+            if not isinstance(part, Mapping):
+                form = 'an object {"type": "text", "text": ...} is expected'
+                raise ValueError(f"has content[{index}] of type {kind(part)}: {form}")
+            if not isinstance(part.get("text"), str):
+                given = part.get("type")
                 raise ValueError(
-                    f"has content[{index}] of type {given}: the model reads text alone"
+                    f"has no text in content[{index}]"
+                    if given in (None, "text")
+                    else f"has content[{index}] of type {given}: the model reads text alone"
                 )
         return "\n".join(part["text"] for part in content)
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return content
-    given = "no content" if content is None else f"a {kind(content)} as its content"
+    given = "no content" if content is None else f"{a_kind(content)} as its content"
     raise ValueError(f"has {given}, and is to have text")
 
 

@@ -255,7 +255,9 @@ def test_bytes_behind_numbers_and_types_of_libraries_are_what_json_holds_too(
     assert (one.text, dict(one.fields)) == ("a", {"uuid": str(name)})
     times = {"prompt": ["a"], "at": pyarrow.array([1], pyarrow.timestamp("ns"))}
     parquet.write_table(pyarrow.table(times), tmp_path / "d.parquet")
-    with pytest.raises(DataError, match=r"(?s)d.parquet: holds a value .*in microseconds"):
+    with pytest.raises(
+        DataError, match=r"(?s)d.parquet: holds a value in at that .*in microseconds"
+    ):
         read(tmp_path)
 
 
@@ -300,6 +302,44 @@ def test_a_column_that_a_table_names_twice_is_refused(tmp_path: Path) -> None:
     parquet.write_table(table, tmp_path / "d.parquet")
     with pytest.raises(DataError, match="names the column 'prompt' twice"):
         read(tmp_path / "d.parquet")
+
+
+def test_blank_lines_and_empty_ids_of_csv_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("\n\nprompt,id\na,\n\nb,\nc,7\n")
+    assert [one.id for one in read(tmp_path / "d.csv").prompts] == ["d.csv:4", "d.csv:6", "7"]
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"prompt": [{"role": "user", "content": ""}]}, "every chat message is empty"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text"}]}]}, r"no text in content\[0\]"),
+        ({"prompt": [{"role": "", "content": "a"}]}, "must be an object with `role`"),
+        ({"prompt": {"a": 1}}, "`prompt` is an object"),
+        ({"prompt": {}}, "`prompt` is empty"),
+    ],
+)
+def test_a_prompt_without_anything_to_answer_is_refused(
+    tmp_path: Path, row: dict[str, Any], what: str
+) -> None:
+    as_jsonl(tmp_path / "d.jsonl", [{"prompt": "a"}, row])
+    with pytest.raises(DataError, match=f"d.jsonl:2: .*{what}"):
+        read(tmp_path / "d.jsonl")
+
+
+def test_faults_of_given_responses_are_reported_by_file_and_line(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}]
+    rows: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"response": None}, "`response` is None"),
+        ({"response": ["b"]}, r"`response` is \['b'\]"),
+        ({"response": "b", "weight": "heavy"}, "`weight` is 'heavy'"),
+        ({"response": "b", "weight": None}, "`weight` is None"),
+    )
+    for more, what in rows:
+        for prompt in ("a", chat):
+            as_jsonl(tmp_path / "d.jsonl", [{"id": "x", "prompt": prompt, **more}])
+            with pytest.raises(DataError, match=f"d.jsonl:1: {what}"):
+                read(tmp_path / "d.jsonl", supervised=True)
 
 
 def test_a_cell_of_csv_may_be_a_document(tmp_path: Path) -> None:
