@@ -94,7 +94,11 @@ def load_with_transformers(model_dir: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=False)
+        # Next to Mistral's tekken.json transformers would take mistral-common, which has no chat
+        # template and no backend.
+        return AutoTokenizer.from_pretrained(
+            str(model_dir), trust_remote_code=False, mistral_format=False
+        )
     except Exception as error:  # a damaged file raises whatever its reader raises
         raise DataError(
             model_dir,

@@ -243,5 +243,13 @@ def test_generated_tokenizers_give_the_ids_and_texts_of_transformers(tmp_path: P
     assert plain > 10, "some are read without transformers"
 
 
+def test_a_file_of_mistral_common_next_to_the_tokenizer_is_not_read(tmp_path: Path) -> None:
+    case = ("bytes", "bos", {}, {}, {"tekken.json": {}}, None, "mistral", {})
+    folder = write(tmp_path / "model", trained("bytes"), case)
+    ids = load_tokenizer(folder).encode("cat")
+    (folder / "tekken.json").unlink()
+    assert (difference(folder), load_tokenizer(folder).encode("cat")) == (None, ids)
+
+
 def refuse(model_dir: Path) -> Any:
     raise NotImplementedError(model_dir)
