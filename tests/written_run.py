@@ -40,6 +40,8 @@ def write_model(folder: Path, **changes: Any) -> Path:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.save(str(folder / "tokenizer.json"))
+    # Without a class of its own transformers would rebuild it as a byte-level tokenizer of Qwen.
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     save_file({"model.norm.weight": np.ones(16, dtype=np.float32)}, folder / "model.safetensors")
     return folder
 

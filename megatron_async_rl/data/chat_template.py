@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async_rl.config.problem import DataError
-from megatron_async_rl.data.files import kind, no_duplicate_keys
+from megatron_async_rl.data.files import a_kind, no_duplicate_keys
 
 ChatMessages = Sequence[Mapping[str, Any]]
 
@@ -26,6 +26,8 @@ _GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 """Tags of transformers around the assistant's text, which Jinja itself does not know."""
 ROLES = ("system", "user", "assistant", "tool")
 """Roles of messages, the same in every template."""
+FURTHER_ROLES = ("developer", "function")
+"""Roles of OpenAI's API that a template may write without naming them."""
 PROBE_QUESTION = {"role": "user", "content": "Q"}
 PROBE_ANSWER = "A7A"
 """Text that no template has a reason to change."""
@@ -53,15 +55,13 @@ def _with_object(call: Mapping[str, Any], name: str) -> dict[str, Any]:
     function = call.get("function")
     if isinstance(function, Mapping):
         return {**call, "function": _with_object(function, f"{name}.function")}
-    if "arguments" not in call:
-        return dict(call)
-    arguments = call["arguments"]
+    arguments = call.get("arguments")
     if isinstance(arguments, str):
         arguments = _parsed(arguments, f"{name}.arguments") if arguments.strip() else None
     if arguments is None:  # OpenAI's clients write a call without arguments in either way
         arguments = {}
     if not isinstance(arguments, Mapping):
-        raise ValueError(f"has a {kind(arguments)} as {name}.arguments, and an object is expected")
+        raise ValueError(f"has {a_kind(arguments)} as {name}.arguments, and an object is expected")
     return {**call, "arguments": arguments}
 
 
@@ -81,10 +81,12 @@ def _as_text(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
 
 
-def _function_name(call: Mapping[str, Any]) -> str:
+def function_name(call: Mapping[str, Any]) -> str:
+    """Return the name of the function that is called; empty text where it has none."""
     function = call.get("function")
-    named = function if isinstance(function, Mapping) else call
-    return str(named.get("name") or "")
+    named = call if function is None else function
+    name = named.get("name") if isinstance(named, Mapping) else None
+    return name if isinstance(name, str) else ""
 
 
 def load_with_transformers(model_dir: Path) -> Any:
@@ -92,7 +94,11 @@ def load_with_transformers(model_dir: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=False)
+        # Next to Mistral's tekken.json transformers would take mistral-common, which has no chat
+        # template and no backend.
+        return AutoTokenizer.from_pretrained(
+            str(model_dir), trust_remote_code=False, mistral_format=False
+        )
     except Exception as error:  # a damaged file raises whatever its reader raises
         raise DataError(
             model_dir,
@@ -234,26 +240,40 @@ class ChatTemplate:
         except Exception:  # noqa: BLE001 - a template is a program: it may raise anything
             return ""
 
+    def _names(self, role: str) -> bool:
+        """Return whether the role stands in the template, which may be one of several."""
+        template = self._template or self._backend.chat_template
+        return (
+            not isinstance(template, str)
+            or re.search(rf"\b{re.escape(role)}\b", template) is not None
+        )
+
     def _require_message(self, message: Mapping[str, Any], text: str) -> None:
         """Raise DataError for a message that the template leaves out for its role, or whose tool
         calls it does not write."""
         role, content = message.get("role"), message.get("content")
-        if role not in ROLES and isinstance(content, str) and content.strip() not in text:
-            near = difflib.get_close_matches(str(role), ROLES, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise DataError(
-                self._dir,
-                None,
-                f"has a chat template that leaves out messages of the role {role!r}",
-                f"{hint}the usual roles are {', '.join(ROLES)}",
-            )
+        if role not in ROLES:
+            left_out = isinstance(content, str) and content.strip() not in text
+            # A template that writes any role would write a misspelt one, too.
+            unknown = role not in FURTHER_ROLES and not self._names(str(role))
+            if left_out or unknown:
+                near = difflib.get_close_matches(str(role), ROLES, n=1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                does = "leaves out messages of" if left_out else "does not name"
+                raise DataError(
+                    self._dir,
+                    None,
+                    f"has a chat template that {does} the role {role!r}",
+                    f"{hint}the usual roles are {', '.join(ROLES)}; for another one give"
+                    " data.chat_template a template that names it",
+                )
         for call in message.get("tool_calls") or ():
-            if _function_name(call) not in text:
+            if function_name(call) not in text:
                 raise DataError(
                     self._dir,
                     None,
                     "has a chat template that does not write `tool_calls`, here of"
-                    f" {_function_name(call)!r}",
+                    f" {function_name(call)!r}",
                     "give data.chat_template one that does, or write the call as content",
                 )
 

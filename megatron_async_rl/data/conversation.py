@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -138,6 +139,30 @@ def answered(
         mask=np.ones(len(tokens), dtype=np.uint8),
         text=response,
     )
+
+
+def response_text(file: Path | str, place: int | None, value: Any) -> str:
+    """Return the text of a given response, which may be a whole number, such as Parquet keeps an
+    answer as: rewards take these two alike. Raises DataError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, str):
+        return value
+    fix = "give every row a `response` text for `loss: sft`, or name its column: data.answer_key"
+    raise DataError(file, place, f"`response` is {value!r:.80}", fix)
+
+
+def loss_weight(file: Path | str, place: int | None, fields: Mapping[str, Any]) -> float:
+    """Return the weight of a row with a given response. Raises DataError."""
+    weight = fields.get("weight", 1.0)
+    if isinstance(weight, str):  # cells of CSV are text
+        with contextlib.suppress(ValueError):
+            weight = float(weight)
+    number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+    if not number or not 0 <= weight < float("inf"):
+        fix = "make it a finite number >= 0, or leave it out"
+        raise DataError(file, place, f"`weight` is {weight!r}", fix)
+    return float(weight)
 
 
 def _trained(file: Path, place: int, messages: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -3,9 +3,9 @@
 Invariants:
 - a row is a mapping of columns to plain Python values, and is known by its file and its place in
   it, from 1: a line of JSONL and CSV, an item of a JSON list, a row of Parquet;
+- no file, column or value that is there goes missing silently: it is read, or refused by name;
 - cells of CSV stay text: nothing guesses that "007" is a number;
-- files of a folder are read in the order of their names;
-- paths inside a data set on a hub are text with `/`, whatever the machine.
+- files of a folder are read in the order of their names.
 """
 
 from __future__ import annotations
@@ -16,26 +16,40 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator
-from fnmatch import fnmatchcase
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from megatron_async_rl.config.problem import DataError
+from megatron_async_rl.data.patterns import alternatives_of, matches, one_pattern, paths_matching
+from megatron_async_rl.data.splits import files_by_split, names_split, split_of
 
 Row = tuple[Path, int, dict[str, Any]]
 """File, place, columns."""
 
-WORDS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing", "eval", "evaluation"),
+HELD_OUT = ("validation", "test")
+NOT_READ = {
+    **dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip"), "decompress it"),
+    **dict.fromkeys(
+        (".arrow", ".feather"), "write it as Parquet: Dataset.to_parquet of `datasets`"
+    ),
+    **dict.fromkeys((".tsv", ".psv"), "save it as CSV, with commas between the cells"),
+    **dict.fromkeys((".ndjson", ".jsonlines"), "rename it to .jsonl"),
+    **dict.fromkeys((".orc", ".avro", ".xlsx", ".pkl", ".pickle"), "write it as Parquet or JSONL"),
 }
-"""Splits and the words for them in names of files and folders, as the `datasets` library has them:
-https://huggingface.co/docs/hub/datasets-file-names-and-splits"""
-JOINED = ("", "s", "set", "split", "data")
-"""Endings of a split's word in a file name, as in `testset.jsonl`."""
+"""Endings of data files that are not read, with the way to make them readable."""
+COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK\x03\x04": "zip",
+    b"BZh": "bzip2",
+}
+"""Beginnings of compressed files."""
+NO_DATA = re.compile(r"(^|/)(\.|__|(config|dataset_infos?|dataset_dict|state)\.json$)")
+"""Hidden files and folders, and descriptions of a data set; in a path inside it."""
 
 
 def read_rows(location: Path, limit: int | None = None) -> Iterator[Row]:
@@ -54,7 +68,8 @@ def _count(file: Path) -> int:
     if file.suffix.lower() == ".parquet":
         from pyarrow import parquet
 
-        return int(parquet.read_metadata(file).num_rows)
+        with _parquet_errors(file):
+            return int(parquet.read_metadata(file).num_rows)
     if file.suffix.lower() != ".jsonl":
         return sum(1 for _ in FORMATS[file.suffix.lower()](file))
     try:
@@ -73,11 +88,9 @@ def _every_row(location: Path) -> Iterator[Row]:
 def data_files(location: Path) -> list[Path]:
     """Raises DataError where there is none, where one is not there or has no known format, and
     where they are of several splits."""
-    endings = ", ".join(FORMATS)
     files = sorted(set(_files_at(location)))
     if not files:
-        fix = f"name a file, or a folder that holds some ({endings})"
-        raise DataError(location, None, "holds no data file", fix)
+        raise DataError(location, None, *_nothing_in(location))
     for file in files:
         try:
             file.stat()
@@ -85,10 +98,9 @@ def data_files(location: Path) -> list[Path]:
             raise _unreadable(file, error) from error
         if file.suffix.lower() not in FORMATS:
             what = f"ends in {file.suffix or 'nothing'}, which is no format that is read here"
-            raise DataError(file, None, what, f"name it by its format, one of {endings}")
-    splits: dict[str, list[Path]] = {}
-    for file in files:
-        splits.setdefault(_split_word(file) or "", []).append(file)
+            fix = NOT_READ.get(file.suffix.lower(), "name it by its format")
+            raise DataError(file, None, what, f"{fix}; the formats are {', '.join(FORMATS)}")
+    splits = files_by_split(files)
     named = sorted(splits.keys() - {""})
     if len(named) > 1:
         examples = ", ".join(splits[split][0].name for split in named)
@@ -102,14 +114,20 @@ def data_files(location: Path) -> list[Path]:
     return files
 
 
-def _split_word(file: Path) -> str | None:
-    """Return the split that a word in a file's name stands for; null where there is none."""
-    parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", file.stem)  # gsm8kTrain
-    for word in re.split(r"[^a-z]+", parted.lower()):
-        for split, words in WORDS.items():
-            if any(word == one + ending for one in words for ending in JOINED):
-                return split
-    return None
+def require_training_files(location: Path) -> None:
+    """Raise DataError where a folder or a pattern that names no split holds held-out files."""
+    files = data_files(location)
+    folder, pattern = _literal(location)
+    splits = files_by_split(files)
+    for split in HELD_OUT:
+        held_out = splits.get(split, [])
+        whole = (split_of(folder.name), split_of(folder.stem))
+        asked = split in whole or names_split(pattern, split)
+        if held_out and not asked:
+            others = [file for file in files if file not in held_out]
+            fix = f"name the files to train on, such as {_pattern_of(split, others or held_out, files)}"
+            what = f"is to be trained on and holds {split} data: {held_out[0].name}"
+            raise DataError(location, None, what, fix)
 
 
 def _pattern_of(split: str, files: list[Path], among: list[Path]) -> Path:
@@ -142,11 +160,44 @@ def _files_at(location: Path) -> list[Path]:
 
 
 def _data_in(folder: Path) -> list[Path]:
+    """Return the data files of a folder. A link to nothing is among them: reading it is an error."""
     try:
-        visible = [one for one in folder.iterdir() if not one.name.startswith(".")]
+        inside = [one for one in folder.iterdir() if not NO_DATA.search(one.name)]
     except OSError as error:
         raise _unreadable(folder, error) from error
-    return [one for one in visible if one.suffix.lower() in FORMATS and one.is_file()]
+    files = sorted(one for one in inside if not one.is_dir())
+    found = [one for one in files if one.suffix.lower() in FORMATS]
+    # Rows of a file that is passed over would be missing without a message.
+    unread = next((one for one in files if one.suffix.lower() in NOT_READ), None)
+    if unread is not None:
+        what = f"holds {unread.name}, and {unread.suffix} is no format that is read here"
+        fix = NOT_READ[unread.suffix.lower()]
+        if found:
+            fix += f", or name the other files: {folder}/*{found[0].suffix}"
+        raise DataError(folder, None, what, fix)
+    by_stem: dict[str, Path] = {}
+    for one in found:
+        other = by_stem.setdefault(one.stem, one)
+        if other is not one:
+            what = f"holds {other.name} and {one.name}, which are probably the same rows twice"
+            fix = f"name one of them, or, to use both, the pattern {folder}/{one.stem}.*"
+            raise DataError(folder, None, what, fix)
+    return found
+
+
+def _nothing_in(location: Path) -> tuple[str, str]:
+    """Return the fault and the fix of a location without data files."""
+    fix = f"name a file, or a folder that holds some ({', '.join(FORMATS)})"
+    if not location.is_dir():
+        return "holds no data file", fix
+    folders = [one for one in sorted(location.iterdir()) if one.is_dir()]
+    full = [one.name for one in folders if any(p.suffix.lower() in FORMATS for p in one.iterdir())]
+    if full:
+        return (
+            f"holds no data file, only folders: {', '.join(full[:6])}",
+            f"name one of them; {fix}",
+        )
+    return "holds no data file", fix
 
 
 def _literal(location: Path) -> tuple[Path, str]:
@@ -157,101 +208,6 @@ def _literal(location: Path) -> tuple[Path, str]:
         if os.path.lexists(folder):
             return folder, "/".join(parts[count:])
     return Path(), "/".join(parts)
-
-
-def paths_matching(folder: Path, pattern: str) -> list[Path]:
-    """Return the paths under `folder` that match: a name that exists as it is written is no
-    pattern, and brackets that match nothing are part of the name."""
-    found = [folder]
-    for name in PurePosixPath(pattern).parts:
-        inside: list[Path] = []
-        for one in found:
-            if os.path.lexists(one / name):
-                inside.append(one / name)
-                continue
-            plain = re.sub(r"\[(?!\[\])", "[[]", name)
-            names = glob.glob(name, root_dir=one) or glob.glob(plain, root_dir=one)
-            inside += [one / each for each in sorted(names)]
-        found = inside
-    return found
-
-
-def splits_by_name(paths: Collection[str]) -> dict[str, list[str]]:
-    """Files of a data set by their split: of pieces in its folder `data` it is the beginning of the
-    name, else a word in the name of a folder, else in that of the file. Where no name says one they
-    are all for training."""
-    files = [PurePosixPath(path) for path in sorted(paths)]
-    found: dict[str, list[str]] = {}
-    for file in files:
-        piece = re.fullmatch(r"data/(.+)-\d{5}-of-\d{5}[^/]*", str(file))
-        if piece and "/" not in piece[1]:
-            found.setdefault(piece[1], []).append(str(file))
-    for names in (slice(-1), slice(-1, None)):
-        if found:
-            break
-        for split, words in WORDS.items():
-            them = [str(one) for one in files if any(_has(n, words) for n in one.parts[names])]
-            found |= {split: them} if them else {}
-    return found or ({"train": [str(one) for one in files]} if files else {})
-
-
-def _has(name: str, words: Collection[str]) -> bool:
-    return any(word in words for word in re.split(r"[-._ 0-9]+", name))
-
-
-def matches(path: str, pattern: str) -> bool:
-    """As a shell has it: `*` stays in a folder, `**` does not."""
-    if "**" in pattern:
-        return fnmatchcase(path, pattern) or fnmatchcase(path, pattern.replace("**/", ""))
-    return path.count("/") == pattern.count("/") and fnmatchcase(path, pattern)
-
-
-def one_pattern(wanted: Collection[str], among: Collection[str]) -> str:
-    """One that matches these paths and no other: with a `*` in some names where that does, else with
-    such a pattern for each folder, or the names, as alternatives."""
-    whole = _starred(wanted, among)
-    if whole is not None:
-        return whole
-    folders: dict[str, list[str]] = {}
-    for path in sorted(wanted):
-        folders.setdefault(path.rpartition("/")[0], []).append(path)
-    each: list[str] = []
-    for paths in folders.values():
-        of_folder = _starred(paths, among)
-        each += [_escaped(path) for path in paths] if of_folder is None else [of_folder]
-    return f"{{{','.join(each)}}}"
-
-
-def _starred(wanted: Collection[str], among: Collection[str]) -> str | None:
-    """Null where the paths have no such pattern to themselves."""
-    parts = [path.split("/") for path in wanted]
-    if len({len(one) for one in parts}) > 1:
-        return None
-    pattern = "/".join(_alike(list(names)) for names in zip(*parts, strict=True))
-    return pattern if {one for one in among if matches(one, pattern)} == set(wanted) else None
-
-
-def _alike(names: list[str]) -> str:
-    before = os.path.commonprefix(names)  # noqa: RUF071 - letters in common
-    if set(names) == {before}:
-        return _escaped(before)
-    after = os.path.commonprefix([name[len(before) :][::-1] for name in names])  # noqa: RUF071
-    return f"{_escaped(before)}*{_escaped(after[::-1])}"
-
-
-def _escaped(name: str) -> str:
-    return re.sub(r"[{,}]", r"[\g<0>]", glob.escape(name))
-
-
-def alternatives_of(pattern: str) -> list[str]:
-    """Return the patterns that one with `{one,other}` in it stands for, as in a shell; any other
-    pattern, also with a single name in braces, stands for itself."""
-    found = re.fullmatch(r"(.*?)(?<!\[)\{(.*)(?<!\[)\}(.*)", pattern)
-    if found is None:
-        return [pattern]
-    before, inside, after = found.groups()
-    names = re.split(r"(?<!\[),", inside)
-    return [pattern] if len(names) == 1 else [f"{before}{one}{after}" for one in names]
 
 
 def _content(path: Path) -> bytes:
@@ -271,14 +227,25 @@ def _text(path: Path, line: int | None, raw: bytes) -> str:
     try:
         return raw.decode("utf-8-sig" if line == 1 else "utf-8")
     except UnicodeDecodeError as error:
+        _refuse_compressed(path, raw)
         what = f"is not UTF-8: byte {raw[error.start]:#04x} at column {error.start + 1}"
         raise DataError(path, line, what, "save the file as UTF-8") from error
+
+
+def _refuse_compressed(path: Path, content: bytes) -> None:
+    """Raise DataError for the beginning of a compressed file, whatever its name."""
+    for start, name in COMPRESSED.items():
+        if content.startswith(start):
+            raise DataError(path, None, f"is compressed, by {name}", "decompress it")
 
 
 def _object(path: Path, place: int, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         what = f"is a JSON {kind(value)}, not an object"
-        raise DataError(path, place, what, 'write {"prompt": "...", ...}')
+        fix = 'write {"prompt": "...", ...}'
+        if isinstance(value, list) and path.suffix.lower() == ".jsonl":
+            fix += "; a file that is one list of objects ends in .json"
+        raise DataError(path, place, what, fix)
     return value
 
 
@@ -292,24 +259,31 @@ def no_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _parsed(path: Path, place: int | None, text: str, fix: str) -> Any:
+def _parsed(path: Path, line: int | None, text: str) -> Any:
+    """Return the JSON value of a line, or of a whole file where `line` is null."""
     try:
         return json.loads(text, object_pairs_hook=no_duplicate_keys)
     except (ValueError, RecursionError) as error:
-        raise DataError(path, place, f"is not JSON: {error}", fix) from error
+        what, fix = str(error), "write one complete JSON object per line"
+        if line is None:
+            fix = "write a list of objects"
+        elif isinstance(error, json.JSONDecodeError):
+            what = f"{error.msg} at column {error.colno}"  # its own line is always 1
+            if error.msg == "Extra data" and text[error.pos :].strip() == ",":
+                fix += ", without a comma behind it"
+            elif text.lstrip().startswith("["):
+                fix += "; a file that is one list of objects ends in .json"
+        raise DataError(path, line, f"is not JSON: {what}", fix) from error
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Line by line, so that the first rows of a large file cost no more than those of a small one."""
-    fix = "write one complete JSON object per line"
     try:
         with open(path, "rb") as file:
             for line, raw in enumerate(file, start=1):
                 if raw.strip():
-                    yield (
-                        line,
-                        _object(path, line, _parsed(path, line, _text(path, line, raw), fix)),
-                    )
+                    value = _parsed(path, line, _text(path, line, raw))
+                    yield line, _object(path, line, value)
     except OSError as error:
         raise _unreadable(path, error) from error
 
@@ -319,27 +293,31 @@ def _json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     often found."""
     content = _content(path).removeprefix(b"\xef\xbb\xbf")
     if not content.lstrip().startswith(b"["):
-        try:
-            yield from _jsonl(path)
-        except DataError as error:
-            if error.line == 1:
-                _refuse_one_object(path, content)
-            raise
+        _refuse_one_object(path, content)
+        yield from _jsonl(path)
         return
-    values = _parsed(path, None, _text(path, None, content), "write a list of objects")
+    values = _parsed(path, None, _text(path, None, content))
     for place, value in enumerate(values, start=1):
         yield place, _object(path, place, value)
 
 
 def _refuse_one_object(path: Path, content: bytes) -> None:
-    """Raises DataError for a file that is an object as a whole, such as {"data": [...]}."""
+    """Raise DataError for a file that is an object as a whole, such as {"data": [...]}: written over
+    several lines, or with nothing in it but a list of objects that are no chat messages."""
     try:
         whole = json.loads(content.decode())
     except (ValueError, RecursionError):
         return
-    lists = [f"that of `{key}`" for key, value in whole.items() if isinstance(value, list)]
-    fix = f"write the list of rows alone, {' or '.join(lists) or '[{...}, {...}]'}"
-    raise DataError(path, None, "is one JSON object, and not a list of them", fix)
+    if not isinstance(whole, dict):
+        return
+    lists = [key for key, value in whole.items() if isinstance(value, list)]
+    alone = len(whole) == len(lists) == 1 and all(
+        isinstance(row, dict) and not {"role", "from"} & row.keys() for row in whole[lists[0]]
+    )
+    if alone or b"\n" in content.strip():
+        shown = " or ".join(f"that of `{key}`" for key in lists) or "[{...}, {...}]"
+        what = "is one JSON object, and not a list of them"
+        raise DataError(path, None, what, f"write the list of rows alone, {shown}")
 
 
 def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -347,20 +325,20 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        _refuse_compressed(path, content)
         line = content.count(b"\n", 0, error.start) + 1
         what = f"is not UTF-8: byte {content[error.start]:#04x}"
         raise DataError(path, line, what, "save the file as UTF-8") from error
     csv.field_size_limit(2**31 - 1)  # a document has more than the 128 KiB of the module's own
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
-        header = next(reader, [])
+        header = next((cells for cells in reader if cells), [])
         other = next((sign for sign in ";\t|" if len(header) == 1 and sign in header[0]), None)
         if other is not None:
             what = f"has no comma in its first line, {header[0][:60]!r}"
-            raise DataError(path, 1, what, f"save it with commas in the place of {other!r}")
-        if len(set(header)) < len(header):
-            twice = next(name for name in header if header.count(name) > 1)
-            raise DataError(path, 1, f"names the column {twice!r} twice", "rename one of them")
+            fix = f"save it with commas in the place of {other!r}"
+            raise DataError(path, reader.line_num, what, fix)
+        _require_unique(path, reader.line_num, header)
         for cells in reader:
             if not cells:
                 continue
@@ -377,28 +355,50 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Without columns of bytes, which are no text; times and decimals as text, since fields go into
     the samples as JSON."""
-    import pyarrow
     from pyarrow import parquet
 
-    try:
+    with _parquet_errors(path), parquet.ParquetFile(path) as file:
         place = 0
-        with parquet.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            plain = [field.name for field in schema if not _holds(field.type, _is_bytes)]
-            odd = {field.name for field in schema if _holds(field.type, _is_odd)}
+        schema = file.schema_arrow
+        _require_unique(path, None, schema.names)
+        plain = [field.name for field in schema if not _holds(field.type, _is_bytes)]
+        odd = {field.name for field in schema if _holds(field.type, _is_odd)}
+        with _parquet_errors(path, sorted(odd)):
             for batch in file.iter_batches(batch_size=1024, columns=plain):
-                for row in batch.to_pylist():
+                for row in batch.to_pylist(maps_as_pydicts="strict"):
                     place += 1
                     yield place, row | {name: as_text(row[name]) for name in odd & row.keys()}
+
+
+@contextmanager
+def _parquet_errors(path: Path, odd: Sequence[str] = ()) -> Iterator[None]:
+    """Raise what pyarrow raises as DataError. odd: columns whose values become text."""
+    import pyarrow
+
+    try:
+        yield
     except OSError as error:
         raise _unreadable(path, error) from error
     except pyarrow.ArrowException as error:
         reason = str(error).splitlines()[0]
         what = f"is not Parquet: {reason}"
         raise DataError(path, None, what, "write it again, or fetch it again") from error
+    except KeyError as error:
+        what = f"holds a map with a key twice: {error.args[0]}"
+        raise DataError(path, None, what, "write each key of a map once") from error
+    except DataError:
+        raise
     except ValueError as error:  # Python's times have no nanoseconds
-        what = f"holds a value that Python does not: {str(error).partition('.')[0]}"
+        where = f" in {' or '.join(odd)}" if odd else ""
+        what = f"holds a value{where} that Python does not: {str(error).partition('.')[0]}"
         raise DataError(path, None, what, "write times in microseconds, or as text") from error
+
+
+def _require_unique(path: Path, line: int | None, columns: Sequence[str]) -> None:
+    """Raise DataError where a column is named twice: the values of one would be lost."""
+    twice = next((name for name, count in Counter(columns).items() if count > 1), None)
+    if twice is not None:
+        raise DataError(path, line, f"names the column {twice!r} twice", "rename one of them")
 
 
 def columns_of_bytes(path: Path) -> list[str]:
@@ -407,7 +407,9 @@ def columns_of_bytes(path: Path) -> list[str]:
         return []
     from pyarrow import parquet
 
-    return [field.name for field in parquet.read_schema(path) if _holds(field.type, _is_bytes)]
+    with _parquet_errors(path):
+        schema = parquet.read_schema(path)
+    return [field.name for field in schema if _holds(field.type, _is_bytes)]
 
 
 def _holds(column: Any, what: Callable[[Any], bool]) -> bool:
@@ -423,23 +425,23 @@ def _holds(column: Any, what: Callable[[Any], bool]) -> bool:
 def _is_bytes(column: Any) -> bool:
     from pyarrow import types
 
-    return any(
-        is_type(column)
-        for is_type in (types.is_binary, types.is_large_binary, types.is_fixed_size_binary)
-    )
+    kinds = (types.is_binary, types.is_large_binary, types.is_binary_view)
+    return any(is_type(column) for is_type in (*kinds, types.is_fixed_size_binary))
 
 
 def _is_odd(column: Any) -> bool:
     from pyarrow import BaseExtensionType, types
 
     of_a_library = isinstance(column, BaseExtensionType)  # such as a UUID
-    return bool(of_a_library or types.is_temporal(column) or types.is_decimal(column))
+    # Keys of a map may be numbers, and JSON's are text.
+    kinds = (types.is_temporal, types.is_decimal, types.is_map)
+    return of_a_library or any(is_type(column) for is_type in kinds)
 
 
 def as_text(value: Any) -> Any:
     """Text for a value that JSON does not hold."""
     if isinstance(value, dict):
-        return {key: as_text(one) for key, one in value.items()}
+        return {str(key): as_text(one) for key, one in value.items()}
     if isinstance(value, list):
         return [as_text(one) for one in value]
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
@@ -451,6 +453,12 @@ FORMATS: dict[str, Callable[[Path], Iterator[tuple[int, dict[str, Any]]]]] = {
     ".parquet": _parquet,
     ".csv": _csv,
 }
+
+
+def a_kind(value: Any) -> str:
+    """Return the kind of a value with its article; null has none."""
+    name = kind(value)
+    return name if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def kind(value: Any) -> str:

@@ -29,14 +29,9 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.settings_model import Strict
 from megatron_async_rl.config.yaml_tree import YamlFault, read_tree
-from megatron_async_rl.data.files import (
-    FORMATS,
-    alternatives_of,
-    matches,
-    one_pattern,
-    paths_matching,
-    splits_by_name,
-)
+from megatron_async_rl.data.files import FORMATS, NO_DATA
+from megatron_async_rl.data.patterns import alternatives_of, matches, one_pattern, paths_matching
+from megatron_async_rl.data.splits import splits_by_name
 
 NAME = re.compile(
     r"hf:/{1,2}(?P<data>datasets/)?(?P<id>[^/@#]+/[^/@#]+)(@(?P<revision>[^/#]+))?"
@@ -52,8 +47,6 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 WEIGHTS = "*.safetensors"
 CARD = "README.md"
-NO_DATA = re.compile(r"(^|/)(\.|__|(config|dataset_infos?|dataset_dict)\.json$)")
-"""Hidden files and folders, and what a data set says of itself; in a path inside it."""
 NOT_READ = ("*/*", "consolidated*")
 """Folders of a model for other programs, and Mistral's second copy of the weights."""
 

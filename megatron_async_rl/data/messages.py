@@ -1,11 +1,15 @@
 """Chat messages as data sets write them, to messages with `role` and `content`, which templates read.
 
-A list of messages may be JSON text (every cell of CSV is text). ShareGPT's `from` and `value` become
-`role` and `content`, and its `function_call` becomes `tool_calls`.
+Invariants:
+- messages may be JSON text, since every cell of CSV is text; text that begins as messages is read as
+  messages or refused, and never reaches a model as plain text;
+- ShareGPT's `from` and `value` become `role` and `content`, in any combination, its names of roles the
+  usual ones, and its `function_call` becomes `tool_calls`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -13,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async_rl.config.problem import DataError
-from megatron_async_rl.data.chat_template import tool_calls_of
+from megatron_async_rl.data.chat_template import function_name, tool_calls_of
 from megatron_async_rl.data.files import no_duplicate_keys
 from megatron_async_rl.data.tokenizer import content_of
 
 TABLE = ".parquet"
 FUNCTION_CALL = "function_call"
 """Role of ShareGPT's calls of a function, whose value is `{"name": ..., "arguments": ...}`."""
-SHAREGPT_ROLES = {
+ROLES_BY_NAME = {
     "system": "system",
     "human": "user",
     "user": "user",
@@ -32,28 +36,121 @@ SHAREGPT_ROLES = {
     "tool": "tool",
     FUNCTION_CALL: "assistant",
 }
-"""Values of `from`, with the roles that they stand for."""
+"""Roles of messages by the names that data sets give them, in `role` or `from`."""
+SPEAKER, BODY = ("role", "from"), ("content", "value", "tool_calls")
 TRAINED_KEYS = ("train", "weight", "step_loss_mask")
 """Keys of a message for the loss on it: ours, OpenAI's and slime's."""
+CONVERSATION_KEYS = ("messages", "conversations", "conversation")
 
-_MESSAGES = re.compile(r"""\[\s*\{[^{}]*["'](?:role|from)["']\s*:""")
-"""Beginning of a list of messages as text, as JSON or as Python writes it."""
+_ROLE = rf"""\b(?:role|from)\b["'\\]*\s*:\s*["'\\]*(?i:{"|".join(ROLES_BY_NAME)})\b"""
+_LIST = re.compile(r"""["'\\\s]*\[\s*\{""")
+_OBJECT = re.compile(
+    rf"""["'\\\s]*\{{["'\\\s]*(?:{_ROLE}|(?:{"|".join(CONVERSATION_KEYS)})["'\\]*\s*:\s*\[)"""
+)
+"""Beginnings of chat messages as text, also as Python writes them or as text inside of text."""
+_KEYS = re.compile(rf"""{_ROLE}|["'\\](?:role|from)["'\\]*\s*:|"(?:content|value)\\?"\s*:""")
+"""Keys of messages, also with a quote missing."""
+
+
+class MessagesFault(ValueError):
+    """A value that holds chat messages and cannot be read as one conversation."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.fix = fix
 
 
 def messages_in(value: Any) -> Any:
-    """Return the list of messages that a text holds as JSON; any other value as it is. Raises
-    ValueError for text that begins as a list of messages and is not JSON."""
-    text = value.strip() if isinstance(value, str) else ""
-    if not text.startswith("["):
+    """Return the list of chat messages that a value is or holds as JSON text, whether one message,
+    encoded twice or behind a byte order mark; any other value as it is. Raises MessagesFault for
+    text that begins as messages and is not JSON, and for several conversations."""
+    if not isinstance(value, str):
+        messages = _conversation_in(value)
+        return value if messages is None else messages
+    text = value.strip().strip("\ufeff").strip()
+    if text[:1] not in ("[", "{", '"'):
         return value
     try:
         found = json.loads(text, object_pairs_hook=no_duplicate_keys)
     except (ValueError, RecursionError) as error:
-        if _MESSAGES.match(text) is None:
+        if not _begins_as_messages(text):
             return value
-        raise ValueError(f"holds chat messages as text that is not JSON: {error}") from error
-    named = found and is_messages(found) and all("role" in one or "from" in one for one in found)
-    return found if named else value
+        what = f"holds chat messages as text that is not JSON: {error}"
+        fix = "write them with json.dumps, not with str(); a question begins with other words"
+        raise MessagesFault(what, fix) from error
+    if isinstance(found, str):
+        inside = messages_in(found)
+        return value if isinstance(inside, str) else inside
+    messages = _conversation_in(found)
+    return value if messages is None else messages
+
+
+def _conversation_in(value: Any) -> list[Any] | None:
+    """Return the messages of a list, or of an object that is one; null for any other value."""
+    if isinstance(value, Mapping):
+        for key in CONVERSATION_KEYS:
+            if _holds_messages(value.get(key)):
+                what = f"holds an object, and the chat messages are in its `{key}`"
+                fix = f"name them by their path: data.messages_key=COLUMN.{key}"
+                raise MessagesFault(what, fix)
+        return [value] if _has_role(value) and not set(BODY).isdisjoint(value) else None
+    if not isinstance(value, list):
+        return None
+    items = [_object_in(one) for one in value]
+    for one in items:
+        inside = [one]
+        if isinstance(one, Mapping):
+            inside = [one.get(key) for key in CONVERSATION_KEYS]
+        if any(map(_holds_messages, inside)):
+            what = "holds a list of conversations, and a row is one of them"
+            raise MessagesFault(what, "write one row for each conversation")
+    if _holds_messages(items) or (items and all(map(_is_attributed, items))):
+        return items
+    return None
+
+
+def _holds_messages(value: Any) -> bool:
+    return isinstance(value, list) and any(map(_has_role, value))
+
+
+def _object_in(value: Any) -> Any:
+    """Return the object that a text holds as JSON; any other value as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] == "{":
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value, object_pairs_hook=no_duplicate_keys)
+    return value
+
+
+def _has_role(value: Any) -> bool:
+    """Return whether a value is an object with a known role."""
+    return isinstance(value, Mapping) and any(
+        isinstance(name := value.get(key), str) and name.strip().lower() in ROLES_BY_NAME
+        for key in SPEAKER
+    )
+
+
+def _is_attributed(value: Any) -> bool:
+    """Return whether a value is an object with a role, known or not, and something said."""
+    return (
+        isinstance(value, Mapping)
+        and any(isinstance(value.get(key), str) for key in SPEAKER)
+        and not set(BODY).isdisjoint(value)
+    )
+
+
+def _begins_as_messages(text: str) -> bool:
+    """Return whether a text that is not JSON was probably meant as chat messages."""
+    is_list = _LIST.match(text) is not None
+    if not is_list and _OBJECT.match(text) is None:
+        return False
+    with contextlib.suppress(ValueError, RecursionError):
+        beginning, _ = json.JSONDecoder().raw_decode(text)
+        try:  # a question about data begins with JSON and goes on in words
+            return _conversation_in(beginning) is not None
+        except MessagesFault:
+            return True
+    return not is_list or _KEYS.search(text) is not None
 
 
 def is_messages(value: Any) -> bool:
@@ -64,12 +161,13 @@ def is_messages(value: Any) -> bool:
 def message_of(file: Path, place: int, message: Any) -> dict[str, Any]:
     """Return one message. Keys that are null are left out: a table has every key of any message in
     all of them, and every argument of any call in all calls. Raises DataError."""
-    if isinstance(message, Mapping) and message.get("role") is None and "from" in message:
-        message = _from_sharegpt(file, place, message)
+    if isinstance(message, Mapping):
+        message = _with_role_and_content(file, place, message)
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     if not (
         isinstance(message, Mapping)
         and isinstance(message.get("role"), str)
+        and message["role"].strip()
         and ("content" in message or calls)
     ):
         shown = json.dumps(message, default=str)[:80]
@@ -82,7 +180,7 @@ def message_of(file: Path, place: int, message: Any) -> dict[str, Any]:
             )
         content = content_of(message)
         if calls:
-            tool_calls_of(message)
+            _require_names(tool_calls_of(message))
     except ValueError as error:
         fix = "write it as text; a message that calls tools may have null"
         if calls or message.get(FUNCTION_CALL) is not None:
@@ -100,27 +198,62 @@ def message_of(file: Path, place: int, message: Any) -> dict[str, Any]:
     return {**found, "content": content} if "content" in message else found
 
 
-def _from_sharegpt(file: Path, place: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    read = ("from", "value", "role", "content")
-    rest = {key: one for key, one in message.items() if key not in read}
-    said, value = message["from"], message.get("value")
-    role = SHAREGPT_ROLES.get(said.lower()) if isinstance(said, str) else None
-    if role is None:
-        what = f"a chat message is `from` {said!r}"
-        raise DataError(file, place, what, f"make it one of {', '.join(SHAREGPT_ROLES)}")
-    if said.lower() != FUNCTION_CALL:
-        return {**rest, "role": role, "content": value}
+def _require_names(calls: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError for a call without the name of its function, or with other arguments than
+    `arguments`."""
+    for index, call in enumerate(calls):
+        if not function_name(call):
+            raise ValueError(f"has no name of a function in tool_calls[{index}]")
+        function = call if call.get("function") is None else call["function"]
+        if "parameters" in function and not function["arguments"]:
+            raise ValueError(f"has `parameters` in the place of arguments in tool_calls[{index}]")
+
+
+def _with_role_and_content(file: Path, place: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the message with `role` and `content`, where it may have `from` or `value`, and with the
+    usual name of its role. A role that is not known stays: the template may read it."""
+    key = "role" if message.get("role") is not None else "from"
+    given = message.get(key)
+    if not isinstance(given, str):
+        return dict(message)
+    name = given.strip().lower()
+    role = ROLES_BY_NAME.get(name)
+    if role is None and key == "from":
+        what = f"a chat message is `from` {given!r}"
+        raise DataError(file, place, what, f"make it one of {', '.join(ROLES_BY_NAME)}")
+    found = {**message, "role": role or given}
+    content, value = message.get("content"), message.get("value")
+    # Next to a role, a `value` may also be a score.
+    says = isinstance(value, (str, list)) or name == FUNCTION_CALL
+    if key == "from":
+        if content is not None and value is not None:
+            what = f"a message `from` {given} has both `value` and `content`"
+            raise DataError(file, place, what, "keep one of them")
+        found = {one: each for one, each in found.items() if one not in ("from", "value")}
+        found["content"] = value if content is None else content
+    elif content is None and not message.get("tool_calls") and says:
+        found["content"] = found.pop("value", None)
+    return _with_calls(file, place, found, given) if name == FUNCTION_CALL else found
+
+
+def _with_calls(file: Path, place: int, message: Mapping[str, Any], given: str) -> dict[str, Any]:
+    """Return a message of ShareGPT's role `function_call`, whose content is a call or a list of them,
+    as the assistant's with `tool_calls`."""
+    value = message.get("content")
     calls: Any
     try:
         calls = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
         calls = str(error)
     calls = [calls] if isinstance(calls, Mapping) else calls
-    if not is_messages(calls) or not all(isinstance(one.get("name"), str) for one in calls):
-        what = f"a message `from` {said} is no JSON object with a name: {value!r:.80}"
+    if not calls or not is_messages(calls) or not all(function_name(one) for one in calls):
+        what = f"a message `from` {given} is no JSON object with a name: {value!r:.80}"
         raise DataError(file, place, what, 'write {"name": ..., "arguments": {...}}')
-    functions = [{"type": "function", "function": dict(one)} for one in calls]
-    return {**rest, "role": role, "content": None, "tool_calls": functions}
+    functions = [
+        dict(one) if "function" in one else {"type": "function", "function": dict(one)}
+        for one in calls
+    ]
+    return {**message, "content": None, "tool_calls": functions}
 
 
 def is_trained(message: Mapping[str, Any]) -> bool:

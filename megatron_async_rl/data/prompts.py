@@ -9,12 +9,25 @@ from itertools import batched
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.config.data import TOOLS_COLUMN, Columns, DataConfig, FileConfig
+from megatron_async_rl.config.data import (
+    TOOLS_COLUMN,
+    Columns,
+    DataConfig,
+    FileConfig,
+    SourceConfig,
+)
 from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.config.visible_text import is_blank
-from megatron_async_rl.data.conversation import Conversation, answered, conversation
-from megatron_async_rl.data.files import Row, kind, read_rows
+from megatron_async_rl.data.conversation import (
+    Conversation,
+    answered,
+    conversation,
+    loss_weight,
+    response_text,
+)
+from megatron_async_rl.data.files import Row, a_kind, read_rows, require_training_files
 from megatron_async_rl.data.messages import (
+    MessagesFault,
     as_conversation,
     half_a_pair,
     is_messages,
@@ -128,6 +141,8 @@ def read_set(
     supervised: bool = False,
 ) -> PromptSet:
     """The prompts of one file or folder, as `data` says. Raises DataError."""
+    if isinstance(file, SourceConfig):  # held-out sets are of another class
+        require_training_files(file.path)
     columns = data.columns(file)
     chat = {
         "data.system_prompt": columns.system_prompt,
@@ -213,7 +228,7 @@ def _read(
         if isinstance(prompt, str):
             text, ids = prompt, encoded
             if supervised:
-                _require_plain_response(file, place, value_of(values, response_column))
+                _require_response(file, place, value_of(values, response_column))
         elif conversations:
             tools = _tools(file, place, values, columns)
             given = _rendered(file, place, conversation, prompt, tokenizer, tools)
@@ -242,6 +257,8 @@ def _read(
                 " raise rollout.max_context or lower rollout.sampling.max_tokens",
             )
         fields = _fields(values, columns)
+        if supervised:
+            loss_weight(file, place, fields)
         if columns.answer is not None:
             fields[field] = value_of(values, columns.answer)
         if given is not None:
@@ -274,9 +291,11 @@ def _identity(
 ) -> str:
     """The row's id, which no other row has; `places`: where those before it stand."""
     given = values.get("id")
+    if given == "":  # a cell of CSV without a value
+        given = None
     if given is not None and (isinstance(given, bool) or not isinstance(given, (str, int))):
         fix = "make it text or a whole number"
-        raise DataError(file, place, f"`id` is a {kind(given)}", fix)
+        raise DataError(file, place, f"`id` is {a_kind(given)}", fix)
     name = f"{file.name}:{place}" if given is None else str(given)
     if not is_unicode(name):
         what = f"`id` {name!r} is no valid Unicode"
@@ -339,15 +358,15 @@ def _checked(
         if (fault := required.fault(fields)) is not None:
             raise _unusable(file, place, *fault, own={field: columns.answer or field})
         value = _prompt_value(file, place, values, columns)
+        if value in ("", [], {}) or (isinstance(value, str) and is_blank(value)):
+            fix = "write the question, or remove the line"
+            raise DataError(file, place, f"`{prompt}` is empty", fix)
         if not isinstance(value, list if columns.messages else (str, list)):
-            what = f"`{prompt}` is a {kind(value)}"
+            what = f"`{prompt}` is {a_kind(value)}"
             fix = "make it text, or a list of chat messages"
             if columns.messages:
                 fix = "make it a list of chat messages, or name a column of text as data.prompt_key"
             raise DataError(file, place, what, fix)
-        if not value or (isinstance(value, str) and is_blank(value)):
-            fix = "write the question, or remove the line"
-            raise DataError(file, place, f"`{prompt}` is empty", fix)
         yield file, place, values
 
 
@@ -367,9 +386,9 @@ def _prompt_value(file: Path, place: int, values: Mapping[str, Any], columns: Co
     column = columns.messages or columns.prompt
     try:
         return messages_in(value_of(values, column))
-    except ValueError as error:
-        fix = "write them with json.dumps, not with str()"
-        raise DataError(file, place, f"`{column}` {error}", fix) from error
+    except MessagesFault as error:
+        fix = error.fix.replace("COLUMN", column)
+        raise DataError(file, place, f"`{column}` {error.what}", fix) from error
 
 
 def _messages_or_text(row: Row, columns: Columns, as_chat: bool, chat_keys: Sequence[str]) -> Asked:
@@ -386,6 +405,9 @@ def _messages_or_text(row: Row, columns: Columns, as_chat: bool, chat_keys: Sequ
             return value
         value = [{"role": "user", "content": value}]
     messages = [message_of(file, place, message) for message in value]
+    if not any(one.get("tool_calls") or (one.get("content") or "").strip() for one in messages):
+        fix = "write the question, or remove the line"
+        raise DataError(file, place, "every chat message is empty", fix)
     if columns.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": columns.system_prompt})
     return messages
@@ -405,15 +427,11 @@ def _given_response(
         completion = [message_of(file, place, message) for message in value]
         whole = as_conversation(messages, completion)
         return _rendered(file, place, conversation, whole, tokenizer, tools)
-    if isinstance(value, bool) or not isinstance(value, (str, int)):
-        fix = (
-            "give every row a `response` text for `loss: sft`, or name its column: data.answer_key"
-        )
-        raise DataError(file, place, f"`response` is {value!r:.80}", fix)
+    text = response_text(file, place, value)
 
     def render(file: Path, place: int, messages: Any, tokenizer: Tokenizer, tools: Any) -> Any:
         _require_question(file, place, messages)
-        return answered(file, place, messages, str(value), tokenizer, tools)
+        return answered(file, place, messages, text, tokenizer, tools)
 
     return _rendered(file, place, render, messages, tokenizer, tools)
 
@@ -421,17 +439,18 @@ def _given_response(
 def _messages_or_value(file: Path, place: int, response: Any) -> Any:
     try:
         return messages_in(response)
-    except ValueError as error:
-        fix = "write them with json.dumps, not with str()"
-        raise DataError(file, place, f"`response` {error}", fix) from error
+    except MessagesFault as error:
+        raise DataError(file, place, f"`response` {error.what}", error.fix) from error
 
 
-def _require_plain_response(file: Path, place: int, response: Any) -> None:
-    """Raise DataError for messages in response to a plain text, which would be learned as text."""
+def _require_response(file: Path, place: int, response: Any) -> None:
+    """Raise DataError for a response to a plain text that is none, or that is messages, which would be
+    learned as text."""
     value = _messages_or_value(file, place, response)
     if value and is_messages(value):
         what = "`response` holds chat messages, and the prompt is plain text"
         raise DataError(file, place, what, "set data.as_chat: true, or write the response as text")
+    response_text(file, place, response)
 
 
 def _tools(file: Path, place: int, values: Mapping[str, Any], columns: Columns) -> list[Any]:

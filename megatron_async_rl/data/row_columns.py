@@ -101,7 +101,7 @@ def _leaves(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
 def _is_messages(value: Any) -> bool:
     with contextlib.suppress(ValueError):
         value = messages_in(value)
-    return is_messages(value)
+    return is_messages(value) and all(not {"role", "from"}.isdisjoint(one) for one in value)
 
 
 def _is_value(value: Any) -> bool:

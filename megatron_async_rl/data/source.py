@@ -15,7 +15,6 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from megatron_async_rl.config.problem import DataError
-from megatron_async_rl.data.conversation import Conversation
+from megatron_async_rl.data.conversation import Conversation, loss_weight, response_text
 from megatron_async_rl.data.identity import DataIdentity
 from megatron_async_rl.data.prompts import Part, PromptSet
 from megatron_async_rl.data.tokenizer import Tokenizer, encode_rows
@@ -245,7 +244,7 @@ class SupervisedSource:
     ) -> None:
         self._prompts = tuple(prompts)
         self._prompts_per_step = prompts_per_step
-        self._weights = [_weight(prompt) for prompt in self._prompts]
+        self._weights = [loss_weight(prompt.id, None, prompt.fields) for prompt in self._prompts]
         if not any(self._weights):
             fix = "give rows to learn from a weight above 0, or leave `weight` out"
             raise DataError(self._prompts[0].id, None, "every `weight` is 0, here and below", fix)
@@ -322,7 +321,7 @@ def _given(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[Conversation
         for prompt, one in zip(prompts, found, strict=True)
         if not isinstance(one, Conversation)
     ]
-    texts = [_response(prompt) for prompt in plain]
+    texts = [response_text(prompt.id, None, prompt.fields.get("response")) for prompt in plain]
     ids = encode_rows(tokenizer, texts, lambda index: (plain[index].id, None), special_tokens=False)
     encoded = zip(texts, ids, strict=True)
     return [
@@ -340,37 +339,3 @@ def _alone(prompt: Prompt, text: str, ids: Sequence[int], tokenizer: Tokenizer) 
         mask=np.ones(len(tokens), dtype=np.uint8),
         text=text,
     )
-
-
-def _response(prompt: Prompt) -> str:
-    """A text, or a whole number such as Parquet keeps an answer as: rewards take these two alike."""
-    response = prompt.fields.get("response")
-    if isinstance(response, int) and not isinstance(response, bool):
-        return str(response)
-    if not isinstance(response, str):
-        raise DataError(
-            prompt.id,
-            None,
-            f"`response` is {response!r}",
-            "give every row a `response` text for `loss: sft`, or name its column: data.answer_key",
-        )
-    return response
-
-
-def _weight(prompt: Prompt) -> float:
-    weight = prompt.fields.get("weight", 1.0)
-    if isinstance(weight, str):  # cells of CSV are text
-        with suppress(ValueError):
-            weight = float(weight)
-    if (
-        isinstance(weight, bool)
-        or not isinstance(weight, (int, float))
-        or not 0 <= weight < float("inf")
-    ):
-        raise DataError(
-            prompt.id,
-            None,
-            f"`weight` is {weight!r}",
-            "make it a finite number >= 0, or leave it out",
-        )
-    return float(weight)

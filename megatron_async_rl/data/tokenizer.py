@@ -1,15 +1,12 @@
-"""Text to token ids and back, on `tokenizers`: the backend of transformers' tokenizers.
+"""Text to token ids and back.
 
 Invariants:
-- ids are those of `transformers.AutoTokenizer` for the same directory, added tokens and special
-  tokens around the text included. A `tokenizer.json` that holds every token which the other files
-  name is read as it is; in every other directory (a SentencePiece `tokenizer.model`, tokens added in
-  another file) transformers makes the backend;
+- ids and text are those of `transformers.AutoTokenizer` for the same directory (backend.py);
 - every id that `encode*` returns has a row in the model: a tokenizer may have more entries than the
   model (Gemma 3's image token, an added pad token), and text with such a token is refused;
 - `decode` takes every id that the model can sample, also rows without a token;
-- importing this file imports neither torch nor transformers; chat templates and the directories
-  above load transformers;
+- importing this file imports neither torch nor transformers; chat templates, and tokenizers that are
+  more than a plain tokenizer.json, load transformers;
 - `eos_ids[0]` is the tokenizer's own end-of-sequence token; every id in `eos_ids` ends a sampled
   response, the chat template's end of a turn included.
 """
@@ -24,17 +21,20 @@ from typing import Any, Protocol
 
 from megatron_async_rl.config.data import DataConfig
 from megatron_async_rl.config.problem import DataError
+from megatron_async_rl.data.backend import (
+    FileBackend,
+    TokenizerBackend,
+    TransformersBackend,
+    is_plain,
+)
 from megatron_async_rl.data.chat_template import (
     ChatMessages,
     ChatTemplate,
     load_with_transformers,
 )
-from megatron_async_rl.data.files import kind
+from megatron_async_rl.data.files import a_kind, kind
 
 FILES = ("tokenizer.json", "tokenizer.model")
-SPECIAL_TOKENS = tuple(
-    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-)
 
 
 def content_of(message: Mapping[str, Any]) -> str | None:
@@ -43,15 +43,20 @@ def content_of(message: Mapping[str, Any]) -> str | None:
     content = message.get("content")
     if isinstance(content, list):
         for index, part in enumerate(content):
-            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-                given = part.get("type") if isinstance(part, Mapping) else kind(part)
+            if not isinstance(part, Mapping):
+                form = 'an object {"type": "text", "text": ...} is expected'
+                raise ValueError(f"has content[{index}] of type {kind(part)}: {form}")
+            if not isinstance(part.get("text"), str):
+                given = part.get("type")
                 raise ValueError(
-                    f"has content[{index}] of type {given}: the model reads text alone"
+                    f"has no text in content[{index}]"
+                    if given in (None, "text")
+                    else f"has content[{index}] of type {given}: the model reads text alone"
                 )
         return "\n".join(part["text"] for part in content)
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return content
-    given = "no content" if content is None else f"a {kind(content)} as its content"
+    given = "no content" if content is None else f"{a_kind(content)} as its content"
     raise ValueError(f"has {given}, and is to have text")
 
 
@@ -141,18 +146,13 @@ def encode_rows(
 
 
 class ModelTokenizer:
-    """The tokenizer of a model directory.
+    """The tokenizer of a model directory."""
 
-    backend: a tokenizer of the library `tokenizers`.
-    """
-
-    def __init__(self, model_dir: Path, backend: Any, chat: ChatTemplate) -> None:
-        backend.no_truncation()
-        backend.no_padding()
+    def __init__(self, model_dir: Path, backend: TokenizerBackend, chat: ChatTemplate) -> None:
         self._dir = model_dir
         self._backend = backend
         self._chat = chat
-        vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+        vocabulary = backend.vocabulary()
         self._size = max(vocabulary.values()) + 1
         self._rows = _model_rows(model_dir) or self._size
         self._own_eos_ids = _eos_ids(model_dir, vocabulary)
@@ -181,8 +181,7 @@ class ModelTokenizer:
         return self.encode_many([text], special_tokens=special_tokens)[0]
 
     def encode_many(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
-        encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=special_tokens)
-        found: list[list[int]] = [encoding.ids for encoding in encoded]
+        found = self._backend.encode(texts, special_tokens=special_tokens)
         if self._size > self._rows:
             for ids in found:
                 self._require_rows(ids)
@@ -192,7 +191,7 @@ class ModelTokenizer:
         """Raise DataError for an id without a row: the policy and the engines would fail on it."""
         for index in ids:
             if index >= self._rows:
-                text = self._backend.id_to_token(index)
+                text = self._backend.token(index)
                 raise DataError(
                     self._dir,
                     None,
@@ -209,11 +208,11 @@ class ModelTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         # A model has padded rows, and samples them while it is untrained.
         known = [int(index) for index in ids if 0 <= index < self._size]
-        return str(self._backend.decode(known, skip_special_tokens=True))
+        return self._backend.decode(known)
 
 
-def _load_backend(model_dir: Path) -> tuple[Any, Any]:
-    """Return a tokenizer of the library `tokenizers`, and transformers' where that has made it."""
+def _load_backend(model_dir: Path) -> tuple[TokenizerBackend, Any]:
+    """Return the backend of a directory, and transformers' tokenizer where that is loaded."""
     from tokenizers import Tokenizer as Backend
 
     # Defaults of tokenizer classes would add an end of sequence that the model has never seen.
@@ -222,11 +221,13 @@ def _load_backend(model_dir: Path) -> tuple[Any, Any]:
     path = model_dir / FILES[0]
     if path.is_file():
         try:
-            backend = Backend.from_file(str(path))
+            plain = Backend.from_file(str(path))
         except Exception as error:
             raise _damaged_file(model_dir) or error from error
-        if _named_tokens(model_dir) <= _tokens_in(backend):
-            return backend, None
+        config = _read_json(model_dir / "tokenizer_config.json")
+        model_type = _read_json(model_dir / "config.json").get("model_type")
+        if is_plain(model_dir, plain, config, model_type):
+            return FileBackend(plain), None
     try:
         loaded = load_with_transformers(model_dir)
     except DataError as error:
@@ -238,37 +239,7 @@ def _load_backend(model_dir: Path) -> tuple[Any, Any]:
             f"has a tokenizer in Python alone, {type(loaded).__name__}",
             "add its tokenizer.json, which transformers' save_pretrained writes",
         )
-    return loaded.backend_tokenizer, loaded
-
-
-def _tokens_in(backend: Any) -> set[tuple[str, bool]]:
-    """Return the added tokens of a backend, and with each whether it is special."""
-    added = backend.get_added_tokens_decoder().values()
-    return {(one.content, one.special) for one in added}
-
-
-def _named_tokens(model_dir: Path) -> set[tuple[str, bool]]:
-    """Return the tokens that files other than tokenizer.json name, which transformers adds where
-    they are lacking."""
-    config = _read_json(model_dir / "tokenizer_config.json")
-    special_map = _read_json(model_dir / "special_tokens_map.json")
-    found = {
-        (str(one.get("content")), bool(one.get("special")))
-        for one in (config.get("added_tokens_decoder") or {}).values()
-        if isinstance(one, dict)
-    }
-    known = {text for text, _ in found}
-    special: list[Any] = []
-    for content in (config, special_map):
-        special += [content.get(name) for name in SPECIAL_TOKENS]
-        for name in ("additional_special_tokens", "extra_special_tokens"):
-            more = content.get(name) or ()
-            special += more.values() if isinstance(more, dict) else more
-    texts = {text for one in special if (text := _token_text(one)) is not None}
-    found = {(text, is_special or text in texts) for text, is_special in found}
-    found |= {(text, True) for text in texts - known}
-    plain = _read_json(model_dir / "added_tokens.json").keys() - known - texts
-    return found | {(text, False) for text in plain}
+    return TransformersBackend(loaded), loaded
 
 
 def _damaged_file(model_dir: Path) -> DataError | None:
@@ -326,7 +297,9 @@ def _token_text(value: Any) -> str | None:
 
 def _eos_text(model_dir: Path) -> str | None:
     """Return the tokenizer's own end-of-sequence token."""
-    return _token_text(_read_json(model_dir / "tokenizer_config.json").get("eos_token"))
+    files = ("tokenizer_config.json", "special_tokens_map.json")
+    named = (_token_text(_read_json(model_dir / name).get("eos_token")) for name in files)
+    return next((text for text in named if text is not None), None)
 
 
 def _eos_listed(model_dir: Path) -> list[int]:

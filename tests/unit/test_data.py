@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import uuid
@@ -18,13 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from megatron_async_rl.config.data import DataConfig
+from megatron_async_rl.config.data import DataConfig, FileConfig
 from megatron_async_rl.data import (
     DataError,
     PromptSet,
     PromptSource,
     SupervisedSource,
     fitting,
+    read_set,
     read_training,
 )
 from megatron_async_rl.data.chat_template import ChatTemplate
@@ -117,6 +119,12 @@ def test_the_name_of_a_folder_is_no_pattern(tmp_path: Path) -> None:
         (("gsm8kTrain", "gsm8kTest"), "test and train"),
         (("gsm8k.train", "gsm8k.val"), "train and validation"),
         (("train", "held-out-dev2"), "train and validation"),
+        (("train", "dev_tools"), None),
+        (("train", "test_results", "evaluation_prompts", "val-something", "latest"), None),
+        (("train-00000-of-00002", "test-00000-of-00001-a09b74b3ef9c3b56"), "test and train"),
+        (("train", "validation_0"), "train and validation"),
+        (("train_gsm8k", "test_gsm8k", "more"), "test and train"),
+        (("math_train_hard", "math_val_hard"), "train and validation"),
     ],
 )
 def test_splits_are_words_in_the_names_of_files(
@@ -131,6 +139,69 @@ def test_splits_are_words_in_the_names_of_files(
         read(tmp_path)
     suggested = caught.value.fix.removeprefix("name one of them, such as ").partition(", or")[0]
     assert len(read(Path(suggested)).prompts) == 1, "what is suggested can be read"
+
+
+@pytest.mark.parametrize("held_out", ["test", "gsm8k-test", "validation_0", "devset"])
+def test_held_out_data_in_a_folder_are_not_trained_on_unasked(
+    tmp_path: Path, held_out: str
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    as_jsonl(folder / f"{held_out}.jsonl", [{"prompt": "held out"}])
+    for location in (folder, folder / "*.jsonl"):
+        with pytest.raises(DataError, match=f"is to be trained on and holds .*: {held_out}.jsonl"):
+            read(location)
+    as_jsonl(folder / "questions.jsonl", [{"prompt": "question"}])
+    for location in (folder, folder / "*.jsonl"):
+        with pytest.raises(DataError, match=f"is to be trained on .*{held_out}.jsonl") as caught:
+            read(location)
+        suggested = caught.value.fix.partition("such as ")[2]
+        assert [one.text for one in read(Path(suggested)).prompts] == ["question"]
+    data = DataConfig(train=folder / "questions.jsonl")
+    whole = FileConfig(path=folder)
+    assert len(read_set(data, whole, Bytes()).prompts) == 2, "an evaluation may read both"
+    assert len(read(folder / f"{held_out}.jsonl").prompts) == 1, "named, it is meant"
+
+
+def test_a_folder_or_a_pattern_may_name_the_split_that_is_trained_on(tmp_path: Path) -> None:
+    folder = tmp_path / "test"
+    folder.mkdir()
+    for number in range(2):
+        as_jsonl(folder / f"test-{number}.jsonl", [{"prompt": str(number)}])
+    for location in (folder, folder / "*.jsonl", tmp_path / "*" / "test-*.jsonl"):
+        assert len(read(location).prompts) == 2, location
+
+
+def test_a_folder_with_files_that_would_be_passed_over_is_refused(tmp_path: Path) -> None:
+    def fault(*names: str) -> str:
+        folder = tmp_path / "-".join(names)
+        folder.mkdir()
+        as_jsonl(folder / "a.jsonl", [{"prompt": "a"}])
+        for name in names:
+            (folder / name).write_bytes(b"{}")
+        with pytest.raises(DataError) as caught:
+            read(folder)
+        assert caught.value.path == folder
+        return str(caught.value)
+
+    known = ("README.md", "dataset_info.json", "state.json", ".hidden.jsonl", "notes.txt")
+    for name in known:
+        (tmp_path / name).write_text("{}")
+    as_jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}])
+    assert len(read(tmp_path).prompts) == 1, "descriptions of the data are no data"
+    (tmp_path / "a.jsonl").unlink()
+    assert "b.jsonl.gz, and .gz is no format" in fault("b.jsonl.gz")
+    assert "decompress it, or name the other files" in fault("c.jsonl.gz")
+    assert "write it as Parquet" in fault("data-00000-of-00001.arrow")
+    assert "rename it to .jsonl" in fault("b.ndjson")
+    assert "a.csv and a.jsonl, which are probably the same rows" in fault("a.csv")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "a.jsonl").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"links/a.jsonl: cannot be read: No such file"):
+        read(tmp_path / "links")
+    with pytest.raises(DataError, match="holds no data file, only folders: ") as caught:
+        read(tmp_path)
+    assert "name one of them" in caught.value.fix
 
 
 def test_a_column_of_bytes_is_named_where_it_is_missed(tmp_path: Path) -> None:
@@ -184,8 +255,91 @@ def test_bytes_behind_numbers_and_types_of_libraries_are_what_json_holds_too(
     assert (one.text, dict(one.fields)) == ("a", {"uuid": str(name)})
     times = {"prompt": ["a"], "at": pyarrow.array([1], pyarrow.timestamp("ns"))}
     parquet.write_table(pyarrow.table(times), tmp_path / "d.parquet")
-    with pytest.raises(DataError, match=r"(?s)d.parquet: holds a value .*in microseconds"):
+    with pytest.raises(
+        DataError, match=r"(?s)d.parquet: holds a value in at that .*in microseconds"
+    ):
         read(tmp_path)
+
+
+def test_every_arrow_type_of_text_is_read_and_of_bytes_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "d.parquet"
+    texts = [pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()]
+    texts += [pyarrow.dictionary(pyarrow.int32(), one) for one in texts[:2]]
+    for kind in texts:
+        prompt = pyarrow.array(["a"], pyarrow.string()).cast(kind)
+        inside = pyarrow.StructArray.from_arrays([prompt], ["x"])
+        parquet.write_table(pyarrow.table({"prompt": prompt, "in": inside}), path)
+        (one,) = read(path).prompts
+        assert (one.text, dict(one.fields)) == ("a", {"in": {"x": "a"}}), kind
+    raw = [pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view(), pyarrow.binary(1)]
+    for kind in [*raw, *(pyarrow.list_(one) for one in raw)]:
+        value: Any = [b"a"] if pyarrow.types.is_list(kind) else b"a"
+        columns = {"prompt": ["a"], "raw": pyarrow.array([value], kind)}
+        parquet.write_table(pyarrow.table(columns), path)
+        (one,) = read(path).prompts
+        assert dict(one.fields) == {}, kind
+        with pytest.raises(DataError, match="column `raw` that holds bytes"):
+            read(path, prompt_key="raw")
+
+
+def test_maps_of_a_table_are_objects(tmp_path: Path) -> None:
+    path = tmp_path / "d.parquet"
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.string())
+    chat = [[[("role", "user"), ("content", "q")]]]
+    numbers = pyarrow.array([[(1, "x")]], pyarrow.map_(pyarrow.int32(), pyarrow.string()))
+    columns = {"messages": pyarrow.array(chat, pyarrow.list_(kind)), "n": numbers}
+    parquet.write_table(pyarrow.table(columns), path)
+    (one,) = read(path, messages_key="messages").prompts
+    assert (one.text, dict(one.fields)) == ("u:q\x01\na:", {"n": {"1": "x"}})
+    twice = pyarrow.array([[("a", "1"), ("a", "2")]], kind)
+    parquet.write_table(pyarrow.table({"prompt": ["q"], "m": twice}), path)
+    with pytest.raises(DataError, match="holds a map with a key twice"):
+        read(path)
+
+
+def test_a_column_that_a_table_names_twice_is_refused(tmp_path: Path) -> None:
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["prompt", "prompt"])
+    parquet.write_table(table, tmp_path / "d.parquet")
+    with pytest.raises(DataError, match="names the column 'prompt' twice"):
+        read(tmp_path / "d.parquet")
+
+
+def test_blank_lines_and_empty_ids_of_csv_are_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("\n\nprompt,id\na,\n\nb,\nc,7\n")
+    assert [one.id for one in read(tmp_path / "d.csv").prompts] == ["d.csv:4", "d.csv:6", "7"]
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"prompt": [{"role": "user", "content": ""}]}, "every chat message is empty"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text"}]}]}, r"no text in content\[0\]"),
+        ({"prompt": [{"role": "", "content": "a"}]}, "must be an object with `role`"),
+        ({"prompt": {"a": 1}}, "`prompt` is an object"),
+        ({"prompt": {}}, "`prompt` is empty"),
+    ],
+)
+def test_a_prompt_without_anything_to_answer_is_refused(
+    tmp_path: Path, row: dict[str, Any], what: str
+) -> None:
+    as_jsonl(tmp_path / "d.jsonl", [{"prompt": "a"}, row])
+    with pytest.raises(DataError, match=f"d.jsonl:2: .*{what}"):
+        read(tmp_path / "d.jsonl")
+
+
+def test_faults_of_given_responses_are_reported_by_file_and_line(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}]
+    rows: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"response": None}, "`response` is None"),
+        ({"response": ["b"]}, r"`response` is \['b'\]"),
+        ({"response": "b", "weight": "heavy"}, "`weight` is 'heavy'"),
+        ({"response": "b", "weight": None}, "`weight` is None"),
+    )
+    for more, what in rows:
+        for prompt in ("a", chat):
+            as_jsonl(tmp_path / "d.jsonl", [{"id": "x", "prompt": prompt, **more}])
+            with pytest.raises(DataError, match=f"d.jsonl:1: {what}"):
+                read(tmp_path / "d.jsonl", supervised=True)
 
 
 def test_a_cell_of_csv_may_be_a_document(tmp_path: Path) -> None:
@@ -234,6 +388,18 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
         ("d.jsonl", b'{"prompt": "a", "prompt": "b"}', r"d.jsonl:1: .*the key 'prompt' twice"),
         ("d.json", b'[{"prompt": "a", "x": {"y": 1, "y": 1}}]', r"d.json: .*the key 'y' twice"),
         ("d.csv", b"prompt\na\xff\n", r"d.csv:2: is not UTF-8"),
+        ("d.json", b"5", r"d.json:1: is a JSON number, not an object"),
+        ("d.json", b'{"data": [{"prompt": "a"}]}', r"is one JSON object, .*\n.*that of `data`"),
+        ("d.jsonl", b'[{"prompt": "a"}]', r"d.jsonl:1: is a JSON list, .*\n.*ends in .json"),
+        ("d.jsonl", b'[\n{"prompt": "a"}]', r"d.jsonl:1: is not JSON: .*\n.*ends in .json"),
+        ("d.jsonl", b'{"prompt": "a"}\n{"a": 1},', r"d.jsonl:2: .*at column 9\n.*without a comma"),
+        ("d.jsonl", b'\n{"prompt": "a"}\r\nnull\r\n', r"d.jsonl:3: is a JSON null, not an object"),
+        ("d.jsonl", gzip.compress(b"{}", mtime=0), r"d.jsonl: is compressed, by gzip"),
+        ("d.csv", gzip.compress(b"a,b", mtime=0), r"d.csv: is compressed, by gzip"),
+        ("d.jsonl.gz", b"", r"d.jsonl.gz: ends in .gz, .*\n.*decompress it"),
+        ("d.arrow", b"", r"d.arrow: ends in .arrow, .*\n.*write it as Parquet"),
+        ("d.jsonl", b"", r"holds no prompts"),
+        ("d.csv", b"\xef\xbb\xbf", r"holds no prompts"),
         ("none-*.jsonl", None, r"holds no data file"),
         ("nowhere.parquet", None, r"cannot be read: No such file"),
     ],
@@ -356,7 +522,7 @@ def asks(content: Any, role: str = "user", **more: Any) -> list[dict[str, Any]]:
     ("messages", "text"),
     [
         (asks([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]), "u:a\nb"),
-        (asks(None, "assistant", tool_calls=[{"id": "1"}]), "a:None"),
+        (asks(None, "assistant", tool_calls=[{"function": {"name": "f"}}]), "a:None"),
     ],
 )
 def test_what_a_message_says_may_be_a_list_of_texts_or_a_call(

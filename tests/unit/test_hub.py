@@ -289,10 +289,11 @@ def test_a_model_is_fetched_once_with_what_is_read_of_it(tmp_path: Path, hub: Hu
     config = run_of(tmp_path, "model.path=hf://me/tiny")
     planned, _ = located(config, weights=False)
     assert read_model(planned.model.path, weights=False)[1] == []
-    assert sorted(hub.fetched) == ["config.json", "tokenizer.json"]
+    described = ["config.json", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(hub.fetched) == described
     trained, _ = located(config)
     assert read_model(trained.model.path)[1] == []
-    assert hub.fetched[2:] == ["model.safetensors"]
+    assert hub.fetched[3:] == ["model.safetensors"]
     assert name_of(trained.model.path) == f"hf://me/tiny@{OLD}"
 
 

@@ -41,15 +41,110 @@ def test_messages_as_text_that_is_no_json_are_refused(tmp_path: Path) -> None:
         str([{"weight": 0, "from": "human", "value": "a"}]),
         json.dumps(chat)[:-1],
         '[{"role": "user", "role": "user"}]',
+        '[{"content": "{x}", "role": "user"',
+        '[{"role: "user", "content": "a"}]',
+        '[{role: "user", content: "a"}]',
+        '[{"content": "hi", "ro',
+        str(chat[0]),
+        json.dumps(chat[0])[:-1],
+        json.dumps(json.dumps(chat))[:-1],
+        json.dumps(json.dumps(chat))[:-4],
+        json.dumps(chat) + ",",
+        f"{json.dumps(chat[0])}\n{json.dumps(chat[0])}",
+        json.dumps({"messages": chat})[:-1],
+        "\ufeff" + json.dumps(chat)[:-1],
+        '[{""role"": ""user"", ""content"": ""a""}]',
     ):
         as_jsonl(tmp_path / "d.jsonl", [{"prompt": text}])
         with pytest.raises(
             DataError, match=r"d.jsonl:1: `prompt` holds chat messages as text that"
         ):
             read(tmp_path)
-    for text in ("[1, 2]", '{"role": "user"}', "[{x}]", '["a"]'):
+        with pytest.raises(DataError, match=r"d.jsonl:1: `prompt` holds chat messages as text"):
+            read(tmp_path, as_chat=True)
+    for text in (
+        *("[1, 2]", '{"role": "user"}', "[{x}]", '["a"]', '"Stop!" he said', "[]", "{}", "["),
+        '[{"value": 3}, {"value": 4}] is a list. What is the sum?',
+        "[{'value': 1}, {'value': 2}] What does this print?",
+        '[{"name": "Ann", "role": "engineer"}]',
+        '[{"name": "Ann", "role": "engineer"}] Who is Ann?',
+        '{"from": "a@b.c", "to": "d", "content": "x"} Classify this mail.',
+        '{"from": "a@b.c", "content": "x"}',
+    ):
         as_jsonl(tmp_path / "d.jsonl", [{"prompt": text}])
         assert read(tmp_path).prompts[0].text == text, "a question like any other"
+
+
+def test_messages_are_read_in_every_wrapping_that_loses_nothing(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}]
+    text = json.dumps(chat)
+    for value in (
+        *(text, f"\ufeff{text}", f"\n {text}\n", json.dumps(text), json.dumps(json.dumps(text))),
+        *(chat[0], json.dumps(chat[0]), [json.dumps(chat[0])], json.dumps([json.dumps(chat[0])])),
+    ):
+        as_jsonl(tmp_path / "d.jsonl", [{"prompt": value}])
+        for as_chat in (False, True):
+            assert read(tmp_path, as_chat=as_chat).prompts[0].text == "u:a\x01\na:", value
+
+
+def test_a_wrapping_that_holds_more_than_one_conversation_is_refused(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}]
+    both = {"messages": chat, "tools": []}
+    for value, what, fix in (
+        (both, "holds an object, and the chat messages are in its `messages`", "prompt.messages"),
+        ([chat], "holds a list of conversations", "one row for each conversation"),
+        ([both], "holds a list of conversations", "one row for each conversation"),
+        ([*chat, "b"], 'a chat message must be an object .*got "b"', '"role": "user"'),
+    ):
+        for given in (value, json.dumps(value), json.dumps(json.dumps(value))):
+            as_jsonl(tmp_path / "d.jsonl", [{"prompt": given}])
+            for as_chat in (False, True):
+                with pytest.raises(DataError, match=f"d.jsonl:1: .*{what}") as caught:
+                    read(tmp_path, as_chat=as_chat)
+                assert fix in caught.value.fix
+    as_jsonl(tmp_path / "d.jsonl", [{"prompt": json.dumps(both)}])
+    assert read(tmp_path, messages_key="prompt.messages").prompts[0].text == "u:a\x01\na:"
+
+
+def test_a_role_that_no_template_names_is_refused_although_it_is_written(tmp_path: Path) -> None:
+    tokenizer = characters(tmp_path / "model", TEMPLATE)
+
+    def text(role: str, template: str | None = None) -> str:
+        as_jsonl(tmp_path / "d.jsonl", [{"prompt": [*asks("a", role)[:1], *asks("b")[:1]]}])
+        chosen = tokenizer if template is None else load_tokenizer(tmp_path / "model", template)
+        (prompt,) = read_training(DataConfig(train=tmp_path / "d.jsonl"), chosen).prompts
+        return prompt.text.partition("a<end>")[0]
+
+    assert text("developer") == "<|developer|>"
+    for given, role in (("human", "user"), ("GPT", "assistant"), ("observation", "tool")):
+        assert text(given) == f"<|{role}|>"
+    with pytest.raises(
+        DataError, match=r"d.jsonl:1: .*does not name the role 'asistant'"
+    ) as caught:
+        text("asistant")
+    assert "did you mean 'assistant'?" in caught.value.fix
+    assert text("critic", "{# user or critic #}" + TEMPLATE) == "<|critic|>"
+
+
+def test_names_of_the_two_keys_may_be_mixed(tmp_path: Path) -> None:
+    plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    call = {"name": "f", "arguments": {}}
+    texts = set()
+    for who, what in (("from", "content"), ("role", "value"), ("from", "value")):
+        one = [{who: "human", what: "a"}, {who: "gpt", what: "b"}, {who: "user", what: "c"}]
+        for rows in ([one], [one, [{"role": "user", "content": "x", "from": None, "value": None}]]):
+            as_parquet(tmp_path / "d.parquet", [{"prompt": row} for row in rows])
+            texts.add(read(tmp_path / "d.parquet").prompts[0].text)
+        as_jsonl(tmp_path / "d.jsonl", [{"prompt": [{who: "function_call", what: call}]}])
+        with pytest.raises(DataError, match="the last message is the assistant's"):
+            read(tmp_path / "d.jsonl")
+    assert texts == {"u:a\x01\na:b\x01\nu:c\x01\na:"}
+    as_jsonl(tmp_path / "d.jsonl", [{"prompt": [{"from": "human", "value": "a", "content": "b"}]}])
+    with pytest.raises(DataError, match="`from` human has both `value` and `content`"):
+        read(tmp_path / "d.jsonl")
+    scored = [{**plain[0], "value": 0.5}]
+    as_jsonl(tmp_path / "d.jsonl", [{"prompt": scored}])
+    assert read(tmp_path / "d.jsonl").prompts[0].text == "u:a\x01\na:"
 
 
 def test_messages_of_sharegpt_are_read_as_their_own(tmp_path: Path) -> None:
@@ -165,6 +260,21 @@ def test_arguments_of_a_call_are_written_once_in_whatever_form_they_are_given(
             r"has a list as tool_calls\[0\].function.arguments, and an object",
         ),
         ({"content": "x", "function_call": {"name": "f"}}, "has a `function_call`, OpenAI's old"),
+        ({"tool_calls": [{"id": "1"}]}, r"has no name of a function in tool_calls\[0\]"),
+        ({"tool_calls": [{"function": "f"}]}, r"has no name of a function in tool_calls\[0\]"),
+        (
+            {"content": "", "tool_calls": json.dumps([{"function": {"name": ""}}])},
+            r"has no name of a function in tool_calls\[0\]",
+        ),
+        (
+            {"tool_calls": [{"function": {"name": "f", "parameters": {"a": 1}}}]},
+            r"has `parameters` in the place of arguments in tool_calls\[0\]",
+        ),
+        (
+            {"tool_calls": [{"function": {"name": "f", "arguments": 5}}]},
+            r"has a number as tool_calls\[0\].function.arguments, and an object",
+        ),
+        ({"content": None, "tool_calls": []}, "has no content"),
         ({"tool_calls": []}, "a chat message must be an object with `role` and `content`"),
     ],
 )

@@ -553,11 +553,11 @@ THINKING = "{% if enable_thinking %}<think>{% endif %}{{ messages }}"
 def test_a_model_that_thinks_has_room_for_its_thoughts(tmp_path, name, template, gpus, tokens):
     write_config(tmp_path / "sizes", "Qwen3-8B")
     (tmp_path / "sizes").rename(tmp_path / name)
-    if template is not None:
-        settings = {"chat_template": template}
-        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(settings))
     if not gpus:
         write_model(tmp_path / name, max_position_embeddings=8192)
+    if template is not None:
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(settings))
     out = tmp_path / "run.yaml"
     code, told = init(out, tmp_path / name, write_prompts(tmp_path / "data.jsonl"), gpus, "clipped")
     assert code == 0, told

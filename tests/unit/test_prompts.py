@@ -79,7 +79,7 @@ def test_the_limit_takes_the_first_prompts(tmp_path: Path) -> None:
         ('{"question": "a"}', 1, "has no `prompt` .*question"),
         ('{"prompt": "a", "answer": 1}\n{"prompt": "b"}', 2, "has no `answer`"),
         ('{"prompt": 3, "answer": 1}', 1, "`prompt` is a number"),
-        ('{"prompt": null, "answer": 1}', 1, "`prompt` is a null"),
+        ('{"prompt": null, "answer": 1}', 1, "`prompt` is null"),
         ('\n\n{"prompt": " ", "answer": 1}', 3, "`prompt` is empty"),
         ('{"prompt": [], "answer": 1}', 1, "`prompt` is empty"),
         (

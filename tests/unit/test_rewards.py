@@ -265,7 +265,10 @@ def test_an_error_names_the_column_that_the_user_named(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     key = "reward_model.ground_truth"
     data = DataConfig.model_validate({"train": rows, "prompt_key": "question", "answer_key": key})
-    for name, values in {"arithmetic": [None, "", "\u200b", [1], True], "math": [None, "", "about 5"]}.items():
+    for name, values in {
+        "arithmetic": [None, "", "\u200b", [1], True],
+        "math": [None, "", "about 5"],
+    }.items():
         for value in values:
             row = {"question": "1+1", "reward_model": {"ground_truth": value}}
             rows.write_text(json.dumps(row))

@@ -59,6 +59,15 @@ def test_ids_and_text_are_those_of_transformers(example: Path) -> None:
         assert ours.decode(sampled).strip() == row["response"]
 
 
+def test_the_arithmetic_example_is_read_without_transformers(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Importing it takes seconds, in every process with a tokenizer."""
+    if (example / "model" / "tokenizer.json").exists():
+        monkeypatch.setitem(sys.modules, "transformers", None)
+        assert load_tokenizer(example / "model").eos_ids == (2,)
+
+
 def test_a_vocabulary_divides_over_two_tensor_ranks_and_matches_the_model(example: Path) -> None:
     size = load_tokenizer(example / "model").vocab_size
     assert size % 2 == 0

@@ -1,0 +1,105 @@
+"""Splits that the names of data files stand for: `train`, `validation` and `test`.
+
+Invariants:
+- a name stands for a split only as a whole: an optional name of the data set, the split's word, and
+  an optional shard, as in `gsm8k-test` or `train-00000-of-00002`; `test_results` stands for none;
+- names that are equal except for the split's word stand for their splits: `train_hard` next to
+  `test_hard`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Splits and the words for them in names of files and folders, as the `datasets` library has them:
+https://huggingface.co/docs/hub/datasets-file-names-and-splits"""
+ENDINGS = ("", "s", "set", "split", "data")
+"""Endings of a split's word in a file name, as in `testset.jsonl`."""
+
+_SPLIT_OF = {
+    word + ending: split for split, words in WORDS.items() for word in words for ending in ENDINGS
+}
+_SHARD = (
+    r"[-_. ]*\d+[kmb]?",  # validation_0, dev2, train_10k, train-2024-01-01
+    r"[-_. ]\d+[-_ ]of[-_ ]\d+(?:-[0-9a-f]{8,})?",  # train-00000-of-00002-a09b74b3ef9c3b56
+    r"[-_. ](?:part|shard|chunk|split|v|p)[-_. ]*\d+",
+    r"[-_. ][a-z]",  # train_a
+)
+"""Patterns of a shard's or a version's name behind a split's word."""
+_WHOLE_NAME = re.compile(
+    rf"(?:.*[^a-z])?(?P<word>{'|'.join(sorted(_SPLIT_OF, key=len, reverse=True))})"
+    rf"(?:{'|'.join(_SHARD)})*"
+)
+
+
+def files_by_split(files: Sequence[Path]) -> dict[str, list[Path]]:
+    """Return the files of each split that their names stand for; the others under the empty name."""
+    found = {file: split_of(file.stem) or "" for file in files}
+    twins: dict[str, dict[str, list[Path]]] = {}
+    for file in files:
+        for rest, split in _rests(file):
+            twins.setdefault(rest, {}).setdefault(split, []).append(file)
+    for of_split in twins.values():
+        if len(of_split) > 1:
+            found |= {file: split for split, them in of_split.items() for file in them}
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        splits.setdefault(found[file], []).append(file)
+    return splits
+
+
+def split_of(name: str) -> str | None:
+    """Return the split that a name without its ending stands for; null for any other name."""
+    match = _WHOLE_NAME.fullmatch(_spaced(name))
+    return None if match is None else _SPLIT_OF[match["word"]]
+
+
+def names_split(name: str, split: str) -> bool:
+    """Return whether a word of the name stands for the split."""
+    return any(_SPLIT_OF.get(word) == split for word in re.split(r"[^a-z]+", _spaced(name)))
+
+
+def _rests(file: Path) -> Iterator[tuple[str, str]]:
+    """Yield each split that a word of the file's name stands for, with the name without the word."""
+    parts = re.split(r"([^a-z]+)", _spaced(file.stem))
+    for index, word in enumerate(parts):
+        if word in _SPLIT_OF:
+            rest = "".join([*parts[:index], "*", *parts[index + 1 :]])
+            yield f"{file.parent}/{rest}{file.suffix}", _SPLIT_OF[word]
+
+
+def _spaced(name: str) -> str:
+    """Return the name in lower case, with a space between the words of `gsm8kTrain`."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name).lower()
+
+
+def splits_by_name(paths: Collection[str]) -> dict[str, list[str]]:
+    """Return the files of a data set on a hub by their split, by the rules of `datasets`.
+
+    The split of pieces in the folder `data` is the beginning of the name, else a word in the name of
+    a folder, else one in that of the file. Where no name has one, all files are for training.
+    """
+    files = [PurePosixPath(path) for path in sorted(paths)]
+    found: dict[str, list[str]] = {}
+    for file in files:
+        piece = re.fullmatch(r"data/(.+)-\d{5}-of-\d{5}[^/]*", str(file))
+        if piece and "/" not in piece[1]:
+            found.setdefault(piece[1], []).append(str(file))
+    for names in (slice(-1), slice(-1, None)):
+        if found:
+            break
+        for split, words in WORDS.items():
+            them = [str(one) for one in files if any(_has(n, words) for n in one.parts[names])]
+            found |= {split: them} if them else {}
+    return found or ({"train": [str(one) for one in files]} if files else {})
+
+
+def _has(name: str, words: Collection[str]) -> bool:
+    return any(word in words for word in re.split(r"[-._ 0-9]+", name))
