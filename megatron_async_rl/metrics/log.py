@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from pydantic import BaseModel, ValidationError
 
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.config.read_back import reading, unreadable
 from megatron_async_rl.metrics.catalogue import (
     METRICS,
     Metric,
@@ -242,7 +243,8 @@ class GrowingFile:
     def new_lines(self, limit: int | None = None) -> tuple[list[bytes], bool]:
         """Lines since the last call, and True where the file was replaced or cut, so that those of
         earlier calls are to be forgotten. No lines while there is no file. `limit`: about so many
-        bytes of them, and the rest with the next calls."""
+        bytes of them, and the rest with the next calls. Raises UserError for a file that cannot be
+        read."""
         try:
             with open(self.path, "rb") as file:
                 about = os.fstat(file.fileno())
@@ -265,6 +267,8 @@ class GrowingFile:
         except FileNotFoundError:
             restarted, self._offset, self._last = self._offset > 0, 0, b""
             return [], restarted
+        except OSError as error:
+            raise unreadable(self.path, error) from error
 
         whole = read[: read.rfind(b"\n") + 1]
         if whole:
@@ -374,13 +378,15 @@ def read_metrics(run_dir: Path) -> list[Row]:
 
 
 def read_newest(run_dir: Path, count: int) -> list[Row]:
-    """The last `count` rows of a run, in order of steps. Reads the end of the file alone."""
+    """The last `count` rows of a run, in order of steps. Reads the end of the file alone. Raises
+    UserError."""
     path = run_dir / FILE
-    if not path.exists():
+    try:
+        with reading(path), open(path, "rb") as file:
+            whole = (line for _, line in _lines_backwards(file) if line.endswith(b"\n"))
+            lines = list(itertools.islice(whole, count))
+    except FileNotFoundError:
         return []
-    with open(path, "rb") as file:
-        whole = (line for _, line in _lines_backwards(file) if line.endswith(b"\n"))
-        lines = list(itertools.islice(whole, count))
     reader = MetricsReader(run_dir)
     reader._file.whole = False
     return [reader._row(line, 0) for line in reversed(lines)]
