@@ -11,9 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_async_rl.config.load import dump, load
+from megatron_async_rl.config.plug_in_code import code_digests
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.metrics.log import digest_of_step
 from megatron_async_rl.metrics.status import Status, write_status
-from megatron_async_rl.policy.checkpoint_folder import CONFIG_FILE
+from megatron_async_rl.policy.checkpoint_folder import CONFIG_FILE, RECORD_FILE
 from megatron_async_rl.policy.digested_folder import DIGESTS, StoredFile, described
+from megatron_async_rl.samples.log_mark import read_mark
 from tests.logged_samples import logged_run
 from tests.written_run import write_run
 
@@ -29,7 +33,6 @@ def damageable_run(folder: Path) -> Path:
     run_dir = loaded.run.dir
     logged_run(run_dir)
     (run_dir / "config.yaml").write_text(dump(loaded))
-    write_status(run_dir, Status(phase="stopped", step=STEPS, steps=9, time=STEPS))
     rows = [{"step": step, "version": step, "time": step} for step in range(1, STEPS + 1)]
     write_lines(run_dir / "metrics.jsonl", [{**row, "time/step_s": 0.5} for row in rows])
     write_lines(run_dir / "eval.jsonl", [{"version": 0, "time": 0.0, "mean_reward": 0.5}])
@@ -42,19 +45,42 @@ def damageable_run(folder: Path) -> Path:
         (run_dir / name / "rank_0.log").write_text("a line\n")
     (run_dir / "simulation.json").write_text("[]")
     (run_dir / "lock").write_text("1 elsewhere\n")
-    step = run_dir / "checkpoint" / f"step_{STEPS:08d}"
-    (step / "sharded").mkdir(parents=True)
-    contents = {CONFIG_FILE: dump(loaded).encode(), "sharded/.metadata": b"index"}
-    for name, content in contents.items():
-        (step / name).write_bytes(content)
-    stored = {name: StoredFile.of(content) for name, content in contents.items()}
-    about = {"step": STEPS, "model_path": str(loaded.model.path), "dtype": "float32"}
-    (step / "about.json").write_text(described(about, stored))
-    (step.parent / "latest").write_text(step.name)
+    save(loaded, STEPS)
+    status = Status(phase="stopped", step=STEPS, steps=9, time=STEPS, checkpoint=name_of(STEPS))
+    write_status(run_dir, status)
     shutil.copytree(folder / "model", run_dir / "hf")
     files = {one.name: StoredFile.of(one.read_bytes()) for one in (run_dir / "hf").iterdir()}
     (run_dir / "hf" / DIGESTS).write_text(described({}, files))
     return config
+
+
+def name_of(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def save(config: Config, step: int) -> Path:
+    """Write a checkpoint, as far as it is read without torch; return its folder."""
+    run_dir = config.run.dir
+    folder = run_dir / "checkpoint" / name_of(step)
+    (folder / "sharded").mkdir(parents=True)
+    mark = read_mark(run_dir)
+    record = {
+        "metrics": {"step": step, "digest": digest_of_step(run_dir, step)},
+        "samples": mark.as_json() if mark is not None else None,
+        "code": code_digests(config.model_dump(mode="json")),
+    }
+    contents = {
+        CONFIG_FILE: dump(config).encode(),
+        RECORD_FILE: json.dumps(record).encode(),
+        "sharded/.metadata": b"index",
+    }
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    stored = {name: StoredFile.of(content) for name, content in contents.items()}
+    about = {"step": step, "model_path": str(config.model.path), "dtype": "float32"}
+    (folder / "about.json").write_text(described(about, stored))
+    (folder.parent / "latest").write_text(folder.name)
+    return folder
 
 
 def write_lines(file: Path, rows: list[dict[str, object]]) -> None:

@@ -46,6 +46,8 @@ def require_folder(folder: Path, fix: str) -> bool:
     a link to nothing, a folder that may not be listed."""
     try:
         with os.scandir(folder):
+            # A folder that may be listed may still hide what is in it.
+            os.stat(f"{folder}/.")
             return True
     except FileNotFoundError:
         if not folder.is_symlink():

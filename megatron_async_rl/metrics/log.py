@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pydantic import BaseModel, ValidationError
 
+from megatron_async_rl.config.durable import digest
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.read_back import reading, unreadable
 from megatron_async_rl.metrics.catalogue import (
@@ -95,6 +96,7 @@ class MetricsLog:
         cut_from(run_dir, first_step)
         self._next_step = first_step
         self._evaluated: dict[str, Value] = {}
+        self._last: tuple[int, str] | None = None
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
@@ -114,10 +116,12 @@ class MetricsLog:
 
         line: dict[str, object] = {"step": step, "version": step, "time": round(now, 3)}
         line |= {name: _as_json(value) for name, value in (checked | self._evaluated).items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        text = json.dumps(line, allow_nan=False)
+        self._file.write(text + "\n")
         self._file.flush()
 
         self._next_step = step + 1
+        self._last = step, digest(text.encode())
         self._evaluated = {}
         for sink in self._sinks:
             sink.write(step, now, checked)
@@ -129,10 +133,28 @@ class MetricsLog:
         for sink in self._sinks:
             sink.write_evaluation(version, time.time(), self._evaluated)
 
+    def sync(self) -> dict[str, Any] | None:
+        """Wait until the lines are on the disk. Return step and digest of the last line of this
+        process, by which a resume tells that they are of the run of a checkpoint."""
+        os.fsync(self._file.fileno())
+        return None if self._last is None else {"step": self._last[0], "digest": self._last[1]}
+
     def close(self) -> None:
         self._file.close()
         for sink in self._sinks:
             sink.close()
+
+
+def digest_of_step(run_dir: Path, step: int) -> str | None:
+    """Digest of the line of `step`, as `MetricsLog.sync` returned it; None where no line has it. Reads
+    the file from its end. Raises UserError, FileNotFoundError."""
+    path = run_dir / FILE
+    with reading(path), open(path, "rb") as file:
+        for _, line in _lines_backwards(file):
+            if _is_kept(line, lambda entry: int(entry["step"]) <= step):
+                whole = _is_kept(line, lambda entry: int(entry["step"]) == step)
+                return digest(line.rstrip(b"\r\n")) if whole else None
+    return None
 
 
 def cut_from(run_dir: Path, first_step: int) -> int:

@@ -44,6 +44,9 @@ class Status:
     error: str | None = None
     log: str | None = None
     """The file that has the rest of `error`."""
+    checkpoint: str | None = None
+    """The checkpoint that `checkpoint/latest` named, empty before the first: a resume without the
+    folder can tell a lost one from none. None: of an earlier version."""
 
 
 _STATUS = TypeAdapter(Status)
