@@ -37,6 +37,7 @@ def damageable_run(folder: Path) -> Path:
     write_lines(run_dir / "metrics.jsonl", [{**row, "time/step_s": 0.5} for row in rows])
     write_lines(run_dir / "eval.jsonl", [{"version": 0, "time": 0.0, "mean_reward": 0.5}])
     write_lines(run_dir / "events.jsonl", [{"time": 1.0, "text": "an engine was lost"}])
+    write_lines(run_dir / "anomalies.jsonl", [{"step": 3, "kind": "gradient"}])
     spans = [{"state": "training", "for": "", "start": t, "end": t + 0.5} for t in range(STEPS)]
     (run_dir / "timeline").mkdir()
     write_lines(run_dir / "timeline" / "rank 0.jsonl", spans)

@@ -310,7 +310,8 @@ class Rank0(OtherRank):
         self._log: MetricsLog | None = None
         self._eval_log: EvalLog | None = None
         self._batches: Batches | None = None
-        self._code = code_digests(config.model_dump(mode="json"))
+        self._code: dict[str, str] = {}
+        """Digests of the Python files that the configuration names, as they were at the start."""
         self._handout: Handout | None = None
         """The batch that was awaited."""
         self._flow_metrics: dict[str, MetricValue] = {}
@@ -323,6 +324,7 @@ class Rank0(OtherRank):
         super().begin(version, resumed, oldest)
         config = self.config
         self.say("starting", "Ray, engines and controller" if config.rollout else "data")
+        self._code = code_digests(config.model_dump(mode="json"))
         self._log = MetricsLog(
             config.run.dir,
             tensorboard=config.observe.tensorboard,

@@ -170,8 +170,12 @@ def _earlier(config: Config) -> tuple[dict[str, Any], list[Problem]]:
     if not whole:
         lacking = ", ".join(name for name in Config.model_fields if name not in tree)
         return {}, [_unreadable(file, f"is incomplete: it has no {lacking}")]
-    # The checkpoint's own is under its digest.
-    return (tree if saved is None else read_tree(saved.decode())[0]), []
+    if saved is None:
+        return tree, []
+    try:
+        return read_tree(saved.decode())[0], []
+    except (UnicodeDecodeError, YamlFault) as error:  # of a checkpoint without digests
+        return {}, [_unreadable(file, f"of the newest checkpoint cannot be read ({error})")]
 
 
 def _has_checkpoints(checkpoint: Path) -> bool:
@@ -316,10 +320,33 @@ def checkpoint_notes(config: Config) -> list[str]:
             notes.append(
                 f"the run goes on from {path}, and {newer} is newer: latest names the older"
             )
-        notes += record_notes(config, path)
+        notes += _edited(config) + record_notes(config, path)
     except (CheckpointBroken, SegmentBroken):
         return []
     return notes
+
+
+def _edited(config: Config) -> list[str]:
+    """Notes on values of RUN/config.yaml that are neither those of the newest checkpoint nor those of
+    `config`: a change by hand that this start does not take. Raises CheckpointBroken."""
+    file = config.run.dir / "config.yaml"
+    saved = read_file(config.run.dir / "checkpoint", CONFIG_FILE)
+    if saved is None:
+        return []
+    try:
+        held = read_tree(file.read_text(encoding="utf-8"))[0]
+        before = read_tree(saved.decode())[0]
+    except (OSError, UnicodeDecodeError, YamlFault):
+        return []  # `conflicts` reports it
+    changed = {one.key: one for one in _compare(held, config.model_dump(mode="json"), "")}
+    changed.pop("run.dir", None)
+    since = {one.key for one in _compare(held, before, "")}
+    return [
+        f"{file} has {one}: the file was changed after {CONFIG_FILE} of the checkpoint, and this start"
+        " replaces it"
+        for key, one in changed.items()
+        if key in since and not one.is_move
+    ]
 
 
 def data_problems(config: Config, read: Mapping[str, DataIdentity]) -> list[Problem]:

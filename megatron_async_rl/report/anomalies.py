@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_async_rl.config.read_back import reading
 from megatron_async_rl.metrics.log import Row, number
 from megatron_async_rl.report.series import counted
 
@@ -95,12 +96,15 @@ class AnomalyFinder:
 
 def read_details(run_dir: Path) -> dict[int, dict[str, Any]]:
     """Step -> its object in `RUN/anomalies.jsonl`; empty where there is no such file. A line that a
-    crash left half written is passed over."""
+    crash left half written is passed over. Raises UserError for a file that cannot be read."""
     details: dict[int, dict[str, Any]] = {}
     path = run_dir / FILE
-    if not path.exists():
+    try:
+        with reading(path):
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
         return details
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in lines:
         try:
             entry = json.loads(line)
             details[int(entry["step"])] = entry

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_async_rl import cli
-from megatron_async_rl.config.load import load
+from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.config.plug_in_code import code_digests
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.metrics.log import MetricsLog, digest_of_step
@@ -297,6 +297,7 @@ def test_a_reward_whose_code_changed_since_the_checkpoint_is_noted(
     assert list(code_digests(loaded.model_dump(mode="json"))) == [str(file)]
     shutil.rmtree(config.parent / "out" / "checkpoint")
     save(loaded, STEPS)
+    (config.parent / "out" / "config.yaml").write_text(dump(loaded))
     assert notes(config, *named) == []
     file.write_text(REWARD.replace("1.0", "2.0"))
     assert notes(config, *named) == [
