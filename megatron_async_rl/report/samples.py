@@ -199,13 +199,14 @@ def _section(run_dir: Path) -> str:
     of_steps = outcomes.filter(pc.is_in(outcomes["step"], pa.array(steps, pa.int64())))
     trained, _ = _find(read_entries(run_dir), of_steps)
     if not trained:
-        if (lost := lost_end(run_dir)) is not None:
-            return _sentence(f"{lost}.")
+        lost = lost_end(run_dir)
         config = read_config(run_dir)
-        if config.get("rollout") is None or (config.get("samples") or {}).get("keep_mib") == 0:
+        off = config.get("rollout") is None or (config.get("samples") or {}).get("keep_mib") == 0
+        if off and lost is None:
             return ""
         return _sentence(
             "The samples folder of the run is missing, or holds none that a step has trained on."
+            + (f" {lost}." if lost is not None else "")
         )
     scored = sum(entry.valid for entry in trained)
     each = min(PAGE_EACH, max(1, scored // 3))

@@ -38,7 +38,7 @@ FILES = (
     "config.yaml",
     "events.jsonl",
     "anomalies.jsonl",
-    "samples.json",
+    "sample_log.json",
     "samples",
     "samples/samples-000000.segment",
     "samples/outcomes-000000.segment",
