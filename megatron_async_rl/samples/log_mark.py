@@ -1,4 +1,4 @@
-"""`RUN/sample_log.json`: how far the sample log is on the disk for certain. The writer replaces it when a
+"""`RUN/logmark.json`: how far the sample log is on the disk for certain. The writer replaces it when a
 segment is closed and with every checkpoint, which keeps a copy; a log that ends before its mark has
 lost rows.
 
@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from megatron_async_rl.samples.frames import SegmentBroken
 
-FILE = "sample_log.json"
+FILE = "logmark.json"
 _FIX = "restore it from a copy, or remove it: the end of the log is then not checked"
 
 

@@ -38,7 +38,7 @@ FILES = (
     "config.yaml",
     "events.jsonl",
     "anomalies.jsonl",
-    "sample_log.json",
+    "logmark.json",
     "samples",
     "samples/samples-000000.segment",
     "samples/outcomes-000000.segment",
