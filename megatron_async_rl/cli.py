@@ -25,6 +25,7 @@ from typer.core import TyperGroup
 
 from megatron_async_rl import __version__
 from megatron_async_rl.config.problem import SHARE, ConfigError, UserError
+from megatron_async_rl.config.read_back import reason
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.schema import Config
@@ -37,13 +38,21 @@ NAME_A_RUN = "name a run directory, the `run.dir` of its config"
 
 
 class Commands(TyperGroup):
-    """Ends any command that a user error stops with that error's screen and exit code 2."""
+    """Ends any command that a user error stops with that error's screen and exit code 2; likewise for
+    a file that cannot be read or written."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except UserError as error:
             _print_error(error)
+            raise typer.Exit(USER_ERROR) from None
+        except OSError as error:
+            # The caller of last resort: an error without a file, such as a socket's, is not the user's.
+            if error.filename is None:
+                raise
+            fix = "check the file, its folder and their permissions, or name another one"
+            _print_error(UserError.of(os.fsdecode(error.filename), reason(error), fix))
             raise typer.Exit(USER_ERROR) from None
 
 

@@ -448,7 +448,8 @@ class Controller(Listener):
         """The position, of one moment; engines are listened to while it is written."""
         state, buffer = self._state(), self._buffer()
         await asyncio.to_thread(self._sample_log.flush)
-        return DataState(state=state, buffer=await asyncio.to_thread(written, buffer))
+        log = self._sample_log.mark
+        return DataState(state=state, buffer=await asyncio.to_thread(written, buffer), log=log)
 
     def _state(self) -> dict[str, Any]:
         """The source's position, and the prompts that came from it and are not consumed."""

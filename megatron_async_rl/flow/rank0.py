@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 from megatron_async_rl.config.load import dump
+from megatron_async_rl.config.plug_in_code import code_digests
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow import buffer_file
 from megatron_async_rl.flow.batches import Batches, open_batches
@@ -36,7 +37,13 @@ from megatron_async_rl.metrics.log import EvalLog, MetricsLog
 from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.metrics.timeline import Timeline
 from megatron_async_rl.metrics.trackers import open_trackers
-from megatron_async_rl.policy.checkpoint_folder import CONFIG_FILE, DATA_FILE, read_file
+from megatron_async_rl.policy.checkpoint_folder import (
+    CONFIG_FILE,
+    DATA_FILE,
+    RECORD_FILE,
+    named_latest,
+    read_file,
+)
 from megatron_async_rl.policy.device_memory import DeviceMemory
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.rollout.cluster import gpu_of_rank
@@ -252,7 +259,10 @@ class OtherRank:
             "evaluated": self.schedule.means if self.schedule else {},
             "model_path": str(self.config.model.path),
         }
-        files = {CONFIG_FILE: dump(self.config).encode("utf-8")}
+        files = {
+            CONFIG_FILE: dump(self.config).encode("utf-8"),
+            RECORD_FILE: json.dumps(self._record_of(position), indent=1).encode("utf-8"),
+        }
         if position is not None:
             files[DATA_FILE] = json.dumps(position.data, indent=1).encode("utf-8")
             if position.buffer is not None:
@@ -265,6 +275,10 @@ class OtherRank:
 
     def _position(self) -> DataState | None:
         return None
+
+    def _record_of(self, position: DataState | None) -> dict[str, Any]:
+        """What the run's own files must hold when it goes on from here."""
+        return {}
 
     def say(self, phase: str, detail: str = "") -> None:
         """Writes the run's status."""
@@ -296,6 +310,8 @@ class Rank0(OtherRank):
         self._log: MetricsLog | None = None
         self._eval_log: EvalLog | None = None
         self._batches: Batches | None = None
+        self._code: dict[str, str] = {}
+        """Digests of the Python files that the configuration names, as they were at the start."""
         self._handout: Handout | None = None
         """The batch that was awaited."""
         self._flow_metrics: dict[str, MetricValue] = {}
@@ -308,6 +324,7 @@ class Rank0(OtherRank):
         super().begin(version, resumed, oldest)
         config = self.config
         self.say("starting", "Ray, engines and controller" if config.rollout else "data")
+        self._code = code_digests(config.model_dump(mode="json"))
         self._log = MetricsLog(
             config.run.dir,
             tensorboard=config.observe.tensorboard,
@@ -439,6 +456,14 @@ class Rank0(OtherRank):
         # Nothing is handed out that has not trained, so the position is that of this version.
         return self._open.state()
 
+    def _record_of(self, position: DataState | None) -> dict[str, Any]:
+        mark = position.log if position is not None else None
+        return {
+            "metrics": self._log.sync() if self._log is not None else None,
+            "samples": mark.as_json() if mark is not None else None,
+            "code": self._code,
+        }
+
     def say(self, phase: str, detail: str = "", error: str | None = None) -> None:
         run = self.config.run
         write_status(
@@ -454,6 +479,7 @@ class Rank0(OtherRank):
                 measure="loss" if self.config.supervised else "reward",
                 error=error,
                 log=str(run.dir / "logs" / "rank_0.log"),
+                checkpoint=named_latest(run.dir / "checkpoint") or "",
             ),
         )
 

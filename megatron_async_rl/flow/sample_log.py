@@ -11,6 +11,8 @@ Invariants, in addition to those of the files (samples/segments.py):
   disk (fsync) before the checkpoint is;
 - `begin(position)` removes the outcomes of a history that the checkpoint does not know, so no
   sample counts as trained in two histories; the samples themselves stay;
+- the log's mark (samples/log_mark.py) counts only what is on the disk, and a file that has less than
+  its mark is not closed as if it were whole;
 - a damaged or missing file, and a gap in `seq`, is noted in the run's events, and what is there
   stays as it is: only a torn tail is cut off;
 - an evaluation of one version stands there once, however often it was begun;
@@ -30,6 +32,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.config.schema import SamplesConfig
 from megatron_async_rl.samples.columns import LOGGED, SCHEMA
 from megatron_async_rl.samples.frames import (
@@ -40,12 +43,14 @@ from megatron_async_rl.samples.frames import (
     replace_whole,
     sync_folder,
 )
+from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
+from megatron_async_rl.samples.log_mark import LogMark, read_mark
 from megatron_async_rl.samples.rows import SampleRow, gathered
 from megatron_async_rl.samples.segments import (
     FOLDER,
     OUTCOMES,
+    TABLES,
     Outcome,
-    TableName,
     file_of,
     gaps_in,
     is_new,
@@ -70,8 +75,6 @@ ROWS, TOKENS = 256, 2**18
 """Limits of one record batch: the thread holds the interpreter only for so long."""
 
 Item = Callable[[], None]
-TABLES: tuple[TableName, TableName] = ("samples", "outcomes")
-"""Order in which files are made, written and deleted."""
 OutcomeRow = tuple[int, int, str | None, float | None, Outcome, int, str | None]
 """Row of OUTCOMES."""
 
@@ -86,6 +89,11 @@ class SampleLog:
     def position(self) -> int:
         """Outcomes so far, over the whole run: for the checkpoint."""
         return self._next_seq
+
+    @property
+    def mark(self) -> LogMark | None:
+        """How far the log is on the disk, for the checkpoint; null without a log."""
+        return None
 
     def begin(self, position: int) -> None:
         """Continues from a checkpoint's `position`; 0: from the run's beginning."""
@@ -144,6 +152,11 @@ class SampleLogWriter(SampleLog):
         self._damaged = set[Path]()
         self._highest = -1
         self._lost = 0
+        self._mark: LogMark | None = None
+
+    @property
+    def mark(self) -> LogMark | None:
+        return self._mark
 
     # On the controller's loop
 
@@ -226,7 +239,7 @@ class SampleLogWriter(SampleLog):
         self._take_queued()
         if self._segment is not None:
             try:
-                self._segment.close()
+                self._close_segment(self._segment)
             except OSError as error:
                 self._failed(error, 0)
 
@@ -274,6 +287,11 @@ class SampleLogWriter(SampleLog):
 
     def _finish_open(self) -> None:
         """Closes files that were left open; damaged ones stay as they are."""
+        try:
+            mark = read_mark(self._run_dir)
+        except SegmentBroken as error:
+            self._note_damage(error)
+            mark = None
         for path in sorted(self._folder.glob(f"*{OPEN}")):
             try:
                 number = int(path.stem.rpartition("-")[2])
@@ -283,7 +301,9 @@ class SampleLogWriter(SampleLog):
                     # The process was killed between making this file and making the other one.
                     path.unlink()
                     continue
-                finish(path)
+                of_mark = mark is not None and mark.segment == number
+                table = TABLES[path.name.startswith("outcomes")]
+                finish(path, mark.batches(table) if of_mark and mark is not None else 0)
             except SegmentBroken as error:
                 self._note_damage(error)
             except OSError as error:
@@ -361,8 +381,7 @@ class SampleLogWriter(SampleLog):
                 self._segment = self._next_segment()
             self._segment.write(samples, outcomes)
             if self._segment.size >= self._segment_size:
-                self._segment.close()
-                self._segment = None
+                self._close_segment(self._segment)
         except Exception as error:  # noqa: BLE001 - the log must not cost the run
             self._failed(error, len(samples) + len(outcomes))
             return
@@ -378,8 +397,22 @@ class SampleLogWriter(SampleLog):
             return
         try:
             self._segment.sync()
+            self._set_mark(self._segment.mark(closed=False))
         except OSError as error:
             self._failed(error, 0)
+
+    def _close_segment(self, segment: _Segment) -> None:
+        mark = segment.mark(closed=True)
+        segment.close()
+        self._segment = None
+        try:
+            self._set_mark(mark)
+        except OSError as error:  # the rows are on the disk
+            self._failed(error, 0)
+
+    def _set_mark(self, mark: LogMark) -> None:
+        write_file(self._run_dir / MARK_FILE, mark.text())
+        self._mark = mark
 
     def _next_segment(self) -> _Segment:
         """A new one, after the oldest have made room for it."""
@@ -484,6 +517,11 @@ class _Segment:
     def sync(self) -> None:
         for file in self._files:
             file.sync()
+
+    def mark(self, *, closed: bool) -> LogMark:
+        """Mark of what was written so far."""
+        samples, outcomes = (file.frames for file in self._files)
+        return LogMark(segment=self.number, closed=closed, samples=samples, outcomes=outcomes)
 
     def close(self) -> None:
         for file in self._files:

@@ -15,6 +15,7 @@ from megatron_async_rl.flow.evaluation import HeldOut
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.summary import MetricValue
 from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.samples.log_mark import LogMark
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.samples.types import Prompt
 
@@ -31,12 +32,14 @@ class Source(Protocol):
 class DataState:
     """Where the data stands. `state`: plain JSON. `buffer`: what waits (flow/buffer_file.py); null
     where nothing can. `oldest`: the oldest version whose tokens may train when the run goes on.
-    `data`: digests of the prompts (batches.data_digests), for the checkpoint."""
+    `data`: digests of the prompts (batches.data_digests), for the checkpoint. `log`: how far the
+    sample log is on the disk; null where there is none."""
 
     state: Mapping[str, Any]
     buffer: bytes | None = None
     oldest: int = 0
     data: Mapping[str, Any] = field(default_factory=dict)
+    log: LogMark | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

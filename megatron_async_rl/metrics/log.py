@@ -32,7 +32,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pydantic import BaseModel, ValidationError
 
+from megatron_async_rl.config.durable import digest
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.config.read_back import reading, unreadable
 from megatron_async_rl.metrics.catalogue import (
     METRICS,
     Metric,
@@ -96,6 +98,7 @@ class MetricsLog:
         cut_from(run_dir, first_step)
         self._next_step = first_step
         self._evaluated: dict[str, Value] = {}
+        self._last: tuple[int, str] | None = None
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
@@ -115,10 +118,12 @@ class MetricsLog:
 
         line: dict[str, object] = {"step": step, "version": step, "time": round(now, 3)}
         line |= {name: _as_json(value) for name, value in (checked | self._evaluated).items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        text = json.dumps(line, allow_nan=False)
+        self._file.write(text + "\n")
         self._file.flush()
 
         self._next_step = step + 1
+        self._last = step, digest(text.encode())
         self._evaluated = {}
         for sink in self._sinks:
             sink.write(step, now, checked)
@@ -130,10 +135,28 @@ class MetricsLog:
         for sink in self._sinks:
             sink.write_evaluation(version, time.time(), self._evaluated)
 
+    def sync(self) -> dict[str, Any] | None:
+        """Wait until the lines are on the disk. Return step and digest of the last line of this
+        process, by which a resume tells that they are of the run of a checkpoint."""
+        os.fsync(self._file.fileno())
+        return None if self._last is None else {"step": self._last[0], "digest": self._last[1]}
+
     def close(self) -> None:
         self._file.close()
         for sink in self._sinks:
             sink.close()
+
+
+def digest_of_step(run_dir: Path, step: int) -> str | None:
+    """Digest of the line of `step`, as `MetricsLog.sync` returned it; None where no line has it. Reads
+    the file from its end. Raises UserError, FileNotFoundError."""
+    path = run_dir / FILE
+    with reading(path), open(path, "rb") as file:
+        for _, line in _lines_backwards(file):
+            if _is_kept(line, lambda entry: int(entry["step"]) <= step):
+                whole = _is_kept(line, lambda entry: int(entry["step"]) == step)
+                return digest(line.rstrip(b"\r\n")) if whole else None
+    return None
 
 
 def cut_from(run_dir: Path, first_step: int) -> int:
@@ -250,8 +273,8 @@ class GrowingFile:
     def new_lines(self, limit: int | None = None) -> tuple[list[bytes], bool]:
         """Lines since the last call, and True where the file was replaced or cut, so that those of
         earlier calls are to be forgotten. No lines while there is no file. `limit`: about so many
-        bytes of them, and the rest with the next calls. Raises UserError, with a limit, for a line
-        of more than LONGEST_LINE bytes."""
+        bytes of them, and the rest with the next calls. Raises UserError for a file that cannot be
+        read, and, with a limit, for a line of more than LONGEST_LINE bytes."""
         try:
             with open(self.path, "rb") as file:
                 about = os.fstat(file.fileno())
@@ -277,6 +300,8 @@ class GrowingFile:
         except FileNotFoundError:
             restarted, self._offset, self._last = self._offset > 0, 0, b""
             return [], restarted
+        except OSError as error:
+            raise unreadable(self.path, error) from error
 
         whole = read[: read.rfind(b"\n") + 1]
         if whole:
@@ -396,13 +421,15 @@ def read_metrics(run_dir: Path) -> list[Row]:
 
 
 def read_newest(run_dir: Path, count: int) -> list[Row]:
-    """The last `count` rows of a run, in order of steps. Reads the end of the file alone."""
+    """The last `count` rows of a run, in order of steps. Reads the end of the file alone. Raises
+    UserError."""
     path = run_dir / FILE
-    if not path.exists():
+    try:
+        with reading(path), open(path, "rb") as file:
+            whole = (line for _, line in _lines_backwards(file) if line.endswith(b"\n"))
+            lines = list(itertools.islice(whole, count))
+    except FileNotFoundError:
         return []
-    with open(path, "rb") as file:
-        whole = (line for _, line in _lines_backwards(file) if line.endswith(b"\n"))
-        lines = list(itertools.islice(whole, count))
     reader = MetricsReader(run_dir)
     reader._file.whole = False
     return [reader._row(line, 0) for line in reversed(lines)]

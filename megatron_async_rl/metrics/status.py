@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.config.read_back import unreadable
 from megatron_async_rl.watchdog.progress_monitor import write_whole
 
 FILE = "status.json"
@@ -43,10 +44,14 @@ class Status:
     error: str | None = None
     log: str | None = None
     """The file that has the rest of `error`."""
+    checkpoint: str | None = None
+    """The checkpoint that `checkpoint/latest` named, empty before the first: a resume without the
+    folder can tell a lost one from none. None: of an earlier version."""
 
 
 _STATUS = TypeAdapter(Status)
 _ENDED = ("stopped", "finished", "failed")
+_FIX = "delete it, or choose another run.dir"
 
 
 def write_status(run_dir: Path, status: Status) -> None:
@@ -61,18 +66,21 @@ def write_status(run_dir: Path, status: Status) -> None:
 def read_status(run_dir: Path) -> Status | None:
     """The last status written, or None before the first.
 
-    Raises UserError when the file is not a status (another program's, or another version's).
+    Raises UserError when the file cannot be read or is not a status (another program's, or another
+    version's).
     """
     path = run_dir / FILE
     try:
         return _STATUS.validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise unreadable(path, error, _FIX) from error
     except ValidationError as error:
         fault = error.errors()[0]
         where = ".".join(map(str, fault["loc"]))
         raise UserError.of(
             "run.dir",
             f"{path} is not a run's status ({f'{where}: ' if where else ''}{fault['msg']})",
-            "delete it, or choose another run.dir",
+            _FIX,
         ) from error

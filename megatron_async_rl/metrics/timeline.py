@@ -22,6 +22,7 @@ from pathlib import Path
 from threading import Lock
 from typing import BinaryIO
 
+from megatron_async_rl.config.read_back import reading
 from megatron_async_rl.metrics.log import GrowingFile
 
 _log = logging.getLogger(__name__)
@@ -124,10 +125,11 @@ class Timeline:
 
 def read_timeline(run_dir: Path) -> dict[str, list[Span]]:
     """Track -> its spans in order of time; `rank 0` first. Lines that are no spans, as a crash
-    leaves them, are passed over."""
+    leaves them, are passed over. Raises UserError for a file that cannot be read."""
     tracks: dict[str, list[Span]] = {}
     for path in _tracks(run_dir):
-        lines = path.read_bytes().splitlines()
+        with reading(path):
+            lines = path.read_bytes().splitlines()
         spans = sorted(_spans(path.stem, lines), key=lambda span: span.start)
         if spans:
             tracks[path.stem] = spans

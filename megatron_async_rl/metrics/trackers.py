@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.config.problem import Problem, UserError
+from megatron_async_rl.config.read_back import reading
 from megatron_async_rl.metrics.catalogue import METRICS, Value
 
 if TYPE_CHECKING:
@@ -255,8 +256,29 @@ def _numbers(values: Mapping[str, Value]) -> Iterator[tuple[str, float]]:
 
 
 def _identities(run_dir: Path) -> dict[str, str]:
+    """Raises UserError for a file that is damaged: the run would begin anew in its trackers."""
     file = run_dir / IDENTITIES
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    fix = "restore it from a copy, or remove it: the run then begins anew in its trackers"
+    try:
+        with reading(file, fix):
+            found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise UserError.of(str(file), f"is damaged: {error}", fix) from error
+    if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
+        raise UserError.of(str(file), "is damaged: it holds no identities by tracker", fix)
+    return found
+
+
+def identity_problems(run_dir: Path, names: Sequence[str]) -> list[Problem]:
+    """The problem of RUN/trackers.json, where the trackers `names` need it."""
+    try:
+        if names:
+            _identities(run_dir)
+    except UserError as error:
+        return list(error.problems)
+    return []
 
 
 def _identity(run_dir: Path, name: str, new: str) -> str:

@@ -44,7 +44,7 @@ from megatron_async_rl.data import (
 )
 from megatron_async_rl.data.files import count_rows, data_files
 from megatron_async_rl.data.hub import name_of, parse
-from megatron_async_rl.metrics.trackers import lacking
+from megatron_async_rl.metrics.trackers import identity_problems, lacking
 from megatron_async_rl.plan.batch import Lengths, context_limit
 from megatron_async_rl.plan.layout import device_of
 from megatron_async_rl.plan.machine import Machine, this_machine
@@ -153,6 +153,7 @@ def preflight(
         if all_data and not problems:
             problems += _damaged_model(config)
         problems += _beside(config) + lacking(config.observe.trackers)
+        problems += identity_problems(config.run.dir, config.observe.trackers)
     plan = make_plan(
         config,
         machine,

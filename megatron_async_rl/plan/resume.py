@@ -25,20 +25,23 @@ from megatron_async_rl.data import DataIdentity
 from megatron_async_rl.flow import buffer_file
 from megatron_async_rl.metrics.status import read_status
 from megatron_async_rl.plan.model_files import ModelShape, read_model
+from megatron_async_rl.plan.run_record import lost_checkpoints, record_notes, record_problems
 from megatron_async_rl.policy.checkpoint_folder import (
     CONFIG_FILE,
     DATA_FILE,
-    LATEST,
     CheckpointBroken,
     about,
     later,
+    named_latest,
     newest,
     read_file,
     refuse_other_moments,
+    require_readable,
     require_whole,
     steps,
 )
 from megatron_async_rl.policy.digested_folder import files_of
+from megatron_async_rl.samples.frames import SegmentBroken
 
 ALLOWED = (
     # How long the run is, and what is measured and kept.
@@ -146,8 +149,7 @@ def _earlier(config: Config) -> tuple[dict[str, Any], list[Problem]]:
         return {}, []
     checkpoint = run_dir / "checkpoint"
     status = read_status(run_dir)
-    made_steps = (status is not None and status.step > 0) or bool(steps(checkpoint))
-    if not (made_steps or (checkpoint / LATEST).exists()):
+    if not ((status is not None and status.step > 0) or _has_checkpoints(checkpoint)):
         return {}, []
 
     saved = _file_of_checkpoint(config, CONFIG_FILE)
@@ -168,8 +170,22 @@ def _earlier(config: Config) -> tuple[dict[str, Any], list[Problem]]:
     if not whole:
         lacking = ", ".join(name for name in Config.model_fields if name not in tree)
         return {}, [_unreadable(file, f"is incomplete: it has no {lacking}")]
-    # The checkpoint's own is under its digest.
-    return (tree if saved is None else read_tree(saved.decode())[0]), []
+    if saved is None:
+        return tree, []
+    try:
+        return read_tree(saved.decode())[0], []
+    except (UnicodeDecodeError, YamlFault) as error:  # of a checkpoint without digests
+        return {}, [_unreadable(file, f"of the newest checkpoint cannot be read ({error})")]
+
+
+def _has_checkpoints(checkpoint: Path) -> bool:
+    """True also for a folder that cannot be read, which `checkpoint_problems` reports."""
+    try:
+        return require_readable(checkpoint) and (
+            bool(steps(checkpoint)) or named_latest(checkpoint) is not None
+        )
+    except CheckpointBroken:
+        return True
 
 
 def _unreadable(file: Path, what: str) -> Problem:
@@ -214,7 +230,7 @@ def conflicts(config: Config) -> list[Problem]:
     what = f"{config.run.dir} holds a run with another value"
     checkpoint = config.run.dir / "checkpoint"
     fix = "set it back, or choose another run.dir"
-    if (checkpoint / LATEST).exists():
+    if named_latest(checkpoint) is not None:
         fix += f"; `mar convert {checkpoint} MODEL` gives its weights to a new run as model.path"
     by_digest = DATA_PATHS if _file_of_checkpoint(config, DATA_FILE) is not None else ()
     refused = [
@@ -264,8 +280,9 @@ def checkpoint_problems(config: Config, shape: ModelShape | None) -> list[Proble
     started."""
     try:
         path = newest(config.run.dir / "checkpoint")
-        if path is None:
-            return []
+        lost = lost_checkpoints(config, path)
+        if path is None or lost:
+            return lost
         require_whole(path)
         content = about(path)
         refuse_other_moments(path, content, config.policy.optimizer.moment_dtype)
@@ -280,7 +297,7 @@ def checkpoint_problems(config: Config, shape: ModelShape | None) -> list[Proble
     except buffer_file.BufferBroken as error:
         return [replace(one, what=f"{path}: {one.what}") for one in error.problems]
     held = read_model(Path(source))[0] if source is not None else None
-    found = _other_adapters(path, content.get("lora"), config)
+    found = record_problems(config, path) + _other_adapters(path, content.get("lora"), config)
     if held is not None and shape is not None:
         found += _another_model(path, held, shape)
     return found
@@ -303,9 +320,33 @@ def checkpoint_notes(config: Config) -> list[str]:
             notes.append(
                 f"the run goes on from {path}, and {newer} is newer: latest names the older"
             )
-    except CheckpointBroken:
+        notes += _edited(config) + record_notes(config, path)
+    except (CheckpointBroken, SegmentBroken):
         return []
     return notes
+
+
+def _edited(config: Config) -> list[str]:
+    """Notes on values of RUN/config.yaml that are neither those of the newest checkpoint nor those of
+    `config`: a change by hand that this start does not take. Raises CheckpointBroken."""
+    file = config.run.dir / "config.yaml"
+    saved = read_file(config.run.dir / "checkpoint", CONFIG_FILE)
+    if saved is None:
+        return []
+    try:
+        held = read_tree(file.read_text(encoding="utf-8"))[0]
+        before = read_tree(saved.decode())[0]
+    except (OSError, UnicodeDecodeError, YamlFault):
+        return []  # `conflicts` reports it
+    changed = {one.key: one for one in _compare(held, config.model_dump(mode="json"), "")}
+    changed.pop("run.dir", None)
+    since = {one.key for one in _compare(held, before, "")}
+    return [
+        f"{file} has {one}: the file was changed after {CONFIG_FILE} of the checkpoint, and this start"
+        " replaces it"
+        for key, one in changed.items()
+        if key in since and not one.is_move
+    ]
 
 
 def data_problems(config: Config, read: Mapping[str, DataIdentity]) -> list[Problem]:
@@ -316,17 +357,22 @@ def data_problems(config: Config, read: Mapping[str, DataIdentity]) -> list[Prob
     saved = _file_of_checkpoint(config, DATA_FILE)
     if saved is None:
         return []
-    data = json.loads(saved)
+    try:
+        data = json.loads(saved)
+        trained, held_out = data["training"], data["held_out"]
+    except (ValueError, KeyError, TypeError) as error:  # of a checkpoint without digests
+        what = f"{DATA_FILE} of the checkpoint cannot be read ({type(error).__name__}: {error})"
+        return [Problem(key="run.dir", what=what, fix="restore the checkpoint from a copy")]
     keys = (
         ["data.train"]
         if config.data.train is not None
         else [f"data.sources.{index}.path" for index in range(len(config.data.sources))]
     )
-    pairs = list(zip(keys, data["training"], strict=False))
+    pairs = list(zip(keys, trained, strict=False))
     pairs += [
-        (one.path_key, data["held_out"][one.name])
+        (one.path_key, held_out[one.name])
         for one in config.held_out_files
-        if data["held_out"].get(one.name, {}).get("path") == str(one.file.path)
+        if held_out.get(one.name, {}).get("path") == str(one.file.path)
     ]
     problems = []
     for key, entry in pairs:

@@ -7,17 +7,23 @@ lists every other file of it with its digests (digested_folder.py).
 Invariants:
 - a file is read by way of its digest, so one that has changed is reported as damaged, with the
   older checkpoint to use, and never used;
+- a folder is the checkpoint of the step in its name: a renamed one, or one with the description of
+  another, is reported as damaged;
+- a checkpoint folder that cannot be read is an error, and never a run without checkpoints;
 - a checkpoint of a release without digests is read as it is, after a warning.
 """
 
 from __future__ import annotations
 
+import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.config.read_back import reason, require_folder
 from megatron_async_rl.policy.digested_folder import (
     faults,
     files_of,
@@ -31,6 +37,10 @@ CONFIG_FILE = "config.yaml"
 """The run's configuration at this step, with which a resume compares its own."""
 DATA_FILE = "prompts.json"
 """Digests of the prompts, by which a resume recognizes its data."""
+_NAME = re.compile(r"step_\d+")
+RECORD_FILE = "record.json"
+"""What the run's own files held at this step: the line of metrics, the end of the sample log, and the
+code that the configuration names."""
 
 
 class CheckpointBroken(UserError):
@@ -38,13 +48,21 @@ class CheckpointBroken(UserError):
 
 
 def steps(directory: Path) -> list[Path]:
-    """The checkpoints in `directory`, the oldest first."""
-    return sorted(path for path in directory.glob("step_*") if path.is_dir())
+    """The checkpoints in `directory`, the oldest first. A folder of another name, such as a copy
+    `step_00000100.bak`, is none."""
+    found = (path for path in directory.glob("step_*") if _NAME.fullmatch(path.name))
+    return sorted((path for path in found if path.is_dir()), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step that the name of a checkpoint's folder has."""
+    return int(path.name.partition("_")[2])
 
 
 def is_step(path: Path) -> bool:
     """True for the folder of one checkpoint, also for one that has lost its description."""
-    return (path / ABOUT).is_file() or (path.name.startswith("step_") and path.is_dir())
+    with _readable(path):
+        return (path / ABOUT).is_file() or (path.name.startswith("step_") and path.is_dir())
 
 
 def newest(directory: Path) -> Path | None:
@@ -54,8 +72,9 @@ def newest(directory: Path) -> Path | None:
     Without `latest` it is the last one: a save was killed before it could name its first one, or
     the file was deleted. A damaged one is never passed over.
     """
+    require_readable(directory)
     pointer = directory / LATEST
-    if not pointer.exists():
+    if not pointer.exists() and not pointer.is_symlink():
         found = steps(directory)
         if found and not looks_whole(found[-1]):
             fault = f"{LATEST} is not there, and files of the last checkpoint are missing or cut"
@@ -63,8 +82,10 @@ def newest(directory: Path) -> Path | None:
         return found[-1] if found else None
     try:
         name = pointer.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        name = f"{type(error).__name__}: {error}"
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"{pointer} cannot be read: {reason(error)}"
+        fix = _use_other(_newest_intact(steps(directory)), directory)
+        raise CheckpointBroken.of("run.dir", what, fix) from error
     if name not in {path.name for path in steps(directory)}:
         raise CheckpointBroken.of(
             "run.dir",
@@ -72,9 +93,29 @@ def newest(directory: Path) -> Path | None:
             _use_other(_newest_intact(steps(directory)), directory),
         )
     path = directory / name
-    if not (path / ABOUT).exists():
+    with _readable(path):
+        missing = not (path / ABOUT).exists()
+    if missing:
         raise damaged(path, f"{ABOUT} is not there")
     return path
+
+
+def require_readable(directory: Path) -> bool:
+    """Return whether the checkpoint folder is there. Raises CheckpointBroken for something else in its
+    place, and for a folder that may not be read."""
+    try:
+        return require_folder(directory, "restore it from a copy, or choose another run.dir")
+    except UserError as error:
+        raise CheckpointBroken("", error.problems) from error
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn an OSError of looking into the checkpoint at `path` into CheckpointBroken."""
+    try:
+        yield
+    except OSError as error:
+        raise damaged(path, f"it cannot be read ({reason(error)})") from error
 
 
 def named_latest(directory: Path) -> str | None:
@@ -88,7 +129,7 @@ def named_latest(directory: Path) -> str | None:
 def later(path: Path) -> Path | None:
     """A whole checkpoint of the same folder with more steps than the one at `path`, which `latest`
     names; null: there is none."""
-    return _newest_whole([one for one in steps(path.parent) if one.name > path.name])
+    return _newest_whole([one for one in steps(path.parent) if step_of(one) > step_of(path)])
 
 
 def outdated(
@@ -101,7 +142,7 @@ def outdated(
 
     checked: those that it wrote or loaded; the ones that were found to be whole are added."""
     checked.add(current)
-    older = [path for path in reversed(steps(current.parent)) if path.name < current.name]
+    older = [path for path in reversed(steps(current.parent)) if step_of(path) < step_of(current)]
     whole = 1
     for index, path in enumerate(older):
         if keep is None:
@@ -116,7 +157,7 @@ def outdated(
 
 def _is_intact(path: Path) -> bool:
     """True if every file, and every block of tensors, has its digest. Reads all of it."""
-    content, fault = read_description(path / ABOUT)
+    content, fault = _description(path)
     files = files_of(content)
     if fault is not None or files is None:
         return fault is None and looks_whole(path)
@@ -125,10 +166,24 @@ def _is_intact(path: Path) -> bool:
 
 def about(path: Path) -> dict[str, Any]:
     """about.json of one checkpoint. Raises CheckpointBroken."""
+    content, fault = _description(path)
+    if fault is not None:
+        raise damaged(path, fault)
+    return content
+
+
+def _description(path: Path) -> tuple[dict[str, Any], str | None]:
+    """about.json of the checkpoint at `path`, and what is wrong with it; null: nothing."""
     content, fault = read_description(path / ABOUT)
     if fault is not None:
-        raise damaged(path, f"{ABOUT} cannot be read: {fault}")
-    return content
+        return {}, f"{ABOUT} cannot be read: {fault}"
+    step = content.get("step")
+    if _NAME.fullmatch(path.name) and step is not None and step != step_of(path):
+        return (
+            {},
+            f"{ABOUT} is of step {step}: the file is another one's, or the folder was renamed",
+        )
+    return content, None
 
 
 def read_file(directory: Path, name: str) -> bytes | None:
@@ -143,7 +198,8 @@ def read_checked(path: Path, name: str, content: Mapping[str, Any]) -> bytes | N
     Raises CheckpointBroken for a file that is damaged."""
     files = files_of(content)
     if files is None:
-        return (path / name).read_bytes() if (path / name).exists() else None
+        with _readable(path):
+            return (path / name).read_bytes() if (path / name).exists() else None
     if name not in files:
         return None
     try:
@@ -157,16 +213,19 @@ def read_checked(path: Path, name: str, content: Mapping[str, Any]) -> bytes | N
 
 def looks_whole(path: Path) -> bool:
     """True if the checkpoint's description is intact and each file is there with its size."""
-    content, fault = read_description(path / ABOUT)
+    content, fault = _description(path)
     files = files_of(content)
     if fault is not None:
         return False
-    if files is None:
-        return all((path / name).is_file() for name in ("state.pt", f"{SHARDED}/.metadata"))
-    return all(
-        (path / name).is_file() and (path / name).stat().st_size == file.size
-        for name, file in files.items()
-    )
+    try:
+        if files is None:
+            return all((path / name).is_file() for name in ("state.pt", f"{SHARDED}/.metadata"))
+        return all(
+            (path / name).is_file() and (path / name).stat().st_size == file.size
+            for name, file in files.items()
+        )
+    except OSError:
+        return False
 
 
 def require_whole(path: Path, *, blocks: bool = False) -> None:
@@ -189,7 +248,9 @@ def _require_whole_without_digests(path: Path) -> None:
     except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
         fault = f"state.pt cannot be read ({type(error).__name__}: {error})"
         raise damaged(path, fault) from error
-    if not (path / SHARDED / ".metadata").is_file():
+    with _readable(path):
+        indexed = (path / SHARDED / ".metadata").is_file()
+    if not indexed:
         raise damaged(path, f"{SHARDED}/.metadata is not there")
 
 
@@ -197,7 +258,9 @@ def damaged(path: Path, what: str) -> CheckpointBroken:
     """The error for the damaged checkpoint at `path`, with the intact one to use: an older one, or
     else a newer one."""
     others = [one for one in steps(path.parent) if one != path]
-    other = _newest_intact([one for one in others if one.name < path.name])
+    # A step's folder that was named on the command line may have any name.
+    before = step_of(path) if _NAME.fullmatch(path.name) else -1
+    other = _newest_intact([one for one in others if step_of(one) < before])
     other = other or _newest_intact(others)
     return CheckpointBroken.of(
         "run.dir", f"{path} is damaged: {what}", _use_other(other, path.parent)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_async_rl.config.read_back import reading
 from megatron_async_rl.metrics.log import Row, number
 from megatron_async_rl.report.series import counted
 
@@ -98,14 +99,16 @@ class AnomalyFinder:
 
 def read_details(run_dir: Path) -> dict[int, dict[str, Any]]:
     """Step -> its object in the last NEWEST_BYTES of `RUN/anomalies.jsonl`; empty where there is no
-    such file. A line that a crash left half written is passed over."""
+    such file. A line that a crash left half written is passed over. Raises UserError for a file
+    that cannot be read."""
     details: dict[int, dict[str, Any]] = {}
     path = run_dir / FILE
-    if not path.exists():
+    try:
+        with reading(path), open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - NEWEST_BYTES))
+            lines = file.read(NEWEST_BYTES).decode("utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
         return details
-    with open(path, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - NEWEST_BYTES))
-        lines = file.read(NEWEST_BYTES).decode("utf-8", errors="replace").splitlines()
     for line in lines:
         try:
             entry = json.loads(line)

@@ -30,6 +30,7 @@ from megatron_async_rl.samples.segments import (
     Outcomes,
     TableName,
     load,
+    lost_end,
     newest_rows,
     present_file,
     read_batches,
@@ -97,10 +98,13 @@ class SampleBrowser:
             found = self._find(question)
             entries = self._entries(found.slice(question.start, AT_ONCE))
             shown = load(self._run_dir, entries)
+            lost = lost_end(self._run_dir)
         total, end = found.num_rows, question.start + len(entries)
         words = f"{end:,} of {total:,} samples" if total else "no such sample in the log"
         if not total and (steps := self._steps(question.kind)):
             words += f"; it has those of steps {steps[0]:,} to {steps[1]:,}"
+        if lost is not None:
+            words += f"; {lost}"
         return {
             "html": "".join(card(entry, sample) for entry, sample in shown),
             "words": words,

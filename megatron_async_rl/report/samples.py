@@ -35,6 +35,7 @@ from megatron_async_rl.samples.segments import (
     Entry,
     Outcome,
     load,
+    lost_end,
     read_entries,
     read_table,
     segments_in,
@@ -66,10 +67,12 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """`missing`: samples of the wanted step that the log keeps no longer, or never had."""
+    """`missing`: samples of the wanted step that the log keeps no longer, or never had. `lost`: what
+    the log lacks at its end, in words."""
 
     samples: Sequence[tuple[Entry, Sample]]
     missing: int = 0
+    lost: str | None = None
 
 
 @contextmanager
@@ -107,7 +110,7 @@ def choose(run_dir: Path, wanted: Wanted) -> Chosen:
         kind = "held-out evaluation" if wanted.held_out else "training"
         fix = "try again when one has finished, or look without --eval and --step"
         raise UserError.of("RUN", f"the log of {run_dir} holds no such sample of {kind}", fix)
-    return Chosen(samples=load(run_dir, chosen), missing=missing)
+    return Chosen(samples=load(run_dir, chosen), missing=missing, lost=lost_end(run_dir))
 
 
 def newest_trained(run_dir: Path) -> Sample | None:
@@ -139,6 +142,8 @@ def print_samples(chosen: Chosen, console: Console, *, as_json: bool) -> None:
             console.print(Text(f"reward failed: {visible(sample.reward_error)}", style="red"))
     if chosen.missing and not as_json:
         console.print(f"{chosen.missing:,} more of them are no longer kept", style="dim")
+    if chosen.lost is not None and not as_json:
+        console.print(Text(f"note: {chosen.lost}", style="red"))
 
 
 def as_dict(entry: Entry, sample: Sample) -> dict[str, Any]:
@@ -194,11 +199,14 @@ def _section(run_dir: Path) -> str:
     of_steps = outcomes.filter(pc.is_in(outcomes["step"], pa.array(steps, pa.int64())))
     trained, _ = _find(read_entries(run_dir), of_steps)
     if not trained:
+        lost = lost_end(run_dir)
         config = read_config(run_dir)
-        if config.get("rollout") is None or (config.get("samples") or {}).get("keep_mib") == 0:
+        off = config.get("rollout") is None or (config.get("samples") or {}).get("keep_mib") == 0
+        if off and lost is None:
             return ""
         return _sentence(
             "The samples folder of the run is missing, or holds none that a step has trained on."
+            + (f" {lost}." if lost is not None else "")
         )
     scored = sum(entry.valid for entry in trained)
     each = min(PAGE_EACH, max(1, scored // 3))
@@ -214,6 +222,9 @@ def _section(run_dir: Path) -> str:
         cards = "".join(card(entry, sample) for entry, sample in load(run_dir, picked))
         if cards:
             parts.append(f"<h3>{name}</h3>\n{cards}")
+    lost = lost_end(run_dir)
+    if lost is not None:
+        parts.insert(0, f"<p>{html.escape(lost)}.</p>")
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     return (
         f'<section class="card samples">\n'
@@ -229,6 +240,8 @@ def check_log(run_dir: Path) -> None:
         raise UserError.of("RUN", f"{run_dir} is not a directory", "name the run.dir of a run")
     if segments_in(run_dir / FOLDER):
         return
+    if (lost := lost_end(run_dir)) is not None:
+        raise UserError.of("RUN", lost, "restore the folder from a copy")
 
     config = read_config(run_dir)
     if not config and not (run_dir / "metrics.jsonl").exists():

@@ -15,7 +15,9 @@ Invariants:
 - a `.segment` file ends with its END frame: any other end, and any checksum that does not match, is
   damage and raises SegmentBroken;
 - an `.open` file may end within its last frame (the process was killed, or is writing it), or in
-  zeros (the machine lost power): that torn tail was never complete. Everything else is damage;
+  zeros from somewhere within it (the machine lost power: the file has its length, and its last blocks
+  were not written). That torn tail was never synced. Everything else is damage, zeros before another
+  frame included;
 - a header has a checksum of its own, so a changed length cannot pass for a torn tail;
 - a file that is damaged is never written again. Only a torn tail is cut off (`finish`);
 - a file without rows is closed like any other: a file that is missing was deleted.
@@ -27,6 +29,7 @@ import os
 import struct
 import zlib
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -35,8 +38,10 @@ ROWS, END = b"ROWS", b"END\n"
 _FIELDS = struct.Struct("<4sIQI")
 _CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
-_ZEROS = 2**20
-
+_READ = 2**20
+TORN_ZEROS = 8
+"""Zeros at the end of a file from which on its last frame counts as not written. A frame ends in fewer:
+an Arrow stream ends in 4, and a header has a checksum."""
 
 RESTORE = (
     "restore it from a copy, or move both files with its number out of the folder: the rest can be"
@@ -66,6 +71,11 @@ class FrameWriter:
         self._number = 0
         # Unbuffered: bytes that could not be written must not be kept to fail again later.
         self._file: BinaryIO = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by close()
+
+    @property
+    def frames(self) -> int:
+        """Whole ROWS frames of a file that is not closed."""
+        return self._number
 
     def write(self, payload: bytes) -> None:
         self._append(ROWS, payload)
@@ -108,31 +118,51 @@ class FrameWriter:
 
 
 def read_frames(
-    path: Path, *, torn: bool = False, wanted: Collection[int] | None = None
+    path: Path, *, torn: bool = False, wanted: Collection[int] | None = None, least: int = 0
 ) -> Iterator[tuple[int, bytes]]:
     """(number, payload) of the frames, in order; those of others than `wanted` are passed over.
-    `torn`: the file may have a torn tail. Raises SegmentBroken, FileNotFoundError."""
-    with open(path, "rb") as file:
+    `torn`: the file may have a torn tail, after at least `least` frames. Raises SegmentBroken,
+    FileNotFoundError."""
+    count = 0
+    with _opened(path) as file:
         for number, length, checksum in _headers(path, file, torn=torn):
             if wanted is not None and number not in wanted:
                 file.seek(length, os.SEEK_CUR)
-                continue
-            payload = file.read(length)
-            if torn and len(payload) < length:
-                return  # its writer has just cut off the tail
-            if zlib.crc32(payload) != checksum:
-                raise SegmentBroken(path, f"is damaged: batch {number} does not match its checksum")
-            yield number, payload
+            else:
+                payload = file.read(length)
+                if torn and len(payload) < length:
+                    break  # its writer has just cut off the tail
+                if zlib.crc32(payload) != checksum:
+                    if torn and _unwritten(payload) and _zeros_to_the_end(file) is not None:
+                        break
+                    what = f"is damaged: batch {number} does not match its checksum"
+                    raise SegmentBroken(path, what)
+                yield number, payload
+            count = number + 1
+    if count < least:
+        raise SegmentBroken(path, f"is damaged: it ends after {count} batches and had {least}")
 
 
-def finish(path: Path) -> None:
+def count_frames(path: Path) -> int:
+    """Return how many frames a file has, of which one that is cut does not count. Reads headers alone.
+    Raises SegmentBroken for one that is damaged, FileNotFoundError."""
+    count = 0
+    with _opened(path) as file:
+        for number, length, _ in _headers(path, file, torn=True):
+            file.seek(length, os.SEEK_CUR)
+            count = number + 1
+    return count
+
+
+def finish(path: Path, least: int = 0) -> None:
     """Close an `.open` file that another process left behind, after cutting off its torn tail.
-    Raises SegmentBroken, and leaves the file as it is, for damage."""
-    count = sum(1 for _ in read_frames(path, torn=True))
+    Raises SegmentBroken, and leaves the file as it is, for damage and for one that had `least` frames
+    and has fewer."""
+    whole = count = 0
+    for number, payload in read_frames(path, torn=True, least=least):
+        whole += HEADER_BYTES + len(payload)
+        count = number + 1
     with open(path, "r+b", buffering=0) as file:
-        whole = 0
-        for _, length, _ in _headers(path, file, torn=True):
-            whole = file.seek(length, os.SEEK_CUR)
         # Only after every frame before it was read without an error.
         file.truncate(whole)
         file.seek(whole)
@@ -179,7 +209,8 @@ def _headers(path: Path, file: BinaryIO, *, torn: bool) -> Iterator[tuple[int, i
             raise SegmentBroken(path, "is damaged: it ends before its end mark")
         kind, found, length, checksum = _FIELDS.unpack_from(header)
         if zlib.crc32(header[: _FIELDS.size]) != _CHECKSUM.unpack_from(header, _FIELDS.size)[0]:
-            if torn and not any(header) and _only_zeros(file):
+            zeros = _zeros_to_the_end(file) if torn else None
+            if zeros is not None and _unwritten(header + zeros):
                 return
             raise SegmentBroken(path, f"is damaged: the header at byte {start} is not valid")
         if found != number or kind not in (ROWS, END):
@@ -196,11 +227,31 @@ def _headers(path: Path, file: BinaryIO, *, torn: bool) -> Iterator[tuple[int, i
         number += 1
 
 
-def _only_zeros(file: BinaryIO) -> bool:
-    while block := file.read(_ZEROS):
+def _zeros_to_the_end(file: BinaryIO) -> bytes | None:
+    """The rest of a file, TORN_ZEROS bytes at most, if it is zeros alone; else null."""
+    count = 0
+    while block := file.read(_READ):
         if block.strip(b"\0"):
-            return False
-    return True
+            return None
+        count += len(block)
+    return bytes(min(count, TORN_ZEROS))
+
+
+def _unwritten(tail: bytes) -> bool:
+    """True for the last bytes of a file whose end was not written before the machine lost power."""
+    return len(tail) - len(tail.rstrip(b"\0")) >= TORN_ZEROS
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Raises SegmentBroken for a file that cannot be read, FileNotFoundError."""
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise SegmentBroken(path, f"cannot be read: {error.strerror or error}") from error
 
 
 def _header(kind: bytes, number: int, payload: bytes) -> bytes:

@@ -28,6 +28,7 @@ from pathlib import Path
 from megatron_async_rl.samples.segments import (
     FOLDER,
     gaps_in,
+    lost_end,
     read_entries,
     read_table,
     segments_in,
@@ -62,8 +63,9 @@ def account(
     position: int = 0,
 ) -> History:
     """Return where every group ended. `buffer`: the groups that wait, if known. `replay`: steps may
-    train on samples of other groups. `position`: the outcomes that a checkpoint counts, if known;
-    without it, deletion of the newest segments goes unseen. Raises HistoryBroken, SegmentBroken."""
+    train on samples of other groups. `position`: the outcomes that a checkpoint counts, if known.
+    Deletion of the newest segments is seen by it and by the log's mark (log_mark.py). Raises
+    HistoryBroken, SegmentBroken."""
     segments = segments_in(run_dir / FOLDER)
     whole = not segments or segments[0] == 0
     faults: list[str] = []
@@ -74,6 +76,8 @@ def account(
     left_out: list[tuple[int, str, str | None]] = []
     subjects: dict[tuple[str, float], int] = {}
     last = -1
+    if (lost := lost_end(run_dir)) is not None:
+        faults.append(lost)
 
     outcomes = read_table(run_dir, "outcomes").sort_by("seq")
     gaps = gaps_in([outcomes["seq"].to_numpy()], first=0 if whole else None, end=position)

@@ -7,7 +7,7 @@
 Invariants:
 - every file is made of checksummed frames (frames.py), each an Arrow IPC stream with one record
   batch. A reader raises SegmentBroken for any damage; only the newest segment, while it is `.open`,
-  may have a torn tail;
+  may have a torn tail, behind the batches that the log's mark counts (log_mark.py);
 - a segment has both files, with or without rows. A missing one is damage, except that of the samples
   of the oldest segment (`_next_segment` deletes it first) and that which the writer has not made yet;
 - a sample is one row, written when it finished, and is known by (id, finished_at): a run that
@@ -25,6 +25,7 @@ Invariants:
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from megatron_async_rl.samples.columns import LOGGED, ROUTED, SCHEMA, samples_of, with_experts
-from megatron_async_rl.samples.frames import CLOSED, OPEN, SegmentBroken, read_frames
+from megatron_async_rl.samples.frames import (
+    CLOSED,
+    OPEN,
+    SegmentBroken,
+    count_frames,
+    read_frames,
+)
+from megatron_async_rl.samples.log_mark import LogMark, read_mark
 from megatron_async_rl.samples.types import Sample
 
 FOLDER = "samples"
@@ -45,6 +53,9 @@ EARLIER = "*.arrows"
 """Files of versions whose log had no checksums."""
 
 TableName = Literal["samples", "outcomes"]
+TABLES: tuple[TableName, TableName] = ("samples", "outcomes")
+"""Order in which files are made, written and deleted."""
+_FOLDER_FIX = "restore it from a copy, or move it away: the rest of the run can be shown without"
 Outcome = Literal["admitted", "consumed", "dropped", "trained", "evaluated", "repeated"]
 OUTCOMES = pa.schema(
     [
@@ -111,10 +122,37 @@ def segments_in(folder: Path) -> list[int]:
 
 
 def numbers_in(folder: Path) -> list[int]:
-    if not folder.is_dir():
-        return []
-    found = (_NAME.fullmatch(path.name) for path in folder.iterdir())
+    """Numbers of the segments that have a file, oldest first. Raises SegmentBroken for a folder that
+    cannot be read."""
+    try:
+        found = [_NAME.fullmatch(name) for name in os.listdir(folder)]
+    except FileNotFoundError:
+        if not folder.is_symlink():
+            return []
+        raise SegmentBroken(
+            folder, "is a link to a folder that is not there", _FOLDER_FIX
+        ) from None
+    except OSError as error:
+        what = f"cannot be read as a folder: {error.strerror or error}"
+        raise SegmentBroken(folder, what, _FOLDER_FIX) from error
     return sorted({int(match[2]) for match in found if match})
+
+
+def lost_end(run_dir: Path, mark: LogMark | None = None) -> str | None:
+    """What the log lacks at its end, up to `mark` (default: its own), in words; None for nothing.
+    Reads headers alone. Raises SegmentBroken."""
+    mark, folder = mark or read_mark(run_dir), run_dir / FOLDER
+    if mark is None:
+        return None
+    numbers = numbers_in(folder)
+    if not numbers or numbers[-1] < mark.segment:
+        last = f"ends with segment {numbers[-1]}" if numbers else "is missing or empty"
+        return f"{folder} {last}, and the log had segments up to number {mark.segment}"
+    for table in TABLES:
+        path = present_file(folder, table, mark.segment)
+        if path is not None and (held := count_frames(path)) < mark.batches(table):
+            return f"{path} ends after {held} batches and had {mark.batches(table)}"
+    return None
 
 
 def require_checksums(folder: Path) -> None:
@@ -192,9 +230,12 @@ def read_batches(
         path = present_file(folder, table, segment)
         if path is None:
             return
-        torn = path.suffix == OPEN and segment == numbers_in(folder)[-1]
+        torn, least = path.suffix == OPEN and segment == numbers_in(folder)[-1], 0
+        if torn and (mark := read_mark(folder.parent)) is not None and mark.segment == segment:
+            # A closed file has lost its end mark, and was renamed.
+            torn, least = not mark.closed, mark.batches(table)
         try:
-            for number, payload in read_frames(path, torn=torn, wanted=wanted):
+            for number, payload in read_frames(path, torn=torn, wanted=wanted, least=least):
                 yield number, _batch(path, table, payload, columns)
             return
         except FileNotFoundError:  # closed, or deleted, since

@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass
 from errno import ENOMEM
 from pathlib import Path
 
+from megatron_async_rl.config.read_back import reading
 from megatron_async_rl.watchdog.deadline import DeadlineExceeded, this_process
 from megatron_async_rl.watchdog.host_memory import Memory
 from megatron_async_rl.watchdog.logs import DEADLINE, PRIMARY, SECONDARY, judge
@@ -71,15 +72,17 @@ def note(run_dir: Path, text: str) -> None:
 
 def read_events(run_dir: Path, newest: int | None = None) -> list[Event]:
     """Every whole line, in the order written; lines that a crash left half written are passed
-    over. `newest`: only those in so many bytes at the end."""
+    over. `newest`: only those in so many bytes at the end. Raises UserError for a file that cannot be
+    read."""
     path = run_dir / FILE
-    if not path.exists():
+    try:
+        with reading(path), open(path, "rb") as file:
+            if newest is not None and path.stat().st_size > newest:
+                file.seek(-newest, os.SEEK_END)
+                file.readline()
+            return _parse(file.read())
+    except FileNotFoundError:
         return []
-    with open(path, "rb") as file:
-        if newest is not None and path.stat().st_size > newest:
-            file.seek(-newest, os.SEEK_END)
-            file.readline()
-        return _parse(file.read())
 
 
 class EventReader:

@@ -23,6 +23,7 @@ from megatron_async_rl.flow.spec import DataState
 from megatron_async_rl.report.sample_browser import SampleBrowser
 from megatron_async_rl.samples.frames import SegmentBroken
 from megatron_async_rl.samples.history import HistoryBroken, account
+from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
 from megatron_async_rl.samples.segments import FOLDER, read_entries, read_table
 from megatron_async_rl.samples.types import Request, Sample
 from tests.logged_samples import row, sample
@@ -281,14 +282,22 @@ def test_segments_that_were_deleted_are_a_fault(tmp_path: Path) -> None:
         for path, content in kept.items():
             path.write_bytes(content)
 
+    for path in folder.glob("*3.segment"):
+        path.unlink()
+    with pytest.raises(HistoryBroken, match="ends with segment 2, and the log had segments up to"):
+        account(tmp_path)  # its mark shows it, without a checkpoint
+    for path, content in kept.items():
+        path.write_bytes(content)
+
     for path in folder.glob("*0.segment"):  # as the writer makes room
         path.unlink()
     assert account(tmp_path, position=at).consumed == {1: 2, 2: 3, 3: 4}
 
 
 def test_an_outcome_without_its_sample_is_a_fault(tmp_path: Path) -> None:
-    """The newest file, named as if it were open, may end anywhere."""
+    """The newest file, while it is open, may end anywhere behind the log's mark."""
     trained_segments(tmp_path)
+    (tmp_path / MARK_FILE).unlink()
     path = tmp_path / FOLDER / "samples-000003.segment"
     path.with_suffix(".open").write_bytes(path.read_bytes()[:50])
     path.unlink()

@@ -289,6 +289,44 @@ def test_the_same_data_under_another_name_is_taken(config: Path) -> None:
     assert data_problems_of(config, f"data.train={other}") == []
 
 
+def test_a_folder_of_data_with_one_more_or_a_renamed_file_is_other_data(config: Path) -> None:
+    folder = config.parent / "parts"
+    folder.mkdir()
+    for name, count in (("a.jsonl", 3), ("b.jsonl", 5)):
+        write_prompts(folder / name, prompts=count)
+    named = f"data.train={folder}"
+    made(config, named, step=2)
+    saved(config, named)
+    assert data_problems_of(config, named) == []
+    write_prompts(folder / "c.jsonl", prompts=2)
+    (problem,) = data_problems_of(config, named)
+    assert "8 prompts there, 10 here" in problem.what
+    (folder / "c.jsonl").unlink()
+    (folder / "a.jsonl").rename(folder / "z.jsonl")
+    (problem,) = data_problems_of(config, named)
+    assert "order" in problem.what
+    (folder / "z.jsonl").rename(folder / "a.jsonl")
+    assert data_problems_of(config, named) == []
+
+
+def test_a_config_that_was_changed_by_hand_is_noted_where_it_is_not_taken(config: Path) -> None:
+    run_dir = made(config, step=2)
+    saved(config)
+    file = run_dir / "config.yaml"
+    whole = file.read_text()
+    assert checkpoint_notes(load(config)) == []
+    file.write_text(whole.replace("seed: 1234", "seed: 77"))
+    assert refused(config) == [], "the checkpoint has its own"
+    (note,) = checkpoint_notes(load(config))
+    assert f"{file} has run.seed: 77 -> 1234" in note
+    assert [one.key for one in refused(config, "run.seed=77")] == ["run.seed"]
+    file.write_text("\ufeff" + whole)
+    assert (refused(config), checkpoint_notes(load(config))) == ([], [])
+    file.rename(config.parent / "elsewhere.yaml")
+    file.symlink_to(config.parent / "elsewhere.yaml")
+    assert (refused(config), checkpoint_notes(load(config))) == ([], [])
+
+
 def test_each_source_of_a_mixture_is_compared(config: Path) -> None:
     other = write_prompts(config.parent / "other.jsonl", prompts=5)
     mixture = "data={sources: [{path: %s}, {path: %s}]}"

@@ -28,11 +28,14 @@ from megatron_async_rl.report.sample_browser import SampleBrowser
 from megatron_async_rl.report.samples import Wanted, choose, newest_trained, samples_section
 from megatron_async_rl.samples.columns import NUMERIC, batch_of
 from megatron_async_rl.samples.frames import CLOSED, HEADER_BYTES, OPEN, SegmentBroken
+from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
+from megatron_async_rl.samples.log_mark import LogMark, read_mark
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.segments import (
     FOLDER,
     TableName,
     load,
+    lost_end,
     path_of,
     read_batches,
     read_entries,
@@ -191,6 +194,7 @@ def test_a_file_cut_anywhere_while_it_is_open_shows_the_whole_batches_before(
     content = path.read_bytes()
     log.close()
     path_of(tmp_path / FOLDER, "samples", 0).unlink()
+    (tmp_path / MARK_FILE).unlink()  # nothing was synced
     seen = []
     for length in [*range(0, len(content), 61), len(content)]:
         for zeros in (0, 8192):  # what power loss may leave of a tail
@@ -267,6 +271,7 @@ def test_a_resume_cuts_the_torn_tail_off_and_closes_the_file(tmp_path: Path) -> 
     log.finished(row(sample(0), 0))
     log.flush()
     whole = path_of(tmp_path / FOLDER, "samples", 0, OPEN).read_bytes()
+    mark = (tmp_path / MARK_FILE).read_bytes()
     log.finished(row(sample(1), 1))
     log.flush()
     path = path_of(tmp_path / FOLDER, "samples", 0, OPEN)
@@ -274,6 +279,7 @@ def test_a_resume_cuts_the_torn_tail_off_and_closes_the_file(tmp_path: Path) -> 
     log.close()
     path_of(tmp_path / FOLDER, "samples", 0).unlink()
     path.write_bytes(killed)
+    (tmp_path / MARK_FILE).write_bytes(mark)
     begun(tmp_path, log.position).close()
     closed = path_of(tmp_path / FOLDER, "samples", 0).read_bytes()
     assert not path.exists()
@@ -297,11 +303,22 @@ def test_what_a_checkpoint_counts_is_on_the_disk_before_it(
     admitted(log, 0)
     log.finished(row(sample(0), 0))
     log.flush()
-    assert synced == [FOLDER, "samples-000000.open", "outcomes-000000.open"], "names, then rows"
+    names = [name for name in synced if not name.startswith(MARK_FILE)]
+    rows = ["samples-000000.open", "outcomes-000000.open"]
+    assert names == [FOLDER, *rows, tmp_path.name], "names, then rows, then the mark"
+    assert synced.index(rows[1]) < len(synced) - 2 == _place_of_mark(synced)
+    synced.clear()
     log.close()
     files = ["samples-000000", "outcomes-000000"]
-    assert synced[3:] == [name for one in files for name in (f"{one}.open", FOLDER)]
+    closed = [name for one in files for name in (f"{one}.open", FOLDER)]
+    assert [*synced[:4], synced[-1]] == [*closed, tmp_path.name]
+    assert _place_of_mark(synced) == 4
     assert sorted(path.stem for path in (tmp_path / FOLDER).glob("*.segment")) == sorted(files)
+
+
+def _place_of_mark(synced: list[str]) -> int:
+    (place,) = (at for at, name in enumerate(synced) if name.startswith(MARK_FILE))
+    return place
 
 
 def flipped(content: bytes, bit: int) -> bytes:
@@ -328,6 +345,7 @@ def test_a_flipped_bit_or_a_cut_is_damage_or_changes_nothing(tmp_path: Path, clo
             path.unlink()
         for path, content in opened.items():
             path.write_bytes(content)
+        (tmp_path / MARK_FILE).unlink()  # nothing was synced
     right = everything(tmp_path)
 
     for table in ("samples", "outcomes"):
@@ -363,6 +381,116 @@ def everything(run_dir: Path) -> dict[str, list[object]]:
         table: read_table(run_dir, table).to_pylist()  # type: ignore[arg-type]
         for table in ("samples", "outcomes")
     }
+
+
+def killed_after(run_dir: Path, synced: int, more: int) -> bytes:
+    """A log as a kill leaves it after `synced` batches of a checkpoint and `more` later ones; return the
+    content of its samples."""
+    log = begun(run_dir)
+    for group in range(synced + more):
+        log.finished(row(sample(group), group))
+        admitted(log, group)
+        log.flush()
+        if group == synced - 1:
+            mark = (run_dir / MARK_FILE).read_bytes()
+    kept = {path: path.read_bytes() for path in (run_dir / FOLDER).iterdir()}
+    log.close()
+    for path, content in kept.items():
+        path.with_suffix(CLOSED).unlink()
+        path.write_bytes(content)
+    (run_dir / MARK_FILE).write_bytes(mark)
+    return kept[path_of(run_dir / FOLDER, "samples", 0, OPEN)]
+
+
+def frames_of(content: bytes) -> list[int]:
+    """Where each frame begins, and the end of the last one."""
+    places = [0]
+    while places[-1] < len(content):
+        length = int.from_bytes(content[places[-1] + 8 : places[-1] + 16], "little")
+        places.append(places[-1] + HEADER_BYTES + length)
+    return places
+
+
+def test_zeros_at_the_end_of_an_open_file_are_a_torn_tail_and_elsewhere_damage(
+    tmp_path: Path,
+) -> None:
+    content = killed_after(tmp_path, 1, 2)
+    path = path_of(tmp_path / FOLDER, "samples", 0, OPEN)
+    starts = frames_of(content)
+    assert len(starts) == 4
+    # From anywhere within what was not synced, also from within a header, and in two frames at once.
+    for start in (
+        *range(starts[1], starts[1] + HEADER_BYTES),
+        *range(starts[1], starts[3] - 8, 37),
+    ):
+        path.write_bytes(content[:start] + bytes(len(content) - start))
+        whole = sum(end <= start for end in starts[1:])
+        assert len(list(read_entries(tmp_path))) == whole, start
+    for start in (starts[1], starts[1] + 11, starts[1] + HEADER_BYTES, starts[1] + 100):
+        path.write_bytes(content[:start] + bytes(starts[2] - start) + content[starts[2] :])
+        with pytest.raises(SegmentBroken, match="is damaged"):
+            list(read_entries(tmp_path))
+    for start in (0, 11, 100, starts[1] - 9):  # a checkpoint counts it
+        path.write_bytes(content[:start] + bytes(len(content) - start))
+        with pytest.raises(SegmentBroken, match="it ends after 0 batches and had 1"):
+            list(read_entries(tmp_path))
+    path.write_bytes(content[: starts[1] + 50] + bytes(len(content) - starts[1] - 50))
+    begun(tmp_path, 3).close()
+    closed = path_of(tmp_path / FOLDER, "samples", 0).read_bytes()
+    assert (closed[: starts[1]], len(closed)) == (content[: starts[1]], starts[1] + HEADER_BYTES)
+    assert [one.id for one in read_entries(tmp_path)] == ["0-0"]
+
+
+@pytest.mark.parametrize("table", ["samples", "outcomes"])
+def test_a_closed_file_that_is_renamed_open_and_cut_is_damaged(
+    tmp_path: Path, table: TableName
+) -> None:
+    segments_of_one_group(tmp_path, 2)
+    closed = path_of(tmp_path / FOLDER, table, 1)
+    opened = path_of(tmp_path / FOLDER, table, 1, OPEN)
+    content = closed.read_bytes()
+    everything(tmp_path)
+    closed.rename(opened)
+    everything(tmp_path)  # all of it is there
+    for length in (len(content) - 1, len(content) - HEADER_BYTES, 100, 0):
+        opened.write_bytes(content[:length])
+        for read in (lambda: read_table(tmp_path, table), lambda: list(read_entries(tmp_path))):
+            with pytest.raises(SegmentBroken, match=f"{opened.name}.*is damaged"):
+                read()
+        with pytest.raises(UserError, match=f"{opened.name}\n  is damaged"):
+            SampleBrowser(tmp_path).answer({})
+    opened.write_bytes(content[:100])
+    begun(tmp_path, 6).close()
+    assert opened.read_bytes() == content[:100], "it is not closed as if it were whole"
+    assert f"{opened} is damaged: it ends after 0 batches and had 1" in events(tmp_path)[0]
+
+
+def test_a_log_that_ends_before_its_mark_is_noticed_without_a_checkpoint(tmp_path: Path) -> None:
+    segments_of_one_group(tmp_path, 3)
+    assert lost_end(tmp_path) is None
+    assert choose(tmp_path, Wanted()).lost is None
+    mark = read_mark(tmp_path)
+    assert mark == LogMark(segment=2, closed=True, samples=1, outcomes=1)
+    for path in (tmp_path / FOLDER).glob("*2.segment"):
+        path.unlink()
+    said = f"{tmp_path / FOLDER} ends with segment 1, and the log had segments up to number 2"
+    assert lost_end(tmp_path) == said
+    assert choose(tmp_path, Wanted()).lost == said, "and the rest is shown"
+    assert said in samples_section(tmp_path)
+    assert said in SampleBrowser(tmp_path).answer({})["words"]
+    for path in (tmp_path / FOLDER).iterdir():
+        path.unlink()
+    with pytest.raises(UserError, match=r"is missing or empty, and the log had segments up to"):
+        choose(tmp_path, Wanted())
+    segments_of_one_group(tmp_path, 1)
+    assert lost_end(tmp_path) is None, "the mark is that of what was written last"
+    content = (tmp_path / MARK_FILE).read_bytes()
+    for damaged in (b"", b"[]", content.replace(b"1", b"0"), content[:-3]):
+        (tmp_path / MARK_FILE).write_bytes(damaged)
+        with pytest.raises(UserError, match=f"{MARK_FILE}\n  is damaged"):
+            choose(tmp_path, Wanted())
+    (tmp_path / MARK_FILE).write_bytes(content)
+    choose(tmp_path, Wanted())
 
 
 def test_every_reader_reports_damage_by_the_name_of_the_file(tmp_path: Path) -> None:

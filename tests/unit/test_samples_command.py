@@ -24,6 +24,7 @@ from megatron_async_rl.report import report as report_module
 from megatron_async_rl.report.report import write_report
 from megatron_async_rl.report.samples import Wanted, choose, print_samples, samples_section
 from megatron_async_rl.samples.frames import OPEN
+from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
 from megatron_async_rl.samples.segments import FOLDER, path_of
 from megatron_async_rl.samples.types import Sample
 from tests.logged_samples import GROUP, STEPS, logged_run, row, sample
@@ -360,6 +361,7 @@ def test_of_an_open_segment_that_was_cut_off_what_is_whole_is_shown(tmp_path: Pa
         path.write_bytes(whole[:length])
         assert is_one_problem(mar(tmp_path), path, "is damaged: it ends before"), length
     path.unlink()
+    (tmp_path / MARK_FILE).unlink()  # killed before its first checkpoint
     path = path.with_suffix(OPEN)
     for length in (*range(0, len(whole), len(whole) // 25), len(whole) - 1):
         path.write_bytes(whole[:length])

@@ -1,0 +1,199 @@
+"""A checkpoint against the run's own records: is it the run's newest, and does what it counts still
+stand there?
+
+    status.json      names the newest checkpoint
+    metrics.jsonl    has the line of the checkpoint's step, whose digest the checkpoint has
+    samples/         reaches to the mark that the checkpoint has
+
+Invariants:
+- a run whose records show a checkpoint never starts again at step 0 by itself;
+- a run that was stopped before its first checkpoint starts again without a message;
+- `latest` that names an older checkpoint is the user's choice: it is noted, and obeyed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megatron_async_rl.config.plug_in_code import code_digests
+from megatron_async_rl.config.problem import Problem, UserError
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.yaml_tree import YamlFault, read_tree
+from megatron_async_rl.metrics.log import FILE as METRICS_FILE
+from megatron_async_rl.metrics.log import digest_of_step, number, read_newest
+from megatron_async_rl.metrics.status import read_status
+from megatron_async_rl.policy.checkpoint_folder import (
+    LATEST,
+    RECORD_FILE,
+    about,
+    damaged,
+    named_latest,
+    read_checked,
+    step_of,
+    steps,
+)
+from megatron_async_rl.samples.frames import SegmentBroken
+from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
+from megatron_async_rl.samples.log_mark import LogMark
+from megatron_async_rl.samples.segments import FOLDER, lost_end, numbers_in
+
+_ANEW = "choose another run.dir, or remove {run_dir} to start over"
+
+
+def lost_checkpoints(config: Config, path: Path | None) -> list[Problem]:
+    """Problems of checkpoints that the run had and that are gone. path: of the newest one that is
+    left; null: none."""
+    run_dir, folder = config.run.dir, config.run.dir / "checkpoint"
+    status = read_status(run_dir)
+    if status is not None and status.phase == "finished" and config.run.steps <= status.step:
+        return []  # nothing is resumed
+    recorded = _recorded(run_dir)
+    anew = _ANEW.format(run_dir=run_dir)
+    if path is None:
+        if recorded is None:
+            return []
+        state = "is empty" if folder.is_dir() else "is not there"
+        what = f"{folder} {state}, and {recorded}: the run would start again at step 0"
+        return [Problem(key=str(folder), what=what, fix=f"restore the folder, or {anew}")]
+    named = status.checkpoint if status is not None else None
+    if (
+        not named
+        or named_latest(folder) is not None
+        or named in {one.name for one in steps(folder)}
+    ):
+        return []
+    # A save writes `latest` at its end, so it was there when the status named a checkpoint.
+    what = (
+        f"{folder} has no {LATEST} and no {named}, which {run_dir / 'status.json'} names as the newest"
+        " checkpoint"
+    )
+    fix = f"restore the folder; or write {path.name} into {folder / LATEST} to go on from that one"
+    return [Problem(key=str(folder), what=what, fix=f"{fix}; or {anew}")]
+
+
+def _recorded(run_dir: Path) -> str | None:
+    """What shows that the run had a checkpoint, in words; null: nothing does."""
+    status = read_status(run_dir)
+    if status is not None and status.checkpoint:
+        return f"{run_dir / 'status.json'} names {status.checkpoint} as its newest checkpoint"
+    if status is not None and status.checkpoint == "":
+        return None
+    if status is not None and status.phase == "finished" and status.step > 0:
+        return f"{run_dir / 'status.json'} records a run that finished at step {status.step}"
+    every, step = _every(run_dir), _steps_made(run_dir)
+    if every and step >= every:
+        return f"the run made {step} steps, with a checkpoint every {every} (checkpoint.every)"
+    return None
+
+
+def _every(run_dir: Path) -> int:
+    """checkpoint.every of the run; 0 where it is not there to read."""
+    try:
+        tree = read_tree((run_dir / "config.yaml").read_text(encoding="utf-8"))[0]
+        return int(tree["checkpoint"]["every"])
+    except (OSError, ValueError, KeyError, TypeError, YamlFault):
+        return 0
+
+
+def _steps_made(run_dir: Path) -> int:
+    status = read_status(run_dir)
+    made = [status.step if status is not None else 0]
+    with suppress(UserError):  # a damaged line is reported where the file is cut
+        made += [int(number(row, "step") or 0) for row in read_newest(run_dir, 1)]
+    return max(made)
+
+
+def record_of(path: Path) -> dict[str, Any]:
+    """The record of the checkpoint at `path`; empty in one of an earlier version. Raises
+    CheckpointBroken."""
+    saved = read_checked(path, RECORD_FILE, about(path))
+    if saved is None:
+        return {}
+    try:
+        record = json.loads(saved)
+    except ValueError as error:
+        raise damaged(path, f"{RECORD_FILE} cannot be read ({error})") from error
+    return record if isinstance(record, dict) else {}
+
+
+def record_problems(config: Config, path: Path) -> list[Problem]:
+    """Files of the run that are not those of the run that saved the checkpoint at `path`, or lack
+    what it counts. Raises CheckpointBroken, UserError."""
+    record = record_of(path)
+    return _metrics_problems(config, path, record) + _samples_problems(config, path, record)
+
+
+def _metrics_problems(config: Config, path: Path, record: Mapping[str, Any]) -> list[Problem]:
+    run_dir, line = config.run.dir, record.get("metrics")
+    if line is None:
+        return []
+    try:
+        found = digest_of_step(run_dir, line["step"])
+    except FileNotFoundError:
+        return []  # a note says so: a checkpoint may be copied into a new folder
+    if found == line["digest"]:
+        return []
+    state = "no line" if found is None else "another line"
+    what = f"has {state} of step {line['step']}, at which {path} was saved"
+    fix = (
+        "put checkpoint and file of the same run back; or choose another run.dir, and copy the"
+        " checkpoint folder there to go on from it"
+    )
+    return [
+        Problem(
+            key=str(run_dir / METRICS_FILE),
+            what=f"{what}: the checkpoint is of another run, or the file was changed",
+            fix=fix,
+        )
+    ]
+
+
+def _samples_problems(config: Config, path: Path, record: Mapping[str, Any]) -> list[Problem]:
+    run_dir, mark = config.run.dir, record.get("samples")
+    if mark is None or config.samples.keep_mib == 0:
+        return []
+    try:
+        if not numbers_in(run_dir / FOLDER) and not (run_dir / MARK_FILE).exists():
+            return []  # a note says so: the folder and its mark were moved away
+        lost = lost_end(run_dir, LogMark.of(mark))
+    except SegmentBroken as error:
+        if error.path.name in (MARK_FILE, FOLDER):
+            return [Problem(key=str(error.path), what=error.what, fix=error.fix)]
+        return []  # the run notes it, leaves the file as it is, and goes on in a new one
+    if lost is None:
+        return []
+    fix = (
+        f"restore the files; or move {run_dir / FOLDER} and {run_dir / MARK_FILE} away, and the log"
+        " begins anew; or set samples.keep_mib: 0 for a run without one"
+    )
+    what = f"{lost}: rows are missing that {path} counts"
+    return [Problem(key=str(run_dir / FOLDER), what=what, fix=fix)]
+
+
+def record_notes(config: Config, path: Path) -> list[str]:
+    """Notes on what has changed since the checkpoint at `path`, and is permitted. Raises
+    CheckpointBroken."""
+    run_dir, record = config.run.dir, record_of(path)
+    notes = []
+    if record.get("metrics") is not None and not (run_dir / METRICS_FILE).exists():
+        notes.append(f"{run_dir} has no {METRICS_FILE} of the steps before {path.name}")
+    logged = numbers_in(run_dir / FOLDER) or (run_dir / MARK_FILE).exists()
+    if record.get("samples") is not None and config.samples.keep_mib and not logged:
+        notes.append(f"{run_dir} has no sample log of the steps before {path.name}: it begins anew")
+    saved, now = record.get("code") or {}, code_digests(config.model_dump(mode="json"))
+    notes += [
+        f"{file} has changed since {path.name} was saved, and the run goes on with the new code"
+        for file, digest in now.items()
+        if file in saved and saved[file] != digest
+    ]
+    status = read_status(run_dir)
+    named = status.checkpoint if status is not None else None
+    if named and named not in {one.name for one in steps(path.parent)}:
+        notes.append(
+            f"the run goes on from step {step_of(path)}: {named}, its newest checkpoint, is not there"
+        )
+    return notes
