@@ -72,6 +72,10 @@ def save(directory: Path, millions: int, dtype: str) -> Path:
         "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w1"},
     }
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    # Without a class, transformers would rebuild it as a byte-level tokenizer of Qwen.
+    (directory / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}', encoding="utf-8"
+    )
     return directory
 
 
