@@ -65,7 +65,7 @@ def rank_of_a_run(version: int, folder: Path) -> OtherRank:
     if isinstance(rank, Rank0):
         rank.schedule.begin(0)
         rank._batches = SlowBatches()  # type: ignore[assignment]
-        rank._log = SimpleNamespace()  # type: ignore[assignment]
+        rank._log = SimpleNamespace(sync=lambda: None)  # type: ignore[assignment]
     return rank
 
 
