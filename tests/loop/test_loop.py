@@ -165,10 +165,17 @@ def test_a_resumed_asynchronous_run_loses_nothing(loop: OneProcess, crash: tuple
     def prepare(engine: LoopEngine) -> None:
         engine.holds_back = True
 
-    config = loop.config(f"asynchronous {crash}", *EVERY_STEP, "flow.async_ratio=2")
+    # More steps than are admitted ahead.
+    overrides = (*EVERY_STEP, "flow.async_ratio=2", f"run.steps={2 * STEPS}")
+    config = loop.config(f"asynchronous {crash}", *overrides)
     with pytest.raises(Crash):
         loop.run(config, Engines(prepare=prepare), crashes_at=crash)
-    require_whole(loop, loop.run(config, Engines(prepare=prepare)))
+    resumed = Engines(prepare=prepare)
+    require_whole(loop, loop.run(config, resumed), 2 * STEPS)
+    # The crash at the end of a step comes before that step's checkpoint.
+    done = crash[1] - 1
+    if crash[0] != "publish":
+        assert resumed.all[0].updates[0] == done, "the run goes on where it was"
 
 
 LOSSES = st.one_of(
