@@ -1,0 +1,242 @@
+"""Statements about whole runs: what is trained, in which order, and what an error leaves behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from megatron_async_rl.flow.errors import RewardFailed
+from megatron_async_rl.metrics.status import read_status
+from megatron_async_rl.samples.history import account
+from megatron_async_rl.samples.types import Sample
+from tests.loop.one_process import Crash, Engines, LoopEngine, OneProcess, varied
+
+STEPS = 3
+SYNCHRONOUS = ("flow.async_ratio=0",)
+COLOCATED = (*SYNCHRONOUS, "rollout.placement=colocated")
+EVERY_STEP = ("checkpoint.every=1",)
+EVALUATED = ("data.eval=held_out.jsonl", "eval.every=1", "eval.samples_per_prompt=2")
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneProcess]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield OneProcess(tmp_path_factory.mktemp("loop"), patch)
+
+
+@pytest.fixture(scope="module")
+def weights(loop: OneProcess) -> dict[str, np.ndarray]:
+    """Final weights of a synchronous run that nothing disturbs."""
+    return weights_of(loop.run(loop.config("undisturbed", *SYNCHRONOUS), Engines()))
+
+
+def weights_of(run_dir: Path) -> dict[str, np.ndarray]:
+    return {
+        name: tensor
+        for file in sorted((run_dir / "hf").glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def require_whole(loop: OneProcess, run_dir: Path, steps: int = STEPS) -> None:
+    """Every step trained its four groups, each group once; every other group that was admitted still
+    waits; and the status reports the end."""
+    history = account(run_dir, buffer=loop.pending)
+    trained = list(history.consumed.values())
+    assert sorted(trained) == sorted(list(range(1, steps + 1)) * 4)
+    assert [line["step"] for line in lines(run_dir / "metrics.jsonl")] == [*range(1, steps + 1)]
+    status = read_status(run_dir)
+    assert status is not None
+    assert (status.phase, status.step, status.error) == ("finished", steps, None)
+
+
+def require_same(run_dir: Path, weights: dict[str, np.ndarray]) -> None:
+    found = weights_of(run_dir)
+    assert found.keys() == weights.keys()
+    for name, tensor in weights.items():
+        np.testing.assert_array_equal(found[name], tensor, err_msg=name)
+
+
+def evaluated(loop: OneProcess) -> tuple[str, ...]:
+    return (
+        f"data.eval={loop.root / 'held_out.jsonl'}",
+        "eval.every=1",
+        "eval.samples_per_prompt=2",
+    )
+
+
+@pytest.mark.parametrize("ratio", [0, 1, 2])
+def test_every_group_trains_once(loop: OneProcess, ratio: int) -> None:
+    require_whole(
+        loop, loop.run(loop.config(f"whole {ratio}", f"flow.async_ratio={ratio}"), Engines())
+    )
+
+
+def test_two_synchronous_runs_end_with_the_same_bits(
+    loop: OneProcess, weights: dict[str, np.ndarray]
+) -> None:
+    require_same(loop.run(loop.config("again", *SYNCHRONOUS), Engines()), weights)
+
+
+def test_a_run_without_staleness_does_not_depend_on_the_placement(
+    loop: OneProcess, weights: dict[str, np.ndarray]
+) -> None:
+    require_same(loop.run(loop.config("placed", *COLOCATED), Engines()), weights)
+
+
+def test_colocated_engines_sleep_while_the_policy_trains(loop: OneProcess) -> None:
+    engines = Engines()
+    loop.run(loop.config("colocated", *COLOCATED), engines)
+    update = ["sleep", "wake weights", "update {}", "wake cache"]
+    expected = ["update 0", *(one.format(v) for v in (1, 2, 3) for one in update), "stop"]
+    assert [engine.calls for engine in engines.all] == [expected] * 2
+
+
+@pytest.mark.parametrize("own_engines", [0, 1])
+def test_each_version_is_evaluated_once_with_its_own_weights(
+    loop: OneProcess, own_engines: int
+) -> None:
+    engines = Engines()
+    overrides = (*evaluated(loop), f"eval.engines={own_engines}")
+    run_dir = loop.run(loop.config(f"evaluated {own_engines}", *overrides), engines)
+    require_whole(loop, run_dir)
+    assert [line["version"] for line in lines(run_dir / "eval.jsonl")] == [0, 1, 2, 3]
+    asked = [
+        (version, request.id)
+        for engine in engines.all
+        for version, request in zip(engine.versions, engine.asked, strict=True)
+        if request.sampling is not None
+    ]
+    assert len(asked) == len(set(asked)) == 4 * 3 * 2
+    assert {version for version, _ in asked} == {0, 1, 2, 3}
+
+
+CRASHES = st.tuples(
+    st.sampled_from(
+        (
+            "await_batch",
+            "after await_batch",
+            "take_devices",
+            "give_devices",
+            "publish",
+            "log",
+            "state",
+        )
+    ),
+    st.integers(1, STEPS),
+)
+
+
+@settings(max_examples=8)
+@given(CRASHES, st.sampled_from([SYNCHRONOUS, COLOCATED]))
+def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(
+    loop: OneProcess,
+    weights: dict[str, np.ndarray],
+    crash: tuple[str, int],
+    overrides: tuple[str, ...],
+) -> None:
+    name = f"crashed {crash} {overrides[-1]}"
+    config = loop.config(name, *overrides, *EVERY_STEP)
+    with pytest.raises(Crash):
+        loop.run(config, Engines(), crashes_at=crash)
+    status = read_status(config.run.dir)
+    assert status is not None
+    assert status.phase == "failed"
+    require_whole(loop, loop.run(config, Engines()))
+    require_same(config.run.dir, weights)
+
+
+@settings(max_examples=5)
+@given(CRASHES)
+def test_a_resumed_asynchronous_run_loses_nothing(loop: OneProcess, crash: tuple[str, int]) -> None:
+    def prepare(engine: LoopEngine) -> None:
+        engine.holds_back = True
+
+    # More steps than are admitted ahead.
+    overrides = (*EVERY_STEP, "flow.async_ratio=2", f"run.steps={2 * STEPS}")
+    config = loop.config(f"asynchronous {crash}", *overrides)
+    with pytest.raises(Crash):
+        loop.run(config, Engines(prepare=prepare), crashes_at=crash)
+    resumed = Engines(prepare=prepare)
+    require_whole(loop, loop.run(config, resumed), 2 * STEPS)
+    # The crash at the end of a step comes before that step's checkpoint.
+    done = crash[1] - 1
+    if crash[0] != "publish":
+        assert resumed.all[0].updates[0] == done, "the run goes on where it was"
+
+
+LOSSES = st.one_of(
+    st.tuples(st.just("submit"), st.integers(1, 4)),
+    st.tuples(st.just("update"), st.integers(1, 6)),
+    st.tuples(st.just("evaluate"), st.integers(1, 4)),
+    st.tuples(st.sampled_from(("sleep", "wake weights", "wake cache")), st.integers(1, 6)),
+)
+
+
+@settings(max_examples=10)
+@given(LOSSES)
+def test_an_engine_lost_in_any_phase_changes_no_weight(
+    loop: OneProcess, weights: dict[str, np.ndarray], loss: tuple[str, int]
+) -> None:
+    engines = Engines(fails_at=loss)
+    config = loop.config(f"lost {loss}", *COLOCATED, *evaluated(loop))
+    require_whole(loop, loop.run(config, engines))
+    require_same(config.run.dir, weights)
+    assert engines.calls[loss[0]] >= loss[1], "the loss happened"
+    assert len(engines.all) == 3, "one engine was started again"
+
+
+def test_samples_whose_reward_fails_cost_nothing_but_themselves(loop: OneProcess) -> None:
+    def prepare(engine: LoopEngine) -> None:
+        engine.reward = lambda request: None if request.id in ("2-0", "6-0", "6-1") else 1.0
+
+    run_dir = loop.run(loop.config("failing reward", *SYNCHRONOUS), Engines(prepare=prepare))
+    require_whole(loop, run_dir)
+    assert [line["reward/errors"] for line in lines(run_dir / "metrics.jsonl")] == [1, 2, 0]
+
+
+def test_a_reward_that_must_not_fail_ends_the_run(loop: OneProcess) -> None:
+    def prepare(engine: LoopEngine) -> None:
+        engine.reward = lambda request: None if request.group == 5 else 1.0
+
+    config = loop.config("stopping reward", *SYNCHRONOUS, "rollout.reward.on_error=stop")
+    with pytest.raises(RewardFailed, match="no idea"):
+        loop.run(config, Engines(prepare=prepare))
+    status = read_status(config.run.dir)
+    assert status is not None
+    assert (status.phase, status.step) == ("failed", 1)
+    assert "no idea" in str(status.error)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_traced(loop: OneProcess) -> None:
+    def spoiled(sample: Sample) -> Sample:
+        found = varied(sample)
+        if sample.id.startswith("5-"):
+            return replace(found, behavior_logprobs=np.full(2, np.nan, np.float32))
+        return found
+
+    def prepare(engine: LoopEngine) -> None:
+        engine.alter = spoiled
+
+    engines = Engines(prepare=prepare)
+    run_dir = loop.run(loop.config("not finite", *SYNCHRONOUS), engines)
+    require_whole(loop, run_dir)
+    assert [line["policy/nonfinite"] for line in lines(run_dir / "metrics.jsonl")] == [0, 1, 1]
+    (anomaly,) = lines(run_dir / "anomalies.jsonl")
+    assert anomaly["step"] == 2
+    assert [sample["id"] for sample in anomaly["samples"]] == ["5-0", "5-1"]
+    digests = engines.all[0].digests
+    assert digests[0] != digests[1] == digests[2] != digests[3], "step 2 was not taken"
