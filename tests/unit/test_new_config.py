@@ -160,7 +160,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str 
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    row = {"prompt": "1+1=", "answer": "2", "tests": ["assert True"], "task": 0}
+    row = {"prompt": "1+1=", "answer": "2", "tests": ["assert f(1) == 2"], "task": 0}
     row |= {"numbers": [1, 1], "target": 2}
     (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
     (write_model(tmp_path / "model") / "chat_template.jinja").write_text(CHAT)
