@@ -112,7 +112,7 @@ def test_ray_has_the_options_that_close_its_ports() -> None:
     from ray.scripts.scripts import start
 
     options = {option for parameter in start.params for option in parameter.opts}
-    assert options >= {"--no-monitor", "--ray-client-server-port", "--include-dashboard"}
+    assert options >= {"--no-monitor", "--include-dashboard"}
 
 
 def named(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> None:
