@@ -35,6 +35,7 @@ KINDS = ("yaml", "py", "md", "sh")
 SHARED = [
     "share/docs/*",
     *(f"share/examples/{place}.{kind}" for place in ("*", "*/*") for kind in KINDS),
+    "share/examples/arithmetic/curve.csv",
     "share/examples/arithmetic/without_control/*",
     "share/examples/stability/results/*/*.svg",
     "share/launchers/local.sh",

@@ -152,7 +152,9 @@ engines=$((NNODES - TRAINER_NODES)) wait_for_engines=""
 start_ray() {
   ! reachable 127.0.0.1 || refuse "RAY_PORT=$RAY_PORT is already in use on this machine: name a free port, the same on all machines"
   [[ -n "$folder" ]] || make_folder
-  setsid ray start --head --port="$RAY_PORT" --temp-dir="$folder/ray" --include-dashboard=false --disable-usage-stats --block &
+  # The run does not use Ray's autoscaler monitor, which serves metrics on port 44217 without the token.
+  setsid ray start --head --port="$RAY_PORT" --no-monitor --temp-dir="$folder/ray" \
+    --include-dashboard=false --disable-usage-stats --block &
   ray=($!)
   local until=$((SECONDS + START_S))
   until reachable 127.0.0.1; do

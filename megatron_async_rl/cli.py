@@ -464,9 +464,7 @@ def plan(
     if host_memory is not None:
         machine = replace(machine, memory=int(host_memory * GIB))
     planned = preflight(loaded, all_data=False, machine=machine, without_model=True)
-    if planned.problems:
-        raise ConfigError(f"{config}: cannot run", planned.problems)
-    unlike = [] if machine.described else conflicts(loaded)
+    unlike = [] if machine.described or planned.problems else conflicts(loaded)
     show_plan(
         planned,
         loaded,
@@ -477,6 +475,8 @@ def plan(
         refused=[f"{one.key}: {one.what}" for one in unlike],
         with_config=resolved,
     )
+    if planned.problems:
+        raise typer.Exit(USER_ERROR)
 
 
 @app.command()

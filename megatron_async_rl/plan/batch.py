@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.plan.layout import number_of
 from megatron_async_rl.plan.model_files import ModelShape
 
 
@@ -94,8 +95,9 @@ def batch_problems(config: Config, lengths: Lengths | None) -> list[Problem]:
             Problem(
                 key="flow.prompts_per_step",
                 what=(
-                    f"{flow.prompts_per_step} x group_size {flow.group_size} = {samples} samples"
-                    f" per step do not divide over {data_parallel} data-parallel ranks"
+                    f"{flow.prompts_per_step} x group_size {flow.group_size} ="
+                    f" {number_of('sample', samples)} per step do not divide over"
+                    f" {data_parallel} data-parallel ranks"
                 ),
                 fix=(
                     f"make prompts_per_step x group_size a multiple of {data_parallel}, or change"
@@ -111,7 +113,8 @@ def batch_problems(config: Config, lengths: Lengths | None) -> list[Problem]:
                 key="objective.minibatches",
                 what=(
                     f"{config.objective.minibatches} minibatches of {flow.prompts_per_step} prompts"
-                    f" leave {smallest} samples in one for {data_parallel} data-parallel ranks"
+                    f" leave {number_of('sample', smallest)} in one for {data_parallel}"
+                    " data-parallel ranks"
                 ),
                 fix=(
                     f"set it to at most {most_minibatches}, raise flow.prompts_per_step, or"

@@ -179,6 +179,13 @@ def counted(noun: str, first: int, count: int) -> str:
     return f"{plural} {first}-{first + count - 1}"
 
 
+def number_of(noun: str, count: int, singular: str = "", plural: str = "") -> str:
+    """`count` things, and the form of the verb for so many: `1 rank does`, `2 ranks do`."""
+    ending = "es" if noun.endswith("ch") else "s"
+    words = (noun, singular) if count == 1 else (f"{noun}{ending}", plural)
+    return " ".join((str(count), *filter(None, words)))
+
+
 def engine_room(config: Config, gpus: int) -> int:
     """Engines that fit on `gpus` GPUs of a machine; one does not reach over two."""
     assert config.rollout is not None
@@ -197,7 +204,7 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
         found.append(
             Problem(
                 key=f"{PARALLEL}.ranks",
-                what=f"{parallel.ranks} ranks do not divide into {product} = {cell}",
+                what=f"{number_of('rank', parallel.ranks, 'does', 'do')} not divide into {product} = {cell}",
                 fix=(
                     f"set ranks to a multiple of {cell}, or lower tensor"
                     f"{', context' if shared else ''} or pipeline"
@@ -208,7 +215,7 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
         found.append(
             Problem(
                 key=f"{PARALLEL}.ranks",
-                what=f"{parallel.ranks} ranks do not divide over {machine.nodes} nodes (--nnodes)",
+                what=f"{number_of('rank', parallel.ranks, 'does', 'do')} not divide over {machine.nodes} nodes (--nnodes)",
                 fix=(
                     f"set ranks to a multiple of {math.lcm(cell, machine.nodes)}, or change"
                     " --nnodes"
@@ -241,10 +248,10 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
             " `mar doctor` for what keeps CUDA away"
         )
         found.append(Problem(key="policy.device", what="cuda, but there is no GPU", fix=fix))
-    if machine.gpus and device_of(config, machine) == "cuda":
-        found += _gpu_problems(config, machine) or _room_problems(config, machine)
+    found += gpu_problems(config, machine)
     if machine.engine_nodes and not (config.rollout and engines_elsewhere(config, machine)):
-        what = f"{machine.engine_nodes} machines are for engines alone, and "
+        are = "is" if machine.engine_nodes == 1 else "are"
+        what = f"{number_of('machine', machine.engine_nodes)} {are} for engines alone, and "
         what += "all engines are on rank 0's" if config.rollout else "the run has no engines"
         fix = "set weights.transport to relay" if config.rollout else "leave it out"
         found.append(Problem(key="--trainer-nodes", what=what, fix=fix))
@@ -263,7 +270,23 @@ def gpus_wanted(config: Config, machine: Machine, node: int = 0) -> int:
     return max(ranks, engines) if rollout.placement == "colocated" else ranks + engines
 
 
-def _gpu_problems(config: Config, machine: Machine) -> list[Problem]:
+def gpu_problems(config: Config, machine: Machine) -> list[Problem]:
+    """Problems of ranks and engines that need more GPUs than there are."""
+    if not machine.gpus or device_of(config, machine) != "cuda":
+        return []
+    return _beyond_gpus(config, machine) or _room_problems(config, machine)
+
+
+def gpus_used(config: Config, machine: Machine) -> int:
+    """GPUs of all machines that ranks and engines take."""
+    ranks, rollout = config.policy.parallel.ranks, config.rollout
+    if rollout is None:
+        return ranks
+    engines = engine_count(config) * rollout.workers
+    return max(ranks, engines) if rollout.placement == "colocated" else ranks + engines
+
+
+def _beyond_gpus(config: Config, machine: Machine) -> list[Problem]:
     ranks, rollout = -(-config.policy.parallel.ranks // machine.nodes), config.rollout
     workers = rollout.workers if rollout else 1
     colocated = rollout is not None and rollout.placement == "colocated"
@@ -272,12 +295,14 @@ def _gpu_problems(config: Config, machine: Machine) -> list[Problem]:
     wanted = max(gpus_wanted(config, machine), workers if elsewhere else 0)
     if wanted <= len(machine.gpus):
         return []
-    held = f"{engine_count(config)} engines" + (f" of {workers} GPUs" if workers > 1 else "")
+    held = number_of("engine", engine_count(config))
+    held += f" of {workers} GPUs" if workers > 1 else ""
     shared = " on the same devices" if colocated else " on any machine" if elsewhere else ""
     each = " a node" if machine.nodes > 1 else ""
     has = "a node has" if machine.nodes > 1 or machine.described else "this machine shows"
     what = (
-        f"{ranks} ranks{each} and {held}{shared} need {wanted} GPUs, and {has} {len(machine.gpus)}"
+        f"{number_of('rank', ranks)}{each} and {held}{shared} need {number_of('GPU', wanted)}, and"
+        f" {has} {len(machine.gpus)}"
     )
     lower = ["policy.parallel.ranks", "rollout.engines", *_divided(config)]
     fix = (
@@ -306,7 +331,7 @@ def _room_problems(config: Config, machine: Machine) -> list[Problem]:
         return []
     workers = f" of {rollout.workers} GPUs" if rollout.workers > 1 else ""
     more = machine.nodes + machine.engine_nodes + -(-(wanted - room) // alone)
-    what = f"{wanted} engines{workers}, and there is room for {room}: {beside} on a node with ranks"
+    what = f"{number_of('engine', wanted)}{workers}, and there is room for {room}: {beside} on a node with ranks"
     what += f", {alone} on each of {machine.engine_nodes} without" if machine.engine_nodes else ""
     fix = (
         f"set it to at most {room - wanted + rollout.engines}, or "
@@ -351,10 +376,12 @@ def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
     taken = engine_count(config) * workers
     if taken <= ranks:
         return []
-    engines = f"{engine_count(config)} engines" + (f" of {workers} GPUs" if workers > 1 else "")
+    engines = number_of("engine", engine_count(config))
+    engines += f" of {workers} GPUs" if workers > 1 else ""
     what = (
-        f"cuda_ipc passes weights from a rank to an engine on the same GPU, and {engines} are on"
-        f" {taken} GPUs, of which {ranks} have a rank"
+        f"cuda_ipc passes weights from a rank to an engine on the same GPU, and {engines}"
+        f" {'takes' if engine_count(config) == 1 else 'take'} {number_of('GPU', taken)}, of which"
+        f" {ranks} {'has' if ranks == 1 else 'have'} a rank"
     )
     fix = (
         f"set rollout.engines to at most {ranks // workers}, policy.parallel.ranks to {taken}, or this"

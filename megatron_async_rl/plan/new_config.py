@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,8 @@ RESPONSE_TOKENS = {
 """rollout.sampling.max_tokens by device, and whether the model thinks before it answers. A response
 that is cut while it thinks has no answer, and so no reward."""
 SYNCHRONOUS = "synchronous"
+LAYOUT_KEYS = ("policy", "rollout", "host memory")
+"""Beginnings of the keys of faults that depend on the layout."""
 
 STYLES: Mapping[str, tuple[str, str]] = {
     "asynchronous": (
@@ -114,10 +117,12 @@ class Written:
 
 @dataclass(frozen=True)
 class InitLayout:
-    """Lines of the sections `policy` and `rollout`. `colocated`: engines and policy share GPUs."""
+    """Lines of the sections `policy` and `rollout`. `replicas`: data-parallel ranks; `colocated`:
+    engines and policy share GPUs."""
 
     policy: str
     rollout: str
+    replicas: int = 1
     colocated: bool = False
 
 
@@ -189,13 +194,17 @@ def _write_accepted(answers: InitAnswers, out: Path) -> list[str]:
         if not faults:
             out.write_text(text, encoding="utf-8")
             return _not_asynchronous(answers, layout)
-        fixed = ("data", "rollout.reward", "rollout.environment", "eval")
-        others = [one for one in faults if one.key.startswith(fixed)]
-        layouts = ("policy", "rollout", "host memory")
-        if others or not any(one.key.startswith(layouts) for one in faults):
-            # No layout would mend it.
-            raise ConfigError(f"{out} was not written", [_by_option(one) for one in faults])
-    raise ConfigError(f"{out} was not written: no layout fits", faults)
+        if not any(_of_layout(one) for one in faults):
+            break  # what is left has nothing to do with the layout, and no other would mend it
+    # Of the last layout that was tried: a fault that another one mends is not reported.
+    reason = ": no layout fits" if any(_of_layout(one) for one in faults) else ""
+    raise ConfigError(f"{out} was not written{reason}", [_by_option(one) for one in faults])
+
+
+def _of_layout(fault: Problem) -> bool:
+    """True for a fault that another layout may mend."""
+    fixed = ("rollout.reward", "rollout.environment")
+    return fault.key.startswith(LAYOUT_KEYS) and not fault.key.startswith(fixed)
 
 
 def _not_asynchronous(answers: InitAnswers, layout: InitLayout) -> list[str]:
@@ -297,6 +306,7 @@ def _disaggregated(gpus: int) -> Iterator[InitLayout]:
                     f"  device: cuda\n  parallel: {_parallel(ranks, tensor)}\n"
                     f"  sequence: packed\n  recompute: {recompute}\n",
                     f"  engines: {engines}\n  tensor: {tensor}\n",
+                    replicas=ranks // tensor,
                 )
 
 
@@ -308,6 +318,7 @@ def _colocated(gpus: int) -> Iterator[InitLayout]:
                 "  sequence: packed\n  recompute: full\n",
                 f"  placement: colocated\n  engines: {gpus // tensor}\n  tensor: {tensor}\n"
                 "  gpu_memory_utilization: 0.5\n",
+                replicas=gpus // tensor,
                 colocated=True,
             )
 
@@ -327,6 +338,9 @@ def _text(answers: InitAnswers, out: Path, layout: InitLayout, tokens: int, *, c
     why = "" if style == answers.style else f"# Not {answers.style}: {_why_colocated(answers)}.\n"
     folder = out.resolve().parent
     prompts, group = (PROMPTS, GROUP) if answers.gpus else (8, 8)
+    # The samples of a batch divide over the data-parallel ranks, also of 3 or 6 GPUs.
+    multiple = layout.replicas // math.gcd(layout.replicas, group)
+    prompts = -(-prompts // multiple) * multiple
     level = "token" if tokens > LONG_RESPONSE else "sequence"
     columns = answers.columns
     environment = answers.reward.environment

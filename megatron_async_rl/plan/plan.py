@@ -37,8 +37,10 @@ from megatron_async_rl.plan.layout import (
     by_node,
     device_of,
     engines_elsewhere,
+    gpu_problems,
     layers_of,
     layout_problems,
+    number_of,
     processes,
     spread_notes,
 )
@@ -73,6 +75,8 @@ class Plan:
     """Of a GPU that engines and policy share, in each phase."""
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
+    unfit: tuple[Problem, ...] = ()
+    """Those of the problems that are about GPUs or memory that the machine lacks."""
     routed_bytes: int = 0
     """Bytes of the experts that come with each token of a sample."""
     hosts: tuple[HostMemory, ...] = ()
@@ -108,16 +112,21 @@ def make_plan(
             layers = layers_of(config, machine, shape)
         except UserError as error:
             found += error.problems
+    unfit: list[Problem] = []
     device = device_of(config, machine)
     parallel = config.policy.parallel
     longest = longest_sample(config, shape, lengths)
+    unread = bool(problems) and lengths is None and config.rollout is not None
+    if unread and config.rollout is not None:
+        # The data may be at fault. A plan is refused for memory only if the shortest prompts lack it.
+        longest = min(longest, 1 + config.rollout.sampling.max_tokens)
     ranks: tuple[RankMemory, ...] = ()
     engine = None
     if shape is not None:
         ranks = _ranks(config, shape, longest, device, layers)
     if shape is not None and config.rollout is not None:
         engine = engine_memory(config, shape, on_gpu=device == "cuda")
-        found += shared_memory_problems(config, engine, machine)
+        unfit += shared_memory_problems(config, engine, machine)
     notes: list[str] = []
     peaks: dict[Phase, Need] = {}
     hosts: tuple[HostMemory, ...] = ()
@@ -148,11 +157,15 @@ def make_plan(
 
         if device == "cuda" and machine.gpus:
             too_large, notes, peaks = gpu_memory(config, machine, engine, ranks_of)
-            found += too_large
+            unfit += too_large
         hosts = hosts_of(config)
         beyond, host_notes = host_problems(config, machine, hosts, hosts_of)
-        found += beyond
+        unfit += beyond
         notes += host_notes
+    found += unfit
+    unfit += gpu_problems(config, machine)  # layout_problems has found them, too
+    if unread:
+        notes.append("prompts are taken to be one token long, as the data were not read")
     notes += spread_notes(config, device, machine)
     notes += fp8_warnings(config, machine) + sampling_warnings(config) + length_warnings(config)
     if engine is not None:
@@ -172,6 +185,7 @@ def make_plan(
         estimate=estimate(config, machine, device, shape, batch) if not found else "",
         peaks=peaks,
         problems=tuple(found),
+        unfit=tuple(unfit),
         warnings=(*_warnings(config, machine, device, engine, longest), *notes),
         routed_bytes=routed,
         hosts=hosts,
@@ -249,7 +263,7 @@ def _warnings(
             rollout.max_concurrent, config.flow.prompts_per_step * config.flow.group_size
         ):
             found.append(
-                f"rollout.kv_cache_gib holds {at_once} responses of full length at a time; more"
+                f"rollout.kv_cache_gib holds {number_of('response', at_once)} of full length at a time; more"
                 " wait inside the engine"
             )
     if device == "cpu":

@@ -15,12 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_async_rl.config.flow import ExactLag, OldestFirst, Replay, Windowed
+from megatron_async_rl.config.problem import SCREEN_PROBLEMS
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import YamlFault, read_tree, write
 from megatron_async_rl.flow.staleness import admitted_limit, max_lag
 from megatron_async_rl.metrics.log import read_newest
 from megatron_async_rl.plan.estimate import Overlap, run_ahead
 from megatron_async_rl.plan.fit import lent_bytes, shared_memory, shm_size, twin_bytes
+from megatron_async_rl.plan.layout import number_of
 from megatron_async_rl.plan.machine import GIB, MIB, Machine
 from megatron_async_rl.plan.overhead import Parts, of_engine, of_rank, of_sleeping_engine
 from megatron_async_rl.plan.plan import Plan
@@ -47,7 +49,8 @@ def show_plan(
     refused: Sequence[str] = (),
     with_config: bool = False,
 ) -> None:
-    """Print the plan, its notes and, last, the verdict. `measured_in`: a run whose measured rates
+    """Print the plan, as far as its problems let it be computed, its notes, its problems and, last, the
+    verdict. `measured_in`: a run whose measured rates
     say what overlap to expect. `notes`: more of them. `refused`: reasons for which `mar train` would
     not start in this run.dir. `with_config`: print the resolved config, too."""
     console.width = min(console.width, WIDTH)
@@ -75,6 +78,12 @@ def show_plan(
         _print(console, plan.totals.in_words(step_s))
     for note in (*plan.warnings, *notes):
         _print(console, Text.assemble(("note: ", "yellow bold"), note))
+    if plan.problems:
+        _heading(console, "problems")
+        for problem in plan.problems[:SCREEN_PROBLEMS]:
+            _print(console, str(problem))
+        if len(plan.problems) > SCREEN_PROBLEMS:
+            _print(console, f"... and {len(plan.problems) - SCREEN_PROBLEMS} more")
     _print(console, _verdict(plan, machine, refused))
 
 
@@ -84,6 +93,14 @@ def _verdict(plan: Plan, machine: Machine, refused: Sequence[str]) -> Text:
         what = f"fits, but `mar train` would refuse this run.dir: {'; '.join(refused)}"
         return Text.assemble(("verdict: ", "bold"), (what, "red"))
     where = "on the machines described" if machine.described else "here"
+    if plan.problems:
+        first = (plan.unfit or plan.problems)[0]
+        what = (
+            f"{'does not fit' if plan.unfit else 'cannot run'} {where}: {first.key}: {first.what}"
+        )
+        more = len(plan.problems) - 1
+        what += f" (and {number_of('more problem', more)}, above)" if more else ""
+        return Text.assemble(("verdict: ", "bold"), (what, "red"))
     what = f"can run {where}"
     if plan.absent:
         what += f"; not checked, as the files are not here: {', '.join(plan.absent)}"
@@ -150,8 +167,10 @@ def _show_speed(
             return overlap_of(config, rates, measured_in).step_s
         nothing = f"not known: {measured_in} has not logged what its engines did for two steps"
         _print(console, nothing)
-    _heading(console, "step time")
     found = plan.estimate
+    if not found:
+        return None  # the plan has problems
+    _heading(console, "step time")
     _print(console, found if isinstance(found, str) else found.in_words())
     return None if isinstance(found, str) else found.step_s
 
@@ -196,7 +215,10 @@ def staleness_law(config: Config) -> str:
     limit = admitted_limit(0, prompts, ratio, oversample=flow.oversample)
     fresh = config.fresh_steps
     lines = (
-        [f"fresh      the first {fresh} steps are synchronous: a control calibrates on them"]
+        [
+            f"fresh      the first {number_of('step', fresh)} {'is' if fresh == 1 else 'are'}"
+            " synchronous: a control calibrates on them"
+        ]
         if fresh and ratio
         else []
     )
@@ -414,8 +436,9 @@ def _batch(plan: Plan, config: Config) -> str:
     batch, flow = plan.batch, config.flow
     assert batch is not None
     return (
-        f"{flow.prompts_per_step} prompts x {flow.group_size} responses = {batch.samples} samples,"
-        f" {batch.samples_per_rank} on each of {batch.data_parallel} data-parallel ranks, up to"
+        f"{number_of('prompt', flow.prompts_per_step)} x {number_of('response', flow.group_size)} ="
+        f" {number_of('sample', batch.samples)}, {batch.samples_per_rank} on each of"
+        f" {number_of('data-parallel rank', batch.data_parallel)}, up to"
         f" {batch.longest} tokens each (prompt + response)\n{_steps(config)}micro-batches of"
         f" {config.policy.tokens_per_micro_batch} tokens: {batch.micro_batches_half} per rank at"
         f" half length, {batch.micro_batches_full} at full length{_routed(plan)}"
@@ -440,8 +463,9 @@ def _steps(config: Config) -> str:
     fewest = prompts // objective.minibatches
     groups = f"{fewest}" if prompts % objective.minibatches == 0 else f"{fewest} or {fewest + 1}"
     return (
-        f"{objective.steps_per_batch} optimizer steps: {objective.minibatches} minibatches of"
-        f" {groups} prompts x {objective.epochs} epochs; each epoch's "
+        f"{objective.steps_per_batch} optimizer steps:"
+        f" {number_of('minibatch', objective.minibatches)} of {groups} prompts x"
+        f" {number_of('epoch', objective.epochs)}; each epoch's "
     )
 
 
@@ -541,9 +565,10 @@ def _engine_memory(plan: Plan, config: Config) -> str:
     engine, rollout, batch = plan.engine, config.rollout, plan.batch
     assert engine is not None
     assert rollout is not None
+    engines = "the engine" if rollout.engines == 1 else f"each of {rollout.engines} engines"
     if engine.cache is None or engine.cache_tokens is None:
         return (
-            f"each of {rollout.engines} engines: weights {size(engine.weights)}; KV cache takes"
+            f"{engines}: weights {size(engine.weights)}; KV cache takes"
             f" what is left of {rollout.gpu_memory_utilization:.0%} of its GPU,"
             f" {engine.bytes_per_token} bytes a token"
         )
@@ -553,6 +578,6 @@ def _engine_memory(plan: Plan, config: Config) -> str:
         else ""
     )
     return (
-        f"each of {rollout.engines} engines: weights {size(engine.weights)}, KV cache"
+        f"{engines}: weights {size(engine.weights)}, KV cache"
         f" {size(engine.cache)} = {engine.cache_tokens} tokens{at_once}"
     )

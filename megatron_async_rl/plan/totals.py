@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.activations import value_bytes
 from megatron_async_rl.plan.batch import Batch
-from megatron_async_rl.plan.layout import Device
+from megatron_async_rl.plan.layout import Device, gpus_used, number_of
 from megatron_async_rl.plan.machine import GIB, MIB, Machine
 from megatron_async_rl.plan.memory import saved_bytes, trained_parameters
 from megatron_async_rl.plan.model_files import ModelShape
@@ -31,12 +31,14 @@ class TrainingSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Sums over `steps` steps. `gpus`: GPUs of all machines, 0 on CPUs. `sampled`: response tokens.
+    """Sums over `steps` steps. `gpus`: GPUs of all machines, 0 on CPUs; `used`: those of them that
+    have a rank or an engine. `sampled`: response tokens.
     `trained`: tokens of prompts and responses that go through the policy's training passes.
     `checkpoints`: most that exist at once, the one being written included."""
 
     steps: int
     gpus: int
+    used: int
     prompts: int
     sampled: int
     trained: int
@@ -62,6 +64,11 @@ class Totals:
     def in_words(self, step_s: float | None) -> str:
         """Lines for a screen. `step_s`: seconds of a step, null where they are not known."""
         lines = [_time(self, step_s)]
+        if idle := max(0, self.gpus - self.used):
+            lines.append(
+                f"idle           {_gpus(idle)} of {self.gpus}: ranks and engines take {self.used}"
+                " (policy.parallel.ranks, rollout.engines)"
+            )
         sampled = f"{_count(self.sampled)} sampled, " if self.sampled else ""
         lines.append(f"tokens         {sampled}{_count(self.trained)} trained on")
         if self.sources:
@@ -101,6 +108,7 @@ def totals(
     return Totals(
         steps=steps,
         gpus=len(machine.gpus) * (machine.nodes + machine.engine_nodes) if device == "cuda" else 0,
+        used=gpus_used(config, machine) if device == "cuda" else 0,
         prompts=steps * config.flow.prompts_per_step,
         sampled=samples * segments * batch.response if rollout is not None else 0,
         trained=samples * segments * (batch.prompt + batch.response) * config.objective.epochs,
@@ -132,7 +140,7 @@ def _time(sums: Totals, step_s: float | None) -> str:
 
 
 def _gpus(count: int) -> str:
-    return "1 GPU" if count == 1 else f"{count} GPUs"
+    return number_of("GPU", count)
 
 
 def _number(value: float) -> str:

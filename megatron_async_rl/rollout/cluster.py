@@ -242,6 +242,7 @@ def join_ray(
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = False
+    start_no_monitor()
     # Engines inherit what Ray does, and this process may still have to read it.
     of_ranks = os.environ.pop(CONNECTIONS, None)
     try:
@@ -258,6 +259,14 @@ def join_ray(
         if of_ranks is not None:
             os.environ[CONNECTIONS] = of_ranks
     return []
+
+
+def start_no_monitor() -> None:
+    """Keep Ray's autoscaler monitor from starting with a Ray of our own: a run never adds machines by
+    it, and it serves metrics on port 44217 without a token. `ray.init` has no option for this."""
+    from ray._private.node import Node
+
+    Node.start_monitor = lambda node: None
 
 
 def inherited(environment: Mapping[str, str], folder: str) -> dict[str, str]:

@@ -22,7 +22,7 @@ from tests.end_to_end.workspace import (
     started_by,
     wait_until,
 )
-from tests.network.machines import listeners_of, obstacle
+from tests.network.machines import listeners_of, obstacle, ports_of_machine
 from tests.network.runs import run_config
 
 RELAY = "relay-0"
@@ -182,7 +182,7 @@ def converted(workspace: Workspace, interrupted: dict[str, object]) -> Path:
 @dataclass
 class Ended:
     """A run over machines. `states`: of its processes while it ran; `left`: names of those that still
-    live."""
+    live; `ports`: TCP ports that are open on the first machine."""
 
     codes: list[int]
     said: str
@@ -190,6 +190,7 @@ class Ended:
     left: list[str]
     directory: Path
     listeners: list[set[str]]
+    ports: set[int]
 
 
 @pytest.fixture(scope="session")
@@ -236,10 +237,11 @@ def over_machines(workspace: Workspace, synchronous_config: Path) -> Ended:
         run.wait_for_steps(1)
         torchruns = [psutil.Process(states[f"rank {rank}"]["pid"]).ppid() for rank in (0, 1)]
         listeners = {pid: listeners_of(pid) for pid in (*torchruns, states["rank 1"]["pid"])}
+        ports = ports_of_machine(states["rank 0"]["pid"])
         psutil.Process(states[RELAY]["pid"]).kill()
         hold.unlink()
         codes, left = run.end()
-        return Ended(codes, run.said(), states, left, directory, list(listeners.values()))
+        return Ended(codes, run.said(), states, left, directory, list(listeners.values()), ports)
 
 
 @pytest.fixture(scope="session")

@@ -46,6 +46,12 @@ def test_what_is_not_ray_s_listens_at_the_private_address_alone(over_machines: E
     assert "RAY_AUTH_TOKEN" not in over_machines.said
 
 
+def test_ray_s_autoscaler_serves_no_metrics(over_machines: Ended) -> None:
+    """It would without the token, and a run has no use for it."""
+    assert 6379 in over_machines.ports
+    assert 44217 not in over_machines.ports
+
+
 def test_every_version_reaches_the_engine_on_the_other_machine(over_machines: Ended) -> None:
     """Synchronous: each step's tokens are sampled, and trained, under the version before."""
     rows = [json.loads(line) for line in (over_machines.directory / "metrics.jsonl").open()]

@@ -52,6 +52,7 @@ def test_nothing_of_a_run_on_one_machine_listens_beyond_it(interrupted: dict[str
     owners = " ".join(sockets.values())
     for name in ("launch.torchrun", "megatron_async_rl.train", "gcs_server", "raylet", "dashboard"):
         assert name in owners
+    assert "monitor.py" not in owners, "Ray's autoscaler, which a run does not use"
     ports = {str(port) for _, port in sockets}
     for url in (interrupted["page"], interrupted["prometheus"]):
         assert re.search(r":(\d+)/", str(url)).group(1) in ports  # type: ignore[union-attr]

@@ -29,11 +29,13 @@ SCREEN_LINES = 30
 
 def refused(config: Path, *overrides: str, says: tuple[str, ...], command: str = "train") -> str:
     """Runs `mar train`; what it printed, after checking that it is one screen that says all of
-    `says`."""
+    `says`. Of `mar plan` this is what follows the plan, in wrapped lines."""
     done = mar(command, config, *overrides, folder=config.parent)
     printed = done.stdout + done.stderr
     assert done.returncode == 2, printed
     assert "Traceback" not in printed
+    if command == "plan":
+        printed = printed.rpartition("\nproblems\n")[2].replace("\n  ", " ")
     assert len(printed.splitlines()) <= SCREEN_LINES
     for words in says:
         assert words in printed, f"{words!r} is not in:\n{printed}"

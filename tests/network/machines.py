@@ -71,6 +71,16 @@ def listeners_of(pid: int) -> set[str]:
     return found
 
 
+def ports_of_machine(pid: int) -> set[int]:
+    """TCP ports at which any process listens in the network namespace of this one."""
+    return {
+        int(fields[1].partition(":")[2], 16)
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+        if (fields := line.split())[3] == "0A"
+    }
+
+
 def ip(*arguments: str) -> str:
     return subprocess.run(
         ["ip", *arguments], check=True, capture_output=True, text=True, timeout=60

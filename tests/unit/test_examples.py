@@ -44,3 +44,19 @@ def test_the_run_beside_the_demo_differs_from_it_in_one_control_alone():
     run = read_run(folder)
     assert [row["step"] for row in run.rows] == list(range(1, demo["run"]["steps"] + 1))
     assert run.summary.after < 0.5 * run.summary.before
+
+
+def test_the_readme_s_curve_is_drawn_from_its_stored_rewards(tmp_path):
+    curve = runpy.run_path(str(EXAMPLES / "arithmetic" / "curve.py"))
+    stored = EXAMPLES / "arithmetic" / "curve.csv"
+    rewards = curve["read"](stored)
+
+    curve["draw"](rewards, tmp_path / "curve.svg")
+    assert (tmp_path / "curve.svg").read_bytes() == stored.with_suffix(".svg").read_bytes()
+    curve["write"](rewards, tmp_path / "curve.csv")
+    assert (tmp_path / "curve.csv").read_bytes() == stored.read_bytes()
+
+    kept = read_run(EXAMPLES / "arithmetic" / "without_control")
+    drawn = rewards["without", "training"]
+    assert drawn == {row["step"]: row["reward/mean"] for row in kept.rows}
+    assert rewards["without", "held-out"][0] == rewards["with displacement control", "held-out"][0]

@@ -157,6 +157,8 @@ def test_machine_0_has_the_ray_that_machines_of_engines_join_and_ends_it(machine
     assert code == 0
     ray, mar, ended = machine.lines()
     assert ray.startswith(f"ray start --head --port={machine.ray_port} ")
+    for closed in ("--no-monitor", "--include-dashboard=false"):
+        assert closed in ray.split()
     waits = f"--engine-nodes 1 RAY_ADDRESS=127.0.0.1:{machine.ray_port}"
     assert mar == f"mar train run.yaml run.steps=2 {waits}"
     assert ended == "ray TERM"

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -26,7 +27,7 @@ from megatron_async_rl.launch import peers, torchrun
 from megatron_async_rl.launch.launcher import environment_of_ranks
 from megatron_async_rl.launch.peers import Nodes, NodesError, PeerNodes, listening_address
 from megatron_async_rl.metrics.sinks import Prometheus
-from megatron_async_rl.rollout.cluster import RAY_CLUSTERS, loopback_interface
+from megatron_async_rl.rollout.cluster import RAY_CLUSTERS, loopback_interface, start_no_monitor
 from megatron_async_rl.watchdog.limited_server import LimitedThreads
 from megatron_async_rl.weights import relay_server
 from megatron_async_rl.weights.collective import Sender
@@ -87,6 +88,31 @@ def test_ranks_on_one_machine_stay_on_it_and_those_of_several_do_not() -> None:
 def test_a_ray_of_our_own_stays_on_the_machine(address: str) -> None:
     environment = environment_of_ranks({"RAY_ADDRESS": address}, "id", {})
     assert (environment.get(RAY_CLUSTERS) == "0") == (not address)
+
+
+def test_a_ray_of_our_own_starts_no_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves metrics on port 44217."""
+    from ray._private.node import Node
+
+    started: list[Node] = []
+    monkeypatch.setattr(Node, "start_monitor", started.append)
+    head = Mock(_gcs_address=None, _gcs_client=None)
+    head._ray_params = Mock(no_monitor=False, ray_client_server_port=None)
+    head.start_monitor = lambda: Node.start_monitor(head)
+
+    Node.start_head_processes(head)
+    assert started == [head], "what Ray does by default"
+    start_no_monitor()
+    Node.start_head_processes(head)
+    assert started == [head]
+
+
+def test_ray_has_the_options_that_close_its_ports() -> None:
+    """launchers/torchrun_multinode.sh uses them, and Ray does not document the first one."""
+    from ray.scripts.scripts import start
+
+    options = {option for parameter in start.params for option in parameter.opts}
+    assert options >= {"--no-monitor", "--include-dashboard"}
 
 
 def named(monkeypatch: pytest.MonkeyPatch, **addresses: str) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -71,6 +72,19 @@ def test_the_layout_is_the_simplest_that_fits_the_gpus(tmp_path, gpus, memory, p
     assert code == 0, told
 
 
+@pytest.mark.parametrize("style", ["asynchronous", "synchronous"])
+def test_any_number_of_gpus_gets_a_batch_that_divides_over_them(tmp_path, style):
+    write_config(tmp_path / "model", "Qwen3-0.6B")
+    data = write_prompts(tmp_path / "data.jsonl")
+    for gpus in (3, 6, 7, 12):
+        out = tmp_path / f"{gpus}.yaml"
+        code, told = init(out, tmp_path / "model", data, gpus, style)
+        assert code == 0, told
+        assert 32 <= load(out).flow.prompts_per_step < 32 + gpus
+        code, told = run("plan", out, "--gpus", str(gpus))
+        assert code == 0, told
+
+
 def test_a_model_that_no_layout_fits_is_refused_and_nothing_is_written(tmp_path):
     write_config(tmp_path / "model", "Qwen2.5-32B")
     data = write_prompts(tmp_path / "data.jsonl")
@@ -102,6 +116,25 @@ def test_a_fault_that_no_layout_mends_is_not_blamed_on_the_layout(tmp_path, rewa
     for word in words:
         assert word in told
     assert str(tmp_path / "tmp") not in told, "the name of a file that is gone"
+
+
+@pytest.mark.parametrize(("gpus", "memory"), [(8, 80), (8, 36)])
+def test_a_chat_without_a_template_is_no_reason_to_refuse_for_memory(tmp_path, gpus, memory):
+    """The first layout lacks memory and a later one does not; and prompts that cannot be rendered
+    have no length that could ask for memory."""
+    name = "Qwen3-8B"
+    write_config(tmp_path / name, name)
+    for file in write_model(tmp_path / "small").iterdir():
+        if file.name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+            shutil.copy(file, tmp_path / name)
+    (tmp_path / name / "generation_config.json").write_text('{"eos_token_id": 1}')
+    options = ["--model", tmp_path / name, "--data", write_prompts(tmp_path / "data.jsonl")]
+    options += ["--reward", "arithmetic", "--eval", "none", "--as-chat"]
+    options += ["--gpus", str(gpus), "--gpu-memory", str(memory)]
+    code, told = run("init", tmp_path / "run.yaml", *options)
+    assert code == 2
+    assert "has no chat template" in told
+    assert "was not written: 1 problem\n" in told, told
 
 
 CHAT = (

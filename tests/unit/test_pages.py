@@ -63,6 +63,7 @@ NOT_TRIED = {
     "debootstrap": "needs a Debian mirror",
     "docker": "no container builder",
     "git": "clones the repository",
+    "nft": "changes the machine's firewall",
     "ray": "starts a cluster",
     "vllm": "starts a server; RUN/hf is loaded by vLLM in tests/engine",
 }

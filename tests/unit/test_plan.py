@@ -30,7 +30,7 @@ from megatron_async_rl.flow.colocated import PHASES
 from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.plan.activations import stores_scores
 from megatron_async_rl.plan.fit import lent_bytes, twin_bytes
-from megatron_async_rl.plan.layout import rank_coordinates, rank_environment
+from megatron_async_rl.plan.layout import number_of, rank_coordinates, rank_environment
 from megatron_async_rl.plan.machine import CHIPS, GIB, MIB, Gpu, Machine, described_machine
 from megatron_async_rl.plan.memory import (
     TARGET_BYTES,
@@ -632,7 +632,7 @@ def test_over_several_nodes_each_has_its_share_of_the_ranks_and_the_first_the_en
     assert problem.what == "4 ranks a node and 5 engines need 9 GPUs, and a node has 8"
     assert "weights.transport: relay" in problem.fix
     (problem,) = plan(file, "policy.parallel.ranks=1", machine=replace(LAPTOP, nodes=2)).problems
-    assert problem.what == "1 ranks do not divide over 2 nodes (--nnodes)"
+    assert problem.what == "1 rank does not divide over 2 nodes (--nnodes)"
     assert problem.fix == "set ranks to a multiple of 2, or change --nnodes"
     shared = ("policy.device=auto", "policy.parallel.ranks=1", "rollout.placement=colocated")
     assert keys(plan(file, *shared, "flow.async_ratio=0", machine=two)) == ["policy.parallel.ranks"]
@@ -663,7 +663,7 @@ def test_ranks_that_one_machine_has_no_gpus_for_may_be_on_several(file):
     named = described_machine(gpus=8, gpu_memory_gib=80, nodes=1)
     on = ("policy.device=auto", "policy.parallel.ranks=16", "flow.prompts_per_step=16")
     [problem] = plan(file, *on, machine=named).problems
-    assert problem.what == "16 ranks and 1 engines need 17 GPUs, and a node has 8"
+    assert problem.what == "16 ranks and 1 engine need 17 GPUs, and a node has 8"
     assert "divide the ranks over more machines (--nodes; NNODES of the launcher)" in problem.fix
 
 
@@ -813,13 +813,13 @@ LENT = ("weights={transport: cuda_ipc, bucket_mib: 1}", "rollout.placement=coloc
         (
             ("policy.device=cuda", "rollout.engines=4"),
             1,
-            "4 engines are on 4 GPUs, of which 2 have a rank",
+            "4 engines take 4 GPUs, of which 2 have a rank",
             "set rollout.engines to at most 2, policy.parallel.ranks to 4, or this to shared_memory",
         ),
         (
             ("policy.device=cuda", "policy.parallel.ranks=1", "rollout.tensor=2"),
             1,
-            "1 engines of 2 GPUs are on 2 GPUs, of which 1 have a rank",
+            "1 engine of 2 GPUs takes 2 GPUs, of which 1 has a rank",
             "set policy.parallel.ranks to 2, or this to shared_memory",
         ),
     ],
@@ -1316,6 +1316,65 @@ def test_a_described_cluster_still_has_to_hold_the_run(file):
     assert planned_on_a_laptop(file, "--gpu-memory", "80")[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "verdict"),
+    [
+        ((*ON_CLUSTER, "policy.parallel.ranks=24", "flow.prompts_per_step=24", *CLUSTER), "fit"),
+        ((*ON_CLUSTER, *CLUSTER, "--host-memory", "1", "policy.parallel.ranks=64"), "fit"),
+        (("policy.parallel.tensor=3",), "cannot run here: policy.parallel.ranks: 1 rank does not"),
+        (("policy.parallel.ranks=3", "policy.parallel.pipeline=3"), "cannot run here"),
+        (("--nodes", "2"), "cannot run here: policy.parallel.ranks: 1 rank does not divide over 2"),
+        (("model.path=nowhere",), "cannot run here: model.path: "),
+        (("data.train=nowhere.jsonl",), "cannot run here: data.train: "),
+        (("data.prompt_key=asked", "data.train=nowhere.jsonl"), "cannot run here: data.train: "),
+        (("policy.device=cuda",), "cannot run here: policy.device: cuda, but there is no GPU"),
+        (("rollout.sampling.max_tokens=100000",), "cannot run here: "),
+    ],
+)
+def test_a_refused_plan_shows_what_is_known_then_the_problems_and_last_the_verdict(
+    file, arguments, verdict
+):
+    code, output = planned_on_a_laptop(file, *arguments)
+    assert code == 2, output
+    headings = [line for line in output.splitlines() if line in ("processes", "totals", "problems")]
+    assert headings[0] == "processes"
+    assert headings[-1] == "problems"
+    assert "lag        " in output
+    assert "not known; " not in output.partition("totals")[0]
+    last = " ".join(output.rpartition("\nverdict: ")[2].split())
+    assert last.startswith("does not fit " if verdict == "fit" else verdict)
+    problems = output.rpartition("\nproblems\n")[2]
+    assert "  fix: " in problems
+    assert [one for one in output.splitlines() if len(one) > 100 and " " in one.strip()] == []
+
+
+def test_a_refusal_for_memory_does_not_rest_on_data_that_were_not_read(file):
+    """Prompts of unknown length might have 16,384 tokens, and their activations no room."""
+    (file.parent / "model" / "chat_template.jinja").unlink(missing_ok=True)
+    planned = plan(file, "data.as_chat=true")
+    assert keys(planned) == ["data.train"]
+    assert planned.batch.longest == 1 + load(file).rollout.sampling.max_tokens
+    assert any("the data were not read" in one for one in planned.warnings)
+
+
+def test_gpus_that_no_process_takes_are_named_in_the_totals(file):
+    code, output = planned_on_a_laptop(file, *ON_CLUSTER, *CLUSTER)
+    assert code == 0, output
+    idle = "idle 12 GPUs of 32: ranks and engines take 20 (policy.parallel.ranks, rollout.engines)"
+    assert idle in " ".join(output.split())
+    whole = (*ON_CLUSTER, "policy.parallel.ranks=28", "flow.prompts_per_step=28", *CLUSTER)
+    assert "\nidle " not in planned_on_a_laptop(file, *whole)[1]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_plan_counts_one_thing_in_the_singular(file, count):
+    many = (f"policy.parallel.ranks={count}", f"rollout.engines={count}")
+    _, output = planned_on_a_laptop(file, *many, f"flow.prompts_per_step={4 * count}")
+    wrong = re.findall(r"(?<![\d.,-])1 (?:[a-z-]+ )?(?:ranks|engines|GPUs|samples|steps)\b", output)
+    assert wrong == []
+    assert f"on each of {number_of('data-parallel rank', count)}, " in output
+
+
 RELAYED = (*ON_CLUSTER, "weights.transport=relay")
 
 
@@ -1346,7 +1405,7 @@ def test_engines_that_find_no_gpu_on_the_machines_named_are_refused(file):
     room = "there is room for 12: 2 on a node with ranks, 8 on each of 1 without"
     assert f"13 engines, and {room}" in output
     more = "plan for 4 machines, of which 2 have ranks (--nodes 4 --trainer-nodes 2)"
-    assert f"set it to at most 12, or {more}" in output
+    assert f"set it to at most 12, or {more}" in " ".join(output.split())
     # An engine's two workers are on one machine.
     two = ("rollout.tensor=2", "rollout.engines=5", *beside)
     code, output = planned_on_a_laptop(file, *ranks(14), *two)
