@@ -263,6 +263,8 @@ RIGHT = [
             r"\boxed{\mathrm{34}}",
             r"\boxed{\angle A = 34^\circ}",
             r"\boxed{\overline{AB} = 34}",
+            r"\boxed{\text{34 minutes}}",
+            "<think>30+4</think><answer>34</answer>",
         ],
     ),
     ("Find n.", r"\mathbf{34}", [r"\boxed{34}"]),

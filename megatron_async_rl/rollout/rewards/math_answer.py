@@ -23,6 +23,7 @@ _AMOUNT = re.compile(
     rf"(?:[\s/*]+(?:{_UNIT_TEXT}|[A-Za-z]{{2,}}\.?|(?<=[/*\s])[A-Za-z]\b){_UNIT_POWER}|{_UNIT_TEXT})*)"
 )
 """A number and its unit: `12 feet per second`, `5 km/h`, `12 \\text{ cm}^2`."""
+_TEXT_ALONE = re.compile(r"\\(?:text\w*|mathrm|mbox)\s*\{([^{}]{1,100})\}")
 _MEASURE = re.compile(
     rf"((?=.*(?:\d|\\pi)).*[^\s\\,;:!]){_GAP}(\\(?:text|mathrm|mbox|textrm)\s*\{{[\s~]*[A-Za-z][A-Za-z ./]*\}})"
     rf"{_UNIT_POWER}",
@@ -69,6 +70,8 @@ def read_answer(text: str) -> str:
     elif (boxed := boxed_in(found)) is not None:
         found = boxed.strip()
     found = _without_delimiters(found).strip()
+    if (inside := _TEXT_ALONE.fullmatch(found)) and _AMOUNT.fullmatch(inside[1].strip()):
+        found = inside[1].strip()
     # Thousands: 32,\!348 and 32{,}348.
     found = re.sub(r"(?<=\d)(?:,\\!\s*|\{,\}|\\,)(?=\d{3}(?!\d))", ",", found.replace(r"\$", ""))
     if len(found) > 1 and found.endswith(".") and "\n" not in found:

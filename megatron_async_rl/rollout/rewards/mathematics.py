@@ -45,6 +45,8 @@ _LITERAL = re.compile(
 _PROSE = re.compile(r"[A-Za-z]{2,}[,;:]?\s+(?:[A-Za-z]+[,;:]?\s+)*[A-Za-z]{2,}")
 
 _BOLD = re.compile(r"(?<![\w)}])\*\*([^*\n]+)\*\*(?![\w({])")
+_TAG = re.compile(r"</?answer>")
+"""Tags around the answer, as some prompts ask for."""
 _LAST_LETTERS = re.compile(
     rf"({TEXT_COMMAND.pattern})|(?<=[\d}}\s])([A-Za-z]+)(?=\s*(?:\$|\\\)|\\\]|\}}))"
 )
@@ -124,6 +126,7 @@ def _prepared(response: str, answer: str) -> str:
             plain = boxed
         before, _, after = text.rpartition(rf"\boxed{{{boxed}}}")
         text = rf"{before}\boxed{{{plain}}}{after}"
+    text = _TAG.sub(r" ", text)
     written = read(answer)
     if written is not None and symbols(written):
         text = _with_last_letters(text)
