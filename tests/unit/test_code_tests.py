@@ -72,6 +72,23 @@ def test_tests_are_read_in_every_form_that_data_sets_have_or_refused() -> None:
         assert message in found(given), given
 
 
+def test_the_setup_of_a_row_runs_before_each_of_its_tests() -> None:
+    def read(**fields: Any) -> Any:
+        fields = {"tests": ["assert math.sqrt(f(x)) == 2"] * 2, **fields}
+        return read_tests(Prompt(id="p", text="?", token_ids=(1,), fields=fields))
+
+    tests = read(test_imports=["import math"], test_setup_code="x = 1\r\ny = 2")
+    assert [one.splitlines()[:3] for one in tests] == [["import math", "x = 1", "y = 2"]] * 2
+    assert read(test_imports=[], test_setup_code="import math") == read(
+        test_imports=["import math"]
+    )
+    for fields in ({}, {"test_setup_code": "", "test_imports": None}, {"test_setup_code": "x = ("}):
+        with pytest.raises(RewardError, match="`tests`"):
+            read(**fields)
+    with pytest.raises(RewardError, match="`test_imports` is"):
+        read(test_imports=[1])
+
+
 def test_an_entry_point_is_a_name_that_the_code_can_give_a_function() -> None:
     for name in ("f", "_", "élan"):
         assert isinstance(found(ASSERT, name), list) == (name != "_"), name

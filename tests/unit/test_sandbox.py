@@ -502,6 +502,7 @@ def test_the_last_block_of_python_is_the_program() -> None:
     assert source_of("```python\n1\n``\n") == "1\n``\n"
     assert source_of("````py\nx = 1\n```\n````") == "x = 1\n```\n"
     assert source_of("see ```x``` or\n```py\n1\n```") == "1\n"
+    assert source_of("1. So:\n   ```py\n   if x:\n       y\n\n   ```") == "if x:\n    y\n\n"
 
 
 @pytest.mark.parametrize(
@@ -580,6 +581,16 @@ def test_a_check_function_is_called_with_the_entry_point() -> None:
     check = "def check(candidate):\n  assert candidate(2) == 4"
     assert score(SQUARE, check, "f") == 1.0
     assert score("def f(x): return 5", check, "f") == 0.0
+
+
+def test_a_test_sets_attributes_and_items_of_what_the_code_made() -> None:
+    node = "class Node(object):\n  def __init__(self, x):\n    self.x, self.left = x, None\n"
+    depth = "def depth(node): return 0 if node is None else 1 + depth(node.left)\n"
+    items = "class Box:\n  def __setitem__(self, key, value): self.value = key, value\n"
+    test = "root = Node(1)\nroot.left = Node(2)\nassert depth(root) == 2"
+    assert score(node + depth, [test]) == 1.0
+    assert score(items, ["box = Box()\nbox[1] = 2\nassert box.value == (1, 2)"]) == 1.0
+    assert score("class Node: pass\ndef depth(node): return 1", [test]) == 0.0
 
 
 def test_each_test_begins_with_the_names_of_the_code_afresh() -> None:

@@ -39,7 +39,7 @@ WALL_PER_CPU = 4
 STARVED = 0.5
 """Share of the processor time that programs could have had, below which the machine was busy."""
 PYTHON = ("python", "python3", "py")
-_FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([\w+.#-]*)[^`]*")
+_FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([\w+.#-]*)[^`]*")
 PASSED, FAILED, VACUOUS = "1", "0", "-"
 """Verdicts of the tester. The last: passed without a check of the code's work."""
 MAX_KNOWN = 4096
@@ -130,13 +130,13 @@ def source_of(response: str) -> str:
         fence = _FENCE.fullmatch(line.rstrip())
         if fence is None:
             continue
-        mark, language = fence[1], fence[2].lower()
+        indent, mark, language = len(fence[1]), fence[2], fence[3].lower()
         block = []
         for inside in lines:
             end = inside.strip()
             if end.startswith(mark) and not end.strip(mark[0]):
                 break
-            block.append(inside)
+            block.append(inside[min(indent, len(inside) - len(inside.lstrip(" \t"))) :])
         if language in PYTHON:
             tagged = "".join(block)
         elif not language:

@@ -6,9 +6,9 @@
 
 Invariants:
 - only plain values cross: what else the code returns stays with it, under a number. A stand-in for
-  it can be called, gone through and asked for its attributes, and never compared, so the code has
-  no say in what equals what. A value of a subclass, such as a Counter, crosses as its plain base:
-  the base compares, and only what the base does not have is asked of the code;
+  it can be called, gone through, and asked for or given attributes and items, and never compared, so
+  the code has no say in what equals what. A value of a subclass, such as a Counter, crosses as its
+  plain base: the base compares, and only what the base does not have is asked of the code;
 - each test begins with the names of the code afresh. Python's own names are never the code's, and a
   function that a test defines is the test's own, whatever the code calls its own;
 - each verdict is written as its test ends, so one that does not end costs none before it;
@@ -124,6 +124,11 @@ def serve(descriptor: Any, source: Any) -> Any:
         value = objects[target]
         if do == "get":
             return getattr(value, name), []
+        if do == "set":
+            setattr(value, name, args[0])
+            return None, []
+        if do == "put":
+            return value.__setitem__(*args), []
         if do == "list":
             return list(itertools.islice(value, MOST)), []
         if do == "len":
@@ -220,13 +225,16 @@ class StandIn:
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, channel: Any, number: Any) -> None:
-        self._channel, self._number = channel, number
+        self.__dict__.update(_channel=channel, _number=number)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._channel.ask("call", self._number, "", args, kwargs)
 
     def __getattr__(self, name: Any) -> Any:
         return self._channel.ask("get", self._number, name, (), {})
+
+    def __setattr__(self, name: Any, value: Any) -> None:
+        self._channel.ask("set", self._number, name, (value,), {})
 
     def __iter__(self) -> Any:
         return iter(self._channel.ask("list", self._number, "", (), {}))
@@ -236,6 +244,9 @@ class StandIn:
 
     def __getitem__(self, key: Any) -> Any:
         return self._channel.ask("item", self._number, "", (key,), {})
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._channel.ask("put", self._number, "", (key, value), {})
 
     def _refused(self, *_: Any) -> Any:
         raise TypeError("a test can only judge plain values: numbers, text, lists and the like")

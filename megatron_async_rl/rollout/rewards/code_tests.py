@@ -33,6 +33,8 @@ MAX_ENCODINGS = 3
 KINDS = ("type", "testtype")
 """Keys of a pair for the way to run it, with the values of PROGRAMS for a program that reads."""
 PROGRAMS = (None, "stdin", "stdin_stdout")
+SETUP = ("test_imports", "test_setup_code")
+"""Other columns with Python that each test with `assert` begins with."""
 _FENCED = re.compile(r"\s*(`{3,}|~{3,})[ \t]*[\w+.#-]*[ \t]*\n(.*?)\n?[ \t]*\1\s*", re.S)
 _FORMS = "write a list of {input, output}, both text, or Python with `assert`, as text or a list of texts"
 
@@ -42,7 +44,7 @@ def tests_of(prompt: Prompt) -> list[str] | list[tuple[str, str]]:
     Raises ColumnError."""
     given, where = prompt.fields.get("tests"), f"prompt {prompt.id}"
     try:
-        return _read(given, entry_point_of(prompt))
+        return _read(given, entry_point_of(prompt), _setup_of(prompt))
     except UnfitTest as error:
         raise ColumnError(where, "tests", error.what, error.fix) from error
 
@@ -70,7 +72,21 @@ def entry_point_of(prompt: Prompt) -> str | None:
     return str(name)
 
 
-def _read(given: object, entry_point: str | None) -> list[str] | list[tuple[str, str]]:
+def _setup_of(prompt: Prompt) -> str:
+    """Return what runs before each test with `assert`: the row's `test_imports` and `test_setup_code`,
+    as MBPP has them. Raises ColumnError."""
+    parts: list[str] = []
+    for name in SETUP:
+        given = prompt.fields.get(name)
+        lines = list(given) if isinstance(given, list | tuple) else [given or ""]
+        if not all(isinstance(one, str) for one in lines):
+            fix = "write Python, as text or a list of texts, or null"
+            raise ColumnError(f"prompt {prompt.id}", name, f"is {shown(given)}", fix)
+        parts += [one for one in lines if not is_blank(one)]
+    return "".join(f"{one}\n" for one in parts)
+
+
+def _read(given: object, entry_point: str | None, setup: str) -> list[str] | list[tuple[str, str]]:
     found: Any = _decoded(given)
     if isinstance(found, Mapping):
         found = _rows(found)
@@ -80,7 +96,10 @@ def _read(given: object, entry_point: str | None) -> list[str] | list[tuple[str,
         raise UnfitTest(f"is {shown(given)}", _FORMS)
     tests: list[Any] = [_decoded(one) for one in found]
     if all(isinstance(one, str) for one in tests):
-        return [_numbered(place, tests, prepared, one, entry_point) for place, one in each(tests)]
+        return [
+            _numbered(place, tests, prepared, setup + one, entry_point)
+            for place, one in each(tests)
+        ]
     return [_numbered(place, tests, _pair, one) for place, one in each(tests)]
 
 

@@ -68,7 +68,7 @@ _LETTERS = frozenset(
     re.findall(
         r"\S+",
         "\\alpha \\beta \\gamma \\delta \\epsilon \\theta \\lambda \\mu \\nu \\rho "
-        "\\sigma \\tau \\phi \\varphi \\omega \\emptyset \\ell",
+        "\\sigma \\tau \\phi \\varphi \\omega \\emptyset \\ell \\angle",
     )
 )
 _RELATIONS = {"=": "=", "<": "<", ">": ">", "\\le": "<=", "\\ge": ">=", "\\ne": "!=", "\\in": "in"}
@@ -112,6 +112,7 @@ _LAYOUT = re.compile(
     r"\\(?:left|right|displaystyle|textstyle|quad|qquad|bigg?|Bigg?|bigl|bigr|limits)(?![A-Za-z])"
     r"|(?<!\\)\\[,;:!> ]|[~$]|\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])"
 )
+_LISTED = re.compile(r"\s*(?:,\s*)?(?:,|\b(?:and|or)\b)\s*")
 _SPOKEN = re.compile(r"\\?%|\\?\b(?:percent|pct)\b")
 _TOKEN = re.compile(
     r"""(?P<number>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)
@@ -127,7 +128,8 @@ _TOKEN = re.compile(
 def tokens(text: str) -> list[str]:
     """Tokens of a formula, or of prose that has formulas in it. A word is a token `\\text{word}`."""
     text = _LAYOUT.sub(" ", text.translate(_UNICODE))
-    text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", _SPOKEN.sub("%", text))
+    text = re.sub(r"\\[dtc](frac|binom)(?![A-Za-z])", r"\\\1", _SPOKEN.sub("%", text))
+    text = re.sub(r"\\overline\s*\{([A-Z]{2})\}", r"\1", text)  # a segment
     text = re.sub(r"(?<![\d.])(\d+)\s+(\d+)/(\d+)", r"\1\\frac{\2}{\3}", text)  # 1 1/2
     text = re.sub(r"(?<=\d)\{,\}(?=\d{3})", ",", text)
     found: list[str] = []
@@ -162,8 +164,12 @@ def _text(token: str) -> list[str]:
         return [f"\\{inside}"]
     if inside in ("or", "and", ", and", ", or"):
         return [","]
+    if value := re.fullmatch(r"\s*(-?)(\d+(?:\.\d+)?)\s*", token[token.index("{") + 1 : -1]):
+        return [one for one in value.groups() if one]
     if len(inside) == 1:  # the label of an option is the symbol
         return [inside]
+    # As math-verify writes what it read: "A and C" as "A , C", "infinite" as "\\inftyinite".
+    inside = _LISTED.sub(", ", inside.replace("\\inftyinit", "infinit"))
     return [f"\\text{{{inside.lower()}}}"] if inside else []
 
 
@@ -503,6 +509,9 @@ class _Parser:
         environment = begin[len("\\begin{") : -1]
         if environment not in ("pmatrix", "bmatrix", "matrix", "smallmatrix", "array"):
             raise NotReadError
+        if environment == "array" and self.taken("{"):  # its columns
+            while not self.taken("}"):
+                self.take("c", "l", "r", "|")
         rows, cells = 1, list[Formula]()
         while not self.taken(f"\\end{{{environment}}}"):
             if self.taken("\\\\"):

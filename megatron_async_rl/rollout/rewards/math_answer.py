@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from megatron_async_rl.rollout.rewards.formula_parser import SHORT_WORDS
+from megatron_async_rl.rollout.rewards.formula_parser import SHORT_WORDS, read
 
 NUMBER = r"[-+]?(?:\d+(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+"
 _UNITS = (
@@ -23,6 +23,13 @@ _AMOUNT = re.compile(
     rf"(?:[\s/*]+(?:{_UNIT_TEXT}|[A-Za-z]{{2,}}\.?|(?<=[/*\s])[A-Za-z]\b){_UNIT_POWER}|{_UNIT_TEXT})*)"
 )
 """A number and its unit: `12 feet per second`, `5 km/h`, `12 \\text{ cm}^2`."""
+_TEXT_ALONE = re.compile(r"\\(?:text\w*|mathrm|mbox)\s*\{([^{}]{1,100})\}")
+_MEASURE = re.compile(
+    rf"((?=.*(?:\d|\\pi)).*[^\s\\,;:!]){_GAP}(\\(?:text|mathrm|mbox|textrm)\s*\{{[\s~]*[A-Za-z][A-Za-z ./]*\}})"
+    rf"{_UNIT_POWER}",
+    re.S,
+)
+"""A formula and its unit: `25\\pi \\text{ square inches}`."""
 _UNIT = re.compile(r"(?:[A-Za-z]{1,4}|\\(?:text|mathrm)\{[^}]*\}|\\circ)(?:\^\{?\d\}?)?")
 _MULTIPLE = re.compile(
     r"\b(?:hundred|thousand|million|billion|trillion|dozen|half|pairs?|or|to|and|[ap]\.?m\.?)\b",
@@ -63,8 +70,10 @@ def read_answer(text: str) -> str:
     elif (boxed := boxed_in(found)) is not None:
         found = boxed.strip()
     found = _without_delimiters(found).strip()
+    if (inside := _TEXT_ALONE.fullmatch(found)) and _AMOUNT.fullmatch(inside[1].strip()):
+        found = inside[1].strip()
     # Thousands: 32,\!348 and 32{,}348.
-    found = re.sub(r"(?<=\d)(?:,\\!|\{,\}|\\,)(?=\d{3}(?!\d))", ",", found.replace(r"\$", ""))
+    found = re.sub(r"(?<=\d)(?:,\\!\s*|\{,\}|\\,)(?=\d{3}(?!\d))", ",", found.replace(r"\$", ""))
     if len(found) > 1 and found.endswith(".") and "\n" not in found:
         found = found[:-1]
     found = found.lstrip("€£")
@@ -80,12 +89,21 @@ def read_answer(text: str) -> str:
         if multiple := _MULTIPLE.search(amount[2]):
             raise ValueError(f"has a number and the word {multiple.group()!r}: write one number")
         found = amount[1]
+    elif (
+        len(found) <= MAX_ANSWER
+        and (amount := _MEASURE.fullmatch(found))
+        and not _MULTIPLE.search(amount[2])
+        and (value := read(amount[1])) is not None
+        and value.kind != "set"
+    ):
+        found = amount[1]
     if "\\pm" in found or "\\mp" in found:  # both signs, which math-verify does not read everywhere
         found = ", ".join(_with_sign(found, *signs) for signs in ("+-", "-+"))
     if re.fullmatch(NUMBER, found):
         found = found.replace(",", "")
     found = re.sub(r"^(-?\d+)\s+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", found)
     found = re.sub(r"(?<=\d)[ _](?=\d{3}(?:[ _]\d{3})*$)", "", found)
+    found = found.replace(r"\varnothing", r"\emptyset")
     if not found:
         raise ValueError("holds no answer")
     if len(found) > MAX_ANSWER or _TOWER.search(found):
@@ -119,7 +137,7 @@ def _is_prose(word: str) -> bool:
 
 def _is_word(text: str) -> bool:
     """True for words of text such as `east` or `Monday`, which math-verify would read as a product."""
-    word = re.fullmatch(r"[A-Za-z]{3,}(?:[ -][A-Za-z]+){0,2}|no", text, re.I) is not None
+    word = re.fullmatch(r"(?:[A-Za-z]{3,}|no)(?:[ -][A-Za-z]+){0,2}", text, re.I) is not None
     return word and text.lower() not in _FUNCTIONS
 
 

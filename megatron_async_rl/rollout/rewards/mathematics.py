@@ -45,8 +45,13 @@ _LITERAL = re.compile(
 _PROSE = re.compile(r"[A-Za-z]{2,}[,;:]?\s+(?:[A-Za-z]+[,;:]?\s+)*[A-Za-z]{2,}")
 
 _BOLD = re.compile(r"(?<![\w)}])\*\*([^*\n]+)\*\*(?![\w({])")
-_LAST_LETTERS = re.compile(r"(?<=[\d}\s])([A-Za-z]+)(?=\s*(?:\$|\\\)|\\\]|\}))")
-"""Letters at the end of a formula, some of which math-verify takes for units."""
+_TAG = re.compile(r"</?answer>")
+"""Tags around the answer, as some prompts ask for."""
+_LAST_LETTERS = re.compile(
+    rf"({TEXT_COMMAND.pattern})|(?<=[\d}}\s])([A-Za-z]+)(?=\s*(?:\$|\\\)|\\\]|\}}))"
+)
+"""Letters at the end of a formula, some of which math-verify takes for units; or text, which is kept
+as it is."""
 
 
 def math(prompt: Prompt, response: str, /, *, form: Form = "final") -> float:
@@ -99,14 +104,18 @@ def _without_amounts(response: str) -> str:
             pieces.append(rest[: end + len(mark)])
             rest = rest[end + len(mark) :]
     joined = "".join([*pieces, rest])
-    return re.sub(r"(?<=\d)(?:,\\!|\{,\}|\\,)(?=\d{3}(?!\d))", ",", joined)
+    return re.sub(r"(?<=\d)(?:,\\!\s*|\{,\}|\\,)(?=\d{3}(?!\d))", ",", joined)
+
+
+def _with_last_letters(text: str) -> str:
+    return _LAST_LETTERS.sub(lambda found: found[1] or rf"{found[2]}\,", text)
 
 
 def _prepared(response: str, answer: str) -> str:
     """A response in which math-verify finds what is meant: an equation that is all of it and the last
     boxed answer are read as an answer of a data set, and no variable at the end is taken for a
     unit, as `c` in 2c would be."""
-    text = _BOLD.sub(r"\1", _without_amounts(response))
+    text = _BOLD.sub(r"\1", _without_amounts(response)).replace(r"\varnothing", r"\emptyset")
     whole = read(text.strip()) if len(text) <= MAX_ANSWER else None
     if whole is not None and whole.kind == "relation":
         text = rf"\boxed{{{text.strip().strip('$')}}}"
@@ -117,9 +126,10 @@ def _prepared(response: str, answer: str) -> str:
             plain = boxed
         before, _, after = text.rpartition(rf"\boxed{{{boxed}}}")
         text = rf"{before}\boxed{{{plain}}}{after}"
+    text = _TAG.sub(r" ", text)
     written = read(answer)
     if written is not None and symbols(written):
-        text = _LAST_LETTERS.sub(r"\1\\,", text)
+        text = _with_last_letters(text)
     return text
 
 
@@ -143,7 +153,7 @@ def _read_as_latex(text: str) -> list[Any]:
 
 @functools.lru_cache(maxsize=1024)
 def _parsed(latex: str) -> tuple[Any, ...]:
-    return tuple(_read_as_latex(_LAST_LETTERS.sub(r"\1\\,", f"${latex}$")))
+    return tuple(_read_as_latex(_with_last_letters(f"${latex}$")))
 
 
 def _gold_of(prompt: Prompt) -> tuple[str, list[Any]]:
