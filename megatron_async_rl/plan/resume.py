@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -118,8 +119,11 @@ class Difference:
         read."""
         if pattern_of(self.key) not in path_keys() or self.before is None or self.now is None:
             return False
-        before, now = Path(str(self.before)), Path(str(self.now))
-        return not before.exists() or (now.exists() and before.samefile(now))
+        # Of another user or machine, `before` may be in a folder that cannot be entered.
+        before, now = str(self.before), str(self.now)
+        if not os.path.exists(before):
+            return True
+        return os.path.exists(now) and os.path.samefile(before, now)
 
     @property
     def allowed(self) -> bool:

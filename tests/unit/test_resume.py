@@ -29,6 +29,7 @@ from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.resume import ALLOWED, checkpoint_notes, conflicts, differences
 from megatron_async_rl.policy.checkpoint_folder import CONFIG_FILE, DATA_FILE, newest
 from megatron_async_rl.policy.digested_folder import StoredFile, described
+from tests.damaged_run import permissions_count
 from tests.written_run import write_prompts, write_run
 
 LOSS = "objective.loss=reinforce"
@@ -134,6 +135,21 @@ def test_a_model_that_was_moved_is_the_same_and_another_one_is_not(config: Path)
     assert refused(config, f"model.path={other}") == []
     (config.parent / "model").mkdir()
     assert [one.key for one in refused(config, f"model.path={other}")] == ["model.path"]
+
+
+def test_a_model_of_a_folder_that_may_not_be_entered_was_moved(config: Path) -> None:
+    """Such as another user's, from whom the run was copied."""
+    home = config.parent / "home"
+    home.mkdir()
+    (config.parent / "model").rename(home / "model")
+    made(config, f"model.path={home / 'model'}", step=2)
+    (home / "model").rename(config.parent / "model")
+    (home / "model").mkdir()
+    home.chmod(0)
+    with permissions_count():
+        assert refused(config) == []
+    home.chmod(0o755)
+    assert [one.key for one in refused(config)] == ["model.path"]
 
 
 def test_another_name_of_the_same_model_is_no_other_model(config: Path) -> None:
