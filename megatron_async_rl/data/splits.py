@@ -33,6 +33,7 @@ _SHARD = (
     r"[-_. ][a-z]",  # train_a
 )
 """Patterns of a shard's or a version's name behind a split's word."""
+_PIECE = re.compile(r"[-_. ]\d+[-_ ]of[-_ ]\d+(?:-[0-9a-f]{8,})?$")
 _WHOLE_NAME = re.compile(
     rf"(?:.*[^a-z])?(?P<word>{'|'.join(sorted(_SPLIT_OF, key=len, reverse=True))})"
     rf"(?:{'|'.join(_SHARD)})*"
@@ -67,8 +68,9 @@ def names_split(name: str, split: str) -> bool:
 
 
 def _rests(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield each split that a word of the file's name stands for, with the name without the word."""
-    parts = re.split(r"([^a-z]+)", _spaced(file.stem))
+    """Yield each split that a word of the file's name stands for, with the name without the word and
+    without its place among several files: splits have different numbers of them."""
+    parts = re.split(r"([^a-z]+)", _PIECE.sub("", _spaced(file.stem)))
     for index, word in enumerate(parts):
         if word in _SPLIT_OF:
             rest = "".join([*parts[:index], "*", *parts[index + 1 :]])

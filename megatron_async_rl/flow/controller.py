@@ -195,7 +195,10 @@ class Controller(Listener):
             self._oldest,
         )
         self._left_behind = EMPTY
-        self._sample_log.begin(int(self._resumed.get("sample_log", 0)))
+        self._sample_log.begin(
+            int(self._resumed.get("sample_log", 0)),
+            int(self._resumed.get("sample_log_segment", -1)),
+        )
         for index in self._scheduler.waiting():
             self._sample_log.admitted(index, self._scheduler.next_step + 1)
         for index, _ in self._scheduler.running():
@@ -449,6 +452,8 @@ class Controller(Listener):
         state, buffer = self._state(), self._buffer()
         await asyncio.to_thread(self._sample_log.flush)
         log = self._sample_log.mark
+        if log is not None:
+            state["sample_log_segment"] = log.segment
         return DataState(state=state, buffer=await asyncio.to_thread(written, buffer), log=log)
 
     def _state(self) -> dict[str, Any]:

@@ -95,8 +95,10 @@ class SampleLog:
         """How far the log is on the disk, for the checkpoint; null without a log."""
         return None
 
-    def begin(self, position: int) -> None:
-        """Continues from a checkpoint's `position`; 0: from the run's beginning."""
+    def begin(self, position: int, after: int = -1) -> None:
+        """Continues from a checkpoint's `position`; 0: from the run's beginning. `after`: the segment
+        of the checkpoint's mark, behind which new ones are numbered, also where the user moved the
+        log away: one that begins anew is then not taken for one that has lost its end."""
         self._next_seq = max(self._next_seq, position)
 
     def admitted(self, group: int, step: int) -> None:
@@ -160,8 +162,9 @@ class SampleLogWriter(SampleLog):
 
     # On the controller's loop
 
-    def begin(self, position: int) -> None:
+    def begin(self, position: int, after: int = -1) -> None:
         super().begin(position)
+        self._highest = after
         # Not here on the loop: a long run has millions of outcomes.
         self._put(lambda: self._take_up(position))
         self._thread.start()

@@ -159,6 +159,18 @@ def digest_of_step(run_dir: Path, step: int) -> str | None:
     return None
 
 
+def begins_after(run_dir: Path, step: int) -> bool:
+    """Return whether the file has no line of a step up to `step`, and its first line, if it has one, is
+    of a later step: it was begun by a run that went on from `step` without it. Raises UserError."""
+    path = run_dir / FILE
+    try:
+        with reading(path), open(path, "rb") as file:
+            line = file.readline(LONGEST_LINE)
+    except FileNotFoundError:
+        return True
+    return not line or _is_kept(line, lambda entry: int(entry["step"]) > step)
+
+
 def cut_from(run_dir: Path, first_step: int) -> int:
     """Moves the lines of `first_step` and later, and a half-written one after them, to
     metrics.cut.jsonl; returns how many."""

@@ -11,7 +11,10 @@ Invariants:
 
 from __future__ import annotations
 
+import filecmp
 import json
+import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -100,6 +103,10 @@ ALLOWED = (
 )
 
 
+ADDRESS = re.compile(r"rollout\.(reward|environment)\.(parts\.[^.]+\.)?settings\.url")
+"""Keys of servers, which may be on another machine or port after each start."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+"""Endings of weight files. Weights that a resume reads from a model have a digest in the checkpoint."""
 DATA_PATHS = ("data.train", "data.sources[].path")
 """The checkpoint has digests of these files' prompts, so their names may change."""
 
@@ -114,21 +121,54 @@ class Difference:
 
     @property
     def is_move(self) -> bool:
-        """The file or folder was moved, or has two names; its content is checked where it is
-        read."""
+        """The file or folder was moved or copied, or has two names; its content is checked where it
+        is read."""
         if pattern_of(self.key) not in path_keys() or self.before is None or self.now is None:
             return False
-        before, now = Path(str(self.before)), Path(str(self.now))
-        return not before.exists() or (now.exists() and before.samefile(now))
+        # Of another user or machine, `before` may be in a folder that cannot be entered.
+        before, now = str(self.before), str(self.now)
+        if not os.path.exists(before):
+            return True
+        return os.path.exists(now) and (
+            os.path.samefile(before, now) or _is_copy(Path(before), Path(now))
+        )
 
     @property
     def allowed(self) -> bool:
-        return self.is_move or any(
-            self.key == key or self.key.startswith(f"{key}.") for key in ALLOWED
+        return (
+            self.is_move
+            or ADDRESS.fullmatch(self.key) is not None
+            or any(self.key == key or self.key.startswith(f"{key}.") for key in ALLOWED)
         )
 
     def __str__(self) -> str:
         return f"{self.key}: {_show(self.before)} -> {_show(self.now)}"
+
+
+def _is_copy(before: Path, now: Path) -> bool:
+    """Return whether two files, or two folders with files, have the same content; of weights, which are
+    large, the same names and sizes."""
+    try:
+        if not before.is_dir():
+            return filecmp.cmp(before, now, shallow=False)
+        sizes = [
+            {
+                one.relative_to(folder): one.stat().st_size
+                for one in folder.rglob("*")
+                if one.is_file()
+            }
+            for folder in (before, now)
+        ]
+        return (
+            bool(sizes[0])
+            and sizes[0] == sizes[1]
+            and all(
+                name.suffix in WEIGHTS or filecmp.cmp(before / name, now / name, shallow=False)
+                for name in sizes[0]
+            )
+        )
+    except OSError:
+        return False
 
 
 def differences(config: Config) -> list[Difference]:
@@ -137,7 +177,7 @@ def differences(config: Config) -> list[Difference]:
     before, problems = _earlier(config)
     if problems:
         return []
-    found = _compare(before, config.model_dump(mode="json"), "")
+    found = _compare(before, config.model_dump(mode="json"), "", config)
     return [difference for difference in found if difference.key != "run.dir"]
 
 
@@ -250,19 +290,25 @@ def _problem(difference: Difference, what: str, fix: str) -> Problem:
     return Problem(key=difference.key, what=f"{what}: {before} there, {now} here", fix=fix)
 
 
-def _compare(before: Any, now: Any, key: str) -> Iterator[Difference]:
+def _compare(before: Any, now: Any, key: str, model: Any) -> Iterator[Difference]:
     """Keys that only one of the two has came or went with a release, and have nothing to compare
-    with. Of two methods only the names are compared."""
+    with, but not in a mapping with keys of the user's own, such as `settings`. Of two methods only
+    the names are compared. model: of the configuration, what is at `key`; null where that is
+    unknown."""
     if isinstance(before, dict) and isinstance(now, dict):
         if before.get("name") != now.get("name"):
             yield Difference(key, before.get("name"), now.get("name"))
             return
-        for name in now:
-            if name in before:
-                yield from _compare(before[name], now[name], f"{key}.{name}" if key else name)
+        users = isinstance(model, Mapping)
+        names = {**now, **before} if users else [name for name in now if name in before]
+        for name in names:
+            inside = model.get(name) if users else getattr(model, name, None)
+            place = f"{key}.{name}" if key else name
+            yield from _compare(before.get(name), now.get(name), place, inside)
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         for index, pair in enumerate(zip(before, now, strict=True)):
-            yield from _compare(*pair, f"{key}.{index}")
+            known = isinstance(model, (list, tuple)) and index < len(model)
+            yield from _compare(*pair, f"{key}.{index}", model[index] if known else None)
     elif before != now:
         yield Difference(key, before, now)
 
@@ -338,9 +384,10 @@ def _edited(config: Config) -> list[str]:
         before = read_tree(saved.decode())[0]
     except (OSError, UnicodeDecodeError, YamlFault):
         return []  # `conflicts` reports it
-    changed = {one.key: one for one in _compare(held, config.model_dump(mode="json"), "")}
+    own = config.model_dump(mode="json")
+    changed = {one.key: one for one in _compare(held, own, "", config)}
     changed.pop("run.dir", None)
-    since = {one.key for one in _compare(held, before, "")}
+    since = {one.key for one in _compare(held, before, "", config)}
     return [
         f"{file} has {one}: the file was changed after {CONFIG_FILE} of the checkpoint, and this start"
         " replaces it"

@@ -24,7 +24,7 @@ from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import YamlFault, read_tree
 from megatron_async_rl.metrics.log import FILE as METRICS_FILE
-from megatron_async_rl.metrics.log import digest_of_step, number, read_newest
+from megatron_async_rl.metrics.log import begins_after, digest_of_step, number, read_newest
 from megatron_async_rl.metrics.status import read_status
 from megatron_async_rl.policy.checkpoint_folder import (
     LATEST,
@@ -131,10 +131,9 @@ def _metrics_problems(config: Config, path: Path, record: Mapping[str, Any]) -> 
     run_dir, line = config.run.dir, record.get("metrics")
     if line is None:
         return []
-    try:
-        found = digest_of_step(run_dir, line["step"])
-    except FileNotFoundError:
+    if begins_after(run_dir, line["step"]):
         return []  # a note says so: a checkpoint may be copied into a new folder
+    found = digest_of_step(run_dir, line["step"])
     if found == line["digest"]:
         return []
     state = "no line" if found is None else "another line"
@@ -179,7 +178,8 @@ def record_notes(config: Config, path: Path) -> list[str]:
     CheckpointBroken."""
     run_dir, record = config.run.dir, record_of(path)
     notes = []
-    if record.get("metrics") is not None and not (run_dir / METRICS_FILE).exists():
+    line = record.get("metrics")
+    if line is not None and begins_after(run_dir, line["step"]):
         notes.append(f"{run_dir} has no {METRICS_FILE} of the steps before {path.name}")
     logged = numbers_in(run_dir / FOLDER) or (run_dir / MARK_FILE).exists()
     if record.get("samples") is not None and config.samples.keep_mib and not logged:

@@ -125,6 +125,10 @@ def test_the_name_of_a_folder_is_no_pattern(tmp_path: Path) -> None:
         (("train", "validation_0"), "train and validation"),
         (("train_gsm8k", "test_gsm8k", "more"), "test and train"),
         (("math_train_hard", "math_val_hard"), "train and validation"),
+        (
+            ("train_sft-00000-of-00001", "test_sft-00000-of-00002-a09b74b3ef9c3b56"),
+            "test and train",
+        ),
     ],
 )
 def test_splits_are_words_in_the_names_of_files(

@@ -4,6 +4,7 @@ refused."""
 from __future__ import annotations
 
 import json
+import shutil
 import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.resume import ALLOWED, checkpoint_notes, conflicts, differences
 from megatron_async_rl.policy.checkpoint_folder import CONFIG_FILE, DATA_FILE, newest
 from megatron_async_rl.policy.digested_folder import StoredFile, described
+from tests.damaged_run import permissions_count
 from tests.written_run import write_prompts, write_run
 
 LOSS = "objective.loss=reinforce"
@@ -134,6 +136,73 @@ def test_a_model_that_was_moved_is_the_same_and_another_one_is_not(config: Path)
     assert refused(config, f"model.path={other}") == []
     (config.parent / "model").mkdir()
     assert [one.key for one in refused(config, f"model.path={other}")] == ["model.path"]
+
+
+def test_a_model_of_a_folder_that_may_not_be_entered_was_moved(config: Path) -> None:
+    """Such as another user's, from whom the run was copied."""
+    home = config.parent / "home"
+    home.mkdir()
+    (config.parent / "model").rename(home / "model")
+    made(config, f"model.path={home / 'model'}", step=2)
+    (home / "model").rename(config.parent / "model")
+    (home / "model").mkdir()
+    home.chmod(0)
+    with permissions_count():
+        assert refused(config) == []
+    home.chmod(0o755)
+    assert [one.key for one in refused(config)] == ["model.path"]
+
+
+def test_a_copy_of_model_and_data_is_the_same_and_a_changed_copy_is_not(config: Path) -> None:
+    made(config, step=2)
+    folder = config.parent
+    shutil.copytree(folder / "model", folder / "model2")
+    shutil.copy(folder / "train.jsonl", folder / "train2.jsonl")
+    copies = [f"model.path={folder / 'model2'}", f"data.train={folder / 'train2.jsonl'}"]
+    assert refused(config, *copies) == []
+    write_prompts(folder / "train2.jsonl", 9)
+    for file in sorted((folder / "model2").iterdir()):
+        whole = file.read_bytes()
+        file.write_bytes(whole + b" ")
+        found = [one.key for one in refused(config, *copies)]
+        assert found == ["model.path", "data.train"], file
+        file.write_bytes(whole)
+
+
+def test_a_server_of_the_reward_may_be_at_another_address(config: Path) -> None:
+    reward = "rollout.reward={{name: http, settings: {{url: 'http://{}/score', headers: {}}}}}"
+    made(config, reward.format("node1:8000", "{}"), step=2)
+    moved = reward.format("node2:9000", "{}")
+    assert refused(config, moved) == []
+    assert [one.key for one in differences(load(config, [moved]))] == [
+        "rollout.reward.settings.url"
+    ]
+    assert refused(config, reward.format("node1:8000", "{a: b}")) != []
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "key"),
+    [
+        ("{name: math}", "{name: math, settings: {form: any}}", "rollout.reward.settings.form"),
+        ("{name: math, settings: {form: any}}", "{name: math}", "rollout.reward.settings.form"),
+        (
+            "{parts: {a: {name: arithmetic}}}",
+            "{parts: {a: {name: arithmetic}, b: {name: math}}}",
+            "rollout.reward.parts.b",
+        ),
+        (
+            "{parts: {a: {name: arithmetic}, b: {name: math}}}",
+            "{parts: {a: {name: arithmetic}}}",
+            "rollout.reward.parts.b",
+        ),
+    ],
+)
+def test_a_setting_of_a_reward_that_came_or_went_is_refused(
+    config: Path, before: str, now: str, key: str
+) -> None:
+    made(config, f"rollout.reward={before}", step=2)
+    assert refused(config, f"rollout.reward={before}") == []
+    assert [one.key for one in refused(config, f"rollout.reward={now}")] == [key]
 
 
 def test_another_name_of_the_same_model_is_no_other_model(config: Path) -> None:

@@ -17,11 +17,15 @@ from megatron_async_rl import cli
 from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.config.plug_in_code import code_digests
 from megatron_async_rl.config.problem import Problem
+from megatron_async_rl.config.schema import SamplesConfig
+from megatron_async_rl.flow.sample_log import SampleLogWriter
 from megatron_async_rl.metrics.log import MetricsLog, digest_of_step
 from megatron_async_rl.metrics.status import Status, read_status, write_status
 from megatron_async_rl.plan.resume import checkpoint_notes, checkpoint_problems
+from megatron_async_rl.plan.run_record import record_of
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken, newest, steps
 from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
+from megatron_async_rl.samples.log_mark import LogMark
 from tests.damaged_run import (
     DAMAGES,
     STEPS,
@@ -201,7 +205,6 @@ def test_a_checkpoint_of_another_run_is_refused(config: Path) -> None:
     for rows in (
         [{"step": n, "version": n, "time": n + 0.5} for n in range(1, 7)],  # another history
         [{"step": n, "version": n, "time": n} for n in range(1, 4)],  # that ends before
-        [],
     ):
         write_lines(run_dir / "metrics.jsonl", rows)
         (problem,) = problems(config)
@@ -210,6 +213,11 @@ def test_a_checkpoint_of_another_run_is_refused(config: Path) -> None:
     (run_dir / "metrics.jsonl").unlink()  # a checkpoint may be copied into a new folder
     assert problems(config) == []
     assert "has no metrics.jsonl of the steps before" in notes(config)[0]
+    # And the run that goes on in there may crash before its first step, or before it saves again.
+    for rows in ([], [{"step": n, "version": n, "time": n} for n in (6, 7)]):
+        write_lines(run_dir / "metrics.jsonl", rows)
+        assert problems(config) == []
+        assert "has no metrics.jsonl of the steps before" in notes(config)[0]
     (run_dir / "metrics.jsonl").write_bytes(whole + b'{"step": 6, "time": 7}\n{"step": 7, "ti')
     assert problems(config) == []
 
@@ -225,6 +233,13 @@ def test_a_checkpoint_keeps_the_digest_of_the_last_line_of_metrics(tmp_path: Pat
     assert digest_of_step(tmp_path, 4) is None
     digests = {digest_of_step(tmp_path, step) for step in (1, 2, 3)}
     assert len(digests) == 3
+
+
+def saved_mark(config: Path) -> Any:
+    """The mark of the sample log in the newest checkpoint."""
+    path = newest(config.parent / "out" / "checkpoint")
+    assert path is not None
+    return record_of(path)["samples"]
 
 
 def test_a_sample_log_that_ends_before_the_checkpoint_is_refused(config: Path) -> None:
@@ -262,6 +277,15 @@ def test_a_sample_log_that_ends_before_the_checkpoint_is_refused(config: Path) -
     (run_dir / MARK_FILE).unlink()
     assert problems(config) == []
     assert "has no sample log of the steps before" in notes(config)[0]
+    # The run that goes on without them may crash before it saves again.
+    log = SampleLogWriter(run_dir, SamplesConfig())
+    log.begin(6, after=LogMark.of(saved_mark(config)).segment)
+    log.admitted(9, 6)
+    log.close()
+    assert problems(config) == []
+    (run_dir / MARK_FILE).unlink()
+    remove(run_dir / "samples")
+    (run_dir / "samples").mkdir()
     (run_dir / MARK_FILE).write_bytes(mark)
     restored()
 
