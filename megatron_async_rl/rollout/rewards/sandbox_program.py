@@ -12,7 +12,7 @@ Runs without this package and without site-packages. Invariants:
 - what it holds in memory is in its address space or in its /tmp, both bounded: the kernel refuses
   it memory that is neither (`refuse_calls`);
 - it reaches no port of this machine: it is in a network namespace of its own, or it has no socket
-  but those of `socketpair`;
+  but those of `socketpair`, which stay with their peer;
 - when the program ends, every process it started ends with it.
 """
 
@@ -55,6 +55,9 @@ FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 """Kinds of sockets in a network namespace, which others leave (AF_VSOCK, to the host of a virtual
 machine)."""
 SYS_SOCKET = {"x86_64": 41, "aarch64": 198}
+SYS_SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
+CONNECTED = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
+"""Types of sockets of a pair that stay with their peer. One of datagrams sends to any Unix socket."""
 SYS_PRLIMIT = {"x86_64": 302, "aarch64": 261}
 MOST_FILES = 4096
 """In /tmp: an empty one takes memory that its size does not count."""
@@ -134,6 +137,9 @@ def close_in(readable: list[str], folder_mib: int) -> None:
     os.mkdir("/new/tmp")
     bounds = f"size={folder_mib}m,nr_inodes={MOST_FILES}"
     mount("sandbox", "/new/tmp", "tmpfs", MS_REMOUNT_FREE, f"{bounds},mode=1777")
+    # Where locks of `multiprocessing` are; the same bounds hold for both folders together.
+    os.mkdir("/new/dev/shm")
+    bind("/new/tmp", "/new/dev/shm")
     make_read_only("/new", recursive=False)
     os.chdir("/new")
     pivot_root()
@@ -164,13 +170,13 @@ def drop_capabilities() -> None:
 
 
 def refuse_calls(families: tuple[int, ...]) -> None:
-    """Refuse the calls of REFUSED, limits of other processes, and sockets beside `families`, with
-    EPERM.
+    """Refuse the calls of REFUSED, limits of other processes, and sockets beside `families` (without
+    any, also pairs that may leave each other), with EPERM.
 
     A filter cannot read the flags of clone3, so that call does not exist here: the C library then
     uses clone, which is refused for a new namespace of users."""
     machine = os.uname().machine
-    load, equal, at_least, any_of, answer = 0x20, 0x15, 0x35, 0x45, 0x06
+    load, equal, at_least, any_of, both, answer = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
     allow, refuse, missing = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
     program = [
         (load, 0, 0, 4),  # the architecture
@@ -184,6 +190,15 @@ def refuse_calls(families: tuple[int, ...]) -> None:
     ]
     for call in REFUSED[machine]:
         program += [(equal, 0, 1, call), (answer, 0, 0, refuse)]
+    if not families:
+        program += [
+            (equal, 0, len(CONNECTED) + 4, SYS_SOCKETPAIR[machine]),
+            (load, 0, 0, 24),  # its type
+            (both, 0, 0, 0xF),  # without flags
+            *((equal, len(CONNECTED) - place, 0, int(one)) for place, one in enumerate(CONNECTED)),
+            (answer, 0, 0, refuse),
+            (answer, 0, 0, allow),
+        ]
     program += [
         (equal, 0, len(families) + 3, SYS_SOCKET[machine]),
         (load, 0, 0, 16),  # its family
