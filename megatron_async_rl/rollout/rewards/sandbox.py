@@ -27,6 +27,7 @@ exceeds it is killed. Locks and pools of `multiprocessing` do not work there: th
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -334,10 +335,11 @@ def _exceeds(folder: str, most: int, unlinked: Sequence[int]) -> bool:
                             folders.append(entry.path)
                     if size > most or files > MAX_FILES:
                         return True
-        except (FileNotFoundError, NotADirectoryError):  # removed or replaced meanwhile
-            continue
-        except OSError:  # too deep for a path, or without rights: nobody can tell what it holds
-            return True
+        except OSError as error:
+            # Too deep for a path, or without rights: nobody can tell what it holds. Others were
+            # removed or replaced meanwhile.
+            if error.errno in (errno.ENAMETOOLONG, errno.EACCES):
+                return True
     return False
 
 
@@ -345,7 +347,10 @@ def _unlinked(folder: str, launcher: int) -> list[int]:
     """Sizes of the files that processes below `launcher` removed from the file system of `folder` and
     still hold, open or in memory."""
     sizes: dict[int, int] = {}
-    device = os.stat(folder).st_dev
+    try:
+        device = os.stat(folder).st_dev
+    except FileNotFoundError:  # without Landlock, a program may rename its folder
+        return []
     processes = _children(launcher)
     while processes:
         process = Path(f"/proc/{processes.pop()}")
