@@ -202,12 +202,19 @@ for act in (
     lambda: os.kill(parent, 0),
     lambda: signal.pidfd_send_signal(os.pidfd_open(parent), 0),
     lambda: resource.prlimit(parent, resource.RLIMIT_NOFILE),
+    lambda: os.setpriority(os.PRIO_PROCESS, parent, 19),
+    lambda: os.setpriority(os.PRIO_USER, 0, os.getpriority(os.PRIO_USER, 0)),
+    lambda: os.sched_setaffinity(parent, os.sched_getaffinity(parent)),
+    lambda: os.sched_setscheduler(parent, os.SCHED_IDLE, os.sched_param(0)),
+    lambda: os.sched_setparam(parent, os.sched_param(0)),
 ):
     try:
         act()
         print("done")
     except PermissionError:
         print("refused")
+os.nice(1)
+os.sched_setaffinity(0, os.sched_getaffinity(0))
 child = os.fork()
 if not child:
     time.sleep(600)
@@ -217,7 +224,7 @@ print(os.waitpid(child, 0)[1], resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 0
     ended = subprocess.run(
         [sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    assert ended.stdout.split() == [*["refused"] * 3, "9", "True"]
+    assert ended.stdout.split() == [*["refused"] * 8, "9", "True"]
 
 
 def test_its_files_are_bounded_in_number() -> None:

@@ -45,12 +45,12 @@ CLONE_NEWUSER = 0x10000000
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 REFUSED = {
     # shmget, semget, msgget, memfd_create, memfd_secret, unshare, setns, mq_open, io_uring_setup,
-    # add_key, request_key, keyctl
-    "x86_64": (29, 64, 68, 319, 447, 272, 308, 240, 425, 248, 249, 250),
-    "aarch64": (194, 190, 186, 279, 447, 97, 268, 180, 425, 217, 218, 219),
+    # add_key, request_key, keyctl, ioprio_set
+    "x86_64": (29, 64, 68, 319, 447, 272, 308, 240, 425, 248, 249, 250, 251),
+    "aarch64": (194, 190, 186, 279, 447, 97, 268, 180, 425, 217, 218, 219, 30),
 }
 """System calls that hold memory outside of any address space, begin a namespace, in which a program
-could mount some more, or read the keys of whoever started it."""
+could mount some more, read the keys of whoever started it, or hold up its input and output."""
 FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 """Kinds of sockets in a network namespace, which others leave (AF_VSOCK, to the host of a virtual
 machine)."""
@@ -58,7 +58,13 @@ SYS_SOCKET = {"x86_64": 41, "aarch64": 198}
 SYS_SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
 CONNECTED = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
 """Types of sockets of a pair that stay with their peer. One of datagrams sends to any Unix socket."""
-SYS_PRLIMIT = {"x86_64": 302, "aarch64": 261}
+OF_SELF = {
+    # setpriority; prlimit64, sched_setparam, sched_setscheduler, sched_setaffinity, sched_setattr
+    "x86_64": {141: (16, 24), 302: (16,), 142: (16,), 144: (16,), 203: (16,), 314: (16,)},
+    "aarch64": {140: (16, 24), 261: (16,), 118: (16,), 119: (16,), 122: (16,), 274: (16,)},
+}
+"""System calls that limit or slow down a process, and the places of the arguments that are 0 where
+that is the caller."""
 MOST_FILES = 4096
 """In /tmp: an empty one takes memory that its size does not count."""
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}
@@ -170,8 +176,8 @@ def drop_capabilities() -> None:
 
 
 def refuse_calls(families: tuple[int, ...]) -> None:
-    """Refuse the calls of REFUSED, limits of other processes, and sockets beside `families` (without
-    any, also pairs that may leave each other), with EPERM.
+    """Refuse the calls of REFUSED, limits and priorities of other processes, and sockets beside
+    `families` (without any, also pairs that may leave each other), with EPERM.
 
     A filter cannot read the flags of clone3, so that call does not exist here: the C library then
     uses clone, which is refused for a new namespace of users."""
@@ -205,17 +211,18 @@ def refuse_calls(families: tuple[int, ...]) -> None:
         *((equal, len(families) - place, 0, int(one)) for place, one in enumerate(families)),
         (answer, 0, 0, refuse),
         (answer, 0, 0, allow),
-        (equal, 0, 4, SYS_PRLIMIT[machine]),
-        (load, 0, 0, 16),  # its process: 0 is the caller
-        (equal, 1, 0, 0),
-        (answer, 0, 0, refuse),
-        (answer, 0, 0, allow),
-        (equal, 0, 3, SYS_CLONE[machine]),
+        (equal, 0, 4, SYS_CLONE[machine]),
         (load, 0, 0, 16),  # its flags
         (any_of, 0, 1, CLONE_NEWUSER),
         (answer, 0, 0, refuse),
         (answer, 0, 0, allow),
     ]
+    for call, places in OF_SELF[machine].items():
+        program.append((equal, 0, 3 * len(places) + 1, call))
+        for place in places:
+            program += [(load, 0, 0, place), (equal, 1, 0, 0), (answer, 0, 0, refuse)]
+        program.append((answer, 0, 0, allow))
+    program.append((answer, 0, 0, allow))
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in program))
     head = struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
     called(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, head, 0, 0), "refusing system calls")
