@@ -185,13 +185,26 @@ def remove_stale_folders() -> list[Path]:
     removed = []
     for base in dict.fromkeys((_base(), SHORT)):
         for path in _named(base):
-            place = path.resolve() if path.is_symlink() else path
+            linked = os.path.islink(path)
+            # Unlike Path.resolve, without an error for another user's link that leads in a circle.
+            place = Path(os.path.realpath(path)) if linked else path
             if _remove_if_stale(place):
                 removed.append(place)
-            if path.is_symlink() and not path.exists():
+            if linked and _leads_nowhere(path):
                 with contextlib.suppress(OSError):  # another user's
                     path.unlink()
     return removed
+
+
+def _leads_nowhere(link: Path) -> bool:
+    """True only if it is known: other users' links may lead where this one may not look."""
+    try:
+        os.stat(link)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _named(base: Path) -> list[Path]:

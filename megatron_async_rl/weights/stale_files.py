@@ -32,15 +32,15 @@ def remove_stale(directory: Path) -> list[Path]:
     removed = remove_stale_shared_memory(directory)
     for path in sorted(directory.glob(f"{PREFIX}*")):
         try:
-            descriptor = os.open(path, os.O_RDWR)
-        except (FileNotFoundError, PermissionError):  # gone meanwhile, or another user's
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:  # gone meanwhile, another user's, or no file
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
+            path.unlink()
             removed.append(path)
-        except BlockingIOError:
-            pass  # its writer lives
+        except OSError:
+            pass  # its writer lives, or it is another user's
         finally:
             os.close(descriptor)
     for path in sorted(directory.iterdir()):
@@ -51,7 +51,7 @@ def remove_stale(directory: Path) -> list[Path]:
             if condition(int(matched.group(1)), path.stat().st_mtime) is None:
                 path.unlink()
                 removed.append(path)
-        except FileNotFoundError:
+        except OSError:  # gone meanwhile, or another user's in spite of its name
             continue
     return removed
 

@@ -208,6 +208,25 @@ def test_the_link_of_a_killed_run_goes_whether_slurm_has_removed_its_folder_or_n
     assert list(links.iterdir()) == list(left.parent.iterdir()) == []
 
 
+def test_links_and_folders_of_somebody_else_stop_no_start(
+    base: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """They stay: in a circle, where this user may not look (here: a name that is too long), and a
+    folder where a file of weights would be."""
+    circle, beyond = base / "mar-00000001", base / "mar-00000002"
+    circle.symlink_to(circle)
+    beyond.symlink_to("x" * 300)
+    with run_folder():
+        pass
+    assert sorted(base.iterdir()) == [circle, beyond]
+    shared = tmp_path_factory.mktemp("shared")
+    (shared / "mar-weights-folder").mkdir()
+    (shared / "mar-weights-link").symlink_to("nowhere")
+    (shared / "__KMP_REGISTERED_LIB_4194999_0").mkdir()
+    (shared / f"__KMP_REGISTERED_LIB_4194999_{os.getuid()}").mkdir(exist_ok=True)
+    assert remove_stale(shared) == []
+
+
 def test_a_tmpdir_that_cannot_be_used_is_refused_by_name(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -202,12 +202,19 @@ for act in (
     lambda: os.kill(parent, 0),
     lambda: signal.pidfd_send_signal(os.pidfd_open(parent), 0),
     lambda: resource.prlimit(parent, resource.RLIMIT_NOFILE),
+    lambda: os.setpriority(os.PRIO_PROCESS, parent, 19),
+    lambda: os.setpriority(os.PRIO_USER, 0, os.getpriority(os.PRIO_USER, 0)),
+    lambda: os.sched_setaffinity(parent, os.sched_getaffinity(parent)),
+    lambda: os.sched_setscheduler(parent, os.SCHED_IDLE, os.sched_param(0)),
+    lambda: os.sched_setparam(parent, os.sched_param(0)),
 ):
     try:
         act()
         print("done")
     except PermissionError:
         print("refused")
+os.nice(1)
+os.sched_setaffinity(0, os.sched_getaffinity(0))
 child = os.fork()
 if not child:
     time.sleep(600)
@@ -217,7 +224,7 @@ print(os.waitpid(child, 0)[1], resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 0
     ended = subprocess.run(
         [sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    assert ended.stdout.split() == [*["refused"] * 3, "9", "True"]
+    assert ended.stdout.split() == [*["refused"] * 8, "9", "True"]
 
 
 def test_its_files_are_bounded_in_number() -> None:
@@ -352,7 +359,7 @@ def test_what_it_takes_is_bounded(source: str, code: int | None, most: int) -> N
     assert (ended.code, len(ended.output)) == (code, most)
 
 
-@pytest.mark.parametrize("file", ["many", "deep", "empty"])
+@pytest.mark.parametrize("file", ["many", "deep", "long", "empty", "removed", "mapped"])
 def test_without_namespaces_all_files_together_are_bounded(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,7 +372,28 @@ def test_without_namespaces_all_files_together_are_bounded(
             "for i in range(10**6):\n"
             "    open('f', 'wb').write(bytes(2**12)); os.mkdir('d'); os.chdir('d')"
         ),
+        "long": (
+            "import os, time\n"
+            "for i in range(25): os.mkdir('d' * 200); os.chdir('d' * 200)\n"
+            "for i in range(4): open(f'f{i}', 'wb').write(bytes(2**22))\n"
+            "time.sleep(300)"
+        ),
         "empty": "for i in range(10**6): open(f'f{i}', 'wb').close()",
+        "removed": (
+            "import os, time\n"
+            "held = [open(f'f{i}', 'wb', 0) for i in range(4)]\n"
+            "for i, one in enumerate(held): os.remove(f'f{i}'); one.write(bytes(2**22))\n"
+            "time.sleep(300)"
+        ),
+        "mapped": (
+            "import mmap, os, time\n"
+            "held = []\n"
+            "for i in range(4):\n"
+            "    with open('f', 'w+b') as one:\n"
+            "        one.write(bytes(2**22)); one.flush(); os.remove('f')\n"
+            "        held.append(mmap.mmap(one.fileno(), 2**22))\n"
+            "time.sleep(300)"
+        ),
     }[file]
     limits = Limits(file_mib=8, cpu_s=300, wall_s=600, isolation="limits")
     assert run(source, limits=limits).code == sandbox.TOO_LARGE
@@ -390,6 +418,45 @@ with tempfile.NamedTemporaryFile() as file, open(os.devnull, "w") as nothing:
     print(os.path.dirname(file.name) == os.getcwd(), file.write(b"x"), nothing.write("x"))
 """
     assert printed(source, isolation="limits").splitlines() == [*["refused"] * 3, "True 1 1"]
+
+
+def test_without_namespaces_no_datagram_leaves_its_pair(tmp_path: Path) -> None:
+    """Such a pair needs no socket call, and could send to any Unix socket of the machine."""
+    source = """
+import socket
+for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC):
+    try:
+        socket.socketpair(socket.AF_UNIX, kind)
+        print("opened")
+    except PermissionError:
+        print("refused")
+for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK):
+    one, other = socket.socketpair(socket.AF_UNIX, kind)
+    one.send(b"x")
+    print(other.recv(1))
+"""
+    said = printed(source, isolation="limits").splitlines()
+    assert said == [*["refused"] * 3, *["b'x'"] * 2]
+
+
+def test_a_pool_of_processes_works_in_namespaces() -> None:
+    source = """
+import multiprocessing
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    print(pool.map(abs, [-1, -2]))
+"""
+    assert printed(source).strip() == "[1, 2]"
+
+
+def test_a_program_that_ends_as_its_files_exceed_their_limit_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ended(*arguments: Any) -> bool:
+        time.sleep(1.0)  # the launcher ends meanwhile
+        return True
+
+    monkeypatch.setattr(sandbox, "_exceeds", ended)
+    assert run("", limits=Limits(isolation="limits")).code == sandbox.TOO_LARGE
 
 
 def test_a_programs_folder_is_in_one_that_a_later_start_finds(

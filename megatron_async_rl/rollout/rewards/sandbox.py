@@ -19,13 +19,15 @@ and no port of this machine. If root starts it, it is a user of its own, reads w
 and ends nobody else's process; if another user does, it reads what that user can, and only Landlock
 (Linux 6.12 or newer) keeps it from ending that user's processes, the run's and its own launcher too.
 It writes only into a folder of its own, which is removed with whatever it holds: Landlock refuses
-other places (Linux 5.13 or newer; an older kernel does not). The size of that folder is checked CHECKS_PER_S times a
-second, and a program that exceeds it is killed.
+other places (Linux 5.13 or newer; an older kernel does not). The size of that folder, with files that the
+program has removed and still holds open, is checked CHECKS_PER_S times a second, and a program that
+exceeds it is killed. Locks and pools of `multiprocessing` do not work there: they are in /dev/shm.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -276,15 +278,21 @@ class Sandbox:
         """Kill the program if its files exceed their limit together."""
         if self._folder is None or self._too_large:
             return
-        if _exceeds(self._folder, self._limits.file_mib * 2**20):
+        most = self._limits.file_mib * 2**20
+        if _exceeds(self._folder, most, _unlinked(self._folder, self._process.pid)):
             self._too_large = True
-            self._process.send_signal(signal.SIGTERM)
+            self._terminate()
+
+    def _terminate(self) -> None:
+        """End the launcher if it has not ended. Popen.send_signal would wait for it first, and then
+        `_ends_before` could not."""
+        os.kill(self._process.pid, signal.SIGTERM)
 
     def _end(self) -> None:
         if self._process.poll() is not None:
             return
         # The launcher ends once all that the program started has.
-        self._process.send_signal(signal.SIGTERM)
+        self._terminate()
         self._ends_before(time.monotonic() + 5.0)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -309,21 +317,68 @@ def _parent() -> Path:
     return temporary if VARIABLE in os.environ else public_folder(temporary)
 
 
-def _exceeds(folder: str, most: int) -> bool:
-    """True if the files below `folder` occupy more than `most` bytes, or are more than MAX_FILES."""
-    size = files = 0
+def _exceeds(folder: str, most: int, unlinked: Sequence[int]) -> bool:
+    """True if the files below `folder` and `unlinked` ones of these sizes occupy more than `most`
+    bytes, or are more than MAX_FILES."""
+    size, files = sum(unlinked), len(unlinked)
+    if size > most or files > MAX_FILES:
+        return True
     folders = [folder]
     while folders:
-        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                files += 1
-                with contextlib.suppress(OSError):
-                    size += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(entry.path)
-                if size > most or files > MAX_FILES:
-                    return True
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    files += 1
+                    with contextlib.suppress(FileNotFoundError):
+                        size += entry.stat(follow_symlinks=False).st_blocks * 512
+                        if entry.is_dir(follow_symlinks=False):
+                            folders.append(entry.path)
+                    if size > most or files > MAX_FILES:
+                        return True
+        except OSError as error:
+            # Too deep for a path, or without rights: nobody can tell what it holds. Others were
+            # removed or replaced meanwhile.
+            if error.errno in (errno.ENAMETOOLONG, errno.EACCES):
+                return True
     return False
+
+
+def _unlinked(folder: str, launcher: int) -> list[int]:
+    """Sizes of the files that processes below `launcher` removed from the file system of `folder` and
+    still hold, open or in memory."""
+    sizes: dict[int, int] = {}
+    try:
+        device = os.stat(folder).st_dev
+    except FileNotFoundError:  # without Landlock, a program may rename its folder
+        return []
+    processes = _children(launcher)
+    while processes:
+        process = Path(f"/proc/{processes.pop()}")
+        processes += _children(int(process.name))
+        with contextlib.suppress(OSError):  # it has ended
+            for name in os.listdir(process / "fd"):
+                _add_unlinked(sizes, process / "fd" / name, device)
+            maps = (process / "maps").read_text(encoding="utf-8", errors="replace")
+            for line in maps.splitlines():
+                if line.endswith(" (deleted)"):
+                    _add_unlinked(sizes, process / "map_files" / line.split(" ", 1)[0], device)
+    return list(sizes.values())
+
+
+def _add_unlinked(sizes: dict[int, int], held: Path, device: int) -> None:
+    with contextlib.suppress(OSError):  # closed meanwhile; of `map_files`, only root may ask
+        about = os.stat(held)
+        if about.st_nlink == 0 and about.st_dev == device and stat.S_ISREG(about.st_mode):
+            sizes[about.st_ino] = about.st_blocks * 512
+
+
+def _children(process: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{process}/task"):
+            listed = Path(f"/proc/{process}/task/{thread}/children")
+            found += map(int, listed.read_text(encoding="utf-8").split())
+    return found
 
 
 @functools.cache

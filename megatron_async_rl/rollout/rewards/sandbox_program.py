@@ -12,7 +12,7 @@ Runs without this package and without site-packages. Invariants:
 - what it holds in memory is in its address space or in its /tmp, both bounded: the kernel refuses
   it memory that is neither (`refuse_calls`);
 - it reaches no port of this machine: it is in a network namespace of its own, or it has no socket
-  but those of `socketpair`;
+  but those of `socketpair`, which stay with their peer;
 - when the program ends, every process it started ends with it.
 """
 
@@ -45,17 +45,26 @@ CLONE_NEWUSER = 0x10000000
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 REFUSED = {
     # shmget, semget, msgget, memfd_create, memfd_secret, unshare, setns, mq_open, io_uring_setup,
-    # add_key, request_key, keyctl
-    "x86_64": (29, 64, 68, 319, 447, 272, 308, 240, 425, 248, 249, 250),
-    "aarch64": (194, 190, 186, 279, 447, 97, 268, 180, 425, 217, 218, 219),
+    # add_key, request_key, keyctl, ioprio_set
+    "x86_64": (29, 64, 68, 319, 447, 272, 308, 240, 425, 248, 249, 250, 251),
+    "aarch64": (194, 190, 186, 279, 447, 97, 268, 180, 425, 217, 218, 219, 30),
 }
 """System calls that hold memory outside of any address space, begin a namespace, in which a program
-could mount some more, or read the keys of whoever started it."""
+could mount some more, read the keys of whoever started it, or hold up its input and output."""
 FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 """Kinds of sockets in a network namespace, which others leave (AF_VSOCK, to the host of a virtual
 machine)."""
 SYS_SOCKET = {"x86_64": 41, "aarch64": 198}
-SYS_PRLIMIT = {"x86_64": 302, "aarch64": 261}
+SYS_SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
+CONNECTED = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
+"""Types of sockets of a pair that stay with their peer. One of datagrams sends to any Unix socket."""
+OF_SELF = {
+    # setpriority; prlimit64, sched_setparam, sched_setscheduler, sched_setaffinity, sched_setattr
+    "x86_64": {141: (16, 24), 302: (16,), 142: (16,), 144: (16,), 203: (16,), 314: (16,)},
+    "aarch64": {140: (16, 24), 261: (16,), 118: (16,), 119: (16,), 122: (16,), 274: (16,)},
+}
+"""System calls that limit or slow down a process, and the places of the arguments that are 0 where
+that is the caller."""
 MOST_FILES = 4096
 """In /tmp: an empty one takes memory that its size does not count."""
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}
@@ -134,6 +143,9 @@ def close_in(readable: list[str], folder_mib: int) -> None:
     os.mkdir("/new/tmp")
     bounds = f"size={folder_mib}m,nr_inodes={MOST_FILES}"
     mount("sandbox", "/new/tmp", "tmpfs", MS_REMOUNT_FREE, f"{bounds},mode=1777")
+    # Where locks of `multiprocessing` are; the same bounds hold for both folders together.
+    os.mkdir("/new/dev/shm")
+    bind("/new/tmp", "/new/dev/shm")
     make_read_only("/new", recursive=False)
     os.chdir("/new")
     pivot_root()
@@ -164,13 +176,13 @@ def drop_capabilities() -> None:
 
 
 def refuse_calls(families: tuple[int, ...]) -> None:
-    """Refuse the calls of REFUSED, limits of other processes, and sockets beside `families`, with
-    EPERM.
+    """Refuse the calls of REFUSED, limits and priorities of other processes, and sockets beside
+    `families` (without any, also pairs that may leave each other), with EPERM.
 
     A filter cannot read the flags of clone3, so that call does not exist here: the C library then
     uses clone, which is refused for a new namespace of users."""
     machine = os.uname().machine
-    load, equal, at_least, any_of, answer = 0x20, 0x15, 0x35, 0x45, 0x06
+    load, equal, at_least, any_of, both, answer = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
     allow, refuse, missing = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
     program = [
         (load, 0, 0, 4),  # the architecture
@@ -184,23 +196,33 @@ def refuse_calls(families: tuple[int, ...]) -> None:
     ]
     for call in REFUSED[machine]:
         program += [(equal, 0, 1, call), (answer, 0, 0, refuse)]
+    if not families:
+        program += [
+            (equal, 0, len(CONNECTED) + 4, SYS_SOCKETPAIR[machine]),
+            (load, 0, 0, 24),  # its type
+            (both, 0, 0, 0xF),  # without flags
+            *((equal, len(CONNECTED) - place, 0, int(one)) for place, one in enumerate(CONNECTED)),
+            (answer, 0, 0, refuse),
+            (answer, 0, 0, allow),
+        ]
     program += [
         (equal, 0, len(families) + 3, SYS_SOCKET[machine]),
         (load, 0, 0, 16),  # its family
         *((equal, len(families) - place, 0, int(one)) for place, one in enumerate(families)),
         (answer, 0, 0, refuse),
         (answer, 0, 0, allow),
-        (equal, 0, 4, SYS_PRLIMIT[machine]),
-        (load, 0, 0, 16),  # its process: 0 is the caller
-        (equal, 1, 0, 0),
-        (answer, 0, 0, refuse),
-        (answer, 0, 0, allow),
-        (equal, 0, 3, SYS_CLONE[machine]),
+        (equal, 0, 4, SYS_CLONE[machine]),
         (load, 0, 0, 16),  # its flags
         (any_of, 0, 1, CLONE_NEWUSER),
         (answer, 0, 0, refuse),
         (answer, 0, 0, allow),
     ]
+    for call, places in OF_SELF[machine].items():
+        program.append((equal, 0, 3 * len(places) + 1, call))
+        for place in places:
+            program += [(load, 0, 0, place), (equal, 1, 0, 0), (answer, 0, 0, refuse)]
+        program.append((answer, 0, 0, allow))
+    program.append((answer, 0, 0, allow))
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in program))
     head = struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
     called(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, head, 0, 0), "refusing system calls")
