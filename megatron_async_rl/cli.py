@@ -159,7 +159,7 @@ def _train_loaded(
     peers: PeerNodes,
     engine_nodes: int,
 ) -> int:
-    from megatron_async_rl.launch.launcher import already_finished, launch
+    from megatron_async_rl.launch.launcher import already_finished, finished_before, launch
     from megatron_async_rl.launch.peers import NodesError
     from megatron_async_rl.plan.host import free_memory_problems
     from megatron_async_rl.plan.layout import rank_environment
@@ -171,7 +171,8 @@ def _train_loaded(
     # Node 0 alone looks at what the directory holds: it is the one that writes there.
     refused = conflicts(loaded) if nodes.rank == 0 else []
     # A finished run needs no model, no data and no memory any more.
-    if not refused and already_finished(loaded, console()):
+    finished = finished_before if nodes.rank == 0 else already_finished
+    if not refused and finished(loaded, console()):
         return 0
     machine = this_machine(nodes.count)
     plan = preflight(loaded, all_data=True, machine=machine)

@@ -31,9 +31,9 @@ A run is one YAML file: `mar train FILE [dotted.key=value ...]`. This page lists
 - **Unknown keys**, keys given twice and values of the wrong type are refused, naming the line and the nearest valid key.
 - **A method without settings** may be written as its bare name: `loss: reinforce` is `loss: {name: reinforce}`.
 - **A run directory holds one run.** `mar train` on a directory that holds steps of a run goes on from its newest checkpoint. The
-  length of the run, the learning rate, the layout, the engines, `flow`, evaluation and what is kept may then differ, and are
-  printed; any other difference is refused with both values, and so is every difference from a finished run whose `run.steps`
-  is not raised.
+  length of the run, the learning rate, the layout, the engines, `flow`, evaluation, what is kept, the `settings.url` of a reward
+  or environment, and paths of identical copies of model and data may then differ, and are printed; any other difference is
+  refused with both values, and so is every difference from a finished run whose `run.steps` is not raised.
 - `mar plan FILE` prints who runs where, memory, batch, staleness law, step time and totals of the run, or everything that is
   wrong with it, and starts nothing; `--resolved` adds the whole config, defaults included.
   `mar plan FILE --gpus 8 --gpu-memory 80 --host-memory 1024 --nodes 4` plans for such machines instead of this one.

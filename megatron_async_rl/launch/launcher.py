@@ -163,6 +163,16 @@ def refuse_second_run(config: Config) -> None:
         )
 
 
+def finished_before(config: Config, console: Console) -> bool:
+    """`already_finished`, for a directory that this process has not taken yet."""
+    status = read_status(config.run.dir)
+    if status is None or status.phase != "finished" or status.step < config.run.steps:
+        return False
+    with lock_run_dir(config.run.dir):
+        _put_aside(config.run.dir, console)
+        return already_finished(config, console)
+
+
 def already_finished(config: Config, console: Console) -> bool:
     """Return True, and show the summary, where the run in `run.dir` has made its steps."""
     status = read_status(config.run.dir)

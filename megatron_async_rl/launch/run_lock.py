@@ -72,7 +72,12 @@ def lock_run_dir(
 
 
 def refuse_taken(run_dir: Path) -> None:
-    """Raise RunDirectoryError while another run has `run_dir`. Makes and changes nothing there."""
+    """Raise RunDirectoryError while another run has `run_dir`, and where that is a file. Makes and
+    changes nothing there."""
+    if run_dir.is_file():
+        raise RunDirectoryError.at(
+            run_dir, "is a file", "name a directory, or a path without a file"
+        )
     try:
         descriptor = os.open(run_dir / FILE, os.O_RDWR)
     except OSError:  # no run was there; `lock_run_dir` reports what else it is

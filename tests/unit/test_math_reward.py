@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_async_rl.rollout.rewards import mathematics
 from megatron_async_rl.rollout.rewards.math_answer import read_answer
 from megatron_async_rl.rollout.rewards.mathematics import math
 from megatron_async_rl.rollout.rewards.registry import RewardError, validate_row
@@ -143,6 +144,14 @@ def test_the_last_answer_counts_and_several_boxes_are_a_set() -> None:
     assert score("3", "2, 3") == 1.0
     assert score("2", r"\boxed{2} or \boxed{3}") == 0.0
     assert score("2", r"\boxed{3}. Wait, \boxed{2}.") in (0.0, 1.0)
+
+
+def test_a_long_box_costs_no_time_and_earns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """math-verify took 3 to 13 s of processor time for each."""
+    item = Prompt(id="p", text="?", token_ids=(1,), fields={"answer": "5"})
+    assert math(item, r"\boxed{5" + " " * 5000 + "}") == 1.0
+    monkeypatch.setattr(mathematics, "_read_as_latex", lambda text: pytest.fail("it is read"))
+    assert math(item, r"\boxed{" + "x " * 5000 + "5}") == 0.0
 
 
 def test_a_very_long_response_is_read() -> None:
