@@ -177,7 +177,7 @@ def group_advantages(name: str, settings: Mapping[str, Any], batch: Sequence[Res
 
 
 # ---------------------------------------------------------------------------------------------
-# Corrections: once per optimizer step, in their order.
+# Corrections: once per optimizer step, in their order; each sees what those before it kept.
 
 
 def set_factors(
@@ -190,9 +190,11 @@ def set_factors(
         one.factor = torch.ones_like(one.mask)
     for each in corrections:
         name, made = each["name"], {}
+        seen = {one.id: one.mask * (one.factor != 0) for one in batch}
         for one in batch:
+            mask = seen[one.id]
             log = (one.prox - one.mu).clamp(-BOUND, BOUND)
-            total, count = (log * one.mask).sum().clamp(-BOUND, BOUND), one.trained
+            total = ((one.prox - one.mu) * mask).sum().clamp(-BOUND, BOUND)
             ones = torch.ones_like(one.mask)
             if name in ("tis", "icepop"):
                 ratio = log.exp() if each.get("level", "token") == "token" else total.exp() * ones
@@ -202,22 +204,23 @@ def set_factors(
                     kept = (ratio >= each.get("low", 0.5)) & (ratio <= each.get("high", 5.0))
                     made[one.id] = ratio * kept
             elif name == "reject":
-                made[one.id] = _kept(each, log, one.mask) * ones
+                made[one.id] = _kept(each, log, mask) * ones
             elif name == "token_veto":
-                low = (log.exp() < each.get("threshold", 1e-4)) & (one.mask > 0)
+                low = (log.exp() < each.get("threshold", 1e-4)) & (mask > 0)
                 made[one.id] = 0.0 * ones if low.any() else ones
             elif name == "opsm":
-                away = ((one.prox - current[one.id]) * one.mask).sum() / max(count, 1)
+                away = ((one.prox - current[one.id]) * mask).sum() / max(float(mask.sum()), 1)
                 bad = (one.advantage < 0) & (away > each.get("delta", 1e-4))
                 made[one.id] = torch.where(bad, 0.0, 1.0)
             else:
                 raise NotImplementedError(name)
         if each.get("normalize"):
             if each.get("level", "token") == "token":
-                kept_so_far = [(made[o.id] * o.mask, o.mask) for o in batch]
+                kept_so_far = [(made[o.id] * seen[o.id], seen[o.id]) for o in batch]
                 mean = sum(w.sum() for w, _ in kept_so_far) / sum(m.sum() for _, m in kept_so_far)
-            else:
-                mean = sum(made[o.id][0] for o in batch) / len(batch)
+            else:  # all tokens of a sequence have one weight
+                whole = [made[o.id][0] for o in batch if seen[o.id].any()]
+                mean = sum(whole) / len(whole)
             made = {name_: weight / mean for name_, weight in made.items()}
         for one in batch:
             one.factor = one.factor * made[one.id]
@@ -231,7 +234,7 @@ def _kept(each: Mapping[str, Any], log: Tensor, mask: Tensor) -> Tensor:
         "k2": log.square() / 2,
         "k3": log.exp() - 1 - log,
     }[statistic]
-    total, count = (tokens * mask).sum(), mask.sum()
+    total, count = (tokens * mask).sum(), mask.sum().clamp(min=1)
     value = {
         "token": tokens,
         "sequence_sum": total,
@@ -370,13 +373,11 @@ def loss_of(
             s * (pi - pi.detach()).exp(), 1 - get("clip_low", 0.03), 1 + get("clip_high", 0.04)
         )
     if name == "gmpo":
-        positive = a.clamp(max=0).abs().sum() == 0
-        cut = (
-            torch.clamp(log_r, max=get("clip_high", 0.4))
-            if positive
-            else torch.clamp(log_r, min=-get("clip_low", 0.4))
-        )
-        return -_only(a, mask) * ((cut * mask).sum() / count).exp()
+        # Penalties in the reward may give the tokens of a response advantages of both signs.
+        above = torch.clamp(log_r, max=get("clip_high", 0.4))
+        below = torch.clamp(log_r, min=-get("clip_low", 0.4))
+        cut = torch.where(a > 0, above, torch.where(a < 0, below, 0.0))
+        return -((a * mask).sum() / count) * ((cut * mask).sum() / count).exp()
     if name == "sapo":
         tau = torch.where(a > 0, get("tau_pos", 1.0), get("tau_neg", 1.05))
         return -a * (4 / tau) * torch.sigmoid(tau * (r - 1))
@@ -429,11 +430,6 @@ def loss_of(
     if name == "bapo":
         return clipped(w, decided["low"], decided["high"])
     raise NotImplementedError(name)
-
-
-def _only(values: Tensor, mask: Tensor) -> Tensor:
-    """The one value that trained tokens share."""
-    return values[mask > 0][0]
 
 
 def kl_of(estimator: str, log: Tensor) -> Tensor:
@@ -655,11 +651,14 @@ class Trainer:
 
     def _align(self, gradient: Tensors, control: Mapping[str, Any]) -> str:
         """GAC: compare with the raw gradient of the step before; turn above c_low."""
+        norm = _norm(gradient)
+        if norm == 0.0:  # no direction: the next gradient is compared with the one before
+            return "keep"
         raw = {name: g.clone() for name, g in gradient.items()}
         previous, self.previous = self.previous, raw
         if previous is None:
             return "keep"
-        norm, before = _norm(gradient), _norm(previous)
+        before = _norm(previous)
         product = _dot(gradient, previous)
         cosine, c_low = product / (norm * before), control.get("c_low", 0.15)
         if cosine <= c_low:
