@@ -33,7 +33,7 @@ def paths_matching(folder: Path, pattern: str) -> list[Path]:
 
 
 def matches(path: str, pattern: str) -> bool:
-    """As a shell has it: `*` stays in a folder, `**` does not."""
+    """Return whether `path` matches as in a shell: `*` stays in a folder, `**` does not."""
     if "**" in pattern:
         return fnmatchcase(path, pattern) or fnmatchcase(path, pattern.replace("**/", ""))
     return path.count("/") == pattern.count("/") and fnmatchcase(path, pattern)

@@ -277,7 +277,7 @@ class OtherRank:
         return None
 
     def _record_of(self, position: DataState | None) -> dict[str, Any]:
-        """What the run's own files must hold when it goes on from here."""
+        """Return what the run's own files must hold when it goes on from here."""
         return {}
 
     def say(self, phase: str, detail: str = "") -> None:

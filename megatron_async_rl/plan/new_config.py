@@ -195,14 +195,14 @@ def _write_accepted(answers: InitAnswers, out: Path) -> list[str]:
             out.write_text(text, encoding="utf-8")
             return _not_asynchronous(answers, layout)
         if not any(_of_layout(one) for one in faults):
-            break  # what is left has nothing to do with the layout, and no other would mend it
-    # Of the last layout that was tried: a fault that another one mends is not reported.
+            break  # what is left has nothing to do with the layout, and no other would fix it
+    # Of the last layout that was tried: a fault that another one fixes is not reported.
     reason = ": no layout fits" if any(_of_layout(one) for one in faults) else ""
     raise ConfigError(f"{out} was not written{reason}", [_by_option(one) for one in faults])
 
 
 def _of_layout(fault: Problem) -> bool:
-    """True for a fault that another layout may mend."""
+    """True for a fault that another layout may fix."""
     fixed = ("rollout.reward", "rollout.environment")
     return fault.key.startswith(LAYOUT_KEYS) and not fault.key.startswith(fixed)
 

@@ -76,7 +76,7 @@ class Plan:
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
     unfit: tuple[Problem, ...] = ()
-    """Those of the problems that are about GPUs or memory that the machine lacks."""
+    """Problems that are about GPUs or memory that the machine lacks."""
     routed_bytes: int = 0
     """Bytes of the experts that come with each token of a sample."""
     hosts: tuple[HostMemory, ...] = ()

@@ -76,7 +76,7 @@ def lost_checkpoints(config: Config, path: Path | None) -> list[Problem]:
 
 
 def _recorded(run_dir: Path) -> str | None:
-    """What shows that the run had a checkpoint, in words; null: nothing does."""
+    """Return, in words, how the records show a checkpoint; null if they show none."""
     status = read_status(run_dir)
     if status is not None and status.checkpoint:
         return f"{run_dir / 'status.json'} names {status.checkpoint} as its newest checkpoint"

@@ -39,7 +39,7 @@ DATA_FILE = "prompts.json"
 """Digests of the prompts, by which a resume recognizes its data."""
 _NAME = re.compile(r"step_\d+")
 RECORD_FILE = "record.json"
-"""What the run's own files held at this step: the line of metrics, the end of the sample log, and the
+"""Content of the run's own files at this step: the line of metrics, the end of the sample log, and the
 code that the configuration names."""
 
 

@@ -139,7 +139,7 @@ def numbers_in(folder: Path) -> list[int]:
 
 
 def lost_end(run_dir: Path, mark: LogMark | None = None) -> str | None:
-    """What the log lacks at its end, up to `mark` (default: its own), in words; None for nothing.
+    """Return, in words, what the log lacks up to `mark` (default: its own); None for nothing.
     Reads headers alone. Raises SegmentBroken."""
     mark, folder = mark or read_mark(run_dir), run_dir / FOLDER
     if mark is None:

@@ -151,7 +151,7 @@ def _task(prompt: Prompt) -> tuple[list[int], int]:
 
 
 def _read(value: object) -> object:
-    """What a text holds as JSON; any other value, and any other text, as it is."""
+    """Return the value of JSON text; any other value or text unchanged."""
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(value) if isinstance(value, str) else value
     return value

@@ -368,7 +368,7 @@ def _bindings(nodes: Iterable[ast.AST]) -> Iterator[tuple[set[str], list[ast.AST
 
 
 def _decisions(node: ast.AST) -> list[ast.AST]:
-    """What decides which statements inside of `node` run."""
+    """Return the expressions that decide which statements inside of `node` run."""
     match node:
         case ast.If() | ast.While():
             return [node.test]

@@ -12,7 +12,7 @@ Invariants:
 - each test begins with the names of the code afresh. Python's own names are never the code's, and a
   function that a test defines is the test's own, whatever the code calls its own;
 - each verdict is written as its test ends, so one that does not end costs none before it;
-- a test that passes without a check of the code's work having run is told from one that passes.
+- a test that passes without a check of the code's work having run is distinguished from one that passes.
 
 Runs without this package.
 """

@@ -76,7 +76,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class QuestionContent:
-    """What a question already has."""
+    """Expressions, atoms and numbers that a question already has."""
 
     formulas: tuple[Formula, ...]
     atoms: frozenset[object]

@@ -139,7 +139,7 @@ def _prepared(response: str, answer: str) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _extraction() -> tuple[Any, ...]:
-    """What math-verify looks for. Its `nits` replace 0.5 by a fraction, which is another form."""
+    """Return the forms that math-verify looks for. Its `nits` replace 0.5 by a fraction, which is another form."""
     from dataclasses import replace
 
     from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig

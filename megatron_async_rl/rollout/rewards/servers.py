@@ -70,7 +70,7 @@ OWN = ("prompt", "response")
 _FIELD = re.compile(r"\{(\w+)\}")
 _TAG = re.compile(r"</(\w+)>")
 _GAP = r"[\s\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff]*+"
-"""What may stand between the characters of a tag that still looks like one. Possessive: a long gap
+"""Characters between those of a tag that still looks like one. Possessive: a long gap
 takes linear time."""
 
 
