@@ -11,7 +11,7 @@ from tests.parallel.objective_program import models_of
 
 pytestmark = pytest.mark.parallel
 
-ALL = layouts.ALL_LAYOUTS | layouts.GRADIENT_LAYOUTS
+ALL = layouts.OFFERED["objective_program"]
 
 
 def is_mixture(layout):
