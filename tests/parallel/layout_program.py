@@ -273,7 +273,7 @@ def alone(rank: Rank) -> dict:
     """What one rank can show: cuts, orders and the absence of clipping do not matter."""
     variants = {
         "one_by_one": rank.policy(controls=CONTROLS, budget=26),
-        "all_at_once": rank.policy(controls=CONTROLS, budget=4096),
+        "smaller": rank.policy(controls=CONTROLS, budget=96),
         "permuted": rank.policy(controls=CONTROLS),
         "given": rank.policy(objective=ObjectiveConfig(loss="sft", advantage="none")),
     }

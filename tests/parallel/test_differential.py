@@ -39,7 +39,7 @@ from tests.train_batches import groups_of, ragged_batch
 pytestmark = pytest.mark.parallel
 
 CASES_PER_START = 40
-IN_GATE = (0, 1, 4, 6, 7, 11, 19, 24)
+IN_GATE = (0, 1, 4, 6, 7, 11, 19, 32)
 """Seeds of cases that between them have every proximal policy, each kind of control and model, both ways
 to lay out sequences, every dimension of a layout, and both optimizers."""
 
@@ -328,6 +328,30 @@ def label(seed: int) -> str:
             f"{case['parallel']['ranks']}x{layout}",
         ]
     )
+
+
+def test_the_gates_cases_have_every_kind() -> None:
+    cases = [case_of(seed) for seed in IN_GATE]
+    assert {case["objective"]["proximal"] for case in cases} == {
+        "behavior",
+        "recompute",
+        "loglinear",
+        "ewma",
+        "snapshot",
+    }
+    assert {one["name"] for case in cases for one in case["controls"]} == {
+        one["name"] for controls in CONTROLS for one in controls
+    }
+    assert {"lora" if case["lora"] else case["model"] for case in cases} == {
+        "tied",
+        "untied",
+        "mixture",
+        "lora",
+    }
+    assert {case["sequence"] for case in cases} == {"padded", "packed"}
+    assert {name for case in cases for name in case["parallel"]} == {
+        name for layout in (*DENSE, *MIXTURE) for name in layout if name != "virtual_pipeline"
+    }
 
 
 @pytest.mark.parametrize("seed", SEEDS, ids=label)
