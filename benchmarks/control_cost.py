@@ -49,7 +49,7 @@ from pydantic import TypeAdapter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_async_rl.config.controls import Control
+from megatron_async_rl.config.controls import ControlConfig
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.schema import (
     ModelConfig,
@@ -243,7 +243,9 @@ def main() -> None:
     for text in args.controls if args.memory else ():
         plain = peak_of(timed_step, {})
         resident = _status("VmRSS")
-        controls = build_controls([TypeAdapter(Control).validate_python(yaml.safe_load(text))])
+        controls = build_controls(
+            [TypeAdapter(ControlConfig).validate_python(yaml.safe_load(text))]
+        )
         for _ in range(3):
             timed_step(controls)
         kept = _status("VmRSS") - resident
@@ -256,7 +258,7 @@ def main() -> None:
         print(json.dumps(row), flush=True)
         del controls
     for text in () if args.memory else args.controls:
-        setting = TypeAdapter(Control).validate_python(yaml.safe_load(text))
+        setting = TypeAdapter(ControlConfig).validate_python(yaml.safe_load(text))
         controls = build_controls([setting])
         applied: list[float] = []
         moved: list[float] = []

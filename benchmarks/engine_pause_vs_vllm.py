@@ -38,7 +38,7 @@ class BenchedEngine(RolloutEngine):
 def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
     import ray
 
-    from megatron_async_rl.weights.transport import Part, TensorSpec
+    from megatron_async_rl.weights.transport import ShardSlice, TensorSpec
 
     tensors = random_model.weights(model)
     engine = random_model.spec(model, dtype, model / "logs")
@@ -50,7 +50,7 @@ def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
         specs = [TensorSpec.of(name, tensor) for name, tensor in tensors.items()]
         publisher = random_model.Publisher(handle, [specs])
         for version in range(1, rounds + 3):
-            parts = (Part.whole(name, tensor) for name, tensor in tensors.items())
+            parts = (ShardSlice.whole(name, tensor) for name, tensor in tensors.items())
             pause_s = publisher.publish(version, parts).paused_s
             with_sleep, without = ray.get(handle.reload.remote(str(model)), timeout=300)
             if version > 2:

@@ -25,8 +25,8 @@ import numpy as np
 
 from megatron_async_rl.config.schema import FlowConfig, RewardConfig, RolloutConfig, SamplingConfig
 from megatron_async_rl.rollout.spec import HERE
-from megatron_async_rl.simulate.model import Outcome, simulate
-from megatron_async_rl.simulate.rates import Lengths, Rates
+from megatron_async_rl.simulate.model import SimulationResult, simulate
+from megatron_async_rl.simulate.rates import ResponseLengths, SimulationRates
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = ROOT / "examples" / "arithmetic" / "generated"
@@ -59,7 +59,7 @@ def drawn(median: float, longest: int, chance: np.random.Generator) -> int:
 
 def simulated(
     settings: dict[str, Any], *, train_time: float, steps: int, seed: int, barrier: bool = False
-) -> Outcome:
+) -> SimulationResult:
     """Times are in tokens of one place."""
     chance = np.random.default_rng([3, seed])
     groups = [tuple(drawn(200.0, 4096, chance) for _ in range(8)) for _ in range(400)]
@@ -68,8 +68,8 @@ def simulated(
         RolloutConfig(
             engines=2, sampling=SamplingConfig(max_tokens=4096), reward=RewardConfig(name="math")
         ),
-        Rates(decode=((1.0, 0.0),), places=32, train_s=train_time),
-        Lengths(groups=tuple(groups), prompts=(1,) * len(groups)),
+        SimulationRates(decode=((1.0, 0.0),), places=32, train_s=train_time),
+        ResponseLengths(groups=tuple(groups), prompts=(1,) * len(groups)),
         steps=steps,
         seed=seed,
         barrier=barrier,

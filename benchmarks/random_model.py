@@ -174,12 +174,12 @@ class Publisher:
         """What is published from now on comes to the engine by collective."""
         import ray
 
-        from megatron_async_rl.flow.communicators import Communicator, SenderActor
+        from megatron_async_rl.flow.communicators import EngineCommunicator, SenderActor
         from megatron_async_rl.rollout.engine_process import RemoteEngine
 
         sender = ray.remote(num_cpus=0)(SenderActor).remote("127.0.0.1", logs, 60.0, None)
         meeting = ray.get(sender.open.remote(1), timeout=60)
-        self._communicator = Communicator("here", sender, RemoteEngine(self._handle), meeting)
+        self._communicator = EngineCommunicator("here", sender, RemoteEngine(self._handle), meeting)
 
     def lend(self, version: int, shards: Any) -> Published:
         """By cuda_ipc: bucket by bucket, each filled while the engine loads the one before."""
@@ -187,11 +187,11 @@ class Publisher:
 
         import torch
 
-        from megatron_async_rl.weights.cuda_ipc import CudaIpc, Lending
+        from megatron_async_rl.weights.cuda_ipc import CudaIpc, IpcBuckets
         from megatron_async_rl.weights.manifest import IN_FLIGHT, require_equal
 
         if self._lending is None:
-            self._lending = Lending(CudaIpc(torch.device("cpu")))
+            self._lending = IpcBuckets(CudaIpc(torch.device("cpu")))
         lending, last = self._lending, len(shards.buckets) - 1
         manifest = lending.stage(version, shards.buckets, shards.parts())
         began = time.perf_counter()

@@ -28,7 +28,7 @@ from megatron_async_rl.samples.segments import read_table
 from megatron_async_rl.simulate.calibrate import calibrate
 from megatron_async_rl.simulate.choose import ahead
 from megatron_async_rl.simulate.model import simulate
-from megatron_async_rl.simulate.rates import Rates
+from megatron_async_rl.simulate.rates import SimulationRates
 
 SEEDS = 3
 GROUPS = 200
@@ -66,7 +66,7 @@ def measured(run: Path, ratio: float) -> dict[str, Any]:
     }
 
 
-def predicted(config: Any, ratio: float, rates: Rates, lengths: Any) -> dict[str, Any]:
+def predicted(config: Any, ratio: float, rates: SimulationRates, lengths: Any) -> dict[str, Any]:
     flow = ahead(config, ratio).flow
     outcomes = [
         simulate(flow, config.rollout, rates, lengths, steps=40, seed=seed) for seed in range(SEEDS)

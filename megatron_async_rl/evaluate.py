@@ -34,7 +34,7 @@ from megatron_async_rl.config.schema import Config, RolloutConfig
 from megatron_async_rl.data import DataError
 from megatron_async_rl.data.hub import fetch, located, name_of, parse
 from megatron_async_rl.flow.evaluation import (
-    Answers,
+    EvalResponses,
     EvalResult,
     HeldOut,
     evaluate,
@@ -384,7 +384,7 @@ async def _evaluate(
         await fleet.close(STOP_ENGINES_S)
 
 
-def write_responses(job: EvalJob, answers: Answers) -> None:
+def write_responses(job: EvalJob, answers: EvalResponses) -> None:
     """One JSON object per response, in the order of the prompts: a file of data (docs/data.md) with
     the columns of each prompt's row, and the response's."""
     if job.responses is None:

@@ -58,14 +58,14 @@ INTERRUPTED = 130
 ENDING = ((signal.SIGINT, 120.0), (signal.SIGINT, 20.0), (signal.SIGKILL, 20.0))
 """How runs whose study breaks off are ended: signals, and the seconds that each is given."""
 
-State = Literal["waiting", "running", "finished", "failed", "stopped"]
+RunState = Literal["waiting", "running", "finished", "failed", "stopped"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class StudyOutcome:
     """How a run stands, as its directory says."""
 
-    state: State
+    state: RunState
     step: int
     why: str = ""
     """Why it failed, or what was odd about its end."""
@@ -73,22 +73,22 @@ class Outcome:
     """Reward, or loss where responses are given, before the first step and after the last."""
 
 
-def outcome_of(run: StudyRun) -> Outcome:
+def outcome_of(run: StudyRun) -> StudyOutcome:
     """The state that the run's directory shows while nobody works on it. One that failed before its
     first step is `waiting`, with its reason. Raises UserError for a status that is none."""
     status = read_status(run.directory)
     if status is None:
-        return Outcome(state="waiting", step=0)
+        return StudyOutcome(state="waiting", step=0)
     ends = [status.before, status.after]
     words = " → ".join("?" if one is None else f"{one:.3f}" for one in ends)
     held_out = "" if ends == [None, None] else f"{status.measure} {words}"
     if status.phase == "finished":
-        return Outcome(state="finished", step=status.step, held_out=held_out)
+        return StudyOutcome(state="finished", step=status.step, held_out=held_out)
     if status.phase == "failed":
-        state: State = "failed" if status.step else "waiting"
+        state: RunState = "failed" if status.step else "waiting"
         why = (status.error or "").split("\n")[0]
-        return Outcome(state=state, step=status.step, why=why, held_out=held_out)
-    return Outcome(state="stopped", step=status.step, held_out=held_out)
+        return StudyOutcome(state=state, step=status.step, why=why, held_out=held_out)
+    return StudyOutcome(state="stopped", step=status.step, held_out=held_out)
 
 
 def check(grid: Grid, runs: Sequence[StudyRun], *, jobs: int) -> dict[str, Config]:
@@ -162,7 +162,7 @@ class _Started:
             for news in self.rows.blocks():
                 self.last = news.rows[-1] if news.rows else {}
 
-    def ended(self, *, asked: bool) -> Outcome:
+    def ended(self, *, asked: bool) -> StudyOutcome:
         """Writes what is known of the start, and says how it ended, as the directory shows. Without
         a last status, or refused, the run has failed, unless it was `asked` to stop."""
         code = self.process.returncode
@@ -173,7 +173,7 @@ class _Started:
             outcome = outcome_of(self.run)
         except UserError as error:
             why = error.problems[0].what
-            return Outcome(state="failed", step=int(number(self.last, "step") or 0), why=why)
+            return StudyOutcome(state="failed", step=int(number(self.last, "step") or 0), why=why)
         if code in (0, INTERRUPTED) or outcome.state == "failed":
             return outcome
         if outcome.state == "finished":
@@ -224,7 +224,7 @@ def study(
                 run = left.pop(0)
                 steps = configs[run.name].run.steps
                 at_work.append(_Started(run, grid.base, steps, jobs=jobs, lock=lock))
-                outcomes[run.name] = Outcome(state="running", step=0)
+                outcomes[run.name] = StudyOutcome(state="running", step=0)
             # One at a time: two signals that are sent together arrive as one.
             if len(interrupts) > sent:
                 sent += 1
@@ -266,7 +266,7 @@ def _end(at_work: Sequence[_Started], interrupts: Sequence[int]) -> None:
             time.sleep(POLL_S)
 
 
-def _say(console: Console, one: _Started, outcome: Outcome) -> None:
+def _say(console: Console, one: _Started, outcome: StudyOutcome) -> None:
     parts = [f"{one.run.name}: {outcome.state} at step {outcome.step} in {span(one.seconds)}"]
     parts += [one.learned] if one.learned else []
     parts += [outcome.why] if outcome.why else []
@@ -274,7 +274,7 @@ def _say(console: Console, one: _Started, outcome: Outcome) -> None:
 
 
 def _counts(
-    outcomes: Mapping[str, Outcome], left: Sequence[StudyRun], took: Sequence[float], jobs: int
+    outcomes: Mapping[str, StudyOutcome], left: Sequence[StudyRun], took: Sequence[float], jobs: int
 ) -> str:
     states = [one.state for one in outcomes.values()]
     parts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
@@ -286,7 +286,7 @@ def _counts(
 def _live_table(
     at_work: Sequence[_Started],
     left: Sequence[StudyRun],
-    outcomes: Mapping[str, Outcome],
+    outcomes: Mapping[str, StudyOutcome],
     took: Sequence[float],
     jobs: int,
 ) -> Table:
@@ -305,7 +305,7 @@ def _live_table(
     return table
 
 
-def _summary(runs: Sequence[StudyRun], outcomes: Mapping[str, Outcome]) -> Table:
+def _summary(runs: Sequence[StudyRun], outcomes: Mapping[str, StudyOutcome]) -> Table:
     table = Table("run", "state", "step", "held out", "why", box=None)
     for run in runs:
         one = outcomes[run.name]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_async_rl.weights.manifest import Manifest
 from megatron_async_rl.weights.staging import Staging
-from megatron_async_rl.weights.transport import Part, TensorSpec
+from megatron_async_rl.weights.transport import ShardSlice, TensorSpec
 
 Bucket = Mapping[str, Tensor]
 
@@ -17,8 +17,8 @@ def specs(buckets: Iterable[Bucket]) -> list[list[TensorSpec]]:
     return [[TensorSpec.of(name, tensor) for name, tensor in b.items()] for b in buckets]
 
 
-def parts(buckets: Iterable[Bucket]) -> Iterator[Part]:
-    return (Part.whole(name, tensor) for bucket in buckets for name, tensor in bucket.items())
+def parts(buckets: Iterable[Bucket]) -> Iterator[ShardSlice]:
+    return (ShardSlice.whole(name, tensor) for bucket in buckets for name, tensor in bucket.items())
 
 
 def stage(staging: Staging, version: int, buckets: Sequence[Bucket]) -> Manifest:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from megatron_async_rl.config.grid import StudyRun, read_grid, runs_of
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.metrics.log import Row as MetricsRow
+from megatron_async_rl.metrics.log import MetricRow as MetricsRow
 from megatron_async_rl.metrics.log import read_evaluations, read_metrics
 from megatron_async_rl.report.anomalies import AnomalyFinder
 from megatron_async_rl.report.run_data import read_config

@@ -226,7 +226,7 @@ class DisplacementControl(ControlSettings):
         return frozenset({"pi/mu"} if self.tolerated_kl > 0.0 else ())
 
 
-Control = Annotated[
+ControlConfig = Annotated[
     Annotated[
         Union[
             GacControl,

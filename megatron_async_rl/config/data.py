@@ -11,7 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_async_rl.config.settings_model import OnlyJson, Strict, TextOrFile
 
-Column = Annotated[str, Field(min_length=1)]
+DataColumn = Annotated[str, Field(min_length=1)]
 TOOLS_COLUMN = "tools"
 
 OWN_TEMPLATE_OPTIONS = (
@@ -26,7 +26,7 @@ OWN_TEMPLATE_OPTIONS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns:
+class DataColumns:
     """The columns of one file. `messages`: of chat messages; null where `prompt` is read."""
 
     prompt: str = "prompt"
@@ -43,13 +43,13 @@ class FileConfig(Strict):
 
     path: Path
     """As data.train."""
-    prompt_key: Column | None = None
+    prompt_key: DataColumn | None = None
     """Null: data.prompt_key, unless messages_key is given here."""
-    answer_key: Column | None = None
+    answer_key: DataColumn | None = None
     """Null: data.answer_key."""
-    messages_key: Column | None = None
+    messages_key: DataColumn | None = None
     """Null: data.messages_key, unless prompt_key is given here."""
-    tools_key: Column | None = None
+    tools_key: DataColumn | None = None
     """Null: data.tools_key."""
     system_prompt: str | None = None
     """Null: data.system_prompt."""
@@ -70,7 +70,7 @@ class FileConfig(Strict):
 class SourceConfig(FileConfig):
     """A part of a mixture."""
 
-    name: Column | None = None
+    name: DataColumn | None = None
     """Goes before the ids of its prompts; null: the file's or folder's name."""
     weight: PositiveFloat = 1.0
     """Its share of the prompts is weight / sum of weights, at every moment: the next prompt comes
@@ -97,17 +97,17 @@ class DataConfig(Strict):
     `eval.sets`."""
     shuffle: bool = True
     """A new seeded order every epoch, of each source."""
-    prompt_key: Column = "prompt"
+    prompt_key: DataColumn = "prompt"
     """Column of the prompt: text, or a list of chat messages, which may be JSON text. This key and the
     three below may name a value inside a column: `extra_info.question`."""
-    answer_key: Column | None = None
+    answer_key: DataColumn | None = None
     """Column that becomes `answer`, which rewards read; with `loss: sft` it becomes `response`.
     Null: columns keep their names."""
-    messages_key: Column | None = None
+    messages_key: DataColumn | None = None
     """Column of chat messages, in place of prompt_key. With `loss: sft` they are whole
     conversations: the loss is on the assistant's messages, except for those with `train: false` or
     `weight: 0`."""
-    tools_key: Column | None = TOOLS_COLUMN
+    tools_key: DataColumn | None = TOOLS_COLUMN
     """Column of JSON schemas of the functions that a row's chat messages may call, a list or its JSON,
     which the chat template is given. Rows may lack the column `tools`, but not one of another name.
     Null: none is read."""
@@ -158,12 +158,12 @@ class DataConfig(Strict):
         """The mixture; `train` alone is a mixture of one."""
         return self.sources if self.train is None else (SourceConfig(path=self.train),)
 
-    def columns(self, file: FileConfig) -> Columns:
+    def columns(self, file: FileConfig) -> DataColumns:
         """Those of `file`, and `data`'s where it is silent."""
         messages = file.messages_key
         if messages is None and file.prompt_key is None:
             messages = self.messages_key
-        return Columns(
+        return DataColumns(
             prompt=file.prompt_key or self.prompt_key,
             answer=file.answer_key or self.answer_key,
             messages=messages,

@@ -28,7 +28,7 @@ from megatron_async_rl.config.load import as_written, resolve_paths
 from megatron_async_rl.config.problem import ConfigError, Problem, UserError, shipped
 from megatron_async_rl.config.settings_model import Strict
 from megatron_async_rl.config.yaml_tree import (
-    Place,
+    KeyPath,
     YamlDocument,
     YamlFault,
     is_null,
@@ -37,7 +37,7 @@ from megatron_async_rl.config.yaml_tree import (
     unquoted_below,
 )
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]
+StudyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]
 
 
 class Grid(Strict):
@@ -47,9 +47,9 @@ class Grid(Strict):
     """The configuration that every run changes."""
     runs: Path
     """Folder of the runs' directories."""
-    axes: dict[Name, dict[Name, dict[str, Any]]]
+    axes: dict[StudyName, dict[StudyName, dict[str, Any]]]
     """Axis -> name of a value -> the overrides that make it: dotted key -> value."""
-    sweeps: dict[Name, dict[Name, tuple[Name, ...]]]
+    sweeps: dict[StudyName, dict[StudyName, tuple[StudyName, ...]]]
     """Sweep -> axis -> the values it takes: a sweep is their product, and an axis that it does not
     name takes all of its values. Sweeps run in the order of the file, each run once."""
 
@@ -123,7 +123,7 @@ def _as_written(tree: dict[str, Any], document: YamlDocument, path: Path) -> dic
     takes. Raises ConfigError."""
     problems: list[Problem] = []
 
-    def settled(value: Any, place: Place) -> Any:
+    def settled(value: Any, place: KeyPath) -> Any:
         if len(place) == 4 and place[0] == "axes":
             key = tuple(place[3].split("."))
             below = unquoted_below(document.unquoted, place)

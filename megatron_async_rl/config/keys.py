@@ -26,7 +26,7 @@ NAMED = "NAME"
 
 
 @dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """One leaf of the schema. `key` is dotted, `[]` standing for an index, `NAME` for a name of the
     user's own and `(name)` for a method."""
 
@@ -40,15 +40,15 @@ class Key:
 
 def walk(
     model: type[Strict] = Config, prefix: str = ""
-) -> Iterator[tuple[str, type[Strict], list[Key]]]:
+) -> Iterator[tuple[str, type[Strict], list[ConfigKey]]]:
     """Every section in order: its dotted key, its model, its own leaves. Sections inside it
     follow."""
-    leaves: list[Key] = []
+    leaves: list[ConfigKey] = []
     sections: list[tuple[str, type[Strict]]] = []
     for name, field in model.model_fields.items():
         inner = models_in(field.annotation)
         if not inner:
-            leaves.append(Key(prefix + name, field))
+            leaves.append(ConfigKey(prefix + name, field))
         methods = is_method(inner)
         for one in inner:
             label = f"({one.model_fields['name'].default})" if methods else ""

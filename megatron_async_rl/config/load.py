@@ -36,7 +36,7 @@ from megatron_async_rl.config.problem import ConfigError, Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import (
     NO_VALUE,
-    Place,
+    KeyPath,
     YamlDocument,
     YamlFault,
     doubt,
@@ -116,8 +116,8 @@ def _look_near(path: Path) -> str:
 
 def as_written(
     value: Any,
-    unquoted: Mapping[Place, str],
-    place: Place,
+    unquoted: Mapping[KeyPath, str],
+    place: KeyPath,
     tree: Tree,
     origins: Origins,
     problems: list[Problem],
@@ -276,7 +276,7 @@ def _override(tree: Tree, override: str, origins: Origins) -> None:
         holder[last] = value
 
 
-def _override_value(place: Place, text: str, tree: Tree) -> YamlDocument:
+def _override_value(place: KeyPath, text: str, tree: Tree) -> YamlDocument:
     """The value that `text` gives to the key at `place`. Raises YamlFault."""
     if not text.strip():
         raise YamlFault(*NO_VALUE)

@@ -20,7 +20,7 @@ from megatron_async_rl.config.lora import lora_conflicts
 from megatron_async_rl.config.sampling import eval_conflicts, sampling_conflicts
 
 if TYPE_CHECKING:
-    from megatron_async_rl.config.controls import Control
+    from megatron_async_rl.config.controls import ControlConfig
     from megatron_async_rl.config.objective import ObjectiveConfig
     from megatron_async_rl.config.schema import Config
 
@@ -427,7 +427,7 @@ def _controls(config: Config) -> Iterator[str]:
         yield from _beta1(config, control)
 
 
-def _beta1(config: Config, control: Control) -> Iterator[str]:
+def _beta1(config: Config, control: ControlConfig) -> Iterator[str]:
     own = config.policy.optimizer.betas[0]
     if control.name == "beta1" and control.beta1 == own:
         yield (

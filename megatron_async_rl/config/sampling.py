@@ -43,7 +43,7 @@ def _drawn(temperature: float) -> float:
 
 
 Temperature = Annotated[float, Field(ge=0.0, le=2.0), AfterValidator(_drawn)]
-Share = Annotated[float, Field(gt=0.0, le=1.0)]
+PositiveShare = Annotated[float, Field(gt=0.0, le=1.0)]
 MinShare = Annotated[float, Field(ge=0.0, lt=1.0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Text = Annotated[str, Field(min_length=1)]
@@ -61,7 +61,7 @@ class SamplingConfig(Strict):
     """Strings that end a response; the end-of-sequence tokens of the model always do."""
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
     """Tokens that end a response, besides."""
-    top_p: Share = 1.0
+    top_p: PositiveShare = 1.0
     """Draws from the fewest tokens that have this probability together; 1: from all."""
     top_k: NonNegativeInt = 0
     """Draws from so many likeliest tokens; 0: from all."""
@@ -131,7 +131,7 @@ class EvalSamplingConfig(Strict):
     """Strings that end a response."""
     stop_token_ids: tuple[NonNegativeInt, ...] | None = None
     """Tokens that end a response, besides the model's own."""
-    top_p: Share | None = None
+    top_p: PositiveShare | None = None
     """1: from all tokens."""
     top_k: NonNegativeInt | None = None
     """0: from all tokens."""

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_async_rl.config.controls import Control
+from megatron_async_rl.config.controls import ControlConfig
 from megatron_async_rl.config.data import DataConfig
 from megatron_async_rl.config.engine_options import refused_options
 from megatron_async_rl.config.environment import OWN_REWARD, EnvironmentConfig
@@ -532,7 +532,7 @@ class Config(Strict):
     policy: PolicyConfig = PolicyConfig()
     rollout: RolloutConfig | None = None
     objective: ObjectiveConfig = ObjectiveConfig()
-    controls: tuple[Control, ...] = ()
+    controls: tuple[ControlConfig, ...] = ()
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -34,7 +34,7 @@ OF_TERMS = 1e-5
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseResult:
     """error: the largest absolute difference, nan where nothing could be compared. reason: why it
     failed, empty if it passed."""
 
@@ -48,18 +48,18 @@ class Outcome:
         return not self.reason
 
 
-def judge(case: Case) -> Outcome:
+def judge(case: Case) -> CaseResult:
     method = f"{case.kind} {case.name}"
     try:
-        return Outcome(case.case, method, *_compare(case))
+        return CaseResult(case.case, method, *_compare(case))
     except ValidationError as error:
         wrong = [
             f"params.{'.'.join(map(str, one['loc'])) or case.name}: {one['msg']}"
             for one in error.errors()
         ]
-        return Outcome(case.case, method, math.nan, "; ".join(wrong))
+        return CaseResult(case.case, method, math.nan, "; ".join(wrong))
     except ValueError as error:
-        return Outcome(case.case, method, math.nan, _line(error))
+        return CaseResult(case.case, method, math.nan, _line(error))
     except (
         TypeError,
         LookupError,
@@ -68,7 +68,7 @@ def judge(case: Case) -> Outcome:
         ArithmeticError,
         RuntimeError,
     ) as error:
-        return Outcome(case.case, method, math.nan, f"{type(error).__name__}: {_line(error)}")
+        return CaseResult(case.case, method, math.nan, f"{type(error).__name__}: {_line(error)}")
 
 
 def _line(error: Exception) -> str:

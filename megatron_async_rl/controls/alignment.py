@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from megatron_async_rl.controls.calibration import Calibration
+from megatron_async_rl.controls.calibration import CosineCalibration
 from megatron_async_rl.controls.decision import Control, Decision, StepView
-from megatron_async_rl.controls.reference import Copies, GradientReference, copies_for
+from megatron_async_rl.controls.reference import GradientReference, ReferenceCopies, copies_for
 from megatron_async_rl.gradients import products_with, squared_norm
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class AlignmentControl(Control, ABC):
     def __init__(self, settings: AlignmentSettings) -> None:
         self.settings = settings
         self.calibration = (
-            Calibration(settings.calibrate) if settings.calibrate is not None else None
+            CosineCalibration(settings.calibrate) if settings.calibrate is not None else None
         )
         self.reference: GradientReference | None = None
         self.reference_square: float | None = None
@@ -95,7 +95,7 @@ class AlignmentControl(Control, ABC):
         self.cosines = [0, 0, 0]
         self.cosine_sums = [0.0, 0.0, 0.0]
         self.consecutive_skips = 0
-        self._copies: Copies | None = None
+        self._copies: ReferenceCopies | None = None
         self._restored: list[Tensor] | None = None
 
     @abstractmethod

@@ -25,7 +25,7 @@ BOUND = 0.999
 """Bound of a calibrated threshold: at 1 there is nothing to project to."""
 
 
-class Calibration:
+class CosineCalibration:
     """`threshold`: null until there is one; then it does not change."""
 
     def __init__(self, settings: CalibrateConfig) -> None:

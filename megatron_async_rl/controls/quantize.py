@@ -15,11 +15,11 @@ LARGEST = 448.0
 SMALLEST_EXPONENT = -126
 
 
-Written = tuple[Tensor, ...]
+QuantizedTensors = tuple[Tensor, ...]
 """One flat tensor, or 8-bit numbers [blocks, BLOCK] and their scales [blocks, 1]."""
 
 
-def room_for(elements: int, dtype: ReferenceDtype, device: torch.device) -> Written:
+def room_for(elements: int, dtype: ReferenceDtype, device: torch.device) -> QuantizedTensors:
     """New tensors, not initialised."""
     if dtype != "fp8":
         number = torch.float32 if dtype == "fp32" else torch.bfloat16
@@ -31,7 +31,7 @@ def room_for(elements: int, dtype: ReferenceDtype, device: torch.device) -> Writ
     )
 
 
-def write(values: Tensor, written: Written) -> None:
+def write(values: Tensor, written: QuantizedTensors) -> None:
     """`written` becomes `values` (of its size, finite)."""
     flat = values.detach().reshape(-1)
     if len(written) == 1:
@@ -44,7 +44,7 @@ def write(values: Tensor, written: Written) -> None:
     numbers.copy_(blocks / scales)
 
 
-def quantize(values: Tensor, dtype: ReferenceDtype) -> Written:
+def quantize(values: Tensor, dtype: ReferenceDtype) -> QuantizedTensors:
     """New tensors that hold `values` (any shape, finite)."""
     written = room_for(values.numel(), dtype, values.device)
     write(values, written)
@@ -59,7 +59,7 @@ def scales_of(largest: Tensor, limit: float) -> Tensor:
     return torch.ldexp(torch.ones_like(mantissa), exponent)
 
 
-def dequantize(written: Written, shape: torch.Size) -> Tensor:
+def dequantize(written: QuantizedTensors, shape: torch.Size) -> Tensor:
     """float32 of `shape`; the tensor itself, not a copy, where that is what was kept."""
     if len(written) == 1:
         return written[0].float().view(shape)

@@ -36,8 +36,8 @@ from torch import Tensor
 
 from megatron_async_rl.controls.quantize import (
     BLOCK,
+    QuantizedTensors,
     ReferenceDtype,
-    Written,
     dequantize,
     room_for,
     write,
@@ -47,7 +47,7 @@ from megatron_async_rl.gradients import block_elements, three_products
 Wait = Callable[[], None]
 
 
-class Copies(Protocol):
+class ReferenceCopies(Protocol):
     def start(self, source: Tensor, target: Tensor) -> Wait:
         """Begins target <- source (same shape and dtype). What is returned holds back the device's
         later work until it is done.
@@ -62,7 +62,7 @@ class Copies(Protocol):
         memory."""
         ...
 
-    def host_room(self, elements: int, dtype: ReferenceDtype) -> Written:
+    def host_room(self, elements: int, dtype: ReferenceDtype) -> QuantizedTensors:
         """The room that `room_for` gives, in host memory."""
         ...
 
@@ -88,11 +88,11 @@ class CudaCopies:
     def finish(self) -> None:
         self._stream.synchronize()
 
-    def host_room(self, elements: int, dtype: ReferenceDtype) -> Written:
+    def host_room(self, elements: int, dtype: ReferenceDtype) -> QuantizedTensors:
         return tuple(part.pin_memory() for part in room_for(elements, dtype, torch.device("cpu")))
 
 
-def copies_for(device: torch.device) -> Copies | None:
+def copies_for(device: torch.device) -> ReferenceCopies | None:
     """Null where the device is the host."""
     return CudaCopies(device) if device.type == "cuda" else None
 
@@ -114,7 +114,7 @@ class BlockSweeps:
     cache: all that is done to a block costs one transfer from memory."""
 
     @staticmethod
-    def project(gradient: Tensor, written: Written, factor: float, *, raw: bool) -> None:
+    def project(gradient: Tensor, written: QuantizedTensors, factor: float, *, raw: bool) -> None:
         for g, r in _blocks(gradient, written):
             kept = g.clone() if raw else g
             # In float32: of two bfloat16 tensors torch would round the product, too.
@@ -122,12 +122,14 @@ class BlockSweeps:
             write(kept, r)
 
     @staticmethod
-    def keep(gradient: Tensor, written: Written) -> None:
+    def keep(gradient: Tensor, written: QuantizedTensors) -> None:
         for g, r in _blocks(gradient, written):
             write(g, r)
 
 
-def _blocks(gradient: Tensor, written: Written) -> Iterator[tuple[Tensor, Written]]:
+def _blocks(
+    gradient: Tensor, written: QuantizedTensors
+) -> Iterator[tuple[Tensor, QuantizedTensors]]:
     size = block_elements(gradient.device)
     # The numbers of 8-bit floats are rows of BLOCK, and so are their scales.
     parts = [part.split(size // BLOCK if len(written) == 2 else size) for part in written]
@@ -146,7 +148,7 @@ class GradientReference:
         self,
         dtype: ReferenceDtype,
         device: torch.device,
-        copies: Copies | None,
+        copies: ReferenceCopies | None,
         shapes: Sequence[torch.Size],
     ) -> None:
         self._dtype = dtype
@@ -179,7 +181,7 @@ class GradientReference:
             self._write_out(index, written)
 
     def products(
-        self, pairs: Iterable[tuple[Tensor, Written]], known: bool, device: torch.device
+        self, pairs: Iterable[tuple[Tensor, QuantizedTensors]], known: bool, device: torch.device
     ) -> Tensor:
         """[3] float64: (<g, r>, |g|^2, |r|^2) over shards of a gradient and those of `written`;
         known: |r|^2 is left at 0."""
@@ -228,11 +230,11 @@ class GradientReference:
             g.add_(old.float(), alpha=factor)
         self._kept, self._start = places, start
 
-    def _places(self, start: int) -> list[Written]:
+    def _places(self, start: int) -> list[QuantizedTensors]:
         sizes = [shape.numel() for shape in self._shapes]
         return [(part,) for part in self._room[start : start + sum(sizes)].split(sizes)]
 
-    def _write_out(self, index: int, written: Written) -> None:
+    def _write_out(self, index: int, written: QuantizedTensors) -> None:
         if self._copies is not None:
             for part, host in zip(written, self._kept[index], strict=True):
                 self._copies.start(part, host)
@@ -243,7 +245,7 @@ class GradientReference:
         for written, shape in zip(self.written(), self._shapes, strict=True):
             yield dequantize(written, shape)
 
-    def written(self) -> Iterator[Written]:
+    def written(self) -> Iterator[QuantizedTensors]:
         """Shards on the gradient's device, in the numbers they are kept in; the reference itself
         where it is kept there."""
         if self._copies is None:
@@ -258,7 +260,7 @@ class GradientReference:
                 wait()
             yield written
 
-    def _fetch(self, index: int) -> tuple[Written, list[Wait]]:
+    def _fetch(self, index: int) -> tuple[QuantizedTensors, list[Wait]]:
         assert self._copies is not None
         hosts = self._kept[index]
         written = tuple(

@@ -28,7 +28,7 @@ from megatron_async_rl.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Conversation:
+class TrainingConversation:
     """`prompt`: text and tokens before the first trained message. `ids` int32 and `mask` uint8,
     [T]: all that follows, 1 where it is trained on; `text`: as it was rendered."""
 
@@ -45,7 +45,7 @@ def conversation(
     messages: Sequence[Mapping[str, Any]],
     tokenizer: Tokenizer,
     tools: Sequence[Any],
-) -> Conversation:
+) -> TrainingConversation:
     """`tools`: schemas of functions that the assistant may call. Raises DataError, naming the message,
     for one that cannot be told from the others."""
     trained = _trained(file, place, messages)
@@ -86,7 +86,7 @@ def conversation(
     marks = mask[first:length].tolist()
     if ids[-1] not in ends:
         ids, marks = [*ids, tokenizer.eos_ids[0]], [*marks, 1]
-    return Conversation(
+    return TrainingConversation(
         prompt=starts[0],
         prompt_ids=tuple(tokens[:first]),
         ids=np.asarray(ids, dtype=np.int32),
@@ -102,7 +102,7 @@ def answered(
     response: str,
     tokenizer: Tokenizer,
     tools: Sequence[Any],
-) -> Conversation:
+) -> TrainingConversation:
     """Return a response to chat messages, every token of which is trained on.
 
     The response is the text as it is given, and ends as the chat template ends a turn: with the
@@ -132,7 +132,7 @@ def answered(
         ids = tokenizer.encode_rendered(lead + response)
     end = tail[:length] if length else [tokenizer.eos_ids[0]]
     tokens = np.asarray([*ids, *end], dtype=np.int32)
-    return Conversation(
+    return TrainingConversation(
         prompt=prompt,
         prompt_ids=tuple(prompt_ids),
         ids=tokens,

@@ -27,7 +27,7 @@ from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.data.patterns import alternatives_of, matches, one_pattern, paths_matching
 from megatron_async_rl.data.splits import files_by_split, names_split, split_of
 
-Row = tuple[Path, int, dict[str, Any]]
+DataRow = tuple[Path, int, dict[str, Any]]
 """File, place, columns."""
 
 HELD_OUT = ("validation", "test")
@@ -52,7 +52,7 @@ NO_DATA = re.compile(r"(^|/)(\.|__|(config|dataset_infos?|dataset_dict|state)\.j
 """Hidden files and folders, and descriptions of a data set; in a path inside it."""
 
 
-def read_rows(location: Path, limit: int | None = None) -> Iterator[Row]:
+def read_rows(location: Path, limit: int | None = None) -> Iterator[DataRow]:
     """At most `limit` rows of a file, or of a folder's or a pattern's files. Raises DataError with
     file, place, fault and fix."""
     return islice(_every_row(location), limit)
@@ -79,7 +79,7 @@ def _count(file: Path) -> int:
         raise _unreadable(file, error) from error
 
 
-def _every_row(location: Path) -> Iterator[Row]:
+def _every_row(location: Path) -> Iterator[DataRow]:
     for file in data_files(location):
         for place, row in FORMATS[file.suffix.lower()](file):
             yield file, place, row

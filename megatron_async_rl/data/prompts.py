@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_async_rl.config.data import (
     TOOLS_COLUMN,
-    Columns,
+    DataColumns,
     DataConfig,
     FileConfig,
     SourceConfig,
@@ -19,13 +19,13 @@ from megatron_async_rl.config.data import (
 from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.config.visible_text import is_blank
 from megatron_async_rl.data.conversation import (
-    Conversation,
+    TrainingConversation,
     answered,
     conversation,
     loss_weight,
     response_text,
 )
-from megatron_async_rl.data.files import Row, a_kind, read_rows, require_training_files
+from megatron_async_rl.data.files import DataRow, a_kind, read_rows, require_training_files
 from megatron_async_rl.data.messages import (
     MessagesFault,
     as_conversation,
@@ -61,14 +61,14 @@ class Required:
 
 
 nothing_more = Required()
-Asked = str | list[dict[str, Any]]
+PromptQuery = str | list[dict[str, Any]]
 """The prompt of a row: text, or chat messages."""
 AT_A_TIME = 4096
 """Texts that are tokenized in one call."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class MixturePart:
     """One source of a mixture: how many prompts it has, and its weight. `too_long`: rows above
     data.max_prompt_tokens or data.max_tokens, which are not among them."""
 
@@ -83,7 +83,7 @@ class PromptSet:
     """The prompts of all parts, part after part."""
 
     prompts: tuple[Prompt, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[MixturePart, ...]
 
     @property
     def too_long(self) -> int:
@@ -162,7 +162,7 @@ def read_set(
         chat_keys=[key for key, value in chat.items() if value],
         supervised=supervised,
     )
-    part = Part(count=len(prompts), too_long=too_long)
+    part = MixturePart(count=len(prompts), too_long=too_long)
     return PromptSet(prompts=tuple(prompts), parts=(part,))
 
 
@@ -184,7 +184,7 @@ def read_prompts(
     prompts, _ = _read(
         path,
         tokenizer,
-        Columns(),
+        DataColumns(),
         required=Required(lambda fields: required),
         room=max_prompt_tokens,
         limit=limit,
@@ -195,7 +195,7 @@ def read_prompts(
 def _read(
     path: Path,
     tokenizer: Tokenizer,
-    columns: Columns,
+    columns: DataColumns,
     *,
     required: Required,
     room: int | None = None,
@@ -222,7 +222,7 @@ def _read(
     too_long = 0
     response_column = columns.answer or "response"
     for (file, place, values), prompt, encoded in _encoded(tokenizer, asked):
-        given: Conversation | None = None
+        given: TrainingConversation | None = None
         text: str
         ids: Sequence[int]
         if isinstance(prompt, str):
@@ -274,8 +274,8 @@ def _read(
 
 
 def _encoded(
-    tokenizer: Tokenizer, asked: Iterator[tuple[Row, Asked]]
-) -> Iterator[tuple[Row, Asked, list[int]]]:
+    tokenizer: Tokenizer, asked: Iterator[tuple[DataRow, PromptQuery]]
+) -> Iterator[tuple[DataRow, PromptQuery, list[int]]]:
     """Each row and its prompt, with the tokens of a text. Some at a time: a tokenizer's own account
     of a text takes many times the room of its tokens."""
     for some in batched(asked, AT_A_TIME):
@@ -308,13 +308,13 @@ def _identity(
     return name
 
 
-def _fields(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+def _fields(values: Mapping[str, Any], columns: DataColumns) -> dict[str, Any]:
     """The columns of a row that become fields of its prompt under their own names."""
     taken = (columns.messages or columns.prompt, "id")
     return {key: value for key, value in values.items() if key not in taken}
 
 
-def _with_fields(rows: Iterator[Row], columns: Columns) -> Iterator[Row]:
+def _with_fields(rows: Iterator[DataRow], columns: DataColumns) -> Iterator[DataRow]:
     """The rows with the columns that the configuration gives all of them."""
     for file, place, values in rows:
         for name, value in columns.fields.items():
@@ -326,8 +326,8 @@ def _with_fields(rows: Iterator[Row], columns: Columns) -> Iterator[Row]:
 
 
 def _checked(
-    rows: Iterator[Row], columns: Columns, field: str, required: Required
-) -> Iterator[Row]:
+    rows: Iterator[DataRow], columns: DataColumns, field: str, required: Required
+) -> Iterator[DataRow]:
     """The rows, each with the columns that are read of it."""
     prompt = columns.messages or columns.prompt
     always = {("messages" if columns.messages else "prompt"): prompt}
@@ -381,7 +381,7 @@ def _unusable(
     return DataError(file, place, "; ".join((what, *renamed)), fix)
 
 
-def _prompt_value(file: Path, place: int, values: Mapping[str, Any], columns: Columns) -> Any:
+def _prompt_value(file: Path, place: int, values: Mapping[str, Any], columns: DataColumns) -> Any:
     """The prompt of a row; messages that are JSON text as a list."""
     column = columns.messages or columns.prompt
     try:
@@ -391,7 +391,9 @@ def _prompt_value(file: Path, place: int, values: Mapping[str, Any], columns: Co
         raise DataError(file, place, f"`{column}` {error.what}", fix) from error
 
 
-def _messages_or_text(row: Row, columns: Columns, as_chat: bool, chat_keys: Sequence[str]) -> Asked:
+def _messages_or_text(
+    row: DataRow, columns: DataColumns, as_chat: bool, chat_keys: Sequence[str]
+) -> PromptQuery:
     """The prompt as chat messages, whose faults are named; text that no template renders as text,
     for which `chat_keys` would be without effect."""
     file, place, values = row
@@ -420,7 +422,7 @@ def _given_response(
     response: Any,
     tokenizer: Tokenizer,
     tools: Sequence[Any],
-) -> Conversation:
+) -> TrainingConversation:
     """The response to chat messages, which is text, a number or, as TRL has it, messages."""
     value = _messages_or_value(file, place, response)
     if value and is_messages(value):
@@ -453,7 +455,7 @@ def _require_response(file: Path, place: int, response: Any) -> None:
     response_text(file, place, response)
 
 
-def _tools(file: Path, place: int, values: Mapping[str, Any], columns: Columns) -> list[Any]:
+def _tools(file: Path, place: int, values: Mapping[str, Any], columns: DataColumns) -> list[Any]:
     """Schemas of the functions that the row's messages may call."""
     if columns.tools is None:
         return []

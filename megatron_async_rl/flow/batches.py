@@ -30,7 +30,7 @@ from megatron_async_rl.data import (
     tokenizer_of,
 )
 from megatron_async_rl.flow.controller import STOP_ENGINES_S, start_controller
-from megatron_async_rl.flow.copies import Fill
+from megatron_async_rl.flow.copies import BufferRequest
 from megatron_async_rl.flow.evaluation import EvalResult, HeldOut, read_held_out
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.lanes import capacity_of
@@ -53,7 +53,7 @@ DAY_S = 86400.0
 comes."""
 
 
-class Batches(Protocol):
+class BatchSource(Protocol):
     def next_batch(self, version: int) -> Handout | None:
         """The batch that trains `version`; None when the user asked the run to stop."""
 
@@ -64,7 +64,7 @@ class Batches(Protocol):
     def until_loaded(self, version: int) -> None:
         """Returns when every engine that is there holds `version`, which is lent."""
 
-    def next_fill(self, made: Future[Any]) -> Fill | None:
+    def next_fill(self, made: Future[Any]) -> BufferRequest | None:
         """Returns what the ranks are to do next with the buckets that engines want; null once `made` is
         done."""
 
@@ -162,14 +162,14 @@ class RolloutBatches:
         loaded = self._controller.loaded.remote(version)
         ray_get(loaded, f"the engines to load version {version}", DAY_S)
 
-    def next_fill(self, made: Future[Any]) -> Fill | None:
+    def next_fill(self, made: Future[Any]) -> BufferRequest | None:
         if self._fill is None:
             self._fill = self._controller.next_fill.remote(self._filled)
         wanted = self._fill.future()
         wait((made, wanted), return_when=FIRST_COMPLETED)
         if not wanted.done():
             return None
-        fill: Fill = ray_get(self._fill, "the next bucket to fill", self._timeout_s)
+        fill: BufferRequest = ray_get(self._fill, "the next bucket to fill", self._timeout_s)
         self._fill = None
         return fill
 
@@ -263,7 +263,7 @@ class GivenResponses:
     def until_loaded(self, version: int) -> None:
         """There is nobody to load."""
 
-    def next_fill(self, made: Future[Any]) -> Fill | None:
+    def next_fill(self, made: Future[Any]) -> BufferRequest | None:
         """Nobody wants a bucket."""
         return None
 
@@ -310,7 +310,7 @@ def open_batches(
     device_type: str,
     position: DataState | None,
     gpus: Mapping[str, Sequence[str]],
-) -> Batches:
+) -> BatchSource:
     """The batches that `config` asks for, from `position` (None: the beginning). `gpus`: those of the
     trainer's ranks, by host name."""
     if config.supervised:

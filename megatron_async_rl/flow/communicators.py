@@ -32,7 +32,7 @@ from megatron_async_rl.watchdog.deadline import (
     name_this_process,
 )
 from megatron_async_rl.watchdog.logs import redirect_output
-from megatron_async_rl.weights.manifest import Copy, Delivery, Manifest, Meeting
+from megatron_async_rl.weights.manifest import Manifest, Meeting, StagedCopy, WeightUpdate
 
 NAME = "sender"
 
@@ -57,7 +57,7 @@ class SenderActor:
     async def open(self, workers: int) -> Meeting:
         return await asyncio.to_thread(self._sender.open, workers)
 
-    async def send(self, meeting: Meeting, version: int, manifest: Manifest) -> Copy:
+    async def send(self, meeting: Meeting, version: int, manifest: Manifest) -> StagedCopy:
         with watch.doing("work", f"sending version {version}"):
             return await asyncio.to_thread(self._sender.send, meeting, version, manifest)
 
@@ -69,7 +69,7 @@ class SenderActor:
 
 
 @dataclass
-class Communicator:
+class EngineCommunicator:
     """A `Relay` whose memory is the engine's own."""
 
     where: str
@@ -79,11 +79,11 @@ class Communicator:
     held: int | None = None
     """The version that came last."""
 
-    async def fetch(self, version: int, manifest: Manifest) -> Copy:
+    async def fetch(self, version: int, manifest: Manifest) -> StagedCopy:
         await self.engine.receive(
-            Delivery(meeting=self.meeting, version=version, manifest=manifest, kept=self.held)
+            WeightUpdate(meeting=self.meeting, version=version, manifest=manifest, kept=self.held)
         )
-        copy: Copy = await answer_of(self.sender.send.remote(self.meeting, version, manifest))
+        copy: StagedCopy = await answer_of(self.sender.send.remote(self.meeting, version, manifest))
         self.held = version
         return copy
 
@@ -128,7 +128,7 @@ class Communicators:
         except asyncio.CancelledError:
             opening.add_done_callback(functools.partial(_close, sender))
             raise
-        return Communicator(slot.name, sender, slot.engine, meeting)
+        return EngineCommunicator(slot.name, sender, slot.engine, meeting)
 
     def stage(self, version: int, manifest: Manifest) -> None:
         """Nothing is to be done: what is to be sent is told with the call."""

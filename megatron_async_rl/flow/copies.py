@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from megatron_async_rl.weights.manifest import IN_FLIGHT, BucketRef, Copy, Manifest
+from megatron_async_rl.weights.manifest import IN_FLIGHT, BucketRef, Manifest, StagedCopy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Staged:
     """When it was staged; monotonic seconds."""
 
 
-class Reader(Protocol):
+class VersionReader(Protocol):
     """An engine, as far as its weights go."""
 
     @property
@@ -77,7 +77,7 @@ class Relayed:
     nbytes: int
 
 
-class Copies:
+class VersionCopies:
     """By machine; rank 0's is none of them."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Copies:
         """Nothing is on its way there any more."""
         self.sending.pop(machine, None)
 
-    def add(self, machine: str, staged: Staged, arrived: Copy) -> None:
+    def add(self, machine: str, staged: Staged, arrived: StagedCopy) -> None:
         """`staged` is whole in that machine's memory, as `arrived` has it."""
         copy = replace(staged, manifest=arrived.manifest)
         self._held.setdefault(machine, {})[staged.version] = copy
@@ -126,7 +126,7 @@ class Copies:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fill:
+class BufferRequest:
     """An order to all ranks: put bucket `number` of a version into a place, or, with null, give the
     memory of all places back."""
 
@@ -135,7 +135,7 @@ class Fill:
     place: int = 0
 
 
-class LentBuckets:
+class IpcBucketQueue:
     """The buckets of one version. An engine wants a bucket, reads it once it is in a place, and then wants the
     next."""
 
@@ -148,7 +148,7 @@ class LentBuckets:
         self._there: list[int | None] = [None] * IN_FLIGHT
         self._refs: dict[int, BucketRef] = {}
         """Buckets that are there, by their numbers."""
-        self._filling: Fill | None = None
+        self._filling: BufferRequest | None = None
         self._taken = False
         """The ranks hold memory for places."""
 
@@ -167,7 +167,7 @@ class LentBuckets:
         self._wants.pop(engine, None)
         self._reads.pop(engine, None)
 
-    def next_fill(self) -> Fill | None:
+    def next_fill(self) -> BufferRequest | None:
         """Returns what the ranks are to do now; null: nothing."""
         if self._filling is not None:
             return None
@@ -178,7 +178,7 @@ class LentBuckets:
             if not self._taken:
                 return None
             self._taken, self._there, self._refs = False, [None] * IN_FLIGHT, {}
-            return Fill(version=self.version, number=None)
+            return BufferRequest(version=self.version, number=None)
         free = [place for place, n in enumerate(self._there) if n not in ahead | reads]
         missing = ahead.difference(self._there)
         if not free or not missing:
@@ -188,7 +188,7 @@ class LentBuckets:
         if gone is not None:
             del self._refs[gone]
         self._there[place], self._taken = None, True
-        self._filling = Fill(version=self.version, number=number, place=place)
+        self._filling = BufferRequest(version=self.version, number=number, place=place)
         return self._filling
 
     def filled(self, ref: BucketRef | None) -> None:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from megatron_async_rl.flow.colocated import DeviceTurns, Phase
+from megatron_async_rl.flow.colocated import DevicePhases, Phase
 from megatron_async_rl.flow.copies import Staged
 from megatron_async_rl.flow.updates import WeightUpdates, cancel_all
 from megatron_async_rl.rollout.engine_process import Engine, EngineStartError
@@ -40,7 +40,7 @@ from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import await_named
 from megatron_async_rl.watchdog.events import described, out_of_memory, with_notes
-from megatron_async_rl.watchdog.host_memory import Memory
+from megatron_async_rl.watchdog.host_memory import MemoryKind
 from megatron_async_rl.weights.manifest import Manifest, WeightMismatch, require_equal
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class EngineLost(RuntimeError):
 
 
 @dataclass(eq=False)
-class Asked:
+class PendingRequest:
     """A request and who may answer it: engines that hold at least version `least`. `answer`: of an
     evaluation's request, which only engines that hold just that version may answer. `losses`:
     engines that were lost while they had it, and for which it may be the reason."""
@@ -108,10 +108,10 @@ class EngineSlot:
     """For good."""
     lost: str = ""
     """Why it is not there."""
-    memory_out: tuple[Phase, Memory] | None = None
+    memory_out: tuple[Phase, MemoryKind] | None = None
     """The phase, and the memory that ran out in it, where that is why."""
     restarts: int = 0
-    held: dict[str, Asked] = field(default_factory=dict)
+    held: dict[str, PendingRequest] = field(default_factory=dict)
     aborting: set[str] = field(default_factory=set)
     """Those held that it was told to stop."""
     report: EngineReport | None = None
@@ -137,7 +137,7 @@ class EngineSlot:
         return HERE if self.engine is None else self.engine.machine
 
 
-class Owner(Protocol):
+class EngineOwner(Protocol):
     """The fleet, which hears what becomes of an engine."""
 
     def take_in(self, slot: EngineSlot, report: EngineReport) -> None:
@@ -190,7 +190,7 @@ class EngineTask:
     def __init__(
         self,
         slot: EngineSlot,
-        owner: Owner,
+        owner: EngineOwner,
         updates: WeightUpdates,
         launch: Launch,
         *,
@@ -211,7 +211,7 @@ class EngineTask:
         self._must_start = must_start
         self._comes = "" if must_start else "has joined"
         self._failed: asyncio.Future[None] | None = None
-        self._turns = DeviceTurns("engine", "generate")
+        self._turns = DevicePhases("engine", "generate")
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """The first start; raises EngineStartError."""
         self.task = asyncio.create_task(self._run(), name=slot.name)
@@ -272,7 +272,7 @@ class EngineTask:
             async with self._updates.starting():
                 engine = slot.engine = await self._launch(slot.spec, again=again)
             self._failed = asyncio.get_running_loop().create_future()
-            self._turns = DeviceTurns("engine", "generate")
+            self._turns = DevicePhases("engine", "generate")
             if not self.started.done():
                 self.started.set_result(None)
             if slot.spec.first_version >= 0:

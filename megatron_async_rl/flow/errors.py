@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_async_rl.flow.colocated import Phase
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Sample
-from megatron_async_rl.watchdog.host_memory import Memory
+from megatron_async_rl.watchdog.host_memory import MemoryKind
 
 LATE_SHOWN = 8
 """Late groups that a message names."""
@@ -39,7 +39,7 @@ class EngineMemoryOut(EngineFailed):
 
     timed_out = False
 
-    def __init__(self, message: str, phase: Phase, memory: Memory = "device") -> None:
+    def __init__(self, message: str, phase: Phase, memory: MemoryKind = "device") -> None:
         super().__init__(message, phase, memory)
         self.message = message
         self.phase = phase

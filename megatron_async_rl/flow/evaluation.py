@@ -30,7 +30,7 @@ from megatron_async_rl.flow.group_rewards import GroupRewards
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Prompt, Request
 
-Answers = Sequence[tuple[Prompt, Sequence[SampleRow]]]
+EvalResponses = Sequence[tuple[Prompt, Sequence[SampleRow]]]
 """The prompts, each with its samples."""
 
 
@@ -217,7 +217,7 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 
 def summarise_evaluation(
-    answers: Answers,
+    answers: EvalResponses,
     *,
     version: int,
     seconds: float,
@@ -266,7 +266,7 @@ def _mean_pass_at(k: int, per_prompt: Sequence[PromptResult]) -> float:
     return sum(every) / len(every) if every else math.nan
 
 
-def _part_means(answers: Answers) -> dict[str, float]:
+def _part_means(answers: EvalResponses) -> dict[str, float]:
     """Means over the prompts that have the part of their responses' means."""
     means: dict[str, list[float]] = {}
     for _, samples in answers:
@@ -288,7 +288,7 @@ async def evaluate(
     on_reward_error: Literal["drop", "stop"],
     rewards: GroupRewards | None = None,
     on_progress: Callable[[int, int], None] = lambda prompts, tokens: None,
-    on_answers: Callable[[Answers], None] = lambda answers: None,
+    on_answers: Callable[[EvalResponses], None] = lambda answers: None,
 ) -> EvalResult:
     """The responses to every prompt of `sets`, from engines that hold `version`; the result is that
     of the first, and has the others'. `timeout_s`: longest time in which no response grows; a long

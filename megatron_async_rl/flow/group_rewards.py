@@ -21,14 +21,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_async_rl.config.schema import RewardConfig
-from megatron_async_rl.flow.buffer import Group
-from megatron_async_rl.rollout.rewards.registry import Context, Item
+from megatron_async_rl.flow.buffer import SampleGroup
+from megatron_async_rl.rollout.rewards.registry import RewardContext, RewardItem
 from megatron_async_rl.rollout.rewards.worker import Scored
 from megatron_async_rl.rollout.scoring import FailureLog, Scorer
 from megatron_async_rl.samples.rows import SampleRow, rescored
 from megatron_async_rl.samples.types import Prompt, Sample
 
-Done = Callable[[Group, list[SampleRow]], None]
+Done = Callable[[SampleGroup, list[SampleRow]], None]
 LOG = "controller.reward_errors.jsonl"
 
 
@@ -65,7 +65,7 @@ class GroupRewards:
         """Groups that wait for their reward."""
         return len(self._tasks)
 
-    def begin(self, group: Group, done: Done, fail: Callable[[BaseException], None]) -> None:
+    def begin(self, group: SampleGroup, done: Done, fail: Callable[[BaseException], None]) -> None:
         """Has `group` scored, then calls `done` with its samples; `fail` for a mistake of ours, which
         must end the run, not a task."""
         task = asyncio.create_task(
@@ -74,7 +74,9 @@ class GroupRewards:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _score(self, group: Group, done: Done, fail: Callable[[BaseException], None]) -> None:
+    async def _score(
+        self, group: SampleGroup, done: Done, fail: Callable[[BaseException], None]
+    ) -> None:
         try:
             samples = await self.of(group.prompt, group.samples)
             done(group, samples)
@@ -89,7 +91,7 @@ class GroupRewards:
         if not rows or not self._scorer.scores(prompt):
             return list(samples)
         shown = [row.sample() for row in rows]
-        items = [Item(prompt, one.text, _context(one, held_out)) for one in shown]
+        items = [RewardItem(prompt, one.text, _context(one, held_out)) for one in shown]
         scored = await self._scorer.score_all(items)
         whole = [self._whole(row, one) for row, one in zip(rows, scored, strict=True)]
         for one, result in zip(shown, whole, strict=True):
@@ -120,8 +122,8 @@ class GroupRewards:
         return Scored(reward=total, parts=parts or None)
 
 
-def _context(sample: Sample, held_out: bool) -> Context:
-    return Context(
+def _context(sample: Sample, held_out: bool) -> RewardContext:
+    return RewardContext(
         finish_reason=sample.finish_reason,
         tokens=sample.length,
         seconds=sample.finished_at - sample.started_at,

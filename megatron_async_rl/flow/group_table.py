@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_async_rl.config.schema import FlowConfig
-from megatron_async_rl.flow.buffer import Buffer, Group, GroupState, snapshot
+from megatron_async_rl.flow.buffer import Buffer, GroupState, SampleGroup, snapshot
 from megatron_async_rl.samples.rows import SampleRow, rescored
 from megatron_async_rl.samples.types import Aborted, Request
 
@@ -145,7 +145,7 @@ class GroupTable:
         elif len(entry.samples) == self._group_size and not self._scored_whole:
             self._finish(entry)
 
-    def unscored(self, group: int) -> Group | None:
+    def unscored(self, group: int) -> SampleGroup | None:
         """`group`, where it has all its responses and waits for its reward."""
         entry = self._waiting.get(group)
         waits = entry is not None and not entry.open and entry.finished is None

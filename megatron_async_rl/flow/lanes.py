@@ -9,7 +9,7 @@ Invariants:
   the version that a request needs, it takes no more than its share: they will have room;
 - training and evaluation requests go to the engines of their kind; without evaluation engines both
   kinds share;
-- a request that is to run alone (`Asked.alone`) goes to an engine that has nothing, and that engine
+- a request that is to run alone (`PendingRequest.alone`) goes to an engine that has nothing, and that engine
   takes nothing else meanwhile. For the first that waits, the engine that has the least empties
   itself.
 """
@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence, Sized
 from typing import Protocol
 
-from megatron_async_rl.flow.engine_task import Asked, EngineSlot
+from megatron_async_rl.flow.engine_task import EngineSlot, PendingRequest
 from megatron_async_rl.samples.types import Request
 
 AFFINITY_LEAST = 8
@@ -35,8 +35,8 @@ GROUPS_REMEMBERED = 4096
 
 LaneKey = tuple[bool, int]
 """Training requests (else an evaluation's), and the version: lanes are served in this order."""
-Lane = OrderedDict[str, Asked]
-Batches = dict[int, list[Request]]
+Lane = OrderedDict[str, PendingRequest]
+RequestBatches = dict[int, list[Request]]
 """By engine."""
 
 
@@ -45,7 +45,7 @@ def capacity_of(places: int) -> int:
     return places + max(1, places // LOOKAHEAD)
 
 
-class Place(Protocol):
+class EngineCandidate(Protocol):
     """An engine that could take a request."""
 
     @property
@@ -63,7 +63,7 @@ class Router:
         self._slack = max(AFFINITY_LEAST, capacity // 16)
         self._last: OrderedDict[int, int] = OrderedDict()
 
-    def choose[P: Place](self, slots: Sequence[P], group: int, limit: int) -> P | None:
+    def choose[P: EngineCandidate](self, slots: Sequence[P], group: int, limit: int) -> P | None:
         """Null where none holds fewer than `limit`; of several that are as empty, the first.
         Remembers where the group went."""
         least = min(slots, key=lambda slot: len(slot.held), default=None)
@@ -87,10 +87,10 @@ class Lanes:
         self._router = Router(capacity)
         self._separate = separate
         self._lanes: dict[LaneKey, Lane] = {}
-        self._alone: dict[str, Asked] = {}
+        self._alone: dict[str, PendingRequest] = {}
         """Requests that wait for an engine of their own, in order."""
 
-    def add(self, asked: Asked, *, first: bool = False) -> None:
+    def add(self, asked: PendingRequest, *, first: bool = False) -> None:
         """`first`: before those that wait already."""
         if asked.alone:
             self._alone[asked.request.id] = asked
@@ -100,14 +100,14 @@ class Lanes:
         if first:
             lane.move_to_end(asked.request.id, last=False)
 
-    def forget(self, requests: Iterable[Asked]) -> None:
+    def forget(self, requests: Iterable[PendingRequest]) -> None:
         """Those of them that still wait, wait no longer."""
         for asked in requests:
             for lane in (*self._lanes.values(), self._alone):
                 if lane.get(asked.request.id) is asked:
                     del lane[asked.request.id]
 
-    def take_alone(self, group: int) -> list[Asked]:
+    def take_alone(self, group: int) -> list[PendingRequest]:
         """Removes the requests of a group that wait for an engine of their own; returns them."""
         taken = [one for one in self._alone.values() if one.request.group == group]
         self.forget(taken)
@@ -118,9 +118,9 @@ class Lanes:
         alone = sum(asked.answer is None for asked in self._alone.values())
         return alone + sum(len(lane) for (training, _), lane in self._lanes.items() if training)
 
-    def place(self, slots: Sequence[EngineSlot]) -> Batches:
+    def place(self, slots: Sequence[EngineSlot]) -> RequestBatches:
         """Gives engines what they have room for and may answer; each `held` has it from now on."""
-        batches: Batches = {}
+        batches: RequestBatches = {}
         reserved = self._place_alone(slots, batches)
         for key in sorted(self._lanes):
             lane = self._lanes[key]
@@ -140,7 +140,7 @@ class Lanes:
                 del self._lanes[key]
         return batches
 
-    def _place_alone(self, slots: Sequence[EngineSlot], batches: Batches) -> set[int]:
+    def _place_alone(self, slots: Sequence[EngineSlot], batches: RequestBatches) -> set[int]:
         """Indices of the engines that take nothing else: they have a request that runs alone, get
         one now, or empty themselves for one."""
         reserved = {

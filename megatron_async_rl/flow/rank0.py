@@ -26,9 +26,9 @@ from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.plug_in_code import code_digests
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow import buffer_file
-from megatron_async_rl.flow.batches import Batches, open_batches
-from megatron_async_rl.flow.colocated import DeviceTurns
-from megatron_async_rl.flow.copies import Fill
+from megatron_async_rl.flow.batches import BatchSource, open_batches
+from megatron_async_rl.flow.colocated import DevicePhases
+from megatron_async_rl.flow.copies import BufferRequest
 from megatron_async_rl.flow.evaluation import EvalResult, EvalSchedule, LossResult
 from megatron_async_rl.flow.spec import DataState, Handout
 from megatron_async_rl.flow.staleness import max_lag
@@ -51,7 +51,7 @@ from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.events import described
-from megatron_async_rl.weights.cuda_ipc import CudaIpc, Lending
+from megatron_async_rl.weights.cuda_ipc import CudaIpc, IpcBuckets
 from megatron_async_rl.weights.export import WeightExporter
 from megatron_async_rl.weights.manifest import BucketRef, Manifest
 from megatron_async_rl.weights.shards import WeightShards
@@ -70,7 +70,7 @@ class OtherRank:
         self.layout = layout
         self.version = 0
         self.schedule: EvalSchedule | None = None
-        self.turns = DeviceTurns("policy", "train")
+        self.turns = DevicePhases("policy", "train")
         """A policy is built, and a checkpoint loaded, with all of its memory."""
         self.memory: DeviceMemory | None = None
         """Of the policy, once that is built."""
@@ -86,7 +86,7 @@ class OtherRank:
         if self.config.rollout is not None:
             weights, layout = self.config.weights, self.layout
             if weights.transport == "cuda_ipc":
-                self._staging = Lending(CudaIpc(layout.device), layout)
+                self._staging = IpcBuckets(CudaIpc(layout.device), layout)
             else:
                 self._staging = Staging(carrier(weights.transport), layout)
             max_bytes = weights.bucket_mib * 2**20
@@ -138,7 +138,7 @@ class OtherRank:
         if self._makes_room:
             self.enter("waiting", "engines to sleep")
             self._meanwhile(self._until_asleep)
-            if isinstance(self._staging, Lending):
+            if isinstance(self._staging, IpcBuckets):
                 self._staging.give_back()
 
     def _until_asleep(self) -> None:
@@ -164,13 +164,13 @@ class OtherRank:
         if self._staging is not None and self._shards is not None:
             buckets, parts = self._shards.buckets, self._shards.parts()
             self._staged(self._staging.stage(self.version, buckets, parts, self._until_released))
-            if isinstance(self._staging, Lending):
+            if isinstance(self._staging, IpcBuckets):
                 self._meanwhile(self._until_loaded)
 
     def _meanwhile(self, wait: Callable[[], None]) -> None:
         """Collective: `wait` runs on rank 0, as in `Layout.from_rank_zero`; until it returns, all ranks
         fill the buckets of the weights that engines want."""
-        if not isinstance(self._staging, Lending):
+        if not isinstance(self._staging, IpcBuckets):
             self.layout.from_rank_zero(wait)
             return
         waiting = self._begin(wait)
@@ -182,11 +182,11 @@ class OtherRank:
         """On rank 0 `wait`, begun in a thread."""
         return Future()
 
-    def _next_fill(self, waiting: Future[None]) -> Fill | None:
+    def _next_fill(self, waiting: Future[None]) -> BufferRequest | None:
         """On rank 0."""
         return None
 
-    def _fill(self, staging: Lending, fill: Fill) -> BucketRef | None:
+    def _fill(self, staging: IpcBuckets, fill: BufferRequest) -> BucketRef | None:
         if fill.number is None:
             staging.give_back()
         elif fill.version == self.version and self._shards is not None:
@@ -309,7 +309,7 @@ class Rank0(OtherRank):
         self._timeline = Timeline(config.run.dir, "rank 0")
         self._log: MetricsLog | None = None
         self._eval_log: EvalLog | None = None
-        self._batches: Batches | None = None
+        self._batches: BatchSource | None = None
         self._code: dict[str, str] = {}
         """Digests of the Python files that the configuration names, as they were at the start."""
         self._handout: Handout | None = None
@@ -347,7 +347,7 @@ class Rank0(OtherRank):
         self._batches = open_batches(config, self.layout.device_type, position, self._gpus)
 
     @property
-    def _open(self) -> Batches:
+    def _open(self) -> BatchSource:
         assert self._batches is not None, "begin comes first"
         return self._batches
 
@@ -376,10 +376,10 @@ class Rank0(OtherRank):
         threading.Thread(target=work, name="wait", daemon=True).start()
         return waiting
 
-    def _next_fill(self, waiting: Future[None]) -> Fill | None:
+    def _next_fill(self, waiting: Future[None]) -> BufferRequest | None:
         return self._open.next_fill(waiting)
 
-    def _fill(self, staging: Lending, fill: Fill) -> BucketRef | None:
+    def _fill(self, staging: IpcBuckets, fill: BufferRequest) -> BucketRef | None:
         ref = super()._fill(staging, fill)
         self._open.filled(ref)
         return ref

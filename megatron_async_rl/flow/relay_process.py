@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import answer_of, name_this_process
 from megatron_async_rl.watchdog.logs import redirect_output
-from megatron_async_rl.weights.manifest import Copy, Manifest
+from megatron_async_rl.weights.manifest import Manifest, StagedCopy
 from megatron_async_rl.weights.relay_server import Address, RelayFailed, RelayServer
 from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 
@@ -45,7 +45,7 @@ class Relay(Protocol):
 
     where: str
 
-    async def fetch(self, version: int, manifest: Manifest) -> Copy: ...
+    async def fetch(self, version: int, manifest: Manifest) -> StagedCopy: ...
     async def alive(self) -> None:
         """Answers at once."""
 
@@ -62,14 +62,14 @@ class RelayActor:
         name_this_process(spec.name)
         watch.join(spec.name)
         remove_stale(SHARED_MEMORY)
-        from megatron_async_rl.weights.relay import Agent
+        from megatron_async_rl.weights.relay import WeightAgent
 
-        self._agent = Agent(address, silence_s=spec.silence_s)
+        self._agent = WeightAgent(address, silence_s=spec.silence_s)
 
     async def where(self) -> str:
         return socket.gethostname()
 
-    async def fetch(self, version: int, manifest: Manifest) -> Copy:
+    async def fetch(self, version: int, manifest: Manifest) -> StagedCopy:
         with watch.doing("work", f"fetching version {version}"):
             return await asyncio.to_thread(self._agent.fetch, version, manifest)
 
@@ -87,8 +87,8 @@ class RemoteRelay:
     actor: Any
     where: str = ""
 
-    async def fetch(self, version: int, manifest: Manifest) -> Copy:
-        copy: Copy = await self._call("fetch", version, manifest)
+    async def fetch(self, version: int, manifest: Manifest) -> StagedCopy:
+        copy: StagedCopy = await self._call("fetch", version, manifest)
         return copy
 
     async def alive(self) -> None:

@@ -55,7 +55,7 @@ class RelaySettings:
     with_engines: bool = False
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Where agents get versions from."""
 
     def stage(self, version: int, manifest: Manifest) -> None:
@@ -83,7 +83,7 @@ class Relays:
     def __init__(
         self,
         updates: WeightUpdates,
-        source: Source,
+        source: WeightSource,
         launch: Callable[[RelaySpec], Awaitable[Relay]],
         listener: RelayListener,
         settings: RelaySettings,

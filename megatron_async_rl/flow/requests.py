@@ -28,9 +28,9 @@ from typing import Protocol
 
 from megatron_async_rl.flow.engine_task import (
     LOSSES_BEFORE_ALONE,
-    Asked,
     EngineLost,
     EngineSlot,
+    PendingRequest,
 )
 from megatron_async_rl.flow.errors import EngineFailed, EngineMemoryOut, RequestGivenUp
 from megatron_async_rl.flow.lanes import Lanes
@@ -85,7 +85,7 @@ class Requests:
         self._listener = listener
         self._separate = separate
         self._lanes = Lanes(capacity, separate=separate)
-        self._evaluations: set[Asked] = set()
+        self._evaluations: set[PendingRequest] = set()
         self._emptied = Signal()
         self._moved_at = time.monotonic()
 
@@ -102,7 +102,7 @@ class Requests:
         room."""
         for request in requests:
             least = version if request.prefix is None else int(request.prefix.versions[-1])
-            self._lanes.add(Asked(request, max(version, least)))
+            self._lanes.add(PendingRequest(request, max(version, least)))
         self.dispatch()
 
     async def run(self, requests: Sequence[Request], version: int) -> list[SampleRow]:
@@ -117,7 +117,7 @@ class Requests:
         if all(slot.engine is None if self._separate else slot.dead for slot in peers):
             raise all_lost(slots, self._separate)
         answers = [asyncio.get_running_loop().create_future() for _ in requests]
-        evaluation = [Asked(*one) for one in zip(requests, repeat(version), answers)]
+        evaluation = [PendingRequest(*one) for one in zip(requests, repeat(version), answers)]
         self._evaluations.update(evaluation)
         try:
             for asked in evaluation:
@@ -219,7 +219,7 @@ class Requests:
             assert engine is not None
             self._engines.send(slots[index], partial(engine.submit, requests), "take requests")
 
-    def _ask_again(self, asked: Asked, aborted: Aborted) -> None:
+    def _ask_again(self, asked: PendingRequest, aborted: Aborted) -> None:
         if asked.answer is not None:
             if not asked.answer.done():
                 self._lanes.add(asked, first=True)
@@ -235,7 +235,7 @@ class Requests:
         if not slot.held:
             self._emptied.fire()
 
-    def _give_up(self, asked: Asked, reason: str) -> None:
+    def _give_up(self, asked: PendingRequest, reason: str) -> None:
         request = asked.request
         text = (
             f"request {request.id} (prompt {request.prompt.id}) is given up:"
@@ -249,7 +249,7 @@ class Requests:
         elif not asked.answer.done():
             asked.answer.set_exception(RequestGivenUp(text))
 
-    def _forget(self, evaluation: Sequence[Asked]) -> None:
+    def _forget(self, evaluation: Sequence[PendingRequest]) -> None:
         """Stops what has not been answered yet: nobody waits for it any more."""
         self._evaluations.difference_update(evaluation)
         for asked in evaluation:
@@ -259,7 +259,7 @@ class Requests:
         for slot in self._engines.slots:
             self._abort(slot, [one for one in evaluation if slot.held.get(one.request.id) is one])
 
-    def _abort(self, slot: EngineSlot, held: Iterable[Asked]) -> None:
+    def _abort(self, slot: EngineSlot, held: Iterable[PendingRequest]) -> None:
         ids, engine = [asked.request.id for asked in held], slot.engine
         if engine is not None and ids:
             slot.aborting.update(ids)

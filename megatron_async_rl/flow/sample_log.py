@@ -50,7 +50,7 @@ from megatron_async_rl.samples.segments import (
     FOLDER,
     OUTCOMES,
     TABLES,
-    Outcome,
+    SampleOutcome,
     file_of,
     gaps_in,
     is_new,
@@ -74,8 +74,8 @@ QUEUED = 100_000
 ROWS, TOKENS = 256, 2**18
 """Limits of one record batch: the thread holds the interpreter only for so long."""
 
-Item = Callable[[], None]
-OutcomeRow = tuple[int, int, str | None, float | None, Outcome, int, str | None]
+LogWrite = Callable[[], None]
+OutcomeRow = tuple[int, int, str | None, float | None, SampleOutcome, int, str | None]
 """Row of OUTCOMES."""
 
 
@@ -139,7 +139,7 @@ class SampleLogWriter(SampleLog):
         self._keep = settings.keep_mib * 2**20
         self._segment_size = settings.segment_mib * 2**20
         self._schema = SCHEMA if settings.experts else LOGGED
-        self._queue: deque[Item] = deque()
+        self._queue: deque[LogWrite] = deque()
         self._wake, self._closing = threading.Event(), False
         self._thread = threading.Thread(target=self._write_on, name="sample log", daemon=True)
 
@@ -147,7 +147,7 @@ class SampleLogWriter(SampleLog):
         self._samples: list[SampleRow] = []
         self._outcomes: list[OutcomeRow] = []
         self._tokens = 0
-        self._segment: _Segment | None = None
+        self._segment: _SampleLogSegment | None = None
         self._evaluated_before = set[int]()
         self._retry_at: float | None = None
         self._noted = False
@@ -213,7 +213,7 @@ class SampleLogWriter(SampleLog):
         if self._thread.is_alive():
             self._thread.join(CHECKPOINT_WAIT_S)
 
-    def _put(self, item: Item, *, rows: int = 0) -> None:
+    def _put(self, item: LogWrite, *, rows: int = 0) -> None:
         """`rows`: what is lost where there is no place left; 0: there always is."""
         if rows == 0 or len(self._queue) < QUEUED:
             self._queue.append(item)
@@ -223,7 +223,7 @@ class SampleLogWriter(SampleLog):
             self._wake.set()
 
     def _put_outcomes(
-        self, subjects: Iterable[_Subject], outcome: Outcome, step: int, reason: str | None
+        self, subjects: Iterable[_Subject], outcome: SampleOutcome, step: int, reason: str | None
     ) -> None:
         rows: list[OutcomeRow] = [
             (seq, group, name, finished_at, outcome, step, reason)
@@ -404,7 +404,7 @@ class SampleLogWriter(SampleLog):
         except OSError as error:
             self._failed(error, 0)
 
-    def _close_segment(self, segment: _Segment) -> None:
+    def _close_segment(self, segment: _SampleLogSegment) -> None:
         mark = segment.mark(closed=True)
         segment.close()
         self._segment = None
@@ -417,7 +417,7 @@ class SampleLogWriter(SampleLog):
         write_file(self._run_dir / MARK_FILE, mark.text())
         self._mark = mark
 
-    def _next_segment(self) -> _Segment:
+    def _next_segment(self) -> _SampleLogSegment:
         """A new one, after the oldest have made room for it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._finish_open()  # what could not be closed before
@@ -430,7 +430,7 @@ class SampleLogWriter(SampleLog):
                     path.unlink(missing_ok=True)
             del sizes[old.pop(0)]
         self._highest = max(self._highest, old[-1] if old else -1) + 1
-        return _Segment(self._folder, self._highest, self._schema)
+        return _SampleLogSegment(self._folder, self._highest, self._schema)
 
     def _failed(self, error: Exception, lost: int) -> None:
         """Closes the present segment after its last whole batch, and tries again later."""
@@ -487,7 +487,7 @@ def _subject(sample: SampleRow) -> _Subject:
     return int(name.rpartition("-")[0]), name, sample.finished_at
 
 
-class _Segment:
+class _SampleLogSegment:
     """The two files that are being written."""
 
     def __init__(self, folder: Path, number: int, schema: pa.Schema) -> None:

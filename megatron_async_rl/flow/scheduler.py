@@ -24,14 +24,14 @@ from dataclasses import replace
 
 from megatron_async_rl.config.flow import ExactLag, Replay, Windowed
 from megatron_async_rl.config.schema import FlowConfig
-from megatron_async_rl.flow.buffer import EMPTY, Buffer, Group, GroupState, restorable
+from megatron_async_rl.flow.buffer import EMPTY, Buffer, GroupState, SampleGroup, restorable
 from megatron_async_rl.flow.group_table import GroupTable, OnDropped, OnGroupDropped
 from megatron_async_rl.flow.selection import ReplayStore, oldest_first, windowed
 from megatron_async_rl.flow.staleness import admitted_limit, check_lags, deadline
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Aborted, Prompt, Request
 
-Place = tuple[int, Prompt]
+NumberedPrompt = tuple[int, Prompt]
 """A group's number and its prompt."""
 
 
@@ -58,7 +58,7 @@ class Scheduler:
         self._base = 0
         self._version: int | None = None
         self._next_index = 0
-        self._pending: deque[Place] = deque()
+        self._pending: deque[NumberedPrompt] = deque()
         self._table = GroupTable(flow, on_dropped, on_group_dropped, scored_whole=scored_whole)
         self._limit = 0
         self._worth_at = 0
@@ -82,7 +82,7 @@ class Scheduler:
         self,
         version: int,
         next_index: int = 0,
-        pending: Sequence[Place] = (),
+        pending: Sequence[NumberedPrompt] = (),
         buffer: Buffer = EMPTY,
         oldest: int = 0,
     ) -> list[tuple[Request, int]]:
@@ -172,7 +172,7 @@ class Scheduler:
         """Takes in a response of `group`."""
         self._table.on_sample(sample, group)
 
-    def unscored(self, group: int) -> Group | None:
+    def unscored(self, group: int) -> SampleGroup | None:
         """`group`, where it has all its responses and waits for its reward."""
         return self._table.unscored(group)
 
@@ -202,7 +202,7 @@ class Scheduler:
         """The version that the next batch trains."""
         return self._base + self._table.counts["consumed"] // self._flow.prompts_per_step
 
-    def take(self, version: int) -> tuple[Group, ...] | None:
+    def take(self, version: int) -> tuple[SampleGroup, ...] | None:
         """The groups, in admission order, of the batch that trains `version`, the trainer's; null while it has to wait.
 
         Raises ValueError for another batch than the next, StalenessViolated should a sample break
@@ -268,7 +268,7 @@ class Scheduler:
             return windowed(groups, count, version, selection.window)
         return oldest_first(groups, count)
 
-    def _consume(self, taken: Sequence[GroupState], version: int) -> tuple[Group, ...]:
+    def _consume(self, taken: Sequence[GroupState], version: int) -> tuple[SampleGroup, ...]:
         groups = tuple(entry.group() for entry in taken)
         every = (sample for group in groups for sample in group.samples)
         check_lags(every, version, self._flow, self._first_versions, self._fresh_steps)
@@ -280,7 +280,7 @@ class Scheduler:
 
     # What is where
 
-    def pending(self) -> list[Place]:
+    def pending(self) -> list[NumberedPrompt]:
         """GroupState and not consumed, oldest first: what a resume has to ask again."""
         own = [(entry.index, entry.prompt) for entry in self._table.waiting()]
         return sorted([*own, *self._pending], key=lambda place: place[0])
@@ -300,7 +300,7 @@ class Scheduler:
         """Groups that are neither consumed nor dropped, oldest first."""
         return sorted(entry.index for entry in self._table.waiting())
 
-    def running(self) -> list[Place]:
+    def running(self) -> list[NumberedPrompt]:
         """Groups whose responses have not all come, oldest first."""
         return [(entry.index, entry.prompt) for entry in self._table.running()]
 

@@ -24,7 +24,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_async_rl.config.flow import Replay
-from megatron_async_rl.flow.buffer import Group
+from megatron_async_rl.flow.buffer import SampleGroup
 from megatron_async_rl.flow.staleness import as_written
 from megatron_async_rl.samples.rows import SampleRow, gathered, rows_of
 from megatron_async_rl.samples.types import Prompt
@@ -86,8 +86,8 @@ class ReplayStore:
         self._stored: dict[str, tuple[Prompt, OrderedDict[bytes, SampleRow]]] = {}
 
     def exchange(
-        self, arrived: Sequence[Group], version: int, group_size: int
-    ) -> tuple[tuple[Group, ...], int]:
+        self, arrived: Sequence[SampleGroup], version: int, group_size: int
+    ) -> tuple[tuple[SampleGroup, ...], int]:
         """Stores `arrived`; returns what trains `version`, as many groups, and how many stored
         responses are among it.
 
@@ -131,7 +131,7 @@ class ReplayStore:
 
     def _draw(
         self, prompt: str, index: int, version: int, count: int, chance: np.random.Generator
-    ) -> Group:
+    ) -> SampleGroup:
         asked, stored = self._stored[prompt]
         samples = list(stored.values())
         scores = self._settings.inverse_temperature * np.array(
@@ -143,4 +143,4 @@ class ReplayStore:
             samples[which].renamed(f"{samples[which].id}@{version}.{index}-{k}")
             for k, which in enumerate(drawn)
         ]
-        return Group(index, asked, tuple(own))
+        return SampleGroup(index, asked, tuple(own))

@@ -20,7 +20,7 @@ from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.samples.types import Prompt
 
 
-class Source(Protocol):
+class PromptProvider(Protocol):
     """Where training prompts come from (data.PromptSource)."""
 
     def next(self) -> Prompt: ...

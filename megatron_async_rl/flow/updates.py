@@ -24,10 +24,17 @@ from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterat
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from megatron_async_rl.flow.copies import Copies, Fill, LentBuckets, Reader, Staged, Transfer
+from megatron_async_rl.flow.copies import (
+    BufferRequest,
+    IpcBucketQueue,
+    Staged,
+    Transfer,
+    VersionCopies,
+    VersionReader,
+)
 from megatron_async_rl.flow.errors import FlowError
 from megatron_async_rl.rollout.spec import HERE
-from megatron_async_rl.weights.manifest import BucketRef, Copy, Manifest
+from megatron_async_rl.weights.manifest import BucketRef, Manifest, StagedCopy
 
 
 class Signal:
@@ -59,7 +66,7 @@ async def cancel_all(works: Iterable[asyncio.Future[Any]]) -> None:
 class WeightUpdates:
     """`engines`: all there are. `max_paused`: share of the serving engines."""
 
-    def __init__(self, engines: Callable[[], Iterable[Reader]], max_paused: float) -> None:
+    def __init__(self, engines: Callable[[], Iterable[VersionReader]], max_paused: float) -> None:
         self._engines = engines
         self._max_paused = max_paused
         self._wanted: dict[int, Staged] = {}
@@ -72,9 +79,9 @@ class WeightUpdates:
         self._policy_has_devices = False
         self._halted: BaseException | None = None
         self._changed = Signal()
-        self._lent: LentBuckets | None = None
+        self._lent: IpcBucketQueue | None = None
         """Buckets of the newest version, where that is lent."""
-        self.copies = Copies()
+        self.copies = VersionCopies()
         self.newest: Staged | None = None
         self.last: Transfer | None = None
         """The newest version that an engine has loaded; none before the first."""
@@ -88,7 +95,7 @@ class WeightUpdates:
                 " grow"
             )
         self.newest = Staged(version=version, manifest=manifest, at=time.monotonic())
-        self._lent = LentBuckets(version, len(manifest.buckets)) if manifest.lent else None
+        self._lent = IpcBucketQueue(version, len(manifest.buckets)) if manifest.lent else None
         self._policy_has_devices = False
         self._changed.fire()
 
@@ -149,7 +156,7 @@ class WeightUpdates:
         self._changed.fire()
 
     @asynccontextmanager
-    async def loading(self, engine: Reader) -> AsyncIterator[Staged]:
+    async def loading(self, engine: VersionReader) -> AsyncIterator[Staged]:
         """Waits until there is something to load for `engine`, and its turn; the body loads it."""
         await self._changed.until(lambda: self._may_load(engine))
         staged = self._target(engine)
@@ -169,7 +176,7 @@ class WeightUpdates:
             self._paused.discard(engine.index)
             self._changed.fire()
 
-    def _target(self, engine: Reader) -> Staged | None:
+    def _target(self, engine: VersionReader) -> Staged | None:
         """The version it can load, from its machine's memory."""
         aim, machine = self._aim(engine), engine.machine
         if aim is None or machine == HERE:
@@ -179,12 +186,12 @@ class WeightUpdates:
         copy = self.copies.newest(machine)
         return copy if copy is not None and copy.version > engine.version else None
 
-    def _aim(self, engine: Reader) -> Staged | None:
+    def _aim(self, engine: VersionReader) -> Staged | None:
         """The version it is to load."""
         staged = self._wanted.get(engine.index) if engine.evaluates else self.newest
         return staged if staged is not None and staged.version > engine.version else None
 
-    def _may_load(self, engine: Reader) -> bool:
+    def _may_load(self, engine: VersionReader) -> bool:
         starts = self._lent is not None and self._starting > 0
         held_back = self._halted is not None or self._policy_has_devices or starts
         if held_back or self._target(engine) is None:
@@ -253,7 +260,7 @@ class WeightUpdates:
             self.copies.end(machine)
             self._changed.fire()
 
-    def arrived(self, machine: str, staged: Staged, copy: Copy) -> None:
+    def arrived(self, machine: str, staged: Staged, copy: StagedCopy) -> None:
         """The version that was being sent is there."""
         self.copies.add(machine, staged, copy)
         self._changed.fire()
@@ -356,12 +363,12 @@ class WeightUpdates:
             self._lent.leave(engine)
         self._changed.fire()
 
-    async def next_fill(self, done: BucketRef | None) -> Fill:
+    async def next_fill(self, done: BucketRef | None) -> BufferRequest:
         """Returns what the ranks are to do next; `done`: where they put the bucket that they were to fill."""
         if self._lent is not None:
             self._lent.filled(done)
             self._changed.fire()
-        found: list[Fill] = []
+        found: list[BufferRequest] = []
 
         def wanted() -> bool:
             found.extend(fill for fill in (self._lent and self._lent.next_fill(),) if fill)

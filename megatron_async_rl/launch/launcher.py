@@ -117,7 +117,7 @@ def launch(
             )
         start = rendezvous(nodes, config, start_s, peers)
         peers.close()
-        ranks = Ranks(config, nodes, peers.address, start, rank_environment, folder, lock)
+        ranks = LocalRanks(config, nodes, peers.address, start, rank_environment, folder, lock)
         exit_code = _run(ranks, console, start_s)
     if exit_code == 0:
         ended = read_status(run_dir)
@@ -190,7 +190,7 @@ def already_finished(config: Config, console: Console) -> bool:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class LocalRanks:
     """Start of this machine's ranks. `address`: of node 0. `lock`: a descriptor that
     torchrun holds, too, so that the directory is taken for as long as there are ranks."""
 
@@ -208,7 +208,7 @@ class Ranks:
         return self.config.run.dir / "logs" / name
 
 
-def _run(ranks: Ranks, console: Console, start_s: float) -> int:
+def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
     """From the start of the ranks to the end of the last process."""
     config, nodes = ranks.config, ranks.nodes
     run_dir, run_id = config.run.dir, uuid.uuid4().hex  # each machine ends its own processes
@@ -284,7 +284,7 @@ def _name(number: int) -> str:
 
 
 def _record_end(
-    ranks: Ranks,
+    ranks: LocalRanks,
     exit_code: int,
     earlier: Status | None,
     error: BaseException | None,
@@ -356,7 +356,7 @@ def environment_of_ranks(
     return environment
 
 
-def _start_ranks(ranks: Ranks, run_id: str) -> subprocess.Popen[bytes]:
+def _start_ranks(ranks: LocalRanks, run_id: str) -> subprocess.Popen[bytes]:
     config, nodes = ranks.config, ranks.nodes
     command = [
         sys.executable,

@@ -125,7 +125,7 @@ class PeerNodes:
         self._listener = _listen(nodes, self.address) if first else None
         self._ranks: socket.socket | None = None
         """Listens where the ranks of this node will, for others to try the address."""
-        self._connections: list[_Connection] = []
+        self._connections: list[_PeerConnection] = []
         self._unreached = ""
         self._untold = nodes.count - 1 if nodes.rank == 0 else 1
 
@@ -150,7 +150,7 @@ class PeerNodes:
         """On a node other than 0, with node 0 there: returns once each of the two has reached the
         address of the other's ranks. Raises NodesError, Unreached where node 0 hears nothing."""
         deadline, connect_by = time.monotonic() + timeout_s, time.monotonic() + REACH_S
-        greeted: _Connection | None = None
+        greeted: _PeerConnection | None = None
         while True:
             self._reach()
             for connection in self._connections:
@@ -199,7 +199,7 @@ class PeerNodes:
                 listener.close()
         self._listener, self._ranks, self._untold = None, None, 0
 
-    def _hello(self, connection: _Connection) -> bytes:
+    def _hello(self, connection: _PeerConnection) -> bytes:
         """Where the ranks of this node will listen; by which interface it reaches the other."""
         if self._ranks is None:
             address = rank_address()
@@ -241,13 +241,13 @@ class PeerNodes:
         try:
             if self._listener is not None:
                 while True:
-                    self._connections.append(_Connection(self._listener.accept()[0]))
+                    self._connections.append(_PeerConnection(self._listener.accept()[0]))
                     if len(self._connections) > STRANGERS + self._nodes.count:
                         # A node whose connection this was calls again.
                         self._connections.pop(0).close()
             elif self._nodes.rank > 0 and not self._connections:
                 self._connections.append(
-                    _Connection(
+                    _PeerConnection(
                         socket.create_connection((self._nodes.host, self._nodes.port), CONNECT_S)
                     )
                 )
@@ -255,7 +255,7 @@ class PeerNodes:
             self._unreached = str(error)
 
 
-class _Connection:
+class _PeerConnection:
     """A connection, read without waiting."""
 
     def __init__(self, connection: socket.socket) -> None:

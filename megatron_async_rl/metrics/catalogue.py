@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Literal
 
-Kind = Literal["number", "total", "counts", "doubling counts", "per engine"]
+MetricKind = Literal["number", "total", "counts", "doubling counts", "per engine"]
 """`number`: a float or an integer; `total`: one that only grows until the process starts again;
 `counts`: a list of integers, one per bin from 0; `doubling counts`: the same, bin i for values from
 2^i up to, and not including, 2^(i + 1); `per engine`: a list of numbers, the first for engine 0."""
@@ -24,7 +24,7 @@ OverSteps = Literal["mean", "sum", "largest", "first", "last"]
 """Number of a batch from those of its optimizer steps, where objective.minibatches x
 objective.epochs make several."""
 
-_EXPECTED: Mapping[Kind, str] = {
+_EXPECTED: Mapping[MetricKind, str] = {
     "number": "a number",
     "total": "a number",
     "counts": "a list of integers",
@@ -41,7 +41,7 @@ class MetricsError(Exception):
 class Metric:
     unit: str
     meaning: str
-    kind: Kind = "number"
+    kind: MetricKind = "number"
     steps: OverSteps = "mean"
 
     @property

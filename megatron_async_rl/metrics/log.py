@@ -60,7 +60,7 @@ CHECKED_BYTES = 4096
 SCALARS = frozenset({"number", "total"})
 """Kinds of metrics that are one number."""
 
-Row = dict[str, Value]
+MetricRow = dict[str, Value]
 """One line as it is read: `step`, `version`, `time` and the keys of the catalogue; a value that was
 not finite is a float again."""
 
@@ -258,7 +258,7 @@ def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         yield 0, tail
 
 
-def number(row: Row, key: str) -> float | None:
+def number(row: MetricRow, key: str) -> float | None:
     """The number under `key`; None where the row has none."""
     value = row.get(key)
     return value if isinstance(value, int | float) else None
@@ -334,7 +334,7 @@ class GrowingFile:
 
 @dataclass(frozen=True)
 class NewRows:
-    rows: list[Row]
+    rows: list[MetricRow]
     restarted: bool
     """True: forget every row read before."""
 
@@ -359,7 +359,7 @@ class MetricsReader:
 
         Raises UserError, with file and line, for a whole line that is not an object with a step.
         """
-        rows: list[Row] = []
+        rows: list[MetricRow] = []
         restarted = False
         for news in self.blocks():
             if news.restarted:
@@ -381,9 +381,9 @@ class MetricsReader:
             if not lines:
                 return
 
-    def _row(self, line: bytes, place: int) -> Row:
+    def _row(self, line: bytes, place: int) -> MetricRow:
         try:
-            row: Row = json.loads(line)
+            row: MetricRow = json.loads(line)
             # Most values are numbers as they stand; a long run has millions of them.
             others = [
                 (key, value)
@@ -426,13 +426,13 @@ class MetricsReader:
         return _read(name, value, metric)
 
 
-def read_metrics(run_dir: Path) -> list[Row]:
+def read_metrics(run_dir: Path) -> list[MetricRow]:
     """Every row of a run, in order of steps; empty when nothing was logged. For runs of some thousand
     steps."""
     return MetricsReader(run_dir).new_rows().rows
 
 
-def read_newest(run_dir: Path, count: int) -> list[Row]:
+def read_newest(run_dir: Path, count: int) -> list[MetricRow]:
     """The last `count` rows of a run, in order of steps. Reads the end of the file alone. Raises
     UserError."""
     path = run_dir / FILE

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_async_rl.objectives.aggregate import Denominators, aggregate
 from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
-from megatron_async_rl.objectives.method import Column
+from megatron_async_rl.objectives.method import TokenColumn
 from megatron_async_rl.objectives.off_policy import (
     columns_for_proximal,
     proximal_logp,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from megatron_async_rl.config.objective import ObjectiveConfig
 
 
-MOVING: frozenset[Column] = frozenset({"logp", "sum_p_squared"})
+MOVING: frozenset[TokenColumn] = frozenset({"logp", "sum_p_squared"})
 """Columns of the weights in training that an optimizer step changes. `values` stay those that the
 batch began with: value clipping is from there."""
 
@@ -207,16 +207,16 @@ class Objective:
             )
         return batch.replace(weights=detached.weights)
 
-    def _of_a_step(self) -> set[Column]:
+    def _of_a_step(self) -> set[TokenColumn]:
         """Columns that corrections and loss read, besides the proximal policy's."""
-        wanted: set[Column] = set(self._loss.needs(self.config.loss))
+        wanted: set[TokenColumn] = set(self._loss.needs(self.config.loss))
         if self._correct_whole:
             wanted.update(*(method.needs(c) for method, c in self._corrections))
         return wanted
 
-    def _needs(self) -> frozenset[Column]:
+    def _needs(self) -> frozenset[TokenColumn]:
         config = self.config
-        wanted: set[Column] = {*self._advantage.needs(config.advantage), *self._of_a_step()}
+        wanted: set[TokenColumn] = {*self._advantage.needs(config.advantage), *self._of_a_step()}
         if self._correct_whole:
             wanted.add("logp_prox")
         if config.kl is not None:

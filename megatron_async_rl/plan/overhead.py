@@ -23,11 +23,11 @@ WORKSPACE_BYTES = GIB // 4
 GRAPH_BYTES = 5 * GIB // 4
 """CUDA graphs and lasting buffers of an engine."""
 
-Parts = tuple[tuple[str, int], ...]
+OverheadParts = tuple[tuple[str, int], ...]
 """(what, bytes) of each."""
 
 
-def of_rank(config: Config) -> Parts:
+def of_rank(config: Config) -> OverheadParts:
     """Parts of the GPU of a trainer rank. A world of one has no communicator."""
     several = config.policy.parallel.ranks > 1
     return (
@@ -37,7 +37,7 @@ def of_rank(config: Config) -> Parts:
     )
 
 
-def of_engine(rollout: RolloutConfig) -> Parts:
+def of_engine(rollout: RolloutConfig) -> OverheadParts:
     """Parts of each GPU of an engine, outside its share."""
     return (
         ("the engine's CUDA context", CONTEXT_BYTES),
@@ -45,7 +45,7 @@ def of_engine(rollout: RolloutConfig) -> Parts:
     )
 
 
-def of_sleeping_engine(rollout: RolloutConfig) -> Parts:
+def of_sleeping_engine(rollout: RolloutConfig) -> OverheadParts:
     """Parts of each GPU of an engine that sleeps, or has woken nothing but its weights."""
     eager = bool(rollout.vllm.get("enforce_eager"))
     return (*of_engine(rollout), ("the engine's CUDA graphs", GRAPH_BYTES * (not eager)))

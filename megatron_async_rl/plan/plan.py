@@ -16,7 +16,7 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.colocated import Phase
 from megatron_async_rl.plan.batch import (
     Batch,
-    Lengths,
+    PromptLengths,
     batch_of,
     batch_problems,
     context_problems,
@@ -33,7 +33,7 @@ from megatron_async_rl.plan.host import HostMemory, host_memory, host_problems
 from megatron_async_rl.plan.layers import fp8_problems, fp8_warnings
 from megatron_async_rl.plan.layout import (
     Device,
-    Process,
+    PlannedProcess,
     by_node,
     device_of,
     engines_elsewhere,
@@ -58,11 +58,11 @@ from megatron_async_rl.rollout.cluster import ELSEWHERE
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunPlan:
     device: Device
     layers: ChosenLayers | None
     """Null where they, or the model, cannot be had."""
-    processes: tuple[Process, ...]
+    processes: tuple[PlannedProcess, ...]
     nodes: tuple[tuple[str, str], ...]
     """Machines of several, and what is on each."""
     batch: Batch | None
@@ -92,10 +92,10 @@ def make_plan(
     machine: Machine,
     shape: ModelShape | None,
     *,
-    lengths: Lengths | None = None,
+    lengths: PromptLengths | None = None,
     problems: Sequence[Problem] = (),
     sources: Sequence[TrainingSource] = (),
-) -> Plan:
+) -> RunPlan:
     """`shape`: null when the model directory is in fault. `problems`: what was found outside the
     config, kept first. `sources`: of the training data, as far as they are here."""
     found = [
@@ -174,7 +174,7 @@ def make_plan(
     sums = None
     if shape is not None and batch is not None:
         sums = totals(config, machine, device, shape, batch, sources)
-    return Plan(
+    return RunPlan(
         device=device,
         layers=layers,
         processes=processes(config, device, machine),

@@ -45,11 +45,11 @@ from megatron_async_rl.data import (
 from megatron_async_rl.data.files import count_rows, data_files
 from megatron_async_rl.data.hub import name_of, parse
 from megatron_async_rl.metrics.trackers import identity_problems, lacking
-from megatron_async_rl.plan.batch import Lengths, context_limit
+from megatron_async_rl.plan.batch import PromptLengths, context_limit
 from megatron_async_rl.plan.layout import device_of
 from megatron_async_rl.plan.machine import Machine, this_machine
 from megatron_async_rl.plan.model_files import ModelShape, published_shape, read_model
-from megatron_async_rl.plan.plan import Plan, make_plan
+from megatron_async_rl.plan.plan import RunPlan, make_plan
 from megatron_async_rl.plan.resume import checkpoint_notes, checkpoint_problems, data_problems
 from megatron_async_rl.plan.totals import TrainingSource
 from megatron_async_rl.policy.digested_folder import require_export
@@ -58,7 +58,7 @@ from megatron_async_rl.rollout.environments import EnvironmentRefused, load_fact
 from megatron_async_rl.rollout.environments.built_in import prompt_tokenizer
 from megatron_async_rl.rollout.environments.chat import follow_ups
 from megatron_async_rl.rollout.environments.conversation import failures
-from megatron_async_rl.rollout.rewards.registry import Item, RewardError
+from megatron_async_rl.rollout.rewards.registry import RewardError, RewardItem
 from megatron_async_rl.rollout.scoring import (
     Scorer,
     WorkerStartError,
@@ -92,7 +92,7 @@ def preflight(
     all_data: bool,
     machine: Machine | None = None,
     without_model: bool = False,
-) -> Plan:
+) -> RunPlan:
     """The plan of `config` on `machine` (default: this one), with every problem that was found, all
     at once. `without_model`: a published model need not be here, as its sizes are known; what it
     alone could tell is then not checked."""
@@ -111,7 +111,7 @@ def preflight(
         elsewhere, problems = problems, []
     files_elsewhere = machine.described or published is not None
     tokenizer: Tokenizer | None = None
-    lengths: Lengths | None = None
+    lengths: PromptLengths | None = None
     if shape is not None and published is None and not problems:
         try:
             tokenizer = prompt_tokenizer(config.model.path, config)
@@ -317,12 +317,12 @@ def _rendered_for_an_agent(config: Config) -> list[str]:
     ]
 
 
-def _longer(known: Lengths | None, prompts: Sequence[Prompt]) -> Lengths:
+def _longer(known: PromptLengths | None, prompts: Sequence[Prompt]) -> PromptLengths:
     """Lengths of both files together; the mean is the first file's, which is the one trained on."""
     counts = [len(prompt.token_ids) for prompt in prompts]
     if known is not None:
         return replace(known, longest=max(known.longest, *counts))
-    return Lengths(longest=max(counts), mean=sum(counts) / len(counts), prompts=len(counts))
+    return PromptLengths(longest=max(counts), mean=sum(counts) / len(counts), prompts=len(counts))
 
 
 def _more_entries(tokenizer: Tokenizer | None, shape: ModelShape | None) -> list[str]:
@@ -449,7 +449,7 @@ async def _first_error(scorer: Scorer, prompts: Sequence[Prompt]) -> str | None:
     for prompt in prompts:
         if not scorer.scores(prompt):
             return None
-        items = [Item(prompt, MADE_UP_RESPONSE)] * (2 if scorer.per == "group" else 1)
+        items = [RewardItem(prompt, MADE_UP_RESPONSE)] * (2 if scorer.per == "group" else 1)
         try:
             scored, *_ = await asyncio.wait_for(scorer.score_all(items), PATIENCE_S)
         except TimeoutError:

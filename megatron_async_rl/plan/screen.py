@@ -24,9 +24,9 @@ from megatron_async_rl.plan.estimate import Overlap, run_ahead
 from megatron_async_rl.plan.fit import lent_bytes, shared_memory, shm_size, twin_bytes
 from megatron_async_rl.plan.layout import number_of
 from megatron_async_rl.plan.machine import GIB, MIB, Machine
-from megatron_async_rl.plan.overhead import Parts, of_engine, of_rank, of_sleeping_engine
-from megatron_async_rl.plan.plan import Plan
-from megatron_async_rl.report.summary import Rates, measure, update_per_lr
+from megatron_async_rl.plan.overhead import OverheadParts, of_engine, of_rank, of_sleeping_engine
+from megatron_async_rl.plan.plan import RunPlan
+from megatron_async_rl.report.summary import MeasuredRates, measure, update_per_lr
 
 PROCESSES_SHOWN = 16
 STAGES_SHOWN = 5
@@ -39,7 +39,7 @@ MEASURED_STEPS = 2000
 
 
 def show_plan(
-    plan: Plan,
+    plan: RunPlan,
     config: Config,
     machine: Machine,
     console: Console,
@@ -87,7 +87,7 @@ def show_plan(
     _print(console, _verdict(plan, machine, refused))
 
 
-def _verdict(plan: Plan, machine: Machine, refused: Sequence[str]) -> Text:
+def _verdict(plan: RunPlan, machine: Machine, refused: Sequence[str]) -> Text:
     """One line: whether the config can run, and what was not checked."""
     if refused:
         what = f"fits, but `mar train` would refuse this run.dir: {'; '.join(refused)}"
@@ -117,7 +117,7 @@ def _verdict(plan: Plan, machine: Machine, refused: Sequence[str]) -> Text:
     return Text.assemble(("verdict: ", "bold"), (what, "green"))
 
 
-def _show_memory(plan: Plan, config: Config, machine: Machine, console: Console) -> None:
+def _show_memory(plan: RunPlan, config: Config, machine: Machine, console: Console) -> None:
     if plan.ranks:
         _heading(console, "memory of each rank")
         console.print(_rank_memory(plan, config))
@@ -152,7 +152,7 @@ def _show_memory(plan: Plan, config: Config, machine: Machine, console: Console)
 
 
 def _show_speed(
-    plan: Plan, config: Config, console: Console, measured_in: Path | None
+    plan: RunPlan, config: Config, console: Console, measured_in: Path | None
 ) -> float | None:
     """Print staleness and the time of a step; return the seconds of a step, null where they are not
     known."""
@@ -312,7 +312,7 @@ def _selection(config: Config) -> str:
             return "oldest_first: groups train in the order they were admitted"
 
 
-def overlap_of(config: Config, rates: Rates, run_dir: Path) -> Overlap:
+def overlap_of(config: Config, rates: MeasuredRates, run_dir: Path) -> Overlap:
     """Apply the rates of the run in `run_dir` to this config: more samples take longer in
     proportion, on either side."""
     assert config.rollout is not None
@@ -334,7 +334,7 @@ def _more_samples(config: Config, run_dir: Path) -> float:
     return planned["samples"] / measured["samples"] if measured else 1.0
 
 
-def expected_overlap(config: Config, rates: Rates, run_dir: Path) -> str:
+def expected_overlap(config: Config, rates: MeasuredRates, run_dir: Path) -> str:
     """Lines for a screen on `overlap_of`, and where its rates come from."""
     measured, planned = run_sizes(run_dir), sizes_of(config.model_dump(mode="json"))
     factor = _more_samples(config, run_dir)
@@ -408,7 +408,7 @@ def _print(console: Console, text: str | Text) -> None:
         console.print(shown, markup=False, highlight=False, soft_wrap=True)
 
 
-def _processes(plan: Plan) -> Table:
+def _processes(plan: RunPlan) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("process", "what", "on"):
         table.add_column(column)
@@ -419,7 +419,7 @@ def _processes(plan: Plan) -> Table:
     return table
 
 
-def _nodes(plan: Plan) -> Table:
+def _nodes(plan: RunPlan) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("machine", "what it has"):
         table.add_column(column)
@@ -432,7 +432,7 @@ def _nodes(plan: Plan) -> Table:
     return table
 
 
-def _batch(plan: Plan, config: Config) -> str:
+def _batch(plan: RunPlan, config: Config) -> str:
     batch, flow = plan.batch, config.flow
     assert batch is not None
     return (
@@ -445,7 +445,7 @@ def _batch(plan: Plan, config: Config) -> str:
     )
 
 
-def _routed(plan: Plan) -> str:
+def _routed(plan: RunPlan) -> str:
     if not plan.routed_bytes or plan.batch is None:
         return ""
     most = plan.routed_bytes * plan.batch.longest * plan.batch.samples
@@ -469,7 +469,7 @@ def _steps(config: Config) -> str:
     )
 
 
-def _rank_memory(plan: Plan, config: Config) -> Table:
+def _rank_memory(plan: RunPlan, config: Config) -> Table:
     """A column for each pipeline stage; of many stages those at both ends, which hold most."""
     ranks = list(plan.ranks)
     left_out = len(ranks) - STAGES_SHOWN
@@ -506,7 +506,7 @@ def _rank_memory(plan: Plan, config: Config) -> Table:
     return table
 
 
-def _host_memory(plan: Plan, machine: Machine) -> Table:
+def _host_memory(plan: RunPlan, machine: Machine) -> Table:
     """A column for each kind of machine; of many kinds the first ones."""
     hosts = plan.hosts[:STAGES_SHOWN]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -544,13 +544,13 @@ def _overhead(config: Config) -> str:
     return "\n".join(lines)
 
 
-def _shown(parts: Parts) -> str:
+def _shown(parts: OverheadParts) -> str:
     total = sum(count for _, count in parts)
     named = ", ".join(f"{name.partition("'s ")[2]} {size(count)}" for name, count in parts if count)
     return f"{size(total)} ({named})"
 
 
-def _peaks(plan: Plan) -> Table:
+def _peaks(plan: RunPlan) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("a GPU in phase")
     table.add_column("peak ~", justify="right")
@@ -561,7 +561,7 @@ def _peaks(plan: Plan) -> Table:
     return table
 
 
-def _engine_memory(plan: Plan, config: Config) -> str:
+def _engine_memory(plan: RunPlan, config: Config) -> str:
     engine, rollout, batch = plan.engine, config.rollout, plan.batch
     assert engine is not None
     assert rollout is not None

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_async_rl.policy.context_parallel import Context, gather_sequences
+from megatron_async_rl.policy.context_parallel import ContextParallelSlice, gather_sequences
 
 WINDOWED_QUERIES = 512
 """Queries that attend at one time where there is a sliding window."""
@@ -164,7 +164,7 @@ def attention_of_part(
     them, and so is the result. group: null where nobody shares them. Collective."""
     if group is None:
         return causal_attention(query, key, value, scale=scale, window=window)
-    context = Context(group.rank(), group.size())
+    context = ContextParallelSlice(group.rank(), group.size())
     widths = key.shape[-1], value.shape[-1]
     keys, values = gather_sequences(torch.cat((key, value), dim=-1), group).split(widths, dim=-1)
     chunk = query.shape[1] // 2

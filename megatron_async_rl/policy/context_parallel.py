@@ -28,7 +28,7 @@ from megatron_async_rl.samples.columns import spans
 
 
 @dataclass(frozen=True)
-class Context:
+class ContextParallelSlice:
     """A rank's place among `size` context-parallel ranks."""
 
     rank: int = 0
@@ -54,7 +54,7 @@ class Context:
         return spans(firsts.ravel(), np.repeat(chunk, 2))
 
 
-WHOLE = Context()
+WHOLE = ContextParallelSlice()
 """A rank that shares its sequences with nobody."""
 
 

@@ -33,7 +33,7 @@ from megatron_async_rl.policy.bridge import PolicyBridge
 from megatron_async_rl.policy.fp8 import megatron_settings, refuse_device
 from megatron_async_rl.policy.layers import LAYERS, GemmaNorm, NormedAdd
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.supported import FAMILIES, AskedLayers, choose_layers, unsupported
+from megatron_async_rl.policy.supported import FAMILIES, RequestedLayers, choose_layers, unsupported
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.fp8 import Fp8Config
@@ -200,7 +200,7 @@ def build_bridge(
     packed: bool = False,
     recompute: str = "none",
     lora: LoraConfig | None = None,
-    layers: AskedLayers = "auto",
+    layers: RequestedLayers = "auto",
     fp8: Fp8Config | None = None,
 ) -> PolicyBridge:
     """The bridge of the model in `model_path`. packed: for packed rows. lora: layers get adapters.

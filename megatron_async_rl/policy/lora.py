@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Rows:
+class FusedRows:
     """Rows of a fused matrix on one rank: `groups` times, one after another, `widths` rows of each
     of these matrices."""
 
@@ -112,7 +112,7 @@ class Adapted(nn.Module):
     cuts: ClassVar[Mapping[str, int]]
     """Parameters of the layer and of an adapter -> the dimension that tensor parallelism cuts."""
 
-    def _add(self, lora: LoraConfig, rows: Rows, inputs: int) -> None:
+    def _add(self, lora: LoraConfig, rows: FusedRows, inputs: int) -> None:
         own = {"lora_A", "lora_B"} & self.cuts.keys()
         (cut,) = ((name, self.cuts[name]) for name in own)
         self.scale, self.dropout, self.rows = lora.alpha / lora.rank, lora.dropout, rows
@@ -170,7 +170,7 @@ class AdaptedColumns(Adapted, ColumnParallelLinear):
 
     cuts: ClassVar = {"weight": 0, "bias": 0, "lora_B": 0}
 
-    def __init__(self, *args: Any, lora: LoraConfig, rows: Rows, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, lora: LoraConfig, rows: FusedRows, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._add(lora, rows, self.input_size)
 
@@ -208,7 +208,7 @@ class AdaptedRows(Adapted, RowParallelLinear):
         *args: Any,
         bias: bool,
         lora: LoraConfig,
-        rows: Rows,
+        rows: FusedRows,
         output_bias: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -241,10 +241,10 @@ def adapt(
     heads = {"q_proj": config.num_attention_heads // groups * head, "k_proj": head, "v_proj": head}
     attention = layer.self_attention.submodules
     if targets & heads.keys():
-        rows = Rows(heads, groups // parallel)
+        rows = FusedRows(heads, groups // parallel)
         attention.linear_qkv = partial(AdaptedColumns, lora=lora, rows=rows)
     if "o_proj" in targets:
-        rows = Rows({"o_proj": config.hidden_size})
+        rows = FusedRows({"o_proj": config.hidden_size})
         attention.linear_proj = partial(AdaptedRows, lora=lora, rows=rows, output_bias=output_bias)
     gated = dict.fromkeys(("gate_proj", "up_proj"), config.ffn_hidden_size // parallel)
     if not targets & {*gated, "down_proj"}:
@@ -257,9 +257,9 @@ def adapt(
         )
     feed_forward = layer.mlp.keywords["submodules"]
     if targets & gated.keys():
-        feed_forward.linear_fc1 = partial(AdaptedColumns, lora=lora, rows=Rows(gated))
+        feed_forward.linear_fc1 = partial(AdaptedColumns, lora=lora, rows=FusedRows(gated))
     if "down_proj" in targets:
-        rows = Rows({"down_proj": config.hidden_size})
+        rows = FusedRows({"down_proj": config.hidden_size})
         feed_forward.linear_fc2 = partial(AdaptedRows, lora=lora, rows=rows)
 
 

@@ -52,7 +52,7 @@ class SampleTooLong(ValueError):
 
 
 @dataclass(frozen=True)
-class Plan:
+class MicroBatchPlan:
     """ranks[r]: the micro-batches of data-parallel rank r, each a tuple of sample indices; () is an
     all-masked one.
 
@@ -125,7 +125,7 @@ def plan_micro_batches(
     budget: int,
     sequences: SequenceLayout = DEFAULT,
     in_groups_of: int = 1,
-) -> Plan:
+) -> MicroBatchPlan:
     """Cuts the samples of each owner into micro-batches.
 
     in_groups_of: the number of micro-batches of a rank is a multiple of it (the pipeline's size
@@ -148,7 +148,7 @@ def plan_micro_batches(
         for rank in ranks
         for rows in rank
     )
-    return Plan(ranks, 1.0 - int(batch.fed.sum()) / computed)
+    return MicroBatchPlan(ranks, 1.0 - int(batch.fed.sum()) / computed)
 
 
 def build_micro_batch(
@@ -295,7 +295,7 @@ class Batcher:
     budget: int
     sequences: SequenceLayout
 
-    def of(self, samples: RankBatch) -> tuple[Plan, list[MicroBatch]]:
+    def of(self, samples: RankBatch) -> tuple[MicroBatchPlan, list[MicroBatch]]:
         """The plan of all ranks, and this rank's micro-batches. Raises SampleTooLong."""
         plan = plan_micro_batches(
             samples,

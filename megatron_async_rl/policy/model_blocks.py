@@ -301,7 +301,7 @@ def write(folder: Path, content: Content, group: Any) -> dict[str, StoredFile]:
     """Write what all ranks of `group` (gloo) have, and read it back. Collective over it. Return the
     files of all ranks on rank 0, none elsewhere. Raises BlocksUnwritten."""
     # Copying ahead asks CUDA for a stream, and a thread's own device is the first of the machine.
-    files = _Writer(folder, sync_files=True, per_thread_copy_ahead=0)
+    files = _BlockFileWriter(folder, sync_files=True, per_thread_copy_ahead=0)
     try:
         dcp.save(
             dict(content),
@@ -327,7 +327,7 @@ def read(
     try:
         dcp.load(
             dict(content),
-            storage_reader=_Reader(folder, files),
+            storage_reader=_BlockFileReader(folder, files),
             planner=_Reading(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
         )
@@ -385,7 +385,7 @@ class _BlockStreams(_StorageWriterTransforms):
 
 
 @dataclass(frozen=True)
-class _Written(WriteResult):
+class _WrittenBlock(WriteResult):
     digest: str
 
     @property
@@ -394,7 +394,7 @@ class _Written(WriteResult):
         return StoredBlock(place.offset, place.length, self.digest, self.index.fqn)
 
 
-class _Writer(dcp.FileSystemWriter):
+class _BlockFileWriter(dcp.FileSystemWriter):
     """Writes and syncs a file, then reads it back. `stored`: the files of all ranks, on rank 0."""
 
     stored: dict[str, StoredFile]
@@ -403,7 +403,7 @@ class _Writer(dcp.FileSystemWriter):
         self.stored = {}
         self.transforms = streams = _BlockStreams()
         results = [
-            _Written(one.index, one.size_in_bytes, one.storage_data, stream.digest.text)
+            _WrittenBlock(one.index, one.size_in_bytes, one.storage_data, stream.digest.text)
             for one in super().write_data(plan, planner).wait()
             for stream in (streams.by_index[one.index],)
         ]
@@ -499,7 +499,7 @@ class _Bytes(io.RawIOBase):
         return len(found)
 
 
-class _Reader(dcp.FileSystemReader):
+class _BlockFileReader(dcp.FileSystemReader):
     """Checks each block that it reads. files: null in checkpoints without digests."""
 
     def __init__(self, folder: Path, files: Mapping[str, StoredFile] | None) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megatron_async_rl.gradients import block_elements
 from megatron_async_rl.policy.parameter_state import Sliced
-from megatron_async_rl.policy.weight_copies import HeldMasters
+from megatron_async_rl.policy.weight_copies import MasterSnapshot
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -40,13 +40,13 @@ class SnapshotMissing(ValueError):
         )
 
 
-class Copy(Protocol):
+class PastVersion(Protocol):
     def update(self) -> None: ...
 
     def slices(self) -> Sliced: ...
 
 
-class Snapshots[C: Copy]:
+class Snapshots[C: PastVersion]:
     """The weights of the newest `size` versions, oldest first. Every rank holds the same versions.
 
     copy: makes a copy of the present weights.
@@ -97,7 +97,7 @@ class WeightDisplacement:
     """
 
     def __init__(
-        self, past: Sequence[tuple[float, HeldMasters]], optimizer: MegatronOptimizer
+        self, past: Sequence[tuple[float, MasterSnapshot]], optimizer: MegatronOptimizer
     ) -> None:
         self._past = past
         self._optimizer = optimizer
@@ -126,7 +126,7 @@ class WeightDisplacement:
 
 def weight_displacement(
     samples: RankBatch,
-    past: Snapshots[HeldMasters],
+    past: Snapshots[MasterSnapshot],
     optimizer: MegatronOptimizer,
     *,
     moved: bool = False,

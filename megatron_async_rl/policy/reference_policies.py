@@ -33,7 +33,7 @@ from megatron_async_rl.policy.optimizer import load_masters
 from megatron_async_rl.policy.parameters import load_hf
 from megatron_async_rl.policy.past_versions import Snapshots
 from megatron_async_rl.policy.supported import used_window
-from megatron_async_rl.policy.weight_copies import HeldMasters, HeldWeights
+from megatron_async_rl.policy.weight_copies import MasterSnapshot, WeightSnapshot
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -69,7 +69,7 @@ SAME_ARCHITECTURE = (
 """Keys of config.json that change what the same tensors compute."""
 
 
-PolicyCopy = HeldWeights | HeldMasters
+PolicyCopy = WeightSnapshot | MasterSnapshot
 """A copy of the weights of one policy; the latter where the model keeps weights in 8 bits."""
 
 
@@ -89,7 +89,7 @@ class ReferencePolicies:
         needs: Collection[str],
         model: PolicyModel,
         *,
-        past_masters: Snapshots[HeldMasters] | None = None,
+        past_masters: Snapshots[MasterSnapshot] | None = None,
         optimizer: MegatronOptimizer | None = None,
     ) -> None:
         """optimizer: of a model that keeps weights in 8 bits, and then its float32 weights are what
@@ -121,8 +121,8 @@ class ReferencePolicies:
 
     def _copy(self, model: PolicyModel, dtype: torch.dtype | None = None) -> PolicyCopy:
         if self._optimizer is not None:
-            return HeldMasters(self._optimizer)
-        return HeldWeights(model.chunks, dtype, self._layout)
+            return MasterSnapshot(self._optimizer)
+        return WeightSnapshot(model.chunks, dtype, self._layout)
 
     def _initial_reference(self, path: Path | None, model: PolicyModel) -> PolicyCopy:
         dtype = torch.float32 if self._ema is not None else None

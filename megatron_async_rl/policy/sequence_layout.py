@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_async_rl.policy.attention import PackedSequences
-from megatron_async_rl.policy.context_parallel import WHOLE, Context
+from megatron_async_rl.policy.context_parallel import WHOLE, ContextParallelSlice
 from megatron_async_rl.samples.columns import spans
 
 MICRO_BATCH_COSTS = (256, 128, 64, 32, 16)
@@ -47,7 +47,7 @@ class SequenceLayout(ABC):
     """
 
     multiple: int = 1
-    context: Context = WHOLE
+    context: ContextParallelSlice = WHOLE
 
     @abstractmethod
     def cut(
@@ -194,7 +194,7 @@ LAYOUTS: dict[str, type[SequenceLayout]] = {"padded": Padded, "packed": Packed}
 
 
 def sequence_layout(
-    name: Literal["padded", "packed"], multiple: int, context: Context
+    name: Literal["padded", "packed"], multiple: int, context: ContextParallelSlice
 ) -> SequenceLayout:
     return LAYOUTS[name](multiple, context)
 

@@ -22,7 +22,7 @@ from megatron_async_rl.config.problem import UserError
 
 Window = Literal["none", "every layer", "chosen layers"]
 LayerFamily = Literal["local", "transformer_engine"]
-AskedLayers = Literal["auto", "local", "transformer_engine"]
+RequestedLayers = Literal["auto", "local", "transformer_engine"]
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ def engine_obstacle(version: str | None) -> str:
 
 
 def choose_layers(
-    asked: AskedLayers,
+    asked: RequestedLayers,
     *,
     model_type: str,
     dtype: str,

@@ -1,7 +1,7 @@
 """Copies of weights in host memory, of the model's parameters or of the optimizer's.
 
 Copies of the model's parameters are put in place for a forward pass and taken away again; where
-the model keeps weights in 8 bits, copies of the optimizer's are (HeldMasters). The former are
+the model keeps weights in 8 bits, copies of the optimizer's are (MasterSnapshot). The former are
 divided over the replicas of each parameter: every rank copies its part, which needs no
 collective, and parts are gathered when they are put in place. Copies of the optimizer's are of this
 rank's shards. On CUDA host memory is page-locked.
@@ -38,7 +38,7 @@ GATHERED = 256 * 2**20
 """Bytes of parameters that are gathered at a time."""
 
 
-class HeldWeights:
+class WeightSnapshot:
     """One copy of the trainable parameters of `chunks`; at first, of what they are now. Where those
     are adapters, so is the copy, and the base model stays in place under it.
 
@@ -194,7 +194,7 @@ def _gather_bucket(bucket: Sequence[_Piece], group: Any) -> None:
             place.copy_(part[: place.numel()])
 
 
-class HeldMasters:
+class MasterSnapshot:
     """One copy of this rank's shards of the optimizer's parameters; at first, of what they are now.
 
     Those are float32 whatever the model's dtype: at the learning rates of RL most bfloat16 weights

@@ -23,7 +23,7 @@ from megatron_async_rl.report.panel import (
     POINTS,
     SHADES,
     STEPS,
-    Key,
+    LegendKey,
     Panel,
     shades_of,
 )
@@ -89,7 +89,7 @@ def _write_legend(panel: Panel, axes: Axes) -> None:
     """In one line between title and plot, where no curve can be."""
     if not panel.legend:
         return
-    signs: dict[Key, dict[str, Any]] = {
+    signs: dict[LegendKey, dict[str, Any]] = {
         "line": {"linewidth": 2},
         "dotted": {"linewidth": 2, "linestyle": DASHED},
         "diamond": {"linestyle": "", "marker": "D", "markersize": 4},

@@ -165,7 +165,7 @@ def _broken(run_dir: Path, error: UserError) -> Page:
     return Page(parts={**head(run_dir.name, str(run_dir), None), "ERROR": problem(str(error))})
 
 
-class _Server(LimitedThreads, HTTPServer):
+class _DashboardServer(LimitedThreads, HTTPServer):
     def __init__(
         self, host: str, port: int, dashboard: Dashboard, allowed: Sequence[str] = ()
     ) -> None:
@@ -185,7 +185,7 @@ class _Server(LimitedThreads, HTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    server: _DashboardServer
     protocol_version = "HTTP/1.1"
     server_version = "mar"
     sys_version = ""
@@ -294,7 +294,7 @@ def serve(
             raise UserError.of("--allow-host", f"{name!r} is not a host's name", fix)
     dashboard = Dashboard(run_dirs)
     try:
-        server = _Server(host, port, dashboard, allowed)
+        server = _DashboardServer(host, port, dashboard, allowed)
     except (OSError, ValueError, OverflowError) as error:
         raise _unavailable(host, port, error) from error
     with server:

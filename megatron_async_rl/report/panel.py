@@ -40,7 +40,7 @@ CELLS = 120
 SHADES = 10
 
 
-Key = Literal["line", "dotted", "diamond"]
+LegendKey = Literal["line", "dotted", "diamond"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Curve:
     """[n]: drawn as a wide light line below the curve."""
 
     @property
-    def key(self) -> Key:
+    def key(self) -> LegendKey:
         """Its sign in a legend."""
         if self.style == "diamonds" and len(self.x) == 1:
             return "diamond"
@@ -113,7 +113,7 @@ class Panel:
     """On the sheet, too."""
 
     @property
-    def legend(self) -> list[tuple[str, str, Key]]:
+    def legend(self) -> list[tuple[str, str, LegendKey]]:
         """(name, colour, sign)."""
         named = [(one.name, one.colour, one.key) for one in self.curves if one.name]
         named += [(level.name, level.colour, "dotted") for level in self.levels]

@@ -14,7 +14,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FiniteFloat, Valida
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.settings_model import bare_name
 from megatron_async_rl.config.yaml_tree import YamlFault, read_tree
-from megatron_async_rl.metrics.log import EVAL_FILE, EvaluationReader, MetricsReader, Row, number
+from megatron_async_rl.metrics.log import (
+    EVAL_FILE,
+    EvaluationReader,
+    MetricRow,
+    MetricsReader,
+    number,
+)
 from megatron_async_rl.metrics.log import FILE as METRICS_FILE
 from megatron_async_rl.metrics.status import FILE as STATUS_FILE
 from megatron_async_rl.metrics.status import Status, read_status
@@ -37,7 +43,7 @@ a stop of the run."""
 PARTS = 4
 
 
-class _Control(BaseModel):
+class _RunControl(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     name: str
@@ -61,7 +67,7 @@ class _Drawn(BaseModel):
     """The settings that are drawn or decided by here. The others may be those of any version."""
 
     flow: _Flow | None = None
-    controls: list[Annotated[_Control, BeforeValidator(bare_name)]] | None = None
+    controls: list[Annotated[_RunControl, BeforeValidator(bare_name)]] | None = None
     samples: _Samples | None = None
     observe: _Observe | None = None
 
@@ -305,7 +311,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 
 def timeline_window(
-    rows: Sequence[Row], tracks: Mapping[str, Sequence[Span]], steps: int = WINDOW_STEPS
+    rows: Sequence[MetricRow], tracks: Mapping[str, Sequence[Span]], steps: int = WINDOW_STEPS
 ) -> TimelineWindow | None:
     """The window of the last `steps` steps, fewer where the run was stopped in between; None where
     no process wrote what it did."""

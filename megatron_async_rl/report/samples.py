@@ -33,7 +33,7 @@ from megatron_async_rl.samples.frames import SegmentBroken
 from megatron_async_rl.samples.segments import (
     FOLDER,
     Entry,
-    Outcome,
+    SampleOutcome,
     load,
     lost_end,
     read_entries,
@@ -259,7 +259,7 @@ def _of_step(run_dir: Path, entries: Iterable[Entry], wanted: Wanted) -> tuple[l
     """Those that the wanted step trained on, or of the wanted version's evaluation, and how many of
     them the log keeps no longer."""
     assert wanted.step is not None
-    outcome: Outcome = "evaluated" if wanted.held_out else "trained"
+    outcome: SampleOutcome = "evaluated" if wanted.held_out else "trained"
     noun = "version" if wanted.held_out else "step"
     known = _outcomes(run_dir, outcome)
     steps = sorted(pc.unique(known["step"]).to_pylist())
@@ -277,7 +277,7 @@ def _of_step(run_dir: Path, entries: Iterable[Entry], wanted: Wanted) -> tuple[l
     return found, missing
 
 
-def _outcomes(run_dir: Path, outcome: Outcome) -> pa.Table:
+def _outcomes(run_dir: Path, outcome: SampleOutcome) -> pa.Table:
     table = read_table(run_dir, "outcomes")
     return table.filter(pc.equal(table["outcome"], outcome))
 

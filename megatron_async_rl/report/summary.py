@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megatron_async_rl.metrics.log import Row, number
+from megatron_async_rl.metrics.log import MetricRow, number
 from megatron_async_rl.metrics.status import Status
 from megatron_async_rl.report.metric_rows import MetricRows
 
@@ -164,7 +164,7 @@ def _against(trained: float | None, form: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
+class MeasuredRates:
     steps: int
     train_s: float
     """Median over the steps, as the other seconds."""
@@ -181,7 +181,7 @@ class Rates:
         return self.tokens_per_step / (engines * self.tokens_per_busy_s)
 
 
-def measure(rows: Sequence[Row]) -> Rates | None:
+def measure(rows: Sequence[MetricRow]) -> MeasuredRates | None:
     """Null where a run did not write what its engines did, or not for two steps."""
     step_s = _numbers(rows, "time/step_s")
     if len(step_s) < 2:
@@ -199,7 +199,7 @@ def measure(rows: Sequence[Row]) -> Rates | None:
     train = _numbers(rows, "time/train_s")
     if not intervals or tokens <= 0 or busy_s <= 0 or not train:
         return None
-    return Rates(
+    return MeasuredRates(
         steps=len(rows),
         train_s=median(train),
         publish_s=median(_numbers(rows, "time/publish_s") or [0.0]),
@@ -209,7 +209,7 @@ def measure(rows: Sequence[Row]) -> Rates | None:
     )
 
 
-def update_per_lr(rows: Sequence[Row]) -> float | None:
+def update_per_lr(rows: Sequence[MetricRow]) -> float | None:
     """G of the planning rule: length of an update over its learning rate, median; null where no
     control measured updates."""
     ratios = []
@@ -226,5 +226,5 @@ def update_per_lr(rows: Sequence[Row]) -> float | None:
     return median(ratios) if ratios else None
 
 
-def _numbers(rows: Sequence[Row], key: str) -> list[float]:
+def _numbers(rows: Sequence[MetricRow], key: str) -> list[float]:
     return [value for row in rows if (value := number(row, key)) is not None]

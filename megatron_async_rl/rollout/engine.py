@@ -47,7 +47,7 @@ from megatron_async_rl.rollout.engine_state import (
     named_death,
 )
 from megatron_async_rl.rollout.environments.chat import ToolParser
-from megatron_async_rl.rollout.environments.conversation import Conversations, Player
+from megatron_async_rl.rollout.environments.conversation import Episodes, Player
 from megatron_async_rl.rollout.environments.endpoint import Agents
 from megatron_async_rl.rollout.environments.pool import Environments
 from megatron_async_rl.rollout.scoring import Scorer
@@ -60,7 +60,7 @@ from megatron_async_rl.watchdog.deadline import name_this_process
 from megatron_async_rl.watchdog.logs import redirect_output
 from megatron_async_rl.watchdog.processes import collect_rarely
 from megatron_async_rl.watchdog.run_folder import name_shared_memory, use_run_folder
-from megatron_async_rl.weights.manifest import Delivery, Manifest
+from megatron_async_rl.weights.manifest import Manifest, WeightUpdate
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -165,10 +165,10 @@ class RolloutEngine:
     async def _converse(self, environments: Environments, tokenizer: Tokenizer) -> Player:
         spec, settings = self.spec, environments.settings
         if settings.name not in (TOOLS, *AGENTS):
-            return Conversations(environments, tokenizer)
+            return Episodes(environments, tokenizer)
         parser = ToolParser(settings.tool_parser, spec.model_path, tokenizer.eos_ids, spec.tools)
         if settings.name == TOOLS:
-            return Conversations(environments, tokenizer, parser)
+            return Episodes(environments, tokenizer, parser)
         self._agents = Agents(environments, tokenizer, parser)
         await self._agents.start()
         return self._agents
@@ -209,7 +209,7 @@ class RolloutEngine:
             sampling=self._sampled > before or self._agents_at_work,
         )
 
-    async def receive(self, delivery: Delivery) -> None:
+    async def receive(self, delivery: WeightUpdate) -> None:
         """Has the workers receive a version while the engine samples on (weights/collective.py);
         returns once they have begun. The sender hears how it goes."""
         await self._while_alive(

@@ -24,10 +24,10 @@ from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import answer_of
 from megatron_async_rl.watchdog.events import out_of_memory
-from megatron_async_rl.watchdog.host_memory import Memory
+from megatron_async_rl.watchdog.host_memory import MemoryKind
 from megatron_async_rl.watchdog.logs import find_cause, tail
 from megatron_async_rl.watchdog.processes import condition
-from megatron_async_rl.weights.manifest import Delivery, Manifest
+from megatron_async_rl.weights.manifest import Manifest, WeightUpdate
 
 MAX_CALLS = 1000
 """Calls an actor may hold at once: each batch of requests is one, and the control calls must always
@@ -39,7 +39,7 @@ class EngineStartError(RuntimeError):
     """An engine did not start. The message ends with the tail of its log. `out_of_memory`: the
     memory that was out, where that is why."""
 
-    out_of_memory: Memory | None = None
+    out_of_memory: MemoryKind | None = None
     phase: Literal["generate"] = "generate"
     """Whose memory it takes as it starts (flow/colocated.py)."""
 
@@ -55,7 +55,7 @@ class Engine(Protocol):
     async def submit(self, requests: Sequence[Request]) -> None: ...
     async def abort(self, ids: Sequence[str]) -> None: ...
     async def report(self, timeout_s: float) -> EngineReport: ...
-    async def receive(self, delivery: Delivery) -> None: ...
+    async def receive(self, delivery: WeightUpdate) -> None: ...
     async def update(
         self, version: int, manifest: Manifest, first: bool = True, last: bool = True
     ) -> dict[str, str]: ...

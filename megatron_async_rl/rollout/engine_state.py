@@ -22,7 +22,7 @@ from megatron_async_rl.metrics.timeline import Timeline
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples.rows import StateName
 from megatron_async_rl.watchdog.host_memory import (
-    Memory,
+    MemoryKind,
     Shortage,
     kernel_shortage,
     look_for_kernel_kills,
@@ -222,7 +222,7 @@ class EngineDied(RuntimeError):
         what = f"the vLLM process of {spec.name} died while {while_what}{said}; see {spec.log}"
         super().__init__(what if kernel is None else f"{what}. {kernel.message}")
         self.outside = kernel is not None and kernel.certain
-        self.out_of_memory: Memory | None = "host" if self.outside else None
+        self.out_of_memory: MemoryKind | None = "host" if self.outside else None
         # The error is made anew on another machine, whose kernel has another count.
         self._arguments = (spec, while_what, last_error, kernel)
 

@@ -56,10 +56,10 @@ from megatron_async_rl.rollout.continuation import (
     token_versions,
 )
 from megatron_async_rl.rollout.engine_state import BusyClock, named_death
-from megatron_async_rl.rollout.environments.conversation import Conversation, Player
+from megatron_async_rl.rollout.environments.conversation import Episode, Player
 from megatron_async_rl.rollout.environments.transcript import TurnRequest
 from megatron_async_rl.rollout.report_queue import ReportQueue
-from megatron_async_rl.rollout.rewards.registry import Context
+from megatron_async_rl.rollout.rewards.registry import RewardContext
 from megatron_async_rl.rollout.rewards.worker import Scored
 from megatron_async_rl.rollout.scoring import FailureLog, Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
@@ -88,7 +88,7 @@ class _Running:
     stop: Sequence[str] = ()
     """Strings that end the turn, beside those of its sampling."""
     aborted: bool = False
-    conversation: Conversation | None = None
+    conversation: Episode | None = None
     playing: asyncio.Task[None] | None = None
     """The conversation, until it is being scored."""
 
@@ -164,7 +164,7 @@ class Responses:
         self._running |= dict(zip(ids, entries, strict=True))
         for entry in entries:
             if self._conversations is not None:
-                entry.conversation = Conversation(
+                entry.conversation = Episode(
                     entry.request.prompt, partial(self._hand_over, entry), self._tokenizer.decode
                 )
                 work = self._converse(entry, entry.conversation, self._conversations)
@@ -318,7 +318,7 @@ class Responses:
         else:
             entry.conversation.take(tokens, reason)
 
-    async def _converse(self, entry: _Running, conversation: Conversation, player: Player) -> None:
+    async def _converse(self, entry: _Running, conversation: Episode, player: Player) -> None:
         transcript = conversation.transcript
         most = self._spec.sampling(entry.request.sampling).max_tokens
         try:
@@ -401,8 +401,10 @@ class Responses:
 
         self._spawn(score())
 
-    def _context(self, entry: _Running, tokens: PartialResponse, reason: FinishReason) -> Context:
-        return Context(
+    def _context(
+        self, entry: _Running, tokens: PartialResponse, reason: FinishReason
+    ) -> RewardContext:
+        return RewardContext(
             finish_reason=reason,
             tokens=len(tokens.response_ids),
             seconds=time.time() - entry.started_at,

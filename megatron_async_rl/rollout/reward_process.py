@@ -32,7 +32,7 @@ from typing import Any, Protocol, cast
 
 import psutil
 
-from megatron_async_rl.rollout.rewards.registry import Item
+from megatron_async_rl.rollout.rewards.registry import RewardItem
 from megatron_async_rl.rollout.rewards.sandbox_program import keep
 from megatron_async_rl.rollout.rewards.worker import LENGTH, MAIN, Scored, encode_call
 from megatron_async_rl.watchdog import watch
@@ -64,7 +64,7 @@ class Job:
     """A response that waits for its reward, or a group of them. `alone`: it is a suspect, so no
     other may be in the process with it."""
 
-    def __init__(self, items: Sequence[Item]) -> None:
+    def __init__(self, items: Sequence[RewardItem]) -> None:
         self.items = items
         self.alone = False
         self.result: asyncio.Future[Sequence[Scored]] = asyncio.get_running_loop().create_future()
@@ -80,7 +80,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Called:
+class RewardLimits:
     """The reward of a process and its limits."""
 
     name: str
@@ -100,7 +100,7 @@ class Called:
         return Scored(reward=0.0, error=error, timed_out=True)
 
 
-class Owner(Protocol):
+class RewardOwner(Protocol):
     def on_free(self, process: RewardProcess) -> None:
         """The process can take a call."""
 
@@ -111,7 +111,7 @@ class Owner(Protocol):
         """One of these is at fault, and it is not known which."""
 
 
-class _Call:
+class _RewardCall:
     def __init__(self, jobs: Sequence[Job], activity: watch.doing) -> None:
         self.jobs = jobs
         self.activity = activity
@@ -123,10 +123,10 @@ class _Call:
 class RewardProcess(asyncio.Protocol):
     """A process and its socket. Raises OSError where it cannot be started."""
 
-    def __init__(self, owner: Owner, called: Called) -> None:
+    def __init__(self, owner: RewardOwner, called: RewardLimits) -> None:
         self.called = called
         self.ready = self.asynchronous = self.batched = False
-        self.calls: dict[int, _Call] = {}
+        self.calls: dict[int, _RewardCall] = {}
         self._owner = owner
         self._worker = self._numbered = 0
         self._received = bytearray()
@@ -187,7 +187,7 @@ class RewardProcess(asyncio.Protocol):
             f"the reward of a response to prompt {first}{others}, {self.called.name}",
             timeout_s,
         )
-        call = _Call(jobs, activity)
+        call = _RewardCall(jobs, activity)
         self._numbered += 1
         self.calls[self._numbered] = call
         activity.__enter__()

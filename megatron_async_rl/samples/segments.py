@@ -56,7 +56,7 @@ TableName = Literal["samples", "outcomes"]
 TABLES: tuple[TableName, TableName] = ("samples", "outcomes")
 """Order in which files are made, written and deleted."""
 _FOLDER_FIX = "restore it from a copy, or move it away: the rest of the run can be shown without"
-Outcome = Literal["admitted", "consumed", "dropped", "trained", "evaluated", "repeated"]
+SampleOutcome = Literal["admitted", "consumed", "dropped", "trained", "evaluated", "repeated"]
 OUTCOMES = pa.schema(
     [
         pa.field("seq", pa.int64(), nullable=False),
@@ -78,7 +78,7 @@ _COMPRESSED = pa.ipc.IpcWriteOptions(compression="zstd")
 KEY = ["id", "finished_at"]
 """Columns that a sample is known by."""
 
-State = Literal["trained", "dropped", "evaluated", "waiting", "repeated", "lost"]
+SampleState = Literal["trained", "dropped", "evaluated", "waiting", "repeated", "lost"]
 """`waiting`: finished, and its group is still in the buffer (or, with replay, in the store).
 `repeated`: a crash came first, and the resumed run has sampled it again. `lost`: a crash came first,
 and the run that resumed has not admitted its group."""
@@ -97,7 +97,7 @@ class Entry:
     """Negative: of held-out evaluation."""
     reward: float
     valid: bool
-    state: State
+    state: SampleState
     steps: tuple[int, ...]
     """Optimizer steps that trained on it, in order (several with replay); of `dropped` the step
     that was next, of `evaluated` the version."""
@@ -290,7 +290,7 @@ class Outcomes:
 
     def of(
         self, key: tuple[str, float], group: int, *, again: bool
-    ) -> tuple[State, tuple[int, ...], str | None]:
+    ) -> tuple[SampleState, tuple[int, ...], str | None]:
         """State, steps and reason of a sample. `again`: a newer one has its id."""
         own = self._of_samples.get(key)
         if own:
@@ -310,7 +310,7 @@ class Outcomes:
         return not self._whole and 0 <= group < min(self._admitted, default=group + 1)
 
 
-class _History(Outcomes):
+class _OutcomeHistory(Outcomes):
     """Outcomes, read from the newest segment back, as far as is necessary."""
 
     def __init__(self, folder: Path, segments: Sequence[int]) -> None:
@@ -337,7 +337,7 @@ def read_entries(run_dir: Path) -> Iterator[Entry]:
     cost little."""
     folder = run_dir / FOLDER
     segments = segments_in(folder)
-    history = _History(folder, segments)
+    history = _OutcomeHistory(folder, segments)
     newer: dict[str, set[float]] = {}
     """When the samples of each id that were read so far finished."""
 
@@ -418,7 +418,7 @@ _Became = tuple[int, Literal["trained", "dropped", "evaluated"], int, str | None
 
 def resolve(
     outcomes: Sequence[_Became],
-) -> tuple[State, tuple[int, ...], str | None]:
+) -> tuple[SampleState, tuple[int, ...], str | None]:
     """State, steps and reason of a sample from its own rows of the other table."""
     if not outcomes:
         return "waiting", (), None

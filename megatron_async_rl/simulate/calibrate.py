@@ -7,7 +7,7 @@
 
 Invariants:
 - the first fifth of the steps does not count, nor the end, when nothing more is admitted;
-- what a run cannot show is assumed, and `Calibration.in_words` says so.
+- what a run cannot show is assumed, and `RunCalibration.in_words` says so.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from megatron_async_rl.metrics.log import number, read_newest
 from megatron_async_rl.metrics.timeline import Span, read_timeline
 from megatron_async_rl.report.samples import log_readable
 from megatron_async_rl.samples.segments import read_table
-from megatron_async_rl.simulate.rates import Lengths, Rates
+from megatron_async_rl.simulate.rates import ResponseLengths, SimulationRates
 
-Floats = NDArray[np.float64]
+Measurements = NDArray[np.float64]
 
 LEAST_STEPS = 6
 NEWEST_STEPS = 20_000
@@ -47,17 +47,17 @@ nothing is learnt of what that does."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibration:
+class RunCalibration:
     """`ranks`: the trainer's, in the run. `residual`: root mean square of what the fit of decoding
     leaves, relative to a response's seconds. `assumed`: rates that the run could not show."""
 
-    rates: Rates
-    lengths: Lengths
+    rates: SimulationRates
+    lengths: ResponseLengths
     ranks: int
     residual: float
     assumed: tuple[str, ...]
 
-    def rates_of(self, config: Config) -> Rates:
+    def rates_of(self, config: Config) -> SimulationRates:
         """For `config`: training takes less time in proportion to the ranks."""
         assert config.rollout is not None
         token_s = self.rates.train_token_s * self.ranks / config.policy.parallel.ranks
@@ -80,7 +80,7 @@ class Calibration:
         )
 
 
-def calibrate(runs: Sequence[Path], cores: int | None) -> Calibration:
+def calibrate(runs: Sequence[Path], cores: int | None) -> RunCalibration:
     """Of runs on the same machine: one that takes turns and one that overlaps show together how
     trainer and engines slow each other. `cores`: what they shared, if anything, which says so where
     no log does. Raises UserError for a run that shows too little."""
@@ -98,7 +98,7 @@ def calibrate(runs: Sequence[Path], cores: int | None) -> Calibration:
         values = [value for log in logs for value in of(log)]
         return float(np.mean(values)) if values else 0.0
 
-    rates = Rates(
+    rates = SimulationRates(
         decode=((fixed, each),),
         prompt_s=prompt_s,
         places=first.places,
@@ -110,7 +110,7 @@ def calibrate(runs: Sequence[Path], cores: int | None) -> Calibration:
         load_s=mean(lambda log: log.loads(by["engine_beside"])),
         **{key: 1.0 - value for key, value in by.items()},
     )
-    return Calibration(
+    return RunCalibration(
         rates=rates,
         lengths=first.lengths(),
         ranks=first.ranks,
@@ -161,7 +161,7 @@ class _Log:
         self.works = [span for span in spans if span.state in ("busy", "loading")]
         self.samples = _read_samples(run)
 
-    def lengths(self) -> Lengths:
+    def lengths(self) -> ResponseLengths:
         """Lengths of every group, those of the first steps included: lengths are the model's, not the
         machine's."""
         group = self.samples["group"]
@@ -171,7 +171,7 @@ class _Log:
         equal, kept = (
             number(self.last, f"flow/{key}") or 0.0 for key in ("dropped_equal", "consumed")
         )
-        return Lengths(
+        return ResponseLengths(
             groups=tuple(tuple(group.tolist()) for group in np.split(length, cuts)),
             prompts=tuple(prompt[[0, *cuts]].tolist()),
             equal=equal / (equal + kept) if equal else 0.0,
@@ -240,7 +240,7 @@ def _fit_training(
     return float(alone.mean()), tuple(np.round(spread / spread.mean(), 4).tolist()), slower
 
 
-def _slower(seconds: Floats, beside: Floats, done: Floats) -> float | None:
+def _slower(seconds: Measurements, beside: Measurements, done: Measurements) -> float | None:
     """By how much a side is slower beside the other, from pieces of its work that took `seconds`, some
     of them `beside`; None where that was not to be seen:
 
@@ -273,7 +273,7 @@ def _fit_decoding(
         raise UserError.of("--from", "no response of a step that counts", "name a longer run")
     table = np.stack([steps, tokens, begun], axis=1)
 
-    def fit(slower: float) -> tuple[float, Floats]:
+    def fit(slower: float) -> tuple[float, Measurements]:
         """The remainder, relative to each piece, and the three rates, none of which is negative."""
         work = busy - slower * beside
         best, least = np.zeros(3), math.inf
@@ -296,7 +296,7 @@ def _fit_decoding(
     return (fixed, each, prompt_s), left, slower
 
 
-def _pieces(log: _Log, engine: int, spans: Sequence[Span]) -> Floats:
+def _pieces(log: _Log, engine: int, spans: Sequence[Span]) -> Measurements:
     """[5, n]: an engine's time from where responses begin together, or new weights are there, to where
     that happens next: busy seconds, those beside the trainer, steps, tokens, responses that begin."""
     of, training = log.samples, log.training
@@ -317,7 +317,7 @@ def _pieces(log: _Log, engine: int, spans: Sequence[Span]) -> Floats:
     middle = (times[1:] + times[:-1]) / 2
     busy = np.diff(times) * _within(middle, spans_busy)
 
-    def until(at: Floats, of_interval: Floats) -> Floats:
+    def until(at: Measurements, of_interval: Measurements) -> Measurements:
         total = np.concatenate([[0.0], np.cumsum(of_interval)])
         return np.asarray(np.interp(at, times, total))
 
@@ -343,7 +343,7 @@ def _pieces(log: _Log, engine: int, spans: Sequence[Span]) -> Floats:
     return np.stack([seconds, beside, steps, tokens, begin])[:, seconds > 1e-4]
 
 
-def _within(times: Floats, spans: Sequence[Span]) -> NDArray[np.bool_]:
+def _within(times: Measurements, spans: Sequence[Span]) -> NDArray[np.bool_]:
     """`spans` follow each other."""
     starts, ends = ([getattr(span, key) for span in spans] for key in ("start", "end"))
     inside: NDArray[np.bool_] = np.searchsorted(starts, times) > np.searchsorted(ends, times)

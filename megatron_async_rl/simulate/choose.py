@@ -33,11 +33,11 @@ from megatron_async_rl.plan.plan import make_plan
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.report.time_panels import PREDICTED, SIMULATION
 from megatron_async_rl.simulate.calibrate import calibrate
-from megatron_async_rl.simulate.model import Outcome, simulate
+from megatron_async_rl.simulate.model import SimulationResult, simulate
 from megatron_async_rl.simulate.rates import (
     Hardware,
-    Lengths,
-    Rates,
+    ResponseLengths,
+    SimulationRates,
     best_bucket,
     lengths_of,
     rates_of,
@@ -62,13 +62,13 @@ class Trial:
     """A simulated setting, and what comes of it."""
 
     config: Config
-    rates: Rates
-    lengths: Lengths
+    rates: SimulationRates
+    lengths: ResponseLengths
     steps: int
     seed: int
 
     @cached_property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SimulationResult:
         return self._simulated(self.rates)
 
     @cached_property
@@ -108,7 +108,7 @@ class Trial:
     def cells(self) -> list[str]:
         return [write(self) for write in COLUMNS.values()]
 
-    def _simulated(self, rates: Rates) -> Outcome:
+    def _simulated(self, rates: SimulationRates) -> SimulationResult:
         flow, rollout = self.config.flow, engines_of(self.config)
         engines, prompts = part_of(flow.prompts_per_step, flow.group_size, rollout.engines)
         whole = flow.prompts_per_step / prompts

@@ -7,7 +7,7 @@ parts take.
                                                  load in turns ----------+
 
 The run's own code decides: who is asked when and what trains when (`flow.scheduler.Scheduler`), and
-which engine gets a request (`flow.lanes.Lanes`). Modelled here is what takes time, `Rates`:
+which engine gets a request (`flow.lanes.Lanes`). Modelled here is what takes time, `SimulationRates`:
 - an engine that decodes n responses makes a token of each in f(n) seconds, so its next event is the
   end of the response that has the least left: events are responses, never tokens;
 - versions reach the engines' machines one after another, and engines load the newest in turns, as
@@ -33,14 +33,14 @@ import simpy
 
 from megatron_async_rl.config.flow import OldestFirst, Replay
 from megatron_async_rl.config.schema import FlowConfig, RolloutConfig
-from megatron_async_rl.flow.engine_task import Asked, EngineSlot
+from megatron_async_rl.flow.engine_task import EngineSlot, PendingRequest
 from megatron_async_rl.flow.lanes import Lanes, capacity_of
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Prompt, Request
-from megatron_async_rl.simulate.rates import Lengths, Rates
+from megatron_async_rl.simulate.rates import ResponseLengths, SimulationRates
 
-Process = Generator[simpy.Event, Any, None]
+SimulatedProcess = Generator[simpy.Event, Any, None]
 
 PROMPT = Prompt(id="simulated", text="", token_ids=(0,))
 SOON = 1e-9
@@ -48,7 +48,7 @@ SOON = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SimulationResult:
     """Of the steps that count. Shares are of the time, of engines the mean over them."""
 
     step_s: float
@@ -73,14 +73,14 @@ class Outcome:
 def simulate(
     flow: FlowConfig,
     rollout: RolloutConfig,
-    rates: Rates,
-    lengths: Lengths,
+    rates: SimulationRates,
+    lengths: ResponseLengths,
     *,
     steps: int,
     seed: int = 0,
     max_paused: float = 0.5,
     barrier: bool = False,
-) -> Outcome:
+) -> SimulationResult:
     """`steps`: that count, after as many as it takes to run in. `barrier`: nothing is asked before
     all that was asked is answered, as in frameworks that ask for a batch at a time."""
     if isinstance(flow.selection, Replay):
@@ -92,7 +92,7 @@ def simulate(
     return run.go(steps, warm=int(flow.async_ratio) + 5)
 
 
-class _Engine:
+class _SimulatedEngine:
     """Decodes what it has, or loads a version. `slot`: what the lanes see of it."""
 
     def __init__(self, run: _Run, index: int) -> None:
@@ -188,15 +188,15 @@ class _Run:
         self,
         scheduler: Scheduler,
         engines: int,
-        rates: Rates,
-        lengths: Lengths,
+        rates: SimulationRates,
+        lengths: ResponseLengths,
         chance: np.random.Generator,
     ) -> None:
         self.env = simpy.Environment()
         self.scheduler, self.rates = scheduler, rates
         self._lengths, self._chance = lengths, chance
         self._lanes = Lanes(capacity_of(rates.places), separate=False)
-        self.engines = [_Engine(self, index) for index in range(engines)]
+        self.engines = [_SimulatedEngine(self, index) for index in range(engines)]
         self.asked: dict[str, SampleRow] = {}
         self._groups: dict[str, int] = {}
         self._staged = self._sent = self._there = 0
@@ -209,14 +209,14 @@ class _Run:
         tokens."""
         self._lags: list[Counter[int]] = []
 
-    def go(self, steps: int, warm: int) -> Outcome:
+    def go(self, steps: int, warm: int) -> SimulationResult:
         self.scheduler.start(0)
         self._admit()
         self.env.run(until=self.env.process(self._train(steps + warm)))
 
         now, work, busy, place, tokens = (self._totals[-1] - self._totals[warm]).tolist()
         lags, engines = sum(self._lags[warm:], Counter[int]()), len(self.engines)
-        return Outcome(
+        return SimulationResult(
             step_s=now / steps,
             tokens_per_s=tokens / now,
             trainer_busy=work / now,
@@ -226,7 +226,7 @@ class _Run:
             counts=self.scheduler.counts(),
         )
 
-    def _train(self, steps: int) -> Process:
+    def _train(self, steps: int) -> SimulatedProcess:
         rates, work, deck = self.rates, 0.0, list[float]()
         for version in range(steps):
             while (groups := self.scheduler.take(version)) is None:
@@ -254,7 +254,7 @@ class _Run:
             self._totals.append(np.array([self.env.now, work, busy, place, trained]))
             self._lags.append(Counter(version - sample.start_version for sample in samples))
 
-    def _work(self, seconds: float) -> Process:
+    def _work(self, seconds: float) -> SimulatedProcess:
         """The trainer's: takes longer where engines use the same cores."""
         self._trains = True
         self.share()
@@ -294,11 +294,11 @@ class _Run:
                 row.reward = 0.0 if equal else float(request.k)
                 row.length, row.total_length = length, prompt + length
                 self.asked[request.id], self._groups[request.id] = row, request.group
-                self._lanes.add(Asked(request, version))
+                self._lanes.add(PendingRequest(request, version))
         for index, given in self._lanes.place([engine.slot for engine in self.engines]).items():
             self.after(self.rates.ask_s, partial(self.engines[index].take, given))
 
-    def on_ended(self, engine: _Engine, names: Sequence[str]) -> None:
+    def on_ended(self, engine: _SimulatedEngine, names: Sequence[str]) -> None:
         """Hands the responses that ended on an engine to the scheduler."""
         for name in names:
             del engine.slot.held[name]

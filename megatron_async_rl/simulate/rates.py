@@ -1,4 +1,4 @@
-"""Times of a simulated run's parts: `Rates` and `Lengths`. Here those of a run that has not run, from
+"""Times of a simulated run's parts: `SimulationRates` and `ResponseLengths`. Here those of a run that has not run, from
 the model's sizes, the config, and stated hardware; calibrate.py takes them from a run's logs.
 
     decoding a token    each GPU of an engine reads its weights and the keys and values of what it
@@ -42,7 +42,7 @@ GROUPS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
+class SimulationRates:
     """Seconds that the parts of a run take."""
 
     decode: tuple[tuple[float, float], ...]
@@ -78,7 +78,7 @@ class Rates:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lengths:
+class ResponseLengths:
     """Lengths that are drawn from, a whole group at a time: responses to one prompt are alike.
 
     groups: response tokens of each group's samples; prompts: tokens of its prompt; equal: share of
@@ -179,7 +179,7 @@ def assumed(name: str, changes: Iterable[str]) -> Hardware:
     return hardware
 
 
-def lengths_of(config: Config, hardware: Hardware, seed: int = 0) -> Lengths:
+def lengths_of(config: Config, hardware: Hardware, seed: int = 0) -> ResponseLengths:
     """Log-normal lengths, cut at the token limit."""
     assert config.rollout is not None
     limit, size, sigma = (
@@ -194,10 +194,12 @@ def lengths_of(config: Config, hardware: Hardware, seed: int = 0) -> Lengths:
     median = hardware.response_share * limit / math.exp(sigma**2 / 2)
     tokens = np.clip(np.round(median * np.exp(sigma * spread)), 1, limit).astype(int)
     prompts = (hardware.prompt_tokens,) * GROUPS
-    return Lengths(groups=tuple(map(tuple, tokens.tolist())), prompts=prompts)
+    return ResponseLengths(groups=tuple(map(tuple, tokens.tolist())), prompts=prompts)
 
 
-def rates_of(config: Config, shape: ModelShape, hardware: Hardware, lengths: Lengths) -> Rates:
+def rates_of(
+    config: Config, shape: ModelShape, hardware: Hardware, lengths: ResponseLengths
+) -> SimulationRates:
     """Raises UserError where an engine's weights leave no room for a response."""
     rollout = config.rollout
     assert rollout is not None
@@ -216,7 +218,7 @@ def rates_of(config: Config, shape: ModelShape, hardware: Hardware, lengths: Len
     # As many batches are on their way as an engine has stages, and each stage reads its weights for
     # every one of them.
     fixed_s = hardware.decode_step_ms / 1e3 * rollout.pipeline
-    return Rates(
+    return SimulationRates(
         decode=(
             (fixed_s + weights / read, cached / read / rollout.pipeline),
             (fixed_s, _forward(shape, context) / compute),
@@ -238,7 +240,7 @@ def _forward(shape: ModelShape, context: float) -> float:
 
 
 def _training(
-    config: Config, shape: ModelShape, hardware: Hardware, lengths: Lengths
+    config: Config, shape: ModelShape, hardware: Hardware, lengths: ResponseLengths
 ) -> dict[str, Any]:
     parallel, objective, flow = config.policy.parallel, config.objective, config.flow
     again = {"none": 0.0, "selective": 0.1, "full": 1.0}[config.policy.recompute]

@@ -19,7 +19,7 @@ import psutil
 
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.host_memory import (
-    Memory,
+    MemoryKind,
     ended_by_ray,
     kernel_shortage,
     look_for_kernel_kills,
@@ -49,7 +49,7 @@ class ProcessDied(RuntimeError):
     such as a preemption, or a shortage of memory that another process may have caused."""
 
     consequence = True
-    out_of_memory: Memory | None = None
+    out_of_memory: MemoryKind | None = None
 
     def __init__(self, reason: str, *, outside: bool = False) -> None:
         super().__init__(reason)

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from megatron_async_rl.config.read_back import reading
 from megatron_async_rl.watchdog.deadline import DeadlineExceeded, this_process
-from megatron_async_rl.watchdog.host_memory import Memory
+from megatron_async_rl.watchdog.host_memory import MemoryKind
 from megatron_async_rl.watchdog.logs import DEADLINE, PRIMARY, SECONDARY, judge
 from megatron_async_rl.watchdog.progress_monitor import FOLDER, write_whole
 
@@ -186,14 +186,14 @@ def timed_out(error: BaseException) -> bool:
     )
 
 
-def out_of_memory(error: BaseException) -> Memory | None:
+def out_of_memory(error: BaseException) -> MemoryKind | None:
     """The memory that ran out, where `error` or what it came of is that: a device's by torch's own
     error or by what vLLM or CUDA report, a host's by Python's, torch's or Ray's."""
     return next(filter(None, map(_memory_out, _chain(error))), None)
 
 
-def _memory_out(error: BaseException) -> Memory | None:
-    known: Memory | None = getattr(error, "out_of_memory", None)
+def _memory_out(error: BaseException) -> MemoryKind | None:
+    known: MemoryKind | None = getattr(error, "out_of_memory", None)
     if known is not None or _is_ours(error):
         return known
     # Ray has an OutOfMemoryError, too, of the host.

@@ -19,7 +19,7 @@ import psutil
 
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE
 
-Memory = Literal["host", "device"]
+MemoryKind = Literal["host", "device"]
 """The memory that ran out: a machine's, or a GPU's own."""
 
 GIB = 2**30

@@ -35,13 +35,13 @@ from megatron_async_rl.weights.communicator import Communicator
 from megatron_async_rl.weights.manifest import (
     IN_FLIGHT,
     BucketRef,
-    Copy,
-    Delivery,
     Manifest,
     Meeting,
+    StagedCopy,
+    WeightUpdate,
 )
 from megatron_async_rl.weights.shared_memory import SharedMemory
-from megatron_async_rl.weights.staging import Slot
+from megatron_async_rl.weights.staging import StagingSlot
 from megatron_async_rl.weights.transport import Carrier, damaged_tensor, whole_bucket
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Sender:
         self._sets[meeting.port] = _Set(meeting, store)
         return meeting
 
-    def send(self, meeting: Meeting, version: int, manifest: Manifest) -> Copy:
+    def send(self, meeting: Meeting, version: int, manifest: Manifest) -> StagedCopy:
         """Sends `version`, staged as `manifest`, to the workers of an engine, which were told to
         receive it. Raises CollectiveFailed, and then the communicator is closed."""
         began = time.monotonic()
@@ -105,7 +105,7 @@ class Sender:
                 f"version {version} did not reach its workers: {said}"
             ) from error
         refs = tuple(replace(ref, path=paths[i]) for i, ref in enumerate(manifest.buckets))
-        return Copy(
+        return StagedCopy(
             manifest=replace(manifest, buckets=refs),
             nbytes=sum(ref.size for ref in refs),
             seconds=time.monotonic() - began,
@@ -146,7 +146,7 @@ class Receiver:
         carrier = carrier or CARRIER()
         self._worker = worker
         self._device = device
-        self._slots = (Slot(carrier), Slot(carrier))
+        self._slots = (StagingSlot(carrier), StagingSlot(carrier))
         self._versions: list[int | None] = [None, None]
         self._paths: list[list[str]] = [[], []]
         self._writer = carrier.writer()
@@ -155,7 +155,7 @@ class Receiver:
         self._ours: Communicator | None = None
         self._thread: threading.Thread | None = None
 
-    def receive(self, delivery: Delivery) -> None:
+    def receive(self, delivery: WeightUpdate) -> None:
         """Begins to receive, and returns; the sender hears how it went."""
         work = (delivery, self._thread)
         self._thread = threading.Thread(target=self._run, args=work, name="weights", daemon=True)
@@ -168,7 +168,7 @@ class Receiver:
         for slot in self._slots:
             slot.discard_from(0)
 
-    def _run(self, delivery: Delivery, before: threading.Thread | None) -> None:
+    def _run(self, delivery: WeightUpdate, before: threading.Thread | None) -> None:
         version = delivery.version
         try:
             if before is not None:  # each of its waits has a limit
@@ -206,7 +206,7 @@ class Receiver:
         except RuntimeError as error:  # the sender has gone, or has closed
             log.warning("nobody heard what became of version %d: %s", version, error)
 
-    def _receive(self, ours: Communicator, delivery: Delivery) -> dict[int, str]:
+    def _receive(self, ours: Communicator, delivery: WeightUpdate) -> dict[int, str]:
         """Paths of this worker's buckets, by number."""
         manifest, workers = delivery.manifest, delivery.meeting.workers
         numbers = range(self._worker, len(manifest.buckets), workers)

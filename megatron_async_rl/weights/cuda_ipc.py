@@ -40,15 +40,15 @@ from torch import Tensor
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.weights.manifest import IN_FLIGHT, BucketRef, Manifest, TensorEntry
 from megatron_async_rl.weights.shared_memory import SharedMemory
-from megatron_async_rl.weights.staging import NotStaged, Ranks, Staging
+from megatron_async_rl.weights.staging import NotStaged, Staging, StagingRanks
 from megatron_async_rl.weights.transport import (
     ALIGNMENT,
+    BucketMemory,
     Carrier,
-    Part,
-    Place,
-    Reader,
+    ShardSlice,
     TensorSpec,
-    Writer,
+    TransportReader,
+    TransportWriter,
     size_of,
     view_of,
     whole_bucket,
@@ -70,7 +70,7 @@ class CudaIpc(Carrier):
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
         self._host = SharedMemory() if self._device.type == "cpu" else None
-        self._places: dict[str, DevicePlace] = {}
+        self._places: dict[str, DeviceBucketMemory] = {}
 
     @property
     def device(self) -> str:
@@ -79,40 +79,40 @@ class CudaIpc(Carrier):
             return HOST
         return f"GPU-{torch.cuda.get_device_properties(self._device).uuid}"
 
-    def place(self, size: int) -> Place:
+    def place(self, size: int) -> BucketMemory:
         if self._host is not None:
             return self._host.place(size)
-        place = DevicePlace(size, self._device)
+        place = DeviceBucketMemory(size, self._device)
         self._places[place.path] = place
         return place
 
-    def writer(self) -> Writer:
+    def writer(self) -> TransportWriter:
         return DeviceWriter(self._places) if self._host is None else self._host.writer()
 
-    def reader(self) -> Reader:
+    def reader(self) -> TransportReader:
         return DeviceReader(self.device, self._device)
 
 
 CARRIER = CudaIpc
 
 
-class Lending(Staging):
+class IpcBuckets(Staging):
     """A version that is lent bucket by bucket, out of the parameters of all `ranks`. Used by one
     thread of each."""
 
-    def __init__(self, carrier: CudaIpc, ranks: Ranks | None = None) -> None:
+    def __init__(self, carrier: CudaIpc, ranks: StagingRanks | None = None) -> None:
         """Collective."""
         super().__init__(carrier, ranks)
         self._device = carrier.device
         self._lent: Sequence[BucketRef] = ()
-        self._memory: list[tuple[Place, Tensor, str] | None] = [None] * IN_FLIGHT
+        self._memory: list[tuple[BucketMemory, Tensor, str] | None] = [None] * IN_FLIGHT
         """Places, their memory, and where every device's is."""
 
     def stage(
         self,
         version: int,
         buckets: Sequence[Sequence[TensorSpec]],
-        parts: Iterable[Part],
+        parts: Iterable[ShardSlice],
         when_free: Callable[[], None] = lambda: None,
     ) -> Manifest:
         self.give_back()
@@ -120,7 +120,7 @@ class Lending(Staging):
         self._lent = manifest.buckets
         return replace(manifest, lent=True)
 
-    def fill(self, number: int, place: int, parts: Iterable[Part]) -> BucketRef:
+    def fill(self, number: int, place: int, parts: Iterable[ShardSlice]) -> BucketRef:
         """Collective. Puts a bucket of the version into a place on every device, and returns where it
         is. parts: this rank's of the bucket; one is done with when the next is asked for.
 
@@ -168,13 +168,13 @@ class Lending(Staging):
         when_free()
         return [""] * len(entries)
 
-    def _put(self, part: Part, ref: BucketRef, entry: TensorEntry) -> None:
+    def _put(self, part: ShardSlice, ref: BucketRef, entry: TensorEntry) -> None:
         if ref.path:  # while a version is staged, nothing is anywhere
             super()._put(part, ref, entry)
 
-    def _make(self, index: int) -> tuple[Place, Tensor, str]:
+    def _make(self, index: int) -> tuple[BucketMemory, Tensor, str]:
         """Collective: a place on every rank's device, for the largest bucket."""
-        made: list[Place] = []
+        made: list[BucketMemory] = []
 
         def make() -> None:
             size = max(_whole_words(ref.size) for ref in self._lent)
@@ -216,10 +216,10 @@ def _whole_words(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-class DeviceWriter(Writer):
+class DeviceWriter(TransportWriter):
     """A rank's end, on CUDA. places: its own, by path."""
 
-    def __init__(self, places: dict[str, DevicePlace]) -> None:
+    def __init__(self, places: dict[str, DeviceBucketMemory]) -> None:
         self._places = places
 
     def reaches(self, path: str) -> bool:
@@ -233,7 +233,7 @@ class DeviceWriter(Writer):
             del self._places[path]
 
 
-class DeviceReader(Reader):
+class DeviceReader(TransportReader):
     """A worker's end, of memory on its device."""
 
     lasting = False
@@ -242,7 +242,7 @@ class DeviceReader(Reader):
         self._name = name
         self._device = device
         self._host = SharedMemory().reader() if name == HOST else None
-        self._mapped: dict[str, MappedPlace] = {}
+        self._mapped: dict[str, MappedBucketMemory] = {}
 
     def read(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
         """Raises ValueError where no rank's memory is on this device, and RuntimeError for memory that
@@ -260,7 +260,7 @@ class DeviceReader(Reader):
             yield from self._host.read(replace(ref, path=path))
             return
         if path not in self._mapped:
-            self._mapped[path] = MappedPlace(path, ref.size, self._device)
+            self._mapped[path] = MappedBucketMemory(path, ref.size, self._device)
         for entry in ref.entries:
             yield entry.name, view_of(self._mapped[path].memory, entry)
 
@@ -272,7 +272,7 @@ class DeviceReader(Reader):
             self._mapped.pop(path).close()
 
 
-class DevicePlace(Place):
+class DeviceBucketMemory(BucketMemory):
     """Memory of CUDA that other processes can map. `path`: its handle, in hexadecimal digits."""
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -297,7 +297,7 @@ class DevicePlace(Place):
             _call("cuMemFree_v2", self._pointer)
 
 
-class MappedPlace:
+class MappedBucketMemory:
     """Another process's memory, at `path`."""
 
     def __init__(self, path: str, size: int, device: torch.device) -> None:

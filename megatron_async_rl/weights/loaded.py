@@ -65,7 +65,7 @@ def digests_of(workers: Sequence[dict[str, Loaded]]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TensorRegion:
     """Rows and columns of the tensor `name`."""
 
     name: str
@@ -76,7 +76,7 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class _Memory:
+class _TensorMemory:
     """Where a tensor lies, in bytes, and the size of an element."""
 
     start: int
@@ -84,7 +84,7 @@ class _Memory:
     element: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Memory:
+    def of(cls, tensor: Tensor) -> _TensorMemory:
         start, element = tensor.data_ptr(), tensor.element_size()
         return cls(start, start + tensor.numel() * element, element)
 
@@ -96,7 +96,7 @@ class _Memory:
 class _Offered:
     name: str
     shape: tuple[int, ...]
-    memory: _Memory
+    memory: _TensorMemory
     storage: StorageWeakRef
 
 
@@ -118,11 +118,11 @@ class LoadWatch(TorchDispatchMode):
         self._starts: list[int] = []
         self._offered: list[_Offered] = []
         """In the order of their addresses, `_starts`."""
-        self._copy: tuple[_Place, _Memory, Tensor] | None = None
+        self._copy: tuple[_TensorRegion, _TensorMemory, Tensor] | None = None
         """A loader's own copy of a part, which it has not put anywhere yet."""
-        self._written: list[tuple[_Place, Tensor]] = []
+        self._written: list[tuple[_TensorRegion, Tensor]] = []
         """Parts in memory that lasts."""
-        self._taken: list[tuple[_Place, Tensor]] = []
+        self._taken: list[tuple[_TensorRegion, Tensor]] = []
         """Parts and their digests."""
 
     @property
@@ -137,7 +137,7 @@ class LoadWatch(TorchDispatchMode):
         self._loaded[name] = Loaded(tensor.dtype, shape)
         if not tensor.numel():
             return
-        memory, starts = _Memory.of(tensor), self._starts
+        memory, starts = _TensorMemory.of(tensor), self._starts
         first, last = bisect_left(starts, memory.start), bisect_left(starts, memory.end)
         starts[first:last] = [memory.start]
         storage = StorageWeakRef(tensor.untyped_storage())
@@ -184,16 +184,16 @@ class LoadWatch(TorchDispatchMode):
         elif func in _COPIES:
             place = self._place(args[0])
             if place is not None:
-                self._copy = place, _Memory.of(result), result
+                self._copy = place, _TensorMemory.of(result), result
         return result
 
-    def _digest(self, place: _Place, memory: Tensor) -> None:
+    def _digest(self, place: _TensorRegion, memory: Tensor) -> None:
         # A parameter of a wider dtype holds the same numbers.
         part = memory.detach().to(self._loaded[place.name].dtype)
         part = part.reshape(place.rows, place.columns)
         self._taken.append((place, partial_digest(part, place.row, place.column)))
 
-    def _place(self, part: Tensor) -> _Place | None:
+    def _place(self, part: Tensor) -> _TensorRegion | None:
         """The part of an offered tensor that `part` shows, or that was copied to it; else None.
         Raises RuntimeError for one that is not rows and columns of it."""
         if part.is_meta or not part.numel():
@@ -206,7 +206,7 @@ class LoadWatch(TorchDispatchMode):
             if offered is None or not offered.memory.has(part) or offered.storage.expired():
                 return None
             memory = offered.memory
-            origin = _Place(offered.name, 0, 0, *matrix_shape(offered.shape))
+            origin = _TensorRegion(offered.name, 0, 0, *matrix_shape(offered.shape))
         if not part.dim():
             part = part.reshape(1)
         offset = (part.data_ptr() - memory.start) // memory.element
@@ -224,4 +224,4 @@ class LoadWatch(TorchDispatchMode):
                 f"tensor {origin.name} is loaded in an order of vLLM's own, {list(part.shape)} at"
                 f" strides {list(part.stride())}: its digest would not be the trainer's"
             )
-        return _Place(origin.name, origin.row + row, origin.column + column, rows, columns)
+        return _TensorRegion(origin.name, origin.row + row, origin.column + column, rows, columns)

@@ -64,7 +64,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copy:
+class StagedCopy:
     """A version in another memory than rank 0's. `nbytes`: received for it, what came twice
     included. `seconds`: what that took."""
 
@@ -89,7 +89,7 @@ class Meeting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Delivery:
+class WeightUpdate:
     """A version that the workers of an engine are to receive. `kept`: the version in their memory
     that stays; null: none does."""
 

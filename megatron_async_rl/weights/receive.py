@@ -30,7 +30,7 @@ from megatron_async_rl.weights.loaded import Loaded, LoadWatch
 from megatron_async_rl.weights.manifest import BucketRef, TensorEntry
 from megatron_async_rl.weights.reload import loaded_parameters, reload_of
 from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
-from megatron_async_rl.weights.transport import Reader, carrier
+from megatron_async_rl.weights.transport import TransportReader, carrier
 from megatron_async_rl.weights.vllm_private import complete_cpu_worker
 
 
@@ -95,7 +95,7 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         self._loaded: set[str] = set()
         self._incomplete: list[str] = []
         self._version = -1
-        self._reader: Reader | None = None
+        self._reader: TransportReader | None = None
         self.receiver: Receiver | None = None
         self._paths: set[str] = set()
         self._paths_before: set[str] = set()
@@ -187,7 +187,7 @@ class WeightLoadingWorker:
         complete_cpu_worker(self)
 
     def receive_version(self: Any, delivery: bytes) -> None:
-        """`delivery`: a pickled Delivery. Begins to receive it, and returns."""
+        """`delivery`: a pickled WeightUpdate. Begins to receive it, and returns."""
         engine = self.weight_transfer_engine
         if engine.receiver is None:
             engine.receiver = Receiver(self.rank, self.device)

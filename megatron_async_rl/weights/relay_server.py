@@ -11,7 +11,7 @@ Invariants:
 - nothing of a file is sent before the request has proved the run's key. The key itself never
   travels here, and a nonce is good for one request. Bytes are not encrypted;
 - only buckets of versions whose place rank 0 does not write are served (`stage`, `release`);
-- a connection that has not proved the key takes one of `_Server.slots` threads for ADMISSION_S at
+- a connection that has not proved the key takes one of `_RelayTcpServer.slots` threads for ADMISSION_S at
   most, so strangers exhaust neither threads nor descriptors (watchdog/limited_server.py);
 - one that has proved it has a thread and a limit on each wait for its peer, so a stalled one is cut.
 """
@@ -68,7 +68,7 @@ class RelayServer:
 
     def __init__(self, host: str, silence_s: float = 60.0) -> None:
         self._staged: dict[int, Sequence[BucketRef]] = {}
-        self._server = _Server(host, self, silence_s)
+        self._server = _RelayTcpServer(host, self, silence_s)
         self.address = Address(
             host=host, port=self._server.server_address[1], key=secrets.token_bytes(32)
         )
@@ -104,7 +104,7 @@ class RelayServer:
         return ref
 
 
-class _Server(LimitedThreads, socketserver.TCPServer):
+class _RelayTcpServer(LimitedThreads, socketserver.TCPServer):
     admission_s = ADMISSION_S
     request_queue_size = 128
 
@@ -112,15 +112,15 @@ class _Server(LimitedThreads, socketserver.TCPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.relay = relay
         self.silence_s = silence_s
-        super().__init__((host, 0), _Connection)
+        super().__init__((host, 0), _RelayConnection)
 
     def handle_error(self, request: object, client_address: object) -> None:
         log.exception("the relay's connection to %s failed", client_address)
 
 
-class _Connection(socketserver.BaseRequestHandler):
+class _RelayConnection(socketserver.BaseRequestHandler):
     request: socket.socket
-    server: _Server
+    server: _RelayTcpServer
 
     def handle(self) -> None:
         self.request.settimeout(self.server.silence_s)

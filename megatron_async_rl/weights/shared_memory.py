@@ -29,7 +29,12 @@ from torch import Tensor
 
 from megatron_async_rl.weights.manifest import BucketRef, TensorEntry
 from megatron_async_rl.weights.stale_files import PREFIX, SHARED_MEMORY
-from megatron_async_rl.weights.transport import Carrier, Place, Reader, Writer
+from megatron_async_rl.weights.transport import (
+    BucketMemory,
+    Carrier,
+    TransportReader,
+    TransportWriter,
+)
 
 
 class SharedMemoryFull(OSError):
@@ -41,7 +46,7 @@ class SharedMemoryFull(OSError):
     )
 
 
-class BucketFile(Place):
+class BucketFile(BucketMemory):
     """One file in `directory`, of `size` bytes, all of them reserved. Deleted by `close`, or at
     exit."""
 
@@ -93,7 +98,7 @@ class _MappedFiles:
         self._mapped = {path: memory for path, memory in self._mapped.items() if path in paths}
 
 
-class BucketWriter(Writer):
+class BucketWriter(TransportWriter):
     """A rank's end."""
 
     def __init__(self) -> None:
@@ -110,7 +115,7 @@ class BucketWriter(Writer):
         self._files.keep(paths)
 
 
-class BucketReader(Reader):
+class BucketReader(TransportReader):
     """An engine's end."""
 
     def __init__(self) -> None:

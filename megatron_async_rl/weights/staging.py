@@ -30,9 +30,9 @@ from torch import Tensor
 from megatron_async_rl.weights.digest import digest_text, matrix_shape, partial_digest
 from megatron_async_rl.weights.manifest import BucketRef, Manifest, TensorEntry
 from megatron_async_rl.weights.transport import (
+    BucketMemory,
     Carrier,
-    Part,
-    Place,
+    ShardSlice,
     TensorSpec,
     entries_of,
     size_of,
@@ -41,7 +41,7 @@ from megatron_async_rl.weights.transport import (
 PROBE_BYTES = 64
 
 
-class Ranks(Protocol):
+class StagingRanks(Protocol):
     """Those that stage a version together: the policy's layout."""
 
     @property
@@ -51,7 +51,7 @@ class Ranks(Protocol):
     def summed(self, numbers: Tensor) -> Tensor: ...
 
 
-class Alone:
+class SingleProcess:
     """A process that stages by itself."""
 
     rank = 0
@@ -79,18 +79,18 @@ class Staging:
     reached: for each rank, true where it can write to that memory.
     """
 
-    def __init__(self, carrier: Carrier, ranks: Ranks | None = None) -> None:
+    def __init__(self, carrier: Carrier, ranks: StagingRanks | None = None) -> None:
         """Collective. Raises OSError where there is no room for anything."""
-        self._ranks: Ranks = ranks or Alone()
+        self._ranks: StagingRanks = ranks or SingleProcess()
         self._carrier = carrier
-        self._slots = (Slot(carrier), Slot(carrier))
+        self._slots = (StagingSlot(carrier), StagingSlot(carrier))
         self._next = 0
         self._writer = carrier.writer()
         self._paths: list[str] = []
         self.reached = self._reached()
 
     def _reached(self) -> list[bool]:
-        probes: list[Place] = []
+        probes: list[BucketMemory] = []
 
         def probe() -> str:
             probes.append(self._carrier.place(PROBE_BYTES))
@@ -106,7 +106,7 @@ class Staging:
         self,
         version: int,
         buckets: Sequence[Sequence[TensorSpec]],
-        parts: Iterable[Part],
+        parts: Iterable[ShardSlice],
         when_free: Callable[[], None] = lambda: None,
     ) -> Manifest:
         """Collective. buckets: of the whole version, the same on every rank. parts: this rank's; one
@@ -162,7 +162,7 @@ class Staging:
         return self._slots[self._next].places([size_of(bucket) for bucket in entries])
 
     def _write(
-        self, refs: Sequence[BucketRef], number: dict[str, int], parts: Iterable[Part]
+        self, refs: Sequence[BucketRef], number: dict[str, int], parts: Iterable[ShardSlice]
     ) -> list[list[int]]:
         """[d1, d2, elements] of every tensor, over all ranks."""
         where = {entry.name: (ref, entry) for ref in refs for entry in ref.entries}
@@ -194,7 +194,7 @@ class Staging:
             raise NotStaged(f"{failed} other ranks could not write their parts of the weights")
         return found
 
-    def _put(self, part: Part, ref: BucketRef, entry: TensorEntry) -> None:
+    def _put(self, part: ShardSlice, ref: BucketRef, entry: TensorEntry) -> None:
         rows, columns = part.tensor.shape
         whole = self._writer.view(ref, entry).view(matrix_shape(entry.shape))
         place = whole[part.row : part.row + rows, part.column : part.column + columns]
@@ -206,12 +206,12 @@ class Staging:
         place.copy_(part.tensor.detach())
 
 
-class Slot:
+class StagingSlot:
     """The places of one version's buckets, in order."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
-        self._places: list[Place] = []
+        self._places: list[BucketMemory] = []
 
     def places(self, sizes: Sequence[int]) -> list[str]:
         """Paths of buckets of these sizes. Raises OSError when memory is out."""

@@ -41,7 +41,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 
 from megatron_async_rl.rollout.vllm_plugin import BACKEND, WORKER_EXTENSION, register
-from megatron_async_rl.weights.cuda_ipc import CudaIpc, Lending
+from megatron_async_rl.weights.cuda_ipc import CudaIpc, IpcBuckets
 from megatron_async_rl.weights.loaded import Loaded, digests_of
 from megatron_async_rl.weights.manifest import IN_FLIGHT, BucketRef, require_equal
 from megatron_async_rl.weights.packed_layers import PackedExperts, PackedLinear
@@ -120,7 +120,7 @@ def run(
     if half is not None:
         engine.collective_rpc("complete_on_cpu")
     found = Found([("none", 0, outputs(engine))])
-    staging, lending = Staging(SharedMemory()), Lending(CudaIpc(torch.device("cpu")))
+    staging, lending = Staging(SharedMemory()), IpcBuckets(CudaIpc(torch.device("cpu")))
     for version, (which, layerwise, lent) in enumerate(updates, start=1):
         engine.collective_rpc(use_layerwise if layerwise else lend_memory_of_experts)
         lent = lent and not torch.cuda.is_available()  # the program's own memory is the host's
@@ -171,7 +171,7 @@ def faults(engine: LLM, staging: Staging, checkpoint: Path, version: int) -> Ite
         yield [str(error)]
 
 
-def borrowed(engine: LLM, lending: Lending, version: int, checkpoint: Path) -> Proof:
+def borrowed(engine: LLM, lending: IpcBuckets, version: int, checkpoint: Path) -> Proof:
     weights = load_file(checkpoint / "model.safetensors").items()
     lent = [dict(some) for some in batched(weights, -(-len(weights) // LENT_BUCKETS))]
     manifest = stage(lending, version, lent)

@@ -22,7 +22,7 @@ from megatron_async_rl.samples import Sample
 from megatron_async_rl.samples.types import Aborted
 from megatron_async_rl.watchdog.deadline import remote_cause
 from megatron_async_rl.weights.collective import Sender
-from megatron_async_rl.weights.manifest import Delivery, Manifest
+from megatron_async_rl.weights.manifest import Manifest, WeightUpdate
 from tests.engine.asking import abort, finished, grown, outcomes, report, sampled, submit
 from tests.engine.running import (
     CHECKPOINTS,
@@ -151,7 +151,7 @@ def test_weights_come_over_a_communicator_while_the_engine_samples(
         manifest = engines.stage(2, per_bucket=5)
         version = engines.version
         assert len(manifest.buckets) > 2
-        delivery = Delivery(meeting=meeting, version=version, manifest=manifest, kept=kept)
+        delivery = WeightUpdate(meeting=meeting, version=version, manifest=manifest, kept=kept)
         call(handle, "receive", delivery)
         copy = sender.send(meeting, version, manifest)
         now = report(handle, 0.05)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async_rl.weights.cuda_ipc import CudaIpc, Lending
+from megatron_async_rl.weights.cuda_ipc import CudaIpc, IpcBuckets
 from megatron_async_rl.weights.digest import tensor_digest
 from megatron_async_rl.weights.manifest import IN_FLIGHT, BucketRef
 from tests.gpu.hardware import DEVICE, ON_CUDA, ON_DEVICE
@@ -100,14 +100,14 @@ def worker() -> Iterator[Worker]:
 
 
 @pytest.fixture
-def lending() -> Iterator[Lending]:
-    one = Lending(CudaIpc(torch.device(DEVICE)))
+def lending() -> Iterator[IpcBuckets]:
+    one = IpcBuckets(CudaIpc(torch.device(DEVICE)))
     yield one
     one.close()
 
 
 def lend(
-    lending: Lending, worker: Worker, count: int, after: Callable[[], None] = lambda: None
+    lending: IpcBuckets, worker: Worker, count: int, after: Callable[[], None] = lambda: None
 ) -> None:
     """A version of `count` buckets. `after`: called while two of them are there."""
     buckets = [bucket_of(number) for number in range(count)]
@@ -128,7 +128,7 @@ def lend(
 
 @pytest.mark.parametrize("count", [pytest.param(BUCKETS, marks=ON_DEVICE)])
 def test_another_process_takes_what_was_filled(
-    lending: Lending, worker: Worker, count: int
+    lending: IpcBuckets, worker: Worker, count: int
 ) -> None:
     lend(lending, worker, count)
     lend(lending, worker, count)
@@ -136,7 +136,7 @@ def test_another_process_takes_what_was_filled(
 
 @pytest.mark.parametrize("count", [pytest.param(BUCKETS, marks=ON_CUDA)])
 def test_it_does_so_where_torch_allocates_in_expandable_segments(
-    lending: Lending, worker: Worker, count: int
+    lending: IpcBuckets, worker: Worker, count: int
 ) -> None:
     """These another process may map only if it may look into this one's files."""
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
@@ -164,7 +164,7 @@ def until_used(at_most: int) -> int:
 
 @pytest.mark.parametrize("count", [pytest.param(BUCKETS, marks=ON_CUDA)])
 def test_two_buckets_are_all_the_memory_it_takes_and_none_is_left(
-    lending: Lending, worker: Worker, count: int, figure: Callable[..., None]
+    lending: IpcBuckets, worker: Worker, count: int, figure: Callable[..., None]
 ) -> None:
     lend(lending, worker, count)  # CUDA's own, of both processes, is there now
     source = sum(sum(t.nbytes for t in bucket_of(number).values()) for number in range(count))
@@ -192,7 +192,7 @@ def test_two_buckets_are_all_the_memory_it_takes_and_none_is_left(
 
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=ON_CUDA)])
-def test_a_reader_that_is_killed_holds_none_of_it(lending: Lending, count: int) -> None:
+def test_a_reader_that_is_killed_holds_none_of_it(lending: IpcBuckets, count: int) -> None:
     def killed_with_a_bucket() -> None:
         victim = Worker()
         buckets = [bucket_of(number) for number in range(count)]
@@ -209,7 +209,7 @@ def test_a_reader_that_is_killed_holds_none_of_it(lending: Lending, count: int) 
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=ON_CUDA)])
 def test_a_handle_that_cannot_be_opened_is_an_error_by_name(
-    lending: Lending, worker: Worker, count: int
+    lending: IpcBuckets, worker: Worker, count: int
 ) -> None:
     buckets = [bucket_of(number) for number in range(count)]
     lending.stage(1, specs(buckets), parts(buckets))
@@ -224,7 +224,7 @@ def test_a_handle_that_cannot_be_opened_is_an_error_by_name(
 
 @pytest.mark.parametrize("count", [pytest.param(BUCKETS, marks=ON_CUDA)])
 def test_a_version_is_lent_at_the_speed_of_the_memory(
-    lending: Lending, worker: Worker, count: int, figure: Callable[..., None]
+    lending: IpcBuckets, worker: Worker, count: int, figure: Callable[..., None]
 ) -> None:
     lend(lending, worker, count)
     buckets = [bucket_of(number) for number in range(count)]

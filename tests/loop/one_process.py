@@ -23,7 +23,7 @@ from megatron_async_rl.flow import batches
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.engine_task import Launch, Restarts
 from megatron_async_rl.flow.rank0 import Rank0
-from megatron_async_rl.flow.spec import ControllerSpec, Source
+from megatron_async_rl.flow.spec import ControllerSpec, PromptProvider
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.background import Background
 from megatron_async_rl.policy.parallel import initialise
@@ -194,7 +194,7 @@ class Method:
 class ControllerThread:
     """Handle of a controller whose event loop is a thread of this process."""
 
-    def __init__(self, source: Source, spec: ControllerSpec, launch: Launch) -> None:
+    def __init__(self, source: PromptProvider, spec: ControllerSpec, launch: Launch) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="controller")
         self._thread.start()
@@ -262,7 +262,7 @@ class OneProcess:
 
     # Functions that `batches` calls of Ray, and of the deadlines around it
 
-    def _start(self, source: Source, spec: ControllerSpec) -> ControllerThread:
+    def _start(self, source: PromptProvider, spec: ControllerSpec) -> ControllerThread:
         return ControllerThread(source, spec, self._launch)
 
     def _get(self, answer: Answer, name: str, limit_s: float) -> Any:

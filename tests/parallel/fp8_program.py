@@ -31,7 +31,7 @@ from megatron_async_rl.policy.megatron_private import optimizer_parts
 from megatron_async_rl.policy.optimizer import load_masters
 from megatron_async_rl.policy.parameter_state import MASTER, adam_shards, optimizer_state
 from megatron_async_rl.policy.parameters import load_hf
-from megatron_async_rl.policy.weight_copies import HeldMasters
+from megatron_async_rl.policy.weight_copies import MasterSnapshot
 from tests.gpu.fp8_emulation import in_8_bits
 from tests.parallel.allocations import Allocations
 from tests.parallel.layout_program import (
@@ -275,7 +275,7 @@ def keys(folder: Path) -> set[str]:
 def averaged(rank: Rank, model: str, a: str) -> dict[str, bool]:
     """A copy of the optimizer's weights that is averaged, put in place, and taken away."""
     policy = rank.policy(model, dtype="bfloat16", budget=BUDGET, lr=1e-2)
-    copy, then = HeldMasters(policy.optimizer), masters(policy)
+    copy, then = MasterSnapshot(policy.optimizer), masters(policy)
     rank.train(policy, [a])
     now, weights = masters(policy), parameters(policy)
     copy.average(DECAY)
@@ -283,7 +283,7 @@ def averaged(rank: Rank, model: str, a: str) -> dict[str, bool]:
         {name: DECAY * old[name] + (1.0 - DECAY) * new[name] for name in old}
         for old, new in zip(then, now, strict=True)
     ]
-    with HeldMasters(policy.optimizer).restored_after():
+    with MasterSnapshot(policy.optimizer).restored_after():
         copy.place()
         placed = masters(policy)
         close = all(

@@ -41,7 +41,7 @@ from megatron_async_rl.policy.parallel import Layout, initialise
 from megatron_async_rl.policy.parameter_state import MASTER, adam_names, adam_shards
 from megatron_async_rl.policy.past_versions import Snapshots
 from megatron_async_rl.policy.reference_policies import ReferencePolicies
-from megatron_async_rl.policy.weight_copies import HeldMasters
+from megatron_async_rl.policy.weight_copies import MasterSnapshot
 from tests.parallel.allocations import Allocations
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -113,7 +113,9 @@ def copies(config: Config, model: Any, optimizer: Any) -> int:
     objective = config.objective
     past = any(control.needs_past_weights for control in config.controls)
     with META:
-        masters = Snapshots(lambda: HeldMasters(optimizer), objective.snapshots) if past else None
+        masters = (
+            Snapshots(lambda: MasterSnapshot(optimizer), objective.snapshots) if past else None
+        )
         needs = Objective(objective).needs
         held = ReferencePolicies(objective, needs, model, past_masters=masters)
         for version in range(objective.snapshots):

@@ -94,7 +94,7 @@ def assert_same(one, other):
 @pytest.mark.parametrize("layout", PARTS["kept"])
 def test_a_policy_that_copies_float32_weights_takes_a_plain_ones_steps(layout):
     found = results(layout)["kept"]
-    assert found["copies"] == {"HeldMasters", "HeldWeights"}
+    assert found["copies"] == {"MasterSnapshot", "WeightSnapshot"}
     kept, plain = found["runs"]["kept"], found["runs"]["plain"]
     assert kept["steps"] == plain["steps"]
     assert_same(kept["weights"], plain["weights"])

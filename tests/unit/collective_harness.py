@@ -11,7 +11,7 @@ import torch
 
 from megatron_async_rl.weights import collective
 from megatron_async_rl.weights.collective import Receiver
-from megatron_async_rl.weights.manifest import Delivery
+from megatron_async_rl.weights.manifest import WeightUpdate
 from megatron_async_rl.weights.shared_memory import SharedMemory
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ class Worker:
         self.process.start()
         other.close()
 
-    def receive(self, delivery: Delivery, *, dies: bool = False) -> None:
+    def receive(self, delivery: WeightUpdate, *, dies: bool = False) -> None:
         """Begins to receive. `dies`: the process ends with the first bucket that arrived."""
         self._pipe.send((delivery, dies))
         assert self._pipe.recv() == "begun"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_async_rl.config.schema import FlowConfig
-from megatron_async_rl.flow.buffer import Group
+from megatron_async_rl.flow.buffer import SampleGroup
 from megatron_async_rl.flow.buffer_file import read, written
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.samples import Prompt, Sample
@@ -93,9 +93,9 @@ class SchedulerHarness:
         return None if batch is None else indices(batch)
 
 
-def samples_of(batch: Iterable[Group]) -> list[SampleRow]:
+def samples_of(batch: Iterable[SampleGroup]) -> list[SampleRow]:
     return [sample for group in batch for sample in group.samples]
 
 
-def indices(batch: Iterable[Group]) -> list[int]:
+def indices(batch: Iterable[SampleGroup]) -> list[int]:
     return [group.index for group in batch]

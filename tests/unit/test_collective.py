@@ -26,7 +26,7 @@ from megatron_async_rl.weights.communicator import (
     CREATION_LIMIT,
     Communicator,
 )
-from megatron_async_rl.weights.manifest import Copy, Delivery, Manifest, Meeting
+from megatron_async_rl.weights.manifest import Manifest, Meeting, StagedCopy, WeightUpdate
 from megatron_async_rl.weights.shared_memory import BucketFile, BucketReader, SharedMemory
 from megatron_async_rl.weights.staging import Staging
 from megatron_async_rl.weights.stale_files import PREFIX
@@ -86,7 +86,7 @@ def weights(version: int, buckets: int) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def require_version(copy: Copy, version: int, buckets: int) -> None:
+def require_version(copy: StagedCopy, version: int, buckets: int) -> None:
     sent = {name: tensor for bucket in weights(version, buckets) for name, tensor in bucket.items()}
     reader = BucketReader()
     found = {n: t.clone() for ref in copy.manifest.buckets for n, t in reader.read(ref)}
@@ -102,8 +102,8 @@ def brought(
     version: int,
     manifest: Manifest,
     kept: int | None = None,
-) -> Copy:
-    delivery = Delivery(meeting=meeting, version=version, manifest=manifest, kept=kept)
+) -> StagedCopy:
+    delivery = WeightUpdate(meeting=meeting, version=version, manifest=manifest, kept=kept)
     for worker in engine:
         worker.receive(delivery)
     return sender.send(meeting, version, manifest)
@@ -147,7 +147,7 @@ def test_a_worker_awaits_two_buckets_at_a_time(
     """Else the second, which comes first here, would wait for the first for ever."""
     manifest, meeting = stage(staging, 1, weights(1, 3)), sender.open(1)
     store = sender._sets[meeting.port].store
-    receiver.receive(Delivery(meeting=meeting, version=1, manifest=manifest, kept=None))
+    receiver.receive(WeightUpdate(meeting=meeting, version=1, manifest=manifest, kept=None))
     plays_sender = Communicator(meeting, 0, CPU, store)
     memory = bucket_bytes(manifest)
     for number in (1, 0, 2):
@@ -237,7 +237,7 @@ def test_an_engine_whose_worker_dies_costs_no_other_engine(
     """The last test of that process."""
     manifest = stage(staging, 1, weights(1, 9))
     meeting = sender.open(2)
-    delivery = Delivery(meeting=meeting, version=1, manifest=manifest, kept=None)
+    delivery = WeightUpdate(meeting=meeting, version=1, manifest=manifest, kept=None)
     engine[0].receive(delivery)
     assert isinstance(engine[1], Worker)
     engine[1].receive(delivery, dies=True)

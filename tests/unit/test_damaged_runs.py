@@ -112,7 +112,7 @@ def run(
     monkeypatch.setattr(launcher, "_kill_leftovers", lambda *_: None)
     monkeypatch.setattr(evaluate, "run", lambda *_: None)
     monkeypatch.setattr(parallel, "initialise", _reached)
-    monkeypatch.setattr(dashboard._Server, "serve_forever", lambda self: None)
+    monkeypatch.setattr(dashboard._DashboardServer, "serve_forever", lambda self: None)
 
     def of(command: str, file: str, damage: str) -> Result:
         restore()

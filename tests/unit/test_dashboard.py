@@ -27,7 +27,7 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.metrics.log import GrowingFile, MetricsLog
 from megatron_async_rl.metrics.timeline import Span
 from megatron_async_rl.report import sample_browser
-from megatron_async_rl.report.dashboard import Dashboard, _Server
+from megatron_async_rl.report.dashboard import Dashboard, _DashboardServer
 from megatron_async_rl.report.sample_browser import SampleBrowser
 from megatron_async_rl.report.time_panels import merge_short
 from megatron_async_rl.samples.types import Sample
@@ -59,7 +59,7 @@ def add_step(run: Path, step: int) -> None:
 
 @contextmanager
 def served(*runs: Path, host: str = "localhost", allowed: Sequence[str] = ()) -> Iterator[str]:
-    server = _Server(host, 0, Dashboard(runs), allowed)
+    server = _DashboardServer(host, 0, Dashboard(runs), allowed)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield f"http://localhost:{server.server_port}/"

@@ -30,9 +30,9 @@ from megatron_async_rl.data import (
     read_training,
 )
 from megatron_async_rl.data.chat_template import ChatTemplate
-from megatron_async_rl.data.conversation import Conversation
+from megatron_async_rl.data.conversation import TrainingConversation
 from megatron_async_rl.data.files import read_rows
-from megatron_async_rl.data.prompts import Part, Required, nothing_more
+from megatron_async_rl.data.prompts import MixturePart, Required, nothing_more
 from megatron_async_rl.data.source import Mixture
 from megatron_async_rl.data.tokenizer import load_tokenizer
 from tests.characters import TEMPLATE, characters, save_characters
@@ -815,7 +815,7 @@ def test_the_parts_of_a_mixture_keep_their_own_columns_and_their_ids_apart(tmp_p
 
 def source(counts: Sequence[int], weights: Sequence[float]) -> PromptSource:
     pairs = enumerate(zip(counts, weights, strict=True))
-    parts = [Part(label=str(i), count=count, weight=weight) for i, (count, weight) in pairs]
+    parts = [MixturePart(label=str(i), count=count, weight=weight) for i, (count, weight) in pairs]
     return PromptSource(prompts(sum(counts)), seed=3, shuffle=True, parts=parts)
 
 
@@ -825,7 +825,7 @@ def test_no_part_is_a_whole_prompt_from_its_share_at_any_moment(
     parts: list[tuple[int, float]],
 ) -> None:
     mixture = Mixture(
-        [Part(label=str(i), count=n, weight=w) for i, (n, w) in enumerate(parts)],
+        [MixturePart(label=str(i), count=n, weight=w) for i, (n, w) in enumerate(parts)],
         seed=1,
         shuffle=True,
     )
@@ -918,7 +918,7 @@ def masked(tmp_path: Path, messages: list[dict[str, Any]]) -> tuple[str, str, st
     """The prompt, and what follows with `.` for what is not trained on."""
     (prompt,) = conversations(tmp_path, messages).prompts
     given = prompt.fields["response"]
-    assert isinstance(given, Conversation)
+    assert isinstance(given, TrainingConversation)
     assert given.prompt_ids == prompt.token_ids
     tokens = ["$" if i == 1 else chr(i - 2) for i in given.ids]
     shown = "".join(one if keep else "." for one, keep in zip(tokens, given.mask, strict=True))

@@ -21,7 +21,7 @@ import pytest
 from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.data.prompts import Part, PromptSet
+from megatron_async_rl.data.prompts import MixturePart, PromptSet
 from megatron_async_rl.plan.preflight import _tasks
 from megatron_async_rl.rollout.environments import (
     EnvironmentRefused,
@@ -36,8 +36,8 @@ from megatron_async_rl.rollout.environments.built_in import (
     _action_schema,
     prompt_tokenizer,
 )
-from megatron_async_rl.rollout.environments.chat import ChatMessages, PlainText, ToolParser
-from megatron_async_rl.rollout.environments.conversation import Conversations, failures
+from megatron_async_rl.rollout.environments.chat import EpisodeMessages, PlainText, ToolParser
+from megatron_async_rl.rollout.environments.conversation import Episodes, failures
 from megatron_async_rl.rollout.environments.pool import (
     EnvironmentFailed,
     Environments,
@@ -118,7 +118,7 @@ class Played:
         async def one(prompt: Prompt) -> Any:
             tokenizer: Any = Words()
             transcript, sampler = Transcript(prompt), Sampler(hurried)
-            conversations = Conversations(self.pool, tokenizer)
+            conversations = Episodes(self.pool, tokenizer)
             return transcript, await conversations.play(transcript, sampler, max_tokens), sampler
 
         async def run() -> Any:
@@ -523,7 +523,7 @@ def test_a_prompt_without_a_task_of_verifiers_is_refused_before_the_start(
 
     def told(**fields: Any) -> str:
         rows = (prompt_of(number="0"), prompt_of(**fields))
-        parts = (Part(count=2),)
+        parts = (MixturePart(count=2),)
         found = _tasks(config, {"data.train": PromptSet(prompts=rows, parts=parts)})
         return "; ".join(f"{one.key}: {one.what}" for one in found)
 
@@ -551,7 +551,7 @@ def test_a_message_follows_a_turn_as_the_template_writes_it_without_the_turns_en
     tmp_path: Path,
 ) -> None:
     tokenizer = characters(tmp_path)
-    chat = ChatMessages(tokenizer)
+    chat = EpisodeMessages(tokenizer)
     next_turn = [ord(one) for one in "\n<|user|>higher\x01\n<|assistant|>"]
     assert chat.between([65, 1], "higher") == next_turn
     assert chat.between([65], "higher") == [1, *next_turn]
@@ -569,7 +569,7 @@ def test_a_message_follows_a_turn_as_the_template_writes_it_without_the_turns_en
 
 def test_a_template_that_changes_what_was_said_before_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="writes what is before a message in another way"):
-        ChatMessages(characters(tmp_path, FORGETS))
+        EpisodeMessages(characters(tmp_path, FORGETS))
 
 
 def test_plain_words_follow_as_they_are() -> None:
@@ -857,7 +857,7 @@ def test_tools_answer_what_the_model_calls_turn_by_turn(tmp_path: Path) -> None:
         pool.start()
         try:
             parser = ToolParser("hermes", tmp_path, tokenizer.eos_ids, schemas)
-            conversations = Conversations(pool, tokenizer, parser)
+            conversations = Episodes(pool, tokenizer, parser)
             return await conversations.play(transcript, sample, 400)
         finally:
             pool.close()

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from megatron_async_rl import cli
 from megatron_async_rl.config.load import load
-from megatron_async_rl.metrics.log import Row
+from megatron_async_rl.metrics.log import MetricRow
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.plan.estimate import (
     LENT_RATE,
@@ -106,10 +106,10 @@ def test_engines_run_ahead_by_async_ratio_unless_something_makes_them_stand_stil
     assert run_ahead(load(write_run(tmp_path), changes)) == ahead
 
 
-def measured_rows(*, stopped_s: float = 0.0) -> list[Row]:
+def measured_rows(*, stopped_s: float = 0.0) -> list[MetricRow]:
     """Steps of 10 s in which two engines, busy for 5 and 10 seconds, finish 1500 tokens; the first
     line is of the start."""
-    rows: list[Row] = []
+    rows: list[MetricRow] = []
     for step in range(1, 8):
         rows.append(
             {

@@ -20,11 +20,11 @@ from megatron_async_rl.config.problem import ConfigError, UserError
 from megatron_async_rl.config.schema import ParallelConfig, PolicyConfig
 from megatron_async_rl.plan import doctor, machine
 from megatron_async_rl.plan.machine import GIB, MIB, Gpu, Machine, described_machine
-from megatron_async_rl.plan.plan import Plan
+from megatron_async_rl.plan.plan import RunPlan
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.screen import resolved
 from megatron_async_rl.policy import fp8, model_blocks
-from megatron_async_rl.policy.context_parallel import Context
+from megatron_async_rl.policy.context_parallel import ContextParallelSlice
 from megatron_async_rl.policy.sequence_layout import LAYOUTS, sequence_layout
 from megatron_async_rl.policy.supported import PINNED, choose_layers
 from tests.written_run import write_model, write_run
@@ -67,7 +67,7 @@ def file(tmp_path: Path) -> Path:
     return run
 
 
-def plan(file: Path, *overrides: str, on: Machine | None = None) -> Plan:
+def plan(file: Path, *overrides: str, on: Machine | None = None) -> RunPlan:
     config = load(file, (*BASE, *overrides))
     return preflight(config, all_data=False, machine=on or node(HOPPER))
 
@@ -228,7 +228,7 @@ ROWS = {"tensorwise": (16, 16), "delayed": (16, 16), "blockwise": (16, 128), "mx
 def test_a_ranks_rows_are_a_multiple_of_the_recipes_on_every_layout(recipe, layout, name):
     parallel = ParallelConfig(**PARALLEL[layout])
     policy = PolicyConfig(parallel=parallel, fp8=Fp8Config(recipe=recipe))
-    rows = sequence_layout(name, policy.row_multiple, Context(0, parallel.context))
+    rows = sequence_layout(name, policy.row_multiple, ContextParallelSlice(0, parallel.context))
     wanted = ROWS[recipe][parallel.sequence]
     shared = parallel.tensor if parallel.sequence else 1
     for fed in ([], [1], [7, 33, 200], [129, 5]):

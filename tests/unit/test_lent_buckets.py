@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_async_rl.flow import engine_task
 from megatron_async_rl.flow.controller import Controller
-from megatron_async_rl.flow.copies import Fill, LentBuckets
+from megatron_async_rl.flow.copies import BufferRequest, IpcBucketQueue
 from megatron_async_rl.weights.manifest import IN_FLIGHT, BucketRef, Manifest, WeightMismatch
 from tests.unit.fake_engine import FakeEngine, FakeLaunch
 from tests.unit.flow_setup import controller_of, flow, holds, run, until
@@ -54,7 +54,7 @@ class Ranks:
             self.done = self.do(fill)
             await asyncio.sleep(0.001)
 
-    def do(self, fill: Fill) -> BucketRef | None:
+    def do(self, fill: BufferRequest) -> BucketRef | None:
         if fill.number is None:
             self.held = set()
             return None
@@ -312,11 +312,11 @@ def test_no_bucket_is_filled_while_an_engine_starts_and_none_starts_while_one_lo
 
 
 def test_what_ranks_did_for_the_version_before_is_no_bucket_of_this_one() -> None:
-    buckets = LentBuckets(2, 3)
+    buckets = IpcBucketQueue(2, 3)
     buckets.want(0, 0)
     buckets.filled(BucketRef(path="0:1/0", size=8, nbytes=8, entries=()))
     assert buckets.take(0) is None
-    assert buckets.next_fill() == Fill(version=2, number=0)
+    assert buckets.next_fill() == BufferRequest(version=2, number=0)
 
 
 @given(st.data())
@@ -324,7 +324,7 @@ def test_whatever_the_order_every_engine_reads_every_bucket_and_no_place_is_fill
     data: st.DataObject,
 ) -> None:
     count, engines = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))
-    buckets = LentBuckets(3, count)
+    buckets = IpcBucketQueue(3, count)
     at, reading = dict.fromkeys(range(engines), -1), dict[int, BucketRef]()
     content: dict[int, int] = {}
     joined, filling, fills = set[int](), None, 0

@@ -266,7 +266,7 @@ def test_a_connection_that_drips_is_cut_when_its_time_to_prove_the_key_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each byte comes within the limit on silence."""
-    monkeypatch.setattr(relay_server._Server, "admission_s", 0.2)
+    monkeypatch.setattr(relay_server._RelayTcpServer, "admission_s", 0.2)
     server = RelayServer("127.0.0.1", silence_s=PATIENT_S)
     cut = False
     try:

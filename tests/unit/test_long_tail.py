@@ -7,11 +7,11 @@ from functools import cache
 from typing import Any
 
 from benchmarks.long_tail import simulated
-from megatron_async_rl.simulate.model import Outcome
+from megatron_async_rl.simulate.model import SimulationResult
 
 
 @cache
-def outcomes(barrier: bool = False, **settings: Any) -> list[Outcome]:
+def outcomes(barrier: bool = False, **settings: Any) -> list[SimulationResult]:
     return [
         simulated(settings, train_time=200.0, steps=20, seed=seed, barrier=barrier)
         for seed in range(3)

@@ -38,8 +38,8 @@ from megatron_async_rl.plan.memory import (
     stage_parameters,
 )
 from megatron_async_rl.plan.model_files import ModelShape, read_model
-from megatron_async_rl.plan.overhead import Parts, of_engine, of_rank, of_sleeping_engine
-from megatron_async_rl.plan.plan import Plan
+from megatron_async_rl.plan.overhead import OverheadParts, of_engine, of_rank, of_sleeping_engine
+from megatron_async_rl.plan.plan import RunPlan
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.screen import show_plan, size, staleness_law
 from megatron_async_rl.policy.supported import FAMILIES
@@ -56,11 +56,11 @@ def file(tmp_path: Path) -> Path:
     return write_run(tmp_path)
 
 
-def plan(file: Path, *overrides: str, machine: Machine = LAPTOP) -> Plan:
+def plan(file: Path, *overrides: str, machine: Machine = LAPTOP) -> RunPlan:
     return preflight(load(file, overrides), all_data=True, machine=machine)
 
 
-def keys(planned: Plan) -> list[str]:
+def keys(planned: RunPlan) -> list[str]:
     return [problem.key for problem in planned.problems]
 
 
@@ -743,7 +743,7 @@ def test_the_whole_model_must_fit_into_shared_memory(file):
     assert keys(plan(file, machine=small)) == ["weights.transport"]
 
 
-def relayed_plan(file: Path, machine: Machine = LAPTOP) -> tuple[Plan, str]:
+def relayed_plan(file: Path, machine: Machine = LAPTOP) -> tuple[RunPlan, str]:
     """And what it shows."""
     planned = plan(file, "weights.transport=relay", machine=machine)
     console = Console(record=True, width=200, file=StringIO())
@@ -1460,7 +1460,7 @@ EIGHT_RANKS = (
 )
 
 
-def added_up(parts: Parts) -> int:
+def added_up(parts: OverheadParts) -> int:
     return sum(count for _, count in parts)
 
 
@@ -1539,7 +1539,7 @@ def test_a_rank_is_refused_above_its_gpus_memory_and_noted_just_below(tmp_path):
     on = ("policy.device=cuda", "model.dtype=bfloat16")
     total = plan(file, *on, machine=described).ranks[0].total + added_up(of_rank(load(file, on)))
 
-    def on_gpus_of(memory: int) -> Plan:
+    def on_gpus_of(memory: int) -> RunPlan:
         return plan(file, *on, machine=replace(described, gpus=(Gpu("A", memory),) * 8))
 
     assert keys(on_gpus_of(total - 1)) == ["policy.parallel"]
@@ -1562,7 +1562,7 @@ def test_the_sender_of_weights_has_its_part_of_the_first_stages_gpus(tmp_path):
     beside = added_up(of_rank(load(file, by_collective)))
     total = plan(file, *by_collective, machine=many).ranks[0].total + beside
 
-    def on_gpus_of(memory: int) -> Plan:
+    def on_gpus_of(memory: int) -> RunPlan:
         return plan(file, *by_collective, machine=replace(many, gpus=(Gpu("A", memory),) * 8))
 
     sender = GIB // 2 + 3 * 2 * 4 * GIB

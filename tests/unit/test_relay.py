@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megatron_async_rl.weights import relay
-from megatron_async_rl.weights.manifest import Copy, Manifest
-from megatron_async_rl.weights.relay import Agent
+from megatron_async_rl.weights.manifest import Manifest, StagedCopy
+from megatron_async_rl.weights.relay import WeightAgent
 from megatron_async_rl.weights.relay_server import Address, RelayFailed, RelayServer, asked
 from megatron_async_rl.weights.shared_memory import BucketReader, SharedMemory
 from megatron_async_rl.weights.staging import Staging
@@ -34,11 +34,11 @@ class Machines:
     server: RelayServer
     here: Path
     there: Path
-    agents: list[Agent] = field(default_factory=list)
+    agents: list[WeightAgent] = field(default_factory=list)
 
-    def agent(self, address: Address | None = None, silence_s: float = PATIENT_S) -> Agent:
+    def agent(self, address: Address | None = None, silence_s: float = PATIENT_S) -> WeightAgent:
         address = address or self.server.address
-        self.agents.append(Agent(address, SharedMemory(self.there), silence_s=silence_s))
+        self.agents.append(WeightAgent(address, SharedMemory(self.there), silence_s=silence_s))
         return self.agents[-1]
 
     def stage(self, version: int, buckets: int = 2) -> Manifest:
@@ -62,12 +62,12 @@ def weights(version: int, buckets: int = 2) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def read(copy: Copy) -> dict[str, torch.Tensor]:
+def read(copy: StagedCopy) -> dict[str, torch.Tensor]:
     reader = BucketReader()
     return {n: t.clone() for ref in copy.manifest.buckets for n, t in reader.read(ref)}
 
 
-def require_version(copy: Copy, version: int, buckets: int = 2) -> None:
+def require_version(copy: StagedCopy, version: int, buckets: int = 2) -> None:
     sent = {name: tensor for bucket in weights(version, buckets) for name, tensor in bucket.items()}
     found = read(copy)
     assert list(found) == list(sent)

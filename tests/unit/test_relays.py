@@ -17,14 +17,14 @@ import torch
 
 from megatron_async_rl.flow import engine_task, relays
 from megatron_async_rl.flow.communicators import Communicators
-from megatron_async_rl.flow.copies import Copies, Relayed, Staged
+from megatron_async_rl.flow.copies import Relayed, Staged, VersionCopies
 from megatron_async_rl.flow.engine_task import EngineSlot
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.relay_process import RelaySpec
 from megatron_async_rl.rollout.spec import HERE
 from megatron_async_rl.watchdog.deadline import ProcessDied
 from megatron_async_rl.weights.collective import Sender
-from megatron_async_rl.weights.manifest import Delivery, Meeting
+from megatron_async_rl.weights.manifest import Meeting, WeightUpdate
 from megatron_async_rl.weights.relay_server import RelayFailed
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, specs
 from tests.unit.fleet_harness import FleetHarness
@@ -79,7 +79,7 @@ def test_one_agent_serves_a_machine_and_a_machine_without_engines_has_none() -> 
 
 
 def test_a_copy_whose_place_the_next_version_takes_is_there_no_more() -> None:
-    copies = Copies()
+    copies = VersionCopies()
     for version in (1, 2):
         staged = Staged(version=version, manifest=manifest(version), at=0.0)
         copies.begin(THERE, version)
@@ -95,7 +95,7 @@ def test_a_copy_whose_place_the_next_version_takes_is_there_no_more() -> None:
 
 
 def test_what_a_version_took_is_the_slowest_machines_time_and_all_bytes() -> None:
-    copies = Copies()
+    copies = VersionCopies()
     staged = {v: Staged(version=v, manifest=manifest(v), at=0.0) for v in (1, 2)}
     for machine, version, seconds in ((THERE, 1, 9.0), (THERE, 2, 3.0), (FURTHER, 2, 2.0)):
         arrived = copied(manifest(version), nbytes=10, seconds=seconds)
@@ -492,7 +492,7 @@ def test_an_engine_awaits_what_the_sender_sends_and_a_lost_sender_is_replaced(
         senders.append(FakeSender(log))
         return senders[-1]
 
-    async def receive(delivery: Delivery) -> None:
+    async def receive(delivery: WeightUpdate) -> None:
         log.append(f"receive {delivery.version}, keep {delivery.kept}")
 
     async def body() -> None:

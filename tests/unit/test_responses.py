@@ -22,7 +22,7 @@ from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.config.schema import RolloutConfig
 from megatron_async_rl.rollout.engine import RolloutEngine
 from megatron_async_rl.rollout.engine_state import BusyClock, EngineDied
-from megatron_async_rl.rollout.environments.transcript import Segment, Transcript
+from megatron_async_rl.rollout.environments.transcript import Transcript, TranscriptSegment
 from megatron_async_rl.rollout.responses import Responses
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
@@ -302,7 +302,7 @@ def test_failed_rewards_are_written_down_and_on_a_full_disk_reported_all_the_sam
 def test_a_conversation_that_is_aborted_while_it_samples_is_reported_once(tmp_path: Path) -> None:
     class Talk:
         async def play(self, transcript: Transcript, sample: Any, most: int) -> None:
-            segment = Segment(transcript.asked)
+            segment = TranscriptSegment(transcript.asked)
             await transcript.extend(segment, [], sample, most)
             await transcript.extend(segment, [], sample, most - 2)
 
@@ -337,7 +337,7 @@ def test_a_turn_of_an_agent_that_is_gone_ends_and_costs_its_sample_alone(tmp_pat
     class Gone:
         async def play(self, transcript: Transcript, sample: Any, most: int) -> str:
             self.call = asyncio.create_task(
-                transcript.extend(Segment(transcript.asked), [], sample, most)
+                transcript.extend(TranscriptSegment(transcript.asked), [], sample, most)
             )
             while not llms[0].collectors:
                 await asyncio.sleep(0)
@@ -366,7 +366,10 @@ def test_experts_of_several_turns_and_segments_are_one_row_for_each_token_that_w
 ) -> None:
     class Talk:
         async def play(self, transcript: Transcript, sample: Any, most: int) -> None:
-            first, other = Segment(transcript.asked), Segment(replace(PROMPT, token_ids=(2, 3)))
+            first, other = (
+                TranscriptSegment(transcript.asked),
+                TranscriptSegment(replace(PROMPT, token_ids=(2, 3))),
+            )
             await transcript.extend(first, [], sample, most)
             await transcript.extend(first, [6], sample, most)
             await transcript.extend(other, [], sample, most)

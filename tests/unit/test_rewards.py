@@ -22,9 +22,9 @@ from megatron_async_rl.rollout import rewards
 from megatron_async_rl.rollout.rewards import registry
 from megatron_async_rl.rollout.rewards.answers import evaluate
 from megatron_async_rl.rollout.rewards.registry import (
-    Context,
-    Item,
+    RewardContext,
     RewardError,
+    RewardItem,
     load_reward,
     required_fields,
     validate_row,
@@ -517,7 +517,7 @@ def test_the_examples_of_the_page_are_rewards_that_work(
         (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    item = Item(prompt(word="cat"), "a cat", Context(tokens=4))
+    item = RewardItem(prompt(word="cat"), "a cat", RewardContext(tokens=4))
     scored = [
         call(load_reward(f"{name}"), [item], 1.0)[0].reward
         for name in ("my_rewards:score", "more_rewards:batched", "more_rewards:complete")

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from megatron_async_rl.config.flow import ExactLag, OldestFirst, Replay, Windowed
 from megatron_async_rl.config.schema import FlowConfig
-from megatron_async_rl.flow.buffer import EMPTY, Buffer, Group, GroupState
+from megatron_async_rl.flow.buffer import EMPTY, Buffer, GroupState, SampleGroup
 from megatron_async_rl.flow.buffer_file import read, written
 from megatron_async_rl.flow.group_table import DROPPED
 from megatron_async_rl.flow.scheduler import Scheduler
@@ -280,7 +280,7 @@ class World(RuleBasedStateMachine):
         if batch is not None:
             self.train(batch)
 
-    def train(self, batch: tuple[Group, ...]) -> None:
+    def train(self, batch: tuple[SampleGroup, ...]) -> None:
         version, flow = self.newest, self.flow
         assert len(batch) == flow.prompts_per_step
         assert [len(group.samples) for group in batch] == [flow.group_size] * flow.prompts_per_step

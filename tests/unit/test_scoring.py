@@ -24,7 +24,7 @@ from megatron_async_rl.config.schema import RewardConfig
 from megatron_async_rl.flow.group_rewards import LOG, GroupRewards
 from megatron_async_rl.rollout import reward_process
 from megatron_async_rl.rollout.rewards.mathematics import REWARDS as MATHEMATICS
-from megatron_async_rl.rollout.rewards.registry import Context, RewardError
+from megatron_async_rl.rollout.rewards.registry import RewardContext, RewardError
 from megatron_async_rl.rollout.rewards.worker import Scored
 from megatron_async_rl.rollout.scoring import (
     Scorer,
@@ -583,7 +583,7 @@ def test_math_names_an_answer_it_cannot_read() -> None:
 
 def test_a_reward_that_takes_lists_gets_what_waits_in_one_call(module: str) -> None:
     """The first goes alone, as nobody else waits yet; a failing or deadly one costs itself."""
-    cut = Context(finish_reason="length")
+    cut = RewardContext(finish_reason="length")
 
     async def work(scorer: Scorer) -> list[Scored]:
         texts = ["", "a", "b", "bad", "die", "c"]
@@ -643,7 +643,7 @@ def test_one_call_of_an_async_reward_costs_no_other(
 
 
 def test_a_reward_is_told_what_it_asks_for(module: str) -> None:
-    known = Context(finish_reason="length", tokens=2, seconds=0.5, version=7, held_out=True)
+    known = RewardContext(finish_reason="length", tokens=2, seconds=0.5, version=7, held_out=True)
 
     async def work(scorer: Scorer) -> Scored:
         return await scorer.score(prompt(), "", known)

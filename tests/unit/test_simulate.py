@@ -28,11 +28,11 @@ from megatron_async_rl.samples.frames import OPEN, FrameWriter
 from megatron_async_rl.samples.types import Prompt, Sample
 from megatron_async_rl.simulate.calibrate import calibrate
 from megatron_async_rl.simulate.choose import part_of
-from megatron_async_rl.simulate.model import Outcome, simulate
+from megatron_async_rl.simulate.model import SimulationResult, simulate
 from megatron_async_rl.simulate.rates import (
     Hardware,
-    Lengths,
-    Rates,
+    ResponseLengths,
+    SimulationRates,
     best_bucket,
     lengths_of,
     rates_of,
@@ -44,12 +44,19 @@ ROOT = Path(__file__).parents[2]
 STORED = ROOT / "tests" / "data" / "simulate"
 
 PROMPTS, SIZE, LENGTH = 4, 2, 10
-LENGTHS = Lengths(groups=((LENGTH,) * SIZE,), prompts=(5,))
-RATES = Rates(decode=((0.1, 0.0),), places=8, train_token_s=0.01, publish_s=0.2, load_s=0.3)
+LENGTHS = ResponseLengths(groups=((LENGTH,) * SIZE,), prompts=(5,))
+RATES = SimulationRates(
+    decode=((0.1, 0.0),), places=8, train_token_s=0.01, publish_s=0.2, load_s=0.3
+)
 TRAINS = 0.01 * PROMPTS * SIZE * (LENGTH + 5)
 
 
-def run(rates: Rates = RATES, lengths: Lengths = LENGTHS, engines: int = 1, **flow: Any) -> Outcome:
+def run(
+    rates: SimulationRates = RATES,
+    lengths: ResponseLengths = LENGTHS,
+    engines: int = 1,
+    **flow: Any,
+) -> SimulationResult:
     settings = {"prompts_per_step": PROMPTS, "group_size": SIZE, **flow}
     rollout = RolloutConfig(
         engines=engines, sampling=SamplingConfig(max_tokens=64), reward=RewardConfig(name="math")
@@ -107,7 +114,7 @@ def test_a_slow_carrier_ages_samples_and_holds_up_no_trainer_that_is_far_enough_
     ],
 )
 def test_the_law_that_decides_is_the_runs_own(flow: dict[str, Any], bound: int) -> None:
-    lengths = Lengths(groups=((1, 9), (30, 2), (4, 4)), prompts=(3, 3, 3), equal=0.25)
+    lengths = ResponseLengths(groups=((1, 9), (30, 2), (4, 4)), prompts=(3, 3, 3), equal=0.25)
     found = run(lengths=lengths, engines=2, **flow)
     assert len(found.lags) <= bound + 1
     if "exact_lag" in str(flow):
@@ -379,8 +386,11 @@ def test_the_demo_is_predicted_within_a_tenth_of_what_its_runs_measured() -> Non
     stored = json.loads((ROOT / "tests" / "data" / "simulate" / "arithmetic_cpu.json").read_text())
     for key in ("decode", "train_spread"):
         stored["rates"][key] = tuple(stored["rates"][key])
-    lengths = Lengths(groups=tuple(stored["groups"]), prompts=tuple(stored["prompts"]))
-    config, rates = load(ROOT / "examples" / "arithmetic_cpu.yaml"), Rates(**stored["rates"])
+    lengths = ResponseLengths(groups=tuple(stored["groups"]), prompts=tuple(stored["prompts"]))
+    config, rates = (
+        load(ROOT / "examples" / "arithmetic_cpu.yaml"),
+        SimulationRates(**stored["rates"]),
+    )
     assert config.rollout is not None
     first: dict[str, float] = {}
     for ratio, measured in stored["measured"].items():

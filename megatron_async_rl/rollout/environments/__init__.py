@@ -29,7 +29,7 @@ KEY = "rollout.environment.name"
 PARSER_KEY = "rollout.environment.tool_parser"
 BUILT_IN = {
     "tools": f"{__name__}.built_in:Tools",
-    "agent": f"{__name__}.built_in:Agent",
+    "agent": f"{__name__}.built_in:AgentEnvironment",
     "verifiers": f"{__name__}.built_in:Verifiers",
     "openenv": f"{__name__}.built_in:OpenEnv",
 }

@@ -257,7 +257,7 @@ def tool_schemas(settings: EnvironmentConfig | None) -> list[dict[str, Any]]:
 # Agents
 
 
-class Agent:
+class AgentEnvironment:
     """`function`: `module:function`, called as function(prompt, base_url), may be `async`.
     `command`: program and arguments; it finds the prompt as JSON (`text`, `fields`) on standard
     input, OPENAI_BASE_URL and OPENAI_API_KEY in its environment, and ends with a line that is its

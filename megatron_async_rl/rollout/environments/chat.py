@@ -65,7 +65,7 @@ ANSWER: Message = {"role": "assistant", "content": "A7A"}
 """Stand for what there was before: an answer whose text a template has no reason to change."""
 
 
-class ChatMessages:
+class EpisodeMessages:
     """Words as messages: what the template writes after an answer when more follows. Raises
     DataError for a template that writes the messages before in another way then."""
 
@@ -117,7 +117,7 @@ class ChatMessages:
 
 def follow_ups(settings: EnvironmentConfig, tokenizer: Tokenizer) -> FollowUps:
     """Raises DataError where the template does not permit a second turn."""
-    return ChatMessages(tokenizer) if settings.format == "chat" else PlainText(tokenizer)
+    return EpisodeMessages(tokenizer) if settings.format == "chat" else PlainText(tokenizer)
 
 
 def shown(words: Words) -> str:

@@ -64,7 +64,7 @@ def _read(arguments: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class ChatCompletion:
     """What of a call counts. `most`: tokens of its turn; null: all there is room for. `reads_calls`:
     of tools, in what the model wrote."""
 
@@ -79,7 +79,7 @@ class Call:
     """A stream ends with the numbers of tokens."""
 
 
-def read_call(body: Any, parser: ToolParser) -> Call:
+def read_call(body: Any, parser: ToolParser) -> ChatCompletion:
     """Raises Refused for what cannot be answered, or not as it is asked."""
     if not isinstance(body, Mapping):
         raise Refused("the call is no JSON object")
@@ -109,7 +109,7 @@ def read_call(body: Any, parser: ToolParser) -> Call:
     except (ValueError, TypeError) as error:
         raise Refused(f"tools must be a list of functions with their schemas: {error}") from None
     options = body.get("stream_options")
-    return Call(
+    return ChatCompletion(
         messages=_messages(body.get("messages")),
         tools=tools,
         reads_calls=body.get("tool_choice") != "none",
@@ -204,7 +204,9 @@ def completion(turn: Turn, message: Message, total: int, decode: Decode | None) 
     }
 
 
-async def write(request: web.Request, answer: dict[str, Any], asked: Call) -> web.StreamResponse:
+async def write(
+    request: web.Request, answer: dict[str, Any], asked: ChatCompletion
+) -> web.StreamResponse:
     if asked.stream:
         return await _streamed(request, answer, usage=asked.usage)
     response = web.json_response(answer)

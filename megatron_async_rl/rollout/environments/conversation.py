@@ -26,8 +26,8 @@ from megatron_async_rl.rollout.environments.pool import (
 )
 from megatron_async_rl.rollout.environments.transcript import (
     SampleTurn,
-    Segment,
     Transcript,
+    TranscriptSegment,
     Turn,
     TurnRequest,
 )
@@ -58,7 +58,7 @@ async def converse(
     begun = prompt
     if opening and not too_long(opening, max_tokens):
         begun = rendered(follow.opened, prompt, opening)
-    segment = Segment(begun)
+    segment = TranscriptSegment(begun)
     room = transcript.room(segment, max_tokens)
     if room < 1 or (opening and begun is prompt):
         raise EnvironmentFailed(
@@ -114,7 +114,7 @@ class Player(Protocol):
         ...
 
 
-class Conversation:
+class Episode:
     """A sample of several turns while it is made. `ask`: hands a turn over to be sampled; its tokens come
     by `take`, or never, where the sample is aborted."""
 
@@ -157,7 +157,7 @@ class Conversation:
         return Turn(tokens=tokens, text=text, reason=reason)
 
 
-class Conversations:
+class Episodes:
     """What an engine's samples have in common: their environments and how words become tokens."""
 
     def __init__(

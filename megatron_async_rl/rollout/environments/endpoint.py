@@ -34,10 +34,10 @@ from aiohttp import web
 
 from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.rollout.environments import UNREAD, UNREAD_CALLS, Message, Step
-from megatron_async_rl.rollout.environments.chat import ChatMessages, ToolParser
+from megatron_async_rl.rollout.environments.chat import EpisodeMessages, ToolParser
 from megatron_async_rl.rollout.environments.completions import (
     MODEL,
-    Call,
+    ChatCompletion,
     Refused,
     completion,
     read_call,
@@ -48,8 +48,8 @@ from megatron_async_rl.rollout.environments.conversation import too_long
 from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
 from megatron_async_rl.rollout.environments.transcript import (
     SampleTurn,
-    Segment,
     Transcript,
+    TranscriptSegment,
     Turn,
     TurnRequest,
 )
@@ -64,7 +64,7 @@ STRANGERS = 512
 at the same moment count until their calls are read."""
 
 
-class _Thread(Segment):
+class _Thread(TranscriptSegment):
     """A segment, and the messages that were said in it."""
 
     def __init__(self, prompt: Prompt, tools: Any) -> None:
@@ -182,7 +182,7 @@ class Agents:
         self._environments = environments
         self._parser = parser
         self._tokenizer = tokenizer
-        self._follow = ChatMessages(tokenizer)
+        self._follow = EpisodeMessages(tokenizer)
         self._sessions: dict[str, _Session] = {}
         self._runner: web.AppRunner | None = None
         self._connections: _Connections | None = None
@@ -287,7 +287,7 @@ class Agents:
         except ConnectionError:  # the caller has hung up, and reads nothing
             return web.Response(status=400)
 
-    async def _answered(self, session: _Session, asked: Call) -> _Thread:
+    async def _answered(self, session: _Session, asked: ChatCompletion) -> _Thread:
         """The segment whose last turn answers the call. Raises Refused, before anything is
         sampled."""
         messages, tools = asked.messages, asked.tools

@@ -59,7 +59,7 @@ class Environments:
         self.settings = settings
         self._room = asyncio.Semaphore(settings.processes)
         self._numbers = itertools.count()
-        self._idle: list[_Process] = []
+        self._idle: list[_EnvironmentProcess] = []
         self._template: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._imported: asyncio.Task[None] | None = None
@@ -138,7 +138,7 @@ class Environments:
         finally:
             self.at_work -= 1
 
-    async def _fork(self) -> _Process:
+    async def _fork(self) -> _EnvironmentProcess:
         if self._template is not None and self._template.poll() is not None:
             self.close()
             self.start()  # something killed it
@@ -150,7 +150,7 @@ class Environments:
             reader, writer = await asyncio.open_connection(sock=ours)
         except (EnvironmentStartError, OSError) as error:
             raise EnvironmentFailed(f"no process for the environment: {error}") from error
-        return _Process(number, reader, writer)
+        return _EnvironmentProcess(number, reader, writer)
 
     def _order(self, order: dict[str, int], sent: socket.socket | None = None) -> None:
         """Closes `sent`, of which the template gets a copy."""
@@ -185,7 +185,7 @@ class Environments:
                 sent.close()
         self._orders.clear()
 
-    def kill(self, process: _Process, *, show: bool) -> None:
+    def kill(self, process: _EnvironmentProcess, *, show: bool) -> None:
         """`show`: it first writes into the engine's log where it stands."""
         process.writer.transport.abort()
         if self._control is None:
@@ -201,7 +201,7 @@ class Environments:
         task.add_done_callback(self._closing.discard)
         return task
 
-    def give_back(self, process: _Process | None) -> None:
+    def give_back(self, process: _EnvironmentProcess | None) -> None:
         """`process`: null where it was killed."""
         if process is not None:
             self._idle.append(process)
@@ -228,7 +228,7 @@ class Environments:
                 self._template.wait()
 
 
-class _Process:
+class _EnvironmentProcess:
     def __init__(
         self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
@@ -238,9 +238,9 @@ class _Process:
 class Conversing:
     """The environment of one sample: `reset` once, then `step`; `close` in every case."""
 
-    def __init__(self, pool: Environments, process: _Process) -> None:
+    def __init__(self, pool: Environments, process: _EnvironmentProcess) -> None:
         self._pool = pool
-        self._process: _Process | None = process
+        self._process: _EnvironmentProcess | None = process
         self._busy = False
 
     async def reset(self, prompt: Prompt) -> Words:
@@ -281,7 +281,7 @@ class Conversing:
         payload = pickle.dumps((method, argument), pickle.HIGHEST_PROTOCOL)
         self._busy = True
         # An agent's run is work while it asks the model nothing, and `working_alone` shows that.
-        kind: watch.Kind = "wait" if method == "run" else "work"
+        kind: watch.ActivityKind = "wait" if method == "run" else "work"
         with watch.doing(kind, f"{what} of the environment {settings.name}", settings.timeout_s):
             process.writer.write(framed(payload))
             answer = asyncio.ensure_future(_read(process.reader))

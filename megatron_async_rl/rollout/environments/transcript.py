@@ -57,7 +57,7 @@ class TurnRequest:
 SampleTurn = Callable[[TurnRequest], Awaitable[Turn]]
 
 
-class Segment:
+class TranscriptSegment:
     """A sequence so far: a prompt, and turns and words behind it."""
 
     def __init__(self, prompt: Prompt) -> None:
@@ -131,21 +131,21 @@ class Transcript:
     def __init__(self, asked: Prompt) -> None:
         self.asked = asked
         """The request's prompt, which the first segment's takes the place of."""
-        self.segments: list[Segment] = []
+        self.segments: list[TranscriptSegment] = []
         self.turns: list[Turn] = []
         """Turns of all segments, as they came."""
         self.truncated = False
         self.measured: Counter[str] = Counter()
         """Sums of what the environment measured, by name."""
 
-    def room(self, segment: Segment, max_tokens: int) -> int:
+    def room(self, segment: TranscriptSegment, max_tokens: int) -> int:
         """Tokens that may be put behind the segment."""
         opening = len(segment.prompt.token_ids) - len(self.asked.token_ids)
         return max_tokens - max(0, opening) - segment.length
 
     async def extend(
         self,
-        segment: Segment,
+        segment: TranscriptSegment,
         words: Sequence[int],
         sample: SampleTurn,
         most: int,
@@ -168,7 +168,7 @@ class Transcript:
     def give_up(self, token: int, version: int) -> None:
         """Where there was no turn: `token`, which nobody sampled, stands for one, as a sample has at
         least one token."""
-        segment = Segment(self.asked)
+        segment = TranscriptSegment(self.asked)
         segment.put([token], version)
         self.segments.append(segment)
 

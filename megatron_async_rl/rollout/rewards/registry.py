@@ -86,7 +86,7 @@ class ColumnError(RewardError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Context:
+class RewardContext:
     """How a response came about; a reward gets those it names as parameters."""
 
     finish_reason: FinishReason = "stop"
@@ -100,21 +100,21 @@ class Context:
     """Sampled for an evaluation."""
 
 
-NOTHING_KNOWN = Context()
+NOTHING_KNOWN = RewardContext()
 """Of a response that nobody sampled."""
 
 _WHOLE = re.compile(r"([-+]?[0-9]+)\.0+")
-CONTEXT = (*Context.__dataclass_fields__, "timeout_s")
+CONTEXT = (*RewardContext.__dataclass_fields__, "timeout_s")
 """What a reward may ask for by the name of a parameter. `timeout_s`: the limit of the call."""
 
 
 @dataclass(frozen=True)
-class Item:
+class RewardItem:
     """A response to score."""
 
     prompt: Prompt
     response: str
-    context: Context = NOTHING_KNOWN
+    context: RewardContext = NOTHING_KNOWN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,9 @@ class BoundReward:
         """It takes a list of responses and returns one of numbers."""
         return self.batched or self.of_groups
 
-    def arguments(self, items: list[Item], timeout_s: float) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(
+        self, items: list[RewardItem], timeout_s: float
+    ) -> tuple[list[Any], dict[str, Any]]:
         """Of one call: of all `items`, or of the only one."""
 
         def values(name: str) -> Any:

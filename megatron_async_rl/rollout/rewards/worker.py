@@ -33,7 +33,7 @@ from typing import Any
 from megatron_async_rl.rollout.rewards.registry import (
     LARGEST,
     BoundReward,
-    Item,
+    RewardItem,
     built_in,
     load_reward,
 )
@@ -68,7 +68,7 @@ class CallFailed(Exception):
     """A call that has no result for any of its responses."""
 
 
-def call(reward: BoundReward, items: list[Item], timeout_s: float) -> list[Scored]:
+def call(reward: BoundReward, items: list[RewardItem], timeout_s: float) -> list[Scored]:
     """Calls a plain reward. Raises CallFailed; a value that is not a finite number is an error of
     its response."""
     positional, keyword = reward.arguments(items, timeout_s)
@@ -78,7 +78,9 @@ def call(reward: BoundReward, items: list[Item], timeout_s: float) -> list[Score
         raise CallFailed(_said(error)) from None
 
 
-async def call_async(reward: BoundReward, items: list[Item], timeout_s: float) -> list[Scored]:
+async def call_async(
+    reward: BoundReward, items: list[RewardItem], timeout_s: float
+) -> list[Scored]:
     """As `call`, of an `async` reward."""
     positional, keyword = reward.arguments(items, timeout_s)
     try:
@@ -89,7 +91,7 @@ async def call_async(reward: BoundReward, items: list[Item], timeout_s: float) -
         raise CallFailed(_said(error)) from None
 
 
-def _scored(reward: BoundReward, items: Sequence[Item], returned: Any) -> list[Scored]:
+def _scored(reward: BoundReward, items: Sequence[RewardItem], returned: Any) -> list[Scored]:
     if not reward.of_several:
         return [_one(returned)]
     values = list(returned)
@@ -124,7 +126,7 @@ def framed(payload: bytes) -> bytes:
     return LENGTH.pack(len(payload)) + payload
 
 
-def encode_call(number: int, items: Sequence[Item] | None) -> bytes:
+def encode_call(number: int, items: Sequence[RewardItem] | None) -> bytes:
     """`items`: None cancels the call `number`."""
     return framed(pickle.dumps((number, items), pickle.HIGHEST_PROTOCOL))
 
@@ -185,7 +187,7 @@ async def _serve_async(reward: BoundReward, connection: socket.socket, timeout_s
     calls, replies = await asyncio.open_connection(sock=connection)
     tasks: dict[int, asyncio.Task[None]] = {}
 
-    async def work(number: int, items: list[Item]) -> None:
+    async def work(number: int, items: list[RewardItem]) -> None:
         try:
             reply = _result(number, await call_async(reward, items, timeout_s))
         except CallFailed as error:
