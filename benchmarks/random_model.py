@@ -203,7 +203,7 @@ class Publisher:
                 ahead = number + 1
                 following = lending.fill(ahead, ahead % IN_FLIGHT, shards.parts(ahead))
             loaded = self._answer(call)
-        lending.give_back()
+        lending.release()
         require_equal("engine-0", manifest.digests, loaded)
         spent_s = time.perf_counter() - began
         return Published(

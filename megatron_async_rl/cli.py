@@ -177,10 +177,10 @@ def _train_loaded(
     machine = this_machine(nodes.count)
     plan = preflight(loaded, all_data=True, machine=machine)
     # What its checkpoint was made with can differ, too: the same key, told once.
-    told = {one.key for one in refused}
+    reported = {one.key for one in refused}
     # Not of `mar plan`: other programs may have ended by the time of the run.
     crowded = free_memory_problems(loaded, machine, plan.device, plan.hosts, nodes.rank)
-    problems = [*refused, *(one for one in plan.problems if one.key not in told), *crowded]
+    problems = [*refused, *(one for one in plan.problems if one.key not in reported), *crowded]
     if problems:
         raise ConfigError(f"{config}: cannot run", problems)
     taken = taken_gpus(loaded, machine, nodes.rank)
@@ -765,14 +765,14 @@ def options(
     """Asynchronous RL post-training: Megatron-Core policies, vLLM rollouts."""
 
 
-def _numbers(text: str, option: str, least: float) -> list[float]:
+def _numbers(text: str, option: str, minimum: float) -> list[float]:
     """Numbers of a comma-separated list, smallest first. Raises UserError."""
     try:
         found = sorted({float(part) for part in text.split(",")}) if text else []
     except ValueError:
         found = [-1.0]
-    if not all(least <= one < float("inf") for one in found):
-        what = f"{text!r} is not a list of numbers from {least:g} on"
+    if not all(minimum <= one < float("inf") for one in found):
+        what = f"{text!r} is not a list of numbers from {minimum:g} on"
         raise UserError.of(option, what, "write such as 64,256")
     return found
 

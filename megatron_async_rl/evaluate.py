@@ -281,7 +281,7 @@ def run(job: EvalJob, console: Console) -> None:
     with tempfile.TemporaryDirectory(prefix="mar-eval-") as folder:
         model = job.model
         if target.checkpoint is not None:
-            _say(console, f"converting {target.checkpoint}")
+            _report(console, f"converting {target.checkpoint}")
             model = Path(folder) / "hf"
             _convert(target.checkpoint, model, job.timeout_s)
         result = _sample(job, model, console)
@@ -308,8 +308,8 @@ def _convert(checkpoint: Path, out: Path, timeout_s: float) -> None:
             " or `mar convert` it yourself"
         ) from None
     if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines()
-        raise EvaluationFailed(f"{checkpoint} cannot be converted: " + "\n".join(said[-6:]))
+        output = (done.stderr or done.stdout).strip().splitlines()
+        raise EvaluationFailed(f"{checkpoint} cannot be converted: " + "\n".join(output[-6:]))
 
 
 def _sample(job: EvalJob, model: Path, console: Console) -> EvalResult:
@@ -320,7 +320,7 @@ def _sample(job: EvalJob, model: Path, console: Console) -> EvalResult:
 
     rollout = job.rollout
     count = "1 engine" if rollout.engines == 1 else f"{rollout.engines} engines"
-    _say(console, f"starting {count} on the {'GPU' if job.device == 'cuda' else 'CPU'}")
+    _report(console, f"starting {count} on the {'GPU' if job.device == 'cuda' else 'CPU'}")
     specs = [
         EngineSpec(
             index=index,
@@ -434,5 +434,5 @@ def _settings(one: EvalSet) -> dict[str, Any]:
     }
 
 
-def _say(console: Console, text: str) -> None:
+def _report(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -80,8 +80,8 @@ def outcome_of(run: StudyRun) -> StudyOutcome:
     if status is None:
         return StudyOutcome(state="waiting", step=0)
     ends = [status.before, status.after]
-    words = " → ".join("?" if one is None else f"{one:.3f}" for one in ends)
-    held_out = "" if ends == [None, None] else f"{status.measure} {words}"
+    lines = " → ".join("?" if one is None else f"{one:.3f}" for one in ends)
+    held_out = "" if ends == [None, None] else f"{status.measure} {lines}"
     if status.phase == "finished":
         return StudyOutcome(state="finished", step=status.step, held_out=held_out)
     if status.phase == "failed":
@@ -162,9 +162,9 @@ class _Started:
             for news in self.rows.blocks():
                 self.last = news.rows[-1] if news.rows else {}
 
-    def ended(self, *, asked: bool) -> StudyOutcome:
+    def ended(self, *, requested: bool) -> StudyOutcome:
         """Writes what is known of the start, and says how it ended, as the directory shows. Without
-        a last status, or refused, the run has failed, unless it was `asked` to stop."""
+        a last status, or refused, the run has failed, unless it was `requested` to stop."""
         code = self.process.returncode
         about: dict[str, Any] = {"settings": dict(self.run.settings)}
         about |= {"seconds": round(self.seconds, 2), "exit_code": code, "jobs": self._jobs}
@@ -178,19 +178,19 @@ class _Started:
             return outcome
         if outcome.state == "finished":
             return replace(outcome, why=f"`mar train` ended with code {code} afterwards")
-        if asked:
+        if requested:
             return replace(outcome, state="stopped")
         return replace(outcome, state="failed", why=outcome.why or self._last_words())
 
     def _last_words(self) -> str:
         cause = find_cause(self.run.directory / "logs")
-        words = (
+        lines = (
             (self.run.directory / LOG)
             .read_text(errors="replace", encoding="utf-8")
             .strip()
             .splitlines()
         )
-        return cause.message.splitlines()[0] if cause else words[-1] if words else "no words"
+        return cause.message.splitlines()[0] if cause else lines[-1] if lines else "no words"
 
 
 def study(
@@ -241,10 +241,10 @@ def study(
             for one in at_work:
                 one.look()
             for one in [one for one in at_work if one.process.poll() is not None]:
-                outcomes[one.run.name] = outcome = one.ended(asked=bool(interrupts))
+                outcomes[one.run.name] = outcome = one.ended(requested=bool(interrupts))
                 at_work.remove(one)
                 took.append(one.seconds)
-                _say(console, one, outcome)
+                _report(console, one, outcome)
     console.print(_summary(runs, outcomes))
     console.print(_counts(outcomes, left, took, jobs), highlight=False)
     if interrupts:
@@ -255,18 +255,18 @@ def study(
 
 def _end(at_work: Sequence[_Started], interrupts: Sequence[int]) -> None:
     """Ends what a study that breaks off has at work. Ctrl-C makes the waits shorter."""
-    for what, patience in ENDING:
-        until, asked = time.monotonic() + patience, len(interrupts)
+    for what, timeout_s in ENDING:
+        until, requested = time.monotonic() + timeout_s, len(interrupts)
         for one in at_work:
             if one.process.poll() is None:
                 one.process.send_signal(what)
         while any(one.process.poll() is None for one in at_work):
-            if time.monotonic() > until or len(interrupts) > asked:
+            if time.monotonic() > until or len(interrupts) > requested:
                 break
             time.sleep(POLL_S)
 
 
-def _say(console: Console, one: _Started, outcome: StudyOutcome) -> None:
+def _report(console: Console, one: _Started, outcome: StudyOutcome) -> None:
     parts = [f"{one.run.name}: {outcome.state} at step {outcome.step} in {span(one.seconds)}"]
     parts += [one.learned] if one.learned else []
     parts += [outcome.why] if outcome.why else []

@@ -188,9 +188,9 @@ def _expected(parts: Sequence[str | int], tree: Mapping[str, Any]) -> str:
         return f"a list of: {names}" if is_list(field.annotation) else f"one of: {names}"
     if inner:
         return f"a section with the keys {', '.join(valid_keys(inner))}"
-    words = describe(field)
+    kind = describe(field)
     meaning = " ".join((field.description or "").split()).rstrip(".")
-    return f"{words} ({meaning})" if meaning and len(meaning) < 100 else words
+    return f"{kind} ({meaning})" if meaning and len(meaning) < 100 else kind
 
 
 def _show(value: Any) -> str:

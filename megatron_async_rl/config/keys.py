@@ -276,7 +276,7 @@ def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return f"list of {len(parts)}: each {_describe(parts[0])}"
     if origin is Mapping:
         return "mapping of names to values"
-    bounds = [words for words in (_bound(one) for one in _flatten(metadata)) if words]
+    bounds = [text for text in (_bound(one) for one in _flatten(metadata)) if text]
     return ", ".join(
         [_WORDS.get(annotation, getattr(annotation, "__name__", str(annotation))), *bounds]
     )

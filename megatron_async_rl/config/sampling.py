@@ -309,11 +309,11 @@ def eval_conflicts(config: Config) -> Iterator[str]:
         yield from _sampled_only(evaluation)
     for one in eval_sets(config, evaluation):
         place = one.key
-        most = max(one.pass_at, default=1)
-        if most > one.samples_per_prompt:
+        maximum = max(one.pass_at, default=1)
+        if maximum > one.samples_per_prompt:
             yield (
-                f"{place}.pass_at: {most} needs as many responses per prompt; set"
-                f" {place}.samples_per_prompt to at least {most}"
+                f"{place}.pass_at: {maximum} needs as many responses per prompt; set"
+                f" {place}.samples_per_prompt to at least {maximum}"
             )
         if one.sampling.temperature == 0 and one.samples_per_prompt > 1:
             yield (
@@ -360,9 +360,9 @@ def sampling_conflicts(config: Config) -> Iterator[str]:
     )
     name = sampling.renormalised[0].partition(":")[0]
     off = f"set {name}: {_shown(SamplingConfig.model_fields[name].default)}"
-    for key, method, told in _readers(config):
+    for key, method, template in _readers(config):
         if not method.weighs_each_token and engine_ratios(method, objective.proximal):
-            yield f"{what} {key} {told.format(off=off)}"
+            yield f"{what} {key} {template.format(off=off)}"
 
 
 def _readers(config: Config) -> Iterator[tuple[str, ReadsRatios, str]]:
@@ -394,17 +394,17 @@ def _readers(config: Config) -> Iterator[tuple[str, ReadsRatios, str]]:
     )
     for correction in objective.corrections:
         if "pi/prox" in correction.ratios:
-            told = (
+            template = (
                 f"compares with objective.proximal: {proximal}, which holds the engines' log-probs:"
                 " it would act on the difference; set objective.proximal: recompute with several"
                 " optimizer steps per batch, or {off}"
             )
         else:
-            told = (
+            template = (
                 "multiplies or averages the difference over a whole response: its weight would fall"
                 " with the length; give it level: token, or {off}"
             )
-        yield f"correction {correction.name}", correction, told
+        yield f"correction {correction.name}", correction, template
     for control in config.controls:
         yield (
             f"controls: {control.name}",

@@ -60,11 +60,11 @@ def conversation(
     first = 0
     for index in trained:
         before = render(plain[:index], answer=True)
-        upto = whole if index == last else render(plain[: index + 1], answer=False)
-        if upto == before:
+        limit = whole if index == last else render(plain[: index + 1], answer=False)
+        if limit == before:
             what = f"messages[{index}] is empty, and the chat template writes nothing for it"
             raise DataError(file, place, what, "write what the assistant says, or remove the row")
-        begin, end = tokenizer.encode_rendered(before), tokenizer.encode_rendered(upto)
+        begin, end = tokenizer.encode_rendered(before), tokenizer.encode_rendered(limit)
         if not starts:
             first = len(begin)
         starts.append(before)

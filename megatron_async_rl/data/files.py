@@ -122,8 +122,8 @@ def require_training_files(location: Path) -> None:
     for split in HELD_OUT:
         held_out = splits.get(split, [])
         whole = (split_of(folder.name), split_of(folder.stem))
-        asked = split in whole or names_split(pattern, split)
-        if held_out and not asked:
+        requested = split in whole or names_split(pattern, split)
+        if held_out and not requested:
             others = [file for file in files if file not in held_out]
             fix = f"name the files to train on, such as {_pattern_of(split, others or held_out, files)}"
             what = f"is to be trained on and holds {split} data: {held_out[0].name}"

@@ -216,12 +216,12 @@ def _read(
         raise DataError(path, None, what, "remove data.answer_key, or data.messages_key")
     given_fields = _with_fields(read_rows(path, limit), columns)
     rows = _checked(given_fields, columns, field, required)
-    asked = ((row, _messages_or_text(row, columns, as_chat, chat_keys)) for row in rows)
+    queries = ((row, _messages_or_text(row, columns, as_chat, chat_keys)) for row in rows)
     prompts: list[Prompt] = []
     places: dict[str, tuple[Path, int]] = {}
     too_long = 0
     response_column = columns.answer or "response"
-    for (file, place, values), prompt, encoded in _encoded(tokenizer, asked):
+    for (file, place, values), prompt, encoded in _encoded(tokenizer, queries):
         given: TrainingConversation | None = None
         text: str
         ids: Sequence[int]
@@ -274,11 +274,11 @@ def _read(
 
 
 def _encoded(
-    tokenizer: Tokenizer, asked: Iterator[tuple[DataRow, PromptQuery]]
+    tokenizer: Tokenizer, queries: Iterator[tuple[DataRow, PromptQuery]]
 ) -> Iterator[tuple[DataRow, PromptQuery, list[int]]]:
     """Each row and its prompt, with the tokens of a text. Some at a time: a tokenizer's own account
     of a text takes many times the room of its tokens."""
-    for some in batched(asked, AT_A_TIME):
+    for some in batched(queries, AT_A_TIME):
         texts = [(row, prompt) for row, prompt in some if isinstance(prompt, str)]
         places = [(file, place) for (file, place, _), _ in texts]
         encoded = iter(encode_rows(tokenizer, [text for _, text in texts], places.__getitem__))

@@ -64,11 +64,11 @@ class BatchSource(Protocol):
     def until_loaded(self, version: int) -> None:
         """Returns when every engine that is there holds `version`, which is lent."""
 
-    def next_fill(self, made: Future[Any]) -> BufferRequest | None:
+    def next_buffer_request(self, made: Future[Any]) -> BufferRequest | None:
         """Returns what the ranks are to do next with the buckets that engines want; null once `made` is
         done."""
 
-    def filled(self, done: BucketRef | None) -> None:
+    def buffer_filled(self, done: BucketRef | None) -> None:
         """The ranks have done it; `done`: where the bucket is."""
 
     def until_released(self, version: int) -> None:
@@ -109,9 +109,9 @@ class RolloutBatches:
         self._controller: Any = None
         self._released: Any = None
         """Answered once no engine reads a version before the one staged last."""
-        self._fill: Any = None
+        self._buffer_request: Any = None
         """Answered with what the ranks are to do next."""
-        self._filled: BucketRef | None = None
+        self._buffer_filled: BucketRef | None = None
         self._evaluation: Any = None
         self._results: list[EvalResult] = []
         spec = controller_spec(config, device_type, gpus)
@@ -162,19 +162,21 @@ class RolloutBatches:
         loaded = self._controller.loaded.remote(version)
         ray_get(loaded, f"the engines to load version {version}", DAY_S)
 
-    def next_fill(self, made: Future[Any]) -> BufferRequest | None:
-        if self._fill is None:
-            self._fill = self._controller.next_fill.remote(self._filled)
-        wanted = self._fill.future()
+    def next_buffer_request(self, made: Future[Any]) -> BufferRequest | None:
+        if self._buffer_request is None:
+            self._buffer_request = self._controller.next_buffer_request.remote(self._buffer_filled)
+        wanted = self._buffer_request.future()
         wait((made, wanted), return_when=FIRST_COMPLETED)
         if not wanted.done():
             return None
-        fill: BufferRequest = ray_get(self._fill, "the next bucket to fill", self._timeout_s)
-        self._fill = None
+        fill: BufferRequest = ray_get(
+            self._buffer_request, "the next bucket to fill", self._timeout_s
+        )
+        self._buffer_request = None
         return fill
 
-    def filled(self, done: BucketRef | None) -> None:
-        self._filled = done
+    def buffer_filled(self, done: BucketRef | None) -> None:
+        self._buffer_filled = done
 
     def until_released(self, version: int) -> None:
         if self._released is not None:
@@ -263,11 +265,11 @@ class GivenResponses:
     def until_loaded(self, version: int) -> None:
         """There is nobody to load."""
 
-    def next_fill(self, made: Future[Any]) -> BufferRequest | None:
+    def next_buffer_request(self, made: Future[Any]) -> BufferRequest | None:
         """Nobody wants a bucket."""
         return None
 
-    def filled(self, done: BucketRef | None) -> None:
+    def buffer_filled(self, done: BucketRef | None) -> None:
         """Nobody wants a bucket."""
 
     def until_released(self, version: int) -> None:

@@ -175,7 +175,7 @@ def _group(
     beginnings: Iterator[PartialResponse],
 ) -> GroupState:
     prompt, index = prompts[one["prompt"]], one["index"]
-    asked = [
+    requested = [
         Request(group=index, k=k, prompt=prompt, prefix=next(beginnings) if begun else None)
         for k, begun in one["open"]
     ]
@@ -186,7 +186,7 @@ def _group(
         deadline=one["deadline"],
         finished=one["finished"],
         samples=[next(rows) for _ in range(one["samples"])],
-        open={request.id: request for request in asked},
+        open={request.id: request for request in requested},
     )
 
 

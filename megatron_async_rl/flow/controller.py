@@ -169,10 +169,10 @@ class Controller(Listener):
             await self._fleet.updates.until_loaded(version)
         self._require_no_failure()
 
-    async def next_fill(self, done: BucketRef | None) -> BufferRequest:
+    async def next_buffer_request(self, done: BucketRef | None) -> BufferRequest:
         """Returns what the ranks are to do next with the buckets of a version that is lent; `done`: where they
         put the one that they were to fill."""
-        return await self._fleet.updates.next_fill(done)
+        return await self._fleet.updates.next_buffer_request(done)
 
     def on_version(self, version: int) -> None:
         """The first version begins the run; a newer one lets more be admitted."""

@@ -142,7 +142,7 @@ class IpcBucketQueue:
     def __init__(self, version: int, count: int) -> None:
         self.version = version
         self._count = count
-        self._wants: dict[int, int] = {}
+        self._requested: dict[int, int] = {}
         self._reads: dict[int, int] = {}
         """Bucket by engine."""
         self._there: list[int | None] = [None] * IN_FLIGHT
@@ -152,29 +152,29 @@ class IpcBucketQueue:
         self._taken = False
         """The ranks hold memory for places."""
 
-    def want(self, engine: int, number: int) -> None:
-        self._wants[engine] = number
+    def request(self, engine: int, number: int) -> None:
+        self._requested[engine] = number
 
     def take(self, engine: int) -> BucketRef | None:
         """The bucket that it wants, which it reads from now on; null while it is not there."""
-        ref = self._refs.get(self._wants[engine])
+        ref = self._refs.get(self._requested[engine])
         if ref is not None:
-            self._reads[engine] = self._wants.pop(engine)
+            self._reads[engine] = self._requested.pop(engine)
         return ref
 
     def leave(self, engine: int) -> None:
         """It neither reads nor wants anything."""
-        self._wants.pop(engine, None)
+        self._requested.pop(engine, None)
         self._reads.pop(engine, None)
 
-    def next_fill(self) -> BufferRequest | None:
+    def next_buffer_request(self) -> BufferRequest | None:
         """Returns what the ranks are to do now; null: nothing."""
         if self._filling is not None:
             return None
         reads = set(self._reads.values())
-        soon = reads | {n for n in self._wants.values() if n in self._refs}
-        ahead = {*self._wants.values(), *(n + 1 for n in soon if n + 1 < self._count)}
-        if not self._wants and not reads:
+        soon = reads | {n for n in self._requested.values() if n in self._refs}
+        ahead = {*self._requested.values(), *(n + 1 for n in soon if n + 1 < self._count)}
+        if not self._requested and not reads:
             if not self._taken:
                 return None
             self._taken, self._there, self._refs = False, [None] * IN_FLIGHT, {}
@@ -191,7 +191,7 @@ class IpcBucketQueue:
         self._filling = BufferRequest(version=self.version, number=number, place=place)
         return self._filling
 
-    def filled(self, ref: BucketRef | None) -> None:
+    def buffer_filled(self, ref: BucketRef | None) -> None:
         """The ranks have done what they were to do."""
         fill, self._filling = self._filling, None
         if fill is not None and fill.number is not None and ref is not None:

@@ -75,12 +75,12 @@ class EngineLost(RuntimeError):
 
 @dataclass(eq=False)
 class PendingRequest:
-    """A request and who may answer it: engines that hold at least version `least`. `answer`: of an
+    """A request and who may answer it: engines that hold at least version `minimum_version`. `answer`: of an
     evaluation's request, which only engines that hold just that version may answer. `losses`:
     engines that were lost while they had it, and for which it may be the reason."""
 
     request: Request
-    least: int
+    minimum_version: int
     answer: asyncio.Future[SampleRow] | None = None
     losses: int = 0
 
@@ -361,11 +361,11 @@ class EngineTask:
         loaded: dict[str, str] = {}
 
         async def load() -> None:
-            if staged.manifest.lent:
+            if staged.manifest.on_demand:
                 loaded.update(await self._load_lent(engine, staged))
             else:
                 call = engine.update(staged.version, staged.manifest)
-                loaded.update(await self._asked(version, call))
+                loaded.update(await self._request(version, call))
 
         async def verify() -> None:
             try:
@@ -382,10 +382,12 @@ class EngineTask:
         await self._turns.await_to(
             "generate",
             {
-                "wake weights": lambda: self._asked("wake its weights", engine.wake(("weights",))),
+                "wake weights": lambda: self._request(
+                    "wake its weights", engine.wake(("weights",))
+                ),
                 "load": load,
                 "verify": verify,
-                "wake cache": lambda: self._asked("wake its cache", engine.wake()),
+                "wake cache": lambda: self._request("wake its cache", engine.wake()),
             },
         )
 
@@ -398,15 +400,15 @@ class EngineTask:
         for number in range(last + 1):
             what = f"bucket {number} of version {staged.version}"
             try:
-                ref = await self._asked(f"get {what}", updates.borrow(index, number))
+                ref = await self._request(f"get {what}", updates.acquire(index, number))
                 part = Manifest(buckets=(ref,), digests=manifest.digests if number == last else {})
                 call = engine.update(staged.version, part, number == 0, number == last)
-                answer = await self._asked(f"load {what}", call, self._unresponsive_s)
+                answer = await self._request(f"load {what}", call, self._unresponsive_s)
             finally:
-                updates.give_back(index)
+                updates.release(index)
         return answer
 
-    async def _asked[Result](
+    async def _request[Result](
         self, what: str, call: Awaitable[Result], limit_s: float | None = None
     ) -> Result:
         """Returns what the engine answers, within `update_timeout_s` or another limit. Raises EngineLost."""
@@ -429,21 +431,21 @@ class EngineTask:
 
     async def _listen(self, engine: Engine) -> None:
         """Takes in reports until the engine is of no more use; raises why."""
-        slot, patience_s = self.slot, self._unresponsive_s
-        wait = min(REPORT_S, patience_s / 4)
+        slot, limit_s = self.slot, self._unresponsive_s
+        wait = min(REPORT_S, limit_s / 4)
         while True:
             try:
-                with watch.doing("wait", f"a report of {slot.name}", patience_s):
-                    async with asyncio.timeout(patience_s):
+                with watch.doing("wait", f"a report of {slot.name}", limit_s):
+                    async with asyncio.timeout(limit_s):
                         report = await engine.report(wait)
             except TimeoutError:
                 raise EngineLost(
-                    f"it did not answer for {patience_s:g} s (rollout.unresponsive_s)"
+                    f"it did not answer for {limit_s:g} s (rollout.unresponsive_s)"
                 ) from None
             except Exception as error:
                 suspect = not getattr(error, "outside", False)
                 raise EngineLost(f"{type(error).__name__}: {error}", suspect=suspect) from error
-            if report.silent_s > patience_s:
+            if report.silent_s > limit_s:
                 raise EngineLost(
                     f"its vLLM process did not answer for {report.silent_s:.0f} s"
                     " (rollout.unresponsive_s)"

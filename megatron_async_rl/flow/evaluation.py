@@ -298,20 +298,20 @@ async def evaluate(
     Raises EngineFailed, RequestGivenUp, RewardFailed (with `on_reward_error: stop`), BatchTimeout,
     WeightsMoved, and ValueError without prompts.
     """
-    asked = [(one, prompt) for one in sets for prompt in one.prompts]
-    if not asked:
+    requested = [(one, prompt) for one in sets for prompt in one.prompts]
+    if not requested:
         raise ValueError("evaluation needs at least one prompt")
-    prompts = [prompt for _, prompt in asked]
+    prompts = [prompt for _, prompt in requested]
     started = time.monotonic()
     finished: asyncio.Queue[int] = asyncio.Queue()
     tasks: list[asyncio.Task[list[SampleRow]]] = []
-    for index, (one, prompt) in enumerate(asked):
+    for index, (one, prompt) in enumerate(requested):
         requests = [
             Request(group=-1 - index, k=k, prompt=prompt, sampling=one.name) for k in range(one.n)
         ]
         answer = _answer(fleet, prompt, requests, version, rewards)
         tasks.append(asyncio.create_task(answer, name=f"held-out prompt {prompt.id}"))
-        tasks[-1].add_done_callback(partial(_tell, finished, index))
+        tasks[-1].add_done_callback(partial(_report_finished, finished, index))
     try:
         tokens = 0
         for answered in range(len(prompts)):
@@ -377,7 +377,9 @@ async def _next_answered(
             continue
 
 
-def _tell(finished: asyncio.Queue[int], index: int, task: asyncio.Task[list[SampleRow]]) -> None:
+def _report_finished(
+    finished: asyncio.Queue[int], index: int, task: asyncio.Task[list[SampleRow]]
+) -> None:
     if not task.cancelled():
         # Looked at, so that asyncio does not report those after the first as never retrieved.
         task.exception()

@@ -142,7 +142,7 @@ class Fleet:
             slot = task.slot
             if slot.machine != machine or slot.engine is None:
                 continue
-            if all_engines or self.updates.wants(slot.index):
+            if all_engines or self.updates.is_requested(slot.index):
                 task.fail(slot.engine, reason, suspect=False)
 
     async def sleep(self, timeout_s: float) -> None:
@@ -185,7 +185,7 @@ class Fleet:
             there = [one.index for one in self._engines(True) if one.engine is not None]
             if not there:
                 raise all_lost(self.slots, True)
-            self.updates.want(there, version)
+            self.updates.request_version(there, version)
 
     # What the tasks of the engines say
 
@@ -195,7 +195,7 @@ class Fleet:
 
     def on_version(self, slot: EngineSlot) -> None:
         if not slot.evaluates:
-            self.tell(lambda: self._listener.on_version(slot.version))
+            self.notify(lambda: self._listener.on_version(slot.version))
         self.requests.served()
 
     def on_lost(self, slot: EngineSlot, reason: str, *, suspect: bool) -> None:
@@ -203,7 +203,7 @@ class Fleet:
         slot.lost, slot.report = reason, None
         self.requests.take_back(slot, reason, suspect=suspect)
         if slot.evaluates and not any(
-            one.serving or self.updates.wants(one.index) for one in self._engines(True)
+            one.serving or self.updates.is_requested(one.index) for one in self._engines(True)
         ):
             self.requests.fail_evaluations(all_lost(self.slots, True))
         self.requests.dispatch()
@@ -228,7 +228,7 @@ class Fleet:
 
     # For the requests
 
-    def tell(self, call: Callable[[], object]) -> None:
+    def notify(self, call: Callable[[], object]) -> None:
         """Calls the listener. Its mistakes are not the engine's: they end the run."""
         try:
             call()

@@ -45,7 +45,7 @@ OnGroupDropped = Callable[[int, str], None]
 """Called for each group that will not train, with its number and the reason, before the calls for its
 responses. It may have none yet."""
 
-PATIENCE = 10
+EQUAL_BATCHES_LIMIT = 10
 """Counted by the groups kept, not consumed: far ahead of the trainer, many batches are made before
 one trains."""
 
@@ -63,7 +63,7 @@ class DynamicSampling:
     def drops(self, index: int, samples: Iterable[SampleRow]) -> bool:
         """True where group `index`, which has just finished, is to be dropped. Counts it."""
         equal = len({sample.reward for sample in samples if sample.valid}) <= 1
-        if equal and self.dropped < PATIENCE * self.prompts_per_step:
+        if equal and self.dropped < EQUAL_BATCHES_LIMIT * self.prompts_per_step:
             self.dropped += 1
             return True
         if equal:

@@ -90,22 +90,24 @@ class Lanes:
         self._alone: dict[str, PendingRequest] = {}
         """Requests that wait for an engine of their own, in order."""
 
-    def add(self, asked: PendingRequest, *, first: bool = False) -> None:
+    def add(self, pending: PendingRequest, *, first: bool = False) -> None:
         """`first`: before those that wait already."""
-        if asked.alone:
-            self._alone[asked.request.id] = asked
+        if pending.alone:
+            self._alone[pending.request.id] = pending
             return
-        lane = self._lanes.setdefault((asked.answer is None, asked.least), OrderedDict())
-        lane[asked.request.id] = asked
+        lane = self._lanes.setdefault(
+            (pending.answer is None, pending.minimum_version), OrderedDict()
+        )
+        lane[pending.request.id] = pending
         if first:
-            lane.move_to_end(asked.request.id, last=False)
+            lane.move_to_end(pending.request.id, last=False)
 
     def forget(self, requests: Iterable[PendingRequest]) -> None:
         """Those of them that still wait, wait no longer."""
-        for asked in requests:
+        for pending in requests:
             for lane in (*self._lanes.values(), self._alone):
-                if lane.get(asked.request.id) is asked:
-                    del lane[asked.request.id]
+                if lane.get(pending.request.id) is pending:
+                    del lane[pending.request.id]
 
     def take_alone(self, group: int) -> list[PendingRequest]:
         """Removes the requests of a group that wait for an engine of their own; returns them."""
@@ -115,7 +117,7 @@ class Lanes:
 
     def waiting(self) -> int:
         """Training requests that no engine has yet."""
-        alone = sum(asked.answer is None for asked in self._alone.values())
+        alone = sum(pending.answer is None for pending in self._alone.values())
         return alone + sum(len(lane) for (training, _), lane in self._lanes.items() if training)
 
     def place(self, slots: Sequence[EngineSlot]) -> RequestBatches:
@@ -127,15 +129,17 @@ class Lanes:
             able, limit = self._eligible(key, slots)
             able = [one for one in able if one.index not in reserved]
             while lane:
-                asked = next(iter(lane.values()))
+                pending = next(iter(lane.values()))
                 # What an evaluation that was given up left there ends before its id is asked again.
-                free = able if key[0] else [one for one in able if asked.request.id not in one.held]
-                slot = self._router.choose(free, asked.request.group, limit)
+                free = (
+                    able if key[0] else [one for one in able if pending.request.id not in one.held]
+                )
+                slot = self._router.choose(free, pending.request.group, limit)
                 if slot is None:
                     break
                 lane.popitem(last=False)
-                slot.held[asked.request.id] = asked
-                batches.setdefault(slot.index, []).append(asked.request)
+                slot.held[pending.request.id] = pending
+                batches.setdefault(slot.index, []).append(pending.request)
             if not lane:
                 del self._lanes[key]
         return batches
@@ -144,10 +148,10 @@ class Lanes:
         """Indices of the engines that take nothing else: they have a request that runs alone, get
         one now, or empty themselves for one."""
         reserved = {
-            slot.index for slot in slots if any(asked.alone for asked in slot.held.values())
+            slot.index for slot in slots if any(pending.alone for pending in slot.held.values())
         }
-        for name, asked in list(self._alone.items()):
-            able, _ = self._eligible((asked.answer is None, asked.least), slots)
+        for name, pending in list(self._alone.items()):
+            able, _ = self._eligible((pending.answer is None, pending.minimum_version), slots)
             free = [one for one in able if one.index not in reserved]
             if not free:
                 continue
@@ -156,8 +160,8 @@ class Lanes:
             if slot.held:
                 break  # one engine at a time empties itself
             del self._alone[name]
-            slot.held[name] = asked
-            batches.setdefault(slot.index, []).append(asked.request)
+            slot.held[name] = pending
+            batches.setdefault(slot.index, []).append(pending.request)
         return reserved
 
     def _eligible(self, key: LaneKey, slots: Sequence[EngineSlot]) -> tuple[list[EngineSlot], int]:

@@ -139,7 +139,7 @@ class OtherRank:
             self.enter("waiting", "engines to sleep")
             self._meanwhile(self._until_asleep)
             if isinstance(self._staging, IpcBuckets):
-                self._staging.give_back()
+                self._staging.release()
 
     def _until_asleep(self) -> None:
         """On rank 0."""
@@ -174,21 +174,23 @@ class OtherRank:
             self.layout.from_rank_zero(wait)
             return
         waiting = self._begin(wait)
-        while (fill := self.layout.from_rank_zero(lambda: self._next_fill(waiting))) is not None:
-            self._fill(self._staging, fill)
+        while (
+            fill := self.layout.from_rank_zero(lambda: self._next_buffer_request(waiting))
+        ) is not None:
+            self._buffer_request(self._staging, fill)
         self.layout.from_rank_zero(waiting.result)
 
     def _begin(self, wait: Callable[[], None]) -> Future[None]:
         """On rank 0 `wait`, begun in a thread."""
         return Future()
 
-    def _next_fill(self, waiting: Future[None]) -> BufferRequest | None:
+    def _next_buffer_request(self, waiting: Future[None]) -> BufferRequest | None:
         """On rank 0."""
         return None
 
-    def _fill(self, staging: IpcBuckets, fill: BufferRequest) -> BucketRef | None:
+    def _buffer_request(self, staging: IpcBuckets, fill: BufferRequest) -> BucketRef | None:
         if fill.number is None:
-            staging.give_back()
+            staging.release()
         elif fill.version == self.version and self._shards is not None:
             return staging.fill(fill.number, fill.place, self._shards.parts(fill.number))
         return None
@@ -221,7 +223,7 @@ class OtherRank:
     def _measure(self, mean_loss: MeanLoss) -> None:
         """Collective: the loss of every held-out set of given responses."""
         self.enter("evaluating")
-        self.say("evaluating", f"held-out responses, version {self.version}")
+        self.set_status("evaluating", f"held-out responses, version {self.version}")
         started, measured = time.monotonic(), []
         for place, one in enumerate(self.config.held_out_files):
             loss, tokens = mean_loss(partial(next, self._held_out(place), None))
@@ -247,7 +249,7 @@ class OtherRank:
     def state(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Collective: what a checkpoint of this version holds beside the policy, and its further
         files. Evaluations of older versions are waited for: their weights will be gone."""
-        self.say("checkpointing")
+        self.set_status("checkpointing")
         self.enter("checkpointing")
         if self.schedule is not None:
             unfinished = self.schedule.unfinished(self.version)
@@ -280,7 +282,7 @@ class OtherRank:
         """Return what the run's own files must hold when it goes on from here."""
         return {}
 
-    def say(self, phase: str, detail: str = "") -> None:
+    def set_status(self, phase: str, detail: str = "") -> None:
         """Writes the run's status."""
 
     def failed(self, error: BaseException) -> None:
@@ -323,7 +325,7 @@ class Rank0(OtherRank):
     def begin(self, version: int, resumed: Mapping[str, Any] | None, oldest: int) -> None:
         super().begin(version, resumed, oldest)
         config = self.config
-        self.say("starting", "Ray, engines and controller" if config.rollout else "data")
+        self.set_status("starting", "Ray, engines and controller" if config.rollout else "data")
         self._code = code_digests(config.model_dump(mode="json"))
         self._log = MetricsLog(
             config.run.dir,
@@ -376,12 +378,12 @@ class Rank0(OtherRank):
         threading.Thread(target=work, name="wait", daemon=True).start()
         return waiting
 
-    def _next_fill(self, waiting: Future[None]) -> BufferRequest | None:
-        return self._open.next_fill(waiting)
+    def _next_buffer_request(self, waiting: Future[None]) -> BufferRequest | None:
+        return self._open.next_buffer_request(waiting)
 
-    def _fill(self, staging: IpcBuckets, fill: BufferRequest) -> BucketRef | None:
-        ref = super()._fill(staging, fill)
-        self._open.filled(ref)
+    def _buffer_request(self, staging: IpcBuckets, fill: BufferRequest) -> BucketRef | None:
+        ref = super()._buffer_request(staging, fill)
+        self._open.buffer_filled(ref)
         return ref
 
     def _until_loaded(self) -> None:
@@ -400,7 +402,7 @@ class Rank0(OtherRank):
         if due and self.schedule is not None:
             self.schedule.begin(self.version)
             self.enter("evaluating")
-            self.say("evaluating", f"held-out prompts, version {self.version}")
+            self.set_status("evaluating", f"held-out prompts, version {self.version}")
             self._open.evaluate(self.version)
         self._take_evaluations(wait=wait)
 
@@ -436,7 +438,7 @@ class Rank0(OtherRank):
             norm * self.config.objective.steps_per_batch if isinstance(norm, float) else None,
         )
         self._log.log(self.version, {**metrics, **seen, **self._flow_metrics, **self._step_times()})
-        self.say("training")
+        self.set_status("training")
 
     def _step_times(self) -> dict[str, float]:
         """Seconds of each part since the batch was asked for."""
@@ -464,7 +466,7 @@ class Rank0(OtherRank):
             "code": self._code,
         }
 
-    def say(self, phase: str, detail: str = "", error: str | None = None) -> None:
+    def set_status(self, phase: str, detail: str = "", error: str | None = None) -> None:
         run = self.config.run
         write_status(
             run.dir,
@@ -485,7 +487,7 @@ class Rank0(OtherRank):
 
     def failed(self, error: BaseException) -> None:
         try:
-            self.say("failed", error=described(error))
+            self.set_status("failed", error=described(error))
         except OSError:  # such as a full disk, which then is the error itself
             traceback.print_exc()
 

@@ -219,10 +219,10 @@ class Relays:
             watch.progress("versions relayed")
 
     async def _listen(self, spec: RelaySpec, relay: Relay) -> None:
-        patience_s = self._settings.unresponsive_s
+        limit_s = self._settings.unresponsive_s
         while True:
-            await await_named(f"{spec.name} to answer", relay.alive(), patience_s)
-            await asyncio.sleep(min(REPORT_S, patience_s / 4))
+            await await_named(f"{spec.name} to answer", relay.alive(), limit_s)
+            await asyncio.sleep(min(REPORT_S, limit_s / 4))
 
 
 class NoRelays:

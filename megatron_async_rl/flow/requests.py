@@ -70,7 +70,7 @@ class Engines(Protocol):
     def send(self, slot: EngineSlot, call: Callable[[], Awaitable[None]], what: str) -> None:
         """Begins a call to the slot's engine; one that fails costs the engine."""
 
-    def tell(self, call: Callable[[], object]) -> None:
+    def notify(self, call: Callable[[], object]) -> None:
         """Calls the listener; an error of it ends the run."""
 
 
@@ -101,8 +101,10 @@ class Requests:
         """Hands training requests of groups admitted under `version` out, in order, as engines have
         room."""
         for request in requests:
-            least = version if request.prefix is None else int(request.prefix.versions[-1])
-            self._lanes.add(PendingRequest(request, max(version, least)))
+            minimum_version = (
+                version if request.prefix is None else int(request.prefix.versions[-1])
+            )
+            self._lanes.add(PendingRequest(request, max(version, minimum_version)))
         self.dispatch()
 
     async def run(self, requests: Sequence[Request], version: int) -> list[SampleRow]:
@@ -120,8 +122,8 @@ class Requests:
         evaluation = [PendingRequest(*one) for one in zip(requests, repeat(version), answers)]
         self._evaluations.update(evaluation)
         try:
-            for asked in evaluation:
-                self._lanes.add(asked)
+            for pending in evaluation:
+                self._lanes.add(pending)
             self.dispatch()
             return list(await asyncio.gather(*answers))
         finally:
@@ -129,9 +131,9 @@ class Requests:
 
     def fail_evaluations(self, error: BaseException) -> None:
         """Nobody is left to answer: whoever waits in `run` gets `error`."""
-        for asked in self._evaluations:
-            if asked.answer is not None and not asked.answer.done():
-                asked.answer.set_exception(error)
+        for pending in self._evaluations:
+            if pending.answer is not None and not pending.answer.done():
+                pending.answer.set_exception(error)
 
     def waiting(self) -> int:
         """Training requests that no engine has yet."""
@@ -142,7 +144,7 @@ class Requests:
         return [
             slot.index
             for slot in self._engines.slots
-            if any(asked.request.group == group for asked in slot.held.values())
+            if any(pending.request.group == group for pending in slot.held.values())
         ]
 
     # What becomes of the engines
@@ -162,26 +164,26 @@ class Requests:
             watch.progress("responses", answers)
 
         for sample in rows_of(report.finished):
-            asked = slot.held.get(sample.id)
-            if asked is None or sample.prompt_id != asked.request.prompt.id:
+            pending = slot.held.get(sample.id)
+            if pending is None or sample.prompt_id != pending.request.prompt.id:
                 raise EngineLost(
                     f"it answered {sample.id}, prompt {sample.prompt_id}, which it was not asked",
                     suspect=False,
                 )
             self._release(slot, sample.id)
-            if asked.answer is None:
-                self._engines.tell(partial(self._listener.on_sample, sample, asked.request))
-            elif not asked.answer.done():
-                asked.answer.set_result(sample)
+            if pending.answer is None:
+                self._engines.notify(partial(self._listener.on_sample, sample, pending.request))
+            elif not pending.answer.done():
+                pending.answer.set_result(sample)
 
         for aborted in report.aborted:
-            asked = slot.held.get(aborted.id)
-            if asked is None or aborted.id not in slot.aborting:
+            pending = slot.held.get(aborted.id)
+            if pending is None or aborted.id not in slot.aborting:
                 raise EngineLost(
                     f"it aborted {aborted.id}, which it was not told to", suspect=False
                 )
             self._release(slot, aborted.id)
-            self._engines.tell(partial(self._ask_again, asked, aborted))
+            self._engines.notify(partial(self._ask_again, pending, aborted))
         self.dispatch()
 
     def take_back(self, slot: EngineSlot, reason: str, *, suspect: bool) -> None:
@@ -191,12 +193,12 @@ class Requests:
         slot.aborting.clear()
         log.error("%s is lost, %d requests are asked again: %s", slot.name, len(held), reason)
         counts = suspect and not slot.leaving
-        for asked in reversed(held):
-            asked.losses += counts
-            if counts and len(held) == 1 and asked.losses >= LOSSES_BEFORE_ALONE:
-                self._give_up(asked, reason)
-            elif asked.answer is None or not asked.answer.done():
-                self._lanes.add(asked, first=True)
+        for pending in reversed(held):
+            pending.losses += counts
+            if counts and len(held) == 1 and pending.losses >= LOSSES_BEFORE_ALONE:
+                self._give_up(pending, reason)
+            elif pending.answer is None or not pending.answer.done():
+                self._lanes.add(pending, first=True)
         self._emptied.fire()
 
     async def until_given_back(self, slot: EngineSlot, engine: Engine, timeout_s: float) -> None:
@@ -219,15 +221,17 @@ class Requests:
             assert engine is not None
             self._engines.send(slots[index], partial(engine.submit, requests), "take requests")
 
-    def _ask_again(self, asked: PendingRequest, aborted: Aborted) -> None:
-        if asked.answer is not None:
-            if not asked.answer.done():
-                self._lanes.add(asked, first=True)
+    def _ask_again(self, pending: PendingRequest, aborted: Aborted) -> None:
+        if pending.answer is not None:
+            if not pending.answer.done():
+                self._lanes.add(pending, first=True)
             return
-        asked.request = self._listener.on_abort(aborted, asked.request)
+        pending.request = self._listener.on_abort(aborted, pending.request)
         if aborted.partial is not None:
-            asked.least = max(asked.least, int(aborted.partial.versions[-1]))
-        self._lanes.add(asked, first=True)
+            pending.minimum_version = max(
+                pending.minimum_version, int(aborted.partial.versions[-1])
+            )
+        self._lanes.add(pending, first=True)
 
     def _release(self, slot: EngineSlot, request: str) -> None:
         del slot.held[request]
@@ -235,32 +239,32 @@ class Requests:
         if not slot.held:
             self._emptied.fire()
 
-    def _give_up(self, asked: PendingRequest, reason: str) -> None:
-        request = asked.request
+    def _give_up(self, pending: PendingRequest, reason: str) -> None:
+        request = pending.request
         text = (
             f"request {request.id} (prompt {request.prompt.id}) is given up:"
-            f" {asked.losses} engines were lost while they had it, the last one while it had nothing"
+            f" {pending.losses} engines were lost while they had it, the last one while it had nothing"
             f" else, as {reason.splitlines()[0] if reason else 'it ended'}"
         )
-        if asked.answer is None:
+        if pending.answer is None:
             # Nothing trains on the rest of its group: no engine is risked for its other suspects.
-            for one in (asked, *self._lanes.take_alone(request.group)):
-                self._engines.tell(partial(self._listener.on_give_up, one.request, text))
-        elif not asked.answer.done():
-            asked.answer.set_exception(RequestGivenUp(text))
+            for one in (pending, *self._lanes.take_alone(request.group)):
+                self._engines.notify(partial(self._listener.on_give_up, one.request, text))
+        elif not pending.answer.done():
+            pending.answer.set_exception(RequestGivenUp(text))
 
     def _forget(self, evaluation: Sequence[PendingRequest]) -> None:
         """Stops what has not been answered yet: nobody waits for it any more."""
         self._evaluations.difference_update(evaluation)
-        for asked in evaluation:
-            assert asked.answer is not None
-            asked.answer.cancel()
+        for pending in evaluation:
+            assert pending.answer is not None
+            pending.answer.cancel()
         self._lanes.forget(evaluation)
         for slot in self._engines.slots:
             self._abort(slot, [one for one in evaluation if slot.held.get(one.request.id) is one])
 
     def _abort(self, slot: EngineSlot, held: Iterable[PendingRequest]) -> None:
-        ids, engine = [asked.request.id for asked in held], slot.engine
+        ids, engine = [pending.request.id for pending in held], slot.engine
         if engine is not None and ids:
             slot.aborting.update(ids)
             self._engines.send(slot, partial(engine.abort, ids), "abort requests")

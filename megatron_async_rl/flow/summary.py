@@ -206,12 +206,12 @@ def counted(
     """The `before` of the next `engine_metrics`: what an engine reports late, more than `seconds`,
     counts then."""
     earlier = [*(old.busy_s for old in before), *[0.0] * (len(now) - len(before))]
-    most = [
+    limits = [
         old + seconds if new.busy_s >= old else seconds
         for new, old in zip(now, earlier, strict=True)
     ]
     return [
-        replace(new, busy_s=min(new.busy_s, limit)) for new, limit in zip(now, most, strict=True)
+        replace(new, busy_s=min(new.busy_s, limit)) for new, limit in zip(now, limits, strict=True)
     ]
 
 

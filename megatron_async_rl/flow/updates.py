@@ -69,7 +69,7 @@ class WeightUpdates:
     def __init__(self, engines: Callable[[], Iterable[VersionReader]], max_paused: float) -> None:
         self._engines = engines
         self._max_paused = max_paused
-        self._wanted: dict[int, Staged] = {}
+        self._requested: dict[int, Staged] = {}
         """Versions that evaluation engines are to load, by index."""
         self._loading: dict[int, tuple[str, int]] = {}
         """Machine and version that is being read there, by engine."""
@@ -79,7 +79,7 @@ class WeightUpdates:
         self._policy_has_devices = False
         self._halted: BaseException | None = None
         self._changed = Signal()
-        self._lent: IpcBucketQueue | None = None
+        self._ipc_buckets: IpcBucketQueue | None = None
         """Buckets of the newest version, where that is lent."""
         self.copies = VersionCopies()
         self.newest: Staged | None = None
@@ -95,7 +95,9 @@ class WeightUpdates:
                 " grow"
             )
         self.newest = Staged(version=version, manifest=manifest, at=time.monotonic())
-        self._lent = IpcBucketQueue(version, len(manifest.buckets)) if manifest.lent else None
+        self._ipc_buckets = (
+            IpcBucketQueue(version, len(manifest.buckets)) if manifest.on_demand else None
+        )
         self._policy_has_devices = False
         self._changed.fire()
 
@@ -125,30 +127,30 @@ class WeightUpdates:
         yield from (version for machine, version in self._loading.values() if machine == HERE)
         yield from self.copies.sending.values()
         machines = {one.index: one.machine for one in self._engines()}
-        for index, wanted in self._wanted.items():
+        for index, wanted in self._requested.items():
             if self.copies.find(machines.get(index, HERE), wanted.version) is None:
                 yield wanted.version
 
-    def want(self, indices: Iterable[int], version: int) -> None:
+    def request_version(self, indices: Iterable[int], version: int) -> None:
         """Evaluation engines are to load `version`, which is the newest. Raises FlowError where it
         is another."""
         if self.newest is None or self.newest.version != version:
             staged = "none" if self.newest is None else self.newest.version
             raise FlowError(f"version {version} is to be evaluated, and staged is {staged}")
         holds = {one.index for one in self._engines() if one.version == version}
-        self._wanted |= dict.fromkeys(set(indices) - holds, self.newest)
+        self._requested |= dict.fromkeys(set(indices) - holds, self.newest)
         self._changed.fire()
 
-    def wants(self, index: int) -> bool:
+    def is_requested(self, index: int) -> bool:
         """True while the engine is to load a version to evaluate it, and has not yet."""
-        return index in self._wanted
+        return index in self._requested
 
     def forget(self, index: int) -> None:
         """The engine is lost, or leaves: it reads nothing any more."""
-        self._wanted.pop(index, None)
+        self._requested.pop(index, None)
         self._loading.pop(index, None)
         self._paused.discard(index)
-        self.give_back(index)
+        self.release(index)
 
     def halt(self, error: BaseException) -> None:
         """Something is wrong with the weights: no engine is given any."""
@@ -169,9 +171,9 @@ class WeightUpdates:
             yield staged
             self._note(staged, began)
         finally:
-            wanted = self._wanted.get(engine.index)
+            wanted = self._requested.get(engine.index)
             if wanted is not None and wanted.version == staged.version:
-                del self._wanted[engine.index]
+                del self._requested[engine.index]
             self._loading.pop(engine.index, None)
             self._paused.discard(engine.index)
             self._changed.fire()
@@ -188,11 +190,11 @@ class WeightUpdates:
 
     def _aim(self, engine: VersionReader) -> Staged | None:
         """The version it is to load."""
-        staged = self._wanted.get(engine.index) if engine.evaluates else self.newest
+        staged = self._requested.get(engine.index) if engine.evaluates else self.newest
         return staged if staged is not None and staged.version > engine.version else None
 
     def _may_load(self, engine: VersionReader) -> bool:
-        starts = self._lent is not None and self._starting > 0
+        starts = self._ipc_buckets is not None and self._starting > 0
         held_back = self._halted is not None or self._policy_has_devices or starts
         if held_back or self._target(engine) is None:
             return False
@@ -287,7 +289,7 @@ class WeightUpdates:
         needed |= {
             wanted.version
             for one in self._engines()
-            if one.machine == machine and (wanted := self._wanted.get(one.index)) is not None
+            if one.machine == machine and (wanted := self._requested.get(one.index)) is not None
         }
         return needed.isdisjoint(self.copies.replaced(machine))
 
@@ -297,7 +299,7 @@ class WeightUpdates:
     async def starting(self) -> AsyncIterator[None]:
         """The body starts an engine; it begins only while the devices are the engines'."""
         await self._changed.until(
-            lambda: not self._policy_has_devices and not (self._lent and self._loading)
+            lambda: not self._policy_has_devices and not (self._ipc_buckets and self._loading)
         )
         self._starting += 1
         try:
@@ -341,37 +343,41 @@ class WeightUpdates:
         """An engine holds another version than before."""
         self._changed.fire()
 
-    async def borrow(self, engine: int, number: int) -> BucketRef:
+    async def acquire(self, engine: int, number: int) -> BucketRef:
         """A bucket of the version that the engine is loading, once it is there; the engine reads it
         until it gives it back."""
-        lent = self._lent
-        assert lent is not None, "a version that is lent is loading"
-        lent.want(engine, number)
+        ipc_buckets = self._ipc_buckets
+        assert ipc_buckets is not None, "a version that is lent is loading"
+        ipc_buckets.request(engine, number)
         self._changed.fire()
         found: list[BucketRef] = []
 
         def there() -> bool:
-            found.extend(ref for ref in (lent.take(engine),) if ref is not None)
+            found.extend(ref for ref in (ipc_buckets.take(engine),) if ref is not None)
             return bool(found)
 
         await self._changed.until(there)
         return found[0]
 
-    def give_back(self, engine: int) -> None:
+    def release(self, engine: int) -> None:
         """The engine neither reads a bucket nor waits for one any more."""
-        if self._lent is not None:
-            self._lent.leave(engine)
+        if self._ipc_buckets is not None:
+            self._ipc_buckets.leave(engine)
         self._changed.fire()
 
-    async def next_fill(self, done: BucketRef | None) -> BufferRequest:
+    async def next_buffer_request(self, done: BucketRef | None) -> BufferRequest:
         """Returns what the ranks are to do next; `done`: where they put the bucket that they were to fill."""
-        if self._lent is not None:
-            self._lent.filled(done)
+        if self._ipc_buckets is not None:
+            self._ipc_buckets.buffer_filled(done)
             self._changed.fire()
         found: list[BufferRequest] = []
 
         def wanted() -> bool:
-            found.extend(fill for fill in (self._lent and self._lent.next_fill(),) if fill)
+            found.extend(
+                fill
+                for fill in (self._ipc_buckets and self._ipc_buckets.next_buffer_request(),)
+                if fill
+            )
             return bool(found)
 
         await self._changed.until(wanted)

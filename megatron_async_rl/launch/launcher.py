@@ -212,7 +212,7 @@ def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
     """From the start of the ranks to the end of the last process."""
     config, nodes = ranks.config, ranks.nodes
     run_dir, run_id = config.run.dir, uuid.uuid4().hex  # each machine ends its own processes
-    earlier, standstill, exit_code, error = read_status(run_dir), None, 1, None
+    earlier, stall_found, exit_code, error = read_status(run_dir), None, 1, None
     with deferred() as interrupts:
         try:
             process = _start_ranks(ranks, run_id)
@@ -227,7 +227,7 @@ def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
                 nodes=nodes.count,
             )
             with contextlib.closing(progress):
-                exit_code, standstill = _watch(
+                exit_code, stall_found = _watch(
                     process, progress, watchdog, run_dir, console, nodes, interrupts
                 )
             if exit_code == 1 and (failure := _killed(process, ranks.log)) is not None:
@@ -241,8 +241,8 @@ def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
             # Now that no rank writes a status of its own. A full, lost or damaged disk keeps the
             # status as it is; what happened is shown on the terminal all the same.
             with contextlib.suppress(OSError, UserError):
-                if standstill is not None:
-                    _record_failure(run_dir, standstill)
+                if stall_found is not None:
+                    _record_failure(run_dir, stall_found)
                 _record_end(ranks, exit_code, earlier, error, interrupts)
             watch.stop()
     if error is not None:
@@ -263,10 +263,10 @@ def _killed(process: subprocess.Popen[bytes], log: Path) -> Failure | None:
     if process.returncode < 0:
         number = -process.returncode
     else:  # of others than SIGKILL it ends its ranks first, and itself by an exception
-        said = _SIGNALLED.findall("\n".join(tail(log, LAST_LINES)))
-        if not said:
+        reported = _SIGNALLED.findall("\n".join(tail(log, LAST_LINES)))
+        if not reported:
             return None
-        number = int(said[-1])
+        number = int(reported[-1])
     return Failure(
         process="launcher",
         what=f"torchrun (pid {process.pid}), which holds the ranks, was ended by {_name(number)}",
@@ -423,8 +423,8 @@ def _watch(
             failed_at = min(failed_at, time.monotonic())
             if time.monotonic() - failed_at > CLOSING_S:
                 return 1, None
-        elif (standstill := watchdog.look()) is not None:
-            return 1, standstill
+        elif (stall_found := watchdog.look()) is not None:
+            return 1, stall_found
         time.sleep(POLL_S)
     progress.update()
     return (0 if process.returncode == 0 else 1), None
@@ -436,12 +436,12 @@ def _over(run_dir: Path) -> bool:
     return status is not None and status.phase in FINAL
 
 
-def _record_failure(run_dir: Path, standstill: stall.Stall) -> None:
+def _record_failure(run_dir: Path, stall_found: stall.Stall) -> None:
     last = read_status(run_dir) or Status(phase="starting", step=0, steps=0, time=0.0)
     log, now = str(run_dir / stall.FILE), time.time()
-    write_status(run_dir, replace(last, phase="failed", time=now, error=standstill.error, log=log))
-    kind = SECONDARY if standstill.consequence else PRIMARY
-    failure = Failure(process="launcher", what=standstill.error, where=log, kind=kind, time=now)
+    write_status(run_dir, replace(last, phase="failed", time=now, error=stall_found.error, log=log))
+    kind = SECONDARY if stall_found.consequence else PRIMARY
+    failure = Failure(process="launcher", what=stall_found.error, where=log, kind=kind, time=now)
     record_failure(run_dir, failure)
 
 
@@ -495,11 +495,11 @@ def _explain_failure(run_dir: Path, console: Console) -> None:
     console.print(message, markup=False, highlight=False, soft_wrap=True)
     console.print(f"Log: {place}", markup=False, highlight=False, soft_wrap=True)
     if shutil.disk_usage(run_dir).free < FULL_BYTES:
-        words = (
+        text = (
             f"The file system that holds {run_dir} is full, and logs may lack their last lines.\n "
             " fix: make room there"
         )
-        console.print(words, markup=False, highlight=False, soft_wrap=True)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     picture = stall.read_summary(run_dir)
     if picture is not None:
         console.print(

@@ -127,7 +127,7 @@ class PeerNodes:
         """Listens where the ranks of this node will, for others to try the address."""
         self._connections: list[_PeerConnection] = []
         self._unreached = ""
-        self._untold = nodes.count - 1 if nodes.rank == 0 else 1
+        self._unnotified = nodes.count - 1 if nodes.rank == 0 else 1
 
     def refusal(self) -> NodesError | None:
         """The error of a node that does not start, if one sent it; blocks for CONNECT_S at most. Node 0
@@ -136,7 +136,7 @@ class PeerNodes:
         for connection in list(self._connections):
             message = connection.read()
             if "why" in message:
-                self._untold -= 1
+                self._unnotified -= 1
                 self._connections.remove(connection)  # nobody reads there any more
                 connection.close()
                 return refused(message["node"], message["host"], message["why"])
@@ -178,13 +178,13 @@ class PeerNodes:
     def refuse(self, why: str, within_s: float = TELL_S) -> None:
         """Tells the others that this node does not start: those that are there, and who comes
         `within_s` seconds."""
-        deadline, message, told = time.monotonic() + within_s, self._message(why=why), 0
+        deadline, message, notified = time.monotonic() + within_s, self._message(why=why), 0
         with watch.doing(
             "wait", "the other nodes, to tell them that this one does not start", within_s
         ):
-            while told < self._untold:
+            while notified < self._unnotified:
                 self._reach()
-                told += sum(connection.send(message) for connection in self._connections)
+                notified += sum(connection.send(message) for connection in self._connections)
                 self._hang_up()
                 if time.monotonic() > deadline:
                     break
@@ -197,7 +197,7 @@ class PeerNodes:
         for listener in (self._listener, self._ranks):
             if listener is not None:
                 listener.close()
-        self._listener, self._ranks, self._untold = None, None, 0
+        self._listener, self._ranks, self._unnotified = None, None, 0
 
     def _hello(self, connection: _PeerConnection) -> bytes:
         """Where the ranks of this node will listen; by which interface it reaches the other."""
@@ -218,10 +218,10 @@ class PeerNodes:
             socket.create_connection((host, port), REACH_S).close()
         except OSError as error:
             loopback = ipaddress.ip_address(host).is_loopback
-            words = ", which is every machine's own address" if loopback else ""
+            detail = ", which is every machine's own address" if loopback else ""
             raise NodesError.of(
                 whose,
-                f"its ranks will listen at {host}{words}, and node {self._nodes.rank}"
+                f"its ranks will listen at {host}{detail}, and node {self._nodes.rank}"
                 f" ({socket.gethostname()}) does not reach that: {error}",
                 f"set {INTERFACE} there to the network that all nodes have (such as"
                 f" {hello['interface']}), and NCCL_SOCKET_IFNAME on GPUs; open all ports in it",

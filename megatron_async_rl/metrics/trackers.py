@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 IDENTITIES = "trackers.json"
 END_S = 30.0
-PATIENCE = 3
+FAILURES_LIMIT = 3
 """Failures in a row, after which a sink is left alone."""
 MOST_LINES = 1000
 """Lines that a sink is behind, at which it is left alone."""
@@ -61,36 +61,36 @@ class BackgroundSink:
         self._calls.put(None)
         self._thread.join(END_S)
         if self._thread.is_alive():
-            self._tell(f"was not closed within {END_S:.0f} s")
+            self._report(f"was not closed within {END_S:.0f} s")
 
     def _put(self, step: int, call: Callable[[], None]) -> None:
         if self._left:
             return
         if self._calls.qsize() == MOST_LINES:
             self._left = True
-            self._tell(f"is {MOST_LINES} lines behind at step {step}; it gets no more")
+            self._report(f"is {MOST_LINES} lines behind at step {step}; it gets no more")
         else:
             self._calls.put((step, call))
 
     def _work(self) -> None:
         failures = 0
         for step, call in iter(self._calls.get, None):
-            if failures == PATIENCE:
+            if failures == FAILURES_LIMIT:
                 continue
             try:
                 call()
                 failures = 0
             except Exception as error:  # noqa: BLE001 - a sink must not end a run
                 failures += 1
-                self._left |= failures == PATIENCE
-                then = "; it gets no more" if failures == PATIENCE else ""
-                self._tell(f"did not take step {step}{then}: {error!r}")
+                self._left |= failures == FAILURES_LIMIT
+                then = "; it gets no more" if failures == FAILURES_LIMIT else ""
+                self._report(f"did not take step {step}{then}: {error!r}")
         try:
             self._sink.close()
         except Exception as error:  # noqa: BLE001 - a sink must not end a run
-            self._tell(f"was not closed: {error!r}")
+            self._report(f"was not closed: {error!r}")
 
-    def _tell(self, what: str) -> None:
+    def _report(self, what: str) -> None:
         sys.stderr.write(f"{self.name} {what}\n")
 
 

@@ -125,11 +125,11 @@ def batch_problems(config: Config, lengths: PromptLengths | None) -> list[Proble
             )
         )
     if config.rollout is not None:
-        most = (lengths.longest if lengths else 1) + config.rollout.sampling.max_tokens
+        maximum = (lengths.longest if lengths else 1) + config.rollout.sampling.max_tokens
         # The last token is not fed, and rows are rounded up.
         multiple = config.policy.row_multiple
         segments = config.rollout.max_segments
-        needed = segments * max(most, -(-(most - 1) // multiple) * multiple)
+        needed = segments * max(maximum, -(-(maximum - 1) // multiple) * multiple)
         several = f", in {segments} rollout.environment.max_segments" if segments > 1 else ""
         if needed > config.policy.tokens_per_micro_batch:
             found.append(
@@ -137,7 +137,7 @@ def batch_problems(config: Config, lengths: PromptLengths | None) -> list[Proble
                     key="policy.tokens_per_micro_batch",
                     what=(
                         f"{config.policy.tokens_per_micro_batch} tokens cannot hold one sample of"
-                        f" up to {most} tokens (prompt + rollout.sampling.max_tokens){several}"
+                        f" up to {maximum} tokens (prompt + rollout.sampling.max_tokens){several}"
                     ),
                     fix=f"set it to at least {needed}",
                 )

@@ -185,10 +185,12 @@ def _ranges(path: str) -> Mapping[str, Requirement]:
     are among them. None where that cannot be read."""
     extra = "gpu" if path == "cuda" else "cpu"
     try:
-        asked = [Requirement(one) for one in importlib.metadata.requires(PACKAGE) or ()]
+        requested = [Requirement(one) for one in importlib.metadata.requires(PACKAGE) or ()]
     except (importlib.metadata.PackageNotFoundError, InvalidRequirement):
         return {}
-    wanted = [one for one in asked if one.marker is None or one.marker.evaluate({"extra": extra})]
+    wanted = [
+        one for one in requested if one.marker is None or one.marker.evaluate({"extra": extra})
+    ]
     return {one.name: one for one in wanted}
 
 
@@ -206,9 +208,11 @@ def _part(part: TestedDistribution, path: str, ranges: Mapping[str, Requirement]
         removal = f"pip uninstall --yes {APEX}; {fix}".rstrip("; ")
         return Finding(part.distribution, "note", found, advice, removal)
     if part.version and found.split("+")[0] != part.version:
-        asked = ranges.get(part.distribution)
-        if asked is not None and asked.specifier.contains(found):
-            advice = f"{part.brings}; tried with {part.version}, and {asked.specifier} should do"
+        requested = ranges.get(part.distribution)
+        if requested is not None and requested.specifier.contains(found):
+            advice = (
+                f"{part.brings}; tried with {part.version}, and {requested.specifier} should do"
+            )
             return Finding(part.distribution, "note", found, advice, fix)
         return Finding(
             part.distribution,
@@ -249,7 +253,7 @@ def _plugin() -> Finding:
     )
 
 
-def _asked(code: str) -> tuple[str, str]:
+def _query_output(code: str) -> tuple[str, str]:
     """(the last line that the code prints, ""), or ("", why it failed). In a process of its own:
     what it imports is slow to load, and a broken build may kill its process."""
     try:
@@ -270,7 +274,7 @@ def _asked(code: str) -> tuple[str, str]:
 
 def _torch(path: str) -> tuple[list[Finding], str | None]:
     """Findings, and the version of CUDA that torch is built for."""
-    answer, failure = _asked(
+    answer, failure = _query_output(
         "import torch; c = torch.backends.cpu.get_cpu_capability(); print(torch.version.cuda or"
         " 'none', torch.cuda.is_available(), torch.distributed.is_gloo_available(),"
         " torch.distributed.is_nccl_available(), c, sep='|')"
@@ -330,7 +334,7 @@ def _transformer_engine(machine: Machine) -> list[Finding]:
     if not machine.gpus or machine.transformer_engine is None:
         return []
     # Also that it brings no second cuDNN or cuBLAS into torch's process.
-    _, failure = _asked("from megatron_async_rl.plan.libraries import check; check()")
+    _, failure = _query_output("from megatron_async_rl.plan.libraries import check; check()")
     if not failure:
         return [Finding("import transformer_engine", "ok", "yes", "layers of policies in bfloat16")]
     advice = "ranks would take local layers, or none with policy.fp8"

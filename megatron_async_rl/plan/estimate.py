@@ -164,7 +164,7 @@ class Estimate:
     relayed_s: float | None
     sending: str
     """How fast it is taken to be sent, in words."""
-    lent: bool
+    ipc: bool
     """Nothing passes through host memory."""
     loaded_s: float
     decoding: float
@@ -203,7 +203,7 @@ class Estimate:
             rates += f", {chip.fp8 / 1e12:.0f} in 8 bits"
         to_others = f", {self.sending}" if self.sending else ""
         copied = f"{COPY_RATE / 1e9:g} GB/s between a GPU and shared memory"
-        if self.lent:
+        if self.ipc:
             copied = f"{LENT_RATE / 1e9:g} GB/s of buckets from the ranks to engines on their GPUs"
         scored = f", {self.passes:g} forward passes more than training's own" if self.passes else ""
         return (
@@ -240,7 +240,7 @@ def estimate(
         return f"not known: no speed is assumed of float32 products ({key}: float32)"
 
     version, elsewhere = shape.parameters * engine_bytes(config), engines_elsewhere(config, machine)
-    lent = config.weights.transport == "cuda_ipc"
+    ipc = config.weights.transport == "cuda_ipc"
     # A version that is lent is read once for its digests, and then bucket by bucket.
     reads_s = version / (config.policy.parallel.ranks * READ_SHARE * chip.memory_rate)
     decoding, tokens_per_s = _decoding(config, machine, chip, shape, batch)
@@ -253,11 +253,11 @@ def estimate(
         version=version,
         generate_s=reading_s + responses * batch.response / tokens_per_s,
         train_s=_train_s(config, chip, shape, batch),
-        staged_s=reads_s if lent else version / (_writers(config, machine) * COPY_RATE),
+        staged_s=reads_s if ipc else version / (_writers(config, machine) * COPY_RATE),
         relayed_s=_sent_s(config, version) if elsewhere else None,
         sending=SENDING[config.weights.transport] if elsewhere else "",
-        lent=lent,
-        loaded_s=version / (LENT_RATE if lent else rollout.workers * COPY_RATE),
+        ipc=ipc,
+        loaded_s=version / (LENT_RATE if ipc else rollout.workers * COPY_RATE),
         decoding=decoding,
         tokens_per_s=tokens_per_s,
         run_ahead=run_ahead(config),
@@ -350,8 +350,8 @@ def _decoding(
     own = engine_bytes(config)
     cached = (batch.prompt + batch.response / 2) * shape.kv_values_per_token * own
     room = rollout.gpu_memory_utilization * machine.gpus[0].memory * rollout.workers
-    most = max(1.0, (room - engine_memory(config, shape, on_gpu=True).kept) / cached)
-    count = min(rollout.max_concurrent, batch.samples / rollout.engines, most)
+    maximum = max(1.0, (room - engine_memory(config, shape, on_gpu=True).kept) / cached)
+    count = min(rollout.max_concurrent, batch.samples / rollout.engines, maximum)
     head = shape.vocabulary * shape.hidden
     matrices = shape.layers * shape.layer_sharded
     if shape.experts:

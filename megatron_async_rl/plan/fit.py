@@ -284,12 +284,12 @@ def _share(config: Config, machine: Machine, phase: Needed, need: Need) -> float
 class DeviceMemoryOut(RuntimeError):
     """A device's memory ran out. `phase`: in which; `held`: bytes by holder; `fix`: keys that help."""
 
-    def __init__(self, said: str, phase: Phase, held: Mapping[str, int], fix: str) -> None:
+    def __init__(self, message: str, phase: Phase, held: Mapping[str, int], fix: str) -> None:
         largest = sorted(held.items(), key=lambda part: -part[1])[:HOLDERS_SHOWN]
         parts = ", ".join(f"{name} {_size(count)}" for name, count in largest if count)
         super().__init__(
             f"a device's memory ran out in phase {phase}; this rank's holds {parts or 'nothing'}."
-            f" It was: {said}"
+            f" It was: {message}"
         )
         self.phase = phase
         self.held = held
@@ -299,9 +299,9 @@ class DeviceMemoryOut(RuntimeError):
 class HostMemoryOut(RuntimeError):
     """A machine's memory ran out. `phase`: in which; `fix`: what helps."""
 
-    def __init__(self, said: str, phase: Phase, state: str, fix: str) -> None:
+    def __init__(self, message: str, phase: Phase, state: str, fix: str) -> None:
         super().__init__(
-            f"host memory ran out in phase {phase}. It was: {said}. On rank 0's machine now: {state}"
+            f"host memory ran out in phase {phase}. It was: {message}. On rank 0's machine now: {state}"
         )
         self.phase = phase
         self.fix = fix
@@ -323,9 +323,9 @@ def memory_ran_out(
         return None
     phase = getattr(error, "phase", phase)  # an engine's own
     if memory == "host" or on_cpu:
-        said = " ".join(described(error).splitlines()[:LINES_SHOWN]).rstrip(".")
+        message = " ".join(described(error).splitlines()[:LINES_SHOWN]).rstrip(".")
         fix = host_fix(config, "cpu" if on_cpu else "cuda")
-        return HostMemoryOut(said, phase, state_in_words(), fix)
+        return HostMemoryOut(message, phase, state_in_words(), fix)
     share = config.rollout.gpu_memory_utilization if config.rollout is not None else 0.0
     named = [
         f"{key}: {json.dumps(value).strip(chr(34))}"
@@ -334,8 +334,8 @@ def memory_ran_out(
     ]
     larger = "take devices with more memory"
     fix = f"set one or several of {', '.join(named)}, or {larger}" if named else larger
-    said = " ".join(described(error).splitlines()[:LINES_SHOWN])
-    return DeviceMemoryOut(said, phase, held(), fix)
+    message = " ".join(described(error).splitlines()[:LINES_SHOWN])
+    return DeviceMemoryOut(message, phase, held(), fix)
 
 
 def host_fix(config: Config, device: Device) -> str:

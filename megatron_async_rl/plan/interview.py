@@ -107,7 +107,7 @@ class Interview:
     def ask(self) -> InitAnswers:
         """Ask every question. Raises UserError for an option that is wrong, and for one that has no
         default and no terminal to ask at."""
-        missing = [words for name, words in REQUIRED.items() if name not in self._given]
+        missing = [options for name, options in REQUIRED.items() if name not in self._given]
         if missing and not self._terminal:
             fix = f"add {' '.join(missing)}; every other question has a default"
             problems = [

@@ -135,13 +135,13 @@ def fp8_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Pr
         )
 
     kept, held = fp8.first_last_layers_bf16, shape.layers // parallel.pipeline
-    most = min(held, (shape.layers - 1) // 2)
-    if kept > most:
+    maximum = min(held, (shape.layers - 1) // 2)
+    if kept > maximum:
         what = (
             f"{kept} layers at each end are not within the {held} of a pipeline stage, or leave none"
             f" of {shape.layers} in 8 bits"
         )
-        fix = f"set it to at most {most}"
+        fix = f"set it to at most {maximum}"
         found.append(Problem(key="policy.fp8.first_last_layers_bf16", what=what, fix=fix))
     return found
 
@@ -204,9 +204,9 @@ def lora_problems(config: Config, shape: ModelShape) -> list[Problem]:
         what = f"{', '.join(experts)} are experts in this model, which have no adapters"
         fix = f"set it to [{', '.join(rest)}]"
         return [Problem(key="policy.lora.targets", what=what, fix=fix)]
-    most, target = min((min(sides(shape, target)), target) for target in lora.targets)
-    if lora.rank <= most:
+    maximum, target = min((min(sides(shape, target)), target) for target in lora.targets)
+    if lora.rank <= maximum:
         return []
-    what = f"{lora.rank} is more than {most}, the smaller side of {target}"
-    fix = f"set it to at most {most}, far below to save anything"
+    what = f"{lora.rank} is more than {maximum}, the smaller side of {target}"
+    fix = f"set it to at most {maximum}, far below to save anything"
     return [Problem(key="policy.lora.rank", what=what, fix=fix)]

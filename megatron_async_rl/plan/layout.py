@@ -166,12 +166,12 @@ def by_node(config: Config, device: Device, machine: Machine) -> tuple[tuple[str
         found.append((f"node {node}", "; ".join(parts)))
     if machine.engine_nodes:
         name = counted("node", machine.nodes, machine.engine_nodes)
-        most = (
+        maximum = (
             f", {engine_room(config, has)} at most on each"
             if on_gpu and rollout is not None
             else ""
         )
-        found.append((name, f"engines alone{most}"))
+        found.append((name, f"engines alone{maximum}"))
     return tuple(found)
 
 
@@ -186,8 +186,8 @@ def counted(noun: str, first: int, count: int) -> str:
 def number_of(noun: str, count: int, singular: str = "", plural: str = "") -> str:
     """`count` things, and the form of the verb for so many: `1 rank does`, `2 ranks do`."""
     ending = "es" if noun.endswith("ch") else "s"
-    words = (noun, singular) if count == 1 else (f"{noun}{ending}", plural)
-    return " ".join((str(count), *filter(None, words)))
+    text = (noun, singular) if count == 1 else (f"{noun}{ending}", plural)
+    return " ".join((str(count), *filter(None, text)))
 
 
 def engine_room(config: Config, gpus: int) -> int:

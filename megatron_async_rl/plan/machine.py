@@ -213,7 +213,9 @@ def gpus_here(visible: str | None) -> tuple[Gpu, ...]:
     command = shutil.which("nvidia-smi")
     if command is None:
         return ()
-    rows = _asked(command, "--query-gpu=index,uuid,name,memory.total,compute_cap,memory.used")
+    rows = _query_output(
+        command, "--query-gpu=index,uuid,name,memory.total,compute_cap,memory.used"
+    )
     if visible is not None:
         wanted = [one.strip() for one in visible.split(",")]
         rows = [row for one in wanted for row in rows if one == row[0] or row[1].startswith(one)]
@@ -236,13 +238,13 @@ def _users(command: str) -> dict[str, list[str]]:
     """Processes with memory on a GPU, by its uuid."""
     users: dict[str, list[str]] = {}
     query = "--query-compute-apps=gpu_uuid,pid,used_memory,process_name"
-    for gpu, pid, used, name in _asked(command, query):
+    for gpu, pid, used, name in _query_output(command, query):
         memory = f", {int(used) * MIB / GIB:.1f} GiB" if used.isdigit() else ""
         users.setdefault(gpu, []).append(f"pid {pid} ({Path(name).name}{memory})")
     return users
 
 
-def _asked(command: str, query: str) -> list[list[str]]:
+def _query_output(command: str, query: str) -> list[list[str]]:
     """Rows of nvidia-smi's answer. None where the tool is there without a working driver: no usable
     GPU, and `mar doctor` says so."""
     try:

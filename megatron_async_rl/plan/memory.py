@@ -159,8 +159,8 @@ def rank_memory(
     prompts = -(-config.flow.prompts_per_step // config.objective.minibatches)
     samples = -(-prompts * config.flow.group_size // data_parallel)
     segments = config.rollout.max_segments if config.rollout is not None else 1
-    most = samples * segments * longest
-    tokens = -(-min(config.policy.tokens_per_micro_batch, most) // parallel.context)
+    maximum = samples * segments * longest
+    tokens = -(-min(config.policy.tokens_per_micro_batch, maximum) // parallel.context)
     chunk = (
         min(tokens, config.policy.logprob_chunk_tokens)
         * shape.vocabulary

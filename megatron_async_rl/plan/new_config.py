@@ -173,9 +173,9 @@ def _split(answers: InitAnswers, share: float, out: Path) -> Split | None:
 
 
 def _of_split(split: Split) -> str:
-    most = f" (at most {MOST} prompts)" if split.held_out_rows >= MOST else ""
+    maximum = f" (at most {MOST} prompts)" if split.held_out_rows >= MOST else ""
     return (
-        f"rows held out: {split.held_out_rows}{most}, trained on: {split.train_rows}; rows with the"
+        f"rows held out: {split.held_out_rows}{maximum}, trained on: {split.train_rows}; rows with the"
         " same prompt are on one side"
     )
 
@@ -324,8 +324,8 @@ def _colocated(gpus: int) -> Iterator[InitLayout]:
 
 
 def _parallel(ranks: int, tensor: int) -> str:
-    words = f"ranks: {ranks}, tensor: {tensor}"
-    return f"{{{words}, sequence: true}}" if tensor > 1 else f"{{{words}}}"
+    ranks_text = f"ranks: {ranks}, tensor: {tensor}"
+    return f"{{{ranks_text}, sequence: true}}" if tensor > 1 else f"{{{ranks_text}}}"
 
 
 def _text(answers: InitAnswers, out: Path, layout: InitLayout, tokens: int, *, chat: bool) -> str:

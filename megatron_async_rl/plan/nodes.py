@@ -70,9 +70,9 @@ def taken_gpus(config: Config, machine: Machine, node: int) -> list[Problem]:
     return [_taken(gpu, socket.gethostname()) for gpu in gpus if gpu.used > TAKEN]
 
 
-def until_free(look: Callable[[], Sequence[Gpu]], patience_s: float) -> Sequence[Gpu]:
-    """The GPUs, once nobody uses any of them; after `patience_s` as they are then."""
-    deadline = time.monotonic() + patience_s
+def until_free(look: Callable[[], Sequence[Gpu]], gpu_wait_s: float) -> Sequence[Gpu]:
+    """The GPUs, once nobody uses any of them; after `gpu_wait_s` as they are then."""
+    deadline = time.monotonic() + gpu_wait_s
     while True:
         gpus = look()
         if all(gpu.used <= TAKEN for gpu in gpus) or time.monotonic() >= deadline:
@@ -117,8 +117,8 @@ def ask_cluster(config: Config, machine: Machine, joining: int) -> ClusterReport
     )
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
-        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return ClusterReport(error=said)
+        message = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return ClusterReport(error=message)
     return _report_from(json.loads(lines[-1]))
 
 
@@ -201,14 +201,14 @@ def print_report(joining: int, timeout_s: float, on_gpus: bool) -> None:
     print(json.dumps(asdict(_ask(joining, timeout_s, on_gpus))))  # noqa: T201
 
 
-def look_from(host: str, address: str, port: int, patience_s: float) -> NodeReport:
+def look_from(host: str, address: str, port: int, gpu_wait_s: float) -> NodeReport:
     """The report of the machine that this runs on. Ray hides GPUs from a task that asks for none."""
     unreached = ""
     try:
         socket.create_connection((address, port), CONNECT_S).close()
     except OSError as error:
         unreached = str(error)
-    gpus = until_free(lambda: gpus_here(None), patience_s)
+    gpus = until_free(lambda: gpus_here(None), gpu_wait_s)
     return NodeReport(host=host, software=software(), gpus=gpus, unreached=unreached)
 
 
@@ -240,7 +240,7 @@ def _ask(joining: int, timeout_s: float, on_gpus: bool) -> ClusterReport:
 
 
 def _reports(
-    nodes: Sequence[dict[str, Any]], address: str, timeout_s: float, patience_s: float
+    nodes: Sequence[dict[str, Any]], address: str, timeout_s: float, gpu_wait_s: float
 ) -> list[NodeReport]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -254,7 +254,7 @@ def _reports(
         answers = [
             task.options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            ).remote(node["NodeManagerHostname"], address, port, patience_s)
+            ).remote(node["NodeManagerHostname"], address, port, gpu_wait_s)
             for node in nodes
         ]
         answered, _ = ray.wait(answers, num_returns=len(answers), timeout=timeout_s)

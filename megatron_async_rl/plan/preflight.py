@@ -68,7 +68,7 @@ from megatron_async_rl.rollout.scoring import (
 from megatron_async_rl.samples import Prompt
 
 PROMPTS_IN_A_PLAN = 2000
-PATIENCE_S = 20.0
+REWARD_TRIAL_TIMEOUT_S = 20.0
 """Longest wait for one made-up response: a plan is not kept waiting by a slow reward."""
 SERVERS, CONNECT_S = ("http", "judge"), 2.0
 MADE_UP_RESPONSE = "0"
@@ -219,12 +219,12 @@ def _files(config: Config, shape: ModelShape | None) -> list[_File]:
         return left if left > 0 else None
 
     rollout, data = config.rollout, config.data
-    most = room(rollout.sampling.max_tokens) if rollout is not None else None
+    maximum = room(rollout.sampling.max_tokens) if rollout is not None else None
     if data.train is not None:
-        files = [_File("data.train", data.training[0], most)]
+        files = [_File("data.train", data.training[0], maximum)]
     else:
         places = enumerate(data.sources)
-        files = [_File(f"data.sources.{index}.path", one, most) for index, one in places]
+        files = [_File(f"data.sources.{index}.path", one, maximum) for index, one in places]
     evaluation = config.eval or EvalConfig()
     if config.supervised:
         sets = held_out_files(config, evaluation)
@@ -248,9 +248,9 @@ def _read(
     found = fitting(read, tokenizer, data.max_tokens)
     budget, multiple = config.policy.tokens_per_micro_batch, config.policy.row_multiple
     # The last token is not fed, and rows are rounded up.
-    most = min(shape.context, budget, budget // multiple * multiple + 1)
+    maximum = min(shape.context, budget, budget // multiple * multiple + 1)
     source = SupervisedSource(
-        found.prompts, tokenizer, prompts_per_step=1, seed=0, shuffle=False, max_context=most
+        found.prompts, tokenizer, prompts_per_step=1, seed=0, shuffle=False, max_context=maximum
     )
     return found, source.identities[0]
 
@@ -276,9 +276,9 @@ def _no_room(config: Config, shape: ModelShape) -> list[Problem]:
 def _too_long(config: Config, read: Mapping[str, PromptSet]) -> list[str]:
     """Notes on the rows that are left out for their length."""
     limits = {
-        f"data.{name}: {most}"
+        f"data.{name}: {maximum}"
         for name in ("max_prompt_tokens", "max_tokens")
-        if (most := getattr(config.data, name)) is not None
+        if (maximum := getattr(config.data, name)) is not None
     }
     return [
         f"{found.too_long} of {found.too_long + len(found.prompts)} rows read of {key} are above"
@@ -451,7 +451,7 @@ async def _first_error(scorer: Scorer, prompts: Sequence[Prompt]) -> str | None:
             return None
         items = [RewardItem(prompt, MADE_UP_RESPONSE)] * (2 if scorer.per == "group" else 1)
         try:
-            scored, *_ = await asyncio.wait_for(scorer.score_all(items), PATIENCE_S)
+            scored, *_ = await asyncio.wait_for(scorer.score_all(items), REWARD_TRIAL_TIMEOUT_S)
         except TimeoutError:
             return None  # slow, which rollout.reward.timeout_s allows: nothing is known of it
         if scored.error is None:
@@ -491,7 +491,7 @@ def _environment(
     if settings.name in (TOOLS, *AGENTS):
         return _tasks(settings, read)  # nothing is asked without a model
     tried = {key: found.prompts[:TRIED_PROMPTS] for key, found in read.items()}
-    answers = failures(settings, tried, MADE_UP_RESPONSE, PATIENCE_S, follow)
+    answers = failures(settings, tried, MADE_UP_RESPONSE, REWARD_TRIAL_TIMEOUT_S, follow)
     return [
         Problem(
             key="rollout.environment.name",
@@ -538,15 +538,15 @@ def _grammars(config: Config) -> list[Problem]:
     found: list[Problem] = []
     if config.rollout is None or find_spec("vllm") is None:
         return found
-    told: dict[str, str | None] = {}
+    faults: dict[str, str | None] = {}
     for one in config.eval_sets:
         name = "regex" if one.sampling.regex is not None else "json_schema"
         value = getattr(one.sampling, name)
         if value is None:
             continue
-        if repr(value) not in told:
-            told[repr(value)] = _grammar_fault(config, one.sampling)
-        fault = told[repr(value)]
+        if repr(value) not in faults:
+            faults[repr(value)] = _grammar_fault(config, one.sampling)
+        fault = faults[repr(value)]
         if fault is not None:
             own = isinstance(one.file, EvalSetConfig) and one.file.sampling is not None
             at = one.key if own else "eval"

@@ -108,9 +108,9 @@ def _verdict(plan: RunPlan, machine: Machine, refused: Sequence[str]) -> Text:
         what += "; host memory not checked (--host-memory)"
     crowded = [host for host in plan.hosts if machine.memory and host.total > machine.memory]
     if crowded:
-        most = max(host.total for host in crowded)
+        maximum = max(host.total for host in crowded)
         what = (
-            f"may not fit {where}: about {size(most)} of host memory of"
+            f"may not fit {where}: about {size(maximum)} of host memory of"
             f" {size(machine.memory)}, by estimates"
         )
         return Text.assemble(("verdict: ", "bold"), (what, "yellow"))
@@ -448,9 +448,9 @@ def _batch(plan: RunPlan, config: Config) -> str:
 def _routed(plan: RunPlan) -> str:
     if not plan.routed_bytes or plan.batch is None:
         return ""
-    most = plan.routed_bytes * plan.batch.longest * plan.batch.samples
+    maximum = plan.routed_bytes * plan.batch.longest * plan.batch.samples
     return (
-        f"\nexperts that the engines chose: {plan.routed_bytes} bytes a token, up to {size(most)} of a"
+        f"\nexperts that the engines chose: {plan.routed_bytes} bytes a token, up to {size(maximum)} of a"
         " batch in the controller, and of each data-parallel rank's samples on the rank's host"
     )
 

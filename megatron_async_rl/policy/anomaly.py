@@ -185,9 +185,9 @@ class AnomalyReport:
         # The named ones alone: all of a batch, with their tokens, may not fit beside the model.
         named = sorted(set(culprits) & {row for own in rows for row in own})
         whole = len(culprits) <= WHOLE
-        told = self._gathered({row: _told(samples, row, whole=whole) for row in named})
-        record = {"step": step, **facts, "samples": [told[row] for row in culprits]}
-        ids = [str(told[row]["id"]) for row in culprits]
+        described = self._gathered({row: _described(samples, row, whole=whole) for row in named})
+        record = {"step": step, **facts, "samples": [described[row] for row in culprits]}
+        ids = [str(described[row]["id"]) for row in culprits]
         if self._layout.rank == 0:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
@@ -309,7 +309,9 @@ class AnomalyReport:
         self._optimizer.prepare_grads()
 
     def _gathered(self, own: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        return {row: told for part in self._of_all_ranks(own) for row, told in part.items()}
+        return {
+            row: described for part in self._of_all_ranks(own) for row, described in part.items()
+        }
 
     def _of_all_ranks(self, own: Any) -> list[Any]:
         everyone: list[Any] = [None] * self._layout.world_size
@@ -317,7 +319,7 @@ class AnomalyReport:
         return everyone
 
 
-def _told(samples: RankBatch, row: int, *, whole: bool) -> dict[str, Any]:
+def _described(samples: RankBatch, row: int, *, whole: bool) -> dict[str, Any]:
     """An own sample; whole: with all that it takes to train on it again."""
     summary = {
         "id": samples.ids[row].as_py(),

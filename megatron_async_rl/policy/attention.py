@@ -328,6 +328,6 @@ def core_attention(
 ) -> type[CoreAttention]:
     """The attention for these rows. Transformer Engine's kernels for them are bfloat16's, and pass
     no keys on for a sliding window."""
-    theirs = HAVE_TE and device_type == "cuda" and dtype == torch.bfloat16
+    supported = HAVE_TE and device_type == "cuda" and dtype == torch.bfloat16
     wanted = not windowed if context_parallel else packed
-    return TransformerEngineAttention if theirs and wanted else CoreAttention
+    return TransformerEngineAttention if supported and wanted else CoreAttention

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megatron_async_rl.controls.decision import Control
 
 
-PATIENCE_S, PAUSE_S = 30.0, 0.2
+MEMORY_FREE_TIMEOUT_S, PAUSE_S = 30.0, 0.2
 """Longest wait for the memory of an engine that was killed, and between two looks."""
 
 
@@ -192,7 +192,7 @@ class DeviceMemory:
 def _take(storage: torch.UntypedStorage, nbytes: int) -> None:
     """Gives a storage its bytes. An engine that was killed a moment ago may have some of them yet: the
     driver takes them back when the last of its processes is gone."""
-    until = time.monotonic() + PATIENCE_S
+    until = time.monotonic() + MEMORY_FREE_TIMEOUT_S
     while True:
         try:
             storage.resize_(nbytes)

@@ -263,9 +263,9 @@ def boxes(
         yield from _within_row(shape, rows.stop, start, end, itemsize)
         return
     yield from _within_row(shape, rows.start - 1, start, rows.start * row, itemsize)
-    most = max(1, BLOCK_BYTES // (row * itemsize))
-    for at in range(rows.start, rows.stop, most):
-        yield (at, *(0,) * (len(shape) - 1)), (min(most, rows.stop - at), *shape[1:])
+    maximum = max(1, BLOCK_BYTES // (row * itemsize))
+    for at in range(rows.start, rows.stop, maximum):
+        yield (at, *(0,) * (len(shape) - 1)), (min(maximum, rows.stop - at), *shape[1:])
     yield from _within_row(shape, rows.stop, rows.stop * row, end, itemsize)
 
 

@@ -237,14 +237,14 @@ class HuggingFaceTensors:
         the dtype and device that it has; from the shard's element `start` on, as many as there is
         room for. Rows of vocabulary padding are zero."""
         width, end = prod(entry.shard_shape[1:]), start + target.numel()
-        most = max(1, BLOCK_ELEMENTS // width)
+        maximum = max(1, BLOCK_ELEMENTS // width)
         if sum(len(cut.source) for cut in cuts) < entry.shard_shape[0]:
             target.zero_()
         for cut in cuts:
             for there, here, count in cut.runs():
                 last = min(here + count, -(-end // width))
-                for row in range(max(here, start // width), last, most):
-                    rows = min(most, last - row)
+                for row in range(max(here, start // width), last, maximum):
+                    rows = min(maximum, last - row)
                     block = self._block(
                         entry.hf_names[cut.tensor], there + row - here, rows, cut.column, width
                     )

@@ -244,11 +244,11 @@ class ReferencePolicies:
 
 
 def _refuse_other_architecture(path: Path, source: Path) -> None:
-    theirs, own = (_architecture(directory) for directory in (path, source))
-    different: Sequence[str] = [key for key in SAME_ARCHITECTURE if theirs.get(key) != own.get(key)]
+    loaded, own = (_architecture(directory) for directory in (path, source))
+    different: Sequence[str] = [key for key in SAME_ARCHITECTURE if loaded.get(key) != own.get(key)]
     if different:
         listed = "; ".join(
-            f"{key}: {theirs.get(key)!r}, the model has {own.get(key)!r}" for key in different
+            f"{key}: {loaded.get(key)!r}, the model has {own.get(key)!r}" for key in different
         )
         raise ArchitectureMismatch(
             f"objective.reference.path: {path} is another model than {source} ({listed})"

@@ -116,10 +116,10 @@ class RoutingReplay:
                 f" {self.config.num_layers} layers want {wanted}"
             )
         number = np.uint8 if self.dtype == torch.uint8 else np.uint16
-        most = int(np.ascontiguousarray(rows).view(number).max(initial=0))
-        if most >= self.config.num_moe_experts:
+        maximum = int(np.ascontiguousarray(rows).view(number).max(initial=0))
+        if maximum >= self.config.num_moe_experts:
             raise ValueError(
-                f"a routed expert has the number {most}, and the model has"
+                f"a routed expert has the number {maximum}, and the model has"
                 f" {self.config.num_moe_experts}"
             )
 

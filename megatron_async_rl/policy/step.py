@@ -216,10 +216,10 @@ class OptimizerStep:
         """Length of the update just made, `lengthened` times that of Adam's part; 0 without one.
         Only where it is asked for: it costs a sweep over Adam's state and an all-reduce of one
         scalar."""
-        asked = self.settings.log_update_norm or any(
+        requested = self.settings.log_update_norm or any(
             control.needs_update_norm for control in self.controls.values()
         )
-        if not asked:
+        if not requested:
             return {}
         update = self._view().last_update() if gradients is not None else None
         if gradients is None or update is None or self.last is None:

@@ -191,8 +191,8 @@ def unsupported(config: Mapping[str, Any]) -> Unsupported | None:
         )
     named = config.get("architectures")
     if named != [family.architecture]:
-        words = f"[{family.architecture}], as model_type {kind} says"
-        return Unsupported("architectures", named, words)
+        expected = f"[{family.architecture}], as model_type {kind} says"
+        return Unsupported("architectures", named, expected)
     for key, (value, supported) in {**EXPECTED, **family.only}.items():
         found = config.get(key, value)
         if found != value and not (found is None and not value):
@@ -225,17 +225,17 @@ def _window(config: Mapping[str, Any], family: Family) -> Unsupported | None:
             return Unsupported("sliding_window", None, "a positive number of tokens")
         return None
 
-    words = (
+    expected = (
         "a window in every layer, or in none with use_sliding_window false: vLLM knows nothing"
         " between them here"
     )
     if kinds is not None:
         alike = set(kinds) == {FULL if window is None else SLIDING}
-        return None if alike else Unsupported("layer_types", sorted(set(kinds)), words)
+        return None if alike else Unsupported("layer_types", sorted(set(kinds)), expected)
     if window is not None and family.model_type in FIRST_LAYERS_FULL:
         full = config.get("max_window_layers", DEFAULT_FULL_LAYERS)
         if full != 0:
-            return Unsupported("max_window_layers", full, f"0: {words}")
+            return Unsupported("max_window_layers", full, f"0: {expected}")
     return None
 
 
@@ -262,8 +262,8 @@ def _rope_of(
         return Unsupported("partial_rotary_factor", share, "1.0")
     for key in ROPES[kind]:
         if not _positive(rope.get(key)):
-            words = f"a positive number, with rope_type {kind}"
-            return Unsupported(f"{section}.{key}", rope.get(key), words)
+            expected = f"a positive number, with rope_type {kind}"
+            return Unsupported(f"{section}.{key}", rope.get(key), expected)
     return None
 
 
@@ -307,7 +307,7 @@ def engine_obstacle(version: str | None) -> str:
 
 
 def choose_layers(
-    asked: RequestedLayers,
+    requested: RequestedLayers,
     *,
     model_type: str,
     dtype: str,
@@ -328,12 +328,12 @@ def choose_layers(
         (bool(local), f"{model_type} has {local}, which it does not"),
     )
     why = next((text for found, text in obstacles if found), "")
-    if asked == "transformer_engine" and why:
+    if requested == "transformer_engine" and why:
         what = f"transformer_engine cannot be had: {why}"
         raise UserError.of("policy.layers", what, "set it to auto, or to local")
-    if fp8 and (asked == "local" or why):
+    if fp8 and (requested == "local" or why):
         what = f"8-bit products are Transformer Engine's: {why or 'policy.layers is local'}"
         raise UserError.of("policy.fp8", what, "set it to null, or change what keeps it away")
-    if asked == "local" or why:
-        return ChosenLayers("local", f"Transformer Engine: {why}" if asked == "auto" else "")
+    if requested == "local" or why:
+        return ChosenLayers("local", f"Transformer Engine: {why}" if requested == "auto" else "")
     return ChosenLayers("transformer_engine")

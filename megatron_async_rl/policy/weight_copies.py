@@ -160,12 +160,12 @@ def _gather(pairs: Iterable[tuple[nn.Parameter, Tensor]], layout: Layout) -> Non
             parameter.copy_(held.view_as(parameter), non_blocking=True)
             continue
         _, bucket = waiting.setdefault((id(group), parameter.dtype), (group, []))
-        most = max(1, GATHERED // (group.size() * parameter.element_size()))
+        maximum = max(1, GATHERED // (group.size() * parameter.element_size()))
         # Replicas have parts of one length, but for the last ones.
         width = replica_part(parameter.numel(), 0, group.size())[1]
-        for start in range(0, width, most):
-            length = min(most, width - start)
-            if sum(piece.length for piece in bucket) + length > most:
+        for start in range(0, width, maximum):
+            length = min(maximum, width - start)
+            if sum(piece.length for piece in bucket) + length > maximum:
                 _gather_bucket(bucket, group)
                 bucket.clear()
             bucket.append(_Piece(parameter.detach().view(-1), held.view(-1), start, length))

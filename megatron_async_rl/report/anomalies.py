@@ -91,8 +91,8 @@ class AnomalyFinder:
         for row in rows:
             step = int(number(row, "step") or 0)
             for kind, look in _LOOKS.items():
-                if (words := look(self._before, row, details.get(step, {}))) is not None:
-                    found.append(Anomaly(step=step, kind=kind, detail=words))
+                if (text := look(self._before, row, details.get(step, {}))) is not None:
+                    found.append(Anomaly(step=step, kind=kind, detail=text))
             self._before.update(row)
         return found
 
@@ -149,10 +149,10 @@ def _gradient(_: MetricRow, row: MetricRow, detail: Mapping[str, Any]) -> str | 
     if not isinstance(norm, int | float) or not isinstance(usual, int | float):
         return f"{factor:,.0f} times the median of the last steps"
 
-    words = f"norm {norm:,.4g} against a median of {usual:,.4g}"
+    text = f"norm {norm:,.4g} against a median of {usual:,.4g}"
     if detail.get("parameter"):
-        words += f", most of it in {detail['parameter']}"
-    return words + _samples(detail)
+        text += f", most of it in {detail['parameter']}"
+    return text + _samples(detail)
 
 
 def _nonfinite(before: MetricRow, row: MetricRow, detail: Mapping[str, Any]) -> str | None:
@@ -168,13 +168,13 @@ def _nonfinite(before: MetricRow, row: MetricRow, detail: Mapping[str, Any]) -> 
 
 
 def _engine(before: MetricRow, row: MetricRow, _: Mapping[str, Any]) -> str | None:
-    words = []
+    text = []
     alive, were = number(row, "engine/alive"), number(before, "engine/alive")
     if alive is not None and were is not None and alive < were:
-        words.append(f"{alive:.0f} of {were:.0f} engines left")
+        text.append(f"{alive:.0f} of {were:.0f} engines left")
     if restarts := _grew(before, row, "engine/restarts"):
-        words.append(f"{restarts:.0f} {'restart' if restarts == 1 else 'restarts'}")
-    return ", ".join(words) or None
+        text.append(f"{restarts:.0f} {'restart' if restarts == 1 else 'restarts'}")
+    return ", ".join(text) or None
 
 
 def _skipped(before: MetricRow, row: MetricRow, _: Mapping[str, Any]) -> str | None:

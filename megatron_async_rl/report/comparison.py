@@ -182,15 +182,15 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         for name, inner in value.items():
             yield from _leaves(inner, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list):
-        yield key, ", ".join(_words(entry) for entry in value) or "none"
+        yield key, ", ".join(_text(entry) for entry in value) or "none"
     else:
-        yield key, _words(value)
+        yield key, _text(value)
 
 
-def _words(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, Mapping):
         name = value.get("name")
-        rest = ", ".join(f"{key} {_words(one)}" for key, one in value.items() if key != "name")
+        rest = ", ".join(f"{key} {_text(one)}" for key, one in value.items() if key != "name")
         return f"{name} ({rest})" if name and rest else str(name or rest)
     return "none" if value is None else str(value)
 

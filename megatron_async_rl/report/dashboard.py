@@ -157,8 +157,8 @@ def _waiting(run_dir: Path, why: str) -> Page:
         parts = head(run_dir.name, str(run_dir), read_status(run_dir))
     except UserError as error:
         return _broken(run_dir, error)
-    said = f'<section class="card"><h2>No step so far</h2><p>{html.escape(why)}.</p></section>'
-    return Page(parts={**parts, "WRONG": said})
+    message = f'<section class="card"><h2>No step so far</h2><p>{html.escape(why)}.</p></section>'
+    return Page(parts={**parts, "WRONG": message})
 
 
 def _broken(run_dir: Path, error: UserError) -> Page:
@@ -225,16 +225,16 @@ class _Handler(BaseHTTPRequestHandler):
         name = _name_in(self.headers.get("Host", ""))
         if name not in self.server.names and not _is_address(name):
             known = " or ".join(sorted(one for one in self.server.names if not _is_address(one)))
-            said = (
+            message = (
                 f"the dashboard does not answer to the name {name!r}: open it by an address of its"
                 f" machine or as {known}, or start it with --allow-host {name or 'NAME'}"
             )
-            return HTTPStatus.FORBIDDEN, text, said.encode()
-        asked = urlsplit(self.path)
-        query = {name: values[-1] for name, values in parse_qs(asked.query).items()}
+            return HTTPStatus.FORBIDDEN, text, message.encode()
+        requested = urlsplit(self.path)
+        query = {name: values[-1] for name, values in parse_qs(requested.query).items()}
         dashboard = self.server.dashboard
         try:
-            match asked.path.split("/")[1:]:
+            match requested.path.split("/")[1:]:
                 case [""]:
                     return HTTPStatus.OK, "text/html", dashboard.page()
                 case ["state", view]:
@@ -247,11 +247,11 @@ class _Handler(BaseHTTPRequestHandler):
         except KeyError:
             pass
         except UserError as error:
-            said = "; ".join(f"{one.key}: {one.what}: {one.fix}" for one in error.problems)
-            return HTTPStatus.BAD_REQUEST, text, said.encode()
+            message = "; ".join(f"{one.key}: {one.what}: {one.fix}" for one in error.problems)
+            return HTTPStatus.BAD_REQUEST, text, message.encode()
         except Exception as error:  # noqa: BLE001 - shown on the page; the server goes on
-            said = f"the dashboard failed: {type(error).__name__}: {error}"
-            return HTTPStatus.INTERNAL_SERVER_ERROR, text, said.encode()
+            message = f"the dashboard failed: {type(error).__name__}: {error}"
+            return HTTPStatus.INTERNAL_SERVER_ERROR, text, message.encode()
         return HTTPStatus.NOT_FOUND, text, b"there is no such page"
 
 

@@ -166,10 +166,10 @@ def _numbers(run: RunData) -> str:
     tone = "worse" if wrong else "better"
     noted = sum(run.found.values()) - wrong
     also = f", {noted:,} notes" if noted else ""
-    words = "anomaly" if wrong == 1 else "anomalies"
+    noun = "anomaly" if wrong == 1 else "anomalies"
     tiles.append(
         (
-            f'<span class="{tone}">{wrong or "No"}</span> {words}',
+            f'<span class="{tone}">{wrong or "No"}</span> {noun}',
             f"found in the metrics{also}",
             "whole",
         )

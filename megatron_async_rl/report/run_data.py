@@ -93,8 +93,8 @@ class TimelineWindow:
         lines = []
         for track, spans in self.tracks.items():
             parts = list(shares(spans, self.start, self.end).items())[:PARTS]
-            words = ", ".join(f"{_activity(*kind)} {share:.0%}" for kind, share in parts)
-            lines.append((track, words))
+            text = ", ".join(f"{_activity(*kind)} {share:.0%}" for kind, share in parts)
+            lines.append((track, text))
         return lines
 
 

@@ -100,14 +100,14 @@ class SampleBrowser:
             shown = load(self._run_dir, entries)
             lost = lost_end(self._run_dir)
         total, end = found.num_rows, question.start + len(entries)
-        words = f"{end:,} of {total:,} samples" if total else "no such sample in the log"
+        text = f"{end:,} of {total:,} samples" if total else "no such sample in the log"
         if not total and (steps := self._steps(question.kind)):
-            words += f"; it has those of steps {steps[0]:,} to {steps[1]:,}"
+            text += f"; it has those of steps {steps[0]:,} to {steps[1]:,}"
         if lost is not None:
-            words += f"; {lost}"
+            text += f"; {lost}"
         return {
             "html": "".join(card(entry, sample) for entry, sample in shown),
-            "words": words,
+            "words": text,
             "more": end < total,
         }
 

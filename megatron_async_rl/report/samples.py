@@ -184,8 +184,8 @@ def samples_section(run_dir: Path) -> str:
     try:
         return _section(run_dir)
     except UserError as error:
-        said = "; ".join(f"{one.key} {one.what}: {one.fix}" for one in error.problems)
-        return _sentence(f"They cannot be shown. {said}.")
+        message = "; ".join(f"{one.key} {one.what}: {one.fix}" for one in error.problems)
+        return _sentence(f"They cannot be shown. {message}.")
 
 
 def _sentence(text: str) -> str:
@@ -318,8 +318,8 @@ def _ranges(numbers: Sequence[int]) -> str:
             parts[-1] = (parts[-1][0], number)
         else:
             parts.append((number, number))
-    words = [f"{first}" if first == last else f"{first} to {last}" for first, last in parts]
-    return ", ".join(words if len(words) <= 6 else [*words[:3], "...", *words[-2:]])
+    ranges = [f"{first}" if first == last else f"{first} to {last}" for first, last in parts]
+    return ", ".join(ranges if len(ranges) <= 6 else [*ranges[:3], "...", *ranges[-2:]])
 
 
 # How

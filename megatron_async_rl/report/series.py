@@ -74,12 +74,12 @@ def smooth(values: Floats) -> Floats | None:
     return np.divide(weighted, weights, out=np.full(len(values), np.nan), where=weights > 1e-12)
 
 
-def thin(x: Floats, y: Floats, most: int) -> tuple[Floats, Floats]:
-    """At most `most` of the points [n], in order: of each stretch the smallest and the largest, so
+def thin(x: Floats, y: Floats, maximum: int) -> tuple[Floats, Floats]:
+    """At most `maximum` of the points [n], in order: of each stretch the smallest and the largest, so
     that a spike stays, and the points that are not finite where a stretch has no other."""
-    if len(x) <= most:
+    if len(x) <= maximum:
         return x, y
-    stretches = np.array_split(np.arange(len(x)), max(1, most // 2))
+    stretches = np.array_split(np.arange(len(x)), max(1, maximum // 2))
     kept = set[int]()
     for indices in stretches:
         finite = indices[np.isfinite(y[indices])]

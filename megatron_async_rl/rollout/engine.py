@@ -209,12 +209,12 @@ class RolloutEngine:
             sampling=self._sampled > before or self._agents_at_work,
         )
 
-    async def receive(self, delivery: WeightUpdate) -> None:
+    async def receive(self, weight_update: WeightUpdate) -> None:
         """Has the workers receive a version while the engine samples on (weights/collective.py);
         returns once they have begun. The sender hears how it goes."""
         await self._while_alive(
-            f"begin to receive version {delivery.version}",
-            self._vllm().collective_rpc("receive_version", args=(pickle.dumps(delivery),)),
+            f"begin to receive version {weight_update.version}",
+            self._vllm().collective_rpc("receive_version", args=(pickle.dumps(weight_update),)),
         )
 
     async def update(

@@ -215,11 +215,11 @@ class EngineDied(RuntimeError):
             last_error = ""
             if found is not None and found.kind in (PRIMARY, KILLED) and not survived(found):
                 last_error = found.message.splitlines()[0]
-        said = f"; the last error in its log: {last_error}" if last_error else ""
+        reported = f"; the last error in its log: {last_error}" if last_error else ""
         if isinstance(kernel, str):
             # Every call that meets this one death raises an error of its own: none uses up the kill.
             kernel = kernel_shortage(_vllm_processes, used=False)
-        what = f"the vLLM process of {spec.name} died while {while_what}{said}; see {spec.log}"
+        what = f"the vLLM process of {spec.name} died while {while_what}{reported}; see {spec.log}"
         super().__init__(what if kernel is None else f"{what}. {kernel.message}")
         self.outside = kernel is not None and kernel.certain
         self.out_of_memory: MemoryKind | None = "host" if self.outside else None
@@ -244,10 +244,10 @@ def named_death(spec: EngineSpec, while_what: str) -> Iterator[None]:
 
 class HealthCheck:
     """Watches that vLLM's process still answers: a cheap question once a second, while it samples
-    and while it is paused. `ask` is answered by vLLM's process; `dead` says that this process has ended."""
+    and while it is paused. `probe` is answered by vLLM's process; `dead` says that this process has ended."""
 
-    def __init__(self, ask: Callable[[], Awaitable[object]], dead: Callable[[], bool]) -> None:
-        self._ask = ask
+    def __init__(self, probe: Callable[[], Awaitable[object]], dead: Callable[[], bool]) -> None:
+        self._ask = probe
         self._dead = dead
         self._answered = time.monotonic()
 
@@ -261,9 +261,11 @@ class HealthCheck:
         while not self._dead():
             look_for_kernel_kills()
             question = asyncio.ensure_future(self._ask())
-            asked = time.monotonic()
+            requested = time.monotonic()
             while (
-                not question.done() and time.monotonic() - asked < DEADLINE_S and not self._dead()
+                not question.done()
+                and time.monotonic() - requested < DEADLINE_S
+                and not self._dead()
             ):
                 await asyncio.wait((question,), timeout=EVERY_S)
             if question.done():

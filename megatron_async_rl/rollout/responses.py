@@ -175,12 +175,12 @@ class Responses:
             else:
                 request, prefix = entry.request, entry.request.prefix
                 begun: list[int] = [] if prefix is None else prefix.response_ids.tolist()
-                most = self._spec.sampling(request.sampling).max_tokens
+                maximum = self._spec.sampling(request.sampling).max_tokens
                 given = [*request.prompt.token_ids, *begun]
                 read = recorded_from(len(request.prompt.token_ids), prefix)
-                left = most - len(begun)
+                left = maximum - len(begun)
                 await self._hand_over(
-                    entry, TurnRequest(ids=given, begun=len(begun), most=left, read=read)
+                    entry, TurnRequest(ids=given, begun=len(begun), maximum=left, read=read)
                 )
 
     async def abort(self, ids: Sequence[str]) -> None:
@@ -211,28 +211,32 @@ class Responses:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _hand_over(self, entry: _Running, asked: TurnRequest) -> None:
+    async def _hand_over(self, entry: _Running, turn_request: TurnRequest) -> None:
         """Has vLLM sample."""
         request = entry.request
         parameters = self._sampling[
             request.sampling
         ].clone()  # shallow: `sampling_parameters` asks for it
-        parameters.seed = sample_seed(self._spec.seed, request.group, request.k, asked.begun)
-        parameters.max_tokens = asked.most
-        entry.given, entry.read, entry.stop = len(asked.ids), asked.read, asked.stop
-        if asked.stop:
-            parameters.stop = [*(parameters.stop or ()), *asked.stop]
+        parameters.seed = sample_seed(self._spec.seed, request.group, request.k, turn_request.begun)
+        parameters.max_tokens = turn_request.maximum
+        entry.given, entry.read, entry.stop = (
+            len(turn_request.ids),
+            turn_request.read,
+            turn_request.stop,
+        )
+        if turn_request.stop:
+            parameters.stop = [*(parameters.stop or ()), *turn_request.stop]
             parameters.detokenize = True
         if self._spec.records_experts:
             parameters.routed_experts_prompt_start = (
-                asked.read if self._records(request) else entry.given
+                turn_request.read if self._records(request) else entry.given
             )
         self._numbered += 1
         try:
             name = f"{self._spec.index}-{self._numbered}"
             with named_death(self._spec, self._working):
                 answer = await self._llm.add_request(
-                    name, tokens_input(list(asked.ids)), parameters
+                    name, tokens_input(list(turn_request.ids)), parameters
                 )
         except Exception as error:
             self.reports.fail(error)
@@ -320,9 +324,9 @@ class Responses:
 
     async def _converse(self, entry: _Running, conversation: Episode, player: Player) -> None:
         transcript = conversation.transcript
-        most = self._spec.sampling(entry.request.sampling).max_tokens
+        maximum = self._spec.sampling(entry.request.sampling).max_tokens
         try:
-            error = await conversation.play(player, most)
+            error = await conversation.play(player, maximum)
             entry.playing = None  # from here on it just finishes
             if entry.in_vllm is not None:  # a turn of an agent that is gone
                 await self._abort_in_vllm([entry.in_vllm])
@@ -450,9 +454,9 @@ class Responses:
         if scored.error is not None:
             self._failures.add(request.id, request.prompt, text, scored.error)
         self._running.pop(request.id, None)
-        self.reports.tell()
+        self.reports.notify()
 
     def _abort(self, entry: _Running, partial: PartialResponse | None) -> None:
         self._running.pop(entry.request.id, None)
         self.reports.aborted.append(Aborted(id=entry.request.id, partial=partial))
-        self.reports.tell()
+        self.reports.notify()

@@ -136,12 +136,12 @@ class RewardProcess(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
         self._loop = asyncio.get_running_loop()
 
-        ours, theirs = socket.socketpair()
+        local, remote = socket.socketpair()
         settings = {
             "name": called.name,
             "key": called.key,
             "settings": called.settings,
-            "descriptor": theirs.fileno(),
+            "descriptor": remote.fileno(),
             "memory_mib": called.memory_mib,
             "timeout_s": called.timeout_s,
             "path": sys.path,
@@ -150,18 +150,18 @@ class RewardProcess(asyncio.Protocol):
             self._process = subprocess.Popen(
                 [sys.executable, "-c", KEEP + MAIN, json.dumps(settings)],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[remote.fileno()],
                 env={**os.environ, PARENT: str(os.getpid())},
                 # A group of its own: Ctrl-C is for the launcher to answer.
                 start_new_session=True,
             )
         except OSError:
-            ours.close()
+            local.close()
             raise
         finally:
-            theirs.close()
+            remote.close()
         self._tasks: set[asyncio.Future[Any]] = {
-            asyncio.ensure_future(self._loop.create_connection(lambda: self, sock=ours))
+            asyncio.ensure_future(self._loop.create_connection(lambda: self, sock=local))
         }
 
     @property

@@ -144,7 +144,7 @@ class Inline:
             return Scored(reward=0.0, error=str(error))
         return scored
 
-    async def ask(self, items: Sequence[RewardItem]) -> Sequence[Scored]:
+    async def submit(self, items: Sequence[RewardItem]) -> Sequence[Scored]:
         return [self.score(item) for item in items]
 
 
@@ -172,7 +172,7 @@ class Pool:
         with watch.doing("wait", f"the reward {self.called.name} to be imported", START_S):
             await self._first
 
-    async def ask(self, items: Sequence[RewardItem]) -> Sequence[Scored]:
+    async def submit(self, items: Sequence[RewardItem]) -> Sequence[Scored]:
         """Scores of one response, or of all that one call is to take."""
         job = Job(items)
         self._waiting.append(job)
@@ -318,8 +318,8 @@ class Scorer:
     async def score_all(self, items: Sequence[RewardItem]) -> list[Scored]:
         """As `score`, of responses to one prompt that every part takes in one call."""
         parts = self._parts_of(items[0].prompt)
-        asked = [one.ask(items) for _, one in parts]
-        every = [await asked[0]] if len(asked) == 1 else await asyncio.gather(*asked)
+        requested = [one.submit(items) for _, one in parts]
+        every = [await requested[0]] if len(requested) == 1 else await asyncio.gather(*requested)
         names = [name for name, _ in parts]
         return [
             self._sum({name: one[place] for name, one in zip(names, every, strict=True)})

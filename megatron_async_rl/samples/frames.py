@@ -118,10 +118,10 @@ class FrameWriter:
 
 
 def read_frames(
-    path: Path, *, torn: bool = False, wanted: Collection[int] | None = None, least: int = 0
+    path: Path, *, torn: bool = False, wanted: Collection[int] | None = None, minimum: int = 0
 ) -> Iterator[tuple[int, bytes]]:
     """(number, payload) of the frames, in order; those of others than `wanted` are passed over.
-    `torn`: the file may have a torn tail, after at least `least` frames. Raises SegmentBroken,
+    `torn`: the file may have a torn tail, after at least `minimum` frames. Raises SegmentBroken,
     FileNotFoundError."""
     count = 0
     with _opened(path) as file:
@@ -139,8 +139,8 @@ def read_frames(
                     raise SegmentBroken(path, what)
                 yield number, payload
             count = number + 1
-    if count < least:
-        raise SegmentBroken(path, f"is damaged: it ends after {count} batches and had {least}")
+    if count < minimum:
+        raise SegmentBroken(path, f"is damaged: it ends after {count} batches and had {minimum}")
 
 
 def count_frames(path: Path) -> int:
@@ -154,12 +154,12 @@ def count_frames(path: Path) -> int:
     return count
 
 
-def finish(path: Path, least: int = 0) -> None:
+def finish(path: Path, minimum: int = 0) -> None:
     """Close an `.open` file that another process left behind, after cutting off its torn tail.
-    Raises SegmentBroken, and leaves the file as it is, for damage and for one that had `least` frames
+    Raises SegmentBroken, and leaves the file as it is, for damage and for one that had `minimum` frames
     and has fewer."""
     whole = count = 0
-    for number, payload in read_frames(path, torn=True, least=least):
+    for number, payload in read_frames(path, torn=True, minimum=minimum):
         whole += HEADER_BYTES + len(payload)
         count = number + 1
     with open(path, "r+b", buffering=0) as file:

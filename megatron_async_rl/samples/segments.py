@@ -230,12 +230,12 @@ def read_batches(
         path = present_file(folder, table, segment)
         if path is None:
             return
-        torn, least = path.suffix == OPEN and segment == numbers_in(folder)[-1], 0
+        torn, minimum = path.suffix == OPEN and segment == numbers_in(folder)[-1], 0
         if torn and (mark := read_mark(folder.parent)) is not None and mark.segment == segment:
             # A closed file has lost its end mark, and was renamed.
-            torn, least = not mark.closed, mark.batches(table)
+            torn, minimum = not mark.closed, mark.batches(table)
         try:
-            for number, payload in read_frames(path, torn=torn, wanted=wanted, least=least):
+            for number, payload in read_frames(path, torn=torn, wanted=wanted, minimum=minimum):
                 yield number, _batch(path, table, payload, columns)
             return
         except FileNotFoundError:  # closed, or deleted, since

@@ -276,15 +276,15 @@ def _fit_decoding(
     def fit(slower: float) -> tuple[float, Measurements]:
         """The remainder, relative to each piece, and the three rates, none of which is negative."""
         work = busy - slower * beside
-        best, least = np.zeros(3), math.inf
+        best, minimum = np.zeros(3), math.inf
         for used in ([0], [1], [2], [0, 1], [0, 2], [1, 2], [0, 1, 2]):
             found = np.zeros(3)
             found[used] = np.linalg.lstsq((table / work[:, None])[:, used], np.ones(len(work)))[0]
             left = float(np.sqrt(np.mean((1 - table @ found / work) ** 2)))
-            if (found >= 0).all() and left < least:
-                best, least = found, left
+            if (found >= 0).all() and left < minimum:
+                best, minimum = found, left
         # In all an engine takes what it was seen to take.
-        return least, best * work.sum() / (table @ best).sum()
+        return minimum, best * work.sum() / (table @ best).sum()
 
     slower = _slower(busy, beside, begun)
     by = assumed if slower is None else slower

@@ -148,8 +148,8 @@ def part_of(prompts: int, group_size: int, engines: int) -> tuple[int, int]:
     with its share of the prompts, as nearly as whole prompts permit."""
     if engines <= ENGINES and prompts * group_size <= 2 * SAMPLES:
         return engines, prompts
-    most = max(LEAST_ENGINES, min(ENGINES, engines * SAMPLES // (prompts * group_size)))
-    counts = range(min(engines, LEAST_ENGINES), min(engines, most) + 1)
+    maximum = max(LEAST_ENGINES, min(ENGINES, engines * SAMPLES // (prompts * group_size)))
+    counts = range(min(engines, LEAST_ENGINES), min(engines, maximum) + 1)
 
     def off(count: int) -> float:
         return abs(math.log(max(1, round(prompts * count / engines)) * engines / (prompts * count)))

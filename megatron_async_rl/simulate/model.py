@@ -145,7 +145,7 @@ class _SimulatedEngine:
         rates = self.run.rates
         while self.loading is None and self._waits and len(self._decoding) < rates.places:
             name = self._waits.popleft()
-            row = self.run.asked[name]
+            row = self.run.requested[name]
             row.start_version = self.slot.version
             self._owed_s += rates.prompt_s
             heapq.heappush(self._decoding, (self._grown + row.length, name))
@@ -197,7 +197,7 @@ class _Run:
         self._lengths, self._chance = lengths, chance
         self._lanes = Lanes(capacity_of(rates.places), separate=False)
         self.engines = [_SimulatedEngine(self, index) for index in range(engines)]
-        self.asked: dict[str, SampleRow] = {}
+        self.requested: dict[str, SampleRow] = {}
         self._groups: dict[str, int] = {}
         self._staged = self._sent = self._there = 0
         """Newest versions: staged, on their way, and where engines can load them."""
@@ -281,7 +281,7 @@ class _Run:
             self._fire()
 
     def _admit(self) -> None:
-        waits = self.barrier and bool(self.asked)
+        waits = self.barrier and bool(self.requested)
         while not waits and self.scheduler.room():
             version = self.scheduler.version
             assert version is not None
@@ -293,7 +293,7 @@ class _Run:
                 row.id, row.prompt_id, row.valid, row.truncated = request.id, PROMPT.id, True, False
                 row.reward = 0.0 if equal else float(request.k)
                 row.length, row.total_length = length, prompt + length
-                self.asked[request.id], self._groups[request.id] = row, request.group
+                self.requested[request.id], self._groups[request.id] = row, request.group
                 self._lanes.add(PendingRequest(request, version))
         for index, given in self._lanes.place([engine.slot for engine in self.engines]).items():
             self.after(self.rates.ask_s, partial(self.engines[index].take, given))
@@ -302,7 +302,7 @@ class _Run:
         """Hands the responses that ended on an engine to the scheduler."""
         for name in names:
             del engine.slot.held[name]
-            row = self.asked.pop(name)
+            row = self.requested.pop(name)
             row.last_version, row.finished_at = engine.slot.version, self.env.now
             self.scheduler.on_sample(row, self._groups.pop(name))
         self._admit()

@@ -106,9 +106,9 @@ def gather_if_timed_out(run_dir: Path, error: BaseException, timeout_s: float) -
         while not (run_dir / FILE).exists() and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return
-    words = f"{type(error).__name__}: {error}".splitlines()[0]
+    message = f"{type(error).__name__}: {error}".splitlines()[0]
     notes = "; ".join(getattr(error, "__notes__", []))
-    gather(run_dir, f"{words} ({notes})." if notes else f"{words}.", still_s=timeout_s)
+    gather(run_dir, f"{message} ({notes})." if notes else f"{message}.", still_s=timeout_s)
 
 
 def read_summary(run_dir: Path) -> str | None:

@@ -90,11 +90,11 @@ class Watchdog:
             self._hosts[launcher] = state.host
         silent_s = self._monitor.silent_s(launcher)
         if state is None and silent_s >= LEFT_S:
-            words = (
+            message = (
                 f"{self._node(launcher)} ended {silent_s:.0f} s ago, before the run did; why stands"
                 " in its terminal."
             )
-            return replace(self._gather(words), kind="NodeEnded", consequence=True)
+            return replace(self._gather(message), kind="NodeEnded", consequence=True)
         if state is not None and silent_s >= self._timeout_s:
             return self._gather(
                 f"{self._node(launcher)} has not been heard of for {silent_s:.0f} s"

@@ -115,10 +115,10 @@ class IpcBuckets(Staging):
         parts: Iterable[ShardSlice],
         when_free: Callable[[], None] = lambda: None,
     ) -> Manifest:
-        self.give_back()
+        self.release()
         manifest = super().stage(version, buckets, parts, when_free)
         self._lent = manifest.buckets
-        return replace(manifest, lent=True)
+        return replace(manifest, on_demand=True)
 
     def fill(self, number: int, place: int, parts: Iterable[ShardSlice]) -> BucketRef:
         """Collective. Puts a bucket of the version into a place on every device, and returns where it
@@ -147,7 +147,7 @@ class IpcBuckets(Staging):
         watch.progress("buckets lent")
         return replace(ref, path=paths)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """The places' memory is free; nobody reads there any more."""
         self._writer.keep(())
         for index, made in enumerate(self._memory):
@@ -156,7 +156,7 @@ class IpcBuckets(Staging):
                 made[0].close()
 
     def close(self) -> None:
-        self.give_back()
+        self.release()
         super().close()
 
     def _reached(self) -> list[bool]:
@@ -354,7 +354,7 @@ def _call(function: str, *arguments: Any) -> None:
         return
     name = ctypes.c_char_p()
     _driver().cuGetErrorName(code, ctypes.byref(name))
-    said = f"{function} failed: {name.value.decode() if name.value else f'error {code}'}"
+    message = f"{function} failed: {name.value.decode() if name.value else f'error {code}'}"
     if code == _OUT_OF_MEMORY:
-        raise torch.OutOfMemoryError(f"CUDA out of memory: {said}")
-    raise RuntimeError(said)
+        raise torch.OutOfMemoryError(f"CUDA out of memory: {message}")
+    raise RuntimeError(message)

@@ -168,12 +168,12 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
     def _offered(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
         assert self._reader is not None
         copies = self._reload.keeps and not self._reader.lasting
-        for name, lent in self._reader.read(ref):
+        for name, view in self._reader.read(ref):
             if name in self._watch.names:
                 raise ValueError(
                     f"tensor {name} came twice in the update to version {self._version}"
                 )
-            tensor = lent.clone() if copies else lent
+            tensor = view.clone() if copies else view
             self._watch.offer(name, tensor)
             yield name, tensor
 
@@ -186,12 +186,12 @@ class WeightLoadingWorker:
         """Once, before anything is sampled."""
         complete_cpu_worker(self)
 
-    def receive_version(self: Any, delivery: bytes) -> None:
-        """`delivery`: a pickled WeightUpdate. Begins to receive it, and returns."""
+    def receive_version(self: Any, update: bytes) -> None:
+        """`update`: a pickled WeightUpdate. Begins to receive it, and returns."""
         engine = self.weight_transfer_engine
         if engine.receiver is None:
             engine.receiver = Receiver(self.rank, self.device)
-        engine.receiver.receive(pickle.loads(delivery))
+        engine.receiver.receive(pickle.loads(update))
 
     def load_weight_bucket(
         self: Any, bucket: dict[str, Any], version: int, first: bool, last: bool

@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.weights.manifest import BucketRef, Manifest, StagedCopy
-from megatron_async_rl.weights.relay_server import Address, RelayFailed, asked
+from megatron_async_rl.weights.relay_server import Address, RelayFailed, requested
 from megatron_async_rl.weights.shared_memory import SharedMemory
 from megatron_async_rl.weights.staging import StagingSlot
 from megatron_async_rl.weights.transport import Carrier, damaged_tensor, whole_bucket
@@ -112,7 +112,7 @@ class WeightAgent:
             stood = at
             try:
                 limit_s = self._silence_s / (ATTEMPTS + 1)  # the one that stood still counts, too
-                connection, count = asked(self._address, version, number, at, silence_s=limit_s)
+                connection, count = requested(self._address, version, number, at, silence_s=limit_s)
                 with connection:
                     if count != ref.size - at:
                         raise RelayFailed(

@@ -133,14 +133,14 @@ class _RelayConnection(socketserver.BaseRequestHandler):
         nonce = secrets.token_bytes(NONCE_BYTES)
         self.request.sendall(nonce)
         mac = _exactly(self.request, _MAC_BYTES)
-        asked = _exactly(self.request, _REQUEST.size)
-        if not hmac.compare_digest(mac, _mac(self.server.relay.address.key, nonce, asked)):
+        requested = _exactly(self.request, _REQUEST.size)
+        if not hmac.compare_digest(mac, _mac(self.server.relay.address.key, nonce, requested)):
             log.warning("%s asked for weights with another key", self.client_address)
             self._refuse("the key is not this run's")
             return
         self.server.admit(self.request)
 
-        version, bucket, first = _REQUEST.unpack(asked)
+        version, bucket, first = _REQUEST.unpack(requested)
         try:
             ref = self.server.relay.find(version, bucket, first)
         except RelayFailed as error:
@@ -159,7 +159,7 @@ class _RelayConnection(socketserver.BaseRequestHandler):
         self.request.sendall(_ANSWER.pack(-1, len(text)) + text)
 
 
-def asked(
+def requested(
     address: Address, version: int, bucket: int, first: int, *, silence_s: float
 ) -> tuple[socket.socket, int]:
     """A connection from which the bytes of a bucket come next, from byte `first` on, and how many

@@ -180,7 +180,7 @@ def borrowed(engine: LLM, lending: IpcBuckets, version: int, checkpoint: Path) -
         loaded = load(engine, ref, version, index, len(lent))
         _, memory, _ = lending._memory[index % IN_FLIGHT]
         memory.fill_(0xFF)
-    lending.give_back()
+    lending.release()
     return manifest.digests, loaded
 
 

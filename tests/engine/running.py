@@ -169,16 +169,16 @@ class Engines:
         sample: Sample,
         version: int,
         since: int = 0,
-        upto: int | None = None,
+        limit: int | None = None,
         sampling: str | None = None,
     ) -> float:
-        """Largest |engine's log-prob - transformers'| of the sample's tokens `since` to `upto`
+        """Largest |engine's log-prob - transformers'| of the sample's tokens `since` to `limit`
         under the weights of `version`."""
-        ids = sample.response_ids.tolist()[:upto]
+        ids = sample.response_ids.tolist()[:limit]
         temperature = self.specs[engine].sampling(sampling).temperature
         reference = self.reference(version).logprobs(sample.prompt.token_ids, ids, temperature)
         return float(
-            (torch.from_numpy(sample.behavior_logprobs[since:upto].copy()) - reference[since:])
+            (torch.from_numpy(sample.behavior_logprobs[since:limit].copy()) - reference[since:])
             .abs()
             .max()
         )

@@ -251,7 +251,7 @@ def test_a_cut_response_has_what_was_sampled_so_far_and_may_be_continued_by_othe
         assert sample.response_ids[:length].tolist() == prefix.response_ids.tolist()
         assert sample.behavior_logprobs[:length].tolist() == prefix.behavior_logprobs.tolist()
         assert sample.versions.tolist() == [old] * length + [old + 1] * (sample.length - length)
-        assert engines.difference(KEEP, sample, old, upto=length) < TOLERANCE
+        assert engines.difference(KEEP, sample, old, limit=length) < TOLERANCE
         assert engines.difference(KEEP, sample, old + 1, since=length) < TOLERANCE
         assert length < sample.length <= MAX_TOKENS
         assert len(sample.text.split()) == sample.length - (sample.finish_reason == "stop")

@@ -151,8 +151,8 @@ def test_weights_come_over_a_communicator_while_the_engine_samples(
         manifest = engines.stage(2, per_bucket=5)
         version = engines.version
         assert len(manifest.buckets) > 2
-        delivery = WeightUpdate(meeting=meeting, version=version, manifest=manifest, kept=kept)
-        call(handle, "receive", delivery)
+        weight_update = WeightUpdate(meeting=meeting, version=version, manifest=manifest, kept=kept)
+        call(handle, "receive", weight_update)
         copy = sender.send(meeting, version, manifest)
         now = report(handle, 0.05)
         assert now.state == "running"

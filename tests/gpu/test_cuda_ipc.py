@@ -122,7 +122,7 @@ def lend(
         worker.ask("take", ref)
         ref = following
     worker.ask("let go")
-    lending.give_back()
+    lending.release()
     assert worker.ask("digests") == manifest.digests
 
 
@@ -199,7 +199,7 @@ def test_a_reader_that_is_killed_holds_none_of_it(lending: IpcBuckets, count: in
         lending.stage(1, specs(buckets), parts(buckets))
         victim.ask("map", lending.fill(0, 0, parts(buckets)))
         victim.end()
-        lending.give_back()
+        lending.release()
 
     killed_with_a_bucket()
     before = until_used(0)

@@ -27,9 +27,9 @@ class Worker:
         self.process.start()
         other.close()
 
-    def receive(self, delivery: WeightUpdate, *, dies: bool = False) -> None:
+    def receive(self, update: WeightUpdate, *, dies: bool = False) -> None:
         """Begins to receive. `dies`: the process ends with the first bucket that arrived."""
-        self._pipe.send((delivery, dies))
+        self._pipe.send((update, dies))
         assert self._pipe.recv() == "begun"
 
     def close(self) -> None:
@@ -43,11 +43,11 @@ def _serve(pipe: Connection, number: int, folder: Path) -> None:
     receiver = Receiver(number, CPU, SharedMemory(folder))
     while True:
         try:
-            delivery, dies = pipe.recv()
+            update, dies = pipe.recv()
         except EOFError:
             receiver.close()
             return
         if dies:
             collective.damaged_tensor = lambda *_: os._exit(9)  # type: ignore[assignment]
-        receiver.receive(delivery)
+        receiver.receive(update)
         pipe.send("begun")

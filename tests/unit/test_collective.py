@@ -103,9 +103,9 @@ def brought(
     manifest: Manifest,
     kept: int | None = None,
 ) -> StagedCopy:
-    delivery = WeightUpdate(meeting=meeting, version=version, manifest=manifest, kept=kept)
+    update = WeightUpdate(meeting=meeting, version=version, manifest=manifest, kept=kept)
     for worker in engine:
-        worker.receive(delivery)
+        worker.receive(update)
     return sender.send(meeting, version, manifest)
 
 
@@ -237,10 +237,10 @@ def test_an_engine_whose_worker_dies_costs_no_other_engine(
     """The last test of that process."""
     manifest = stage(staging, 1, weights(1, 9))
     meeting = sender.open(2)
-    delivery = WeightUpdate(meeting=meeting, version=1, manifest=manifest, kept=None)
-    engine[0].receive(delivery)
+    update = WeightUpdate(meeting=meeting, version=1, manifest=manifest, kept=None)
+    engine[0].receive(update)
     assert isinstance(engine[1], Worker)
-    engine[1].receive(delivery, dies=True)
+    engine[1].receive(update, dies=True)
     with pytest.raises(CollectiveFailed, match="version 1 did not reach its workers"):
         sender.send(meeting, 1, manifest)
     require_version(brought(sender, sender.open(1), engine[:1], 1, manifest), 1, 9)

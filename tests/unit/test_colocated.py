@@ -163,14 +163,14 @@ class Lender:
         self.done: list[BucketRef | None] = []
         self._over = threading.Event()
 
-    def next_fill(self, made: Future[None]) -> BufferRequest | None:
+    def next_buffer_request(self, made: Future[None]) -> BufferRequest | None:
         if self.orders and (fill := self.orders.pop(0)) is not None:
             return fill
         self._over.set()
         wait((made,), 60)
         return None
 
-    def filled(self, done: BucketRef | None) -> None:
+    def buffer_filled(self, done: BucketRef | None) -> None:
         self.done.append(done)
 
     def _wait(self, *_: object) -> Any:

@@ -72,7 +72,7 @@ def test_every_bucket_comes_whole_out_of_two_places(folder: Path) -> None:
     lending, reader = IpcBuckets(CudaIpc(CPU)), CudaIpc(CPU).reader()
     for version in (1, 2):
         manifest = stage(lending, version)
-        assert manifest.lent
+        assert manifest.on_demand
         assert files(folder) == []
         for number, bucket in enumerate(weights(version)):
             ref = lending.fill(number, number % IN_FLIGHT, parts_of(bucket))
@@ -83,7 +83,7 @@ def test_every_bucket_comes_whole_out_of_two_places(folder: Path) -> None:
                 assert manifest.digests[name] == tensor_digest(tensor), name
             assert len(files(folder)) == min(number + 1, IN_FLIGHT)
         reader.keep(())
-        lending.give_back()
+        lending.release()
         assert files(folder) == []
     lending.close()
 

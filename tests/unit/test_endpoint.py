@@ -47,15 +47,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def sampler(asked: list[list[int]], says: Sequence[str] = SAYS) -> Any:
+def sampler(requested: list[list[int]], says: Sequence[str] = SAYS) -> Any:
     async def sample(wanted: TurnRequest) -> Turn:
-        asked.append(list(wanted.ids))
-        whole = [*map(ord, says[(len(asked) - 1) % 2]), 1]
-        sampled = whole[: wanted.most]
+        requested.append(list(wanted.ids))
+        whole = [*map(ord, says[(len(requested) - 1) % 2]), 1]
+        sampled = whole[: wanted.maximum]
         tokens = PartialResponse(
             response_ids=np.array(sampled, dtype=np.int32),
             behavior_logprobs=np.full(len(sampled), -0.5, dtype=np.float32),
-            versions=np.full(len(sampled), len(asked), dtype=np.int32),
+            versions=np.full(len(sampled), len(requested), dtype=np.int32),
         )
         text = read(one for one in sampled if one != 1)
         return Turn(tokens=tokens, text=text, reason="stop" if sampled == whole else "length")
@@ -88,11 +88,11 @@ class Played:
     ) -> tuple[Transcript, str | None, list[list[int]]]:
         update = {"max_segments": max_segments}
         self.pool.settings = self.pool.settings.model_copy(update=update)
-        asked: list[list[int]] = []
+        requested: list[list[int]] = []
         prompt = Prompt(id="p", text="", token_ids=(9,) * 30, fields=fields)
         transcript = Transcript(prompt)
-        play = self.agents.play(transcript, sampler(asked, says), max_tokens)
-        return transcript, self.runner.run(play), asked
+        play = self.agents.play(transcript, sampler(requested, says), max_tokens)
+        return transcript, self.runner.run(play), requested
 
     async def close(self) -> None:
         await self.agents.close()
@@ -112,11 +112,11 @@ def test_a_call_that_its_agent_gave_up_is_in_no_sample_and_holds_up_no_end(model
 
     async def run(agents: Agents) -> Transcript:
         begun: list[list[int]] = []
-        sample, asked, answered = sampler(begun), asyncio.Event(), asyncio.Event()
+        sample, requested, answered = sampler(begun), asyncio.Event(), asyncio.Event()
 
         async def slowly(wanted: TurnRequest) -> Turn:
             if begun:
-                asked.set()
+                requested.set()
                 await answered.wait()
             turn: Turn = await sample(wanted)
             return turn
@@ -126,16 +126,16 @@ def test_a_call_that_its_agent_gave_up_is_in_no_sample_and_holds_up_no_end(model
 
         transcript = Transcript(prompt(fault="gives up"))
         assert await agents.play(transcript, slowly, 400) is None
-        await asked.wait()
+        await requested.wait()
         answered.set()
         while len(begun) < 2:
             await asyncio.sleep(0)
         for _ in range(100):
             await asyncio.sleep(0)
         answered.clear()
-        asked.clear()
+        requested.clear()
         endless = asyncio.create_task(agents.play(Transcript(prompt()), slowly, 400))
-        await asked.wait()
+        await requested.wait()
         await asyncio.wait_for(agents.close(), 30)
         endless.cancel()
         await asyncio.gather(endless, return_exceptions=True)
@@ -246,9 +246,9 @@ def test_a_call_that_is_made_again_after_a_time_out_gets_the_turn_that_was_sampl
 
 
 def test_a_call_that_is_made_again_after_its_answer_begins_a_segment(played: Played) -> None:
-    transcript, error, asked = played(question="6*7?", fault="asks twice", max_segments=2)
+    transcript, error, requested = played(question="6*7?", fault="asks twice", max_segments=2)
     assert error is None
-    assert asked[0] == asked[1]
+    assert requested[0] == requested[1]
     assert [[turn.text for turn in one.turns] for one in transcript.segments] == [[CALLED], ["42"]]
 
 
@@ -256,7 +256,7 @@ def test_a_call_that_is_made_again_after_its_answer_begins_a_segment(played: Pla
 def test_an_agents_session_is_one_sample_of_what_was_sampled(played: Played, stream: bool) -> None:
     tools = [{"type": "function", "function": {"name": "times"}}]
     body = {"tools": tools, "stream": stream}
-    transcript, error, asked = played(question="6 times 7?", body=body)
+    transcript, error, requested = played(question="6 times 7?", body=body)
     assert error is None
     prompt, response = transcript.prompt.token_ids, transcript.tokens.response_ids.tolist()
     assert read([*prompt, *response]) == (
@@ -267,7 +267,7 @@ def test_an_agents_session_is_one_sample_of_what_was_sampled(played: Played, str
     words = len(response) - first - second
     assert transcript.mask.tolist() == [1] * first + [0] * words + [1] * second
     assert transcript.tokens.versions.tolist() == [1] * (first + words) + [2] * second
-    assert asked == [list(prompt), [*prompt, *response[: first + words]]]
+    assert requested == [list(prompt), [*prompt, *response[: first + words]]]
     reward, steps = transcript.rewards(0.0)
     assert (reward, steps[-1]) == (42.0, 42.0)
     assert transcript.measured == {"unread_tool_calls": 0}
@@ -287,9 +287,9 @@ def test_a_string_of_the_agents_own_ends_a_turn_and_is_not_read_by_it(played: Pl
     wanted: list[TurnRequest] = []
     sample = sampler([], ["42:", "42:"])
 
-    async def noted(asked: TurnRequest) -> Turn:
-        wanted.append(asked)
-        turn: Turn = await sample(asked)
+    async def noted(requested: TurnRequest) -> Turn:
+        wanted.append(requested)
+        turn: Turn = await sample(requested)
         return turn
 
     fields = {"question": "?", "body": {"stop": ":"}}
@@ -317,8 +317,8 @@ def test_an_agent_goes_on_that_writes_its_messages_in_another_form(played: Playe
 
 def test_a_stream_tells_the_numbers_of_tokens_to_who_asks_for_them(played: Played) -> None:
     """What others read of each chunk is its first choice."""
-    for asked in (False, True):
-        fields = {"question": "?", "fault": "reads chunks", "usage": asked}
+    for requested in (False, True):
+        fields = {"question": "?", "fault": "reads chunks", "usage": requested}
         transcript, error, _ = played(**fields)
         assert (error, transcript.rewards(0.0)[0]) == (None, 1.0)
 
@@ -435,7 +435,7 @@ def test_an_agent_that_is_not_async_may_run_an_event_loop_of_its_own(played: Pla
 def test_a_call_that_does_not_go_on_begins_a_segment_of_the_sample(played: Played) -> None:
     """The agent asks, calls a tool, keeps nothing of it but a summary, and asks again twice; then it
     goes on with its first thread."""
-    transcript, error, asked = played(question="6*7?", fault="compacts", max_segments=2)
+    transcript, error, requested = played(question="6*7?", fault="compacts", max_segments=2)
     assert error is None
     first, second = transcript.segments
     assert read(first.prompt.token_ids) == "<|user|>6*7?\x01\n<|assistant|>"
@@ -448,9 +448,9 @@ def test_a_call_that_does_not_go_on_begins_a_segment_of_the_sample(played: Playe
     )
     # Every turn was sampled after just the tokens of its segment.
     sampled = [turn.tokens.response_ids.tolist() for turn in transcript.turns]
-    assert [[*one, *two] for one, two in zip(asked, sampled, strict=True)] == [
-        first.ids[: len(asked[0]) + len(sampled[0])],
-        second.ids[: len(asked[1]) + len(sampled[1])],
+    assert [[*one, *two] for one, two in zip(requested, sampled, strict=True)] == [
+        first.ids[: len(requested[0]) + len(sampled[0])],
+        second.ids[: len(requested[1]) + len(sampled[1])],
         second.ids,
         first.ids,
     ]
@@ -484,20 +484,20 @@ def test_no_segment_is_longer_than_a_sample_of_the_run(played: Played) -> None:
         question="6*7?", fault="compacts when full", max_tokens=len(CALLED) + 1, max_segments=2
     )
     assert (error, transcript.reason) == (None, "stop")
-    asked = len(transcript.asked.token_ids)
+    requested = len(transcript.requested.token_ids)
     for segment in transcript.segments:
-        assert len(segment.ids) <= asked + len(CALLED) + 1
+        assert len(segment.ids) <= requested + len(CALLED) + 1
     assert len(transcript.segments) == 2
 
 
 def test_a_sample_that_has_no_room_for_another_call_is_cut_and_not_in_error(
     played: Played,
 ) -> None:
-    for most in (len(CALLED) + 3, len(CALLED) + 10):
-        transcript, error, _ = played(max_tokens=most, question="?")
+    for maximum in (len(CALLED) + 3, len(CALLED) + 10):
+        transcript, error, _ = played(max_tokens=maximum, question="?")
         assert (error, transcript.truncated) == (None, True)
         assert transcript.mask[-1] == 1
-        assert transcript.length <= most
+        assert transcript.length <= maximum
 
 
 def test_a_program_is_an_agent_too(model: Path, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_what_comes_within_a_moment_travels_together_and_once() -> None:
 
         def put(outcome: Aborted) -> None:
             reports.aborted.append(outcome)
-            reports.tell()
+            reports.notify()
 
         asyncio.get_running_loop().call_later(0.02, put, aborted("a"))
         asyncio.get_running_loop().call_later(0.022, put, aborted("b"))
@@ -87,7 +87,7 @@ def test_what_cannot_be_made_columns_is_the_failure_of_every_later_report_too() 
         reports = ReportQueue()
         given = vars(one_sample(1)) | {"text": "\ud800"}
         reports.finished.append(group=0, **given)
-        reports.tell()
+        reports.notify()
         for _ in range(2):
             with pytest.raises(UnicodeEncodeError):
                 await reports.take(5.0)
@@ -114,7 +114,7 @@ def test_a_failure_is_the_answer_from_then_on_and_the_first_one_counts() -> None
     async def run() -> None:
         reports = ReportQueue()
         reports.aborted.append(aborted("a"))
-        reports.tell()
+        reports.notify()
         reports.fail(ValueError("the first"))
         reports.fail(ValueError("what followed"))
         for _ in range(2):

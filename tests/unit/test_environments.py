@@ -85,8 +85,8 @@ class Sampler:
         self.length, self.told = 2, told
 
     async def __call__(self, asked: TurnRequest) -> Turn:
-        self.asked.append((list(asked.ids), asked.begun, asked.most))
-        number, length = len(self.asked), min(self.length, asked.most)
+        self.asked.append((list(asked.ids), asked.begun, asked.maximum))
+        number, length = len(self.asked), min(self.length, asked.maximum)
         self.told(number)
         tokens = PartialResponse(
             response_ids=np.array([10 * number, 0][:length], dtype=np.int32),
@@ -169,8 +169,8 @@ def test_a_sample_ends_with_a_turn_where_turns_or_tokens_run_out(played: Played)
     assert few.tokens.response_ids.tolist() == [10, 0, 7, 8, 20, 0]
     assert not few.truncated
     # Of seven tokens the second turn leaves one, which the environment's words would take.
-    for most, length in ((7, 6), (5, 5), (4, 2), (1, 1)):
-        ((cut, error, _),) = played(prompt_of(), max_tokens=most)
+    for maximum, length in ((7, 6), (5, 5), (4, 2), (1, 1)):
+        ((cut, error, _),) = played(prompt_of(), max_tokens=maximum)
         assert (error, cut.truncated, cut.length) == (None, True, length)
         assert cut.mask[-1] == 1
     ((_, error, _),) = played(prompt_of(opening="w1 w2"), max_tokens=2)

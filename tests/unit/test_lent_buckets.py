@@ -32,7 +32,7 @@ def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
 def lent(version: int) -> Manifest:
     ref = BucketRef(path="", size=8, nbytes=8, entries=())
     digests = {"w": f"digest of {version}"}
-    return Manifest(buckets=(ref,) * COUNT, digests=digests, lent=True)
+    return Manifest(buckets=(ref,) * COUNT, digests=digests, on_demand=True)
 
 
 class Ranks:
@@ -49,7 +49,7 @@ class Ranks:
 
     async def serve(self, controller: Controller) -> None:
         while True:
-            fill = await controller.next_fill(self.done)
+            fill = await controller.next_buffer_request(self.done)
             await self.gate.wait()
             self.done = self.do(fill)
             await asyncio.sleep(0.001)
@@ -313,10 +313,10 @@ def test_no_bucket_is_filled_while_an_engine_starts_and_none_starts_while_one_lo
 
 def test_what_ranks_did_for_the_version_before_is_no_bucket_of_this_one() -> None:
     buckets = IpcBucketQueue(2, 3)
-    buckets.want(0, 0)
+    buckets.request(0, 0)
     buckets.filled(BucketRef(path="0:1/0", size=8, nbytes=8, entries=()))
     assert buckets.take(0) is None
-    assert buckets.next_fill() == BufferRequest(version=2, number=0)
+    assert buckets.next_buffer_request() == BufferRequest(version=2, number=0)
 
 
 @given(st.data())
@@ -333,7 +333,7 @@ def test_whatever_the_order_every_engine_reads_every_bucket_and_no_place_is_fill
         steps += [one for one in at if at[one] < count]
         step = data.draw(st.sampled_from(steps))
         if step == "fill":
-            filling = buckets.next_fill()
+            filling = buckets.next_buffer_request()
             if filling is not None and filling.number is not None:
                 fills += 1
                 assert all(int(ref.path) != filling.place for ref in reading.values())
@@ -350,11 +350,11 @@ def test_whatever_the_order_every_engine_reads_every_bucket_and_no_place_is_fill
             buckets.leave(step)
             at[step] += 1
             if at[step] < count:
-                buckets.want(step, at[step])
+                buckets.request(step, at[step])
         elif step not in joined:
             joined.add(step)
             at[step] = 0
-            buckets.want(step, 0)
+            buckets.request(step, 0)
         else:
             found = buckets.take(step)
             if found is not None:
@@ -364,7 +364,7 @@ def test_whatever_the_order_every_engine_reads_every_bucket_and_no_place_is_fill
     # The rest in turn: nobody waits for ever.
     for _ in range(10 * count * engines):
         if filling is None:
-            filling = buckets.next_fill()
+            filling = buckets.next_buffer_request()
         if filling is not None:
             ref = BucketRef(path=str(filling.place), size=8, nbytes=8, entries=())
             if filling.number is not None:
@@ -375,15 +375,15 @@ def test_whatever_the_order_every_engine_reads_every_bucket_and_no_place_is_fill
             if one not in joined:
                 joined.add(one)
                 at[one] = 0
-                buckets.want(one, 0)
+                buckets.request(one, 0)
             if one in reading:
                 assert content[int(reading.pop(one).path)] == at[one]
                 buckets.leave(one)
                 at[one] += 1
                 if at[one] < count:
-                    buckets.want(one, at[one])
+                    buckets.request(one, at[one])
             elif at[one] < count and (found := buckets.take(one)) is not None:
                 reading[one] = found
     assert set(at.values()) == {count}
-    filling = buckets.next_fill()
+    filling = buckets.next_buffer_request()
     assert filling is None or filling.number is None

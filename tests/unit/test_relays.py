@@ -197,13 +197,13 @@ def test_an_evaluating_engine_gets_just_the_version_it_is_to_evaluate() -> None:
         trains, evaluates = Reader(0, THERE), Reader(1, THERE, evaluates=True)
         async with relayed(trains, evaluates) as harness:
             harness.stage(1)
-            harness.updates.want([1], 1)
+            harness.updates.request_version([1], 1)
             harness.stage(2)
             await until(lambda: harness.started and len(harness.started[0].fetched) == 2)
             assert harness.started[0].fetched == [1, 2], "rank 0 waits to overwrite version 1"
             await evaluates.load(harness.updates)
             assert evaluates.loaded == [(1, "there/1")]
-            assert not harness.updates.wants(1)
+            assert not harness.updates.is_requested(1)
 
     run(body)
 
@@ -214,13 +214,15 @@ def test_rank_0_keeps_what_is_to_be_evaluated_until_the_machine_has_it() -> None
         async with relayed(evaluates) as harness:
             harness.held_up = True
             harness.stage(1)
-            harness.updates.want([1], 1)
+            harness.updates.request_version([1], 1)
             harness.stage(2)
             assert not await harness.released(2)
             await until(lambda: harness.started)
             harness.started[0].gate.set()
             await harness.updates.until_released(2)
-            assert harness.updates.wants(1), "it has not loaded it yet, and its machine has it"
+            assert harness.updates.is_requested(1), (
+                "it has not loaded it yet, and its machine has it"
+            )
 
     run(body)
 
@@ -492,8 +494,8 @@ def test_an_engine_awaits_what_the_sender_sends_and_a_lost_sender_is_replaced(
         senders.append(FakeSender(log))
         return senders[-1]
 
-    async def receive(delivery: WeightUpdate) -> None:
-        log.append(f"receive {delivery.version}, keep {delivery.kept}")
+    async def receive(update: WeightUpdate) -> None:
+        log.append(f"receive {update.version}, keep {update.kept}")
 
     async def body() -> None:
         (spec,) = specs(1)

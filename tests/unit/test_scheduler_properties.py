@@ -113,7 +113,10 @@ class World(RuleBasedStateMachine):
         """Admitted by this run, from the source or a former run, and not consumed; dropped ones
         stay in it."""
         self.wanted = {request.id: request for request, _ in requests}
-        self.least = {request.id: max(least, ends_with(request)) for request, least in requests}
+        self.minimum_version = {
+            request.id: max(minimum_version, ends_with(request))
+            for request, minimum_version in requests
+        }
         """The version that an engine must hold at least to be asked for a request."""
         self.began: dict[str, tuple[int, int]] = {}
         """Per request that an engine has begun: versions of its first and its latest token."""
@@ -135,7 +138,7 @@ class World(RuleBasedStateMachine):
         for request in requests:
             assert request.id not in self.wanted
             self.wanted[request.id] = request
-            self.least[request.id] = version
+            self.minimum_version[request.id] = version
             self.asked += 1
 
     @precondition(lambda self: self.scheduler.room())
@@ -164,7 +167,9 @@ class World(RuleBasedStateMachine):
     def able(self, request: Request) -> list[int]:
         """Versions of engines that may go on with the request."""
         latest = self.began.get(request.id, (0, 0))[1]
-        return sorted({held for held in self.held if held >= max(self.least[request.id], latest)})
+        return sorted(
+            {held for held in self.held if held >= max(self.minimum_version[request.id], latest)}
+        )
 
     def versions(self, request: Request) -> list[int]:
         """Of its tokens, once the slowest engine that may go on with it has."""
@@ -226,7 +231,7 @@ class World(RuleBasedStateMachine):
         assert (again.id, again.prompt.id) == (request.id, request.prompt.id)
         self.aborted += 1
         self.wanted[request.id] = again
-        self.least[request.id] = max(self.least[request.id], ends_with(again))
+        self.minimum_version[request.id] = max(self.minimum_version[request.id], ends_with(again))
         self.began.pop(request.id, None)
 
     @precondition(lambda self: self.wanted)

@@ -175,10 +175,12 @@ def _try_settings(factory: Any, settings: EnvironmentConfig) -> None:
     except RewardError as error:
         raise EnvironmentRefused("rollout.environment.settings", error.what, error.fix) from error
     except Exception as error:
-        said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        reported = (
+            str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        )
         raise EnvironmentRefused(
             "rollout.environment.settings",
-            said,
+            reported,
             f"give it the settings that it takes ({shipped('docs/environments.md')})",
         ) from error
     if getattr(made, "timeout_s", 0.0) >= settings.timeout_s:
@@ -214,25 +216,25 @@ async def settled[Answer](answer: Answer | Awaitable[Answer]) -> Answer:
     return answer
 
 
-def checked_words(words: Any, source: str) -> Words:
+def checked_words(content: Any, source: str) -> Words:
     """As text that has a form in UTF-8: what is no character (a byte of a shell's output) is
     escaped. Raises TypeError for what is neither text nor a list of messages of text. `source`: who
     said it."""
-    if words is None:
+    if content is None:
         return ""
-    if isinstance(words, str):
-        return words.encode(errors="backslashreplace").decode()
-    if isinstance(words, Sequence) and all(
+    if isinstance(content, str):
+        return content.encode(errors="backslashreplace").decode()
+    if isinstance(content, Sequence) and all(
         isinstance(one, Mapping)
         and isinstance(one.get("role"), str)
         and isinstance(one.get("content"), str)
-        for one in words
+        for one in content
     ):
         return [
             {**one, "content": one["content"].encode(errors="backslashreplace").decode()}
-            for one in words
+            for one in content
         ]
-    shown = json.dumps(words, default=str)[:80]
+    shown = json.dumps(content, default=str)[:80]
     raise TypeError(
         f"{source} must be text or a list of messages with role and content, both text: {shown}"
     )
@@ -249,7 +251,7 @@ def checked_step(step: Any) -> dict[str, Any]:
     """The fields of a step. Raises TypeError or ValueError for what is no step."""
     if not isinstance(step, Step):
         raise TypeError(f"step returned a {type(step).__name__}, not a Step")
-    words = checked_words(step.observation, "the observation of a step")
+    content = checked_words(step.observation, "the observation of a step")
     reward = float(step.reward)
     measured = {
         str(name).encode(errors="backslashreplace").decode(): float(value)
@@ -262,4 +264,4 @@ def checked_step(step: Any) -> dict[str, Any]:
         if flag not in (True, False):
             raise TypeError(f"{name} of a step is {flag!r:.80}, not True or False")
         flags[name] = bool(flag)  # of numpy's, too
-    return {"observation": words, "reward": reward, "measured": measured, **flags}
+    return {"observation": content, "reward": reward, "measured": measured, **flags}

@@ -61,7 +61,7 @@ class Tool:
     @cached_property
     def arguments(self) -> TypeAdapter[dict[str, Any]]:
         """Checks what a model gives. Raises ValueError for a parameter that it cannot give."""
-        said = _described(inspect.getdoc(self.function) or "")
+        reported = _described(inspect.getdoc(self.function) or "")
         types = typing.get_type_hints(self.function)
         fields: dict[str, Any] = {}
         for name, parameter in inspect.signature(self.function).parameters.items():
@@ -71,7 +71,7 @@ class Tool:
                 )
             if name not in types:
                 raise ValueError(f"{self.name}: the parameter {name} has no type annotation")
-            fields[name] = Annotated[types[name], Field(description=said.get(name))]
+            fields[name] = Annotated[types[name], Field(description=reported.get(name))]
             if parameter.default is not parameter.empty:
                 fields[name] = typing.NotRequired[fields[name]]
         typed_dict: Any = typing.TypedDict
@@ -286,11 +286,11 @@ class AgentEnvironment:
             env={**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": KEY},
         )
         fields = to_jsonable_python(dict(prompt.fields), inf_nan_mode="null")
-        asked = json.dumps({"text": prompt.text, "fields": fields}).encode()
-        said, _ = await program.communicate(asked)
+        requested = json.dumps({"text": prompt.text, "fields": fields}).encode()
+        reported, _ = await program.communicate(requested)
         if program.returncode != 0:
             raise RuntimeError(f"{self._command[0]} ended with code {program.returncode}")
-        lines = said.decode(errors="replace").strip().splitlines()
+        lines = reported.decode(errors="replace").strip().splitlines()
         if not lines:
             raise ValueError(f"{self._command[0]} wrote no reward, a number on its last line")
         return float(lines[-1])
@@ -405,7 +405,7 @@ def _of_package(package: str, *modules: str) -> list[Any]:
 
 OPENENV = "openenv>=0.10,<0.11"
 """Requirement for pip. Up to version 0.3 the distribution was openenv-core; the modules keep their names."""
-PATIENCE_S = 86400.0
+OPENENV_TIMEOUT_S = 86400.0
 """Time that OpenEnv's client gives an answer: rollout.environment.timeout_s ends it sooner."""
 SCHEMA_S = 10.0
 """Longest time in which a server says what its actions are."""
@@ -428,7 +428,9 @@ class OpenEnv:
         reset: Sequence[str] = (),
     ) -> None:
         (client,) = _of_package(OPENENV, "openenv.core.generic_client")
-        self._client: Any = client.GenericEnvClient(base_url=url, message_timeout_s=PATIENCE_S)
+        self._client: Any = client.GenericEnvClient(
+            base_url=url, message_timeout_s=OPENENV_TIMEOUT_S
+        )
         self._url, self._action = url, action
         self._observation, self._reset = observation, tuple(reset)
 

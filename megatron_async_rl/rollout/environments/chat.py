@@ -36,11 +36,11 @@ FIX = (
 class FollowUps(Protocol):
     """How words become the tokens between two turns."""
 
-    def opened(self, prompt: Prompt, words: Words) -> Prompt:
-        """The prompt with `words` behind it."""
+    def opened(self, prompt: Prompt, content: Words) -> Prompt:
+        """The prompt with `content` behind it."""
         ...
 
-    def between(self, sampled: Sequence[int], words: Words) -> list[int]:
+    def between(self, sampled: Sequence[int], content: Words) -> list[int]:
         """Tokens after those of a turn, up to where the next one begins."""
         ...
 
@@ -51,13 +51,13 @@ class PlainText:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def opened(self, prompt: Prompt, words: Words) -> Prompt:
-        text = shown(words)
+    def opened(self, prompt: Prompt, content: Words) -> Prompt:
+        text = shown(content)
         ids = self._tokenizer.encode(text, special_tokens=False)
         return replace(prompt, text=prompt.text + text, token_ids=(*prompt.token_ids, *ids))
 
-    def between(self, sampled: Sequence[int], words: Words) -> list[int]:
-        return self._tokenizer.encode(shown(words), special_tokens=False)
+    def between(self, sampled: Sequence[int], content: Words) -> list[int]:
+        return self._tokenizer.encode(shown(content), special_tokens=False)
 
 
 QUESTION: Message = {"role": "user", "content": "Q"}
@@ -71,16 +71,16 @@ class EpisodeMessages:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._asked = tokenizer.render_chat([QUESTION], answer=False)
+        self._prompted = tokenizer.render_chat([QUESTION], answer=False)
         self._begun = tokenizer.render_chat([QUESTION], answer=True)
-        if not self._begun.startswith(self._asked) or self._begun == self._asked:
+        if not self._begun.startswith(self._prompted) or self._begun == self._prompted:
             what = "has a chat template that does not say where an answer begins"
             raise DataError("model.path", None, what, FIX)
-        self._begin = tokenizer.encode_rendered(self._begun[len(self._asked) :])
+        self._begin = tokenizer.encode_rendered(self._begun[len(self._prompted) :])
         self._after(self._begun + str(ANSWER["content"]), [QUESTION, ANSWER], "Q")
 
-    def opened(self, prompt: Prompt, words: Words) -> Prompt:
-        text = self._after(self._asked, [QUESTION], words)
+    def opened(self, prompt: Prompt, content: Words) -> Prompt:
+        text = self._after(self._prompted, [QUESTION], content)
         cut = len(prompt.token_ids) - len(self._begin)
         if cut < 0 or list(prompt.token_ids[cut:]) != self._begin:
             raise DataError(
@@ -93,15 +93,15 @@ class EpisodeMessages:
         ids = self._tokenizer.encode_rendered(text)
         return replace(prompt, text=prompt.text + text, token_ids=(*prompt.token_ids[:cut], *ids))
 
-    def between(self, sampled: Sequence[int], words: Words) -> list[int]:
+    def between(self, sampled: Sequence[int], content: Words) -> list[int]:
         before = self._begun + str(ANSWER["content"])
-        ids = self._tokenizer.encode_rendered(self._after(before, [QUESTION, ANSWER], words))
+        ids = self._tokenizer.encode_rendered(self._after(before, [QUESTION, ANSWER], content))
         # A turn's end that was sampled is not written again.
         ended = sampled[-1] in self._tokenizer.eos_ids and ids[:1] == [sampled[-1]]
         return ids[1:] if ended else ids
 
-    def _after(self, before: str, messages: Sequence[Message], words: Words) -> str:
-        more = [{"role": "user", "content": words}] if isinstance(words, str) else list(words)
+    def _after(self, before: str, messages: Sequence[Message], content: Words) -> str:
+        more = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
         whole = self._tokenizer.render_chat([*messages, *more], answer=True)
         if not whole.startswith(before):
             raise DataError(
@@ -120,8 +120,8 @@ def follow_ups(settings: EnvironmentConfig, tokenizer: Tokenizer) -> FollowUps:
     return EpisodeMessages(tokenizer) if settings.format == "chat" else PlainText(tokenizer)
 
 
-def shown(words: Words) -> str:
-    return words if isinstance(words, str) else "".join(str(one["content"]) for one in words)
+def shown(content: Words) -> str:
+    return content if isinstance(content, str) else "".join(str(one["content"]) for one in content)
 
 
 PARSERS = [logging.getLogger(name) for name in ("vllm.tool_parsers", "vllm.parser")]

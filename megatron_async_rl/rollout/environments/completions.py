@@ -44,8 +44,8 @@ class Refused(Exception):
 
     @property
     def response(self) -> web.Response:
-        told = {"message": str(self), "type": "invalid_request_error", "param": None}
-        return web.json_response({"error": {**told, "code": self.code}}, status=self.status)
+        reported = {"message": str(self), "type": "invalid_request_error", "param": None}
+        return web.json_response({"error": {**reported, "code": self.code}}, status=self.status)
 
 
 def same(message: Message) -> tuple[Any, ...]:
@@ -65,14 +65,14 @@ def _read(arguments: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatCompletion:
-    """What of a call counts. `most`: tokens of its turn; null: all there is room for. `reads_calls`:
+    """What of a call counts. `maximum`: tokens of its turn; null: all there is room for. `reads_calls`:
     of tools, in what the model wrote."""
 
     messages: Sequence[Message]
     tools: Any
     reads_calls: bool
     stop: Sequence[str]
-    most: int | None
+    maximum: int | None
     logprobs: bool
     stream: bool
     usage: bool
@@ -86,9 +86,9 @@ def read_call(body: Any, parser: ToolParser) -> ChatCompletion:
     if body.get("n") not in (None, 1):
         raise Refused("n must be 1: a session is one sample")
     for key in ("max_tokens", "max_completion_tokens"):
-        most = body.get(key)
-        if most is not None and (not isinstance(most, int) or most < 1):
-            raise Refused(f"{key} must be a whole number above 0, not {most!r}")
+        maximum = body.get(key)
+        if maximum is not None and (not isinstance(maximum, int) or maximum < 1):
+            raise Refused(f"{key} must be a whole number above 0, not {maximum!r}")
     for key, free in FREE.items():
         given = body.get(key)
         given = given.get("type", given) if isinstance(given, Mapping) else given
@@ -114,7 +114,7 @@ def read_call(body: Any, parser: ToolParser) -> ChatCompletion:
         tools=tools,
         reads_calls=body.get("tool_choice") != "none",
         stop=stop,
-        most=body.get("max_completion_tokens") or body.get("max_tokens"),
+        maximum=body.get("max_completion_tokens") or body.get("max_tokens"),
         logprobs=bool(body.get("logprobs")),
         stream=bool(body.get("stream")),
         usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
@@ -205,10 +205,10 @@ def completion(turn: Turn, message: Message, total: int, decode: Decode | None) 
 
 
 async def write(
-    request: web.Request, answer: dict[str, Any], asked: ChatCompletion
+    request: web.Request, answer: dict[str, Any], requested: ChatCompletion
 ) -> web.StreamResponse:
-    if asked.stream:
-        return await _streamed(request, answer, usage=asked.usage)
+    if requested.stream:
+        return await _streamed(request, answer, usage=requested.usage)
     response = web.json_response(answer)
     await response.prepare(request)
     await response.write_eof()

@@ -70,22 +70,22 @@ class _Thread(TranscriptSegment):
     def __init__(self, prompt: Prompt, tools: Any) -> None:
         super().__init__(prompt)
         self.tools = tools
-        self.said: list[Message] = []
+        self.history: list[Message] = []
         self.unread = False
         """The caller had hung up when the last turn came."""
 
     def repeated(self, messages: Sequence[Message]) -> int:
         """How many of its messages are the first of these."""
-        pairs = zip(self.said, messages, strict=False)
+        pairs = zip(self.history, messages, strict=False)
         known = [same(one) == same(other) for one, other in pairs]
         return (*known, False).index(False)
 
     def goes_on(self, messages: Sequence[Message], tools: Any) -> bool:
-        return self.tools == tools and self.repeated(messages) == len(self.said) < len(messages)
+        return self.tools == tools and self.repeated(messages) == len(self.history) < len(messages)
 
     def asked_again(self, messages: Sequence[Message], tools: Any) -> bool:
         """An agent that got its answer, and wants another to the same, does not ask again."""
-        before = len(self.said) - 1
+        before = len(self.history) - 1
         return (
             self.unread
             and self.tools == tools
@@ -137,10 +137,10 @@ class _Session:
         left_s = self._until - asyncio.get_running_loop().time()
         self._own_work.enter_context(self._environments.working_alone(left_s))
 
-    async def sample(self, asked: TurnRequest) -> Turn:
+    async def sample(self, requested: TurnRequest) -> Turn:
         """Raises Refused once the agent has ended: of a call that it gave up, nothing is in the
         sample."""
-        turn = None if self.ended else await self._sample(asked)
+        turn = None if self.ended else await self._sample(requested)
         if turn is None or self.ended:
             raise Refused("the session's agent has ended")
         return turn
@@ -218,7 +218,7 @@ class Agents:
             process = await self._environments.open()
             self._sessions[name] = session
             session.begin()
-            reward = await process.run(transcript.asked, f"{self._url}/session/{name}/v1")
+            reward = await process.run(transcript.requested, f"{self._url}/session/{name}/v1")
         except EnvironmentFailed as error:
             # An agent that is told that there is no room left may well raise.
             if transcript.truncated and transcript.turns:
@@ -269,15 +269,15 @@ class Agents:
         session: _Session | None = None
         try:
             session = self._session(request)
-            asked = read_call(await _body(request), self._parser)
+            requested = read_call(await _body(request), self._parser)
             with session.call():
                 async with session.lock:
-                    thread = await self._answered(session, asked)
-                    decode = self._tokenizer.decode if asked.logprobs else None
-                    turn, message = thread.turns[-1], thread.said[-1]
+                    thread = await self._answered(session, requested)
+                    decode = self._tokenizer.decode if requested.logprobs else None
+                    turn, message = thread.turns[-1], thread.history[-1]
                     answer = completion(turn, message, len(thread.ids), decode)
                     thread.unread = True
-            response = await write(request, answer, asked)
+            response = await write(request, answer, requested)
             thread.unread = False
             return response
         except Refused as error:
@@ -287,44 +287,44 @@ class Agents:
         except ConnectionError:  # the caller has hung up, and reads nothing
             return web.Response(status=400)
 
-    async def _answered(self, session: _Session, asked: ChatCompletion) -> _Thread:
+    async def _answered(self, session: _Session, requested: ChatCompletion) -> _Thread:
         """The segment whose last turn answers the call. Raises Refused, before anything is
         sampled."""
-        messages, tools = asked.messages, asked.tools
+        messages, tools = requested.messages, requested.tools
         transcript, limit = session.transcript, self._environments.settings.max_turns
         for one in session.threads:
             if one.asked_again(messages, tools):
                 return one
         thread = next((one for one in session.threads if one.goes_on(messages, tools)), None)
-        words: list[int] = []
+        content: list[int] = []
         if thread is not None:
-            new = [dict(one) for one in messages[len(thread.said) :]]
+            new = [dict(one) for one in messages[len(thread.history) :]]
             sampled = thread.turns[-1].tokens.response_ids.tolist()
             if too_long(new, transcript.room(thread, session.max_tokens)):
                 raise self._full(session)
-            words = _rendered(self._follow.between, sampled, new)
+            content = _rendered(self._follow.between, sampled, new)
             thread.take_step(Step(observation=new))
         else:
             thread = self._begun(session, messages, tools)
-        room = transcript.room(thread, session.max_tokens) - len(words)
+        room = transcript.room(thread, session.max_tokens) - len(content)
         if room < 1 or len(transcript.turns) == limit:
             raise self._full(session, turns=room >= 1)
-        most = min(room, asked.most or room)
-        turn = await transcript.extend(thread, words, session.sample, most, asked.stop)
+        maximum = min(room, requested.maximum or room)
+        turn = await transcript.extend(thread, content, session.sample, maximum, requested.stop)
         # An agent may go on with a shorter history where the one before was at its limit.
-        transcript.truncated = turn.reason == "length" and most == room
+        transcript.truncated = turn.reason == "length" and maximum == room
         text = min(
-            (turn.text.partition(stop)[0] for stop in asked.stop), key=len, default=turn.text
+            (turn.text.partition(stop)[0] for stop in requested.stop), key=len, default=turn.text
         )
         message: dict[str, Any] = {"role": "assistant", "content": text}
-        if asked.reads_calls:
+        if requested.reads_calls:
             message = self._parser.message(turn.tokens.response_ids.tolist(), text, tools)
         unread = message.pop(UNREAD, None)  # the agent reads text, as of any server
-        if tools and asked.reads_calls:
+        if tools and requested.reads_calls:
             transcript.measured.update({UNREAD_CALLS: float(unread is not None)})
         if thread not in session.threads:
             session.threads.append(thread)
-        thread.said = [*messages, message]
+        thread.history = [*messages, message]
         return thread
 
     def _full(self, session: _Session, *, turns: bool = False) -> Refused:
@@ -340,25 +340,27 @@ class Agents:
 
     def _begun(self, session: _Session, messages: Sequence[Message], tools: Any) -> _Thread:
         """Raises Refused where the sample has as many segments as it may have."""
-        most = self._environments.settings.max_segments
-        if len(session.threads) == most:
+        maximum = self._environments.settings.max_segments
+        if len(session.threads) == maximum:
             nearest = max(session.threads, key=lambda one: one.repeated(messages))
             where = nearest.repeated(messages)
             what = (
                 "it has other tools than the one before"
-                if where == len(nearest.said) < len(messages)
+                if where == len(nearest.history) < len(messages)
                 else f"messages[{where}] differs, or nothing follows"
             )
             raise Refused(
                 f"the call does not repeat what was said before and add to it: {what}. It would begin"
-                f" segment {most + 1} of the sample; rollout.environment.max_segments: {most}"
+                f" segment {maximum + 1} of the sample; rollout.environment.max_segments: {maximum}"
             )
-        asked = session.transcript.asked
-        if too_long(messages, len(asked.token_ids) + session.max_tokens):
+        requested = session.transcript.requested
+        if too_long(messages, len(requested.token_ids) + session.max_tokens):
             raise self._full(session)
         text = _rendered(self._tokenizer.render_chat, messages, answer=True, tools=tools)
         ids = tuple(_rendered(self._tokenizer.encode_rendered, text))
-        return _Thread(Prompt(id=asked.id, text=text, token_ids=ids, fields=asked.fields), tools)
+        return _Thread(
+            Prompt(id=requested.id, text=text, token_ids=ids, fields=requested.fields), tools
+        )
 
 
 async def _body(request: web.Request) -> Any:

@@ -71,34 +71,38 @@ class Environments:
 
     def start(self) -> None:
         """Starts the process that imports the environment, while the engine starts."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
+        local, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        local.setblocking(False)
         settings = {
             "environment": self.settings.model_dump(mode="json"),
-            "descriptor": theirs.fileno(),
+            "descriptor": remote.fileno(),
             "path": sys.path,
         }
         try:
             self._template = subprocess.Popen(
                 [sys.executable, "-c", MAIN, json.dumps(settings)],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[remote.fileno()],
                 env={**os.environ, **_without_proxy(), PARENT: str(os.getpid())},
                 start_new_session=True,  # Ctrl-C is for the launcher to answer
             )
         finally:
-            theirs.close()
-        self._control, self._loop = ours, asyncio.get_running_loop()
-        self._imported = asyncio.create_task(self._import(ours))
+            remote.close()
+        self._control, self._loop = local, asyncio.get_running_loop()
+        self._imported = asyncio.create_task(self._import(local))
 
     async def _import(self, control: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(START_S):
-                said = await loop.sock_recv(control, LONGEST)
+                message = await loop.sock_recv(control, LONGEST)
         except TimeoutError:
             raise EnvironmentStartError(f"it was not imported within {START_S:g} s") from None
-        answer = json.loads(said) if said else {"failed": "its process ended; see the engine's log"}
+        answer = (
+            json.loads(message)
+            if message
+            else {"failed": "its process ended; see the engine's log"}
+        )
         if "failed" in answer:
             raise EnvironmentStartError(answer["failed"])
 
@@ -144,10 +148,10 @@ class Environments:
             self.start()  # something killed it
         try:
             await self.ready()
-            ours, theirs = socket.socketpair()
+            local, remote = socket.socketpair()
             number = next(self._numbers)
-            self._order({"fork": number}, theirs)
-            reader, writer = await asyncio.open_connection(sock=ours)
+            self._order({"fork": number}, remote)
+            reader, writer = await asyncio.open_connection(sock=local)
         except (EnvironmentStartError, OSError) as error:
             raise EnvironmentFailed(f"no process for the environment: {error}") from error
         return _EnvironmentProcess(number, reader, writer)
@@ -201,7 +205,7 @@ class Environments:
         task.add_done_callback(self._closing.discard)
         return task
 
-    def give_back(self, process: _EnvironmentProcess | None) -> None:
+    def put_back(self, process: _EnvironmentProcess | None) -> None:
         """`process`: null where it was killed."""
         if process is not None:
             self._idle.append(process)
@@ -244,8 +248,8 @@ class Conversing:
         self._busy = False
 
     async def reset(self, prompt: Prompt) -> Words:
-        words: str | Sequence[Message] = (await self._ask("reset", prompt, "reset"))["words"]
-        return words
+        content: str | Sequence[Message] = (await self._ask("reset", prompt, "reset"))["words"]
+        return content
 
     async def step(self, response: str | Message) -> Step:
         return Step(**await self._ask("step", response, "step"))
@@ -272,7 +276,7 @@ class Conversing:
             if self._busy:
                 self._end(show=False)
             process, self._process = self._process, None
-            self._pool.give_back(process)
+            self._pool.put_back(process)
 
     async def _ask(self, method: str, argument: Any, what: str) -> dict[str, Any]:
         process, settings = self._process, self._pool.settings
@@ -297,15 +301,15 @@ class Conversing:
             limit = f"rollout.environment.timeout_s: {settings.timeout_s:g}"
             raise EnvironmentFailed(f"no answer to {what} within {limit}")
         try:
-            said: dict[str, Any] = answer.result()
+            message: dict[str, Any] = answer.result()
         except (OSError, asyncio.IncompleteReadError):
             self._end(show=False)
             raise EnvironmentFailed(f"its process ended in {what}; see the engine's log") from None
         self._busy = False
         watch.progress("environments")
-        if "error" in said:
-            raise EnvironmentFailed(f"{what} raised {said['error']}")
-        return said
+        if "error" in message:
+            raise EnvironmentFailed(f"{what} raised {message['error']}")
+        return message
 
     def _end(self, *, show: bool) -> None:
         if self._process is not None:

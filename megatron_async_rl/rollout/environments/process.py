@@ -79,19 +79,21 @@ def serve(environment: Mapping[str, Any], descriptor: int) -> None:
             raise
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         connection.send(json.dumps({"ready": True}).encode())
-        _fork_when_asked(connection, factory, settings.memory_mib)
+        _fork_when_requested(connection, factory, settings.memory_mib)
 
 
-def _fork_when_asked(connection: socket.socket, factory: Factory, memory_mib: int | None) -> None:
+def _fork_when_requested(
+    connection: socket.socket, factory: Factory, memory_mib: int | None
+) -> None:
     """Until the engine closes the socket. Processes go by numbers that the engine gives."""
     processes: dict[int, int] = {}
     try:
         while True:
-            asked, _, _ = select.select([connection], [], [], REAP_S)
+            requested, _, _ = select.select([connection], [], [], REAP_S)
             for number, pid in list(processes.items()):
                 if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                     _kill(processes.pop(number))
-            if not asked:
+            if not requested:
                 continue
             message, descriptors, _, _ = socket.recv_fds(connection, LONGEST, 1)
             if not message:
@@ -130,8 +132,8 @@ def _live(descriptor: int, factory: Factory, memory_mib: int | None) -> None:
         faulthandler.register(signal.SIGUSR1, all_threads=False)
         if memory_mib is not None:
             _, hard = resource.getrlimit(resource.RLIMIT_AS)
-            most = memory_mib * 2**20
-            soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            maximum = memory_mib * 2**20
+            soft = maximum if hard == resource.RLIM_INFINITY else min(maximum, hard)
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         with socket.socket(fileno=descriptor) as connection:
             _serve_samples(connection, factory)
@@ -146,15 +148,15 @@ def _serve_samples(connection: socket.socket, factory: Factory) -> None:
     own = os.getpid()
     with asyncio.Runner() as runner:
         streams = runner.run(_opened(connection))
-        while (asked := runner.run(_answer(*streams, factory))) is not None:
+        while (requested := runner.run(_answer(*streams, factory))) is not None:
             try:
                 agent: Any = factory()
-                given = agent.run(*asked)
+                given = agent.run(*requested)
                 reward = float(runner.run(settled(given)))
                 require_finite(reward, "the reward")
                 reply = json.dumps({"reward": reward})
             except BaseException as error:  # noqa: BLE001 - user code, `sys.exit` included
-                reply = _told(error)
+                reply = _message(error)
             if os.getpid() != own:
                 os._exit(
                     0
@@ -173,7 +175,7 @@ async def _send(writer: asyncio.StreamWriter, reply: str) -> None:
     await writer.drain()
 
 
-def _told(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     text = str(error).encode(errors="backslashreplace").decode()
     return json.dumps({"error": type(error).__name__ + (f": {text}" if text else "")})
 
@@ -209,7 +211,7 @@ async def _answer(
                     await settled(close())
             reply = json.dumps(answer)
         except BaseException as error:  # noqa: BLE001 - user code, `sys.exit` included
-            reply = _told(error)
+            reply = _message(error)
         if os.getpid() != own:
             os._exit(0)  # a child that the user's code forked and let return: the parent answers
         await _send(writer, reply)

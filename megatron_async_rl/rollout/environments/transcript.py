@@ -44,12 +44,12 @@ class Turn:
 @dataclass(frozen=True, kw_only=True)
 class TurnRequest:
     """A turn to be sampled. `ids`: what the model reads. `begun`: tokens of the sample so far, which
-    no other turn of it has. `most`: tokens of the turn. `read`: how many of `ids` have their experts
+    no other turn of it has. `maximum`: tokens of the turn. `read`: how many of `ids` have their experts
     recorded. `stop`: strings that end it, beside those of the run."""
 
     ids: Sequence[int]
     begun: int
-    most: int
+    maximum: int
     read: int = 0
     stop: Sequence[str] = ()
 
@@ -72,10 +72,10 @@ class TranscriptSegment:
         self.length = 0
         """Tokens behind the prompt."""
 
-    def take_turn(self, turn: Turn, words: Sequence[int] = ()) -> None:
-        """`words`: tokens that the environment put before it."""
-        if words:
-            self.put(words, int(self.parts[-1].versions[-1]))
+    def take_turn(self, turn: Turn, content: Sequence[int] = ()) -> None:
+        """`content`: tokens that the environment put before it."""
+        if content:
+            self.put(content, int(self.parts[-1].versions[-1]))
         self.turns.append(turn)
         self._append(turn.tokens, 1)
         self.ends.append(self.length - 1)
@@ -87,14 +87,14 @@ class TranscriptSegment:
         self.rewards[-1] += step.reward
         if not step.train:
             self.masks[-1][:] = 0
-        words = shown(step.observation)
-        if words or step.reward:
+        content = shown(step.observation)
+        if content or step.reward:
             reward = f", reward {step.reward:g}" if step.reward else ""
-            self.text.append(f"[environment{reward}] {words}".rstrip())
+            self.text.append(f"[environment{reward}] {content}".rstrip())
 
-    def put(self, words: Sequence[int], version: int) -> None:
+    def put(self, content: Sequence[int], version: int) -> None:
         """Tokens that nobody sampled."""
-        self._append(words_of(words, version), 0)
+        self._append(words_of(content, version), 0)
 
     def _append(self, tokens: PartialResponse, mask: int) -> None:
         self.parts.append(tokens)
@@ -128,8 +128,8 @@ class Transcript:
     """The sample so far. Its tokens are those of its segments, in the order in which these began, each
     but the first with its prompt before it."""
 
-    def __init__(self, asked: Prompt) -> None:
-        self.asked = asked
+    def __init__(self, requested: Prompt) -> None:
+        self.requested = requested
         """The request's prompt, which the first segment's takes the place of."""
         self.segments: list[TranscriptSegment] = []
         self.turns: list[Turn] = []
@@ -140,41 +140,41 @@ class Transcript:
 
     def room(self, segment: TranscriptSegment, max_tokens: int) -> int:
         """Tokens that may be put behind the segment."""
-        opening = len(segment.prompt.token_ids) - len(self.asked.token_ids)
+        opening = len(segment.prompt.token_ids) - len(self.requested.token_ids)
         return max_tokens - max(0, opening) - segment.length
 
     async def extend(
         self,
         segment: TranscriptSegment,
-        words: Sequence[int],
+        content: Sequence[int],
         sample: SampleTurn,
-        most: int,
+        maximum: int,
         stop: Sequence[str] = (),
     ) -> Turn:
-        """Has the segment's next turn sampled, of at most `most` tokens, up to a string of `stop`."""
+        """Has the segment's next turn sampled, of at most `maximum` tokens, up to a string of `stop`."""
         further = segment not in self.segments
         context = len(segment.prompt.token_ids) if further and self.segments else 0
-        begun = self.length + context + len(words)
-        ids = [*segment.ids, *words]
+        begun = self.length + context + len(content)
+        ids = [*segment.ids, *content]
         turn = await sample(
-            TurnRequest(ids=ids, begun=begun, most=most, read=segment.read, stop=stop)
+            TurnRequest(ids=ids, begun=begun, maximum=maximum, read=segment.read, stop=stop)
         )
         if further:
             self.segments.append(segment)
-        segment.take_turn(turn, words)
+        segment.take_turn(turn, content)
         self.turns.append(turn)
         return turn
 
     def give_up(self, token: int, version: int) -> None:
         """Where there was no turn: `token`, which nobody sampled, stands for one, as a sample has at
         least one token."""
-        segment = TranscriptSegment(self.asked)
+        segment = TranscriptSegment(self.requested)
         segment.put([token], version)
         self.segments.append(segment)
 
     @property
     def prompt(self) -> Prompt:
-        return self.segments[0].prompt if self.segments else self.asked
+        return self.segments[0].prompt if self.segments else self.requested
 
     @property
     def reason(self) -> FinishReason:

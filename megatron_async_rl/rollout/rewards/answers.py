@@ -167,8 +167,8 @@ def _require_winnable(prompt: Prompt) -> None:
     compute is checked: a target that passes may still be out of reach."""
     numbers, target = _task(prompt)
     where = f"prompt {prompt.id}"
-    if (least := min(numbers)) < 0:
-        what = f"holds {shown(least)}, and an expression has no negative numbers"
+    if (minimum := min(numbers)) < 0:
+        what = f"holds {shown(minimum)}, and an expression has no negative numbers"
         raise ColumnError(where, "numbers", what, "write numbers from 0, or remove the row")
     if max(numbers) >= 10**MAX_DIGITS:
         what = f"holds a number of more than {MAX_DIGITS} digits, the limit of an expression"

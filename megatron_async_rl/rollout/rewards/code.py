@@ -203,17 +203,17 @@ def _verdicts(
 ) -> str:
     """A character for each test, as the tester's sandbox writes them; tests without one failed."""
     stubs = _STUBS.read_text(encoding="utf-8")
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        serve = f"{stubs}\nserve({theirs.fileno()}, {source!r})"
-        test = f"{stubs}\ntest({ours.fileno()}, {list(tests)!r}, {entry_point!r})"
-        with Sandbox(serve, limits=limits, passed=[theirs.fileno()]) as server:
-            theirs.close()
-            with Sandbox(test, limits=limits, passed=[ours.fileno()]) as tester:
-                ours.close()
-                said = tester.wait(server)
-                budget.count(said)
-    return said.output.ljust(len(tests), FAILED)
+    local, remote = socket.socketpair()
+    with local, remote:
+        serve = f"{stubs}\nserve({remote.fileno()}, {source!r})"
+        test = f"{stubs}\ntest({local.fileno()}, {list(tests)!r}, {entry_point!r})"
+        with Sandbox(serve, limits=limits, passed=[remote.fileno()]) as server:
+            remote.close()
+            with Sandbox(test, limits=limits, passed=[local.fileno()]) as tester:
+                local.close()
+                message = tester.wait(server)
+                budget.count(message)
+    return message.output.ljust(len(tests), FAILED)
 
 
 def _check(*, key: str, isolation: Isolation = "namespaces", **_: Any) -> None:

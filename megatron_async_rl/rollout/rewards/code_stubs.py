@@ -153,9 +153,11 @@ def serve(descriptor: Any, source: Any) -> Any:
         channel.write("null\n")
         channel.flush()
         for line in channel:
-            asked = decode(json.loads(line), objects.__getitem__, lambda _, number: objects[number])
+            requested = decode(
+                json.loads(line), objects.__getitem__, lambda _, number: objects[number]
+            )
             try:
-                result, args = answer(*asked)
+                result, args = answer(*requested)
                 reply = {"value": encode(result), "args": encode(args)}
             except BaseException as error:  # noqa: BLE001 - the code's own, told to the test
                 reply = {"error": type(error).__name__, "text": str(error)[:1000]}
@@ -180,9 +182,9 @@ class Channel:
             if name.isidentifier() and not name.startswith("_") and not hasattr(builtins, name):
                 yield name, value
 
-    def ask(self, do: Any, target: Any, name: Any, args: Any, kwargs: Any) -> Any:
-        asked = Encoder(number_of, LONGEST).encode([do, target, name, list(args), kwargs])
-        self.file.write(json.dumps(asked) + "\n")
+    def request(self, do: Any, target: Any, name: Any, args: Any, kwargs: Any) -> Any:
+        requested = Encoder(number_of, LONGEST).encode([do, target, name, list(args), kwargs])
+        self.file.write(json.dumps(requested) + "\n")
         self.file.flush()
         reply = self.read()
         if "error" in reply:
@@ -228,25 +230,25 @@ class StandIn:
         self.__dict__.update(_channel=channel, _number=number)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._channel.ask("call", self._number, "", args, kwargs)
+        return self._channel.request("call", self._number, "", args, kwargs)
 
     def __getattr__(self, name: Any) -> Any:
-        return self._channel.ask("get", self._number, name, (), {})
+        return self._channel.request("get", self._number, name, (), {})
 
     def __setattr__(self, name: Any, value: Any) -> None:
-        self._channel.ask("set", self._number, name, (value,), {})
+        self._channel.request("set", self._number, name, (value,), {})
 
     def __iter__(self) -> Any:
-        return iter(self._channel.ask("list", self._number, "", (), {}))
+        return iter(self._channel.request("list", self._number, "", (), {}))
 
     def __len__(self) -> Any:
-        return self._channel.ask("len", self._number, "", (), {})
+        return self._channel.request("len", self._number, "", (), {})
 
     def __getitem__(self, key: Any) -> Any:
-        return self._channel.ask("item", self._number, "", (key,), {})
+        return self._channel.request("item", self._number, "", (key,), {})
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._channel.ask("put", self._number, "", (key, value), {})
+        self._channel.request("put", self._number, "", (key, value), {})
 
     def _refused(self, *_: Any) -> Any:
         raise TypeError("a test can only judge plain values: numbers, text, lists and the like")

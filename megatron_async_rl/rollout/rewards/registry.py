@@ -431,7 +431,7 @@ def _typed(
         try:
             typed[one] = TypeAdapter(hints[one]).validate_python(typed[one])
         except ValidationError as error:
-            said = error.errors(include_url=False)[0]["msg"].replace("Input should", "it should")
-            what = f"got {settings[one]!r}: {said}"
+            message = error.errors(include_url=False)[0]["msg"].replace("Input should", "it should")
+            what = f"got {settings[one]!r}: {message}"
             raise RewardError(f"{key}.settings.{one}", what, "change it") from error
     return typed

@@ -130,34 +130,34 @@ class Sandbox:
         temporary = {} if self._folder is None else dict.fromkeys(("HOME", "TMPDIR"), self._folder)
         self._output = os.memfd_create("output")
         given = os.memfd_create("input")
-        ours, theirs = socket.socketpair()
+        local, remote = socket.socketpair()
         try:
             os.write(given, stdin.encode(errors="surrogatepass"))
             os.lseek(given, 0, os.SEEK_SET)
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-X", "utf8", str(_PROGRAM), self._settings(theirs)],
+                [sys.executable, "-I", "-S", "-X", "utf8", str(_PROGRAM), self._settings(remote)],
                 stdin=given,
                 stdout=self._output,
                 stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), *passed],
+                pass_fds=[remote.fileno(), *passed],
                 env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"} | temporary,
                 cwd="/",
                 start_new_session=True,
             )
         except BaseException:
-            ours.close()
+            local.close()
             self._clean()
             raise
         finally:
             os.close(given)
-            theirs.close()
+            remote.close()
         try:
-            self._open(ours, source)
+            self._open(local, source)
         except BaseException:
             self.close()
             raise
         finally:
-            ours.close()
+            local.close()
         self._deadline = time.monotonic() + limits.wall_s
 
     def __enter__(self) -> Sandbox:
@@ -166,11 +166,11 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def wait(self, *asked: Sandbox) -> Ended:
-        """`asked`: those whose programs it waits for; where time is up their usage counts with its
+    def wait(self, *requested: Sandbox) -> Ended:
+        """`requested`: those whose programs it waits for; where time is up their usage counts with its
         own."""
-        timed_out = not self._ends_before(self._deadline, asked)
-        every = [one._usage() for one in (self, *(asked if timed_out else ()))]
+        timed_out = not self._ends_before(self._deadline, requested)
+        every = [one._usage() for one in (self, *(requested if timed_out else ()))]
         usage = Usage(
             cpu_s=sum(one.cpu_s for one in every),
             elapsed_s=max(one.elapsed_s for one in every),
@@ -184,8 +184,8 @@ class Sandbox:
             code, timed_out = TOO_LARGE, False
         elif timed_out or code in TIME_UP:
             code = None
-        most = self._limits.file_mib * 2**20
-        output = os.pread(self._output, most, 0).decode(errors="replace")
+        maximum = self._limits.file_mib * 2**20
+        output = os.pread(self._output, maximum, 0).decode(errors="replace")
         return Ended(code=code, output=output, timed_out=timed_out, usage=usage)
 
     def close(self) -> None:
@@ -212,21 +212,23 @@ class Sandbox:
         """Maps the users of the new namespace, hands over the source and waits until the walls
         stand."""
         control.settimeout(START_S)
-        with control.makefile("rb") as said:
+        with control.makefile("rb") as printed:
             try:
-                self._require(said.readline(), b"unshared\n")
+                self._require(printed.readline(), b"unshared\n")
                 if self._limits.isolation == "namespaces":
                     self._map_users()
                 content = source.encode(errors="surrogatepass")
                 control.sendall(b"." + struct.pack("!I", len(content)) + content)
-                self._require(said.readline(), b"ready\n")
+                self._require(printed.readline(), b"ready\n")
             except OSError as error:
                 raise SandboxError(f"the sandbox did not start: {error}") from error
 
-    def _require(self, said: bytes, expected: bytes) -> None:
-        if said == expected:
+    def _require(self, printed: bytes, expected: bytes) -> None:
+        if printed == expected:
             return
-        why = said.decode(errors="replace").removeprefix("failed ").strip() or "its process ended"
+        why = (
+            printed.decode(errors="replace").removeprefix("failed ").strip() or "its process ended"
+        )
         raise SandboxError(f"the sandbox did not start: {why}")
 
     def _map_users(self) -> None:
@@ -278,8 +280,8 @@ class Sandbox:
         """Kill the program if its files exceed their limit together."""
         if self._folder is None or self._too_large:
             return
-        most = self._limits.file_mib * 2**20
-        if _exceeds(self._folder, most, _unlinked(self._folder, self._process.pid)):
+        maximum = self._limits.file_mib * 2**20
+        if _exceeds(self._folder, maximum, _unlinked(self._folder, self._process.pid)):
             self._too_large = True
             self._terminate()
 
@@ -317,11 +319,11 @@ def _parent() -> Path:
     return temporary if VARIABLE in os.environ else public_folder(temporary)
 
 
-def _exceeds(folder: str, most: int, unlinked: Sequence[int]) -> bool:
-    """True if the files below `folder` and `unlinked` ones of these sizes occupy more than `most`
+def _exceeds(folder: str, maximum: int, unlinked: Sequence[int]) -> bool:
+    """True if the files below `folder` and `unlinked` ones of these sizes occupy more than `maximum`
     bytes, or are more than MAX_FILES."""
     size, files = sum(unlinked), len(unlinked)
-    if size > most or files > MAX_FILES:
+    if size > maximum or files > MAX_FILES:
         return True
     folders = [folder]
     while folders:
@@ -333,7 +335,7 @@ def _exceeds(folder: str, most: int, unlinked: Sequence[int]) -> bool:
                         size += entry.stat(follow_symlinks=False).st_blocks * 512
                         if entry.is_dir(follow_symlinks=False):
                             folders.append(entry.path)
-                    if size > most or files > MAX_FILES:
+                    if size > maximum or files > MAX_FILES:
                         return True
         except OSError as error:
             # Too deep for a path, or without rights: nobody can tell what it holds. Others were

@@ -162,10 +162,10 @@ def limit(settings: dict[str, Any]) -> None:
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
     }
-    for which, most in limits.items():
+    for which, maximum in limits.items():
         _, hard = resource.getrlimit(which)
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(which, (most, most))
+        maximum = maximum if hard == resource.RLIM_INFINITY else min(maximum, hard)
+        resource.setrlimit(which, (maximum, maximum))
 
 
 def drop_capabilities() -> None:
@@ -339,14 +339,14 @@ def keep(forwarded: tuple[int, ...] = ()) -> int:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
-    keeper = os.getpid()
+    subreaper = os.getpid()
     child = os.fork()
     if not child:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
-        if os.getppid() != keeper:
+        if os.getppid() != subreaper:
             os._exit(1)
-        return keeper
+        return subreaper
 
     def forward(number: int, _: object) -> None:
         with contextlib.suppress(ProcessLookupError):

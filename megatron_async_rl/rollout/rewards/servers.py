@@ -146,8 +146,8 @@ async def post(url: str, body: Any, headers: Mapping[str, str], timeout_s: float
 
 def _wanted_s(answer: aiohttp.ClientResponse) -> float:
     """Time after which the server wants to be asked again: 0 where it does not say, or as a date."""
-    said = answer.headers.get("Retry-After", "")
-    return float(said) if re.fullmatch(r"[0-9]{1,9}", said) else 0.0
+    message = answer.headers.get("Retry-After", "")
+    return float(message) if re.fullmatch(r"[0-9]{1,9}", message) else 0.0
 
 
 def authorization(api_key_env: str | None) -> dict[str, str]:
@@ -228,22 +228,22 @@ async def judge(
         if name in prompt.fields
     }
     known |= {"prompt": prompt.text, "response": _within(template, response)}
-    asked = _FIELD.sub(lambda field: known.get(field[1], field[0]), template)
-    messages = [{"role": "user", "content": asked}]
+    requested = _FIELD.sub(lambda field: known.get(field[1], field[0]), template)
+    messages = [{"role": "user", "content": requested}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     request = {"model": model, "messages": messages, "temperature": 0.0, **(body or {})}
     url = f"{url.rstrip('/')}/chat/completions"
     answer = await post(url, request, authorization(api_key_env), timeout_s)
     try:
-        said = answer["choices"][0]["message"]["content"]
+        message = answer["choices"][0]["message"]["content"]
     except (LookupError, TypeError):
         raise ServerFailed(f"{url} answered no chat completion: {short(answer)}") from None
-    scores = re.findall(pattern, said) if isinstance(said, str) else []
+    scores = re.findall(pattern, message) if isinstance(message, str) else []
     try:
         score = float(scores[-1])
     except (LookupError, ValueError):
-        raise ServerFailed(f"the judge gave no score: {short(said)}") from None
+        raise ServerFailed(f"the judge gave no score: {short(message)}") from None
     if not lowest <= score <= highest:
         raise ServerFailed(f"the judge gave {score:g}, not from {lowest:g} to {highest:g}")
     return (score - lowest) / (highest - lowest)

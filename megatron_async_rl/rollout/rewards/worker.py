@@ -75,7 +75,7 @@ def call(reward: BoundReward, items: list[RewardItem], timeout_s: float) -> list
     try:
         return _scored(reward, items, reward.function(*positional, **keyword))
     except BaseException as error:  # noqa: BLE001 - user code, `sys.exit` included
-        raise CallFailed(_said(error)) from None
+        raise CallFailed(_message(error)) from None
 
 
 async def call_async(
@@ -88,7 +88,7 @@ async def call_async(
     except asyncio.CancelledError:
         raise
     except BaseException as error:  # noqa: BLE001 - user code, `sys.exit` included
-        raise CallFailed(_said(error)) from None
+        raise CallFailed(_message(error)) from None
 
 
 def _scored(reward: BoundReward, items: Sequence[RewardItem], returned: Any) -> list[Scored]:
@@ -107,14 +107,14 @@ def _one(returned: Any) -> Scored:
     try:
         value = float(returned)
     except BaseException as error:  # noqa: BLE001 - an object of the user's
-        return Scored(reward=0.0, error=_said(error))
+        return Scored(reward=0.0, error=_message(error))
     if not abs(value) <= LARGEST:
         what = f"the reward is {value}, not a finite number of at most {LARGEST:g}"
         return Scored(reward=0.0, error=what)
     return Scored(reward=value)
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     text = str(error)
     if len(text) > LONGEST_ERROR:
         text = f"{text[:LONGEST_ERROR]}... ({len(text)} characters)"
@@ -155,8 +155,8 @@ def serve(
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if memory_mib is not None:
             _, hard = resource.getrlimit(resource.RLIMIT_AS)
-            most = memory_mib * 2**20
-            soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            maximum = memory_mib * 2**20
+            soft = maximum if hard == resource.RLIM_INFINITY else min(maximum, hard)
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
         faulthandler.register(signal.SIGUSR1, all_threads=False)
