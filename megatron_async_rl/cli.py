@@ -80,7 +80,7 @@ NodeCount = Annotated[
 
 
 def console(*, stderr: bool = False) -> Console:
-    """As wide as the terminal, and wide enough not to break lines in a pipe."""
+    """Console as wide as the terminal; outside a terminal, wide enough that no line is broken."""
     made = Console(stderr=stderr)
     return made if made.is_terminal else Console(stderr=stderr, width=PIPE_WIDTH)
 

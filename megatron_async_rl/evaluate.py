@@ -80,7 +80,7 @@ class EvalTarget:
     version: int
     """Optimizer steps behind it; 0 for a Hugging Face directory."""
     result: Path
-    """Where the result goes."""
+    """File of the result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class EvalJob:
     device: Device
     timeout_s: float
     responses: Path | None = None
-    """Where every response goes; null: nowhere."""
+    """File of all responses; null writes none."""
 
 
 def resolve(
@@ -291,7 +291,8 @@ def run(job: EvalJob, console: Console) -> None:
 
 
 def _convert(checkpoint: Path, out: Path, timeout_s: float) -> None:
-    """In a process of its own, whose memory is free again before the engines start."""
+    """Convert a checkpoint in a child process, whose memory is free again before the engines
+    start."""
     command = [sys.executable, "-m", "megatron_async_rl", "convert", str(checkpoint), str(out)]
     try:
         done = subprocess.run(

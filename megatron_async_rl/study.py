@@ -48,9 +48,10 @@ from megatron_async_rl.report.summary import span
 from megatron_async_rl.watchdog.logs import find_cause
 
 FILE = "study.json"
-"""In each run's directory: its settings by axis, and the seconds and exit code of its last start."""
+"""File of each run directory with its settings by axis, and the seconds and exit code of its
+last start."""
 LOG = "study.log"
-"""In each run's directory: the words of `mar train`."""
+"""File of each run directory with the output of `mar train`."""
 TRAIN = (sys.executable, "-m", "megatron_async_rl", "train")
 POLL_S = 0.25
 PLAIN_EVERY_S = 30.0

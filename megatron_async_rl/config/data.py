@@ -42,7 +42,7 @@ class FileConfig(Strict):
     """One file or folder of data, and its columns where they are not those of `data`."""
 
     path: Path
-    """As data.train."""
+    """File or folder, as in data.train."""
     prompt_key: DataColumn | None = None
     """Null: data.prompt_key, unless messages_key is given here."""
     answer_key: DataColumn | None = None
@@ -125,9 +125,9 @@ class DataConfig(Strict):
     """Longer prompts are left out, and counted in the plan and the log; null: a prompt that leaves
     no room for a response is an error."""
     max_tokens: PositiveInt | None = None
-    """With `loss: sft`: rows that have more tokens, prompt, response and its end together, are left
-    out, and counted in the plan and the log; null: a row that the model or a micro-batch does not
-    take is an error."""
+    """Longest row with `loss: sft`, in tokens of prompt, response and end-of-sequence together.
+    Longer rows are left out and counted in the plan and the log. Null: a row that exceeds the
+    model's context or a micro-batch is an error."""
 
     @model_validator(mode="after")
     def _makes_sense(self) -> DataConfig:
@@ -159,7 +159,7 @@ class DataConfig(Strict):
         return self.sources if self.train is None else (SourceConfig(path=self.train),)
 
     def columns(self, file: FileConfig) -> DataColumns:
-        """Those of `file`, and `data`'s where it is silent."""
+        """Columns of `file`; those it does not name are the ones of `data`."""
         messages = file.messages_key
         if messages is None and file.prompt_key is None:
             messages = self.messages_key

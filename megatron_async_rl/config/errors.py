@@ -172,7 +172,8 @@ def _choose(given: str, names: Sequence[str]) -> str:
 
 
 def _expected(parts: Sequence[str | int], tree: Mapping[str, Any]) -> str:
-    """In words, what the place takes; an entry of a list is described by its list."""
+    """Description of the values that the key accepts; an entry of a list is described by its
+    list."""
     *section, last = parts
     if isinstance(last, int) and not models_at(parts, tree):
         *section, last = section

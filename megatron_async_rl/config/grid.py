@@ -78,7 +78,7 @@ class StudyRun:
     settings: Mapping[str, str]
     """Axis -> name of its value."""
     sweeps: Sequence[str]
-    """Those that it is part of, in their order."""
+    """Names of the sweeps that contain the run, in the order of the file."""
     directory: Path
     overrides: Sequence[str]
 

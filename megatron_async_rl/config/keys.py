@@ -231,8 +231,8 @@ def nearest_anywhere(given: str) -> str | None:
 
 
 def _plain(key: str) -> str:
-    """As a user writes it: without the method it belongs to, and with an index for a list's
-    entry."""
+    """Form of the key that a user writes: without the method's name, and with an index for a
+    list entry."""
     return re.sub(r"\(\w+\)", "", key).replace("[]", ".0")
 
 

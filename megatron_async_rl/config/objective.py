@@ -112,7 +112,7 @@ class OverlongConfig(Strict):
 
 
 class ObjectiveConfig(Strict):
-    """What the loss is."""
+    """The training objective: advantage, loss, corrections and penalties."""
 
     minibatches: PositiveInt = 1
     """Parts that a batch is divided into, each one optimizer step, of whole groups drawn at random

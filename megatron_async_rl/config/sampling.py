@@ -182,7 +182,7 @@ class EvalSetConfig(FileConfig):
     """One set of held-out prompts. What is null is as in `eval`."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
-    """In its metrics: `eval/NAME/mean`."""
+    """Name of the set in its metrics, such as `eval/NAME/mean`."""
     samples_per_prompt: PositiveInt | None = None
     """Null: eval.samples_per_prompt."""
     pass_at: tuple[PositiveInt, ...] | None = None
@@ -254,7 +254,7 @@ class EvalSet(HeldOutFile):
     pass_reward: float
     sampling: EvalSampling
     max_tokens_key: str
-    """Where its sampling.max_tokens comes from."""
+    """Config key that set sampling.max_tokens."""
 
 
 def _named_sets(config: Config, evaluation: EvalConfig) -> list[tuple[str, EvalSetConfig]]:
@@ -266,7 +266,7 @@ def _named_sets(config: Config, evaluation: EvalConfig) -> list[tuple[str, EvalS
 
 
 def held_out_files(config: Config, evaluation: EvalConfig) -> list[HeldOutFile]:
-    """Where held-out rows are, sampled or given."""
+    """Files of the held-out sets, in order, for sampled and given responses alike."""
     return [
         HeldOutFile(key=key, name=one.name, file=one)
         for key, one in _named_sets(config, evaluation)

@@ -45,7 +45,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class RunConfig(Strict):
-    """Where a run lives and how it starts."""
+    """Directory, length and seed of the run."""
 
     dir: Path
     """Holds metrics, logs, checkpoints and the report."""
@@ -53,7 +53,7 @@ class RunConfig(Strict):
     """Batches in the whole run, resumes included; each makes objective.minibatches x
     objective.epochs optimizer steps and one version of the weights."""
     seed: NonNegativeInt = 1234
-    """Of the data order, sampling and initialisation."""
+    """Seed of the data order, sampling and initialisation."""
     resume: Literal["auto", "never"] = "auto"
     """`auto` continues from the newest checkpoint in `dir`; `never` refuses a directory that
     already holds a run."""
@@ -138,7 +138,7 @@ class OptimizerConfig(Strict):
     """Optimizer steps of linear increase from 0: a batch makes objective.minibatches x
     objective.epochs of them."""
     min_lr: NonNegativeFloat = 0.0
-    """Where `linear` and `cosine` end."""
+    """Final learning rate of the `linear` and `cosine` schedules."""
     log_update_norm: bool = False
     """Logs `update/norm` and `staleness/drift`, for which Adam's state is swept once more."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -165,7 +165,7 @@ class PolicyConfig(Strict):
     lora: LoraConfig | None = None
     """Null trains every weight; with adapters nothing else is trained but a value head."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Of policy and engines; `auto` takes CUDA where there is a GPU."""
+    """Device of policy and engines; `auto` selects CUDA if there is a GPU."""
     layers: Literal["auto", "local", "transformer_engine"] = "auto"
     """The kernels of the policy's layers. `local`: Megatron's own layers on torch's kernels.
     `transformer_engine`: NVIDIA's, on CUDA in bfloat16 without adapters, with fused norms, gates
@@ -219,15 +219,15 @@ class RewardPart(Strict):
     log."""
 
     name: str
-    """As `rollout.reward.name`."""
+    """Name of the reward, as in `rollout.reward.name`."""
     weight: float = 1.0
     """The response's reward is the sum of its parts times their weights; 0 only shows the part."""
     gate: bool = False
     """The part multiplies that sum instead of adding to it: 0 where a response must get nothing."""
     settings: Mapping[str, Any] = {}
-    """As `rollout.reward.settings`."""
+    """Settings of the reward, as in `rollout.reward.settings`."""
     per: Literal["response", "group"] = "response"
-    """As `rollout.reward.per`."""
+    """Unit of one call, as in `rollout.reward.per`."""
     where: Annotated[Mapping[str, Any], OnlyJson] = {}
     """The prompts that it is a part for, by their columns: `{kind: math}`, or one of several,
     `{kind: [math, physics]}`. Empty: of all. `fields` of a source or a held-out set gives all of a
@@ -243,7 +243,7 @@ class RewardPart(Strict):
 
 
 class RewardConfig(Strict):
-    """What a response is worth."""
+    """The reward of a response."""
 
     name: str | None = None
     """`arithmetic`, `countdown`, `math`, `code`, `http`, `judge`, `environment`
@@ -441,7 +441,7 @@ class WeightsConfig(Strict):
 
 
 class CheckpointConfig(Strict):
-    """What a stop or a crash cannot lose."""
+    """Checkpoints of the run."""
 
     every: NonNegativeInt = 100
     """Steps; 0 saves only at the end and when stopped."""
@@ -463,7 +463,7 @@ class WatchdogConfig(Strict):
 
 
 class ObserveConfig(Strict):
-    """Where metrics go besides RUN/metrics.jsonl, and what they are shown with."""
+    """Outputs of the metrics besides RUN/metrics.jsonl."""
 
     tensorboard: bool = True
     """Write RUN/tensorboard beside RUN/metrics.jsonl."""
@@ -507,8 +507,9 @@ class SamplesConfig(Strict):
     segment_mib: PositiveInt = 64
     """A new file is begun at this size; at most half of keep_mib."""
     experts: bool = False
-    """With policy.routing_replay: rollout: keep the experts that the engines chose, too. They are
-    nearly all of a mixture's log, and without them no step can be computed again from it."""
+    """Also log the experts that the engines chose (with policy.routing_replay: rollout). They
+    make up most of a mixture-of-experts model's log; without them no step can be recomputed from
+    the log."""
 
     @model_validator(mode="after")
     def _at_least_two_segments(self) -> SamplesConfig:

@@ -100,7 +100,7 @@ class AlignmentControl(Control, ABC):
 
     @abstractmethod
     def act(self, gradients: Gradients, verdict: Verdict) -> Decision:
-        """What this control does about the verdict. Calls `sweep` when there is a cosine."""
+        """Decide about the step by its verdict. Calls `sweep` if there is a cosine."""
 
     @property
     def c_low(self) -> float | None:

@@ -21,7 +21,7 @@ class OptimizerView(Protocol):
 
     @property
     def beta1(self) -> float:
-        """Of the configuration; the value that a step uses when no control sets another."""
+        """Adam's beta1 of the configuration, used by steps for which no control sets another."""
         ...
 
     @property

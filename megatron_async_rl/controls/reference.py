@@ -110,8 +110,8 @@ def kernels_for(device: torch.device, dtype: ReferenceDtype) -> Any:
 
 
 class BlockSweeps:
-    """Those of the module gac_kernels that write, by torch's operations, on blocks that stay in the
-    cache: all that is done to a block costs one transfer from memory."""
+    """The writing sweeps of gac_kernels in torch operations. They work on blocks that fit the
+    cache, so all operations on a block cost one transfer from memory."""
 
     @staticmethod
     def project(gradient: Tensor, written: QuantizedTensors, factor: float, *, raw: bool) -> None:

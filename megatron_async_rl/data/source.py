@@ -1,5 +1,4 @@
-"""Where the next prompt, or the next batch of given responses, comes from: one file, or a mixture of
-several.
+"""Sources of prompts and of batches of given responses: one file, or a mixture of several.
 
 Invariants:
 - every prompt of a source is handed out exactly once per epoch of that source;

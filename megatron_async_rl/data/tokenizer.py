@@ -117,7 +117,7 @@ def load_tokenizer(
 
 
 def tokenizer_of(model_dir: Path, data: DataConfig, tools: Sequence[Any] = ()) -> Tokenizer:
-    """With the chat template and the options that `data` names, and `tools`."""
+    """Load the model's tokenizer with the chat template and options of `data`, and `tools`."""
     return load_tokenizer(model_dir, data.chat_template, data.chat_template_options, tools)
 
 

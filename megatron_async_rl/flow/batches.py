@@ -1,4 +1,4 @@
-"""Where rank 0's batches come from: the controller and its engines, or given responses.
+"""Sources of rank 0's batches: the controller and its engines, or given responses.
 
 Both keep one contract with the loop:
 - `state()` is asked for only when everything that was handed out is trained on; it is what to
@@ -49,8 +49,8 @@ from megatron_async_rl.watchdog.deadline import ray_get
 from megatron_async_rl.weights.manifest import BucketRef, Manifest
 
 DAY_S = 86400.0
-"""For what the controller watches itself: it ends a batch, a sleep or an evaluation of which nothing
-comes."""
+"""Time limit of calls that the controller watches itself: it fails a batch, a sleep or an
+evaluation that makes no progress."""
 
 
 class BatchSource(Protocol):
@@ -266,14 +266,14 @@ class GivenResponses:
         """There is nobody to load."""
 
     def next_buffer_request(self, made: Future[Any]) -> BufferRequest | None:
-        """Nobody wants a bucket."""
+        """Unused: a supervised run has no engines."""
         return None
 
     def buffer_filled(self, done: BucketRef | None) -> None:
-        """Nobody wants a bucket."""
+        """Unused: a supervised run has no engines."""
 
     def until_released(self, version: int) -> None:
-        """Nobody reads."""
+        """Return at once: no engine reads the weights of a supervised run."""
 
     def publish(self, version: int, manifest: Manifest) -> None:
         """There is nobody to send to."""

@@ -54,7 +54,7 @@ class BufferBroken(UserError):
 
 
 def earlier() -> BufferBroken:
-    """For a checkpoint whose buffer is of an earlier version."""
+    """The error for a checkpoint whose buffer has an earlier file format."""
     return BufferBroken.of(
         "run.dir",
         f"{EARLIER_NAME} of the checkpoint is of an earlier version and cannot be read",
@@ -198,7 +198,7 @@ class _Prompts:
         self._places: dict[str, list[int]] = {}
 
     def place(self, prompt: Prompt) -> int:
-        """Where it is in `all`."""
+        """Index of the prompt in `all`; appends it if it is new."""
         places = self._places.setdefault(prompt.id, [])
         for place in places:
             if self.all[place] == prompt:

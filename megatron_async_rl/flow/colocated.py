@@ -52,7 +52,7 @@ TO: dict[Phase, tuple[PhaseStep, ...]] = {
 """Steps that lead to a phase from the one before it, in order. Weights are staged, in host memory or where
 the policy has them, before an engine wakes, so that a device never holds three copies of them."""
 PHASES = tuple(TO)
-"""In the order in which they follow each other, round and round."""
+"""Phases in the order in which they follow each other; the first follows the last."""
 
 
 class PhaseOrderError(RuntimeError):

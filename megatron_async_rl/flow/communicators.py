@@ -134,7 +134,7 @@ class Communicators:
         """Nothing is to be done: what is to be sent is told with the call."""
 
     def release(self, version: int) -> None:
-        """What is sent no more is not called for."""
+        """Nothing to do: receivers wait only for announced versions."""
 
     def close(self) -> None:
         sender, self._sender = self._sender, None
@@ -179,6 +179,6 @@ def _kill(sender: Any) -> None:
 
 
 def _close(sender: Any, opening: asyncio.Future[Meeting]) -> None:
-    """Nobody is to meet there."""
+    """Close the sender's end of a communicator that no engine will join."""
     if not opening.cancelled() and opening.exception() is None:
         sender.close.remote(opening.result())

@@ -53,7 +53,7 @@ class VersionReader(Protocol):
 
     @property
     def machine(self) -> str:
-        """Where it reads weights; HERE where it is not there yet."""
+        """Machine from which the engine reads weights; HERE before the engine has started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Relayed:
 
 
 class VersionCopies:
-    """By machine; rank 0's is none of them."""
+    """The staged copies of weight versions on other machines than rank 0's, by machine."""
 
     def __init__(self) -> None:
         self._held: dict[str, dict[int, Staged]] = {}

@@ -105,7 +105,7 @@ class EngineSlot:
     asleep: bool = False
     """Colocated: from a batch until it has loaded newer weights, which wake it."""
     dead: bool = False
-    """For good."""
+    """True once the engine will not be restarted."""
     lost: str = ""
     """Why it is not there."""
     memory_out: tuple[Phase, MemoryKind] | None = None
@@ -113,7 +113,7 @@ class EngineSlot:
     restarts: int = 0
     held: dict[str, PendingRequest] = field(default_factory=dict)
     aborting: set[str] = field(default_factory=set)
-    """Those held that it was told to stop."""
+    """Ids of the held requests that the engine was requested to abort."""
     report: EngineReport | None = None
 
     @property

@@ -98,7 +98,7 @@ class PromptResult:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalResult:
-    """Of one set of prompts."""
+    """Result of one set of prompts."""
 
     version: int
     mean_reward: float
@@ -108,7 +108,7 @@ class EvalResult:
     """k -> estimate of the share of prompts of which at least one of k responses passes, over the
     prompts that have k responses with a reward; nan if there are none."""
     per_prompt: tuple[PromptResult, ...]
-    """In the order of the file."""
+    """Results by prompt, in the order of the file."""
     truncated: float
     """Share of responses cut at the token limit."""
     samples: int
@@ -116,17 +116,18 @@ class EvalResult:
     reward_errors: int
     seconds: float
     parts: Mapping[str, float] = field(default_factory=dict)
-    """With `rollout.reward.parts`: each part's mean, as `mean_reward`, before it is weighted."""
+    """Mean of each part of the reward (`rollout.reward.parts`) before it is weighted, averaged
+    as `mean_reward`."""
     name: str = ""
     others: tuple[EvalResult, ...] = ()
-    """Of the sets after the first, which this is."""
+    """Results of the other sets; this is the first set's."""
 
     @property
     def prompts(self) -> int:
         return len(self.per_prompt)
 
     def metrics(self) -> dict[str, float]:
-        """Of this result, in which the set has no name."""
+        """Metrics of this result under the keys of an unnamed set."""
         return {
             # Absent where every reward failed: a share of passed ones is known even then.
             **({"eval/mean": self.mean_reward} if math.isfinite(self.mean_reward) else {}),
@@ -173,7 +174,7 @@ class EvalResult:
 
 @dataclass(frozen=True, kw_only=True)
 class LossResult:
-    """Of one set of given responses. `loss`: nats per token that is trained on, as
+    """Result of one set of given responses. `loss`: nats per token that is trained on, as
     `Policy.mean_loss`; `seconds`: of all sets together."""
 
     version: int
@@ -182,7 +183,7 @@ class LossResult:
     seconds: float
     name: str = ""
     others: tuple[LossResult, ...] = ()
-    """Of the sets after the first, which this is."""
+    """Results of the other sets; this is the first set's."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON, a number that is not finite as null."""
@@ -196,11 +197,11 @@ class LossResult:
         }
 
     def metrics(self) -> dict[str, float]:
-        """As EvalResult's."""
+        """See EvalResult."""
         return {"eval/loss": self.loss}
 
     def metrics_of_set(self) -> dict[str, float]:
-        """As EvalResult's."""
+        """See EvalResult."""
         return {"eval/SET/loss": self.loss}
 
 

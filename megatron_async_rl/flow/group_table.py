@@ -1,5 +1,5 @@
-"""Where every admitted group is, what has come of it, and the counts: kept by the scheduler
-(scheduler.py), which decides.
+"""Table of the admitted groups, their states and their counts. The scheduler (scheduler.py)
+decides; the table keeps the books.
 
     enter --> running --on_sample--> finished --consume--> trained
                  +---------------------+---------drop----> dropped, with a reason
@@ -241,7 +241,7 @@ class GroupTable:
         return self._waiting.values()
 
     def running(self) -> Iterable[GroupState]:
-        """Those whose responses have not all come."""
+        """Groups that still miss responses."""
         return (entry for entry in self._waiting.values() if entry.finished is None)
 
     def is_waiting(self, group: int) -> bool:

@@ -37,7 +37,7 @@ LaneKey = tuple[bool, int]
 """Training requests (else an evaluation's), and the version: lanes are served in this order."""
 Lane = OrderedDict[str, PendingRequest]
 RequestBatches = dict[int, list[Request]]
-"""By engine."""
+"""Requests to send, by the engine's index."""
 
 
 def capacity_of(places: int) -> int:
@@ -103,7 +103,7 @@ class Lanes:
             lane.move_to_end(pending.request.id, last=False)
 
     def forget(self, requests: Iterable[PendingRequest]) -> None:
-        """Those of them that still wait, wait no longer."""
+        """Remove the requests from their lanes; those already sent are not affected."""
         for pending in requests:
             for lane in (*self._lanes.values(), self._alone):
                 if lane.get(pending.request.id) is pending:

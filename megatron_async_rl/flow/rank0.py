@@ -73,12 +73,12 @@ class OtherRank:
         self.turns = DevicePhases("policy", "train")
         """A policy is built, and a checkpoint loaded, with all of its memory."""
         self.memory: DeviceMemory | None = None
-        """Of the policy, once that is built."""
+        """Device memory of the policy; null until it is built."""
         self._makes_room = config.rollout is not None and config.rollout.placement == "colocated"
         self._staging: Staging | None = None
         self._shards: WeightShards | None = None
         self._gpus: dict[str, list[str]] = {}
-        """Those of the ranks, by host name: Ray must not hand them out."""
+        """GPUs of the ranks by host name; Ray must not assign them to engines."""
 
     def stage_from(self, exporter: WeightExporter) -> None:
         """Collective: what `publish` takes the weights from. A supervised run has nobody to send

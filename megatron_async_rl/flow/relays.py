@@ -56,7 +56,7 @@ class RelaySettings:
 
 
 class WeightSource(Protocol):
-    """Where agents get versions from."""
+    """The source from which agents fetch versions."""
 
     def stage(self, version: int, manifest: Manifest) -> None:
         """`version` can be sent from now on."""
@@ -94,7 +94,7 @@ class Relays:
         self._listener = listener
         self._settings = settings
         self._running: dict[str, Relay] = {}
-        """By machine."""
+        """Running relays by machine."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._begun = 0
         self._task = asyncio.create_task(self._guarded(self._look()), name="relays")

@@ -59,7 +59,7 @@ class Listener:
         """The run cannot go on."""
 
     def note(self, text: str) -> None:
-        """For the user."""
+        """Show `text` to the user."""
 
 
 class Engines(Protocol):
@@ -130,7 +130,7 @@ class Requests:
             self._forget(evaluation)
 
     def fail_evaluations(self, error: BaseException) -> None:
-        """Nobody is left to answer: whoever waits in `run` gets `error`."""
+        """Raise `error` in all waiting `run` calls; no engine is left to answer them."""
         for pending in self._evaluations:
             if pending.answer is not None and not pending.answer.done():
                 pending.answer.set_exception(error)

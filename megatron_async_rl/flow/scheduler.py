@@ -244,8 +244,8 @@ class Scheduler:
         ) and not self._must_stand_still(version)
 
     def _late(self, version: int) -> set[GroupState]:
-        """With `late: drop`, what would have to train now and is running: no batch waits for it,
-        and the next leaves it out."""
+        """Groups that are due at `version` and still running, with `late: drop`: no batch waits
+        for them, and the next batch leaves them out. Empty with `late: wait`."""
         if self._flow.late == "wait":
             return set()
         return {entry for entry in self._table.running() if entry.deadline <= version}

@@ -42,7 +42,7 @@ class Waiting(Protocol):
 
 
 def oldest_first[G: Waiting](groups: Iterable[G], count: int) -> list[G]:
-    """Those of the first `count` of `groups`, which come most urgent first, that have finished."""
+    """The finished groups among the first `count` of `groups`, which are sorted by urgency."""
     return [group for group in islice(groups, count) if group.finished is not None]
 
 
@@ -78,7 +78,7 @@ def windowed[G: Waiting](groups: Sequence[G], count: int, step: int, window: flo
 
 
 class ReplayStore:
-    """In host memory; `content` goes into checkpoints."""
+    """The replay buffer, in host memory; `content` goes into checkpoints."""
 
     def __init__(self, settings: Replay, seed: int) -> None:
         self._settings = settings

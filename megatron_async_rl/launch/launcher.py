@@ -70,7 +70,7 @@ CLOSING_S = 30.0
 START_S = 600.0
 """Longest start of a run without engines; with engines their `rollout.start_timeout_s` counts."""
 FULL_BYTES = 2**20
-"""With less room than this, what a process had to say was perhaps not written."""
+"""Free bytes below which a process may have failed to write its error message."""
 INTERRUPTED = 130
 LAST_LINES = 100
 """Lines of torchrun's log: more than the traceback with which it ends."""

@@ -200,7 +200,8 @@ class PeerNodes:
         self._listener, self._ranks, self._unnotified = None, None, 0
 
     def _hello(self, connection: _PeerConnection) -> bytes:
-        """Where the ranks of this node will listen; by which interface it reaches the other."""
+        """The message to a peer: the address at which this node's ranks will listen, and the
+        network interface of the connection."""
         if self._ranks is None:
             address = rank_address()
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -266,7 +267,7 @@ class _PeerConnection:
 
     @property
     def interface(self) -> str:
-        """Of this machine, by which the connection goes."""
+        """Name of this machine's network interface that carries the connection."""
         here = self._connection.getsockname()[0].removeprefix("::ffff:")
         return next(
             (

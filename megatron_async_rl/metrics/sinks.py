@@ -40,7 +40,7 @@ from megatron_async_rl.metrics.catalogue import METRICS, Value, find_metric
 from megatron_async_rl.watchdog.limited_server import LimitedThreads
 
 ADDRESS_FILE = "prometheus.txt"
-"""In the run directory: where Prometheus can scrape, while it can."""
+"""File of the run directory with the address of the Prometheus endpoint, while it is served."""
 
 
 class Sink(Protocol):

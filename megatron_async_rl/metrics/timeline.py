@@ -145,7 +145,8 @@ class TimelineReader:
         self._spans: dict[Path, deque[Span]] = {}
 
     def read(self) -> dict[str, list[Span]]:
-        """As `read_timeline`, without the spans before the newest NEWEST_BYTES or SPANS_KEPT."""
+        """Spans of each track, as `read_timeline` returns them, limited to the newest
+        NEWEST_BYTES and SPANS_KEPT."""
         tracks: dict[str, list[Span]] = {}
         for path in _tracks(self._run_dir):
             file = self._files.setdefault(path, GrowingFile(path, NEWEST_BYTES))

@@ -161,8 +161,8 @@ class WandB(Tracker):
 
 
 class MLflow(Tracker):
-    """In RUN/mlruns where MLFLOW_TRACKING_URI names no server. MLflow allows no `@` in a name: pass@k is
-    pass_at_k there."""
+    """MLflow; it writes RUN/mlruns unless MLFLOW_TRACKING_URI names a server. MLflow permits no
+    `@` in a name, so pass@k becomes pass_at_k."""
 
     name, package = "mlflow", "mlflow-skinny"
     offline = "unset MLFLOW_TRACKING_URI to track in RUN/mlruns"
@@ -203,7 +203,7 @@ class MLflow(Tracker):
 
 
 class Trackio(Tracker):
-    """In trackio's own folder (TRACKIO_DIR); `trackio show` draws it."""
+    """trackio; it writes its own folder (TRACKIO_DIR), which `trackio show` displays."""
 
     name, package = "trackio", "trackio"
     offline = "unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL to track on this machine"

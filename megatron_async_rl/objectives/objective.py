@@ -157,7 +157,7 @@ class Objective:
         corrected: bool = True,
         with_terms: bool = True,
     ) -> BatchLoss:
-        """Of one micro-batch whose `logp` carries the gradient.
+        """Loss of one micro-batch whose `logp` carries the gradient.
 
         `logp_prox` may still be nan where a batch is one optimizer step: it is filled in here,
         exactly, from the detached `logp`. corrected: the batch's weights already hold the

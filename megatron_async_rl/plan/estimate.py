@@ -45,10 +45,9 @@ from megatron_async_rl.plan.memory import engine_memory, product_bytes
 from megatron_async_rl.plan.model_files import ModelShape
 
 COMPUTE_SHARE = 0.4
-"""Of a GPU's dense operations a second, those that training, with all that it computes twice, and
-reading prompts reach."""
+"""Assumed MFU of training (with recomputation) and of prefill."""
 READ_SHARE = 0.6
-"""Of its memory's bytes a second, those that decoding reads."""
+"""Assumed share of the HBM bandwidth that decoding reaches."""
 COPY_RATE = 10e9
 """Bytes a second between one GPU and shared memory, which is not page-locked."""
 RELAY_RATE = 2.5e9
@@ -191,7 +190,8 @@ class Estimate:
 
     @property
     def step_s(self) -> float:
-        """Of this config: engines may sample the share `run_ahead` of a batch before its turn."""
+        """Seconds per step with this config: engines may sample the share `run_ahead` of a batch
+        ahead of the trainer."""
         waits_s = (1.0 - self.run_ahead) * (self.synchronous_s - self.train_s - self.staged_s)
         return max(self.overlapped_s, self.train_s + self.staged_s + waits_s)
 
@@ -267,7 +267,8 @@ def estimate(
 
 
 def _sent_s(config: Config, version: int) -> float:
-    """By relay to all machines at a time; by collective to one engine after the other."""
+    """Seconds to send a version of `version` bytes: a relay sends to all machines at once, a
+    collective to one engine after the other."""
     if config.weights.transport == "relay":
         return version / RELAY_RATE
     return engine_count(config) * version / NETWORK_RATE

@@ -49,7 +49,7 @@ ESTIMATE_ERROR = 0.05
 PARTS_SHOWN = 3
 HOLDERS_SHOWN = 5
 LINES_SHOWN = 2
-"""Of an error: that an engine did not start, and its cause."""
+"""Lines of an error that are shown: that an engine did not start, and the cause."""
 LESS = 0.1
 """Off the share of a GPU that an engine has, where memory ran out."""
 KEYS_SHOWN = 6
@@ -371,7 +371,7 @@ def _host_changes(config: Config, device: Device) -> Iterator[tuple[str, Any]]:
 
 
 def _gpu_bytes(machine: Machine) -> int:
-    """Where GPUs differ, of the largest: which one a process gets is not the plan's to know."""
+    """Memory of the largest GPU in bytes; the plan does not know which GPU a process gets."""
     return max(gpu.memory for gpu in machine.gpus)
 
 
@@ -464,5 +464,5 @@ def shared_memory_notes(
 
 
 def _size(count: int) -> str:
-    """Of what may be small."""
+    """Text of a size that may be below one GiB."""
     return _gib(count) if count >= GIB else f"{count / MIB:.1f} MiB"

@@ -22,8 +22,8 @@ orientation alone, and blocks have scales of their own in each."""
 BFLOAT16 = 2
 """Bytes."""
 SCALE_BYTES = {"tensorwise": 0.0, "delayed": 0.0, "blockwise": 4 / 128**2, "mxfp8": 1 / 32}
-"""For each weight, by recipe: a float32 for 128 x 128 of them, a byte for 32; or one for a whole
-tensor."""
+"""Bytes of scales per weight, by recipe: a float32 per 128 x 128 block, a byte per 32 weights,
+or a negligible one per tensor."""
 INPUT_SCALE_BYTES = {**SCALE_BYTES, "blockwise": 4 / 128}
 """The same for each input: blocks are of 1 x 128."""
 

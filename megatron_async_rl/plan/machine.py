@@ -76,7 +76,7 @@ CHIPS = {
 """GPUs whose speed a plan can reckon with. Of two with as much memory the first is meant where a
 machine is described by its memory alone."""
 ON_A_CARD = re.compile(r"PCIe|NVL|MIG", re.IGNORECASE)
-"""In the names of slower forms of these."""
+"""Matches the names of slower variants of these GPUs."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Gpu:
     used: int = 0
     """Bytes of `memory`, by whomever."""
     index: str = ""
-    """By which nvidia-smi calls it."""
+    """Index of the GPU in nvidia-smi."""
     users: tuple[str, ...] = ()
     """Processes on it, in words, as far as they can be seen: not from inside a container."""
 

@@ -30,7 +30,7 @@ REFERENCE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4.0 / 128}
 LOGIT_COPIES = 3
 """Chunks of float32 logits whose memory the log-probs take: policy/logprobs.py keeps to it."""
 TARGET_BYTES = 50
-"""For each token that a rank trains on in a step: losses need 36 to 49 of them."""
+"""Bytes per token that a rank trains on in a step; losses need 36 to 49."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,7 @@ objective: {{loss: reinforce}}
 
 @dataclass(frozen=True, kw_only=True)
 class InitColumns:
-    """Where prompts and answers stand in the data."""
+    """Columns of the prompts and answers in the data."""
 
     prompt_key: str = "prompt"
     answer_key: str = ""
@@ -223,7 +223,7 @@ def _why_colocated(answers: InitAnswers) -> str:
 
 
 def _by_option(fault: Problem) -> Problem:
-    """With the options that say it."""
+    """Rephrase the fix in terms of the command's options."""
     if fault.key.startswith(("rollout.reward.settings", "rollout.environment.settings")):
         fault = replace(fault, fix=f"{fault.fix} (here: {SETTING} KEY=VALUE)")
     for key, option in (
@@ -374,7 +374,7 @@ def _held_out(answers: InitAnswers, folder: Path) -> str:
 
 
 def _path(name: str, folder: Path) -> str:
-    """As the file says it: from its own folder where the path lies in it."""
+    """Path as written in the config file: relative to the file's folder if it lies inside."""
     if name.startswith("hf:"):
         return name
     path = Path(name).expanduser().resolve()
@@ -382,7 +382,8 @@ def _path(name: str, folder: Path) -> str:
 
 
 def _scalar(text: str) -> str:
-    """As YAML: quoted where it would be read as something else, as a path with `, ` or ` #`."""
+    """YAML form of `text`, quoted if YAML would read it as something else, as a path with `, `
+    or ` #`."""
     try:
         plain = parse_value(f"{{key: {text}}}") == {"key": text}
     except YamlFault:

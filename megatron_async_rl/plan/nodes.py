@@ -27,7 +27,7 @@ from megatron_async_rl.watchdog.deadline import remote_cause
 TAKEN = 2 * GIB
 """Used memory of a GPU that others have. Less is a screen, or a process that only looks."""
 FREED_S = 20.0
-"""For a run that was just killed to give its GPUs back."""
+"""Time for a run that was just killed to release its GPUs."""
 POLL_S = 0.5
 CONNECT_S = 10.0
 SETTINGS = b"\x04"
@@ -197,7 +197,7 @@ def _report_from(tree: dict[str, Any]) -> ClusterReport:
 
 
 def print_report(joining: int, timeout_s: float, on_gpus: bool) -> None:
-    """Of the cluster, as the last line."""
+    """Print the report of the cluster as the last line, in JSON."""
     print(json.dumps(asdict(_ask(joining, timeout_s, on_gpus))))  # noqa: T201
 
 

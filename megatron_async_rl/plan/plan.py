@@ -72,7 +72,7 @@ class RunPlan:
     estimate: Estimate | str
     """Seconds of a step, or why they are not known."""
     peaks: Mapping[Phase, Need]
-    """Of a GPU that engines and policy share, in each phase."""
+    """Memory of a GPU that engines and policy share, by phase."""
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
     unfit: tuple[Problem, ...] = ()

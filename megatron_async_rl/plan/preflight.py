@@ -83,7 +83,7 @@ GRAMMAR_FIX = {
     ),
     "json_schema": "leave out the keywords that it names, and judge the rest in the reward",
 }
-"""What of a regex or a schema is to be written in another way."""
+"""Advice by the kind of grammar that vLLM rejects: how to rewrite a regex or a schema."""
 
 
 def preflight(
@@ -336,7 +336,8 @@ def _more_entries(tokenizer: Tokenizer | None, shape: ModelShape | None) -> list
 
 
 def _stop_tokens(config: Config, shape: ModelShape) -> list[Problem]:
-    """Those that the model does not have, which would end no response."""
+    """Problems with stop tokens that are not in the model's vocabulary and would end no
+    response."""
     if config.rollout is None:
         return []
     own = config.rollout.sampling.stop_token_ids
@@ -390,7 +391,8 @@ def _reward(config: Config, read: Mapping[str, PromptSet]) -> list[Problem]:
 
 
 async def _score_made_up(settings: RewardConfig, read: Mapping[str, PromptSet]) -> list[Problem]:
-    """As the run scores: in a process with a hard limit, unless the reward is trivial."""
+    """Score a made-up response to each kind of prompt, in the same kind of process as the run
+    does; returns the failures."""
     found = []
     scorer, of_groups = Scorer(settings), Scorer(settings, "group")
     scorer.start()

@@ -170,7 +170,7 @@ class RewardChoice:
         }
 
     def lines(self, *, chat: bool) -> str:
-        """Of the section `rollout`. `chat`: the model has a chat template."""
+        """Lines of the section `rollout`. `chat`: the model has a chat template."""
         environment = self.environment
         rewards = [one for one in self.names if one != environment]
         if environment == TOOLS and not rewards:

@@ -38,8 +38,8 @@ ALIGNED = 16
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Where the samples of a packed row begin and end: for Megatron and Transformer Engine on the
-    device, and for attention on torch's kernels as `runs` on the host.
+    """Boundaries of the samples of a packed row: on the device for Megatron and Transformer Engine,
+    and as `runs` on the host for attention by torch's kernels.
 
     runs: (samples, tokens of each on this rank) of each run of neighbours of equal length, in
     order. Everything else counts whole samples.

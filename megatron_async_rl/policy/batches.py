@@ -169,7 +169,7 @@ def _over(rule: str, values: Sequence[float]) -> float:
 
 
 def _tensor(batch: pa.RecordBatch) -> Tensor:
-    """As an Arrow stream, [bytes] uint8."""
+    """The batch as an Arrow stream, [bytes] uint8."""
     return torch.frombuffer(bytearray(as_stream(batch)), dtype=torch.uint8)
 
 

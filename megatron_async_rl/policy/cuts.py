@@ -58,7 +58,7 @@ class Cut:
 
 
 class Cuts:
-    """Those of this tensor-parallel rank's shards."""
+    """Cuts of this tensor-parallel rank's shards, computed once per kind of parameter."""
 
     def __init__(self, bridge: Any) -> None:
         self._bridge = bridge
@@ -117,8 +117,8 @@ class _NotCut(ValueError):
 
 
 def _traced(bridge: Any, entry: ParameterEntry, dim: int) -> list[Tensor]:
-    """For each Hugging Face tensor, by its places in dimension `dim`: the place there in the shards
-    of all ranks, one after the other."""
+    """Source index of each row or column (dimension `dim`) of the parameter's Hugging Face
+    tensors, counted over the concatenated shards of all ranks."""
     size = entry.shard_shape[dim]
     ranks = bridge.mpu.tp_size if dim == entry.partition_dim else 1
     line = [1] * len(entry.shard_shape)

@@ -154,7 +154,8 @@ class Schedule:
     def forward(
         self, micro_batches: Sequence[MicroBatch], routing: RoutingPass = "replay"
     ) -> list[tuple[MicroBatch, TokenOutputs]]:
-        """In order on the last stage; an empty list on the others. Collective over a pipeline."""
+        """Outputs of the micro-batches in order on the last stage; an empty list on the others.
+        Collective over a pipeline."""
 
         def collect(
             micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 HISTORY = 1024
 """Passes whose largest value scales a tensor under `delayed`, Transformer Engine's own number."""
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
-"""Where a module of Transformer Engine keeps what delayed scaling knows, in its `fp8_meta`."""
+"""Keys of a Transformer Engine module's `fp8_meta` that hold the state of delayed scaling."""
 
 
 def megatron_settings(fp8: Fp8Config | None) -> dict[str, Any]:

@@ -42,7 +42,8 @@ FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-"""Where Transformer Engine has a norm that it computes with the product behind it -> the norm."""
+"""Name of a norm that Transformer Engine fuses with the following GEMM -> name of the norm
+alone."""
 CHECKPOINT_KEYS = {norm: fused for fused, norm in FUSED_NORMS.items()}
 """Beginnings of a layer's parameters -> those of their keys in a checkpoint, for every family."""
 GROUPED_EXPERT = re.compile(r"(?<=\.mlp\.experts\.)(\w+)\.(weight|bias)(\d+)$")

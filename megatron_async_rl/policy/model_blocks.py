@@ -157,9 +157,9 @@ Content = dict[str, Blocks]
 
 
 class ModelBlocks:
-    """Where each trained parameter, and each buffer, of this rank lies in the model's tensors. Made
-    anew for each save or load. Of a model that keeps weights in 8 bits, `state` alone can be had.
-    frozen: the parameters that are not trained instead."""
+    """Positions of this rank's trained parameters and buffers in the model's tensors. Made anew
+    for each save or load. A model with FP8 weights supports `state` alone. frozen: use the
+    parameters that are not trained instead."""
 
     def __init__(self, model: PolicyModel, *, frozen: bool = False) -> None:
         self._layout = model.bridge.layout

@@ -43,12 +43,12 @@ NOT_EXPORTED = ("value_head.",)
 """Beginnings of the names of parameters that only training has: in no Hugging Face directory and in
 no engine."""
 ADAPTER = ".adapters."
-"""In the names of parameters of low-rank adapters (lora.py). Hugging Face directories and engines
-have them merged into the weights, PEFT's files by themselves."""
+"""Part of the names of low-rank adapter parameters (lora.py). Hugging Face directories and
+engines hold adapters merged into the weights; PEFT's files hold them separately."""
 EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+")
 """The number of an expert in a canonical parameter name."""
 FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""By their names in safetensors."""
+"""Dtypes by their names in safetensors."""
 BLOCK_ELEMENTS = 2**24
 """Most elements of a file that are read at a time, but for a single row."""
 DERIVED = ("rotary_emb.inv_freq",)

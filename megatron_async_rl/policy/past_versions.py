@@ -75,7 +75,7 @@ class Snapshots[C: PastVersion]:
 
     @property
     def lasting(self) -> Mapping[int, C]:
-        """Those that are still kept when the next version begins."""
+        """Versions that are still kept when the next version begins."""
         count = min(len(self._held), self._size - 1)
         return dict(list(self._held.items())[len(self._held) - count :])
 

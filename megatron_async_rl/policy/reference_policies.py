@@ -256,8 +256,8 @@ def _refuse_other_architecture(path: Path, source: Path) -> None:
 
 
 def _architecture(directory: Path) -> dict[str, Any]:
-    """As transformers reads it: what its releases write differs, and what they leave out has a
-    value."""
+    """The architecture as transformers reads it: its releases write different keys, and omitted
+    keys have defaults."""
     from transformers import AutoConfig
 
     content = AutoConfig.from_pretrained(str(directory), local_files_only=True).to_dict()

@@ -65,7 +65,7 @@ class RoutingReplay:
         self.now: Routing | None = None
         self.recording: dict[int, Tensor] | None = None
         self.recorded: dict[MicroBatch, dict[int, Tensor]] = {}
-        """By layer, [T, experts per token]."""
+        """Recorded choices by layer, [T, experts per token]."""
         self._counts = torch.zeros(2, dtype=torch.float64, device=layout.device)
         routers = [
             module
@@ -160,9 +160,9 @@ class RoutingReplay:
 
 
 class LayerReplay:
-    """In the place of Megatron's own `RouterReplay` in the router of layer `layer`, from 0. That one
-    has a queue for layers that are computed again, too, but wants to be told before each whether it
-    is; and all of a process hang on one list, whatever model they are of."""
+    """Replacement of Megatron's `RouterReplay` in the router of layer `layer`, from 0.
+    Megatron's class also has a queue for recomputed layers, but its caller must announce each
+    recomputation, and all instances of a process share one list, whatever their model."""
 
     def __init__(self, replay: RoutingReplay, layer: int) -> None:
         self.replay = replay

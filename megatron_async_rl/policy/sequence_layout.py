@@ -83,7 +83,7 @@ class SequenceLayout(ABC):
         return self.context.own(np.cumsum(lengths) - lengths, lengths)
 
     def positions(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
-        """In its sequence, of each token of the flattened rows."""
+        """Position in its sequence of each token of the flattened rows."""
         lengths = self.lengths(fed)
         return spans(np.zeros_like(lengths), lengths)
 
@@ -153,8 +153,9 @@ class Packed(SequenceLayout):
         counts: NDArray[np.int64],
         budget: int,
     ) -> list[tuple[int, ...]]:
-        """As few micro-batches as the budget permits, of nearly equal numbers of tokens. Samples of
-        one length stand together, which the attention computes at once."""
+        """Divide the samples `share` into as few micro-batches as the budget permits, with
+        nearly equal numbers of tokens. Samples of one length are neighbours, because the
+        attention computes them in one call."""
         first = np.cumsum(counts) - counts
         ordered = share[np.lexsort((share, -np.add.reduceat(fed, first)[share]))]
         tokens = np.add.reduceat(self._filled(fed), first)[ordered]
@@ -190,7 +191,7 @@ class Packed(SequenceLayout):
 
 
 LAYOUTS: dict[str, type[SequenceLayout]] = {"padded": Padded, "packed": Packed}
-"""By `policy.sequence`."""
+"""Layouts by the value of `policy.sequence`."""
 
 
 def sequence_layout(

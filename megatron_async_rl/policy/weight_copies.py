@@ -212,7 +212,7 @@ class MasterSnapshot:
             torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda)
             for shard in masters_of(optimizer)
         ]
-        """In the order of the optimizer's parameters, on the CPU."""
+        """Copies in the order of the optimizer's parameters, on the CPU."""
         self.update()
 
     @torch.no_grad()

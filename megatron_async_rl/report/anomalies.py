@@ -83,7 +83,7 @@ class AnomalyFinder:
         """The newest value of every key."""
 
     def find(self, rows: Sequence[MetricRow]) -> list[Anomaly]:
-        """Those of the rows that follow the rows of the last call, in order of steps."""
+        """Anomalies in `rows`, which continue the rows of the last call, in order of steps."""
         found: list[Anomaly] = []
         details: Mapping[int, Mapping[str, Any]] = {}
         if any(_traced(row) for row in rows):
@@ -217,5 +217,5 @@ and answers in words or with None."""
 
 
 def _grew(before: MetricRow, row: MetricRow, key: str) -> float:
-    """By how much a count grew that begins again at a resume."""
+    """Growth of a counter that restarts at a resume."""
     return counted([number(before, key), number(row, key)]) - (number(before, key) or 0.0)

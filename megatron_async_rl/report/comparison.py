@@ -29,7 +29,7 @@ from megatron_async_rl.report.series import Floats
 from megatron_async_rl.report.summary import span
 
 COLOURS = ("blue", "red", "green", "amber", "purple", "teal", "brown", "ink", "grey", "sand")
-"""By the run's number; they repeat, dotted."""
+"""Colours by the run's number; they repeat with dotted lines."""
 TILES = 8
 TRAINED_ON = (
     ("Reward trained on", "mean reward of a sample", False, "reward/mean"),

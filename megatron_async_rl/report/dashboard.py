@@ -145,7 +145,7 @@ class Dashboard:
 
 
 def _why(error: UserError) -> str:
-    """What is wrong, and in which file."""
+    """Sentences with the file and its problem."""
     return ". ".join(
         one.what if one.key == "RUN" else f"{one.key} {one.what}" for one in error.problems
     )

@@ -18,7 +18,7 @@ from megatron_async_rl.report.time_panels import engine_panels, simulation, step
 
 PART = "reward/part/"
 REGIME_COLOURS = ("green", "amber", "red")
-"""By the code in `gac/regime`: kept, projected, skipped."""
+"""Colours by the code in `gac/regime`: kept, projected, skipped."""
 
 
 def panels_of(run: RunData) -> list[Panel]:

@@ -251,7 +251,7 @@ def show_evaluation(result: Mapping[str, Any], file: str, console: Console) -> N
 
 
 def _evaluation_facts(result: Mapping[str, Any]) -> list[tuple[str, str | Text]]:
-    """Of one set."""
+    """Lines about the evaluation of one set, as pairs of label and value."""
     mean = result["mean_reward"]
     failed = f", {result['reward_errors']} rewards failed" if result["reward_errors"] else ""
     return [

@@ -112,7 +112,7 @@ class SampleBrowser:
         }
 
     def _find(self, question: Question) -> pa.Table:
-        """Where the wanted samples stand in the log, in the wanted order."""
+        """Positions in the log of the requested samples, in the requested order."""
         samples = self._samples()
         outcomes = self._of_samples(samples)
         if question.kind != "all":

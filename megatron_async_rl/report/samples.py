@@ -124,7 +124,7 @@ def newest_trained(run_dir: Path) -> Sample | None:
 
 
 def print_samples(chosen: Chosen, console: Console, *, as_json: bool) -> None:
-    """For people, or with `as_json` one whole sample per line for tools."""
+    """Print the samples for people or, with `as_json`, one whole sample per line for tools."""
     for entry, sample in chosen.samples:
         if as_json:
             line = json.dumps(as_dict(entry, sample), allow_nan=False)
@@ -256,8 +256,8 @@ def check_log(run_dir: Path) -> None:
 
 
 def _of_step(run_dir: Path, entries: Iterable[Entry], wanted: Wanted) -> tuple[list[Entry], int]:
-    """Those that the wanted step trained on, or of the wanted version's evaluation, and how many of
-    them the log keeps no longer."""
+    """Entries of the samples that the requested step trained on, or of the requested version's
+    evaluation, and the number of those that the log no longer keeps."""
     assert wanted.step is not None
     outcome: SampleOutcome = "evaluated" if wanted.held_out else "trained"
     noun = "version" if wanted.held_out else "step"
@@ -362,7 +362,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 
 def visible(text: str) -> str:
-    """For a terminal: control characters as escapes; a long text cut."""
+    """Text for a terminal: control characters escaped, and a long text cut."""
     more = len(text) - LONGEST
     if more > 0:
         text = text[:LONGEST]

@@ -13,7 +13,7 @@ from megatron_async_rl.metrics.status import Status
 from megatron_async_rl.report.metric_rows import MetricRows
 
 REGIMES = ("kept", "projected", "skipped")
-"""By the code in `gac/regime`."""
+"""Names by the code in `gac/regime`."""
 IN_A_STEP = {
     "training": "time/train_s",
     "publishing": "time/publish_s",
@@ -120,7 +120,7 @@ def span(seconds: float) -> str:
 class Dropped:
     responses: int
     groups: dict[str, int]
-    """By reason."""
+    """Dropped groups by reason."""
     length: float
     """Mean tokens of a response, as `trained_length`; rewards are means too."""
     trained_length: float | None
@@ -177,7 +177,7 @@ class MeasuredRates:
     """Tokens of one engine in a second in which it sampled, mean over the run's engines."""
 
     def generate_s(self, engines: int) -> float:
-        """In which `engines` engines, busy all the time, sample one step's tokens."""
+        """Seconds in which `engines` engines that are always busy sample one step's tokens."""
         return self.tokens_per_step / (engines * self.tokens_per_busy_s)
 
 

@@ -149,7 +149,7 @@ def software() -> dict[str, str]:
 
 
 def unlike(here: Mapping[str, str], there: Mapping[str, str]) -> str:
-    """What differs between the software of two machines, in words; empty where nothing does."""
+    """Text on the differences between the software of two machines; empty if there are none."""
     return ", ".join(
         f"{name} {here.get(name, 'unknown')} here and {there.get(name, 'unknown')} there"
         for name in dict.fromkeys([*there, *here])

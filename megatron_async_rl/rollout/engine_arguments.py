@@ -17,7 +17,7 @@ from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.rollout.vllm_plugin import BACKEND, WORKER_EXTENSION
 
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""By its path: the short name `uni` is replaced by a second process on a CPU."""
+"""Executor by its import path; on a CPU, vLLM replaces the short name `uni` by a second process."""
 
 
 def sampling_parameters(sampling: SamplingConfig, eos_ids: Sequence[int]) -> SamplingParams:

@@ -1,5 +1,5 @@
-"""Where an engine stands between sampling and loading: running, paused, or asleep; how long it
-sampled; its track in the run's timeline; and whether vLLM's own process still answers.
+"""State of an engine between sampling and loading (running, paused or asleep), the time it sampled,
+its track in the run's timeline, and the health check of vLLM's process.
 
     running --pause--> paused --resume--> running          new weights load while paused
     running, paused --sleep--> asleep --wake--> running    and while asleep with its weights awake

@@ -171,7 +171,7 @@ class RewardProcess(asyncio.Protocol):
 
     @property
     def free(self) -> bool:
-        """Whether it can take a call now."""
+        """True if the process can take a call now."""
         works_alone = any(job.alone for call in self.calls.values() for job in call.jobs)
         room = len(self.calls) < (self.called.concurrency if self.asynchronous else 1)
         return self.ready and not self._killed and room and not works_alone

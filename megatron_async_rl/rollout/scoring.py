@@ -316,7 +316,7 @@ class Scorer:
         return scored
 
     async def score_all(self, items: Sequence[RewardItem]) -> list[Scored]:
-        """As `score`, of responses to one prompt that every part takes in one call."""
+        """Score responses to one prompt, which each part receives in one call; see `score`."""
         parts = self._parts_of(items[0].prompt)
         requested = [one.submit(items) for _, one in parts]
         every = [await requested[0]] if len(requested) == 1 else await asyncio.gather(*requested)

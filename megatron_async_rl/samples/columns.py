@@ -102,8 +102,8 @@ class SampleColumns:
         self._rows: list[tuple[Any, ...]] = []
         """Values in the order of SCHEMA."""
         self._prompts: dict[str, tuple[Prompt, NDArray[np.int32], str]] = {}
-        """By id, the prompt that came last under it, its token ids and fields: many rows have the
-        same, but two prompts of one id may differ, where the data changed before a resume."""
+        """Last prompt of each id, with its token ids and its fields in JSON. Many rows share a
+        prompt, but two prompts of one id may differ if the data changed before a resume."""
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -114,7 +114,7 @@ class SampleRow:
         return values
 
     def sample(self) -> Sample:
-        """As an object, for a message or a reward."""
+        """The row as a Sample, for a message or a reward."""
         (sample,) = samples_of(self.batch.slice(self.row, 1))
         return sample
 

@@ -123,12 +123,12 @@ class Sample:
     reward: float
     reward_error: str | None = None
     reward_parts: Mapping[str, float] | None = None
-    """Where the reward has parts: each by its name, before it is weighted."""
+    """Parts of the reward by name, before weighting; null for a reward without parts."""
     weight: float = 1.0
     """Per-sample weight of the `sft` loss; 1 for sampled responses."""
     step_rewards: NDArray[np.float32] | None = None
-    """Where the task rewards steps: the reward that came with each response token, [T]; sums to
-    `reward`."""
+    """Reward of each response token, [T], which sums to `reward`; null unless the task rewards
+    steps."""
     segment_starts: NDArray[np.int32] | None = None
     """Response tokens at which the second and every further segment begins, rising; null: there is
     one."""

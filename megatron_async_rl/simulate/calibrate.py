@@ -40,7 +40,7 @@ NEWEST_STEPS = 20_000
 TOGETHER_S = 0.02
 """Responses that begin nearer to each other than this are one burst."""
 SLOWER = np.linspace(0.0, 0.8, 161)
-"""By how much one side may be slowed by the other."""
+"""Candidate shares by which one side may slow the other."""
 SEEN = 0.2
 """Standard deviation of the share of a step, or a response, beside the other side's work: with less,
 nothing is learnt of what that does."""
@@ -58,7 +58,7 @@ class RunCalibration:
     assumed: tuple[str, ...]
 
     def rates_of(self, config: Config) -> SimulationRates:
-        """For `config`: training takes less time in proportion to the ranks."""
+        """Rates for `config`: the time of training is inversely proportional to the ranks."""
         assert config.rollout is not None
         token_s = self.rates.train_token_s * self.ranks / config.policy.parallel.ranks
         return replace(self.rates, train_token_s=token_s, places=config.rollout.max_concurrent)
@@ -81,9 +81,10 @@ class RunCalibration:
 
 
 def calibrate(runs: Sequence[Path], cores: int | None) -> RunCalibration:
-    """Of runs on the same machine: one that takes turns and one that overlaps show together how
-    trainer and engines slow each other. `cores`: what they shared, if anything, which says so where
-    no log does. Raises UserError for a run that shows too little."""
+    """Calibrate the simulation by runs on one machine. A synchronous and an overlapping run
+    together show how trainer and engines slow each other. `cores`: the cores that they shared,
+    from which the slow-down follows if no log shows it; null if they shared none. Raises
+    UserError for a run that shows too little."""
     logs = [_Log(run) for run in runs]
     first, processes = logs[0], logs[0].ranks + len(logs[0].engines)
     if any(one.ranks != first.ranks for one in logs):
@@ -241,8 +242,8 @@ def _fit_training(
 
 
 def _slower(seconds: Measurements, beside: Measurements, done: Measurements) -> float | None:
-    """By how much a side is slower beside the other, from pieces of its work that took `seconds`, some
-    of them `beside`; None where that was not to be seen:
+    """Share by which one side is slower while the other works, fitted to pieces of its work of
+    `seconds`, of which it spent `beside` with the other at work; None if the data does not show it:
 
     log(seconds of what is done) = log(seconds of it alone) - log(1 - slower x share beside)
     """

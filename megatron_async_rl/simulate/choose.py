@@ -45,8 +45,8 @@ from megatron_async_rl.simulate.rates import (
 
 RATIOS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 SAMPLES, ENGINES, LEAST_ENGINES = 512, 8, 4
-"""Of a step, and of the fleet: simulated one by one. Of more a part stands for all; engines load in
-turns, which one alone cannot show."""
+"""Largest step and fleet that are simulated in full. For larger ones a part stands for all, with
+several engines, because engines load one after the other."""
 CLOSE = 0.98
 """Speeds within this of the fastest are as good: then fresher samples count."""
 SPLITS = 4
@@ -73,8 +73,8 @@ class Trial:
 
     @cached_property
     def binds(self) -> str:
-        """By how much a step would be shorter if a part took half as long, the part first that binds
-        most."""
+        """Text with the relative gain of a step if a part took half as long, starting with the
+        part that gains most."""
         gains = {}
         for part, names in HALVES.items():
             half = {name: _half(getattr(self.rates, name)) for name in names}
@@ -305,8 +305,8 @@ def splits(config: Config, shape: ModelShape, hardware: Hardware, gpus: int) -> 
 def likely_splits(
     divisions: Iterable[Config], trial: Callable[[Config], Trial], hardware: Hardware
 ) -> list[Trial]:
-    """Those whose slowest part, the trainer, the engines or the carrier, is the fastest. Raises
-    UserError where none can run."""
+    """Trials of the divisions whose slowest part (trainer, engines or carrier) is the fastest.
+    Raises UserError if no division can run."""
     found, refused = list[tuple[float, Trial]](), list[UserError]()
     for config in divisions:
         try:

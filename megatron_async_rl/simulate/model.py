@@ -49,7 +49,8 @@ SOON = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationResult:
-    """Of the steps that count. Shares are of the time, of engines the mean over them."""
+    """Result over the steps that count. Shares are shares of time; shares of engines are means
+    over the engines."""
 
     step_s: float
     tokens_per_s: float
@@ -59,11 +60,11 @@ class SimulationResult:
     engine_busy: float
     """It sampled."""
     places_taken: float
-    """Of an engine's places, those that decoded."""
+    """Share of an engine's slots that decoded."""
     lags: tuple[float, ...]
     """Share of the samples by start lag, from 0."""
     counts: dict[str, int]
-    """Of the scheduler, over the whole run."""
+    """Counts of the scheduler over the whole run."""
 
     @property
     def lag_mean(self) -> float:

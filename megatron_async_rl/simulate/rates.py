@@ -59,7 +59,7 @@ class SimulationRates:
     train_s: float = 0.0
     """Time of the trainer for a batch whatever it holds."""
     train_token_s: float = 0.0
-    """For each token of a batch, prompts included."""
+    """Time of the trainer per token of a batch, prompts included."""
     train_spread: tuple[float, ...] = (1.0,)
     """Factors, one of which each step takes."""
     publish_s: float = 0.0
@@ -128,7 +128,7 @@ class Hardware:
     copy_gb_s: float = COPY_RATE / GB
     """Between one GPU and its machine's shared memory."""
     bucket_ms: float = 5.0
-    """For each bucket on its way, and for each that an engine takes."""
+    """Latency of each bucket in transit, and of each that an engine loads."""
     take_s: float = 0.3
     """From the last response of a batch to the beginning of its step."""
     prompt_tokens: int = 200

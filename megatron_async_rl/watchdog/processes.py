@@ -75,9 +75,9 @@ def handles(pid: int, number: signal.Signals) -> bool:
 
 
 def die_with_parent() -> None:
-    """In a child of the process named by `PARENT`: SIGKILL for this process when its parent ends.
-    In one that descends from it otherwise, and in itself: nothing while it lives, SIGKILL at once
-    when it has ended. Elsewhere, nothing.
+    """Bind this process's life to the process that `PARENT` names. Its child gets SIGKILL when its
+    parent ends. A later descendant, and the process itself, gets SIGKILL at once if the named
+    process has ended, and nothing otherwise. Without `PARENT` the call has no effect.
 
     Linux only, where vLLM runs. The kernel watches the thread that started the child: the actor's
     event loop, or the main thread of vLLM's scheduler process.

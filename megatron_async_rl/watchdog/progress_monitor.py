@@ -126,7 +126,7 @@ class ProgressMonitor:
         self.last = "the start"
         """The last thing that moved, and its process."""
         self.states: list[ProcessState] = []
-        """Those of the whole run, as long as this process aggregates; else of this node."""
+        """States of the whole run if this process aggregates them, else of this node."""
         self.launcher_watches = False
         """True when a launcher is there to see a run that does not move."""
         self.allowed_s = 0.0
@@ -156,8 +156,8 @@ class ProgressMonitor:
         self._publish(path)
 
     def look_at_all(self) -> None:
-        """As `look`, with the states of the whole run also where another process aggregates: from
-        the summaries, one file for each node."""
+        """Do as `look`, but read the states of the whole run even if another process aggregates
+        them: from the summaries, one file for each node."""
         self.look()
         if self._followed:
             own = {state.name: state for state in self.states}

@@ -115,7 +115,7 @@ def look_here(
 
 
 def publish(run_dir: Path, snapshot: HostSnapshot) -> None:
-    """For the other machines."""
+    """Write the snapshot for the launchers of other machines."""
     path = run_dir / FOLDER / f"{snapshot.host}.snapshot"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(asdict(snapshot)))

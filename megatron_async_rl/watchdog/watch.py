@@ -154,8 +154,8 @@ def stop() -> None:
 
 
 def join(name: str | None = None) -> None:
-    """In a process that a watched one started, directly or through Ray: begins its heartbeat.
-    Elsewhere, nothing.
+    """Begin the heartbeat of a process that a watched process started, directly or through Ray.
+    Elsewhere the call has no effect.
 
     Without a `name` it goes by its parent's name and its own, and a process that `multiprocessing`
     did not start is left alone.

@@ -120,5 +120,5 @@ class Watchdog:
         )
 
     def _node(self, launcher: str) -> str:
-        """As a sentence begins."""
+        """Name of a launcher's node at the beginning of a sentence."""
         return f"Node {launcher.removeprefix(LAUNCHER)} ({self._hosts[launcher]})"

@@ -75,9 +75,9 @@ class Sender:
         self._limit_s = limit_s
         self._reader = (carrier or CARRIER()).reader()
         self._sets: dict[int, _Set] = {}
-        """By port."""
+        """Sender's ends of the communicators by port."""
         self._paths: dict[int, list[str]] = {}
-        """Of the two newest versions that were sent."""
+        """Bucket paths of the two newest versions that were sent."""
 
     def open(self, workers: int) -> Meeting:
         """Return where an engine of so many workers meets it. Raises OSError where the host is no address of

@@ -75,7 +75,8 @@ class Communicator:
             group.abort()
 
     def _place(self, memory: Tensor) -> Tensor:
-        """What travels: host memory itself, or a buffer of the device for each bucket in flight."""
+        """Tensor that is sent or received: the host memory itself, or a device buffer for each
+        bucket in flight."""
         if self._device.type == "cpu":
             return memory
         self._lane = (self._lane + 1) % IN_FLIGHT

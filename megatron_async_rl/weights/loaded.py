@@ -77,7 +77,8 @@ class _TensorRegion:
 
 @dataclass(frozen=True)
 class _TensorMemory:
-    """Where a tensor lies, in bytes, and the size of an element."""
+    """Addresses of a tensor's first byte and of the byte after its last, and the size of an
+    element."""
 
     start: int
     end: int
@@ -117,7 +118,7 @@ class LoadWatch(TorchDispatchMode):
         self._loaded: dict[str, Loaded] = {}
         self._starts: list[int] = []
         self._offered: list[_Offered] = []
-        """In the order of their addresses, `_starts`."""
+        """Offered parameters in the order of their addresses, `_starts`."""
         self._copy: tuple[_TensorRegion, _TensorMemory, Tensor] | None = None
         """A loader's own copy of a part, which it has not put anywhere yet."""
         self._written: list[tuple[_TensorRegion, Tensor]] = []

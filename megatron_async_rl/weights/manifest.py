@@ -18,8 +18,8 @@ IN_FLIGHT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """Where one tensor lies in its bucket. `dtype` is torch's name (`bfloat16`); offset and nbytes
-    in bytes."""
+    """Position of one tensor in its bucket. `dtype` is torch's name (`bfloat16`); offset and
+    nbytes in bytes."""
 
     name: str
     dtype: str
@@ -75,8 +75,8 @@ class StagedCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Where the members of a communicator meet: the sender, which is its rank 0, and the workers of
-    one engine. `limit_s`: longest wait for a member, or for a bucket."""
+    """Rendezvous of a communicator's members: the sender, which is its rank 0, and the workers
+    of one engine. `limit_s`: longest wait for a member, or for a bucket."""
 
     host: str
     port: int

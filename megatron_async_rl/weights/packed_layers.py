@@ -84,7 +84,7 @@ class AwaitedWeight:
         self._layer.register_parameter(self._attribute, self.parameter)
 
     def release(self) -> Tensor | None:
-        """Nobody reads the pieces any more. Returns the memory that was taken for them."""
+        """Drop the pieces, which have been packed, and return their memory."""
         self.parameter.data = self._nothing
         taken, self._taken = self._taken, None
         return taken

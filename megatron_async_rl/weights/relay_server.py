@@ -50,7 +50,7 @@ class RelayFailed(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where a server listens, and the key that it asks for: a secret of the run."""
+    """Address of a server and the key that it requires, a secret of the run."""
 
     host: str
     port: int

@@ -72,8 +72,9 @@ class Reload(Protocol):
 def reload_of(
     model: torch.nn.Module, model_config: ModelConfig, take: Callable[[Tensor], None]
 ) -> Reload:
-    """In place where that is known to be right for every layer of `model`; the log says which it
-    is, and why. take: called with tensors that are used where they lie, without a copy.
+    """Choose how `model` takes new weights: in place if that is known to be right for each of its
+    layers. The log states the choice and the reason. take: called with tensors that are used where
+    they lie, without a copy.
 
     Raises RuntimeError for a model whose reload by vLLM is known to be wrong.
     """

@@ -42,7 +42,7 @@ PROBE_BYTES = 64
 
 
 class StagingRanks(Protocol):
-    """Those that stage a version together: the policy's layout."""
+    """The ranks that stage a version together: the policy's layout."""
 
     @property
     def rank(self) -> int: ...

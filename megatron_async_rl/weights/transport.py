@@ -149,7 +149,7 @@ def damaged_tensor(
 
 
 def entries_of(bucket: Sequence[TensorSpec]) -> tuple[TensorEntry, ...]:
-    """Where the tensors of `bucket` lie in it. Raises ValueError for a bucket without bytes."""
+    """Positions of the tensors of `bucket`. Raises ValueError for a bucket without bytes."""
     entries: list[TensorEntry] = []
     end = 0
     for spec in bucket:

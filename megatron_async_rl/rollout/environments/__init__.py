@@ -217,9 +217,9 @@ async def settled[Answer](answer: Answer | Awaitable[Answer]) -> Answer:
 
 
 def checked_words(content: Any, source: str) -> Words:
-    """As text that has a form in UTF-8: what is no character (a byte of a shell's output) is
-    escaped. Raises TypeError for what is neither text nor a list of messages of text. `source`: who
-    said it."""
+    """Return the content as text that UTF-8 can encode; bytes that are no character, as in a
+    shell's output, are escaped. Raises TypeError for anything but text or a list of text
+    messages. `source`: the origin of the content, for the error."""
     if content is None:
         return ""
     if isinstance(content, str):

@@ -81,7 +81,7 @@ class Tool:
 
     @cached_property
     def schema(self) -> dict[str, Any]:
-        """As OpenAI and chat templates have it."""
+        """Schema of the function in the format of OpenAI and of chat templates."""
         parameters = _untitled(self.arguments.json_schema())
         parameters.pop("additionalProperties", None)
         text = (inspect.getdoc(self.function) or "").split("\n\n")[0]
@@ -238,8 +238,8 @@ def _public(module: Any, name: str, value: Any) -> bool:
 
 
 def prompt_tokenizer(model: Path, config: Config) -> Tokenizer:
-    """As the prompts of `config` are rendered: with the functions that the model may call. Raises
-    DataError, EnvironmentRefused."""
+    """Load the tokenizer that renders the prompts of `config`, with the functions that the model
+    may call. Raises DataError, EnvironmentRefused."""
     turns = None if config.rollout is None else config.rollout.environment
     return tokenizer_of(model, config.data, tool_schemas(turns))
 
@@ -312,7 +312,7 @@ class Verifiers:
         _verifiers(self._settings)
 
     def task(self, prompt: Prompt) -> Any:
-        """Of the prompt. Raises ValueError where its row names none."""
+        """Task of the prompt. Raises ValueError if its row names none."""
         number, (_, _, tasks) = prompt.fields.get(self._column), _verifiers(self._settings)
         if not re.fullmatch(r"\d+", str(number)):
             raise ValueError(
@@ -351,7 +351,7 @@ class Verifiers:
 
 
 class _Tasks:
-    """Those of a task set, which may have no end: as many as were asked for so far."""
+    """Tasks of a task set, which may be endless: drawn only as far as requested."""
 
     def __init__(self, given: Iterator[Any]) -> None:
         self._given, self._known = given, list[Any]()
@@ -410,7 +410,8 @@ OPENENV_TIMEOUT_S = 86400.0
 SCHEMA_S = 10.0
 """Longest time in which a server says what its actions are."""
 NO_ACTION = "(code: VALIDATION_ERROR)"
-"""In what OpenEnv's client raises where a server cannot read an action; it has no other mark."""
+"""Text in the exception that OpenEnv's client raises if a server cannot read an action; the
+exception has no other mark."""
 
 
 class OpenEnv:

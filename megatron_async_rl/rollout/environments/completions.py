@@ -49,7 +49,7 @@ class Refused(Exception):
 
 
 def same(message: Message) -> tuple[Any, ...]:
-    """What two forms of one message share: clients add keys that are null, and other ids."""
+    """The content that identifies a message: clients add null keys and change ids."""
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     calls = [(one["name"], _read(one["arguments"])) for one in functions]
     return message.get("role"), message.get("content") or "", calls
@@ -65,8 +65,8 @@ def _read(arguments: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatCompletion:
-    """What of a call counts. `maximum`: tokens of its turn; null: all there is room for. `reads_calls`:
-    of tools, in what the model wrote."""
+    """The parts of a chat-completion request that are used. `maximum`: tokens of its turn; null
+    uses all the room. `reads_calls`: parse tool calls in the model's text."""
 
     messages: Sequence[Message]
     tools: Any

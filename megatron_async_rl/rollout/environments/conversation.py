@@ -158,7 +158,8 @@ class Episode:
 
 
 class Episodes:
-    """What an engine's samples have in common: their environments and how words become tokens."""
+    """Resources that an engine's episodes share: the environments, and the conversion of their
+    text into tokens."""
 
     def __init__(
         self, environments: Environments, tokenizer: Tokenizer, parser: ToolParser | None = None

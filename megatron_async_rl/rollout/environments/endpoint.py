@@ -146,7 +146,7 @@ class _Session:
         return turn
 
     def explained(self, error: str) -> str:
-        """With the refusal that may be behind it."""
+        """The error, extended by the refusal that may have caused it."""
         known = not self.refusal or self.refusal in error
         return error if known else f"{error} (a call was refused: {self.refusal})"
 
@@ -254,7 +254,7 @@ class Agents:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _elsewhere(self, request: web.Request) -> web.Response:
-        """Where there is nothing."""
+        """Answer 404 to requests for any other path."""
         error = Refused(
             f"{request.method} {request.path}: the endpoint has POST BASE_URL/chat/completions and GET"
             " BASE_URL/models alone, and BASE_URL, which its agent is given, ends with /v1",

@@ -64,7 +64,7 @@ class Environments:
         self._control: socket.socket | None = None
         self._imported: asyncio.Task[None] | None = None
         self._orders: deque[tuple[bytes, socket.socket | None]] = deque()
-        """Those that the template has not taken yet, with the sockets that they send."""
+        """Orders that the template process has not read yet, each with the socket to pass on."""
         self._closing: set[asyncio.Task[None]] = set()
         self.at_work = 0
         """Agents that ask the model nothing now."""
@@ -162,7 +162,8 @@ class Environments:
         self._send_orders()
 
     def _send_orders(self) -> None:
-        """As many as the template's socket takes now; the others once it takes more."""
+        """Send as many orders as the template's socket accepts now, and the rest once it accepts
+        more."""
         assert self._control is not None
         while self._orders:
             payload, sent = self._orders[0]

@@ -166,8 +166,8 @@ class Transcript:
         return turn
 
     def give_up(self, token: int, version: int) -> None:
-        """Where there was no turn: `token`, which nobody sampled, stands for one, as a sample has at
-        least one token."""
+        """Complete a sample that has no turn with one `token` that was not sampled, because a
+        sample has at least one token."""
         segment = TranscriptSegment(self.requested)
         segment.put([token], version)
         self.segments.append(segment)
@@ -209,7 +209,7 @@ class Transcript:
 
     @property
     def segment_starts(self) -> NDArray[np.int32] | None:
-        """As a sample's."""
+        """Starts of the segments after the first, as in Sample."""
         starts = self._starts[1:-1]
         return np.array(starts, dtype=np.int32) if starts else None
 

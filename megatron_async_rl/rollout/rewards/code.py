@@ -98,7 +98,7 @@ class _Budget:
 
     @property
     def left_s(self) -> float:
-        """By the clock, for the next program."""
+        """Wall-clock seconds left for the next program."""
         return min(WALL_PER_CPU * self._cpu_s, self._deadline - time.monotonic())
 
     def count(self, ended: Ended) -> None:

@@ -62,7 +62,8 @@ class Encoder:
         return self._within({"object": number}, 1)
 
     def _plain(self, kind: Any, value: Any) -> Any:
-        """By the methods of `kind`: a subclass may have changed its own."""
+        """Encode a value by the methods of its built-in class `kind`; a subclass may have
+        overridden its own."""
         if kind is int:
             value = int.__index__(value)
             short = -WORD < value < WORD
@@ -222,7 +223,7 @@ class Channel:
 
 
 class StandIn:
-    """For a value of the code that is no plain one."""
+    """Stand-in, on the test's side, for a value of the code that cannot be copied."""
 
     __hash__ = None  # type: ignore[assignment]
 

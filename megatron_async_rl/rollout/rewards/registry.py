@@ -91,21 +91,22 @@ class RewardContext:
 
     finish_reason: FinishReason = "stop"
     tokens: int = 0
-    """Of the response."""
+    """Number of response tokens."""
     seconds: float = 0.0
     """From when its engine took it until it ended."""
     version: int = 0
-    """Of the weights that sampled its last token."""
+    """Version of the weights that sampled the last token."""
     held_out: bool = False
     """Sampled for an evaluation."""
 
 
 NOTHING_KNOWN = RewardContext()
-"""Of a response that nobody sampled."""
+"""Context of a response that was not sampled."""
 
 _WHOLE = re.compile(r"([-+]?[0-9]+)\.0+")
 CONTEXT = (*RewardContext.__dataclass_fields__, "timeout_s")
-"""What a reward may ask for by the name of a parameter. `timeout_s`: the limit of the call."""
+"""Names of parameters that a reward may declare to receive context. `timeout_s`: the time limit
+of the call."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ class BoundReward:
     def arguments(
         self, items: list[RewardItem], timeout_s: float
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Of one call: of all `items`, or of the only one."""
+        """Positional and keyword arguments of one call with all `items`, or with the only one."""
 
         def values(name: str) -> Any:
             if name == "timeout_s":

@@ -68,12 +68,12 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of one program."""
+    """Limits of one program."""
 
     cpu_s: float = 5.0
     """Processor time of each of its processes, in whole seconds, rounded up."""
     wall_s: float = 20.0
-    """By the clock, from when the walls stand."""
+    """Wall-clock seconds, from when the isolation is set up."""
     memory_mib: int = 512
     """Address space of each process."""
     processes: int = 8

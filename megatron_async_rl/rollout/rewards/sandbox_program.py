@@ -66,7 +66,8 @@ OF_SELF = {
 """System calls that limit or slow down a process, and the places of the arguments that are 0 where
 that is the caller."""
 MOST_FILES = 4096
-"""In /tmp: an empty one takes memory that its size does not count."""
+"""Limit of the number of files in /tmp: even an empty file takes memory that the size limit does
+not count."""
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 SYS_CLONE3 = 435
 DEVICES = ("null", "zero", "random", "urandom")

@@ -298,7 +298,7 @@ def _check_judge(
 
 
 def _fields_of_judge(*, template: str = TEMPLATE, **_: Any) -> tuple[str, ...]:
-    """Those that the template names."""
+    """Fields of a row that the template names."""
     return tuple(name for name in dict.fromkeys(_FIELD.findall(template)) if name not in OWN)
 
 

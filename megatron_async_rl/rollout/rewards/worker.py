@@ -81,7 +81,7 @@ def call(reward: BoundReward, items: list[RewardItem], timeout_s: float) -> list
 async def call_async(
     reward: BoundReward, items: list[RewardItem], timeout_s: float
 ) -> list[Scored]:
-    """As `call`, of an `async` reward."""
+    """Call an `async` reward; see `call`."""
     positional, keyword = reward.arguments(items, timeout_s)
     try:
         return _scored(reward, items, await reward.function(*positional, **keyword))
