@@ -1,5 +1,5 @@
-"""The controller under load: engines that are timers, up to 10,000 prompts in flight, on one asyncio
-loop.
+"""The controller under load: engines that are timers, up to 10,000 prompts in flight, on one
+asyncio loop.
 
 Prints, at each number of prompts in flight: responses per second, of the wall and of the processor
 without what the timers take of it, the ratio of the latter to that with the fewest in flight,

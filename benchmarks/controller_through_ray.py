@@ -1,4 +1,5 @@
-"""What the controller costs per sample through Ray: the real actor and engine actors that answer at once.
+"""What the controller costs per sample through Ray: the real actor and engine actors that answer at
+once.
 
 Prints, at each number of prompts in flight: processor time of the controller's process per sample,
 that of the same controller without Ray (`controller_load.py`, the same settings), and the share of

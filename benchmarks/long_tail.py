@@ -2,10 +2,11 @@
 batch barrier.
 
 By default a table of simulations (simulate/model.py): two engines of 32 places, which each make a
-token per unit of time whatever the others do; new weights are there at once. `--real`: one real vLLM engine under
-the real controller, lengths drawn log-normal, against a batch at a time: share of the engine's
-places that are taken, and tokens per second that train, in one run. Training takes no time in the
-real run: the barrier is not charged for it, and asynchrony gains by filling engines alone.
+token per unit of time whatever the others do; new weights are there at once. `--real`: one real
+vLLM engine under the real controller, lengths drawn log-normal, against a batch at a time: share of
+the engine's places that are taken, and tokens per second that train, in one run. Training takes no
+time in the real run: the barrier is not charged for it, and asynchrony gains by filling engines
+alone.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ NAME_A_RUN = "name a run directory, the `run.dir` of its config"
 
 
 class Commands(TyperGroup):
-    """Ends any command that a user error stops with that error's screen and exit code 2; likewise for
-    a file that cannot be read or written."""
+    """Ends any command that a user error stops with that error's screen and exit code 2; likewise
+    for a file that cannot be read or written."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -48,7 +48,8 @@ class Commands(TyperGroup):
             _print_error(error)
             raise typer.Exit(USER_ERROR) from None
         except OSError as error:
-            # The caller of last resort: an error without a file, such as a socket's, is not the user's.
+            # The caller of last resort: an error without a file, such as a socket's, is not the
+            # user's.
             if error.filename is None:
                 raise
             fix = "check the file, its folder and their permissions, or name another one"
@@ -282,8 +283,9 @@ def init(
         ),
     ] = None,
 ) -> None:
-    """Ask for model, data, held-out data, reward, GPUs and style, and write a config that `mar plan`
-    accepts. Options answer without being asked; without a terminal the others take defaults."""
+    """Ask for model, data, held-out data, reward, GPUs and style, and write a config that `mar
+    plan` accepts. Options answer without being asked; without a terminal the others take
+    defaults."""
     from megatron_async_rl.plan import interview
     from megatron_async_rl.plan.new_config import write_config
 
@@ -407,7 +409,8 @@ def plan(
         typer.Option(
             "--host-memory",
             min=1.0,
-            help="Host memory of each machine, in GiB; default: this machine's, with --gpus unchecked.",
+            help="Host memory of each machine, in GiB; default: this machine's, with --gpus"
+            " unchecked.",
         ),
     ] = None,
     resolved: Annotated[
@@ -415,7 +418,8 @@ def plan(
     ] = False,
 ) -> None:
     """Show a config's layout, memory, batch, staleness, step time and totals, here or on the GPUs
-    named. Starts nothing, and needs no weights of a published model; exit code 2 if it cannot run."""
+    named. Starts nothing, and needs no weights of a published model; exit code 2 if it cannot
+    run."""
     from megatron_async_rl.config.load import load
     from megatron_async_rl.data.hub import located
     from megatron_async_rl.plan.machine import CHIPS, GIB, described_machine, this_machine
@@ -515,8 +519,8 @@ def simulate(
         Path | None, typer.Option(metavar="FOLDER", help="Where the curves of --gpus go.")
     ] = None,
 ) -> None:
-    """Predict a config's speed, busy shares and lags, and what binds; with --gpus the best division.
-    Starts nothing."""
+    """Predict a config's speed, busy shares and lags, and what binds; with --gpus the best
+    division. Starts nothing."""
     from megatron_async_rl.config.load import load
     from megatron_async_rl.data.hub import located
     from megatron_async_rl.simulate.choose import predict_from_hardware, predict_from_run
@@ -712,7 +716,8 @@ def conform(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="JSON lists of reference vectors; `mar examples` copies some, in tests/data/golden.",
+            help="JSON lists of reference vectors; `mar examples` copies some, in"
+            " tests/data/golden.",
         ),
     ],
 ) -> None:

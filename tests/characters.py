@@ -1,5 +1,5 @@
-"""A tokenizer of one token a character, whose number is the character's, on disk; `<end>` is token 1
-and ends a turn."""
+"""A tokenizer of one token a character, whose number is the character's, on disk; `<end>` is token
+1 and ends a turn."""
 
 from __future__ import annotations
 

@@ -2,9 +2,10 @@
 
     python examples/recipes/fetch.py RECIPE.yaml
 
-The model named by the last part of `model.path` comes from Qwen's pages of the Hugging Face hub, the data named by the
-folder of `data.train` from those of DATA. Prompts are chat messages, so that the model's own template is used. Files that
-exist stay. HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are the hub library's.
+The model named by the last part of `model.path` comes from Qwen's pages of the Hugging Face hub,
+the data named by the folder of `data.train` from those of DATA. Prompts are chat messages, so that
+the model's own template is used. Files that exist stay. HF_HOME, HF_TOKEN, HF_ENDPOINT and
+HF_HUB_OFFLINE are the hub library's.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def whole_number(answer: str) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """A Parquet file of a data set on the hub, its columns of problems and answers, and how to read an answer."""
+    """A Parquet file of a data set on the hub, its columns of problems and answers, and how to read
+    an answer."""
 
     repository: str
     file: str
@@ -121,7 +123,8 @@ def main() -> None:
     except OSError as error:  # the hub library's own errors, of the network and of the disk
         sys.exit(
             f"fetch.py: {type(error).__name__}: {error}\n"
-            f"Without the hub, put the model into {model.resolve()} (and an empty file {READY} beside it) and the data into"
+            f"Without the hub, put the model into {model.resolve()} (and an empty file {READY}"
+            " beside it) and the data into"
             f" {data.resolve().parent}"
         )
 

@@ -1,5 +1,6 @@
-"""A second turn for problems with one answer: the model is asked to look at its work again, whatever
-it has answered. It is told nothing of the answer; `rollout.reward` judges the last turn."""
+"""A second turn for problems with one answer: the model is asked to look at its work again,
+whatever it has answered. It is told nothing of the answer; `rollout.reward` judges the last
+turn."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ Run it from the folder that holds examples/. Each seed has a folder of its own u
 2. rewriter.yaml trains the rewriter, from the learner;
 3. `mar eval --responses` has the learner itself, merely asked to, and the rewriter restate every
    demonstration four times; the first that is consistent is kept, else the demonstration;
-4. finetune.yaml trains the learner on the demonstrations, on its own rewrites and on the rewriter's;
+4. finetune.yaml trains the learner on the demonstrations, on its own rewrites and on the
+   rewriter's;
 5. evaluate.yaml measures each of the four models on the new operation and on the known ones.
 """
 

@@ -139,8 +139,8 @@ def plateau(
 
 
 def near_tie(rates: Sequence[Measured]) -> list[Measured]:
-    """The two best rates where they are within NEAR_TIE and one of them has a single seed, ascending
-    by rate; else none."""
+    """The two best rates where they are within NEAR_TIE and one of them has a single seed,
+    ascending by rate; else none."""
     best = sorted((one for one in rates if math.isfinite(one.area)), key=lambda one: -one.area)[:2]
     if len(best) < 2 or best[0].area - best[1].area >= NEAR_TIE:
         return []

@@ -12,7 +12,8 @@
                before of cosine, ESS ratio, entropy and reward trained on
 `choose` prints a grid that runs each method at its best learning rate on fresh seeds, or one that
 parts near ties (choose.py). `show` writes tables.md (tables.py, questions.py) and figures
-(figures.py) from the CSV, the same bytes for the same CSV. `page` writes docs/stability.md (page.py).
+(figures.py) from the CSV, the same bytes for the same CSV. `page` writes docs/stability.md
+(page.py).
 """
 
 from __future__ import annotations

@@ -98,8 +98,8 @@ class DataConfig(Strict):
     shuffle: bool = True
     """A new seeded order every epoch, of each source."""
     prompt_key: DataColumn = "prompt"
-    """Column of the prompt: text, or a list of chat messages, which may be JSON text. This key and the
-    three below may name a value inside a column: `extra_info.question`."""
+    """Column of the prompt: text, or a list of chat messages, which may be JSON text. This key and
+    the three below may name a value inside a column: `extra_info.question`."""
     answer_key: DataColumn | None = None
     """Column that becomes `answer`, which rewards read; with `loss: sft` it becomes `response`.
     Null: columns keep their names."""
@@ -108,15 +108,15 @@ class DataConfig(Strict):
     conversations: the loss is on the assistant's messages, except for those with `train: false` or
     `weight: 0`."""
     tools_key: DataColumn | None = TOOLS_COLUMN
-    """Column of JSON schemas of the functions that a row's chat messages may call, a list or its JSON,
-    which the chat template is given. Rows may lack the column `tools`, but not one of another name.
-    Null: none is read."""
+    """Column of JSON schemas of the functions that a row's chat messages may call, a list or its
+    JSON, which the chat template is given. Rows may lack the column `tools`, but not one of another
+    name. Null: none is read."""
     system_prompt: str | None = None
     """System message put before messages that have none."""
     as_chat: bool = False
     """True makes a text prompt one message of the user, which the chat template renders; false
-    gives the model the text as it stands. A response to a chat (`loss: sft`) ends with the template's
-    end of a turn, and one to plain text with the tokenizer's end of sequence."""
+    gives the model the text as it stands. A response to a chat (`loss: sft`) ends with the
+    template's end of a turn, and one to plain text with the tokenizer's end of sequence."""
     chat_template: TextOrFile | None = None
     """A Jinja file, or the template itself; null: the model's."""
     chat_template_options: Mapping[str, Any] = {}

@@ -313,7 +313,8 @@ ELSEWHERE_ONLY = {
 
 REMOVED = {
     "flow.extra_responses": (
-        "over-sampling is of groups: set flow.oversample, such as 0.5, with flow.selection: windowed"
+        "over-sampling is of groups: set flow.oversample, such as 0.5, with flow.selection:"
+        " windowed"
     ),
     "flow.requeue_cut": (
         "no response is cut any more, an unfinished group goes on: remove it, and see"

@@ -3,11 +3,12 @@
 Invariants:
 - nothing a user wrote is ignored: unknown keys, keys given twice and values of the wrong type raise
   ConfigError;
-- nothing a user wrote is changed: a key that takes text or a path gets the text as written, whatever
-  YAML would read it as (`run.dir=2024-01-01`, `data.system_prompt=Answer after ####`); elsewhere,
-  text that YAML versions read differently (`010`, `on`) and text that YAML would cut are refused;
-- every path is absolute, so that all processes of a run mean the same file: relative paths in a file
-  are taken from the file's folder, those in an override from the current folder;
+- nothing a user wrote is changed: a key that takes text or a path gets the text as written,
+  whatever YAML would read it as (`run.dir=2024-01-01`, `data.system_prompt=Answer after ####`);
+  elsewhere, text that YAML versions read differently (`010`, `on`) and text that YAML would cut are
+  refused;
+- every path is absolute, so that all processes of a run mean the same file: relative paths in a
+  file are taken from the file's folder, those in an override from the current folder;
 - `load` of what `dump` wrote gives an equal Config, and text that was written reads back as it was.
 """
 
@@ -201,8 +202,8 @@ def _absolute(key: str, value: Any, folder: Path) -> Any:
 
 
 def _path(key: str, value: str, folder: Path) -> Path:
-    """The absolute path that `value` means from `folder`. Raises ConfigError for one that cannot be a
-    file's, or that libraries would read as another."""
+    """The absolute path that `value` means from `folder`. Raises ConfigError for one that cannot be
+    a file's, or that libraries would read as another."""
     try:
         if "\0" in value:
             raise RuntimeError("no path holds a NUL character")

@@ -50,8 +50,8 @@ class LoraConfig(Strict):
     masks differ between parallel layouts."""
     merge: Literal["model", "float32"] = "model"
     """Precision of the weights, adapters merged in, that engines load. `model`: model.dtype; in
-    bfloat16 rounding loses nearly all of a product that is still small. `float32`: the exact sum, in
-    engines that compute in float32 (twice the bytes per weight and cached token, and slower)."""
+    bfloat16 rounding loses nearly all of a product that is still small. `float32`: the exact sum,
+    in engines that compute in float32 (twice the bytes per weight and cached token, and slower)."""
 
 
 def lora_conflicts(config: Config) -> Iterator[str]:
@@ -61,7 +61,8 @@ def lora_conflicts(config: Config) -> Iterator[str]:
     if config.policy.lora.merge == "float32":
         if config.model.dtype == "float32":
             yield (
-                "policy.lora.merge: float32 keeps what bfloat16 would round away, and model.dtype is"
+                "policy.lora.merge: float32 keeps what bfloat16 would round away, and model.dtype"
+                " is"
                 " float32 already; remove it"
             )
         if config.rollout is not None and config.rollout.quantised:
@@ -74,6 +75,7 @@ def lora_conflicts(config: Config) -> Iterator[str]:
     if reference is not None and reference.path is not None:
         yield (
             "objective.reference.path names a model of its own, and with policy.lora ranks hold one"
-            " set of whole weights, the base model's; leave it out (the reference is then model.path"
+            " set of whole weights, the base model's; leave it out (the reference is then"
+            " model.path"
             " without adapters), or set policy.lora: null"
         )

@@ -338,8 +338,8 @@ def _rising(bounds: tuple[float, float, float]) -> tuple[float, float, float]:
 
 
 def _as_tuple(value: Any) -> Any:
-    """A method's settings come through a Python function (config/settings_model.py), after which strict
-    refuses the file's list for a tuple."""
+    """A method's settings come through a Python function (config/settings_model.py), after which
+    strict refuses the file's list for a tuple."""
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -36,7 +36,8 @@ COLDEST = 0.01
 def _drawn(temperature: float) -> float:
     if 0 < temperature < COLDEST:
         raise ValueError(
-            f"{temperature:g} is below {COLDEST}, the lowest that vLLM draws at; set {COLDEST}, or 0 for"
+            f"{temperature:g} is below {COLDEST}, the lowest that vLLM draws at; set {COLDEST}, or"
+            " 0 for"
             " the likeliest token (held-out prompts only)"
         )
     return temperature
@@ -109,8 +110,8 @@ SAMPLED_ONLY = ("sampling", "samples_per_prompt", "pass_at", "pass_reward", "eng
 
 
 class EvalSampling(SamplingConfig):
-    """Sampling for held-out prompts, after `EvalSamplingConfig` went over training's. Nobody trains on what
-    is drawn, so it need not be the trainer's distribution."""
+    """Sampling for held-out prompts, after `EvalSamplingConfig` went over training's. Nobody trains
+    on what is drawn, so it need not be the trainer's distribution."""
 
     json_schema: Mapping[str, Any] | None = None
     regex: str | None = None
@@ -195,8 +196,8 @@ class EvalSetConfig(FileConfig):
 
 class EvalConfig(Strict):
     """Held-out reward before, during and after; without this section there is none. With
-    objective.loss: sft it is the loss of held-out responses, and `sets` and `every` are all there is
-    to say."""
+    objective.loss: sft it is the loss of held-out responses, and `sets` and `every` are all there
+    is to say."""
 
     sets: tuple[EvalSetConfig, ...] = ()
     """Several sets of held-out prompts, each with its own sampling, in the place of data.eval. The
@@ -225,7 +226,8 @@ class EvalConfig(Strict):
             raise ValueError(f"eval.sets: two are called {twice[0]}; give each a name of its own")
         if "part" in names:
             raise ValueError(
-                "eval.sets: none can be called `part`: `eval/part/NAME` is the mean of a part of the"
+                "eval.sets: none can be called `part`: `eval/part/NAME` is the mean of a part of"
+                " the"
                 " reward"
             )
         return self

@@ -142,15 +142,15 @@ class OptimizerConfig(Strict):
     log_update_norm: bool = False
     """Logs `update/norm` and `staleness/drift`, for which Adam's state is swept once more."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which gradients are summed over micro-batches and ranks. `bfloat16`, for a model in
-    bfloat16: half the buffer and half of what ranks send, and each addition rounds. Controls,
-    clipping and Adam read float32 either way, of a copy of what the rank's optimizer updates: 2 + 4 /
-    sharding bytes per parameter in the place of 4."""
+    """Precision in which gradients are summed over micro-batches and ranks. `bfloat16`, for a model
+    in bfloat16: half the buffer and half of what ranks send, and each addition rounds. Controls,
+    clipping and Adam read float32 either way, of a copy of what the rank's optimizer updates: 2 + 4
+    / sharding bytes per parameter in the place of 4."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which Adam's moments are kept; it computes in float32. `bfloat16`: 4 bytes per
     parameter in the place of 8. Each step rounds, so a moment may be off by 2^-8 / (1 - beta) of
-    its recent size at worst (8 % at 0.95), and betas above 0.996 are refused: what decays by less in
-    a step would round back to where it was."""
+    its recent size at worst (8 % at 0.95), and betas above 0.996 are refused: what decays by less
+    in a step would round back to where it was."""
     moment_offload: Literal["none", "cpu"] = "none"
     """`cpu` keeps the moments in page-locked host memory, which go to the device and back a block
     at a time while the step computes. Results differ from those of a fused Adam by rounding. On a
@@ -262,7 +262,8 @@ class RewardConfig(Strict):
     training; `stop` ends the run."""
     timeout_s: PositiveFloat = 30.0
     """Longest time for one call of one reward; over it the response counts as an error. The process
-    of a plain function is killed; the call of an `async` one is cancelled. Below watchdog.timeout_s."""
+    of a plain function is killed; the call of an `async` one is cancelled. Below
+    watchdog.timeout_s."""
     workers: PositiveInt = 4
     """Most processes of each engine that call a reward, and of the controller for one `per: group`;
     they start when responses wait. The built-in `arithmetic` and `countdown` need none."""
@@ -305,7 +306,8 @@ class RewardConfig(Strict):
         return self
 
     def total(self, parts: Mapping[str, float]) -> float:
-        """The reward of a response, of its `parts` by their names; others than these are only shown."""
+        """The reward of a response, of its `parts` by their names; others than these are only
+        shown."""
         own = {name: part for name, part in self.parts.items() if name in parts}
         added = sum(part.weight * parts[name] for name, part in own.items() if not part.gate)
         return added * math.prod(parts[name] for name, part in own.items() if part.gate)
@@ -332,8 +334,8 @@ class RolloutConfig(Strict):
     """Workers that share every layer of one engine (vLLM's tensor parallelism); divides heads and
     key-value heads."""
     pipeline: PositiveInt = 1
-    """Stages of one engine, each with some of the layers (vLLM's pipeline parallelism); an engine has
-    `tensor` times as many workers, each on a device of its own. At most the model's layers."""
+    """Stages of one engine, each with some of the layers (vLLM's pipeline parallelism); an engine
+    has `tensor` times as many workers, each on a device of its own. At most the model's layers."""
     in_flight: Literal["keep", "recompute"] = "keep"
     """Effect of a weight update on running responses. `keep`: they go on over the key-value cache
     of the old weights. `recompute`: the cache is cleared, so the new weights read prompt and
@@ -360,10 +362,10 @@ class RolloutConfig(Strict):
     vllm: Mapping[str, Any] = {}
     """More arguments of vLLM's engine by their names in `AsyncEngineArgs`, such as
     `max_num_batched_tokens: 16384`, handed on as they are. `enable_expert_parallel: true` divides a
-    mixture's experts, whole, over the `tensor` workers of a stage; `quantization: fp8_per_channel` (or
-    `fp8_per_tensor`, `fp8_per_block`) has vLLM quantise the weights of every update as it loads them. One
-    that another key sets, or that would break the loading of weights or the log-probs, is refused
-    with the reason."""
+    mixture's experts, whole, over the `tensor` workers of a stage; `quantization: fp8_per_channel`
+    (or `fp8_per_tensor`, `fp8_per_block`) has vLLM quantise the weights of every update as it loads
+    them. One that another key sets, or that would break the loading of weights or the log-probs, is
+    refused with the reason."""
 
     @property
     def quantised(self) -> bool:
@@ -429,10 +431,10 @@ class WeightsConfig(Strict):
     the ranks wrote there. `cuda_ipc`, for `rollout.placement: colocated`: engines load from the
     devices that they share with the policy, two buckets at a time, and nothing passes through host
     memory. With the others engines run on any machine of the Ray cluster. `relay`: an agent on each
-    machine but rank 0's copies every version into its shared memory, over TCP. `collective`: a sender
-    on rank 0's machine gives every version to one engine after the other, each over a communicator of
-    its own (NCCL between GPUs, gloo between CPUs), and its workers put it into their machine's shared
-    memory."""
+    machine but rank 0's copies every version into its shared memory, over TCP. `collective`: a
+    sender on rank 0's machine gives every version to one engine after the other, each over a
+    communicator of its own (NCCL between GPUs, gloo between CPUs), and its workers put it into
+    their machine's shared memory."""
     bucket_mib: PositiveInt = 256
     """Bytes of weights that an engine takes at one time."""
     max_paused: Fraction = 0.5
@@ -474,10 +476,11 @@ class ObserveConfig(Strict):
     """Address that it listens at, without a password: by default one that only rank 0's machine
     reaches; 0.0.0.0 is every address of that machine."""
     trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
-    """Experiment trackers that get the same numbers, each by its own library, which is installed beside
-    this package, and its own environment variables (`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`).
-    A resumed run goes on in the same run of the tracker. The run waits for none of them, and one that
-    fails three times in a row, as TensorBoard may on a full disk, gets no more."""
+    """Experiment trackers that get the same numbers, each by its own library, which is installed
+    beside this package, and its own environment variables (`WANDB_MODE=offline`,
+    `MLFLOW_TRACKING_URI`). A resumed run goes on in the same run of the tracker. The run waits for
+    none of them, and one that fails three times in a row, as TensorBoard may on a full disk, gets
+    no more."""
     project: str = "megatron_async_rl"
     """The trackers' project, or experiment; the run's name there is that of `run.dir`."""
     beside: Path | None = None

@@ -61,10 +61,10 @@ class YamlFault(Exception):
 class YamlDocument:
     """A tree and how it was written.
 
-    `lines`: the line of each dotted key. `unquoted`: the text of every scalar without quotes that is
-    not read as text, or that YAML versions read differently (`doubt`). `cut`: what follows a scalar
-    without quotes on its line and is a comment to YAML, yet has no blank after its `#`, as in
-    `End with #### and the number`.
+    `lines`: the line of each dotted key. `unquoted`: the text of every scalar without quotes that
+    is not read as text, or that YAML versions read differently (`doubt`). `cut`: what follows a
+    scalar without quotes on its line and is a comment to YAML, yet has no blank after its `#`, as
+    in `End with #### and the number`.
     """
 
     value: Any
@@ -197,7 +197,8 @@ class _NoComments(_Composer):
         # Only blanks and comments lie between two tokens.
         if "#" in self.buffer[start : self.pointer]:
             raise YamlFault(
-                "holds `#` after a blank, which begins a comment in YAML: the rest would be dropped",
+                "holds `#` after a blank, which begins a comment in YAML: the rest would be"
+                " dropped",
                 "put the text into quotes, or remove the comment",
             )
 
@@ -269,8 +270,8 @@ class _Builder:
         return own
 
     def _merge(self, node: yaml.Node, own: dict[str, Any], place: KeyPath) -> None:
-        """Adds the keys of `node` that `own` lacks: the mapping's own keys, and the first of several
-        merged mappings, win."""
+        """Adds the keys of `node` that `own` lacks: the mapping's own keys, and the first of
+        several merged mappings, win."""
         if not isinstance(node, yaml.MappingNode):
             fix = "write `<<: *name` of an anchor on a mapping"
             raise YamlFault("merges what is not a mapping", fix, line=_line(node))

@@ -30,8 +30,8 @@ class OptimizerView(Protocol):
         ...
 
     def momentum(self) -> Sequence[Tensor] | None:
-        """Adam's first moment, to be read; None on every rank before the first step. A tensor that is
-        not kept in float32 on the device is made when it is asked for."""
+        """Adam's first moment, to be read; None on every rank before the first step. A tensor that
+        is not kept in float32 on the device is made when it is asked for."""
         ...
 
     def last_update(self) -> Sequence[Tensor] | None:

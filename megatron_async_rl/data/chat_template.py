@@ -4,7 +4,8 @@ Invariants:
 - a message never loses a part silently: a role, a tool call, an option or tools that the template
   does not write are refused;
 - the arguments of a tool call reach the template in the form that it writes once: as an object for
-  templates that apply `tojson` or read single arguments, as JSON text for templates that print them.
+  templates that apply `tojson` or read single arguments, as JSON text for templates that print
+  them.
 """
 
 from __future__ import annotations
@@ -293,7 +294,8 @@ class ChatTemplate:
         self._checked = True
 
     def _require_options(self, template: Any) -> None:
-        """Raise DataError for an option that the template does not read: it would have no effect."""
+        """Raise DataError for an option that the template does not read: it would have no
+        effect."""
         self._reads = read = _variables(template)
         if read is None:
             return
@@ -316,8 +318,10 @@ class ChatTemplate:
             raise DataError(
                 self._dir,
                 None,
-                "has a chat template that does not read `tools`, so that the model would know of none",
-                "give data.chat_template one that does, or say in the prompts which tools there are,"
+                "has a chat template that does not read `tools`, so that the model would know of"
+                " none",
+                "give data.chat_template one that does, or say in the prompts which tools there"
+                " are,"
                 " as plain text (those of the data: data.tools_key: null)",
             )
 

@@ -46,8 +46,8 @@ def conversation(
     tokenizer: Tokenizer,
     tools: Sequence[Any],
 ) -> TrainingConversation:
-    """`tools`: schemas of functions that the assistant may call. Raises DataError, naming the message,
-    for one that cannot be told from the others."""
+    """`tools`: schemas of functions that the assistant may call. Raises DataError, naming the
+    message, for one that cannot be told from the others."""
     trained = _trained(file, place, messages)
     plain = [{key: one[key] for key in one if key not in TRAINED_KEYS} for one in messages]
     last = trained[-1]

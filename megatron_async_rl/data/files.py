@@ -160,7 +160,8 @@ def _files_at(location: Path) -> list[Path]:
 
 
 def _data_in(folder: Path) -> list[Path]:
-    """Return the data files of a folder. A link to nothing is among them: reading it is an error."""
+    """Return the data files of a folder. A link to nothing is among them: reading it is an
+    error."""
     try:
         inside = [one for one in folder.iterdir() if not NO_DATA.search(one.name)]
     except OSError as error:
@@ -277,7 +278,8 @@ def _parsed(path: Path, line: int | None, text: str) -> Any:
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line by line, so that the first rows of a large file cost no more than those of a small one."""
+    """Line by line, so that the first rows of a large file cost no more than those of a small
+    one."""
     try:
         with open(path, "rb") as file:
             for line, raw in enumerate(file, start=1):
@@ -302,8 +304,8 @@ def _json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _refuse_one_object(path: Path, content: bytes) -> None:
-    """Raise DataError for a file that is an object as a whole, such as {"data": [...]}: written over
-    several lines, or with nothing in it but a list of objects that are no chat messages."""
+    """Raise DataError for a file that is an object as a whole, such as {"data": [...]}: written
+    over several lines, or with nothing in it but a list of objects that are no chat messages."""
     try:
         whole = json.loads(content.decode())
     except (ValueError, RecursionError):

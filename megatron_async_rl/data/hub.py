@@ -6,9 +6,9 @@ Invariants:
   local paths alone;
 - the local path is a folder of the hub's cache that names the commit, and it is what stands in
   RUN/config.yaml: a run that goes on reads the bytes it began with, also when the name has moved;
-- without a network, or with HF_HUB_OFFLINE, the cache answers, and one that lacks a file is refused:
-  the hub's client compares it with the commit's list of files where the cache has one, and data
-  in numbered pieces says itself how many there are;
+- without a network, or with HF_HUB_OFFLINE, the cache answers, and one that lacks a file is
+  refused: the hub's client compares it with the commit's list of files where the cache has one, and
+  data in numbered pieces says itself how many there are;
 - which files are a split is for the data set's card to say, or else for their names.
 """
 
@@ -268,8 +268,8 @@ def _path_of_split(key: str, name: HubName, folder: Path) -> str:
 
 
 def _files_on_hub(name: HubName, folder: Path) -> list[str]:
-    """Every file of the commit, as the client has listed it or the hub lists it. Raises the client's
-    errors; where the hub cannot be reached, at the first attempt."""
+    """Every file of the commit, as the client has listed it or the hub lists it. Raises the
+    client's errors; where the hub cannot be reached, at the first attempt."""
     import huggingface_hub as client
 
     with contextlib.suppress(Exception):  # clients of the first version keep no list

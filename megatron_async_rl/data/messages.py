@@ -1,10 +1,11 @@
-"""Chat messages as data sets write them, to messages with `role` and `content`, which templates read.
+"""Chat messages as data sets write them, to messages with `role` and `content`, which templates
+read.
 
 Invariants:
-- messages may be JSON text, since every cell of CSV is text; text that begins as messages is read as
-  messages or refused, and never reaches a model as plain text;
-- ShareGPT's `from` and `value` become `role` and `content`, in any combination, its names of roles the
-  usual ones, and its `function_call` becomes `tool_calls`.
+- messages may be JSON text, since every cell of CSV is text; text that begins as messages is read
+  as messages or refused, and never reaches a model as plain text;
+- ShareGPT's `from` and `value` become `role` and `content`, in any combination, its names of roles
+  the usual ones, and its `function_call` becomes `tool_calls`.
 """
 
 from __future__ import annotations
@@ -210,8 +211,8 @@ def _require_names(calls: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _with_role_and_content(file: Path, place: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message with `role` and `content`, where it may have `from` or `value`, and with the
-    usual name of its role. A role that is not known stays: the template may read it."""
+    """Return the message with `role` and `content`, where it may have `from` or `value`, and with
+    the usual name of its role. A role that is not known stays: the template may read it."""
     key = "role" if message.get("role") is not None else "from"
     given = message.get(key)
     if not isinstance(given, str):
@@ -237,8 +238,8 @@ def _with_role_and_content(file: Path, place: int, message: Mapping[str, Any]) -
 
 
 def _with_calls(file: Path, place: int, message: Mapping[str, Any], given: str) -> dict[str, Any]:
-    """Return a message of ShareGPT's role `function_call`, whose content is a call or a list of them,
-    as the assistant's with `tool_calls`."""
+    """Return a message of ShareGPT's role `function_call`, whose content is a call or a list of
+    them, as the assistant's with `tool_calls`."""
     value = message.get("content")
     calls: Any
     try:

@@ -40,8 +40,8 @@ def matches(path: str, pattern: str) -> bool:
 
 
 def one_pattern(wanted: Collection[str], among: Collection[str]) -> str:
-    """One that matches these paths and no other: with a `*` in some names where that does, else with
-    such a pattern for each folder, or the names, as alternatives."""
+    """One that matches these paths and no other: with a `*` in some names where that does, else
+    with such a pattern for each folder, or the names, as alternatives."""
     whole = _starred(wanted, among)
     if whole is not None:
         return whole

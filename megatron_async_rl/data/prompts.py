@@ -57,7 +57,8 @@ class Required:
     """Further columns that the row must have; None if no part of the reward is for it."""
     fault: Callable[[Mapping[str, Any]], tuple[str, str, str] | None] = lambda fields: None
     """(column, what is wrong with it, fix) if a reward cannot use a value of the row, which has all
-    `columns`. The column is the reward's name of it; empty if the fault is not that of one column."""
+    `columns`. The column is the reward's name of it; empty if the fault is not that of one
+    column."""
 
 
 nothing_more = Required()
@@ -373,8 +374,8 @@ def _checked(
 def _unusable(
     file: Path, place: int, column: str, what: str, fix: str, *, own: Mapping[str, str]
 ) -> DataError:
-    """Return the error for a value that a reward cannot use, with the user's name of its column. `own`:
-    that name for the columns that a key of the configuration names."""
+    """Return the error for a value that a reward cannot use, with the user's name of its column.
+    `own`: that name for the columns that a key of the configuration names."""
     if column:
         return DataError(file, place, f"`{own.get(column, column)}` {what}", fix)
     renamed = [f"`{role}` is the column `{name}`" for role, name in own.items() if role != name]
@@ -446,8 +447,8 @@ def _messages_or_value(file: Path, place: int, response: Any) -> Any:
 
 
 def _require_response(file: Path, place: int, response: Any) -> None:
-    """Raise DataError for a response to a plain text that is none, or that is messages, which would be
-    learned as text."""
+    """Raise DataError for a response to a plain text that is none, or that is messages, which would
+    be learned as text."""
     value = _messages_or_value(file, place, response)
     if value and is_messages(value):
         what = "`response` holds chat messages, and the prompt is plain text"

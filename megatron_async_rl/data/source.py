@@ -6,9 +6,9 @@ Invariants:
   given, so a saved position continues with the very same sequence; it has the digests of its
   prompts, and is refused by a source of others;
 - of a mixture, no source is ever a whole prompt ahead of its share;
-- a given response (`loss: sft`) is tokenized once, at the start, and ends with end-of-sequence; of a
-  conversation the assistant's messages are trained on. Its log-probs are zeros, which the `sft` loss
-  never reads.
+- a given response (`loss: sft`) is tokenized once, at the start, and ends with end-of-sequence; of
+  a conversation the assistant's messages are trained on. Its log-probs are zeros, which the `sft`
+  loss never reads.
 """
 
 from __future__ import annotations
@@ -227,9 +227,10 @@ def fitting(rows: PromptSet, tokenizer: Tokenizer, longest: int | None) -> Promp
 class SupervisedSource:
     """Endless batches of `prompts_per_step` given responses, with a resumable position.
 
-    `prompts`: each with `fields["response"]` (text, or a TrainingConversation) and optionally `fields["weight"]` (>= 0, the
-    sample's loss weight); `parts` as for PromptSource. Raises DataError, naming the prompt, for a response that is missing, not
-    text, or too long for `max_context` (prompt + response + end-of-sequence tokens).
+    `prompts`: each with `fields["response"]` (text, or a TrainingConversation) and optionally
+    `fields["weight"]` (>= 0, the sample's loss weight); `parts` as for PromptSource. Raises
+    DataError, naming the prompt, for a response that is missing, not text, or too long for
+    `max_context` (prompt + response + end-of-sequence tokens).
     """
 
     def __init__(

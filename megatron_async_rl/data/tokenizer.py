@@ -5,8 +5,8 @@ Invariants:
 - every id that `encode*` returns has a row in the model: a tokenizer may have more entries than the
   model (Gemma 3's image token, an added pad token), and text with such a token is refused;
 - `decode` takes every id that the model can sample, also rows without a token;
-- importing this file imports neither torch nor transformers; chat templates, and tokenizers that are
-  more than a plain tokenizer.json, load transformers;
+- importing this file imports neither torch nor transformers; chat templates, and tokenizers that
+  are more than a plain tokenizer.json, load transformers;
 - `eos_ids[0]` is the tokenizer's own end-of-sequence token; every id in `eos_ids` ends a sampled
   response, the chat template's end of a turn included.
 """
@@ -100,9 +100,9 @@ def load_tokenizer(
     options: Mapping[str, Any] | None = None,
     tools: Sequence[Any] = (),
 ) -> Tokenizer:
-    """`template`: of chat prompts, null takes the model's; `options`: its variables; `tools`: schemas
-    of functions that every chat prompt names. Raises DataError if the directory has no tokenizer,
-    names no end-of-sequence token, or names one without a row in the model."""
+    """`template`: of chat prompts, null takes the model's; `options`: its variables; `tools`:
+    schemas of functions that every chat prompt names. Raises DataError if the directory has no
+    tokenizer, names no end-of-sequence token, or names one without a row in the model."""
     model_dir = Path(model_dir)
     if not any((model_dir / name).is_file() for name in FILES):
         raise DataError(
@@ -196,7 +196,8 @@ class ModelTokenizer:
                     self._dir,
                     None,
                     f"has no row for token {index} ({text!r}): its vocab_size is {self._rows}",
-                    f"remove {text!r} from the text, or use the tokenizer that belongs to this model",
+                    f"remove {text!r} from the text, or use the tokenizer that belongs to this"
+                    " model",
                 )
 
     def render_chat(self, messages: ChatMessages, *, answer: bool, tools: Any = None) -> str:

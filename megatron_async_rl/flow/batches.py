@@ -58,15 +58,15 @@ class BatchSource(Protocol):
         """The batch that trains `version`; None when the user asked the run to stop."""
 
     def sleep(self) -> None:
-        """Colocated: returns when the engines have given up their memory, which they take again with
-        the next version."""
+        """Colocated: returns when the engines have given up their memory, which they take again
+        with the next version."""
 
     def until_loaded(self, version: int) -> None:
         """Returns when every engine that is there holds `version`, which is lent."""
 
     def next_buffer_request(self, made: Future[Any]) -> BufferRequest | None:
-        """Returns what the ranks are to do next with the buckets that engines want; null once `made` is
-        done."""
+        """Returns what the ranks are to do next with the buckets that engines want; null once
+        `made` is done."""
 
     def buffer_filled(self, done: BucketRef | None) -> None:
         """The ranks have done it; `done`: where the bucket is."""
@@ -225,7 +225,8 @@ class RolloutBatches:
 
 
 class GivenResponses:
-    """Supervised; no engines, nobody to publish to. Held-out responses are measured by the ranks."""
+    """Supervised; no engines, nobody to publish to. Held-out responses are measured by the
+    ranks."""
 
     def __init__(self, config: Config, position: DataState | None) -> None:
         tokenizer = tokenizer_of(config.model.path, config.data)
@@ -313,8 +314,8 @@ def open_batches(
     position: DataState | None,
     gpus: Mapping[str, Sequence[str]],
 ) -> BatchSource:
-    """The batches that `config` asks for, from `position` (None: the beginning). `gpus`: those of the
-    trainer's ranks, by host name."""
+    """The batches that `config` asks for, from `position` (None: the beginning). `gpus`: those of
+    the trainer's ranks, by host name."""
     if config.supervised:
         return GivenResponses(config, position)
     return RolloutBatches(config, device_type, position, gpus)
@@ -323,7 +324,8 @@ def open_batches(
 def controller_spec(
     config: Config, device_type: str, gpus: Mapping[str, Sequence[str]]
 ) -> ControllerSpec:
-    """`gpus`: of the ranks, by host name. Colocated engines share them, as far as there are so many."""
+    """`gpus`: of the ranks, by host name. Colocated engines share them, as far as there are so
+    many."""
     rollout = config.rollout
     assert rollout is not None
     shares = rollout.placement == "colocated"

@@ -49,8 +49,9 @@ TO: dict[Phase, tuple[PhaseStep, ...]] = {
         PhaseStep("wake cache", "engine", "generate"),
     ),
 }
-"""Steps that lead to a phase from the one before it, in order. Weights are staged, in host memory or where
-the policy has them, before an engine wakes, so that a device never holds three copies of them."""
+"""Steps that lead to a phase from the one before it, in order. Weights are staged, in host memory
+or where the policy has them, before an engine wakes, so that a device never holds three copies of
+them."""
 PHASES = tuple(TO)
 """Phases in the order in which they follow each other; the first follows the last."""
 
@@ -73,8 +74,8 @@ class DevicePhases:
         return self._at if self._step is None else self._step.needs
 
     def to(self, phase: Phase, do: Mapping[PhaseStepName, Callable[[], object]]) -> None:
-        """Takes the party's own steps to `phase`, which it stands in then. Raises PhaseOrderError where
-        another phase is next, and what a step raises."""
+        """Takes the party's own steps to `phase`, which it stands in then. Raises PhaseOrderError
+        where another phase is next, and what a step raises."""
         for step in self._steps_to(phase):
             with self._taking(step):
                 do[step.name]()

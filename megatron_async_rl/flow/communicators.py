@@ -152,7 +152,8 @@ class Communicators:
             if self._sender is None:
                 sender = self._start()
                 try:
-                    # It loads torch first: that may take as long as a start, and longer than an answer.
+                    # It loads torch first: that may take as long as a start, and longer than an
+                    # answer.
                     await answer_of(sender.alive.remote())
                 except BaseException:
                     _kill(sender)

@@ -170,8 +170,8 @@ class Controller(Listener):
         self._require_no_failure()
 
     async def next_buffer_request(self, done: BucketRef | None) -> BufferRequest:
-        """Returns what the ranks are to do next with the buckets of a version that is lent; `done`: where they
-        put the one that they were to fill."""
+        """Returns what the ranks are to do next with the buckets of a version that is lent; `done`:
+        where they put the one that they were to fill."""
         return await self._fleet.updates.next_buffer_request(done)
 
     def on_version(self, version: int) -> None:

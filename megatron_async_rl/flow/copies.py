@@ -1,15 +1,15 @@
-"""Staged versions, who reads them, which of them the memory of machines other than rank 0's holds, or
-an engine's own by collective, which counts as a machine; and which buckets of a version that is lent
-are where. State alone: who waits for it does so in `updates.py`.
+"""Staged versions, who reads them, which of them the memory of machines other than rank 0's holds,
+or an engine's own by collective, which counts as a machine; and which buckets of a version that is
+lent are where. State alone: who waits for it does so in `updates.py`.
 
 Invariants:
 - a copy is here once it is whole and verified, until its place is taken or its machine's relay is
   lost;
 - a machine has two at most; the next takes the place of all but the one that came last, as the
   agent has it (weights/relay.py);
-- of a version that is lent a place is filled only while nobody reads it. An engine that is behind is
-  waited for, so that each bucket is filled once for all that load; whoever is lost is waited for no
-  more.
+- of a version that is lent a place is filled only while nobody reads it. An engine that is behind
+  is waited for, so that each bucket is filled once for all that load; whoever is lost is waited for
+  no more.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class BufferRequest:
 
 
 class IpcBucketQueue:
-    """The buckets of one version. An engine wants a bucket, reads it once it is in a place, and then wants the
-    next."""
+    """The buckets of one version. An engine wants a bucket, reads it once it is in a place, and
+    then wants the next."""
 
     def __init__(self, version: int, count: int) -> None:
         self.version = version

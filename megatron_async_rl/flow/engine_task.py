@@ -63,10 +63,10 @@ class Launch(Protocol):
 
 
 class EngineLost(RuntimeError):
-    """The engine is of no more use. `suspect`: one of its requests may be the reason. It is not where
-    the engine was removed, where something else ended it (a preemption, Ray's memory monitor), where
-    its machine has left the cluster, and where it failed at loading weights, sleeping, or at naming
-    the request that it answers."""
+    """The engine is of no more use. `suspect`: one of its requests may be the reason. It is not
+    where the engine was removed, where something else ended it (a preemption, Ray's memory
+    monitor), where its machine has left the cluster, and where it failed at loading weights,
+    sleeping, or at naming the request that it answers."""
 
     def __init__(self, reason: str, *, suspect: bool = True) -> None:
         super().__init__(reason)
@@ -75,9 +75,9 @@ class EngineLost(RuntimeError):
 
 @dataclass(eq=False)
 class PendingRequest:
-    """A request and who may answer it: engines that hold at least version `minimum_version`. `answer`: of an
-    evaluation's request, which only engines that hold just that version may answer. `losses`:
-    engines that were lost while they had it, and for which it may be the reason."""
+    """A request and who may answer it: engines that hold at least version `minimum_version`.
+    `answer`: of an evaluation's request, which only engines that hold just that version may answer.
+    `losses`: engines that were lost while they had it, and for which it may be the reason."""
 
     request: Request
     minimum_version: int
@@ -86,7 +86,8 @@ class PendingRequest:
 
     @property
     def alone(self) -> bool:
-        """True if it runs alone on its engine, so that the next loss shows whether it is the reason."""
+        """True if it runs alone on its engine, so that the next loss shows whether it is the
+        reason."""
         return self.losses >= LOSSES_BEFORE_ALONE
 
 
@@ -231,8 +232,8 @@ class EngineTask:
             self._failed.set_exception(lost)
 
     async def sleep(self, timeout_s: float) -> None:
-        """Colocated: the engine gives up its memory, until it takes newer weights; one that does not
-        is lost, and has ended before this returns: the policy counts on its memory."""
+        """Colocated: the engine gives up its memory, until it takes newer weights; one that does
+        not is lost, and has ended before this returns: the policy counts on its memory."""
         engine, what = self.slot.engine, f"{self.slot.name} to sleep"
         if engine is None:  # lost at this very moment
             return
@@ -355,8 +356,8 @@ class EngineTask:
             self._serve(staged.version)
 
     async def _take(self, engine: Engine, staged: Staged) -> None:
-        """The engine holds the version when this returns, and may sample with it. Raises EngineLost,
-        and WeightMismatch after nobody can load this version any more."""
+        """The engine holds the version when this returns, and may sample with it. Raises
+        EngineLost, and WeightMismatch after nobody can load this version any more."""
         slot, version = self.slot, f"take weights of version {staged.version}"
         loaded: dict[str, str] = {}
 
@@ -392,8 +393,8 @@ class EngineTask:
         )
 
     async def _load_lent(self, engine: Engine, staged: Staged) -> dict[str, str]:
-        """Bucket by bucket, each given back as soon as it is loaded; one that the engine holds up for
-        `unresponsive_s` costs it, for others wait."""
+        """Bucket by bucket, each given back as soon as it is loaded; one that the engine holds up
+        for `unresponsive_s` costs it, for others wait."""
         updates, index, manifest = self._updates, self.slot.index, staged.manifest
         last = len(manifest.buckets) - 1
         answer: dict[str, str] = {}
@@ -411,7 +412,8 @@ class EngineTask:
     async def _request[Result](
         self, what: str, call: Awaitable[Result], limit_s: float | None = None
     ) -> Result:
-        """Returns what the engine answers, within `update_timeout_s` or another limit. Raises EngineLost."""
+        """Returns what the engine answers, within `update_timeout_s` or another limit. Raises
+        EngineLost."""
         try:
             limit_s = limit_s or self._update_timeout_s
             return await await_named(f"{self.slot.name} to {what}", call, limit_s)

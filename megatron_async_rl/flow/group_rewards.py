@@ -1,5 +1,5 @@
-"""Rewards of whole groups: a part of the reward that is called `per: group` takes all responses to a
-prompt at once, so it is called here, where a group comes together, and not where each is sampled.
+"""Rewards of whole groups: a part of the reward that is called `per: group` takes all responses to
+a prompt at once, so it is called here, where a group comes together, and not where each is sampled.
 
     engine: parts per response --sample--> controller or evaluation: parts per group --> reward
 
@@ -66,8 +66,8 @@ class GroupRewards:
         return len(self._tasks)
 
     def begin(self, group: SampleGroup, done: Done, fail: Callable[[BaseException], None]) -> None:
-        """Has `group` scored, then calls `done` with its samples; `fail` for a mistake of ours, which
-        must end the run, not a task."""
+        """Has `group` scored, then calls `done` with its samples; `fail` for a mistake of ours,
+        which must end the run, not a task."""
         task = asyncio.create_task(
             self._score(group, done, fail), name=f"reward of group {group.index}"
         )

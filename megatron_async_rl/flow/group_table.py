@@ -42,8 +42,8 @@ OnDropped = Callable[[SampleRow, str, bool], None]
 """Called for each response that will not train, with the reason and whether its group had
 finished."""
 OnGroupDropped = Callable[[int, str], None]
-"""Called for each group that will not train, with its number and the reason, before the calls for its
-responses. It may have none yet."""
+"""Called for each group that will not train, with its number and the reason, before the calls for
+its responses. It may have none yet."""
 
 EQUAL_BATCHES_LIMIT = 10
 """Counted by the groups kept, not consumed: far ahead of the trainer, many batches are made before
@@ -169,8 +169,8 @@ class GroupTable:
         return again
 
     def on_give_up(self, request: str, group: int) -> bool:
-        """The request will not be asked again, so its group cannot be completed. Returns whether the
-        group is dropped for it: another one's end may have come first."""
+        """The request will not be asked again, so its group cannot be completed. Returns whether
+        the group is dropped for it: another one's end may have come first."""
         entry = self._close(request, group)
         self.counts["given_up"] += 1
         if entry.dropped:

@@ -9,9 +9,9 @@ Invariants:
   the version that a request needs, it takes no more than its share: they will have room;
 - training and evaluation requests go to the engines of their kind; without evaluation engines both
   kinds share;
-- a request that is to run alone (`PendingRequest.alone`) goes to an engine that has nothing, and that engine
-  takes nothing else meanwhile. For the first that waits, the engine that has the least empties
-  itself.
+- a request that is to run alone (`PendingRequest.alone`) goes to an engine that has nothing, and
+  that engine takes nothing else meanwhile. For the first that waits, the engine that has the least
+  empties itself.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ class Lanes:
         return reserved
 
     def _eligible(self, key: LaneKey, slots: Sequence[EngineSlot]) -> tuple[list[EngineSlot], int]:
-        """The engines that may answer a lane's requests, and how many requests one of them may hold:
-        the same for all of the lane, since what is placed waits no longer and is held."""
+        """The engines that may answer a lane's requests, and how many requests one of them may
+        hold: the same for all of the lane, since what is placed waits no longer and is held."""
         training, version = key
         evaluates = not training and self._separate
         there = [

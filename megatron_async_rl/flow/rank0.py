@@ -4,8 +4,8 @@ null twin, so that the loop is the same on every rank.
 Invariants:
 - a method whose docstring begins with "Collective" is called by all ranks at the same point; it
   differs by rank only inside `Layout.from_rank_zero`;
-- weights that are lent are filled while rank 0 waits for the controller, by the ranks' main threads:
-  no other collective of theirs can be under way (`_meanwhile`);
+- weights that are lent are filled while rank 0 waits for the controller, by the ranks' main
+  threads: no other collective of theirs can be under way (`_meanwhile`);
 - `status.json` has the last state of the run, whatever ended it.
 """
 
@@ -116,12 +116,13 @@ class OtherRank:
         """On rank 0."""
 
     def next_batch(self) -> TrainBatch | None:
-        """On rank 0, after `await_batch`: what trains this version; None when the user asked the run
-        to stop."""
+        """On rank 0, after `await_batch`: what trains this version; None when the user asked the
+        run to stop."""
         raise RuntimeError("only rank 0 takes batches")
 
     def take_devices(self) -> None:
-        """Collective. Colocated: the engines sleep, then the policy gets back its training state."""
+        """Collective. Colocated: the engines sleep, then the policy gets back its training
+        state."""
         self.turns.to("train", {"sleep": self._sleep_engines, "restore": self._restore})
 
     def give_devices(self) -> None:
@@ -168,8 +169,8 @@ class OtherRank:
                 self._meanwhile(self._until_loaded)
 
     def _meanwhile(self, wait: Callable[[], None]) -> None:
-        """Collective: `wait` runs on rank 0, as in `Layout.from_rank_zero`; until it returns, all ranks
-        fill the buckets of the weights that engines want."""
+        """Collective: `wait` runs on rank 0, as in `Layout.from_rank_zero`; until it returns, all
+        ranks fill the buckets of the weights that engines want."""
         if not isinstance(self._staging, IpcBuckets):
             self.layout.from_rank_zero(wait)
             return

@@ -1,5 +1,5 @@
-"""Agents in processes of their own (weights/relay.py): the calls of one, and how it is started on its
-machine.
+"""Agents in processes of their own (weights/relay.py): the calls of one, and how it is started on
+its machine.
 
 Invariants:
 - what a call raised in the agent is raised here as itself;
@@ -137,6 +137,7 @@ def serve_here(silence_s: float) -> RelayServer:
         return RelayServer(host, silence_s)
     except OSError as error:
         raise RelayFailed(
-            f"the weights' server cannot listen at {host}, by which Ray knows this machine: {error};"
+            f"the weights' server cannot listen at {host}, by which Ray knows this machine:"
+            f" {error};"
             " start its Ray node with another --node-ip-address"
         ) from error

@@ -8,8 +8,8 @@ counts as a machine of its own: its agent is its communicator, and ends with it 
               (updates.py says which version, and when)               for its readers, back off
 
 Invariants:
-- an agent is lost when a call fails, when it does not answer for `unresponsive_s`, or when a version
-  does not arrive within `send_timeout_s`; no wait here has no end;
+- an agent is lost when a call fails, when it does not answer for `unresponsive_s`, or when a
+  version does not arrive within `send_timeout_s`; no wait here has no end;
 - a lost agent costs the run nothing but time, as long as it may start again: `restarts_per_hour`.
   Beyond that it costs the engines of its machine, which start again as they would after any loss;
   an engine that was to evaluate a version is lost at once, for rank 0 waits to overwrite that;
@@ -44,7 +44,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class RelaySettings:
     """The configuration's. `unresponsive_s`: also the longest time without a byte. `at_once`:
-    machines that are sent to at a time. `with_engines`: an agent ends with its machine's engines."""
+    machines that are sent to at a time. `with_engines`: an agent ends with its machine's
+    engines."""
 
     log_dir: Path
     unresponsive_s: float = 60.0

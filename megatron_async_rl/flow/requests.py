@@ -6,8 +6,8 @@ Invariants:
   front of its lane again;
 - a request is given up only on evidence. A loss counts against the requests that the engine had if
   one of them may be the reason (engine_task.EngineLost). After LOSSES_BEFORE_ALONE such losses a
-  request runs alone on an engine, and only where that engine is lost as well, it is given up: a long
-  response shares many engines, and is not the reason for their end;
+  request runs alone on an engine, and only where that engine is lost as well, it is given up: a
+  long response shares many engines, and is not the reason for their end;
 - a request that goes on with tokens of its own needs the version that sampled the last of them, or
   a newer one;
 - the requests that a slot holds, and those it was told to abort, are written here and by the lanes
@@ -243,7 +243,8 @@ class Requests:
         request = pending.request
         text = (
             f"request {request.id} (prompt {request.prompt.id}) is given up:"
-            f" {pending.losses} engines were lost while they had it, the last one while it had nothing"
+            f" {pending.losses} engines were lost while they had it, the last one while it had"
+            " nothing"
             f" else, as {reason.splitlines()[0] if reason else 'it ended'}"
         )
         if pending.answer is None:

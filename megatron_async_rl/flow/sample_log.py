@@ -4,15 +4,16 @@ became of it.
     controller --admitted / finished / trained / dropped / evaluated--> queue --thread--> RUN/samples/
 
 Invariants, in addition to those of the files (samples/segments.py):
-- the controller's loop appends to a queue and does nothing else; one thread reads, converts, writes;
+- the controller's loop appends to a queue and does nothing else; one thread reads, converts,
+  writes;
 - the log never slows or ends the run: a full queue or a full disk loses rows of the log, which is
   noted once in the run's events, and writing is tried again later;
 - rows queued FLUSH_S ago are in the file; all rows that a checkpoint's `position` counts are on the
   disk (fsync) before the checkpoint is;
 - `begin(position)` removes the outcomes of a history that the checkpoint does not know, so no
   sample counts as trained in two histories; the samples themselves stay;
-- the log's mark (samples/log_mark.py) counts only what is on the disk, and a file that has less than
-  its mark is not closed as if it were whole;
+- the log's mark (samples/log_mark.py) counts only what is on the disk, and a file that has less
+  than its mark is not closed as if it were whole;
 - a damaged or missing file, and a gap in `seq`, is noted in the run's events, and what is there
   stays as it is: only a torn tail is cut off;
 - an evaluation of one version stands there once, however often it was begun;
@@ -96,9 +97,9 @@ class SampleLog:
         return None
 
     def begin(self, position: int, after: int = -1) -> None:
-        """Continues from a checkpoint's `position`; 0: from the run's beginning. `after`: the segment
-        of the checkpoint's mark, behind which new ones are numbered, also where the user moved the
-        log away: one that begins anew is then not taken for one that has lost its end."""
+        """Continues from a checkpoint's `position`; 0: from the run's beginning. `after`: the
+        segment of the checkpoint's mark, behind which new ones are numbered, also where the user
+        moved the log away: one that begins anew is then not taken for one that has lost its end."""
         self._next_seq = max(self._next_seq, position)
 
     def admitted(self, group: int, step: int) -> None:
@@ -203,7 +204,8 @@ class SampleLogWriter(SampleLog):
         self._wake.set()
         if self._thread.is_alive() and not written.wait(CHECKPOINT_WAIT_S):
             self._note(
-                f"the sample log was not on the disk within {CHECKPOINT_WAIT_S:g} s: after a crash of"
+                f"the sample log was not on the disk within {CHECKPOINT_WAIT_S:g} s: after a crash"
+                " of"
                 " the machine it may lack rows that the checkpoint counts"
             )
 
@@ -283,7 +285,8 @@ class SampleLogWriter(SampleLog):
         gaps = gaps_in(seqs, first=0 if whole else None, end=position)
         if gaps:
             self._note_apart(
-                f"the sample log ({self._folder}) lacks outcomes {gaps}, which the checkpoint counts:"
+                f"the sample log ({self._folder}) lacks outcomes {gaps}, which the checkpoint"
+                " counts:"
                 " files were deleted, rows could not be written, or the log was off; samples may be"
                 " missing, or shown as waiting or lost"
             )
@@ -338,8 +341,8 @@ class SampleLogWriter(SampleLog):
         """Change the outcomes of every segment but the present one; return the `seq` of each that
         is left.
 
-        Reads batch by batch, and replaces only files that change. A damaged file stays as it is: its
-        readable part is not the file.
+        Reads batch by batch, and replaces only files that change. A damaged file stays as it is:
+        its readable part is not the file.
         """
         evaluated = set[int]()
         seqs: list[np.ndarray] = []

@@ -203,7 +203,8 @@ class Scheduler:
         return self._base + self._table.counts["consumed"] // self._flow.prompts_per_step
 
     def take(self, version: int) -> tuple[SampleGroup, ...] | None:
-        """The groups, in admission order, of the batch that trains `version`, the trainer's; null while it has to wait.
+        """The groups, in admission order, of the batch that trains `version`, the trainer's; null
+        while it has to wait.
 
         Raises ValueError for another batch than the next, StalenessViolated should a sample break
         the law.

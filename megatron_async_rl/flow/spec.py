@@ -1,5 +1,5 @@
-"""Things that rank 0 and the controller hand each other: the controller's settings, where the data stands,
-and a batch. Plain data, which crosses processes.
+"""Things that rank 0 and the controller hand each other: the controller's settings, where the data
+stands, and a batch. Plain data, which crosses processes.
 """
 
 from __future__ import annotations

@@ -123,7 +123,8 @@ def check_lags(
             start != sample.last_version or (version != due and start not in first_versions)
         ):
             raise StalenessViolated(
-                f"sample {sample.id} has tokens of versions {start} to {sample.last_version} and trains {version};"
+                f"sample {sample.id} has tokens of versions {start} to {sample.last_version} and"
+                f" trains {version};"
                 f" flow.selection: exact_lag wants all of them to be of one version, {due - start}"
                 " before"
             )

@@ -11,8 +11,8 @@ Invariants:
 - of the engines that have work, at most `max_paused` stand still at a time, and one may always; one
   without work, asleep, or not serving yet, loads at once;
 - all waits are for a version number or for a turn: what has been reached stays reached;
-- colocated: while the policy has the devices no engine starts, loads or wakes; and of a version that
-  is lent none loads while one starts, which measures the free memory of its device;
+- colocated: while the policy has the devices no engine starts, loads or wakes; and of a version
+  that is lent none loads while one starts, which measures the free memory of its device;
 - after `halt` nothing is loaded any more, and whoever waits for a version is told why.
 """
 
@@ -319,7 +319,8 @@ class WeightUpdates:
             self._changed.fire()
 
     async def give_devices_to_policy(self) -> None:
-        """Until the next version is staged. Returns when no engine is starting, loading or ending."""
+        """Until the next version is staged. Returns when no engine is starting, loading or
+        ending."""
         self._policy_has_devices = True
         await self._changed.until(
             lambda: not self._starting and not self._loading and not self._ending
@@ -328,8 +329,8 @@ class WeightUpdates:
     # Buckets that are lent
 
     async def until_loaded(self, version: int) -> None:
-        """Returns once every engine that is there holds `version`, or a newer one. Raises what `halt`
-        was given."""
+        """Returns once every engine that is there holds `version`, or a newer one. Raises what
+        `halt` was given."""
         await self._changed.until(
             lambda: (
                 self._halted is not None
@@ -366,7 +367,8 @@ class WeightUpdates:
         self._changed.fire()
 
     async def next_buffer_request(self, done: BucketRef | None) -> BufferRequest:
-        """Returns what the ranks are to do next; `done`: where they put the bucket that they were to fill."""
+        """Returns what the ranks are to do next; `done`: where they put the bucket that they were
+        to fill."""
         if self._ipc_buckets is not None:
             self._ipc_buckets.buffer_filled(done)
             self._changed.fire()

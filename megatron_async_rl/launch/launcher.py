@@ -469,8 +469,8 @@ def _report(run_dir: Path, console: Console) -> None:
 
 
 def _cause(run_dir: Path) -> tuple[str, str]:
-    """The cause of a failure, and its file. Rank 0's own words are the fullest, unless what it met was
-    another process's death."""
+    """The cause of a failure, and its file. Rank 0's own words are the fullest, unless what it met
+    was another process's death."""
     failure = first_failure(run_dir)
     cause = None
     if failure is None or failure.kind != PRIMARY:

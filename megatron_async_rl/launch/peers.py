@@ -5,15 +5,15 @@
     node n is ready: n --address of its ranks--> 0, which tries it --address of its own--> n, which
     tries that
 
-They go through node 0's endpoint: a node that cannot read its config, or does not see the file system,
-does not know the run's directory.
+They go through node 0's endpoint: a node that cannot read its config, or does not see the file
+system, does not know the run's directory.
 
 Invariants:
 - node 0 listens from its first moment on, and gives the port back before its ranks start: they need
   it;
 - a node that does not start ends at the latest TELL_S after it said so to its user, heard or not;
-- no rank starts on a node that node 0 does not reach, or that does not reach node 0, by the addresses
-  that the ranks will give each other;
+- no rank starts on a node that node 0 does not reach, or that does not reach node 0, by the
+  addresses that the ranks will give each other;
 - what a stranger sends to the port is not taken for a node's;
 - nothing listens at an address that node 0's endpoint and the ranks do not need.
 """
@@ -99,8 +99,8 @@ class Nodes:
     def torchrun(self, ranks: int, start: str, address: str = LOOPBACK) -> list[str]:
         """Return torchrun's arguments for this node's share of the ranks.
 
-        `start`: the id that `rendezvous` returned. `address`: of node 0, as this node reaches it; on
-        node 0 the address at which its store listens.
+        `start`: the id that `rendezvous` returned. `address`: of node 0, as this node reaches it;
+        on node 0 the address at which its store listens.
         """
         host = f"[{address}]" if ":" in address else address
         return [
@@ -130,8 +130,9 @@ class PeerNodes:
         self._unnotified = nodes.count - 1 if nodes.rank == 0 else 1
 
     def refusal(self) -> NodesError | None:
-        """The error of a node that does not start, if one sent it; blocks for CONNECT_S at most. Node 0
-        also tries the addresses of those that are ready, up to REACH_S each: raises NodesError."""
+        """The error of a node that does not start, if one sent it; blocks for CONNECT_S at most.
+        Node 0 also tries the addresses of those that are ready, up to REACH_S each: raises
+        NodesError."""
         self._reach()
         for connection in list(self._connections):
             message = connection.read()
@@ -308,8 +309,9 @@ class _PeerConnection:
 
 
 def rank_address() -> str:
-    """The address that ranks of this machine give to the others, by gloo's rule: that of the interface
-    in GLOO_SOCKET_IFNAME, else the first that this machine's name has. Raises NodesError."""
+    """The address that ranks of this machine give to the others, by gloo's rule: that of the
+    interface in GLOO_SOCKET_IFNAME, else the first that this machine's name has. Raises
+    NodesError."""
     if names := os.environ.get(INTERFACE):
         interfaces = psutil.net_if_addrs()
         of_internet = (socket.AF_INET, socket.AF_INET6)
@@ -327,7 +329,8 @@ def rank_address() -> str:
 
 def listening_address(nodes: Nodes) -> str:
     """Return the address at which node 0 accepts the other nodes: that of its endpoint where it is
-    one of this machine, else that of its ranks. Raises NodesError where the others cannot reach it."""
+    one of this machine, else that of its ranks. Raises NodesError where the others cannot reach
+    it."""
     named = list(_own_addresses(nodes.host))
     outward = [address for address in named if not ipaddress.ip_address(address).is_loopback]
     if outward:

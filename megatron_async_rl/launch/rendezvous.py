@@ -6,8 +6,8 @@
 They meet in the run's directory, which all of them see, and through node 0's endpoint (peers.py).
 
 Invariants:
-- no rank starts before the launcher of every node is there, with the same config, the same number of
-  nodes and the same software, and within reach;
+- no rank starts before the launcher of every node is there, with the same config, the same number
+  of nodes and the same software, and within reach;
 - what an earlier start left in the directory is not taken for node 0: its state must be seen to
   change.
 """

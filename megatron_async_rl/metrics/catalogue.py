@@ -84,9 +84,11 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "reward/part/NAME": Metric(
                 "reward",
-                "Mean of what has that name: a part of `rollout.reward.parts`, before it is weighted, or a"
+                "Mean of what has that name: a part of `rollout.reward.parts`, before it is"
+                " weighted, or a"
                 " number that the environment measured, such as `tool_errors` and, of these,"
-                " `unread_tool_calls`: calls that the model wrote and vLLM's parser could not read.",
+                " `unread_tool_calls`: calls that the model wrote and vLLM's parser could not"
+                " read.",
             ),
         },
     ),
@@ -108,7 +110,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "response/segments_mean": Metric(
                 "segments",
-                "Where a sample has several, by `rollout.environment.max_segments`: sequences of each.",
+                "Where a sample has several, by `rollout.environment.max_segments`: sequences of"
+                " each.",
             ),
             "response/environment_share": Metric(
                 "share",
@@ -422,7 +425,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
     ),
     "Weights": (
         (
-            "The newest version that an engine had loaded when the batch was taken. Engines load while"
+            "The newest version that an engine had loaded when the batch was taken. Engines load"
+            " while"
             " the batch before trains, so a version may be in two lines."
         ),
         {
@@ -432,7 +436,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "weights/relay_s": Metric(
                 "s",
                 "With `weights.transport: relay` or `collective`: until the newest version that"
-                " reached another machine, or an engine's own memory, was there, whole and verified;"
+                " reached another machine, or an engine's own memory, was there, whole and"
+                " verified;"
                 " of the one that took longest.",
             ),
             "weights/relay_bytes": Metric(
@@ -451,7 +456,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "eval/loss": Metric(
                 "nats per token",
                 "With `loss: sft`: -log p of the held-out responses, over the tokens that would be"
-                " trained on, each row by its weight; on the training data it would be `policy/loss`"
+                " trained on, each row by its weight; on the training data it would be"
+                " `policy/loss`"
                 " with `aggregation: token-mean`.",
             ),
             "eval/pass@k": Metric(

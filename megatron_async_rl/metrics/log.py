@@ -148,8 +148,8 @@ class MetricsLog:
 
 
 def digest_of_step(run_dir: Path, step: int) -> str | None:
-    """Digest of the line of `step`, as `MetricsLog.sync` returned it; None where no line has it. Reads
-    the file from its end. Raises UserError, FileNotFoundError."""
+    """Digest of the line of `step`, as `MetricsLog.sync` returned it; None where no line has it.
+    Reads the file from its end. Raises UserError, FileNotFoundError."""
     path = run_dir / FILE
     with reading(path), open(path, "rb") as file:
         for _, line in _lines_backwards(file):
@@ -160,8 +160,9 @@ def digest_of_step(run_dir: Path, step: int) -> str | None:
 
 
 def begins_after(run_dir: Path, step: int) -> bool:
-    """Return whether the file has no line of a step up to `step`, and its first line, if it has one, is
-    of a later step: it was begun by a run that went on from `step` without it. Raises UserError."""
+    """Return whether the file has no line of a step up to `step`, and its first line, if it has
+    one, is of a later step: it was begun by a run that went on from `step` without it. Raises
+    UserError."""
     path = run_dir / FILE
     try:
         with reading(path), open(path, "rb") as file:
@@ -193,8 +194,8 @@ def cut_unreadable(run_dir: Path) -> dict[str, int]:
 
 
 def cut_lines(path: Path, aside: Path, keeps: Callable[[dict[str, Any]], bool]) -> int:
-    """Cuts the end of a file of JSON objects off: all lines after the last one that `keeps` accepts.
-    They go to the end of `aside`; returns how many.
+    """Cuts the end of a file of JSON objects off: all lines after the last one that `keeps`
+    accepts. They go to the end of `aside`; returns how many.
 
     A crash in here loses no line; it may leave lines in both files.
     """
@@ -280,7 +281,8 @@ class GrowingFile:
         self._inode = -1
         self._offset = 0
         self._last = b""
-        """The last bytes before `_offset`: others there show that the file was cut and grew again."""
+        """The last bytes before `_offset`: others there show that the file was cut and grew
+        again."""
 
     def new_lines(self, limit: int | None = None) -> tuple[list[bytes], bool]:
         """Lines since the last call, and True where the file was replaced or cut, so that those of
@@ -427,8 +429,8 @@ class MetricsReader:
 
 
 def read_metrics(run_dir: Path) -> list[MetricRow]:
-    """Every row of a run, in order of steps; empty when nothing was logged. For runs of some thousand
-    steps."""
+    """Every row of a run, in order of steps; empty when nothing was logged. For runs of some
+    thousand steps."""
     return MetricsReader(run_dir).new_rows().rows
 
 

@@ -109,8 +109,8 @@ class _Scrape(WSGIRequestHandler):
 
 
 class Prometheus:
-    """The newest line over HTTP, from a thread of this process: a gauge `mar_<key>` for each number, a
-    counter `mar_<key>_total` for each count so far."""
+    """The newest line over HTTP, from a thread of this process: a gauge `mar_<key>` for each
+    number, a counter `mar_<key>_total` for each count so far."""
 
     def __init__(self, run_dir: Path, port: int, host: str = "127.0.0.1") -> None:
         """`port` 0 takes a free one; the address is in RUN/prometheus.txt and in this process's

@@ -1,9 +1,9 @@
-"""Experiment trackers as sinks of metrics: Weights & Biases, MLflow, trackio, each by its own library
-and its own environment variables.
+"""Experiment trackers as sinks of metrics: Weights & Biases, MLflow, trackio, each by its own
+library and its own environment variables.
 
 Invariants:
-- a tracker that cannot be opened is refused at the start; one that fails, hangs or is slow later costs
-  its own lines and nothing of the run, which never waits for it;
+- a tracker that cannot be opened is refused at the start; one that fails, hangs or is slow later
+  costs its own lines and nothing of the run, which never waits for it;
 - a resumed run goes on in the tracker's same run: its identity is in RUN/trackers.json;
 - without a server, what is tracked lies in the run directory (Weights & Biases with
   WANDB_MODE=offline, MLflow) or where the tracker keeps it (trackio).
@@ -57,7 +57,8 @@ class BackgroundSink:
         self._put(version, lambda: self._sink.write_evaluation(version, time, values))
 
     def close(self) -> None:
-        """Waits END_S at most: what a server that is away did not get by then stays with the library."""
+        """Waits END_S at most: what a server that is away did not get by then stays with the
+        library."""
         self._calls.put(None)
         self._thread.join(END_S)
         if self._thread.is_alive():
@@ -95,8 +96,8 @@ class BackgroundSink:
 
 
 class Tracker(ABC):
-    """A sink of numbers. Histograms are left to `RUN/metrics.jsonl` and TensorBoard; what every engine has is
-    one number for each."""
+    """A sink of numbers. Histograms are left to `RUN/metrics.jsonl` and TensorBoard; what every
+    engine has is one number for each."""
 
     name: str
     package: str
@@ -130,8 +131,9 @@ class Tracker(ABC):
 
 
 class WandB(Tracker):
-    """wandb's steps only grow, so an evaluation, which may be of an older version, goes with the newest step
-    and has its `eval/version`; steps that a crashed run repeats stay as they were first sent."""
+    """wandb's steps only grow, so an evaluation, which may be of an older version, goes with the
+    newest step and has its `eval/version`; steps that a crashed run repeats stay as they were first
+    sent."""
 
     name, package = "wandb", "wandb"
     offline = "log in with `wandb login`, or set WANDB_MODE=offline and `wandb sync` later"
@@ -242,7 +244,8 @@ def lacking(names: Sequence[str]) -> list[Problem]:
             fix=f"pip install {TRACKERS[name].package}, or leave it out",
         )
         for name in names
-        # A folder of a tracker's files in the current one, such as wandb/, is a package without a file.
+        # A folder of a tracker's files in the current one, such as wandb/, is a package without a
+        # file.
         if (found := find_spec(name)) is None or found.origin is None
     ]
 

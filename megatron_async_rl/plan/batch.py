@@ -1,5 +1,5 @@
-"""A batch: its samples and micro-batches, the tokens of a sample, and settings under which either does
-not fit. Pure arithmetic."""
+"""A batch: its samples and micro-batches, the tokens of a sample, and settings under which either
+does not fit. Pure arithmetic."""
 
 from __future__ import annotations
 

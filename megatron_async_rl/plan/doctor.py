@@ -181,8 +181,8 @@ def _install(what: str, path: str) -> str:
 
 
 def _ranges(path: str) -> Mapping[str, Requirement]:
-    """Versions that this package asks for on this path, by its own metadata: those it was tried with
-    are among them. None where that cannot be read."""
+    """Versions that this package asks for on this path, by its own metadata: those it was tried
+    with are among them. None where that cannot be read."""
     extra = "gpu" if path == "cuda" else "cpu"
     try:
         requested = [Requirement(one) for one in importlib.metadata.requires(PACKAGE) or ()]

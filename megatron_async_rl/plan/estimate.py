@@ -55,7 +55,8 @@ RELAY_RATE = 2.5e9
 NETWORK_RATE = 35e9
 """Bytes a second of one GPU over its own network card, of 400 Gb/s."""
 LENT_RATE = 60e9
-"""Bytes a second of buckets that the GPUs of a machine gather, over NVLink, and engines on them load."""
+"""Bytes a second of buckets that the GPUs of a machine gather, over NVLink, and engines on them
+load."""
 SENDING = {
     "relay": f"{RELAY_RATE / 1e9:g} GB/s to each other machine",
     "collective": f"{NETWORK_RATE / 1e9:g} GB/s to one engine after the other",
@@ -212,11 +213,14 @@ class Estimate:
             f" for {self.version / 1e9:.1f} GB\n"
             f"this config    {_s(self.step_s)} a step; synchronous {_s(self.synchronous_s)},"
             f" overlapped at best {_s(self.overlapped_s)}\n"
-            f"an engine      {self.tokens_per_s:,.0f} tokens/s, {round(self.decoding, 1):g} responses at a"
+            f"an engine      {self.tokens_per_s:,.0f} tokens/s, {round(self.decoding, 1):g}"
+            " responses at a"
             " time\n"
             f"assumed        {chip.name.upper()} by its data sheet: {COMPUTE_SHARE:.0%} of {rates},"
-            f" {READ_SHARE:.0%} of {chip.memory_rate / 1e12:g} TB/s; {copied}{to_others}; prompts of"
-            f" {batch.prompt} and responses of {batch.response} tokens, none much longer{scored}; no"
+            f" {READ_SHARE:.0%} of {chip.memory_rate / 1e12:g} TB/s; {copied}{to_others}; prompts"
+            " of"
+            f" {batch.prompt} and responses of {batch.response} tokens, none much longer{scored};"
+            " no"
             " padding, rewards that take no time"
         )
 
@@ -287,8 +291,8 @@ def _attention(shape: ModelShape, length: int) -> int:
 
 
 def _train_s(config: Config, chip: Chip, shape: ModelShape, batch: Batch) -> float:
-    """One batch: training passes, forward passes before them, and the time that pipeline stages wait
-    for the first and the last micro-batch of each optimizer step."""
+    """One batch: training passes, forward passes before them, and the time that pipeline stages
+    wait for the first and the last micro-batch of each optimizer step."""
     policy, parallel, objective = config.policy, config.policy.parallel, config.objective
     tokens, fp8 = batch.prompt + batch.response, policy.fp8
     share = 0.0
@@ -314,8 +318,8 @@ def _train_s(config: Config, chip: Chip, shape: ModelShape, batch: Batch) -> flo
 
 def forward_passes(config: Config) -> float:
     """Passes over the whole batch beside those that train: before it is trained on, under the
-    reference, the proximal policy and the weights in training; and of each later optimizer step under
-    its own weights, over its part. As objectives/objective.py asks for them."""
+    reference, the proximal policy and the weights in training; and of each later optimizer step
+    under its own weights, over its part. As objectives/objective.py asks for them."""
     objective = config.objective
     corrections, advantage = objective.corrections, objective.advantage
     compares = objective.loss.uses_proximal or bool(corrections)

@@ -94,8 +94,8 @@ class Need:
 def gpu_memory(
     config: Config, machine: Machine, engine: EngineMemory | None, ranks_of: RanksOf
 ) -> tuple[list[Problem], list[str], dict[Phase, Need]]:
-    """Problems of what does not fit, notes on what only just does, and where engines and policy take
-    turns, the peak of each phase, in their order."""
+    """Problems of what does not fit, notes on what only just does, and where engines and policy
+    take turns, the peak of each phase, in their order."""
     problems, notes = [], []
     needs = _needs(config, machine, engine, ranks_of(config))
     for phase, need in needs.items():
@@ -193,16 +193,16 @@ def _kept(rank: RankMemory) -> int:
 
 
 def lent_bytes(config: Config, engine: EngineMemory) -> int:
-    """Bytes of the buckets from which an engine loads on a device that it shares with the policy: each of at
-    most weights.bucket_mib, or of one tensor that is larger."""
+    """Bytes of the buckets from which an engine loads on a device that it shares with the policy:
+    each of at most weights.bucket_mib, or of one tensor that is larger."""
     if config.weights.transport != "cuda_ipc":
         return 0
     return IN_FLIGHT * min(max(config.weights.bucket_mib * MIB, engine.largest), engine.weights)
 
 
 def _sender(config: Config, rank: RankMemory) -> int:
-    """Bytes of the process that sends engines their weights by `collective`, which has rank 0's GPU:
-    its CUDA context, and the buckets on their way to each engine."""
+    """Bytes of the process that sends engines their weights by `collective`, which has rank 0's
+    GPU: its CUDA context, and the buckets on their way to each engine."""
     if config.rollout is None or config.weights.transport != "collective" or rank.stage > 0:
         return 0
     return CONTEXT_BYTES + engine_count(config) * IN_FLIGHT * config.weights.bucket_mib * MIB
@@ -282,7 +282,8 @@ def _share(config: Config, machine: Machine, phase: Needed, need: Need) -> float
 
 
 class DeviceMemoryOut(RuntimeError):
-    """A device's memory ran out. `phase`: in which; `held`: bytes by holder; `fix`: keys that help."""
+    """A device's memory ran out. `phase`: in which; `held`: bytes by holder; `fix`: keys that
+    help."""
 
     def __init__(self, message: str, phase: Phase, held: Mapping[str, int], fix: str) -> None:
         largest = sorted(held.items(), key=lambda part: -part[1])[:HOLDERS_SHOWN]
@@ -301,7 +302,8 @@ class HostMemoryOut(RuntimeError):
 
     def __init__(self, message: str, phase: Phase, state: str, fix: str) -> None:
         super().__init__(
-            f"host memory ran out in phase {phase}. It was: {message}. On rank 0's machine now: {state}"
+            f"host memory ran out in phase {phase}. It was: {message}. On rank 0's machine now:"
+            f" {state}"
         )
         self.phase = phase
         self.fix = fix

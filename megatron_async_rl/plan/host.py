@@ -1,8 +1,8 @@
 """Host memory of each machine of a run: what its ranks, engines and shared memory take together.
 
 Invariants:
-- `certain` parts are sizes of tensors that the run allocates; a plan is refused only when they alone
-  exceed a machine's memory. The other parts are estimates, and exceed it with a note;
+- `certain` parts are sizes of tensors that the run allocates; a plan is refused only when they
+  alone exceed a machine's memory. The other parts are estimates, and exceed it with a note;
 - /dev/shm is memory of the machine, so what lies there is a part, too.
 """
 
@@ -88,8 +88,8 @@ def host_memory(
     longest: int,
     routed_bytes: int = 0,
 ) -> tuple[HostMemory, ...]:
-    """Memory of every machine, those that are alike together. `ranks`: one per pipeline stage; empty
-    for a layout that does not divide. `longest`: tokens of the longest prompt + response.
+    """Memory of every machine, those that are alike together. `ranks`: one per pipeline stage;
+    empty for a layout that does not divide. `longest`: tokens of the longest prompt + response.
     `routed_bytes`: of the experts that come with each token of a sample."""
     parallel = config.policy.parallel
     if not ranks or parallel.ranks % machine.nodes or parallel.ranks % parallel.replica_ranks:

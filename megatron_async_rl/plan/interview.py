@@ -124,8 +124,8 @@ class Interview:
         return self._answers()
 
     def again(self, error: UserError) -> InitAnswers:
-        """Ask the question that is to blame once more, and keep every other answer. Raises the error
-        itself where there is no terminal, or no question is to blame."""
+        """Ask the question that is to blame once more, and keep every other answer. Raises the
+        error itself where there is no terminal, or no question is to blame."""
         key = error.problems[0].key if error.problems else ""
         blamed = next((name for start, name in BLAMED if key.startswith(start)), None)
         if not self._terminal or blamed is None:

@@ -138,7 +138,8 @@ def fp8_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Pr
     maximum = min(held, (shape.layers - 1) // 2)
     if kept > maximum:
         what = (
-            f"{kept} layers at each end are not within the {held} of a pipeline stage, or leave none"
+            f"{kept} layers at each end are not within the {held} of a pipeline stage, or leave"
+            " none"
             f" of {shape.layers} in 8 bits"
         )
         fix = f"set it to at most {maximum}"

@@ -43,9 +43,9 @@ def device_of(config: Config, machine: Machine) -> Device:
 
 
 def rank_environment(config: Config, machine: Machine) -> dict[str, str]:
-    """Variables that trainer ranks want here. Ranks planned for GPUs run on no CPU unsaid. Megatron-Core
-    launches a message of tensor or context parallelism before the kernels it is to run beside; up to
-    Hopper the GPU keeps that order only with one queue."""
+    """Variables that trainer ranks want here. Ranks planned for GPUs run on no CPU unsaid.
+    Megatron-Core launches a message of tensor or context parallelism before the kernels it is to
+    run beside; up to Hopper the GPU keeps that order only with one queue."""
     parallel = config.policy.parallel
     if device_of(config, machine) != "cuda":
         return {}
@@ -133,7 +133,8 @@ def engine_count(config: Config) -> int:
 
 
 def _engine_place(config: Config, device: Device, engine: int, ranks: int, machine: Machine) -> str:
-    """Behind the `ranks` ranks of its node; unless by shared memory, any machine of the Ray cluster."""
+    """Behind the `ranks` ranks of its node; unless by shared memory, any machine of the Ray
+    cluster."""
     assert config.rollout is not None
     workers = config.rollout.workers
     if engines_elsewhere(config, machine):
@@ -208,7 +209,8 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
         found.append(
             Problem(
                 key=f"{PARALLEL}.ranks",
-                what=f"{number_of('rank', parallel.ranks, 'does', 'do')} not divide into {product} = {cell}",
+                what=f"{number_of('rank', parallel.ranks, 'does', 'do')} not divide into {product}"
+                f" = {cell}",
                 fix=(
                     f"set ranks to a multiple of {cell}, or lower tensor"
                     f"{', context' if shared else ''} or pipeline"
@@ -219,7 +221,8 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
         found.append(
             Problem(
                 key=f"{PARALLEL}.ranks",
-                what=f"{number_of('rank', parallel.ranks, 'does', 'do')} not divide over {machine.nodes} nodes (--nnodes)",
+                what=f"{number_of('rank', parallel.ranks, 'does', 'do')} not divide over"
+                f" {machine.nodes} nodes (--nnodes)",
                 fix=(
                     f"set ranks to a multiple of {math.lcm(cell, machine.nodes)}, or change"
                     " --nnodes"
@@ -265,8 +268,8 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
 
 
 def gpus_wanted(config: Config, machine: Machine, node: int = 0) -> int:
-    """GPUs of machine number `node` that its ranks take, from the first, and engines after them, but
-    for engines that may be anywhere."""
+    """GPUs of machine number `node` that its ranks take, from the first, and engines after them,
+    but for engines that may be anywhere."""
     ranks, rollout = -(-config.policy.parallel.ranks // machine.nodes), config.rollout
     if rollout is None or node > 0 or engines_elsewhere(config, machine):
         return ranks
@@ -322,8 +325,8 @@ def _beyond_gpus(config: Config, machine: Machine) -> list[Problem]:
 
 
 def _room_problems(config: Config, machine: Machine) -> list[Problem]:
-    """More engines than there are GPUs for on the machines that are described or counted. Of another
-    cluster that is joined only Ray knows the machines."""
+    """More engines than there are GPUs for on the machines that are described or counted. Of
+    another cluster that is joined only Ray knows the machines."""
     rollout, known = config.rollout, machine.described or machine.engine_nodes
     if rollout is None or not known or not engines_elsewhere(config, machine):
         return []
@@ -355,7 +358,8 @@ def spread_notes(config: Config, device: Device, machine: Machine) -> list[str]:
         return []
     context = f" x context {parallel.context}" if parallel.context > 1 else ""
     return [
-        f"policy.parallel.tensor: {parallel.tensor}{context} ranks exchange activations in every layer, and"
+        f"policy.parallel.tensor: {parallel.tensor}{context} ranks exchange activations in every"
+        " layer, and"
         f" a node has {share} of them, so this passes over the network between machines: give each"
         " more ranks (fewer --trainer-nodes), or lower it"
     ]
@@ -388,7 +392,8 @@ def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
         f" {ranks} {'has' if ranks == 1 else 'have'} a rank"
     )
     fix = (
-        f"set rollout.engines to at most {ranks // workers}, policy.parallel.ranks to {taken}, or this"
+        f"set rollout.engines to at most {ranks // workers}, policy.parallel.ranks to {taken}, or"
+        " this"
         " to shared_memory"
         if ranks >= workers
         else f"set policy.parallel.ranks to {taken}, or this to shared_memory"
@@ -418,7 +423,8 @@ def head_size_problems(
     quantised = str(options.get("kv_cache_dtype", "auto")).startswith("fp8")
     if quantised and size % FP8_CACHE_MULTIPLE:
         what = (
-            f"fp8 on a CPU needs attention heads of a multiple of {FP8_CACHE_MULTIPLE} elements, and"
+            f"fp8 on a CPU needs attention heads of a multiple of {FP8_CACHE_MULTIPLE} elements,"
+            " and"
             f" the model's have {size}"
         )
         return [Problem(key="rollout.vllm.kv_cache_dtype", what=what, fix="remove it")]

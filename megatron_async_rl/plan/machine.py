@@ -101,9 +101,9 @@ class Machine:
     nothing that lies on its disks is. `transformer_engine`: its version, null where it is not
     installed; of a machine that is described, requirements/gpu.txt's.
 
-    `nodes`: machines like this one that have ranks, each as many; the first has the engines that get
-    their weights by shared memory. `engine_nodes`: machines like this one beside them, with engines
-    alone.
+    `nodes`: machines like this one that have ranks, each as many; the first has the engines that
+    get their weights by shared memory. `engine_nodes`: machines like this one beside them, with
+    engines alone.
     """
 
     cores: int
@@ -206,8 +206,8 @@ def usable_cores() -> int:
 
 
 def gpus_here(visible: str | None) -> tuple[Gpu, ...]:
-    """GPUs as they are now: those that CUDA would show with `visible` as CUDA_VISIBLE_DEVICES, null for
-    all."""
+    """GPUs as they are now: those that CUDA would show with `visible` as CUDA_VISIBLE_DEVICES, null
+    for all."""
     if visible is not None and visible.strip() in ("", "-1"):
         return ()
     command = shutil.which("nvidia-smi")

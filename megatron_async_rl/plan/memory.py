@@ -96,8 +96,8 @@ class EngineMemory:
         return self.embedding + self.layers * self.layer + self.output
 
     def of_worker(self, rollout: RolloutConfig) -> int:
-        """Weights of a worker of the stage with most: the first has the embedding, the last the output
-        layer."""
+        """Weights of a worker of the stage with most: the first has the embedding, the last the
+        output layer."""
         layers = -(-self.layers // rollout.pipeline) * self.layer
         output = self.output if rollout.pipeline == 1 else 0
         return (self.embedding + layers + output) // rollout.tensor

@@ -1,5 +1,5 @@
-"""The families of models that can be trained (`mar doctor --models`), from the table that `mar plan` and
-the ranks refuse by (policy/supported.py)."""
+"""The families of models that can be trained (`mar doctor --models`), from the table that `mar
+plan` and the ranks refuse by (policy/supported.py)."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 The layout is the first of a list, from the simplest on, that the plan has no fault with.
 
 Invariants:
-- where engines and policy share devices, no engine samples while the policy trains: the file is then
-  synchronous, whichever style was requested, and a note reports it;
+- where engines and policy share devices, no engine samples while the policy trains: the file is
+  then synchronous, whichever style was requested, and a note reports it;
 - a file that is refused leaves nothing behind.
 """
 
@@ -60,7 +60,8 @@ controls: [{{name: displacement, tolerated_kl: 0.02}}]
 """,
     ),
     "clipped": (
-        "the same with PPO's clip instead of the correction: less memory, a narrower range of learning rates",
+        "the same with PPO's clip instead of the correction: less memory, a narrower range of"
+        " learning rates",
         """flow: {{prompts_per_step: {prompts}, group_size: {group}, async_ratio: 2}}
 objective: {{loss: {{name: ppo_clip, clip_high: 0.28}}}}
 """,
@@ -92,9 +93,9 @@ class InitColumns:
 
 @dataclass(frozen=True, kw_only=True)
 class InitAnswers:
-    """`model`, `data`: local, or names on a hub. `held_out`: the same, or the share of `data` to split
-    off; null for none. `gpus`: of this or of another machine, each of `gpu_memory_gib`; 0 trains on
-    the CPU. `style`: one of STYLES."""
+    """`model`, `data`: local, or names on a hub. `held_out`: the same, or the share of `data` to
+    split off; null for none. `gpus`: of this or of another machine, each of `gpu_memory_gib`; 0
+    trains on the CPU. `style`: one of STYLES."""
 
     model: str
     data: str
@@ -127,9 +128,9 @@ class InitLayout:
 
 
 def write_config(answers: InitAnswers, out: Path) -> InitFiles:
-    """Write `out`, held-out rows that are split off, and files of the user's own to begin with which
-    the reward names. Raises ConfigError where the plan has a fault with every layout: then with the
-    last one's faults; UserError where the data cannot be split."""
+    """Write `out`, held-out rows that are split off, and files of the user's own to begin with
+    which the reward names. Raises ConfigError where the plan has a fault with every layout: then
+    with the last one's faults; UserError where the data cannot be split."""
     starters = answers.reward.starters()
     split: Split | None = None
     notes: list[str] = []
@@ -175,7 +176,8 @@ def _split(answers: InitAnswers, share: float, out: Path) -> Split | None:
 def _of_split(split: Split) -> str:
     maximum = f" (at most {MOST} prompts)" if split.held_out_rows >= MOST else ""
     return (
-        f"rows held out: {split.held_out_rows}{maximum}, trained on: {split.train_rows}; rows with the"
+        f"rows held out: {split.held_out_rows}{maximum}, trained on: {split.train_rows}; rows with"
+        " the"
         " same prompt are on one side"
     )
 
@@ -217,7 +219,8 @@ def _not_asynchronous(answers: InitAnswers, layout: InitLayout) -> list[str]:
 def _why_colocated(answers: InitAnswers) -> str:
     which = "1 GPU" if answers.gpus == 1 else f"{answers.gpus} GPUs"
     return (
-        f"only a colocated layout fits {which} of {answers.gpu_memory_gib:g} GiB, in which the engines"
+        f"only a colocated layout fits {which} of {answers.gpu_memory_gib:g} GiB, in which the"
+        " engines"
         " sleep while the policy trains"
     )
 
@@ -283,8 +286,8 @@ def _candidates(
 
 
 def _layouts(answers: InitAnswers) -> Iterator[InitLayout]:
-    """From the simplest on. A synchronous run has engines that only wait while the policy trains, so
-    it shares the GPUs where that fits."""
+    """From the simplest on. A synchronous run has engines that only wait while the policy trains,
+    so it shares the GPUs where that fits."""
     gpus = answers.gpus
     if not gpus:
         yield InitLayout("  device: cpu\n", "  kv_cache_gib: 1.0\n")

@@ -1,8 +1,8 @@
 """Faults of a run's machines that can be known before anything starts on them: GPUs that
 others use, and machines of the Ray cluster that engines cannot run on.
 
-As a program it joins the Ray cluster that RAY_ADDRESS names, asks every machine in it and prints the
-reports: in a process of its own, because a launcher loads no Ray.
+As a program it joins the Ray cluster that RAY_ADDRESS names, asks every machine in it and prints
+the reports: in a process of its own, because a launcher loads no Ray.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ PROGRAM = "from megatron_async_rl.plan import nodes; nodes.print_report({0}, {1}
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """One machine of the Ray cluster. `unreached`: why rank 0's machine cannot be reached from there;
-    `silent`: why there is no report."""
+    """One machine of the Ray cluster. `unreached`: why rank 0's machine cannot be reached from
+    there; `silent`: why there is no report."""
 
     host: str
     software: dict[str, str] = field(default_factory=dict)
@@ -49,9 +49,9 @@ class NodeReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterReport:
-    """`nodes`: without rank 0's own machine. `address`: by which Ray, and engines, know that. `occupied`:
-    GPUs that Ray has handed out. `missing`: machines that were waited for and did not join. `error`: why
-    there is nothing to report."""
+    """`nodes`: without rank 0's own machine. `address`: by which Ray, and engines, know that.
+    `occupied`: GPUs that Ray has handed out. `missing`: machines that were waited for and did not
+    join. `error`: why there is nothing to report."""
 
     address: str = ""
     nodes: Sequence[NodeReport] = ()
@@ -90,9 +90,9 @@ def _taken(gpu: Gpu, host: str) -> Problem:
 
 
 def ask_cluster(config: Config, machine: Machine, joining: int) -> ClusterReport:
-    """Asks those machines of the Ray cluster that engines may be on, where they may be on others than
-    rank 0's: once `joining` of them are there, or after rollout.start_timeout_s. Raises UserError where
-    `joining` machines can get no engine."""
+    """Asks those machines of the Ray cluster that engines may be on, where they may be on others
+    than rank 0's: once `joining` of them are there, or after rollout.start_timeout_s. Raises
+    UserError where `joining` machines can get no engine."""
     if config.rollout is None or not engines_elsewhere(config, machine):
         if joining:
             raise UserError.of(
@@ -149,8 +149,8 @@ def _is_grpc(connection: socket.socket) -> bool:
 
 
 def cluster_problems(report: ClusterReport, *, waited: bool) -> list[Problem]:
-    """Faults that keep engines from running there, by machine. `waited`: for machines to join; else one that
-    does not answer may be lost, which costs its engines alone."""
+    """Faults that keep engines from running there, by machine. `waited`: for machines to join; else
+    one that does not answer may be lost, which costs its engines alone."""
     if report.error:
         fix = "start Ray there with this environment, open the port, or correct RAY_ADDRESS"
         return [Problem(key="RAY_ADDRESS", what=report.error, fix=fix)]
@@ -159,7 +159,8 @@ def cluster_problems(report: ClusterReport, *, waited: bool) -> list[Problem]:
         found.append(
             Problem(
                 key="--engine-nodes",
-                what=f"none of {report.missing} machines joined the Ray cluster at {report.address}",
+                what=f"none of {report.missing} machines joined the Ray cluster at"
+                f" {report.address}",
                 fix="start the launcher there, with this RAY_PORT open between the machines",
             )
         )
@@ -202,7 +203,8 @@ def print_report(joining: int, timeout_s: float, on_gpus: bool) -> None:
 
 
 def look_from(host: str, address: str, port: int, gpu_wait_s: float) -> NodeReport:
-    """The report of the machine that this runs on. Ray hides GPUs from a task that asks for none."""
+    """The report of the machine that this runs on. Ray hides GPUs from a task that asks for
+    none."""
     unreached = ""
     try:
         socket.create_connection((address, port), CONNECT_S).close()

@@ -1,9 +1,9 @@
 """GPU memory that CUDA processes take beside the tensors that the plan counts.
 
-Estimates from the libraries' documentation and sources and from reports of their users; this project has
-not measured one of them. By vLLM's source, an engine's context and communicators lie outside the share
-that `rollout.gpu_memory_utilization` gives it, and its graphs inside. Sleep releases weights and cache
-alone.
+Estimates from the libraries' documentation and sources and from reports of their users; this
+project has not measured one of them. By vLLM's source, an engine's context and communicators lie
+outside the share that `rollout.gpu_memory_utilization` gives it, and its graphs inside. Sleep
+releases weights and cache alone.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from megatron_async_rl.plan.machine import GIB
 CONTEXT_BYTES = GIB // 2
 """A process's CUDA context with the kernels that it has loaded."""
 NCCL_OF_RANK_BYTES = GIB
-"""Channels of the communicators of a rank: the world, and those of data, tensor, pipeline, context and
-expert parallelism."""
+"""Channels of the communicators of a rank: the world, and those of data, tensor, pipeline, context
+and expert parallelism."""
 NCCL_OF_WORKER_BYTES = GIB // 2
 """Channels of the communicators between the workers of an engine."""
 WORKSPACE_BYTES = GIB // 4
-"""Workspaces of cuBLAS (32 MiB for each handle and stream on Hopper), cuDNN and Transformer Engine."""
+"""Workspaces of cuBLAS (32 MiB for each handle and stream on Hopper), cuDNN and Transformer
+Engine."""
 GRAPH_BYTES = 5 * GIB // 4
 """CUDA graphs and lasting buffers of an engine."""
 

@@ -118,7 +118,8 @@ def make_plan(
     longest = longest_sample(config, shape, lengths)
     unread = bool(problems) and lengths is None and config.rollout is not None
     if unread and config.rollout is not None:
-        # The data may be at fault. A plan is refused for memory only if the shortest prompts lack it.
+        # The data may be at fault. A plan is refused for memory only if the shortest prompts lack
+        # it.
         longest = min(longest, 1 + config.rollout.sampling.max_tokens)
     ranks: tuple[RankMemory, ...] = ()
     engine = None
@@ -240,7 +241,8 @@ def _warnings(
         )
     if rollout is not None and rollout.quantised and not config.objective.corrections:
         found.append(
-            f"rollout.vllm.quantization ({rollout.vllm['quantization']}): log-probs of samples are those"
+            f"rollout.vllm.quantization ({rollout.vllm['quantization']}): log-probs of samples are"
+            " those"
             " of quantised weights, and the policy's are not: objective.corrections (tis) weighs by"
             " their ratio"
         )
@@ -263,7 +265,8 @@ def _warnings(
             rollout.max_concurrent, config.flow.prompts_per_step * config.flow.group_size
         ):
             found.append(
-                f"rollout.kv_cache_gib holds {number_of('response', at_once)} of full length at a time; more"
+                f"rollout.kv_cache_gib holds {number_of('response', at_once)} of full length at a"
+                " time; more"
                 " wait inside the engine"
             )
     if device == "cpu":

@@ -312,7 +312,8 @@ def _rendered_for_an_agent(config: Config) -> list[str]:
     if turns is None or turns.name != "agent" or not config.data.as_chat:
         return []
     return [
-        "data.as_chat: true gives the agent a prompt.text that has the chat template's marks already,"
+        "data.as_chat: true gives the agent a prompt.text that has the chat template's marks"
+        " already,"
         " and its own messages get them once more; leave as_chat out"
     ]
 
@@ -326,7 +327,8 @@ def _longer(known: PromptLengths | None, prompts: Sequence[Prompt]) -> PromptLen
 
 
 def _more_entries(tokenizer: Tokenizer | None, shape: ModelShape | None) -> list[str]:
-    """A note on entries of the tokenizer that have no row in the model; text with one is refused."""
+    """A note on entries of the tokenizer that have no row in the model; text with one is
+    refused."""
     if tokenizer is None or shape is None or tokenizer.vocab_size <= shape.vocabulary:
         return []
     return [
@@ -535,8 +537,9 @@ def _engine_options(config: Config, machine: Machine) -> list[Problem]:
 
 
 def _grammars(config: Config) -> list[Problem]:
-    """Held-out sets whose regex or JSON schema this machine's vLLM cannot read, as its engines would
-    say of the first response. vLLM is imported, which takes seconds, where there is one alone."""
+    """Held-out sets whose regex or JSON schema this machine's vLLM cannot read, as its engines
+    would say of the first response. vLLM is imported, which takes seconds, where there is one
+    alone."""
     found: list[Problem] = []
     if config.rollout is None or find_spec("vllm") is None:
         return found
@@ -607,7 +610,8 @@ def _run_directory(config: Config) -> list[Problem]:
 
 
 def _beside(config: Config) -> list[Problem]:
-    """A run that cannot be read has a file in fault; one that is none, or has no step yet, has not."""
+    """A run that cannot be read has a file in fault; one that is none, or has no step yet, has
+    not."""
     beside = config.observe.beside
     if beside is None:
         return []

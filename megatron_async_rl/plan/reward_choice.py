@@ -26,8 +26,8 @@ AGENT_TIMEOUT_S = 600
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """`settings`: those that it cannot do without, with values to start from; `comment`: what to put
-    there, and what else it wants."""
+    """`settings`: those that it cannot do without, with values to start from; `comment`: what to
+    put there, and what else it wants."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     comment: str = ""
@@ -55,7 +55,8 @@ ENVIRONMENTS = {
     ),
     "agent": Choice(
         settings={"function": "my_agent:run"},
-        comment="function: of yours, given the base URL of an OpenAI-compatible endpoint; returns the"
+        comment="function: of yours, given the base URL of an OpenAI-compatible endpoint; returns"
+        " the"
         " reward. Or `command`, a program",
     ),
     "verifiers": Choice(
@@ -64,7 +65,8 @@ ENVIRONMENTS = {
     ),
     "openenv": Choice(
         settings={"url": "http://localhost:8000", "action": "message", "observation": None},
-        comment="url: of your server; action: the field that takes a response; observation: the field"
+        comment="url: of your server; action: the field that takes a response; observation: the"
+        " field"
         " that is shown, null for all",
     ),
 }
@@ -155,8 +157,8 @@ class RewardChoice:
         return next((one for one in self.names if is_environment(one)), None)
 
     def starters(self) -> dict[Path, str]:
-        """Files of STARTERS that the settings name and Python does not find, for the folder in which
-        they are looked for."""
+        """Files of STARTERS that the settings name and Python does not find, for the folder in
+        which they are looked for."""
         named = {
             str(one).partition(":")[0] for each in self.settings.values() for one in each.values()
         }

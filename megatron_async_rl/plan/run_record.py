@@ -68,7 +68,8 @@ def lost_checkpoints(config: Config, path: Path | None) -> list[Problem]:
         return []
     # A save writes `latest` at its end, so it was there when the status named a checkpoint.
     what = (
-        f"{folder} has no {LATEST} and no {named}, which {run_dir / 'status.json'} names as the newest"
+        f"{folder} has no {LATEST} and no {named}, which {run_dir / 'status.json'} names as the"
+        " newest"
         " checkpoint"
     )
     fix = f"restore the folder; or write {path.name} into {folder / LATEST} to go on from that one"
@@ -194,6 +195,7 @@ def record_notes(config: Config, path: Path) -> list[str]:
     named = status.checkpoint if status is not None else None
     if named and named not in {one.name for one in steps(path.parent)}:
         notes.append(
-            f"the run goes on from step {step_of(path)}: {named}, its newest checkpoint, is not there"
+            f"the run goes on from step {step_of(path)}: {named}, its newest checkpoint, is not"
+            " there"
         )
     return notes

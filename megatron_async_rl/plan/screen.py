@@ -49,10 +49,10 @@ def show_plan(
     refused: Sequence[str] = (),
     with_config: bool = False,
 ) -> None:
-    """Print the plan, as far as its problems let it be computed, its notes, its problems and, last, the
-    verdict. `measured_in`: a run whose measured rates
-    say what overlap to expect. `notes`: more of them. `refused`: reasons for which `mar train` would
-    not start in this run.dir. `with_config`: print the resolved config, too."""
+    """Print the plan, as far as its problems let it be computed, its notes, its problems and, last,
+    the verdict. `measured_in`: a run whose measured rates say what overlap to expect. `notes`: more
+    of them. `refused`: reasons for which `mar train` would not start in this run.dir.
+    `with_config`: print the resolved config, too."""
     console.width = min(console.width, WIDTH)
     if with_config:
         _heading(console, "config")
@@ -375,7 +375,8 @@ def planning_rule(config: Config, measured: float | None) -> str:
     if measured is None:
         return f"{text}not measured (a run with any control logs it: mar plan --from RUN)"
     return (
-        f"{text}{measured:.3g}: {lag * per_version * lr * measured:.3g} from the oldest sample to the policy,"
+        f"{text}{measured:.3g}: {lag * per_version * lr * measured:.3g} from the oldest sample to"
+        " the policy,"
         f" against T·η·G = {steps * lr * measured:.3g} in all {steps} steps"
     )
 
@@ -450,7 +451,8 @@ def _routed(plan: RunPlan) -> str:
         return ""
     maximum = plan.routed_bytes * plan.batch.longest * plan.batch.samples
     return (
-        f"\nexperts that the engines chose: {plan.routed_bytes} bytes a token, up to {size(maximum)} of a"
+        f"\nexperts that the engines chose: {plan.routed_bytes} bytes a token, up to"
+        f" {size(maximum)} of a"
         " batch in the controller, and of each data-parallel rank's samples on the rank's host"
     )
 

@@ -306,8 +306,8 @@ class TransformerEngineAttention(CoreAttention):
             cu_seqlens_kv=packing.cu_seqlens_kv,
             max_seqlen_q=packing.max_seqlen_q,
             max_seqlen_kv=packing.max_seqlen_kv,
-            # If this is not set, Transformer Engine compares both kinds of offsets on the host, twice
-            # in each layer.
+            # If this is not set, Transformer Engine compares both kinds of offsets on the host,
+            # twice in each layer.
             pad_between_seqs=False,
         )
         if self.context_group is not None:

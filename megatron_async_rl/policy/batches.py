@@ -4,10 +4,10 @@ Rank 0 alone is handed the batch. It says which data-parallel rank owns which sa
 everybody the numbers of the whole batch, and each rank the token ids of its own samples, as Arrow
 buffers over the CPU group: the same way for rollouts and for given responses, and on nodes that no
 Ray runs on. Then it is gone through `objective.epochs` times, each time as the same
-`objective.minibatches` parts in the same order: one optimizer step each, one line of metrics of all.
-So a data-parallel rank keeps its samples throughout, each minibatch is balanced over the ranks, and
-two consecutive optimizer steps never share a sample unless one minibatch only has anything to train
-on.
+`objective.minibatches` parts in the same order: one optimizer step each, one line of metrics of
+all. So a data-parallel rank keeps its samples throughout, each minibatch is balanced over the
+ranks, and two consecutive optimizer steps never share a sample unless one minibatch only has
+anything to train on.
 
 Invariants:
 - a group stays whole: its responses are in one minibatch;

@@ -18,8 +18,8 @@
 
 Invariants:
 - a directory named step_N is complete: it is written under another name, read back against its
-  digests, synced, and renamed; `latest` moves after that, by a rename too. Killed at any moment, the
-  next load finds the previous checkpoint or the new one, never a mixture;
+  digests, synced, and renamed; `latest` moves after that, by a rename too. Killed at any moment,
+  the next load finds the previous checkpoint or the new one, never a mixture;
 - nothing that `latest` names is deleted before `latest` names something newer, and checkpoints are
   deleted only in favor of newer ones that are whole;
 - whatever is loaded has the digest that it was saved with, or the load fails;
@@ -27,7 +27,8 @@ Invariants:
 - files are read back without running code from them;
 - weights kept in 8 bits are not saved: Adam's float32 ones are, and stand in for them wherever the
   checkpoint is read;
-- moments are saved and loaded as they are kept, and none that are kept otherwise are taken for them;
+- moments are saved and loaded as they are kept, and none that are kept otherwise are taken for
+  them;
 - what is not trained is not saved: under adapters a checkpoint goes with the base model in its
   source directory, and is refused over another one.
 """

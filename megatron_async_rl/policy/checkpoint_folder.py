@@ -39,8 +39,8 @@ DATA_FILE = "prompts.json"
 """Digests of the prompts, by which a resume recognizes its data."""
 _NAME = re.compile(r"step_\d+")
 RECORD_FILE = "record.json"
-"""Content of the run's own files at this step: the line of metrics, the end of the sample log, and the
-code that the configuration names."""
+"""Content of the run's own files at this step: the line of metrics, the end of the sample log, and
+the code that the configuration names."""
 
 
 class CheckpointBroken(UserError):
@@ -101,8 +101,8 @@ def newest(directory: Path) -> Path | None:
 
 
 def require_readable(directory: Path) -> bool:
-    """Return whether the checkpoint folder is there. Raises CheckpointBroken for something else in its
-    place, and for a folder that may not be read."""
+    """Return whether the checkpoint folder is there. Raises CheckpointBroken for something else in
+    its place, and for a folder that may not be read."""
     try:
         return require_folder(directory, "restore it from a copy, or choose another run.dir")
     except UserError as error:

@@ -80,7 +80,8 @@ class DeviceMemory:
         if self._released:
             return
         self._released = True
-        # Before a reference of a control is moved, what writes it on a stream of its own is through.
+        # Before a reference of a control is moved, what writes it on a stream of its own is
+        # through.
         self._synchronise()
         # What Adam read: views of the buffers, or float32 copies of them.
         self._optimizer.zero_grad()
@@ -190,8 +191,8 @@ class DeviceMemory:
 
 
 def _take(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Gives a storage its bytes. An engine that was killed a moment ago may have some of them yet: the
-    driver takes them back when the last of its processes is gone."""
+    """Gives a storage its bytes. An engine that was killed a moment ago may have some of them yet:
+    the driver takes them back when the last of its processes is gone."""
     until = time.monotonic() + MEMORY_FREE_TIMEOUT_S
     while True:
         try:

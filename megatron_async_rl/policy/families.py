@@ -204,8 +204,8 @@ def build_bridge(
     fp8: Fp8Config | None = None,
 ) -> PolicyBridge:
     """The bridge of the model in `model_path`. packed: for packed rows. lora: layers get adapters.
-    layers, fp8: `policy.layers`, `policy.fp8`. Raises UnsupportedModel, UserError for layers that cannot be had, or
-    OSError/ValueError for an unreadable config."""
+    layers, fp8: `policy.layers`, `policy.fp8`. Raises UnsupportedModel, UserError for layers that
+    cannot be had, or OSError/ValueError for an unreadable config."""
     from transformers import AutoConfig
 
     hf_config = AutoConfig.from_pretrained(str(model_path), local_files_only=True)

@@ -7,9 +7,9 @@ Invariants:
 - the schedule (plain, or 1F1B over pipeline stages, interleaved over virtual ones) is Megatron's
   own; losses are summed over micro-batches, undivided;
 - every rank of a pipeline runs the same micro-batches in the same order;
-- with `overlap_param_gather` weights are gathered beside the forward pass after `weights_moved`, and
-  at no other time: passes that some ranks alone make find them gathered. What is no forward pass
-  reads them after `gather_weights`;
+- with `overlap_param_gather` weights are gathered beside the forward pass after `weights_moved`,
+  and at no other time: passes that some ranks alone make find them gathered. What is no forward
+  pass reads them after `gather_weights`;
 - what consumes outputs sees those of all response tokens, on every context-parallel rank.
 """
 

@@ -1,8 +1,8 @@
 """Products in 8-bit floats: Megatron's settings for a recipe, weights that are kept in 8 bits, and
 the state of delayed scaling.
 
-Megatron enters Transformer Engine's recipe around each layer (for `delayed` around all of them), and
-around the building of layers whose weights are kept in 8 bits; Transformer Engine rounds.
+Megatron enters Transformer Engine's recipe around each layer (for `delayed` around all of them),
+and around the building of layers whose weights are kept in 8 bits; Transformer Engine rounds.
 
 Invariants:
 - a weight kept in 8 bits is a function of Adam's float32 weights (optimizer.py), so copies and
@@ -64,7 +64,8 @@ def refuse_device(fp8: Fp8Config | None, layout: Layout) -> None:
         raise UserError.of(
             "policy.fp8.recipe",
             f"rank {layout.rank}: {why}",
-            f"choose a recipe that it has (`mar doctor` lists them), or GPUs of {needed(fp8.recipe)}",
+            "choose a recipe that it has (`mar doctor` lists them), or GPUs of"
+            f" {needed(fp8.recipe)}",
         )
 
 
@@ -114,8 +115,8 @@ def restore_delayed_state(
 
 
 def drop_workspaces(chunks: Sequence[nn.Module]) -> None:
-    """Gives up the weights in 8 bits that modules of Transformer Engine keep from one micro-batch to
-    the next; a step makes them anew."""
+    """Gives up the weights in 8 bits that modules of Transformer Engine keep from one micro-batch
+    to the next; a step makes them anew."""
     for chunk in chunks:
         for module in chunk.modules():
             workspaces = getattr(module, "_fp8_workspaces", None)

@@ -252,7 +252,8 @@ def adapt(
 
     if config.num_moe_experts is not None:
         raise ValueError(
-            f"policy.lora.targets: {sorted(targets & {*gated, 'down_proj'})} are experts here, which"
+            f"policy.lora.targets: {sorted(targets & {*gated, 'down_proj'})} are experts here,"
+            " which"
             " have no adapters; name q_proj, k_proj, v_proj, o_proj alone"
         )
     feed_forward = layer.mlp.keywords["submodules"]

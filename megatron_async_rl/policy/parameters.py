@@ -14,9 +14,9 @@ Invariants of loading:
   WeightsDoNotFit names what is not;
 - the check comes first, on all ranks alike, from the files' headers: a model is never left half
   loaded;
-- a rank reads of the files what it keeps, in blocks of rows: no tensor is whole in its memory, neither
-  for the model nor for Adam's float32 weights at a run's start. Of a weight kept in 8 bits its shard
-  is, as scales are made of it.
+- a rank reads of the files what it keeps, in blocks of rows: no tensor is whole in its memory,
+  neither for the model nor for Adam's float32 weights at a run's start. Of a weight kept in 8 bits
+  its shard is, as scales are made of it.
 """
 
 from __future__ import annotations

@@ -221,7 +221,8 @@ class Policy:
         if self.step.updates > updates:
             masters = optimizer_parameters(self.optimizer)
             require_finite({"weights": masters}, self.step.steps, self.layout)
-        # Whatever reads weights between two batches (engines, checkpoints, copies) finds them whole.
+        # Whatever reads weights between two batches (engines, checkpoints, copies) finds them
+        # whole.
         self.schedule.gather_weights()
         metrics = {**over_steps(steps), **targets.metrics}
         metrics["time/precompute_s"] += precomputed - started
@@ -338,8 +339,8 @@ class Policy:
 
     def mean_loss(self, take: Callable[[], TrainBatch | None]) -> tuple[float, int]:
         """The loss `sft` of the samples in all batches that `take` gives on rank 0, up to its None,
-        under the current weights: the sum of -log p over the tokens that are trained on, each by its
-        sample's weight, over their number, and that number. Nothing is trained. Collective."""
+        under the current weights: the sum of -log p over the tokens that are trained on, each by
+        its sample's weight, over their number, and that number. Nothing is trained. Collective."""
         total, tokens = 0.0, 0
         while (samples := receive(take, self.layout)) is not None:
             trained = samples.loss_mask.astype(bool)

@@ -55,8 +55,8 @@ class Precompute:
 @dataclass(frozen=True, eq=False)
 class Pass:
     """A forward pass. weights: null for those in training. rows: the samples it runs over, by
-    number; null for all. routing: where the trainer replays its own choice of experts, the pass over
-    all samples under the weights in training records it; a reference chooses its own."""
+    number; null for all. routing: where the trainer replays its own choice of experts, the pass
+    over all samples under the weights in training records it; a reference chooses its own."""
 
     weights: PolicyCopy | None
     fills: tuple[Precompute, ...]

@@ -13,8 +13,8 @@ flows through them, and none through the choice.
 Invariants:
 - a layer that the backward pass computes again replays what its forward pass did;
 - a token without a recorded choice chooses: padding, and a sample that nobody recorded;
-- what is recorded never leaves the rank: it belongs to a micro-batch, and the same micro-batches are
-  scored and trained on. Others, such as those that trace an anomaly, choose.
+- what is recorded never leaves the rank: it belongs to a micro-batch, and the same micro-batches
+  are scored and trained on. Others, such as those that trace an anomaly, choose.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Routing:
 
 
 class RoutingReplay:
-    """The routers of one model. `chunks`: its Megatron modules; `config`: Megatron's, of the model. Raises
-    UserError for a model without experts."""
+    """The routers of one model. `chunks`: its Megatron modules; `config`: Megatron's, of the model.
+    Raises UserError for a model without experts."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], config: Any, layout: Layout) -> None:
         if not config.num_moe_experts:
@@ -151,8 +151,8 @@ class RoutingReplay:
         return Routing(by_layer, self._own(micro_batch.routed))
 
     def _own(self, values: Tensor) -> Tensor:
-        """[rows, length, ...] -> [T, ...] of the tokens that this rank's layers see, which is a part
-        of each row under sequence parallelism."""
+        """[rows, length, ...] -> [T, ...] of the tokens that this rank's layers see, which is a
+        part of each row under sequence parallelism."""
         by_position = values.transpose(0, 1)
         if self.config.sequence_parallel:
             by_position = by_position.chunk(self.layout.tp_size)[self.layout.tp_rank]
@@ -179,7 +179,8 @@ class LayerReplay:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """scores: [T, experts]. -> scores at the chosen experts, and the experts, [T, topk] each."""
+        """scores: [T, experts]. -> scores at the chosen experts, and the experts, [T, topk]
+        each."""
         assert default_compute_topk is not None
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         replay = self.replay

@@ -32,8 +32,8 @@ class Family:
     models, biases: in words. window: which layers have `sliding_window`, where it is used. mixture:
     of experts, in every layer. tied: what a missing `tie_word_embeddings` means. layer_norms,
     head_norms: of each layer, over the hidden state and over a head. float32_norms: they compute in
-    float32 whatever the model's dtype. ropes: the values of rope_type. only: the family's own rules,
-    as `EXPECTED`. local: why its layers cannot be Transformer Engine's, if so.
+    float32 whatever the model's dtype. ropes: the values of rope_type. only: the family's own
+    rules, as `EXPECTED`. local: why its layers cannot be Transformer Engine's, if so.
     """
 
     model_type: str
@@ -279,7 +279,8 @@ PINNED = "2.12.0"
 
 
 APEX_WEIGHT_GRADIENTS = "fused_weight_gradient_mlp_cuda"
-"""Apex's extension for weight gradients. PyPI's `apex` is another project and has none of that name."""
+"""Apex's extension for weight gradients. PyPI's `apex` is another project and has none of that
+name."""
 
 
 @dataclass(frozen=True)

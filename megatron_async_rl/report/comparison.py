@@ -1,5 +1,5 @@
-"""Several runs on one page and one sheet (`mar report A B C`, `mar dashboard A B C`): the same curve of each over steps,
-tokens and time, what their settings differ in, and how each ended.
+"""Several runs on one page and one sheet (`mar report A B C`, `mar dashboard A B C`): the same
+curve of each over steps, tokens and time, what their settings differ in, and how each ended.
 
 Invariants:
 - a run has one colour and one name on all of it;
@@ -39,7 +39,8 @@ TRAINED_ON = (
 LAST_SHARE = 0.1
 """The reward trained on at the end is the mean over so much of the steps."""
 FOOTER = (
-    "Curves of what every step logs are moving averages; held-out rewards are as measured. Every value"
+    "Curves of what every step logs are moving averages; held-out rewards are as measured. Every"
+    " value"
     " is in each run's metrics.jsonl and eval.jsonl."
 )
 TOKENS = "response tokens trained on"
@@ -137,8 +138,8 @@ def colour_of(index: int) -> str:
 
 
 def panels_of(compared: Sequence[Compared]) -> list[Panel]:
-    """Reward, or loss of supervised runs, over steps, tokens and seconds, then what tells how stable
-    a run was. The first is the main one."""
+    """Reward, or loss of supervised runs, over steps, tokens and seconds, then what tells how
+    stable a run was. The first is the main one."""
     rewards: list[Panel] = []
     for measure, unit in (("reward", "mean reward of a sample"), ("loss", "nats per token")):
         measured = [one for one in compared if one.run.summary.measure == measure]

@@ -6,8 +6,8 @@
 
 Invariants:
 - up to KEPT rows nothing is left out: every answer is that of the rows themselves;
-- beyond it, every 2nd, 4th, ... row is kept whole, and a curve has the smallest and the largest value
-  of each bucket, so that a spike stays;
+- beyond it, every 2nd, 4th, ... row is kept whole, and a curve has the smallest and the largest
+  value of each bucket, so that a spike stays;
 - totals, counts, maxima and last values are over all rows.
 """
 
@@ -182,8 +182,8 @@ class MetricRows(Sequence[MetricRow]):
         return self._buckets[key].extremes()
 
     def curve(self, key: str, *, log: bool = False) -> tuple[Floats, Floats, Floats | None]:
-        """`column`, and its moving average at the same steps, that of the logarithms with `log`; None
-        where the column is too short for one."""
+        """`column`, and its moving average at the same steps, that of the logarithms with `log`;
+        None where the column is too short for one."""
         steps, values = self.column(key)
         places, means = (steps, values) if not self.thinned else self._means(key)
         if log:

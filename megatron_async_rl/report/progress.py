@@ -187,8 +187,8 @@ def _change(before: float, after: float, style: str = "") -> Text:
 
 
 def _read_whole(run_dir: Path) -> tuple[Summary, RunData | None]:
-    """The run in a few numbers, and the one beside it. A run that has no report, such as one without
-    a step or without a readable configuration, has its last words all the same."""
+    """The run in a few numbers, and the one beside it. A run that has no report, such as one
+    without a step or without a readable configuration, has its last words all the same."""
     try:
         run = read_run(run_dir, alone=False)
         return run.summary, run.beside

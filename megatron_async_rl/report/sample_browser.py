@@ -62,8 +62,8 @@ class Question(BaseModel):
     kind: Literal["trained", "evaluated", "dropped", "all"] = "trained"
     order: Literal["newest", "best", "worst", "random"] = "newest"
     step: NonNegativeInt | None = None
-    """The step asked for. Of `trained`, the optimizer step; of `evaluated`, the weight version; of `dropped`, the step
-    that was next; of `all`, the step of any."""
+    """The step asked for. Of `trained`, the optimizer step; of `evaluated`, the weight version; of
+    `dropped`, the step that was next; of `all`, the step of any."""
     least: FiniteFloat | None = None
     most: FiniteFloat | None = None
     """Bounds of the reward."""

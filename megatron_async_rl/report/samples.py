@@ -67,8 +67,8 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """`missing`: samples of the wanted step that the log keeps no longer, or never had. `lost`: what
-    the log lacks at its end, in words."""
+    """`missing`: samples of the wanted step that the log keeps no longer, or never had. `lost`:
+    what the log lacks at its end, in words."""
 
     samples: Sequence[tuple[Entry, Sample]]
     missing: int = 0

@@ -75,8 +75,8 @@ def smooth(values: Floats) -> Floats | None:
 
 
 def thin(x: Floats, y: Floats, maximum: int) -> tuple[Floats, Floats]:
-    """At most `maximum` of the points [n], in order: of each stretch the smallest and the largest, so
-    that a spike stays, and the points that are not finite where a stretch has no other."""
+    """At most `maximum` of the points [n], in order: of each stretch the smallest and the largest,
+    so that a spike stays, and the points that are not finite where a stretch has no other."""
     if len(x) <= maximum:
         return x, y
     stretches = np.array_split(np.arange(len(x)), max(1, maximum // 2))

@@ -87,7 +87,8 @@ class RolloutEngine:
         use_run_folder()
         name_shared_memory()
         os.environ.update(environment(spec))
-        # A Ray that the user started may have the option. torch reads it with the first CUDA tensor.
+        # A Ray that the user started may have the option. torch reads it with the first CUDA
+        # tensor.
         drop_expandable_segments(os.environ)
         self.spec = spec
         self._state = EngineState(spec.name)
@@ -107,8 +108,8 @@ class RolloutEngine:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Starts vLLM and numbers the weights it loaded `spec.first_version`. Raises OtherSoftware and
-        OtherDevices before, and what vLLM raises."""
+        """Starts vLLM and numbers the weights it loaded `spec.first_version`. Raises OtherSoftware
+        and OtherDevices before, and what vLLM raises."""
         require_software(self.spec.software)
         require_gpus(self.spec.name, self.spec.gpus)
         with watch.phase("starting vLLM", self.spec.rollout.start_timeout_s):
@@ -225,10 +226,10 @@ class RolloutEngine:
         sleeps. In several calls, where the manifest of each has some of the buckets: the `first`
         stops sampling, and the `last` has the digests of all.
 
-        Returns, from the last, name -> digest of every tensor as loaded. For a version that is not newer, an update
-        that left out a parameter and workers that loaded different weights vLLM raises an
-        `Exception` with the reason in its words; then the engine stays stopped, too. Raises
-        WrongState while the weights' memory sleeps.
+        Returns, from the last, name -> digest of every tensor as loaded. For a version that is not
+        newer, an update that left out a parameter and workers that loaded different weights vLLM
+        raises an `Exception` with the reason in its words; then the engine stays stopped, too.
+        Raises WrongState while the weights' memory sleeps.
         """
         from megatron_async_rl.weights.vllm_private import load_between_steps
 

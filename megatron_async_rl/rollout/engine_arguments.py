@@ -91,10 +91,11 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
 def _head(dtype: str) -> dict[str, str]:
     """Overrides of the model's config.json for logits in float32.
 
-    vLLM computes logits in the model's dtype and the trainer in float32. Between 16 and 32 neighbouring
-    bfloat16 numbers are 0.125 apart, which would be the error of a log-prob. On CUDA the product of
-    bfloat16 operands is accumulated and returned in float32; on a CPU vLLM converts both operands
-    first. Tied and quantised models are included: the output layer is never quantised.
+    vLLM computes logits in the model's dtype and the trainer in float32. Between 16 and 32
+    neighbouring bfloat16 numbers are 0.125 apart, which would be the error of a log-prob. On CUDA
+    the product of bfloat16 operands is accumulated and returned in float32; on a CPU vLLM converts
+    both operands first. Tied and quantised models are included: the output layer is never
+    quantised.
     """
     return {} if dtype == "float32" else {"head_dtype": "float32"}
 

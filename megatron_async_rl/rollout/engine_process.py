@@ -71,8 +71,8 @@ class Engine(Protocol):
         and the kernel vLLM with it."""
 
     async def until_ended(self) -> None:
-        """Returns once none of its processes is left on rank 0's machine, nor what memory they had of
-        the devices there."""
+        """Returns once none of its processes is left on rank 0's machine, nor what memory they had
+        of the devices there."""
 
 
 class RemoteEngine:
@@ -113,7 +113,8 @@ class RemoteEngine:
 
 async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
     """A running engine, on this machine or where else `place_of_engine` has it. Ray must be
-    initialised. `again`: in place of one that is gone, whose log stays as `engine-<index>.log.1`, `.2`, ...
+    initialised. `again`: in place of one that is gone, whose log stays as `engine-<index>.log.1`,
+    `.2`, ...
 
     Raises EngineStartError, with the cause and the tail of the engine's log, when it fails or takes
     longer than `rollout.start_timeout_s`.
@@ -172,8 +173,8 @@ def _keep_old_log(spec: EngineSpec) -> None:
 
 
 def _failure(spec: EngineSpec, what: str, error: Exception | None = None) -> EngineStartError:
-    """The error of a start that failed of `error`. vLLM's own exception reports only that one of its
-    processes failed; that process's is in the log."""
+    """The error of a start that failed of `error`. vLLM's own exception reports only that one of
+    its processes failed; that process's is in the log."""
     cause = find_cause(spec.log_dir)
     lines = tail(spec.log, 15) if spec.log.is_file() else []
     failure = EngineStartError(

@@ -217,7 +217,8 @@ class EngineDied(RuntimeError):
                 last_error = found.message.splitlines()[0]
         reported = f"; the last error in its log: {last_error}" if last_error else ""
         if isinstance(kernel, str):
-            # Every call that meets this one death raises an error of its own: none uses up the kill.
+            # Every call that meets this one death raises an error of its own: none uses up the
+            # kill.
             kernel = kernel_shortage(_vllm_processes, used=False)
         what = f"the vLLM process of {spec.name} died while {while_what}{reported}; see {spec.log}"
         super().__init__(what if kernel is None else f"{what}. {kernel.message}")
@@ -244,7 +245,8 @@ def named_death(spec: EngineSpec, while_what: str) -> Iterator[None]:
 
 class HealthCheck:
     """Watches that vLLM's process still answers: a cheap question once a second, while it samples
-    and while it is paused. `probe` is answered by vLLM's process; `dead` says that this process has ended."""
+    and while it is paused. `probe` is answered by vLLM's process; `dead` says that this process has
+    ended."""
 
     def __init__(self, probe: Callable[[], Awaitable[object]], dead: Callable[[], bool]) -> None:
         self._ask = probe

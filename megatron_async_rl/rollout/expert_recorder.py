@@ -5,8 +5,8 @@ GPUs; this gives its runner of CPUs the same recorder.
                  a step begins    rows of the step's requests
 
 Invariants:
-- what is recorded, kept with the prefix cache and handed out is vLLM's own doing: a token of a cached
-  prefix has the experts that were chosen as its keys and values were made;
+- what is recorded, kept with the prefix cache and handed out is vLLM's own doing: a token of a
+  cached prefix has the experts that were chosen as its keys and values were made;
 - the checks that vLLM would make of a configuration that records are the configuration's here: a
   mixture, with prefix cache, no pipeline, no speculation (`config/engine_options.py`).
 """

@@ -373,8 +373,8 @@ class Responses:
         return self._spec.records_experts and request.group >= 0
 
     def _routed_experts(self, entry: _Running, completion: CompletionOutput) -> bytes | None:
-        """Experts of the tokens from `read` on, without the last. Raises RuntimeError when vLLM did not
-        report them all."""
+        """Experts of the tokens from `read` on, without the last. Raises RuntimeError when vLLM did
+        not report them all."""
         if not self._records(entry.request):
             return None
         wanted = entry.given + len(completion.token_ids) - 1 - entry.read
@@ -382,7 +382,8 @@ class Responses:
         if experts is None or len(experts) != wanted:
             found = 0 if experts is None else len(experts)
             raise RuntimeError(
-                f"{self._spec.name} recorded the experts of {found} tokens, not of {wanted}, for its"
+                f"{self._spec.name} recorded the experts of {found} tokens, not of {wanted}, for"
+                " its"
                 f" response to prompt {entry.request.prompt.id!r}"
             )
         return experts.tobytes()

@@ -72,8 +72,8 @@ def require_rewards(settings: RewardConfig) -> None:
 
 
 def reward_fields(settings: RewardConfig) -> Required:
-    """Return the needs of the rewards beside `prompt`: their columns, None where no part of the reward
-    is for it, or gates alone; and values that they can use."""
+    """Return the needs of the rewards beside `prompt`: their columns, None where no part of the
+    reward is for it, or gates alone; and values that they can use."""
     parts = [(one, required_fields(one.name, one.settings)) for one in settings.rewards.values()]
 
     def columns(fields: Mapping[str, Any]) -> tuple[str, ...] | None:
@@ -198,8 +198,8 @@ class Pool:
             self._hire()
 
     def _next(self, process: RewardProcess) -> Sequence[Job]:
-        """The jobs of the process's next call. Suspects first: while there are any, no process takes
-        others, and one that works on others takes none until it is done with them."""
+        """The jobs of the process's next call. Suspects first: while there are any, no process
+        takes others, and one that works on others takes none until it is done with them."""
         while self._suspects and self._suspects[0].result.done():
             self._suspects.popleft()
         if self._suspects:
@@ -273,8 +273,8 @@ def _rewarding(settings: RewardConfig, name: str | None, part: RewardPart) -> In
 
 
 class Scorer:
-    """The parts of the reward that are called `per` response, or group. Used by one event loop. Call
-    `start` first."""
+    """The parts of the reward that are called `per` response, or group. Used by one event loop.
+    Call `start` first."""
 
     def __init__(
         self, settings: RewardConfig, per: Literal["response", "group"] = "response"

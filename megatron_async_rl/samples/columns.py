@@ -62,8 +62,8 @@ SCHEMA = pa.schema(
 batch may take more than the 2 GiB that a `string` column holds."""
 ROUTED = "routed_experts"
 LOGGED = SCHEMA.remove(SCHEMA.get_field_index(ROUTED))
-"""Columns of the sample log, unless `samples.experts` keeps all: the experts are most of a mixture's
-bytes, and only a step that is computed again reads them there."""
+"""Columns of the sample log, unless `samples.experts` keeps all: the experts are most of a
+mixture's bytes, and only a step that is computed again reads them there."""
 
 
 _COLUMNS: dict[str, Callable[[Sample], Any]] = {

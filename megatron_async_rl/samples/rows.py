@@ -59,8 +59,8 @@ class EngineReport:
     generated: int = 0
     """Tokens of `tokens` that are for training, not for an evaluation."""
     sampling: bool = False
-    """True where a response has grown since the last report, or an agent works on one by itself; read
-    where nothing finished and nothing was aborted."""
+    """True where a response has grown since the last report, or an agent works on one by itself;
+    read where nothing finished and nothing was aborted."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Bytes, in one piece: what is handed to Ray as buffers is read in its object store, which
@@ -231,9 +231,9 @@ def _rows_of_one(rows: Sequence[SampleRow]) -> pa.RecordBatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainBatch:
-    """The samples that one optimizer step consumes. `samples`: by NUMERIC or SCHEMA, the samples of a group one
-    after another; `group` is a group's place in the batch. `version`: the weights that will be
-    trained. Raises ValueError for a token of a newer version."""
+    """The samples that one optimizer step consumes. `samples`: by NUMERIC or SCHEMA, the samples of
+    a group one after another; `group` is a group's place in the batch. `version`: the weights that
+    will be trained. Raises ValueError for a token of a newer version."""
 
     version: int
     samples: pa.RecordBatch

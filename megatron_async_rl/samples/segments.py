@@ -8,12 +8,13 @@ Invariants:
 - every file is made of checksummed frames (frames.py), each an Arrow IPC stream with one record
   batch. A reader raises SegmentBroken for any damage; only the newest segment, while it is `.open`,
   may have a torn tail, behind the batches that the log's mark counts (log_mark.py);
-- a segment has both files, with or without rows. A missing one is damage, except that of the samples
-  of the oldest segment (`_next_segment` deletes it first) and that which the writer has not made yet;
+- a segment has both files, with or without rows. A missing one is damage, except that of the
+  samples of the oldest segment (`_next_segment` deletes it first) and that which the writer has not
+  made yet;
 - a sample is one row, written when it finished, and is known by (id, finished_at): a run that
   resumes asks again under ids it has used before;
-- a resumed run writes the row of a sample again where its checkpoint does not know the reward of the
-  sample's group: whoever reads keeps the newest row of a sample;
+- a resumed run writes the row of a sample again where its checkpoint does not know the reward of
+  the sample's group: whoever reads keeps the newest row of a sample;
 - every group has a row when it is admitted (again at each resume that takes it up) and one when it
   ends: consumed, or dropped with a reason. history.py proves it;
 - the row of an outcome stands in the segment of its sample or in a later one, so segments can be
@@ -70,9 +71,9 @@ OUTCOMES = pa.schema(
 )
 """A row without `id` is of the whole group: `admitted`, `consumed` or `dropped`. The others are of
 one sample: `trained`, `dropped` or `evaluated`. `step`: of `consumed` and `trained`, the optimizer
-step (its line in metrics.jsonl); of `admitted` and `dropped`, the step that was next; of `evaluated`,
-the weight version. `reason`: of `dropped`. `repeated`, without `id`: was an `evaluated` row of an
-evaluation that ran again; it keeps its `seq`."""
+step (its line in metrics.jsonl); of `admitted` and `dropped`, the step that was next; of
+`evaluated`, the weight version. `reason`: of `dropped`. `repeated`, without `id`: was an
+`evaluated` row of an evaluation that ran again; it keeps its `seq`."""
 
 _COMPRESSED = pa.ipc.IpcWriteOptions(compression="zstd")
 KEY = ["id", "finished_at"]
@@ -80,8 +81,8 @@ KEY = ["id", "finished_at"]
 
 SampleState = Literal["trained", "dropped", "evaluated", "waiting", "repeated", "lost"]
 """`waiting`: finished, and its group is still in the buffer (or, with replay, in the store).
-`repeated`: a crash came first, and the resumed run has sampled it again. `lost`: a crash came first,
-and the run that resumed has not admitted its group."""
+`repeated`: a crash came first, and the resumed run has sampled it again. `lost`: a crash came
+first, and the run that resumed has not admitted its group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +123,8 @@ def segments_in(folder: Path) -> list[int]:
 
 
 def numbers_in(folder: Path) -> list[int]:
-    """Numbers of the segments that have a file, oldest first. Raises SegmentBroken for a folder that
-    cannot be read."""
+    """Numbers of the segments that have a file, oldest first. Raises SegmentBroken for a folder
+    that cannot be read."""
     try:
         found = [_NAME.fullmatch(name) for name in os.listdir(folder)]
     except FileNotFoundError:

@@ -74,7 +74,8 @@ def check_response(
         or per_token["loss_mask"][starts].any()
     ):
         raise ValueError(
-            f"sample {name!r}: segments begin at {starts.tolist()} of {length} response tokens; they"
+            f"sample {name!r}: segments begin at {starts.tolist()} of {length} response tokens;"
+            " they"
             " must rise, lie within them and have a token that is not trained on before others"
         )
     versions = per_token["versions"]
@@ -86,7 +87,8 @@ def check_response(
     rows = prompt_length + length - 1 - len(starts)
     if routed_experts is not None and (not routed_experts or len(routed_experts) % rows):
         raise ValueError(
-            f"sample {name!r}: {len(routed_experts)} bytes of routed experts are not one row for each"
+            f"sample {name!r}: {len(routed_experts)} bytes of routed experts are not one row for"
+            " each"
             f" of its {rows} tokens but the last"
         )
     if step_rewards is None:

@@ -42,8 +42,8 @@ TOGETHER_S = 0.02
 SLOWER = np.linspace(0.0, 0.8, 161)
 """Candidate shares by which one side may slow the other."""
 SEEN = 0.2
-"""Standard deviation of the share of a step, or a response, beside the other side's work: with less,
-nothing is learnt of what that does."""
+"""Standard deviation of the share of a step, or a response, beside the other side's work: with
+less, nothing is learnt of what that does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,8 @@ class RunCalibration:
             for key in ("trainer_beside", "engine_beside")
         )
         return (
-            f"decoding   a token takes {fixed * 1e3:.3g} ms + {each * 1e3:.3g} ms x responses, a new"
+            f"decoding   a token takes {fixed * 1e3:.3g} ms + {each * 1e3:.3g} ms x responses, a"
+            " new"
             f" response {rates.prompt_s * 1e3:.3g} ms; the fit is {self.residual:.0%} off\n"
             f"trainer    {rates.train_token_s * 1e3:.3g} ms a token, publishing"
             f" {rates.publish_s:.3g} s; an engine loads in {rates.load_s:.3g} s\n"
@@ -163,8 +164,8 @@ class _Log:
         self.samples = _read_samples(run)
 
     def lengths(self) -> ResponseLengths:
-        """Lengths of every group, those of the first steps included: lengths are the model's, not the
-        machine's."""
+        """Lengths of every group, those of the first steps included: lengths are the model's, not
+        the machine's."""
         group = self.samples["group"]
         order = np.argsort(group, kind="stable")
         cuts = np.flatnonzero(np.diff(group[order])) + 1
@@ -179,8 +180,8 @@ class _Log:
         )
 
     def takes(self, slower: float) -> list[float]:
-        """Seconds of each batch: the trainer's work from its last response, or where that was there before,
-        from the end of the step before, to its step."""
+        """Seconds of each batch: the trainer's work from its last response, or where that was there
+        before, from the end of the step before, to its step."""
         ends, found = np.sort(self.samples["ended"]), []
         for before, span in itertools.pairwise(self.rank0):
             if span.state == "training" and before.waiting_for == "batch":
@@ -298,8 +299,9 @@ def _fit_decoding(
 
 
 def _pieces(log: _Log, engine: int, spans: Sequence[Span]) -> Measurements:
-    """[5, n]: an engine's time from where responses begin together, or new weights are there, to where
-    that happens next: busy seconds, those beside the trainer, steps, tokens, responses that begin."""
+    """[5, n]: an engine's time from where responses begin together, or new weights are there, to
+    where that happens next: busy seconds, those beside the trainer, steps, tokens, responses that
+    begin."""
     of, training = log.samples, log.training
     kept = (of["begun"] >= spans[0].start) & (of["ended"] <= spans[-1].end)
     kept &= of["engine"] == engine

@@ -1,5 +1,5 @@
-"""`mar simulate`: a config at several `async_ratio`s, or the best division of so many GPUs: how many
-train, how many sample, how far ahead, and in which buckets weights travel.
+"""`mar simulate`: a config at several `async_ratio`s, or the best division of so many GPUs: how
+many train, how many sample, how far ahead, and in which buckets weights travel.
 
 Invariants:
 - all choices are judged by the same lengths and the same seed;
@@ -195,7 +195,8 @@ def predict_from_run(
     seed: int,
     console: Console,
 ) -> None:
-    """Simulates them. Of several `ratios` the first run keeps the curves, for `mar report`. Raises UserError."""
+    """Simulates them. Of several `ratios` the first run keeps the curves, for `mar report`. Raises
+    UserError."""
     _require_simulable(config)
     machine = this_machine()
     on_cpu = device_of(config, machine) == "cpu"
@@ -287,8 +288,8 @@ def require_plan(config: Config, shape: ModelShape, hardware: Hardware) -> None:
 
 
 def splits(config: Config, shape: ModelShape, hardware: Hardware, gpus: int) -> Iterator[Config]:
-    """The divisions of `gpus` in which the batch divides over the data-parallel ranks, each with its
-    best bucket. Raises UserError where there are too few."""
+    """The divisions of `gpus` in which the batch divides over the data-parallel ranks, each with
+    its best bucket. Raises UserError where there are too few."""
     rollout, parallel, flow = engines_of(config), config.policy.parallel, config.flow
     cell = parallel.replica_ranks
     if gpus < cell + rollout.workers:
@@ -349,8 +350,8 @@ def _print(console: Console, text: str) -> None:
 
 
 def write(tried: Sequence[Sequence[Trial]], folder: Path) -> tuple[Path, Path]:
-    """scaling.json, and its curves in scaling.svg: speed against how far ahead the engines are, on the
-    best division, and against the share of the GPUs that trains, at the best ratio."""
+    """scaling.json, and its curves in scaling.svg: speed against how far ahead the engines are, on
+    the best division, and against the share of the GPUs that trains, at the best ratio."""
     from matplotlib import rc_context
 
     from megatron_async_rl.report.charts import draw_sheet

@@ -7,7 +7,8 @@ parts take.
                                                  load in turns ----------+
 
 The run's own code decides: who is asked when and what trains when (`flow.scheduler.Scheduler`), and
-which engine gets a request (`flow.lanes.Lanes`). Modelled here is what takes time, `SimulationRates`:
+which engine gets a request (`flow.lanes.Lanes`). Modelled here is what takes time,
+`SimulationRates`:
 - an engine that decodes n responses makes a token of each in f(n) seconds, so its next event is the
   end of the response that has the least left: events are responses, never tokens;
 - versions reach the engines' machines one after another, and engines load the newest in turns, as

@@ -1,5 +1,6 @@
-"""Times of a simulated run's parts: `SimulationRates` and `ResponseLengths`. Here those of a run that has not run, from
-the model's sizes, the config, and stated hardware; calibrate.py takes them from a run's logs.
+"""Times of a simulated run's parts: `SimulationRates` and `ResponseLengths`. Here those of a run
+that has not run, from the model's sizes, the config, and stated hardware; calibrate.py takes them
+from a run's logs.
 
     decoding a token    each GPU of an engine reads its weights and the keys and values of what it
                         decodes, or computes as long as its products take, if that is more
@@ -55,7 +56,8 @@ class SimulationRates:
     ask_s: float = 0.0
     """From a request that may be asked until its engine has it."""
     take_s: float = 0.0
-    """Time of the trainer, from the last response that a batch waited for to the beginning of its step."""
+    """Time of the trainer, from the last response that a batch waited for to the beginning of its
+    step."""
     train_s: float = 0.0
     """Time of the trainer for a batch whatever it holds."""
     train_token_s: float = 0.0

@@ -176,8 +176,8 @@ def remote_cause(error: BaseException) -> BaseException:
 
 
 def death_reason(text: str) -> str:
-    """Name of the process, and Ray's reason, out of a text of a dozen lines. Where Ray guesses at the
-    causes, two of three cannot be."""
+    """Name of the process, and Ray's reason, out of a text of a dozen lines. Where Ray guesses at
+    the causes, two of three cannot be."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     about = dict(
         line.split(": ", 1) for line in lines if re.match(r"(?:class_name|name|pid): ", line)

@@ -71,8 +71,8 @@ def note(run_dir: Path, text: str) -> None:
 
 
 def read_events(run_dir: Path, newest: int | None = None) -> list[Event]:
-    """Every whole line, in the order written; lines that a crash left half written are passed
-    over. `newest`: only those in so many bytes at the end. Raises UserError for a file that cannot be
+    """Every whole line, in the order written; lines that a crash left half written are passed over.
+    `newest`: only those in so many bytes at the end. Raises UserError for a file that cannot be
     read."""
     path = run_dir / FILE
     try:

@@ -225,8 +225,8 @@ def kernel_shortage(pids: Collection[int] = (), *, used: bool = True) -> Shortag
 
 
 def largest_processes(count: int = SHOWN) -> list[str]:
-    """The `count` processes of this machine with most resident memory, as a line each; those of this
-    run are marked."""
+    """The `count` processes of this machine with most resident memory, as a line each; those of
+    this run are marked."""
     found: list[tuple[int, psutil.Process]] = []
     for process in psutil.process_iter():
         try:
@@ -265,8 +265,8 @@ def state_in_words() -> str:
 
 
 def ended_by_ray(text: str) -> str:
-    """Return what Ray's memory monitor wrote as it ended a process (60 lines of it), in one line: the node,
-    its memory and the largest processes at that moment."""
+    """Return what Ray's memory monitor wrote as it ended a process (60 lines of it), in one line:
+    the node, its memory and the largest processes at that moment."""
     node = _RAY_NODE.search(text)
     users = [line.split("\t", 2) for line in text.splitlines() if _RAY_USER.match(line)]
     largest = "; ".join(f"pid {pid} {size} GB {command}" for pid, size, command in users[:SHOWN])

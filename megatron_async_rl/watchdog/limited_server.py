@@ -27,8 +27,8 @@ class LimitedThreads(socketserver.ThreadingMixIn):
 
     daemon_threads = True
     request_queue_size = 128
-    """Connections that the kernel holds until they are accepted. With socketserver's 5, a few strangers
-    at once make everybody else's connections wait for a retransmission."""
+    """Connections that the kernel holds until they are accepted. With socketserver's 5, a few
+    strangers at once make everybody else's connections wait for a retransmission."""
     slots = 64
     admission_s = math.inf
 

@@ -7,8 +7,8 @@ How a cause is chosen:
 - among several candidates of the same kind, the file that fell silent first wins, and in it the
   earliest line.
 
-Invariant: of a file the last MOST_BYTES are read, and of a line the first MOST_CHARACTERS: a process
-that runs for weeks, or writes a tensor into one line, does not cost its reader memory.
+Invariant: of a file the last MOST_BYTES are read, and of a line the first MOST_CHARACTERS: a
+process that runs for weeks, or writes a tensor into one line, does not cost its reader memory.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _KILLED = re.compile(
 )
 
 _SIGNALLED = re.compile(r"Signal \d+ \(SIG[A-Z]+\) received by PID")
-"""Lines of torchrun's list: of the root cause any signal counts. Of the others SIGTERM does not: torchrun
-sends it itself."""
+"""Lines of torchrun's list: of the root cause any signal counts. Of the others SIGTERM does not:
+torchrun sends it itself."""
 _RANK = re.compile(r" *rank +: \d+")
 _ROOT_CAUSE = "Root Cause (first observed failure)"
 """torchrun's list of ranks that failed: the others come before it."""

@@ -88,8 +88,9 @@ def write_whole(path: Path, text: str) -> None:
     """Replace a file that others read while the run goes on: they see the old one or the new one.
     Raises OSError. A file that a later start depends on is written by `write_file` instead.
 
-    Its other name, until it is whole, is of this thread alone: a process writes files that differ in
-    their endings only, from several threads, and launchers of several machines write the same file.
+    Its other name, until it is whole, is of this thread alone: a process writes files that differ
+    in their endings only, from several threads, and launchers of several machines write the same
+    file.
     """
     writer = f"{socket.gethostname()}.{threading.get_native_id()}"
     partial = path.with_name(f"{path.name}.{writer}{PARTIAL}")

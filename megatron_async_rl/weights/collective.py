@@ -80,8 +80,8 @@ class Sender:
         """Bucket paths of the two newest versions that were sent."""
 
     def open(self, workers: int) -> Meeting:
-        """Return where an engine of so many workers meets it. Raises OSError where the host is no address of
-        this machine."""
+        """Return where an engine of so many workers meets it. Raises OSError where the host is no
+        address of this machine."""
         limit = timedelta(seconds=self._limit_s)
         store = serve_store(self._host, 0, limit)
         meeting = Meeting(host=self._host, port=store.port, workers=workers, limit_s=self._limit_s)

@@ -23,11 +23,11 @@ from torch.distributed import PrefixStore, TCPStore
 from megatron_async_rl.weights.manifest import IN_FLIGHT, Meeting
 
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-"""Read by the constructor of `ProcessGroupNCCL`: with 1, `wait` enforces the limit itself, and the group
-gets no watchdog thread."""
+"""Read by the constructor of `ProcessGroupNCCL`: with 1, `wait` enforces the limit itself, and the
+group gets no watchdog thread."""
 CREATION_LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
-"""Seconds for which torch polls a non-blocking communicator. Read once per process, when it creates the
-first one; 30 minutes by default."""
+"""Seconds for which torch polls a non-blocking communicator. Read once per process, when it creates
+the first one; 30 minutes by default."""
 
 
 class Communicator:
@@ -98,8 +98,8 @@ def _group(members: PrefixStore, meeting: Meeting, rank: int, device: torch.devi
         # member without limit; a non-blocking one is polled until the limit.
         nccl.config.blocking = 0
         os.environ.setdefault(CREATION_LIMIT, str(math.ceil(meeting.limit_s)))
-        # After a timeout the watchdog would end the whole process, the engine's or the sender's, also
-        # where the group was aborted.
+        # After a timeout the watchdog would end the whole process, the engine's or the sender's,
+        # also where the group was aborted.
         with _blocking_wait():
             return ProcessGroupNCCL(members, rank, size, nccl)
     from torch.distributed import ProcessGroupGloo

@@ -1,27 +1,28 @@
-"""The carrier `cuda_ipc`: buckets pass from the policy's devices to engines on the same ones, while these
-stand still. Nothing of a version is in host memory, and a device has two buckets of it.
+"""The carrier `cuda_ipc`: buckets pass from the policy's devices to engines on the same ones, while
+these stand still. Nothing of a version is in host memory, and a device has two buckets of it.
 
     each rank:  its parts --> bucket on its device --summed over all ranks--> the whole bucket
                                                                                  |  handle of its memory
     each worker of an engine, on one of these devices:  maps it, loads from it, answers
                                                         and then the memory is the ranks' again
 
-What is staged is the policy's own parameters: they stay as they are until the next step trains, and no
-engine loads then (flow/updates.py). An engine that starts again or joins before that gets the same
-buckets once more. On a CPU the memory is a file in /dev/shm; all else is the same.
+What is staged is the policy's own parameters: they stay as they are until the next step trains, and
+no engine loads then (flow/updates.py). An engine that starts again or joins before that gets the
+same buckets once more. On a CPU the memory is a file in /dev/shm; all else is the same.
 
 Invariants:
 - of two places on a device one is read while the other is filled; the controller says which
   (flow/copies.py), and a place is filled only while nobody reads it;
 - on each device a bucket is whole, so an engine needs to see no other device;
 - digests are of the ranks' parameters, before a bucket is filled;
-- places are given back when no engine is left that loads. A worker lets go of them with its last bucket;
-  one that was killed before that holds none of their memory;
+- places are given back when no engine is left that loads. A worker lets go of them with its last
+  bucket; one that was killed before that holds none of their memory;
 - all ranks fill a bucket, or all raise.
 
-CUDA's memory comes from the driver, not from torch's allocator: that one's may lie in expandable segments,
-which other processes map only where they may look into each other's files, and torch gives memory that
-it has handed to a process which was killed never back. vLLM's own back end (`ipc`) uses both.
+CUDA's memory comes from the driver, not from torch's allocator: that one's may lie in expandable
+segments, which other processes map only where they may look into each other's files, and torch
+gives memory that it has handed to a process which was killed never back. vLLM's own back end
+(`ipc`) uses both.
 """
 
 from __future__ import annotations
@@ -121,8 +122,8 @@ class IpcBuckets(Staging):
         return replace(manifest, on_demand=True)
 
     def fill(self, number: int, place: int, parts: Iterable[ShardSlice]) -> BucketRef:
-        """Collective. Puts a bucket of the version into a place on every device, and returns where it
-        is. parts: this rank's of the bucket; one is done with when the next is asked for.
+        """Collective. Puts a bucket of the version into a place on every device, and returns where
+        it is. parts: this rank's of the bucket; one is done with when the next is asked for.
 
         Raises what kept this rank from it, and NotStaged where it is another rank that could not.
         """
@@ -245,12 +246,13 @@ class DeviceReader(TransportReader):
         self._mapped: dict[str, MappedBucketMemory] = {}
 
     def read(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
-        """Raises ValueError where no rank's memory is on this device, and RuntimeError for memory that
-        cannot be mapped."""
+        """Raises ValueError where no rank's memory is on this device, and RuntimeError for memory
+        that cannot be mapped."""
         where: dict[str, str] = json.loads(ref.path)
         if self._name not in where:
             raise ValueError(
-                f"weights.transport: cuda_ipc has no bucket on {self._name}, this engine's device: ranks"
+                f"weights.transport: cuda_ipc has no bucket on {self._name}, this engine's device:"
+                " ranks"
                 f" of the policy are on {', '.join(sorted(where))}. Give both the same devices"
                 " (CUDA_VISIBLE_DEVICES, policy.parallel.ranks), or set weights.transport:"
                 " shared_memory"

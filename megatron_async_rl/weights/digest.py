@@ -6,8 +6,8 @@ filled up with zeros, and once more words of 8 bytes behind 4 bytes of zeros:
     d1 = sum of R1(row) W1(column) word     over all words, modulo 2^64
     d2 = sum of R2(row) W2(column) word     over all words half a word later, modulo 2^64
 
-R and W are odd numbers that a place decides, from a seed for each. Both sums are linear in the bytes,
-so a part adds up with the others by its place alone, at whatever byte it was cut.
+R and W are odd numbers that a place decides, from a seed for each. Both sums are linear in the
+bytes, so a part adds up with the others by its place alone, at whatever byte it was cut.
 
 Invariants:
 - of one tensor every way to cut it gives the same digest, on every device;
@@ -103,7 +103,8 @@ def _over_rows(words: Tensor, keys: Tensor) -> Tensor:
 
 
 def _words(block: Tensor, lead: int) -> Iterator[tuple[int, Tensor]]:
-    """The block as words, [rows, words] int64, behind `lead` bytes of zeros; and which the first is."""
+    """The block as words, [rows, words] int64, behind `lead` bytes of zeros; and which the first
+    is."""
     size = block.element_size()
     end = lead // size + block.shape[1]
     filled = block.new_zeros(len(block), -(-end * size // WORD) * WORD // size)

@@ -13,8 +13,8 @@ Invariants:
   memory that something else is made from (a packed or quantised weight), as soon as it is written;
 - a part of a tensor that several workers hold counts once if they hold the same. If they do not, or
   if nobody took a part, the digest is not the trainer's;
-- an address says which offered tensor a copy is of only while that tensor lives and until its memory
-  is offered again; nothing here keeps it alive.
+- an address says which offered tensor a copy is of only while that tensor lives and until its
+  memory is offered again; nothing here keeps it alive.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
 @dataclass
 class Loaded:
-    """The parts of a tensor that one worker took. parts: (row, column, rows, columns, d1, d2), each once."""
+    """The parts of a tensor that one worker took. parts: (row, column, rows, columns, d1, d2), each
+    once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -132,8 +133,8 @@ class LoadWatch(TorchDispatchMode):
         return frozenset(self._loaded)
 
     def offer(self, name: str, tensor: Tensor) -> None:
-        """The loaders get `tensor` next; its memory stays as it is until it is offered again, or the
-        tensor is gone."""
+        """The loaders get `tensor` next; its memory stays as it is until it is offered again, or
+        the tensor is gone."""
         shape = tuple(tensor.shape)
         self._loaded[name] = Loaded(tensor.dtype, shape)
         if not tensor.numel():

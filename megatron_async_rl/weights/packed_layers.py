@@ -44,8 +44,8 @@ class AwaitedWeight:
     """A parameter of `layer` as vLLM first made it, in place of what its kernel made of it, while
     its pieces come in.
 
-    `memory`: where they are put. `take` is called with a tensor that is the whole weight and is used
-    where it lies, `when_full` as soon as all pieces are there.
+    `memory`: where they are put. `take` is called with a tensor that is the whole weight and is
+    used where it lies, `when_full` as soon as all pieces are there.
     """
 
     def __init__(

@@ -149,13 +149,15 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         )
         if missing:
             raise RuntimeError(
-                f"the update to version {self._version} brought {len(self._watch.names)} tensors and"
+                f"the update to version {self._version} brought {len(self._watch.names)} tensors"
+                " and"
                 f" left out {len(missing)}:"
                 f" {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}"
             )
 
     def shutdown(self) -> None:
-        """Lets go of the sender's buckets, which stay mapped between updates, and of the worker's own."""
+        """Lets go of the sender's buckets, which stay mapped between updates, and of the worker's
+        own."""
         if self._reader is not None:
             self._reader.keep(())
         if self.receiver is not None:

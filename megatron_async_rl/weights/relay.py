@@ -101,7 +101,8 @@ class WeightAgent:
                 "bucket %d of version %d arrived damaged: tensor %s", number, version, wrong
             )
         raise RelayFailed(
-            f"bucket {number} of version {version} arrived damaged twice: tensor {wrong} is not what"
+            f"bucket {number} of version {version} arrived damaged twice: tensor {wrong} is not"
+            " what"
             " was staged"
         )
 

@@ -1,5 +1,5 @@
-"""The staged weights of rank 0's machine, served by TCP to the agents of other machines (`relay.py`).
-Loads no torch: the controller has it.
+"""The staged weights of rank 0's machine, served by TCP to the agents of other machines
+(`relay.py`). Loads no torch: the controller has it.
 
     agent ---------------- connects ----------------> server
           <--------- nonce, 32 random bytes ---------
@@ -11,9 +11,11 @@ Invariants:
 - nothing of a file is sent before the request has proved the run's key. The key itself never
   travels here, and a nonce is good for one request. Bytes are not encrypted;
 - only buckets of versions whose place rank 0 does not write are served (`stage`, `release`);
-- a connection that has not proved the key takes one of `_RelayTcpServer.slots` threads for ADMISSION_S at
-  most, so strangers exhaust neither threads nor descriptors (watchdog/limited_server.py);
-- one that has proved it has a thread and a limit on each wait for its peer, so a stalled one is cut.
+- a connection that has not proved the key takes one of `_RelayTcpServer.slots` threads for
+  ADMISSION_S at most, so strangers exhaust neither threads nor descriptors
+  (watchdog/limited_server.py);
+- one that has proved it has a thread and a limit on each wait for its peer, so a stalled one is
+  cut.
 """
 
 from __future__ import annotations

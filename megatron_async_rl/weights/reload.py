@@ -52,8 +52,8 @@ log = init_logger(
 
 
 class Reload(Protocol):
-    """Once for each update: `begin`, `load` for each part of it, `end`. `keeps`: it may hold tensors
-    beyond the `load` that brought them."""
+    """Once for each update: `begin`, `load` for each part of it, `end`. `keeps`: it may hold
+    tensors beyond the `load` that brought them."""
 
     keeps: bool
 
@@ -185,7 +185,8 @@ class InPlaceReload:
 
 
 def loaded_parameters(model: torch.nn.Module) -> frozenset[str]:
-    """Names of the parameters that weights are loaded to; others a quantised layer made of these."""
+    """Names of the parameters that weights are loaded to; others a quantised layer made of
+    these."""
     found = set()
     for name, _ in model.named_parameters():
         scope, _, own = name.rpartition(".")

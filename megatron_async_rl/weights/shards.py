@@ -1,4 +1,5 @@
-"""Parts of a staged version that each rank writes: of Hugging Face's tensors, out of its own shards.
+"""Parts of a staged version that each rank writes: of Hugging Face's tensors, out of its own
+shards.
 
 Which rows and columns those are, policy/cuts.py knows.
 
@@ -48,8 +49,8 @@ class Seat:
 
 
 class WeightShards:
-    """Made once per run and used after every step. `reached`: for each rank of the world, true where
-    it can write to the staged memory."""
+    """Made once per run and used after every step. `reached`: for each rank of the world, true
+    where it can write to the staged memory."""
 
     def __init__(self, exporter: WeightExporter, reached: Sequence[bool], max_bytes: int) -> None:
         """Collective."""

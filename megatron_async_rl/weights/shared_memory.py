@@ -41,7 +41,8 @@ class SharedMemoryFull(OSError):
     """There is no room for a bucket."""
 
     fix = (
-        "enlarge /dev/shm (docker run --shm-size), or remove what others left there: two versions of"
+        "enlarge /dev/shm (docker run --shm-size), or remove what others left there: two versions"
+        " of"
         " the model have to fit"
     )
 
@@ -63,7 +64,8 @@ class BucketFile(BucketMemory):
             self.close()
             free = shutil.disk_usage(directory).free
             raise SharedMemoryFull(
-                f"{directory} of {socket.gethostname()} has {free / 2**20:.1f} MiB free, too few for a"
+                f"{directory} of {socket.gethostname()} has {free / 2**20:.1f} MiB free, too few"
+                " for a"
                 f" bucket of weights of {size / 2**20:.1f} MiB: {error}"
             ) from error
         except BaseException:

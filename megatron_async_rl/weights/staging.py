@@ -8,8 +8,8 @@ after a restart, or when it joins.
 
 Invariants:
 - there are two slots, written in turn: staging a version leaves the one before it as it is, for
-  engines that are reading it, and takes the place of the one before that. It begins only once nobody
-  reads that one any more (`when_free`);
+  engines that are reading it, and takes the place of the one before that. It begins only once
+  nobody reads that one any more (`when_free`);
 - a version is there completely or not at all;
 - a digest is taken of the sender's own memory, so that nothing between it and an engine's is
   trusted;
@@ -109,9 +109,9 @@ class Staging:
         parts: Iterable[ShardSlice],
         when_free: Callable[[], None] = lambda: None,
     ) -> Manifest:
-        """Collective. buckets: of the whole version, the same on every rank. parts: this rank's; one
-        is done with when the next is asked for. when_free: returns once the slot may be written, on
-        rank 0.
+        """Collective. buckets: of the whole version, the same on every rank. parts: this rank's;
+        one is done with when the next is asked for. when_free: returns once the slot may be
+        written, on rank 0.
 
         Raises ValueError for an update without buckets, with a tensor that comes twice, or with one
         that the parts of all ranks do not make up, OSError when memory is out, and NotStaged where

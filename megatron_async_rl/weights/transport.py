@@ -7,8 +7,8 @@ A carrier is one file, `weights/<name>.py`, with its class under the name `CARRI
 its name in `config.schema.Transport`.
 
 Invariants:
-- a `BucketRef` describes what its bucket holds until the ranks write the bucket again, which they do
-  only while no engine reads (`staging.py`);
+- a `BucketRef` describes what its bucket holds until the ranks write the bucket again, which they
+  do only while no engine reads (`staging.py`);
 - tensors come out under the names, with the dtypes and shapes, and in the order in which they went
   in.
 """
@@ -50,8 +50,8 @@ class TensorSpec:
 
 @dataclass(frozen=True, eq=False)
 class ShardSlice:
-    """Rows and columns of the tensor `name`, as a matrix, from (`row`, `column`) on. A vector is one
-    row; of more dimensions a tensor has as many columns as its last is long."""
+    """Rows and columns of the tensor `name`, as a matrix, from (`row`, `column`) on. A vector is
+    one row; of more dimensions a tensor has as many columns as its last is long."""
 
     name: str
     row: int
@@ -95,7 +95,8 @@ class TransportReader(ABC):
     """An engine worker's end."""
 
     lasting = True
-    """A bucket's content is there until the update ends; else until the worker asks for the next."""
+    """A bucket's content is there until the update ends; else until the worker asks for the
+    next."""
 
     @abstractmethod
     def read(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:

@@ -263,8 +263,8 @@ def draw_in_batches() -> None:
 
 def complete_cpu_worker(worker: Any) -> None:
     """Gives a CPU worker what it lacks where there are several: memory for what the pipeline stage
-    before it computed, which vLLM makes in a warm-up that it leaves out where nothing is compiled, and
-    `compute_own_experts`."""
+    before it computed, which vLLM makes in a warm-up that it leaves out where nothing is compiled,
+    and `compute_own_experts`."""
     from vllm.distributed import get_pp_group
 
     compute_own_experts()
@@ -276,8 +276,8 @@ def complete_cpu_worker(worker: Any) -> None:
 
 
 def compute_own_experts() -> None:
-    """A worker that has some of the experts computes those alone. vLLM's kernel on a CPU takes experts'
-    numbers for places in the worker's weights. Idempotent."""
+    """A worker that has some of the experts computes those alone. vLLM's kernel on a CPU takes
+    experts' numbers for places in the worker's weights. Idempotent."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     apply_all = CPUUnquantizedExperts.apply

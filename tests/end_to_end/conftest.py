@@ -100,8 +100,8 @@ def interrupted(
     workspace: Workspace, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, object]:
     """A run at async_ratio 2 with a reward that fails now and then and one of whole groups, stopped
-    by Ctrl-C on the way and started again, where that can be on a machine whose name nothing knows, and
-    with a TMPDIR longer than the path of a socket may be."""
+    by Ctrl-C on the way and started again, where that can be on a machine whose name nothing knows,
+    and with a TMPDIR longer than the path of a socket may be."""
     config = workspace.config(
         "loop",
         run={"dir": "runs/loop", "steps": LOOP_STEPS},
@@ -181,8 +181,8 @@ def converted(workspace: Workspace, interrupted: dict[str, object]) -> Path:
 
 @dataclass
 class Ended:
-    """A run over machines. `states`: of its processes while it ran; `left`: names of those that still
-    live; `ports`: TCP ports that are open on the first machine."""
+    """A run over machines. `states`: of its processes while it ran; `left`: names of those that
+    still live; `ports`: TCP ports that are open on the first machine."""
 
     codes: list[int]
     said: str
@@ -195,7 +195,8 @@ class Ended:
 
 @pytest.fixture(scope="session")
 def synchronous_config(workspace: Workspace, converted: Path) -> Path:
-    """Of a run that waits for each batch, from the converted model; an engine of its own evaluates."""
+    """Of a run that waits for each batch, from the converted model; an engine of its own
+    evaluates."""
     lines = (workspace.folder / "eval.jsonl").read_text().splitlines(keepends=True)
     (workspace.folder / "held_out.jsonl").write_text("".join(lines[:HELD_OUT]))
     return workspace.config(

@@ -1,6 +1,6 @@
-"""A fleet of two engines in a real run, with a communicator for the weights of each: one stops moving,
-does not come back and is lost for good; then the other dies, comes back with proven weights, and
-stops moving, with which the run ends."""
+"""A fleet of two engines in a real run, with a communicator for the weights of each: one stops
+moving, does not come back and is lost for good; then the other dies, comes back with proven
+weights, and stops moving, with which the run ends."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ UNRESPONSIVE_S = 30.0
 @pytest.fixture(scope="module")
 def troubled(workspace: Workspace) -> dict[str, object]:
     """The actor of engine 0 is stopped like a wedged process, and killed as soon as it is started
-    anew; with one restart allowed, engine 1 goes on alone. Its vLLM process is killed, so that for a
-    while there is none, restarted, and then stopped."""
+    anew; with one restart allowed, engine 1 goes on alone. Its vLLM process is killed, so that for
+    a while there is none, restarted, and then stopped."""
     config = workspace.config(
         "fleet",
         run={"dir": "runs/fleet", "steps": 100000},

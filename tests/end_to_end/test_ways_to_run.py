@@ -89,8 +89,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Orphaned:
-    """A run whose launcher was killed. `refusal`: of another launcher beside its ranks; `left`: names
-    of its processes that still live; `status`: that of the run then."""
+    """A run whose launcher was killed. `refusal`: of another launcher beside its ranks; `left`:
+    names of its processes that still live; `status`: that of the run then."""
 
     pid: int
     refusal: str
@@ -100,8 +100,8 @@ class Orphaned:
 
 @dataclass
 class Ended:
-    """How a run ended. `said`: from the failure on; `pid`: of what was stopped; `left`: names of its
-    processes that still live."""
+    """How a run ended. `said`: from the failure on; `pid`: of what was stopped; `left`: names of
+    its processes that still live."""
 
     code: int
     output: str

@@ -1,16 +1,16 @@
 """What vLLM's own model computes after updates, against what it computed when it had just read the
 same checkpoint.
 
-Arguments: where to write the answer, then `A:B` or `A:B:HOW`, checkpoints of one shape. The engine starts
-with A and is updated to B, A, B, in the way it chooses. HOW: `both`, to A and B by vLLM's layer-wise
-reload then; `halves`, there are two engines in turn, which are what two workers are with half of the
-experts each, but that they add nothing up; a value of vLLM's `quantization`. Each time to B for the last
-time its buckets are lent, but on a GPU, two at a time, in memory that is overwritten as soon as it has
-been read.
+Arguments: where to write the answer, then `A:B` or `A:B:HOW`, checkpoints of one shape. The engine
+starts with A and is updated to B, A, B, in the way it chooses. HOW: `both`, to A and B by vLLM's
+layer-wise reload then; `halves`, there are two engines in turn, which are what two workers are with
+half of the experts each, but that they add nothing up; a value of vLLM's `quantization`. Each time
+to B for the last time its buckets are lent, but on a GPU, two at a time, in memory that is
+overwritten as soon as it has been read.
 
-The answer: for each A by name, for each state [way of the update, which checkpoint (0: A), log-probs and
-other outputs]; under `faults`, of a quantised model, [tensors whose digests differ after a bit was
-flipped] and [what is said where a tensor is left out].
+The answer: for each A by name, for each state [way of the update, which checkpoint (0: A),
+log-probs and other outputs]; under `faults`, of a quantised model, [tensors whose digests differ
+after a bit was flipped] and [what is said where a tensor is left out].
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ def run(
 
 @contextmanager
 def divided(half: int | None) -> Iterator[None]:
-    """Layers that are made within have their experts divided over two workers, of which this is one."""
+    """Layers that are made within have their experts divided over two workers, of which this is
+    one."""
     make = FusedMoEParallelConfig.make
     own = {"use_ep": True, "ep_size": 2, "ep_rank": half}
     if half is not None:
@@ -205,8 +206,8 @@ def use_layerwise(worker: Any) -> None:
 
 
 def lend_memory_of_experts(worker: Any) -> None:
-    """As the allocator may: what experts were packed in before this update is where pieces of another
-    weight, which comes in three, are put in it."""
+    """As the allocator may: what experts were packed in before this update is where pieces of
+    another weight, which comes in three, are put in it."""
     packed = getattr(worker.weight_transfer_engine._reload, "_packed", [])
     experts = [one for one in packed if isinstance(one, PackedExperts)]
     fused = [

@@ -63,8 +63,8 @@ EVALUATIONS = {
 
 
 class Engines:
-    """One engine for each of `settings` (of `rollout`), all with the samplings of `evaluations`, and
-    which checkpoint each version was."""
+    """One engine for each of `settings` (of `rollout`), all with the samplings of `evaluations`,
+    and which checkpoint each version was."""
 
     def __init__(
         self,
@@ -235,8 +235,8 @@ def stop(handles: Sequence[Any]) -> None:
 
 
 def give_environment(handle: Any, settings: Mapping[str, Any], template: str | None = None) -> None:
-    """From here on the samples of a running engine are this environment's: an engine of its own would
-    take as long as all its tests."""
+    """From here on the samples of a running engine are this environment's: an engine of its own
+    would take as long as all its tests."""
     ray_get(handle.__ray_call__.remote(_begin, settings, template), "an engine to be told", 400)
 
 

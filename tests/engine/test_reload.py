@@ -1,6 +1,6 @@
 """vLLM's model after an update against the same model freshly read: bit for bit, for each way in
-which families of models differ, and where vLLM quantises what is loaded; and against the policy, whose
-log-probs are the same."""
+which families of models differ, and where vLLM quantises what is loaded; and against the policy,
+whose log-probs are the same."""
 
 from __future__ import annotations
 

@@ -149,7 +149,8 @@ def test_after_each_of_three_updates_both_engines_sample_from_the_new_weights(
 
 
 def note_cached(engine: Any) -> None:
-    """In the engine: `cached` has the prompt tokens of each request that it did not have to read."""
+    """In the engine: `cached` has the prompt tokens of each request that it did not have to
+    read."""
     responses, engine.cached = engine._responses, {}
     on_output = type(responses)._on_output.__get__(responses)
 
@@ -197,8 +198,8 @@ def test_a_groups_prompt_is_read_once_and_anew_by_the_weights_that_begin_the_nex
 def test_responses_in_flight_survive_an_update_and_stamp_each_token_with_its_weights(
     engines: Engines,
 ) -> None:
-    """Tokens up to the switch match the old weights; after it the new ones, over the keys and values
-    that the old ones left behind."""
+    """Tokens up to the switch match the old weights; after it the new ones, over the keys and
+    values that the old ones left behind."""
     handle = engines.handles[KEEP]
     both: list[Sample] = []
     while len(both) < 8:  # others are asked where too many had finished

@@ -50,8 +50,8 @@ def passed(module: CoreAttention, tensors, weights, packing) -> list[torch.Tenso
 
 
 def assert_near(theirs: torch.Tensor, ours: torch.Tensor) -> None:
-    """[tokens, ...] of two kernels in bfloat16 on the same numbers: each token's, as a vector. Single
-    numbers of a gradient are sums of far larger ones."""
+    """[tokens, ...] of two kernels in bfloat16 on the same numbers: each token's, as a vector.
+    Single numbers of a gradient are sums of far larger ones."""
     apart, size = (each.float().flatten(1).norm(dim=1) for each in (theirs - ours, ours))
     assert bool((apart <= 0.03 * (size + size.mean()) + 0.3).all()), (apart.max(), size)
 

@@ -1,5 +1,5 @@
-"""Operations of a block of code that make the host wait for the device, that carry numbers to it one
-tensor at a time, or that add numbers in an order which CUDA leaves open.
+"""Operations of a block of code that make the host wait for the device, that carry numbers to it
+one tensor at a time, or that add numbers in an order which CUDA leaves open.
 
 On CUDA torch itself says where it waits. On a CPU nothing waits: there the operations are found by
 their names, whatever made them, in the forward and the backward pass.

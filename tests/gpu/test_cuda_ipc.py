@@ -155,7 +155,8 @@ def used() -> int:
 
 
 def until_used(at_most: int) -> int:
-    """Bytes in use, once they are so few: the driver takes a killed process's back after it is gone."""
+    """Bytes in use, once they are so few: the driver takes a killed process's back after it is
+    gone."""
     until = time.monotonic() + 30.0
     while (found := used()) > at_most and time.monotonic() < until:
         time.sleep(0.1)

@@ -43,9 +43,9 @@ ROUNDED = {
 """Recipe -> what rounding on a CPU costs at most, over the cases: mean error of log-probs in nats;
 1 - cosine; relative."""
 BETWEEN_LAYOUTS = {"tensorwise": 1.5, "delayed": 1.5, "blockwise": 0.7, "mxfp8": 0.7}
-"""Recipe -> most that two layouts differ, by what rounding costs one of them. Two roundings that know
-nothing of each other would differ by about 1.4 of it; blocks that a rank has whole are rounded alike
-on both."""
+"""Recipe -> most that two layouts differ, by what rounding costs one of them. Two roundings that
+know nothing of each other would differ by about 1.4 of it; blocks that a rank has whole are rounded
+alike on both."""
 ALLOWED = 2.0
 
 

@@ -1,5 +1,5 @@
-"""vLLM's FP8 on a GPU: an engine after an update computes what it does when it has just read the same
-weights, bit for bit, and each bit that came is proved."""
+"""vLLM's FP8 on a GPU: an engine after an update computes what it does when it has just read the
+same weights, bit for bit, and each bit that came is proved."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The whole loop in one process: the real policy on one rank, the real controller on an event loop in
-its own thread, and fake engines. `train.py` is unchanged; only Ray, torchrun and vLLM are missing.
+"""The whole loop in one process: the real policy on one rank, the real controller on an event loop
+in its own thread, and fake engines. `train.py` is unchanged; only Ray, torchrun and vLLM are
+missing.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class LoopEngine(FakeEngine):
         self._fails_at = fails_at
         self.alter = varied
         self.holds_back = False
-        """It answers for a step's groups only once it holds the version before the step's: while older
-        versions train, those groups have no response."""
+        """It answers for a step's groups only once it holds the version before the step's: while
+        older versions train, those groups have no response."""
         self.digests: dict[int, dict[str, str]] = {}
         """Digests of the weights, by version."""
         for name in ("sleep", "wake weights", "wake cache"):

@@ -1,8 +1,9 @@
-"""Machines imitated on one: each a network namespace with an address on one switch, a host name, and
-a /dev/shm and a folder of Ray's that no other sees. The file system is the same, as on a cluster.
+"""Machines imitated on one: each a network namespace with an address on one switch, a host name,
+and a /dev/shm and a folder of Ray's that no other sees. The file system is the same, as on a
+cluster.
 
-Nothing of this machine is touched: the switch is in a namespace of its own, and what lies over files
-of this machine lies there for the processes of one imitated machine alone.
+Nothing of this machine is touched: the switch is in a namespace of its own, and what lies over
+files of this machine lies there for the processes of one imitated machine alone.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def ip(*arguments: str) -> str:
 
 
 class Machines:
-    """`folder`: of the run's files and of what each machine says. `hosts`: addresses that the machines
-    have for names, where those are not the right ones."""
+    """`folder`: of the run's files and of what each machine says. `hosts`: addresses that the
+    machines have for names, where those are not the right ones."""
 
     def __init__(self, folder: Path, count: int, hosts: Mapping[str, str]) -> None:
         self.folder = folder

@@ -1,5 +1,6 @@
-"""What costs a run over machines with a network between them, and what does not: `make network-tests`.
-The run that goes well is in tests/end_to_end/test_three_machines.py. Needs root, and Debian's iproute2."""
+"""What costs a run over machines with a network between them, and what does not: `make
+network-tests`. The run that goes well is in tests/end_to_end/test_three_machines.py. Needs root,
+and Debian's iproute2."""
 
 from __future__ import annotations
 

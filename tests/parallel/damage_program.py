@@ -52,8 +52,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         ),
     },
 }
-"""With GAC's past gradient, past versions and a fixed reference; and with adapters, a value head and
-a reference that moves."""
+"""With GAC's past gradient, past versions and a fixed reference; and with adapters, a value head
+and a reference that moves."""
 FLIPS = 12
 
 

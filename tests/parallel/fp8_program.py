@@ -144,8 +144,8 @@ def loaded(rank: Rank, model: str, a: str) -> dict[str, bool]:
 
 
 def in_blocks(policy, path: Path) -> bool:
-    """Loads model and masters again; true where no tensor that is made for it has more elements than a
-    block."""
+    """Loads model and masters again; true where no tensor that is made for it has more elements
+    than a block."""
     most = 512
     with mock.patch.object(files, "BLOCK_ELEMENTS", most), Allocations(meta=False) as made:
         load_hf(policy.model.bridge, policy.model.chunks, path)

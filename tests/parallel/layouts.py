@@ -125,8 +125,8 @@ the gradient alone on these. Those named `expert...` run the model with experts.
 
 
 FEW = ("single", "data_distributed_optimizer", "tensor_pipeline")
-"""For what depends on samples and their log-probs alone: samples divided, and the model divided both
-ways."""
+"""For what depends on samples and their log-probs alone: samples divided, and the model divided
+both ways."""
 BEFORE_THE_OPTIMIZER = {
     name: settings
     for name, settings in (DISTINCT | MIXTURE_LAYOUTS | CONTEXT_LAYOUTS).items()

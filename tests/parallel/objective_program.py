@@ -294,7 +294,8 @@ def several_steps(rank: Rank, batch: str, replay: str, objective=SEVERAL_STEPS) 
 
 
 def with_own_choice(rank: Rank, name: str) -> None:
-    """Adds the batch `..._own`: with the experts that the model itself chooses, padded and alone."""
+    """Adds the batch `..._own`: with the experts that the model itself chooses, padded and
+    alone."""
     policy = rank.policy("mixture", routing_replay="proximal")
     routing = policy.schedule.routing
     mine = received(policy, scorable(rank.batches[name]))

@@ -21,8 +21,8 @@ from megatron_async_rl.policy import optimizer
 from tests.parallel.layout_program import Rank, run_each, save
 
 BUCKET = 1000
-"""Parameters of a bucket, at the least: the output layer has one to itself. Megatron's own would hold
-the whole model."""
+"""Parameters of a bucket, at the least: the output layer has one to itself. Megatron's own would
+hold the whole model."""
 
 
 class Watched:
@@ -51,8 +51,8 @@ class Watched:
 
 
 class Gathers:
-    """Buckets of weights whose gathering began: beside the schedule's passes, or at once. left: those
-    that nobody had waited for when a schedule's passes were through."""
+    """Buckets of weights whose gathering began: beside the schedule's passes, or at once. left:
+    those that nobody had waited for when a schedule's passes were through."""
 
     def __init__(self) -> None:
         self.beside = self.at_once = self.left = 0

@@ -197,8 +197,8 @@ def lean(rank: Rank, checkpoints: Path) -> dict:
 
 
 def lean_memory(rank: Rank, scratch: Path) -> dict[str, list]:
-    """With GAC's gradient and a reference that moves: bytes of the largest tensor that each rank makes to
-    save and to load, of the largest run of elements that is its own in float32, and of the
+    """With GAC's gradient and a reference that moves: bytes of the largest tensor that each rank
+    makes to save and to load, of the largest run of elements that is its own in float32, and of the
     largest parameter."""
     objective = ObjectiveConfig(kl=KlConfig(coef=0.1), reference=ReferenceConfig(ema=0.7))
     first, again = (
@@ -218,8 +218,8 @@ def lean_memory(rank: Rank, scratch: Path) -> dict[str, list]:
 
 
 def gradients_of_the_head(rank: Rank, policy) -> list[tuple[int, set]]:
-    """Of each rank of a last stage: the micro-batches of a step, and the dtypes of the tensors that the
-    output layer's gradient is added to in them. After `cosines_with_momentum`, on its batch."""
+    """Of each rank of a last stage: the micro-batches of a step, and the dtypes of the tensors that
+    the output layer's gradient is added to in them. After `cosines_with_momentum`, on its batch."""
     given = []
 
     def noted(*args, weight_gradient, **options):
@@ -234,8 +234,8 @@ def gradients_of_the_head(rank: Rank, policy) -> list[tuple[int, set]]:
 
 
 def cosines_with_momentum(rank: Rank, policy) -> tuple[float, float]:
-    """Numbers of the next gradient: as controls see it, and of the shards of both put together in float64,
-    which are the whole model's where no rank has a part of it alone."""
+    """Numbers of the next gradient: as controls see it, and of the shards of both put together in
+    float64, which are the whole model's where no rank has a part of it alone."""
     rank.batches["next"] = at_version(rank.batches["a"], 4)
     gradient = ReducedGradient(rank, policy, "next")
     view = AdamView(policy.optimizer, policy.config.optimizer, 4, TakenStep(1e-3, 0.9))

@@ -1,7 +1,7 @@
-"""The bytes that Megatron and the policy give to one rank of a layout whose other ranks are not there:
-to weights, gradients, optimizer, controls and copies of the weights on the meta device, where nothing
-is computed or stored, so that the model may be large; and to what the model keeps for the backward
-pass of one micro-batch on the CPU.
+"""The bytes that Megatron and the policy give to one rank of a layout whose other ranks are not
+there: to weights, gradients, optimizer, controls and copies of the weights on the meta device,
+where nothing is computed or stored, so that the model may be large; and to what the model keeps for
+the backward pass of one micro-batch on the CPU.
 
 Arguments: a JSON of two lists, each of [a configuration's file, its overrides, [ranks]] and of the
 same with a micro-batch's rows and tokens of each in the place of the ranks; the file to write.

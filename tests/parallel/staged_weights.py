@@ -1,5 +1,5 @@
-"""A version staged by all ranks, as an engine of rank 0's machine would read it; and ways in which it
-may be wrong."""
+"""A version staged by all ranks, as an engine of rank 0's machine would read it; and ways in which
+it may be wrong."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ def staging_of(exporter: WeightExporter, layout: Layout) -> dict[str, Any]:
 
 
 def lent(exporter: WeightExporter, layout: Layout) -> dict[str, Any]:
-    """tensors, digests: of a version that is lent in small buckets, each as it is in this rank's own
-    memory."""
+    """tensors, digests: of a version that is lent in small buckets, each as it is in this rank's
+    own memory."""
     lending = IpcBuckets(CudaIpc(layout.device), layout)
     shards = WeightShards(exporter, lending.reached, 5000)
     manifest, tensors = lending.stage(1, shards.buckets, shards.parts()), {}

@@ -1,4 +1,5 @@
-"""Local layers call Apex's kernels where it is installed, on ranks that share tensors and sequences.
+"""Local layers call Apex's kernels where it is installed, on ranks that share tensors and
+sequences.
 
 Over a stand-in for its interface (tests/apex_stand_in.py); the kernels: tests/gpu/test_apex.py.
 """

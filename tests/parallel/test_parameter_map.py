@@ -1,5 +1,6 @@
-"""The parameters of published 32B models, cut over TP=8 and PP=4, and of every recipe's model on its
-layout, against those of transformers' model of the same configuration; both on the meta device."""
+"""The parameters of published 32B models, cut over TP=8 and PP=4, and of every recipe's model on
+its layout, against those of transformers' model of the same configuration; both on the meta
+device."""
 
 from __future__ import annotations
 
@@ -73,8 +74,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @functools.cache
 def reference(folder: Path) -> dict[str, list[int]]:
-    """Names and shapes in files. A tied output layer is in none, and experts, which transformers has
-    in one tensor, lie there one by one."""
+    """Names and shapes in files. A tied output layer is in none, and experts, which transformers
+    has in one tensor, lie there one by one."""
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

@@ -1,6 +1,6 @@
-"""Memory as `mar plan` counts it against Megatron's own: its buffers and its optimizer, with what the
-policy keeps beside them, built on the meta device for models and layouts that no machine here could
-hold."""
+"""Memory as `mar plan` counts it against Megatron's own: its buffers and its optimizer, with what
+the policy keeps beside them, built on the meta device for models and layouts that no machine here
+could hold."""
 
 from __future__ import annotations
 

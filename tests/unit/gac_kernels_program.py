@@ -1,10 +1,10 @@
-"""GAC's kernels in Triton's interpreter (TRITON_INTERPRET=1, read when Triton is imported) beside the
-torch path; prints what differs, as JSON.
+"""GAC's kernels in Triton's interpreter (TRITON_INTERPRET=1, read when Triton is imported) beside
+the torch path; prints what differs, as JSON.
 
-The interpreter's own conversions are not the hardware's: to bfloat16 it cuts off, and to 8-bit floats
-a carry out of the fraction is lost (Triton 3.9). Here torch converts in their place, to the nearest
-and of two the even one, as the instructions do that the compiled kernels hold (test_gac_kernels.py
-looks for them).
+The interpreter's own conversions are not the hardware's: to bfloat16 it cuts off, and to 8-bit
+floats a carry out of the fraction is lost (Triton 3.9). Here torch converts in their place, to the
+nearest and of two the even one, as the instructions do that the compiled kernels hold
+(test_gac_kernels.py looks for them).
 """
 
 from __future__ import annotations

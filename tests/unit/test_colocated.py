@@ -1,5 +1,5 @@
-"""Engines and policy take turns on the same devices: the order, and what becomes of a run in which a
-step of it fails or never ends."""
+"""Engines and policy take turns on the same devices: the order, and what becomes of a run in which
+a step of it fails or never ends."""
 
 from __future__ import annotations
 
@@ -155,8 +155,8 @@ def test_a_step_of_the_policys_that_fails_ends_the_run_and_is_named_with_its_pha
 
 
 class Lender:
-    """Rank 0's batches, and what engines ask of the ranks meanwhile: `orders`, one at a time; a wait
-    goes on until they are done."""
+    """Rank 0's batches, and what engines ask of the ranks meanwhile: `orders`, one at a time; a
+    wait goes on until they are done."""
 
     def __init__(self, *orders: BufferRequest | None) -> None:
         self.orders = list(orders)

@@ -1,5 +1,5 @@
-"""Versions that are lent bucket by bucket out of two places on a device: what engines read there, who
-may read it, and how all ranks end where one of them fails. Here the memory is a CPU's
+"""Versions that are lent bucket by bucket out of two places on a device: what engines read there,
+who may read it, and how all ranks end where one of them fails. Here the memory is a CPU's
 (tests/gpu/test_cuda_ipc.py: CUDA's)."""
 
 from __future__ import annotations

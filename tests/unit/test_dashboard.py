@@ -381,7 +381,8 @@ def test_the_page_works_in_a_browser_on_a_phone_and_in_the_dark(tmp_path: Path) 
         assert page.run("return getComputedStyle(document.body).backgroundColor") != light
         assert page.run("return document.documentElement.scrollWidth") == 360
         ends = page.run(
-            "return [...document.querySelectorAll('text.end')].map(one => one.getBoundingClientRect())"
+            "return [...document.querySelectorAll('text.end')].map(one =>"
+            " one.getBoundingClientRect())"
         )
         assert ends[-1]["right"] < 360
         assert all(one["right"] < other["left"] for one, other in pairwise(ends))

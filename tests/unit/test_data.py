@@ -1,4 +1,5 @@
-"""A user's own data: formats, columns, chat options, filters, mixtures, conversations with masks."""
+"""A user's own data: formats, columns, chat options, filters, mixtures, conversations with
+masks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Agents at the OpenAI-compatible endpoint: a session is one sample, token by token, of one segment or
-of several."""
+"""Agents at the OpenAI-compatible endpoint: a session is one sample, token by token, of one segment
+or of several."""
 
 import asyncio
 import contextlib
@@ -153,7 +153,8 @@ def test_a_call_that_its_agent_gave_up_is_in_no_sample_and_holds_up_no_end(model
 def test_the_run_waits_for_an_agent_at_work_and_not_for_one_that_waits_for_the_model(
     played: Played, tmp_path: Path
 ) -> None:
-    """Until the agent's own time is over, as the watchdog sees it, and by what the engine reports."""
+    """Until the agent's own time is over, as the watchdog sees it, and by what the engine
+    reports."""
     pool, seen = played.pool, []
     begun: list[list[int]] = []
     sample = sampler(begun)
@@ -433,8 +434,8 @@ def test_an_agent_that_is_not_async_may_run_an_event_loop_of_its_own(played: Pla
 
 
 def test_a_call_that_does_not_go_on_begins_a_segment_of_the_sample(played: Played) -> None:
-    """The agent asks, calls a tool, keeps nothing of it but a summary, and asks again twice; then it
-    goes on with its first thread."""
+    """The agent asks, calls a tool, keeps nothing of it but a summary, and asks again twice; then
+    it goes on with its first thread."""
     transcript, error, requested = played(question="6*7?", fault="compacts", max_segments=2)
     assert error is None
     first, second = transcript.segments

@@ -277,7 +277,8 @@ def test_an_engine_whose_process_was_killed_is_named_in_one_line() -> None:
         error = ray.exceptions.ActorDiedError()
         error.error_msg = (
             "The actor died unexpectedly before finishing this task.\n\tclass_name: RolloutEngine\n"
-            "\tactor_id: 6496e9ed5fcb\n\tpid: 31173\n\tnamespace: cf3091ca\nThe actor is dead because its"
+            "\tactor_id: 6496e9ed5fcb\n\tpid: 31173\n\tnamespace: cf3091ca\nThe actor is dead"
+            " because its"
             " worker process has died. End of file. Some common causes include: (1) the process was"
             " killed by the OOM killer, (2) ray stop --force was called"
         )
@@ -287,6 +288,7 @@ def test_an_engine_whose_process_was_killed_is_named_in_one_line() -> None:
     with pytest.raises(ProcessDied) as died:
         asyncio.run(RemoteEngine(actor).report(1.0))
     assert str(died.value) == (
-        "RolloutEngine (pid 31173). The actor is dead because its worker process has died. End of file."
+        "RolloutEngine (pid 31173). The actor is dead because its worker process has died. End of"
+        " file."
         " If nobody killed it, `dmesg` tells whether the kernel did, for want of memory."
     )

@@ -1,5 +1,5 @@
-"""Samples of several turns: their tokens, masks and rewards, with environments in processes of their
-own, and what it costs when one of these misbehaves."""
+"""Samples of several turns: their tokens, masks and rewards, with environments in processes of
+their own, and what it costs when one of these misbehaves."""
 
 import asyncio
 import io
@@ -201,7 +201,8 @@ def test_an_environment_that_fails_in_any_way_costs_its_sample_and_disturbs_nobo
         "step raised ValueError: the reward of a step is nan, not a finite number of at most 1e+30",
         "step raised TypeError: step returned a NoneType, not a Step",
         "its process ended in step; see the engine's log",
-        "step raised ValueError: the reward of a step is 1e+39, not a finite number of at most 1e+30",
+        "step raised ValueError: the reward of a step is 1e+39, not a finite number of at most"
+        " 1e+30",
         "step raised TypeError: the observation of a step must be text or a list of messages with"
         ' role and content, both text: [{"role": "tool", "content": [{"text": "w7"}]}]',
         "its words cannot be put behind a turn: invalid literal for int() with base 10: 'hat'",
@@ -631,7 +632,8 @@ class GenericEnvClient:
     async def close(self):
         self.said.append("closed")
 """
-"""The client of openenv 0.10.0, as far as it is used; docs/environments.md says how it was tried."""
+"""The client of openenv 0.10.0, as far as it is used; docs/environments.md says how it was
+tried."""
 
 
 @pytest.fixture
@@ -833,8 +835,8 @@ def test_whatever_is_wrong_with_a_call_is_the_tools_answer_and_counted() -> None
 
 
 def test_tools_answer_what_the_model_calls_turn_by_turn(tmp_path: Path) -> None:
-    """The prompt names them, vLLM's parser reads the calls, and the answers are put behind them; a call
-    that it cannot read is answered, too."""
+    """The prompt names them, vLLM's parser reads the calls, and the answers are put behind them; a
+    call that it cannot read is answered, too."""
     tokenizer = characters(tmp_path)
     settings = settings_of(**tools("tests.unit.agents:times"), format="chat")
     schemas = Tools(functions="tests.unit.agents:times").schemas

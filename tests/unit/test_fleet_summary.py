@@ -1,5 +1,5 @@
-"""Metrics of engines and flow between two steps: counts of engines that may have been started again, and
-what was dropped."""
+"""Metrics of engines and flow between two steps: counts of engines that may have been started
+again, and what was dropped."""
 
 from __future__ import annotations
 

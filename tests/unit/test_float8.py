@@ -98,8 +98,8 @@ def test_zeros_and_cut_blocks_stay_what_they_are(way):
 
 @functools.cache
 def sampled(directory: Path):
-    """A random model as test_fp8.py has it, in bfloat16 as engines do, and 16 responses of 64 tokens
-    that it sampled after prompts of 8."""
+    """A random model as test_fp8.py has it, in bfloat16 as engines do, and 16 responses of 64
+    tokens that it sampled after prompts of 8."""
     import transformers
 
     sizes = {**test_fp8.SIZES, "tied": True, "vocab_size": 97, "scale": 2.0}

@@ -1,4 +1,5 @@
-"""Models and data sets by their names on a hub: found once, in the cache or over HTTP, and pinned."""
+"""Models and data sets by their names on a hub: found once, in the cache or over HTTP, and
+pinned."""
 
 from __future__ import annotations
 

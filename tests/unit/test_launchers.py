@@ -1,5 +1,5 @@
-"""Launchers over several machines, with stand-ins for `mar` and `ray` that write down what they were
-asked. The real ones run in tests/end_to_end."""
+"""Launchers over several machines, with stand-ins for `mar` and `ray` that write down what they
+were asked. The real ones run in tests/end_to_end."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ fi
 if [[ -e "$LOSES" ]]; then rm "$LOSES"; exit 1; fi
 while :; do sleep 0.05; done
 """
-"""The head listens on its port; another one looks for its head when that has ended, as Ray does for a
-while, or ends once, at once, where there is a file $LOSES."""
+"""The head listens on its port; another one looks for its head when that has ended, as Ray does for
+a while, or ends once, at once, where there is a file $LOSES."""
 PYTHON = """#!/bin/bash
 echo "python $*" >> "$ASKED"
 """
@@ -89,7 +89,8 @@ class Machine:
         self, *codes: int | str, arguments: Sequence[str] = ("run.yaml", "run.steps=2"), **more: str
     ) -> subprocess.Popen[str]:
         self.codes.write_text("".join(f"{code}\n" for code in codes))
-        # What starts the tests in the background has them ignore Ctrl-C, which a shell would inherit.
+        # What starts the tests in the background has them ignore Ctrl-C, which a shell would
+        # inherit.
         hears = ["env", "--default-signal=INT,HUP"]
         return subprocess.Popen(
             [*hears, LAUNCHERS / "torchrun_multinode.sh", *arguments],

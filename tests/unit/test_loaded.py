@@ -1,5 +1,5 @@
-"""Reports of an engine's workers on the weights that they loaded, in whatever way loaders cut and fuse
-them."""
+"""Reports of an engine's workers on the weights that they loaded, in whatever way loaders cut and
+fuse them."""
 
 from __future__ import annotations
 

@@ -397,7 +397,8 @@ def test_data_of_other_projects_is_read_with_the_keys_that_the_page_names(
 ) -> None:
     template = (
         "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ m.role }}:"
-        "{{ m.content or '' }}{% for c in m.tool_calls or () %}{{ c.function | tojson }}{% endfor %}"
+        "{{ m.content or '' }}{% for c in m.tool_calls or () %}{{ c.function | tojson }}{% endfor"
+        " %}"
         "<end>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
     )
     tokenizer = characters(tmp_path / "model", template)

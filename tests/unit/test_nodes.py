@@ -56,8 +56,8 @@ Start = Callable[..., "subprocess.Popen[str]"]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """`start(count, rank, timeout_s, *overrides)`: a launcher that meets the others, prints the id
-    of the start and stays. One that fails tells the others for up to `tell_s` seconds. `before`: code
-    that it runs first; `node_0`: where it looks for node 0, if not where that is."""
+    of the start and stays. One that fails tells the others for up to `tell_s` seconds. `before`:
+    code that it runs first; `node_0`: where it looks for node 0, if not where that is."""
     (tmp_path / "config.yaml").write_text(CONFIG)
     started: list[subprocess.Popen[str]] = []
     endpoint = f"localhost:{free_ports(1)[0]}"

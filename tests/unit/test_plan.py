@@ -814,7 +814,8 @@ LENT = ("weights={transport: cuda_ipc, bucket_mib: 1}", "rollout.placement=coloc
             ("policy.device=cuda", "rollout.engines=4"),
             1,
             "4 engines take 4 GPUs, of which 2 have a rank",
-            "set rollout.engines to at most 2, policy.parallel.ranks to 4, or this to shared_memory",
+            "set rollout.engines to at most 2, policy.parallel.ranks to 4, or this to"
+            " shared_memory",
         ),
         (
             ("policy.device=cuda", "policy.parallel.ranks=1", "rollout.tensor=2"),
@@ -1131,8 +1132,8 @@ def test_attention_scores_count_only_where_torch_keeps_them(tmp_path: Path) -> N
 
 
 def test_norms_behind_attention_and_mlp_keep_their_inputs_too(tmp_path: Path) -> None:
-    """Two more of them in each of 32 layers of 16k tokens, bfloat16, on every rank: input and normed
-    one in float32; and Gemma's norms of heads."""
+    """Two more of them in each of 32 layers of 16k tokens, bfloat16, on every rank: input and
+    normed one in float32; and Gemma's norms of heads."""
     shapes = (shape_of(tmp_path, **LLAMA_8B | also) for also in ({}, GEMMA))
     plain, gemma = (
         rank_memory(
@@ -1664,8 +1665,8 @@ def test_what_processes_take_of_a_gpu_beside_their_tensors_is_itemised(tmp_path)
         " workspaces 256.0 MiB)" in output
     )
     assert (
-        "and of an engine that sleeps there ~: 1.8 GiB (CUDA context 512.0 MiB, CUDA graphs 1.2 GiB)"
-        in output
+        "and of an engine that sleeps there ~: 1.8 GiB (CUDA context 512.0 MiB, CUDA graphs 1.2"
+        " GiB)" in output
     )
     apart = (
         "rollout.placement=disaggregated",

@@ -457,8 +457,8 @@ def test_a_set_ends_with_its_engine_and_the_one_in_its_place_has_nothing_yet() -
 
 
 class FakeSender:
-    """The sender's actor. `death`: what its calls raise; `deaf`: it does not answer; `ready`: it has
-    started."""
+    """The sender's actor. `death`: what its calls raise; `deaf`: it does not answer; `ready`: it
+    has started."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
@@ -568,8 +568,8 @@ def test_a_sender_that_starts_for_longer_than_an_answer_may_take_serves_all_engi
 
 
 class OpenSender:
-    """The sender's actor, with the sender itself. `before`: awaited before it opens; `after`: called
-    then."""
+    """The sender's actor, with the sender itself. `before`: awaited before it opens; `after`:
+    called then."""
 
     def __init__(self) -> None:
         self.sender = Sender("127.0.0.1", torch.device("cpu"), 60.0)

@@ -237,7 +237,8 @@ def test_a_death_of_vllm_is_told_with_the_last_error_of_the_engines_log(
 
     log = tmp_path / "engine-0.log"
     log.write_text(
-        "(EngineCore pid=7) ERROR 11-25 15:04:29 [core.py:1512] Traceback (most recent call last):\n"
+        "(EngineCore pid=7) ERROR 11-25 15:04:29 [core.py:1512] Traceback (most recent call"
+        " last):\n"
         '(EngineCore pid=7) ERROR 11-25 15:04:29 [core.py:1512]   File "core.py", line 1606, in run\n'
         "(EngineCore pid=7) ERROR 11-25 15:04:29 [core.py:1512] RuntimeError: head_dim=16\n"
         "(MainProcess pid=6) INFO 11-25 15:04:29 [utils.py:628] core exited\n"
@@ -380,7 +381,8 @@ def test_experts_of_several_turns_and_segments_are_one_row_for_each_token_that_w
         responses._conversations = talk
         await responses.submit([request(0, answer="8")])
         row = iter(range(100))
-        # Reads of the prompt and the first token; of the second, the word and the next; of a prompt.
+        # Reads of the prompt and the first token; of the second, the word and the next; of a
+        # prompt.
         for turn, (sampled, rows) in enumerate((([7, 7], 2), ([8], 2), ([8], 2))):
             while len(llm.collectors) == turn:
                 await asyncio.sleep(0)

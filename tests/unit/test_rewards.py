@@ -119,7 +119,8 @@ def test_countdown_takes_nothing_else(response: str) -> None:
 
 
 def test_simple_rewards_accept_no_copy_of_the_question_and_no_list_of_numbers() -> None:
-    """docs/rewards.md, "What each built-in reward accepts"; `math` and `code` have files of their own."""
+    """docs/rewards.md, "What each built-in reward accepts"; `math` and `code` have files of their
+    own."""
     tasks = {
         "arithmetic": prompt(answer="46"),
         "countdown": prompt(numbers=[3, 5, 7], target=22),

@@ -384,8 +384,8 @@ def everything(run_dir: Path) -> dict[str, list[object]]:
 
 
 def killed_after(run_dir: Path, synced: int, more: int) -> bytes:
-    """A log as a kill leaves it after `synced` batches of a checkpoint and `more` later ones; return the
-    content of its samples."""
+    """A log as a kill leaves it after `synced` batches of a checkpoint and `more` later ones;
+    return the content of its samples."""
     log = begun(run_dir)
     for group in range(synced + more):
         log.finished(row(sample(group), group))
@@ -418,7 +418,8 @@ def test_zeros_at_the_end_of_an_open_file_are_a_torn_tail_and_elsewhere_damage(
     path = path_of(tmp_path / FOLDER, "samples", 0, OPEN)
     starts = frames_of(content)
     assert len(starts) == 4
-    # From anywhere within what was not synced, also from within a header, and in two frames at once.
+    # From anywhere within what was not synced, also from within a header, and in two frames at
+    # once.
     for start in (
         *range(starts[1], starts[1] + HEADER_BYTES),
         *range(starts[1], starts[3] - 8, 37),

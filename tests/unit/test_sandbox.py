@@ -190,7 +190,8 @@ print(ours.recv())
 
 @pytest.mark.skipif(LANDLOCK < 6, reason="the kernel's Landlock has no scopes")
 def test_without_namespaces_it_ends_and_limits_no_process_of_its_user(tmp_path: Path) -> None:
-    """This process is root's, as is the one that tries, so that no difference of users protects it."""
+    """This process is root's, as is the one that tries, so that no difference of users protects
+    it."""
     source = """
 import os, resource, signal, time
 from megatron_async_rl.rollout.rewards import sandbox_program as program
@@ -732,7 +733,8 @@ def test_the_code_cannot_name_a_test_away(named: str, test: str) -> None:
         "def f(x):\n  import os\n  os._exit(0)",
         f"{ALWAYS}def f(x): return A()",
         "class I(int):\n  def __eq__(s, o): return True\ndef f(x): return I(0)",
-        "class I(int):\n  __index__ = __int__ = lambda s: 4\n  __class__ = A = None\ndef f(x): return I(0)",
+        "class I(int):\n  __index__ = __int__ = lambda s: 4\n  __class__ = A = None\ndef f(x):"
+        " return I(0)",
         "class D(dict):\n  def __eq__(s, o): return True\n  __missing__ = lambda s, k: s\n"
         "def f(x): return D()",
         "abs = set = lambda *_: 4\ndef f(x): return 0",

@@ -77,8 +77,8 @@ def flows(draw: st.DrawFn) -> FlowConfig:
 
 
 class World(RuleBasedStateMachine):
-    """`newest`: the version the trainer has made last. `held`: what each engine holds; the scheduler
-    knows of the newest of these."""
+    """`newest`: the version the trainer has made last. `held`: what each engine holds; the
+    scheduler knows of the newest of these."""
 
     @initialize(
         flow=flows(),

@@ -137,8 +137,8 @@ def test_k1_in_the_loss_is_refused_with_what_would_pull_towards_the_reference(lo
 
 
 def weighted_gradient(estimator, cap):
-    """Mean gradient of the weighted estimate as a loss, with samples of a mu that is not pi, and the
-    gradients of the two divergences of pi."""
+    """Mean gradient of the weighted estimate as a loss, with samples of a mu that is not pi, and
+    the gradients of the two divergences of pi."""
     logits, reference = policies()
     behavior = torch.log_softmax(policies(seed=1)[1] * 0.7, 0)
     logp = torch.log_softmax(logits, 0)

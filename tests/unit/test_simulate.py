@@ -134,8 +134,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def logs_of_a_run(folder: Path, longest: int = 40, handed_s: float = 0.0) -> Path:
     """The logs of a run of those rates. Every other step it samples the next batch while it trains,
-    which takes both sides twice as long. Responses have 4 tokens or more, below `longest`; each that
-    ends waits `handed_s` for those before it."""
+    which takes both sides twice as long. Responses have 4 tokens or more, below `longest`; each
+    that ends waits `handed_s` for those before it."""
     write_run(folder)
     out, chance, now = folder / "run", np.random.default_rng(0), 1e9
     (out / TIMELINE).mkdir(parents=True)
@@ -228,8 +228,8 @@ def test_a_run_shows_its_rates(measured: Path) -> None:
 
 
 def test_an_engine_takes_as_long_as_it_was_busy_where_responses_are_alike(tmp_path: Path) -> None:
-    """Then nothing tells a token's time from a response's, and lives are shorter than what the engine
-    does for all: those that end first wait for nobody."""
+    """Then nothing tells a token's time from a response's, and lives are shorter than what the
+    engine does for all: those that end first wait for nobody."""
     rates = calibrate([logs_of_a_run(tmp_path, longest=5, handed_s=0.01)], cores=2).rates
     assert min(rates.decode[0]) >= 0
     took = 24 * rates.prompt_s + 4 * rates.token_s(24)

@@ -1,5 +1,5 @@
-"""Environments: what answers the model's turns, so that another one follows. Their protocol, and how
-one is found by its name.
+"""Environments: what answers the model's turns, so that another one follows. Their protocol, and
+how one is found by its name.
 
 Invariants every environment keeps:
 - an object serves one sample; it lives in a process of its own from `reset` to the end;

@@ -1,6 +1,6 @@
-"""Environments by a name of their own: `tools`, functions that the model may call; `agent`, a program or
-a function that asks the model by itself; `verifiers` and `openenv`, environments of these packages,
-which are imported by who names them.
+"""Environments by a name of their own: `tools`, functions that the model may call; `agent`, a
+program or a function that asks the model by itself; `verifiers` and `openenv`, environments of
+these packages, which are imported by who names them.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ def _late(timeout_s: float) -> TimeoutError:
 
 @contextmanager
 def _interrupted(left_s: float, timeout_s: float) -> Iterator[None]:
-    """Raises TimeoutError in the code within after `left_s` seconds. What holds it off (a call of C)
-    `rollout.environment.timeout_s` ends, with the process."""
+    """Raises TimeoutError in the code within after `left_s` seconds. What holds it off (a call of
+    C) `rollout.environment.timeout_s` ends, with the process."""
 
     def end(*_: Any) -> None:
         raise _late(timeout_s)
@@ -301,8 +301,8 @@ NO_HARNESS = "bash"
 
 
 class Verifiers:
-    """An environment of the package verifiers, version 1 of its interface, whose own harness asks the
-    model at the endpoint and whose own rewards are the sample's. `env`: its configuration, as
+    """An environment of the package verifiers, version 1 of its interface, whose own harness asks
+    the model at the endpoint and whose own rewards are the sample's. `env`: its configuration, as
     verifiers has it, such as `{taskset: {id: my_tasks}}`. `task`: column of the prompt with the
     number of its task."""
 
@@ -316,7 +316,8 @@ class Verifiers:
         number, (_, _, tasks) = prompt.fields.get(self._column), _verifiers(self._settings)
         if not re.fullmatch(r"\d+", str(number)):
             raise ValueError(
-                f"prompt {prompt.id} has {number!r} as its `{self._column}`, which is to be the number"
+                f"prompt {prompt.id} has {number!r} as its `{self._column}`, which is to be the"
+                " number"
                 " of a task, from 0"
             )
         task = tasks.get(int(str(number)))
@@ -404,7 +405,8 @@ def _of_package(package: str, *modules: str) -> list[Any]:
 
 
 OPENENV = "openenv>=0.10,<0.11"
-"""Requirement for pip. Up to version 0.3 the distribution was openenv-core; the modules keep their names."""
+"""Requirement for pip. Up to version 0.3 the distribution was openenv-core; the modules keep their
+names."""
 OPENENV_TIMEOUT_S = 86400.0
 """Time that OpenEnv's client gives an answer: rollout.environment.timeout_s ends it sooner."""
 SCHEMA_S = 10.0

@@ -1,8 +1,8 @@
-"""Text between two turns, both ways: an environment's words as the tokens that the model reads next,
-and the tool calls in what the model wrote.
+"""Text between two turns, both ways: an environment's words as the tokens that the model reads
+next, and the tool calls in what the model wrote.
 
-Invariant: nothing that was sampled is tokenized again. Only words are, and how they are written does
-not change what is before them.
+Invariant: nothing that was sampled is tokenized again. Only words are, and how they are written
+does not change what is before them.
 """
 
 from __future__ import annotations

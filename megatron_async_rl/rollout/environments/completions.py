@@ -1,5 +1,5 @@
-"""Calls of OpenAI's chat completions and their answers: what of a call counts, what is refused, and the
-forms that an answer has.
+"""Calls of OpenAI's chat completions and their answers: what of a call counts, what is refused, and
+the forms that an answer has.
 
 Invariant: a call is refused before anything is sampled for it.
 """
@@ -35,8 +35,8 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Refused(Exception):
-    """A call that cannot be answered; the agent gets the text with `status`, and OpenAI's `code` for
-    it."""
+    """A call that cannot be answered; the agent gets the text with `status`, and OpenAI's `code`
+    for it."""
 
     def __init__(self, what: str, *, status: int = 400, code: str | None = None) -> None:
         super().__init__(what)
@@ -122,7 +122,8 @@ def read_call(body: Any, parser: ToolParser) -> ChatCompletion:
 
 
 def _require_own_ways(body: Mapping[str, Any]) -> None:
-    """Raises Refused for what would change how the run reads and draws, and may not be passed over."""
+    """Raises Refused for what would change how the run reads and draws, and may not be passed
+    over."""
     for key in (*GRAMMARS, "logit_bias"):
         if body.get(key):
             raise Refused(
@@ -175,8 +176,8 @@ def _is_call(call: Any) -> bool:
 
 
 def completion(turn: Turn, message: Message, total: int, decode: Decode | None) -> dict[str, Any]:
-    """The answer. `message`: of the turn. `total`: tokens of its segment. `decode`: where each token
-    is to be shown with its log-prob."""
+    """The answer. `message`: of the turn. `total`: tokens of its segment. `decode`: where each
+    token is to be shown with its log-prob."""
     choice: dict[str, Any] = {"index": 0, "message": message}
     choice["finish_reason"] = (
         "length" if turn.reason == "length" else "tool_calls" if "tool_calls" in message else "stop"

@@ -1,5 +1,5 @@
-"""One sample of several turns while it is made: the model samples, the environment answers, its words are
-put behind what was sampled, and the model goes on.
+"""One sample of several turns while it is made: the model samples, the environment answers, its
+words are put behind what was sampled, and the model goes on.
 
     engine <--turn to sample-- conversation --response--> environment
        |                         ^      ^                      |
@@ -98,8 +98,8 @@ def too_long(content: Words, room: int) -> bool:
 
 
 def rendered[Result](render: Callable[..., Result], *given: Any) -> Result:
-    """Raises EnvironmentFailed for whatever a template, which is a program, or a tokenizer makes of an
-    environment's words."""
+    """Raises EnvironmentFailed for whatever a template, which is a program, or a tokenizer makes of
+    an environment's words."""
     try:
         return render(*given)
     except Exception as error:
@@ -115,8 +115,8 @@ class Player(Protocol):
 
 
 class Episode:
-    """A sample of several turns while it is made. `request_turn`: hands a turn over to be sampled; its tokens come
-    by `take`, or never, where the sample is aborted."""
+    """A sample of several turns while it is made. `request_turn`: hands a turn over to be sampled;
+    its tokens come by `take`, or never, where the sample is aborted."""
 
     def __init__(
         self,
@@ -139,8 +139,8 @@ class Episode:
             self._turn.set_result((tokens, reason))
 
     async def play(self, player: Player, max_tokens: int) -> str | None:
-        """Why it ended early, where the environment failed. A turn that an agent left behind is given
-        up."""
+        """Why it ended early, where the environment failed. A turn that an agent left behind is
+        given up."""
         try:
             return await player.play(self.transcript, self._sample, max_tokens)
         finally:
@@ -199,9 +199,9 @@ async def failures(
     timeout_s: float,
     follow: FollowUps | None = None,
 ) -> dict[str, str]:
-    """Has the environment answer one turn, `response`, to the first of `prompts` that it can: why it
-    could to none, by their key. One that is slow is taken for able. `follow`: puts its words behind
-    the prompt and the turn, too."""
+    """Has the environment answer one turn, `response`, to the first of `prompts` that it can: why
+    it could to none, by their key. One that is slow is taken for able. `follow`: puts its words
+    behind the prompt and the turn, too."""
     found: dict[str, str] = {}
     pool = Environments(settings)
     pool.start()

@@ -4,19 +4,19 @@
           +---------------------- its reward ------------------> the sample
 
 A session is one sample: its base URL names it. The first call's messages become the prompt. A call
-that repeats all that was said in a segment of the sample, and adds to it, goes on there: the addition
-alone is rendered, so token in, token out holds as for any sample (transcript.py). A call that
-is made again, as its caller had given up and hung up, gets the turn that was sampled for it. Any
-other call (of an agent that has compacted its context, or has begun another) begins a segment, while
-there are fewer than `rollout.environment.max_segments`.
+that repeats all that was said in a segment of the sample, and adds to it, goes on there: the
+addition alone is rendered, so token in, token out holds as for any sample (transcript.py). A call
+that is made again, as its caller had given up and hung up, gets the turn that was sampled for it.
+Any other call (of an agent that has compacted its context, or has begun another) begins a segment,
+while there are fewer than `rollout.environment.max_segments`.
 
 Invariants:
 - the server runs on the engine's event loop and listens on this machine alone; a session's name
   cannot be guessed, and is unknown once its agent has ended; connections that name none, such as
   idle ones, are STRANGERS at most, however many connect: the oldest is cut;
 - the calls of a session are answered one after the other, whatever segment they belong to;
-- an agent may work by itself for as long as its time lasts, whatever `watchdog.timeout_s` is: between
-  its calls the run is allowed to be without progress;
+- an agent may work by itself for as long as its time lasts, whatever `watchdog.timeout_s` is:
+  between its calls the run is allowed to be without progress;
 - how responses are drawn is the run's affair (rollout.sampling): a call's temperature and the like
   are read over. What would need more than one sample, or forces what the model writes, is refused;
   a call may end its turn sooner, by `max_tokens` and `stop`.
@@ -60,8 +60,8 @@ CLOSE_S = 0.5
 LONGEST = 64 * 2**20
 """Bytes of a call."""
 STRANGERS = 512
-"""Connections without a session, each of which takes a descriptor of the engine. Agents that connect
-at the same moment count until their calls are read."""
+"""Connections without a session, each of which takes a descriptor of the engine. Agents that
+connect at the same moment count until their calls are read."""
 
 
 class _Thread(TranscriptSegment):
@@ -256,7 +256,8 @@ class Agents:
     async def _elsewhere(self, request: web.Request) -> web.Response:
         """Answer 404 to requests for any other path."""
         error = Refused(
-            f"{request.method} {request.path}: the endpoint has POST BASE_URL/chat/completions and GET"
+            f"{request.method} {request.path}: the endpoint has POST BASE_URL/chat/completions and"
+            " GET"
             " BASE_URL/models alone, and BASE_URL, which its agent is given, ends with /v1",
             status=404,
         )
@@ -350,7 +351,8 @@ class Agents:
                 else f"messages[{where}] differs, or nothing follows"
             )
             raise Refused(
-                f"the call does not repeat what was said before and add to it: {what}. It would begin"
+                f"the call does not repeat what was said before and add to it: {what}. It would"
+                " begin"
                 f" segment {maximum + 1} of the sample; rollout.environment.max_segments: {maximum}"
             )
         requested = session.transcript.requested

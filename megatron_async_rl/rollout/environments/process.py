@@ -1,5 +1,5 @@
-"""The processes that environments live in: one that has imported the user's module, and copies of it
-(forks), each with one sample's environment at a time.
+"""The processes that environments live in: one that has imported the user's module, and copies of
+it (forks), each with one sample's environment at a time.
 
     engine --fork, kill, show--> template --fork--> keeper --fork--> process of one environment
        ^                                                                  |

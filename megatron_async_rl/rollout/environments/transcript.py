@@ -1,4 +1,5 @@
-"""The transcript of one sample of several turns: the model's tokens and the environment's between them.
+"""The transcript of one sample of several turns: the model's tokens and the environment's between
+them.
 
     prompt | opening | turn 1 | words | turn 2 | words | turn 3
              mask 0    1        0       1        0       1        (the opening belongs to the prompt)
@@ -9,8 +10,9 @@ sequence of its own, whose prompt is the sample's first segment's, or else a con
 Invariants:
 - token in, token out: a turn is sampled after just the tokens that its segment holds; nothing that
   was sampled is ever tokenized again;
-- sampled tokens keep the log-prob, version and experts they were sampled with; an environment's tokens
-  have the version of the token before them (a context's: of the one after), log-prob 0 and mask 0;
+- sampled tokens keep the log-prob, version and experts they were sampled with; an environment's
+  tokens have the version of the token before them (a context's: of the one after), log-prob 0 and
+  mask 0;
 - a segment ends with a turn of the model: words that nobody reads are in the sample's text alone;
 - what is put behind a prompt, turns and words together are at most `rollout.sampling.max_tokens`
   tokens in a segment, so none is longer than any other sample of the run.
@@ -33,8 +35,8 @@ from megatron_async_rl.samples.types import FinishReason, PartialResponse, Promp
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """Tokens that the model sampled in one go. `tokens`: with the experts of all tokens from those on that
-    had been read, the last one excepted. `text`: without special tokens."""
+    """Tokens that the model sampled in one go. `tokens`: with the experts of all tokens from those
+    on that had been read, the last one excepted. `text`: without special tokens."""
 
     tokens: PartialResponse
     text: str
@@ -43,9 +45,9 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnRequest:
-    """A turn to be sampled. `ids`: what the model reads. `begun`: tokens of the sample so far, which
-    no other turn of it has. `maximum`: tokens of the turn. `read`: how many of `ids` have their experts
-    recorded. `stop`: strings that end it, beside those of the run."""
+    """A turn to be sampled. `ids`: what the model reads. `begun`: tokens of the sample so far,
+    which no other turn of it has. `maximum`: tokens of the turn. `read`: how many of `ids` have
+    their experts recorded. `stop`: strings that end it, beside those of the run."""
 
     ids: Sequence[int]
     begun: int
@@ -125,8 +127,8 @@ def words_of(ids: Sequence[int], version: int) -> PartialResponse:
 
 
 class Transcript:
-    """The sample so far. Its tokens are those of its segments, in the order in which these began, each
-    but the first with its prompt before it."""
+    """The sample so far. Its tokens are those of its segments, in the order in which these began,
+    each but the first with its prompt before it."""
 
     def __init__(self, requested: Prompt) -> None:
         self.requested = requested
@@ -151,7 +153,8 @@ class Transcript:
         maximum: int,
         stop: Sequence[str] = (),
     ) -> Turn:
-        """Has the segment's next turn sampled, of at most `maximum` tokens, up to a string of `stop`."""
+        """Has the segment's next turn sampled, of at most `maximum` tokens, up to a string of
+        `stop`."""
         further = segment not in self.segments
         context = len(segment.prompt.token_ids) if further and self.segments else 0
         begun = self.length + context + len(content)

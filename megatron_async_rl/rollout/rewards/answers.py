@@ -136,7 +136,8 @@ def _apply(values: list[Fraction], operator: str) -> bool:
 
 
 def _task(prompt: Prompt) -> tuple[list[int], int]:
-    """The prompt's numbers and target; 3.0 is 3, and either may be JSON text. Raises ColumnError."""
+    """The prompt's numbers and target; 3.0 is 3, and either may be JSON text. Raises
+    ColumnError."""
     where = f"prompt {prompt.id}"
     given, wanted = prompt.fields.get("numbers"), prompt.fields.get("target")
     whole = [whole_number(one) for one in _list(given)]

@@ -1,11 +1,11 @@
 """Programs: 1 if the response's code passes all of the prompt's `tests`, else 0.
 
 Tests are pairs of input and output, for a program that reads and prints, or Python with `assert`,
-for functions (code_tests.py). Both the code and the tests run in sandboxes (sandbox.py), and never in the same: the
-expected outputs do not enter the sandbox of the code, and an `assert` runs in one of its own, where
-the functions of the code are stand-ins that send arguments over and get plain values back
-(code_stubs.py). So nothing that the code does to its interpreter can make a test pass; but a name
-that a test uses and does not import is the code's, as the function that it tests is.
+for functions (code_tests.py). Both the code and the tests run in sandboxes (sandbox.py), and never
+in the same: the expected outputs do not enter the sandbox of the code, and an `assert` runs in one
+of its own, where the functions of the code are stand-ins that send arguments over and get plain
+values back (code_stubs.py). So nothing that the code does to its interpreter can make a test pass;
+but a name that a test uses and does not import is the code's, as the function that it tests is.
 
 Tests that accept a response without having tested it are an error of the prompt, not a reward:
 those in which no assertion ran, and those that a response without code passes.
@@ -171,8 +171,8 @@ def _asserts(
     budget: _Budget,
     partial: bool,
 ) -> list[bool]:
-    """Return which tests the code passes. Raises ColumnError for tests that accept it without having
-    tested it."""
+    """Return which tests the code passes. Raises ColumnError for tests that accept it without
+    having tested it."""
     verdicts = _verdicts(source, tests, entry_point, limits, budget)
     if FAILED in verdicts and not partial:
         return [False]  # wrong, whatever the other tests are worth

@@ -218,8 +218,8 @@ class _Analysis:
                 raise UnfitTest(what, "change its parameters, or write plain `assert`")
 
     def require_imports(self) -> None:
-        """Raise UnfitTest for what the tester cannot import, and for names of libraries that are not
-        imported: they would be the code's, which could replace what a test compares with."""
+        """Raise UnfitTest for what the tester cannot import, and for names of libraries that are
+        not imported: they would be the code's, which could replace what a test compares with."""
         for one in _imports(self.tree):
             name = one.names[0].name if isinstance(one, ast.Import) else one.module or ""
             if (isinstance(one, ast.ImportFrom) and one.level) or (
@@ -262,8 +262,9 @@ class _Analysis:
 
 
 def _marked(source: str, analysis: _Analysis) -> str:
-    """Return `source` with a call after each assertion that depends on the code, before each decision
-    to fail (`if f(1) != 2: raise ...`), and in handlers of an exception without which it fails."""
+    """Return `source` with a call after each assertion that depends on the code, before each
+    decision to fail (`if f(1) != 2: raise ...`), and in handlers of an exception without which it
+    fails."""
     lines = [line.encode() for line in source.split("\n")]
     marks: dict[tuple[int, int], bytes] = {}
     for node in ast.walk(analysis.tree):

@@ -6,13 +6,14 @@
 
 Invariants:
 - only plain values cross: what else the code returns stays with it, under a number. A stand-in for
-  it can be called, gone through, and asked for or given attributes and items, and never compared, so
-  the code has no say in what equals what. A value of a subclass, such as a Counter, crosses as its
-  plain base: the base compares, and only what the base does not have is asked of the code;
+  it can be called, gone through, and asked for or given attributes and items, and never compared,
+  so the code has no say in what equals what. A value of a subclass, such as a Counter, crosses as
+  its plain base: the base compares, and only what the base does not have is asked of the code;
 - each test begins with the names of the code afresh. Python's own names are never the code's, and a
   function that a test defines is the test's own, whatever the code calls its own;
 - each verdict is written as its test ends, so one that does not end costs none before it;
-- a test that passes without a check of the code's work having run is distinguished from one that passes.
+- a test that passes without a check of the code's work having run is distinguished from one that
+  passes.
 
 Runs without this package.
 """
@@ -306,8 +307,8 @@ def test(descriptor: Any, tests: Any, entry_point: Any) -> Any:
 
 
 def passes(source: Any, channel: Any, names: Any, entry_point: Any, checks: Any) -> Any:
-    """Return True if the test ends without an exception; functions test... and check(candidate) that
-    it defines are called."""
+    """Return True if the test ends without an exception; functions test... and check(candidate)
+    that it defines are called."""
     try:
         given = {name: channel.decode(value) for name, value in names}
         own = {"__name__": "__main__", "__builtins__": builtins}

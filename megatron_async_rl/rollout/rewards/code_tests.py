@@ -73,8 +73,8 @@ def entry_point_of(prompt: Prompt) -> str | None:
 
 
 def _setup_of(prompt: Prompt) -> str:
-    """Return what runs before each test with `assert`: the row's `test_imports` and `test_setup_code`,
-    as MBPP has them. Raises ColumnError."""
+    """Return what runs before each test with `assert`: the row's `test_imports` and
+    `test_setup_code`, as MBPP has them. Raises ColumnError."""
     parts: list[str] = []
     for name in SETUP:
         given = prompt.fields.get(name)
@@ -146,7 +146,8 @@ def _literal(text: str) -> object:
 
 
 def _rows(tests: Mapping[str, Any]) -> list[Any]:
-    """Return one {input, output} for each test of {inputs: [...], outputs: [...]}, or of one test."""
+    """Return one {input, output} for each test of {inputs: [...], outputs: [...]}, or of one
+    test."""
     if tests.get("fn_name") is not None:
         raise _of_function("fn_name", tests["fn_name"])
     for first, second in (("inputs", "outputs"), ("input", "output")):

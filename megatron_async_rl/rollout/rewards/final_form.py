@@ -5,8 +5,8 @@ An answer is final if one of these holds; everything else is not final.
 1. Same form: its formula is the gold answer's.
 2. Literal: it is a number, a reduced fraction, a mixed number, a percentage or digits times a power
    of ten, and the question does not have the same number in the same notation.
-3. Rewritten sum: it has no operation left, and only the distribution of numbers over sums, signs and
-   the place of numeric roots distinguish it from the gold answer. The question may have it only
+3. Rewritten sum: it has no operation left, and only the distribution of numbers over sums, signs
+   and the place of numeric roots distinguish it from the gold answer. The question may have it only
    with operations left.
 4. Other finished form: it has no operation left, about as few operations as the gold answer, no
    kind of function that the gold answer lacks, and a number, symbol, function or constant that the
@@ -128,8 +128,8 @@ def is_final(answer: Formula, gold: Formula, question: str) -> bool:
 
 
 def _answer_of(formula: Formula, other: Formula) -> Formula | None:
-    """The last side of an equation, unless both formulas are equations for unknowns; None if numbers on
-    its sides disagree."""
+    """The last side of an equation, unless both formulas are equations for unknowns; None if
+    numbers on its sides disagree."""
     if formula.kind != "relation" or set(formula.value) - {"=", "in"}:
         return formula
     if other.kind == "relation" and not _is_name(formula.args[0]):

@@ -1,5 +1,5 @@
-"""Sums of terms: a canonical form that distinguishes operations which an answer must have carried out
-from the mere spelling of a sum."""
+"""Sums of terms: a canonical form that distinguishes operations which an answer must have carried
+out from the mere spelling of a sum."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ MAX_RADICAND = 10**9
 
 
 TermKey = tuple[int, frozenset[tuple[object, object]]]
-"""The square root of a whole number, and bases with their exponents: one term without its number."""
+"""The square root of a whole number, and bases with their exponents: one term without its
+number."""
 Combination = frozenset[tuple[TermKey, Fraction]]
 _NO_KEY: TermKey = (1, frozenset())
 
 
 @functools.lru_cache(maxsize=4096)
 def combination(formula: Formula) -> Combination:
-    """The terms of an expression with their coefficients. Numbers are multiplied, distributed over a
-    sum and collected, and numeric square roots simplified; products of sums are not expanded."""
+    """The terms of an expression with their coefficients. Numbers are multiplied, distributed over
+    a sum and collected, and numeric square roots simplified; products of sums are not expanded."""
     try:
         return frozenset(_terms(formula).items())
     except (ArithmeticError, ValueError):

@@ -1,5 +1,5 @@
-"""Answers of data sets, read as what they mean: a number, a formula or a word, without what surrounds
-it. Text in which an answer would have to be guessed is refused."""
+"""Answers of data sets, read as what they mean: a number, a formula or a word, without what
+surrounds it. Text in which an answer would have to be guessed is refused."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ _FUNCTIONS = frozenset(
 
 def read_answer(text: str) -> str:
     """The LaTeX of the one final answer in a data set's `answer`: the text behind `####` (GSM8K),
-    in the last `\\boxed{}`, between delimiters, or all of it; an amount of money or of a unit as its
-    number. Raises ValueError, with the reason, for what is not one answer."""
+    in the last `\\boxed{}`, between delimiters, or all of it; an amount of money or of a unit as
+    its number. Raises ValueError, with the reason, for what is not one answer."""
     found = text.strip()
     if len(found) > MAX_SOLUTION:
         raise ValueError(f"has {len(found)} characters, of at most {MAX_SOLUTION}")
@@ -136,7 +136,8 @@ def _is_prose(word: str) -> bool:
 
 
 def _is_word(text: str) -> bool:
-    """True for words of text such as `east` or `Monday`, which math-verify would read as a product."""
+    """True for words of text such as `east` or `Monday`, which math-verify would read as a
+    product."""
     word = re.fullmatch(r"(?:[A-Za-z]{3,}|no)(?:[ -][A-Za-z]+){0,2}", text, re.I) is not None
     return word and text.lower() not in _FUNCTIONS
 

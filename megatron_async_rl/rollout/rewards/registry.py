@@ -262,8 +262,8 @@ def load_reward(
 
 
 def text_field(prompt: Prompt, name: str) -> str:
-    """Return `prompt.fields[name]` as text without white space and invisible characters around it. A
-    number is written without a fraction of 0, since a table with empty cells holds 27.0 for 27.
+    """Return `prompt.fields[name]` as text without white space and invisible characters around it.
+    A number is written without a fraction of 0, since a table with empty cells holds 27.0 for 27.
     Raises ColumnError for a value without a visible character, and for one that is neither text nor
     a finite number."""
     value = prompt.fields.get(name)
@@ -281,7 +281,8 @@ def text_field(prompt: Prompt, name: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Return the beginning of `value` as Python writes it, with escapes for what would be invisible."""
+    """Return the beginning of `value` as Python writes it, with escapes for what would be
+    invisible."""
     try:
         text = ascii(value) if isinstance(value, str) and is_blank(value) else repr(value)
     except (ValueError, RecursionError):  # a number of more digits than Python writes
@@ -365,7 +366,8 @@ def _bind(
             raise RewardError(
                 f"{key}.settings",
                 f"{name} has no setting {unknown[0]!r}",
-                f"{hint}it takes {', '.join(one for one in others if one not in CONTEXT) or 'none'}",
+                f"{hint}it takes"
+                f" {', '.join(one for one in others if one not in CONTEXT) or 'none'}",
             ) from error
         needed = [one for one in others if one not in extra and _is_needed(signature, one)]
         if needed and len(first) == len(BATCHED):

@@ -8,8 +8,8 @@ With `isolation: namespaces` (Linux; sandbox_program.py builds the walls) a prog
 - sees of the file system Python's standard library, read-only, and an empty /tmp of its own: not
   the run, not the home directory, not /etc, not /proc;
 - inherits no environment variable and no open file;
-- has limits on processor time, memory, processes, and the size of files and output; memory that they
-  would not see is refused;
+- has limits on processor time, memory, processes, and the size of files and output; memory that
+  they would not see is refused;
 - ends with all it started, whatever that did to hide, when it ends or its time is up.
 It is a wall of the kernel's, not a machine of its own.
 
@@ -17,11 +17,12 @@ With `isolation: limits`, for machines that do not allow namespaces, only the li
 environment, the end of all its processes and the refusal of sockets are left: it reaches no network
 and no port of this machine. If root starts it, it is a user of its own, reads what every user can
 and ends nobody else's process; if another user does, it reads what that user can, and only Landlock
-(Linux 6.12 or newer) keeps it from ending that user's processes, the run's and its own launcher too.
-It writes only into a folder of its own, which is removed with whatever it holds: Landlock refuses
-other places (Linux 5.13 or newer; an older kernel does not). The size of that folder, with files that the
-program has removed and still holds open, is checked CHECKS_PER_S times a second, and a program that
-exceeds it is killed. Locks and pools of `multiprocessing` do not work there: they are in /dev/shm.
+(Linux 6.12 or newer) keeps it from ending that user's processes, the run's and its own launcher
+too. It writes only into a folder of its own, which is removed with whatever it holds: Landlock
+refuses other places (Linux 5.13 or newer; an older kernel does not). The size of that folder, with
+files that the program has removed and still holds open, is checked CHECKS_PER_S times a second, and
+a program that exceeds it is killed. Locks and pools of `multiprocessing` do not work there: they
+are in /dev/shm.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ TIME_UP = (128 + signal.SIGXCPU, 128 + signal.SIGKILL)
 NOBODY = 65534
 CHECKS_PER_S = 20
 MAX_FILES = 4096
-"""Limit of the files of a program under `isolation: limits`, as in the /tmp of one in namespaces."""
+"""Limit of the files of a program under `isolation: limits`, as in the /tmp of one in
+namespaces."""
 TOO_LARGE = 128 + signal.SIGXFSZ
 """Code of a program that was killed for the size of its files."""
 _PROGRAM = Path(__file__).with_name("sandbox_program.py")
@@ -79,8 +81,8 @@ class Limits:
     processes: int = 8
     """Threads included."""
     file_mib: int = 16
-    """Largest file, and all files together (under `isolation: limits` with Landlock alone, as checked
-    CHECKS_PER_S times a second); standard output has the same limit of its own."""
+    """Largest file, and all files together (under `isolation: limits` with Landlock alone, as
+    checked CHECKS_PER_S times a second); standard output has the same limit of its own."""
     isolation: Isolation = "namespaces"
 
 
@@ -167,8 +169,8 @@ class Sandbox:
         self.close()
 
     def wait(self, *requested: Sandbox) -> Ended:
-        """`requested`: those whose programs it waits for; where time is up their usage counts with its
-        own."""
+        """`requested`: those whose programs it waits for; where time is up their usage counts with
+        its own."""
         timed_out = not self._ends_before(self._deadline, requested)
         every = [one._usage() for one in (self, *(requested if timed_out else ()))]
         usage = Usage(
@@ -309,8 +311,8 @@ class Sandbox:
 
 
 def _parent() -> Path:
-    """Return the folder of the programs' own folders, which a later start removes if this process is
-    killed."""
+    """Return the folder of the programs' own folders, which a later start removes if this process
+    is killed."""
     temporary = Path(tempfile.gettempdir()).resolve()
     private = any(not one.stat().st_mode & stat.S_IXOTH for one in (temporary, *temporary.parents))
     # Root's programs are another user, and name their files by whole paths.
@@ -320,8 +322,8 @@ def _parent() -> Path:
 
 
 def _exceeds(folder: str, maximum: int, unlinked: Sequence[int]) -> bool:
-    """True if the files below `folder` and `unlinked` ones of these sizes occupy more than `maximum`
-    bytes, or are more than MAX_FILES."""
+    """True if the files below `folder` and `unlinked` ones of these sizes occupy more than
+    `maximum` bytes, or are more than MAX_FILES."""
     size, files = sum(unlinked), len(unlinked)
     if size > maximum or files > MAX_FILES:
         return True
@@ -346,8 +348,8 @@ def _exceeds(folder: str, maximum: int, unlinked: Sequence[int]) -> bool:
 
 
 def _unlinked(folder: str, launcher: int) -> list[int]:
-    """Sizes of the files that processes below `launcher` removed from the file system of `folder` and
-    still hold, open or in memory."""
+    """Sizes of the files that processes below `launcher` removed from the file system of `folder`
+    and still hold, open or in memory."""
     sizes: dict[int, int] = {}
     try:
         device = os.stat(folder).st_dev

@@ -57,7 +57,8 @@ machine)."""
 SYS_SOCKET = {"x86_64": 41, "aarch64": 198}
 SYS_SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
 CONNECTED = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
-"""Types of sockets of a pair that stay with their peer. One of datagrams sends to any Unix socket."""
+"""Types of sockets of a pair that stay with their peer. One of datagrams sends to any Unix
+socket."""
 OF_SELF = {
     # setpriority; prlimit64, sched_setparam, sched_setscheduler, sched_setaffinity, sched_setattr
     "x86_64": {141: (16, 24), 302: (16,), 142: (16,), 144: (16,), 203: (16,), 314: (16,)},

@@ -4,9 +4,10 @@
 
     {"prompt": {"id", "text", "fields"}, "response", "finish_reason", "tokens"}  ->  {"reward": 0.5}
 
-`judge`, a model behind an OpenAI-compatible endpoint: it is shown prompt and response, and its score
-is read out of what it answers. The answer, not the response, is searched: what the response says of
-itself reaches the judge only as text between the tags of the template, which it cannot close.
+`judge`, a model behind an OpenAI-compatible endpoint: it is shown prompt and response, and its
+score is read out of what it answers. The answer, not the response, is searched: what the response
+says of itself reaches the judge only as text between the tags of the template, which it cannot
+close.
 
 Invariants of `post`:
 - what may pass (no connection, 408, 425, 429, 5xx) is tried again, later and later, and not before
@@ -145,7 +146,8 @@ async def post(url: str, body: Any, headers: Mapping[str, str], timeout_s: float
 
 
 def _wanted_s(answer: aiohttp.ClientResponse) -> float:
-    """Time after which the server wants to be asked again: 0 where it does not say, or as a date."""
+    """Time after which the server wants to be asked again: 0 where it does not say, or as a
+    date."""
     message = answer.headers.get("Retry-After", "")
     return float(message) if re.fullmatch(r"[0-9]{1,9}", message) else 0.0
 
@@ -250,8 +252,8 @@ async def judge(
 
 
 def _shown_to_judge(prompt: Prompt, name: str) -> str:
-    """Return a field of the prompt as text: lists and objects as JSON. Raises ColumnError for one that
-    shows nothing."""
+    """Return a field of the prompt as text: lists and objects as JSON. Raises ColumnError for one
+    that shows nothing."""
     value = prompt.fields.get(name)
     if isinstance(value, str) and not is_blank(value):
         return value
