@@ -1,5 +1,5 @@
-"""What a batch takes on its way from rank 0 to many ranks: the real division and the real
-`receive`, over gloo, between as many processes of this machine.
+"""Cost of a batch on its way from rank 0 to many ranks: the real division and the real `receive`,
+over gloo, between as many processes of this machine.
 
 Prints, at each number of ranks: processor time that rank 0 takes to divide a batch and make bytes
 of it, to hand it out in all, and that another rank takes to have it; the bytes that every rank gets
@@ -57,7 +57,7 @@ def batch_of_size(samples: int, tokens: int) -> TrainBatch:
 
 
 def layout_of(rank: int, ranks: int, tensor: int) -> Any:
-    """As much of a Layout as a batch's way looks at."""
+    """The part of a Layout that the way of a batch reads."""
     size = min(tensor, ranks)
     own = SimpleNamespace(
         rank=rank,

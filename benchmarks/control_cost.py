@@ -1,4 +1,4 @@
-"""What each gradient control costs: time as a share of the optimizer step, bytes moved against a
+"""Cost of each gradient control: time as a share of the optimizer step, bytes moved against a
 memory copy, peak extra memory.
 
 One random model, its gradient put back before every step, so that nothing but the optimizer step is

@@ -1,4 +1,4 @@
-"""What the controller costs per sample through Ray: the real actor and engine actors that answer at
+"""Cost of the controller per sample through Ray: the real actor and engine actors that answer at
 once.
 
 Prints, at each number of prompts in flight: processor time of the controller's process per sample,

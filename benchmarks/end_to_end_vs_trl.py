@@ -32,7 +32,7 @@ SHAPES = {
     0.3: {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256, "heads": 4},
     10: {"hidden_size": 320, "num_hidden_layers": 8, "intermediate_size": 1024, "heads": 10},
 }
-"""Of `--constant-reward`, by million parameters."""
+"""Settings of `--constant-reward`, by million parameters."""
 
 
 def write_constant_reward(folder: Path, millions: float) -> None:

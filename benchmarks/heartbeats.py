@@ -1,4 +1,4 @@
-"""What a look at the run's progress takes, and how much it reads, with many processes: state files
+"""Cost of one look at the run's progress, and the bytes it reads, with many processes: state files
 of `--ranks` ranks and `--engines` engines (each with vLLM's process), eight to a machine, whose
 contents are those of a run.
 

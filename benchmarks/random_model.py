@@ -171,7 +171,7 @@ class Publisher:
         self._lending: Any = None
 
     def connect(self, logs: Path) -> None:
-        """What is published from now on comes to the engine by collective."""
+        """Connect the engine to a collective, which carries all later versions."""
         import ray
 
         from megatron_async_rl.flow.communicators import EngineCommunicator, SenderActor
@@ -182,7 +182,8 @@ class Publisher:
         self._communicator = EngineCommunicator("here", sender, RemoteEngine(self._handle), meeting)
 
     def lend(self, version: int, shards: Any) -> Published:
-        """By cuda_ipc: bucket by bucket, each filled while the engine loads the one before."""
+        """Publish by cuda_ipc: bucket by bucket, each filled while the engine loads the previous
+        one."""
         from dataclasses import replace
 
         import torch

@@ -54,7 +54,7 @@ class Browser:
 
     @property
     def complaints(self) -> list[str]:
-        """What the browser's console holds of errors and warnings."""
+        """Errors and warnings in the browser's console."""
         entries = self._post("se/log", {"type": "browser"})
         return [one["message"] for one in entries if one["level"] in ("SEVERE", "WARNING")]
 

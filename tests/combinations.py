@@ -25,7 +25,7 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "reject": {"high": 0.5},
     "matched_lr": {"target_update_norm": 0.01},
 }
-"""For methods with a setting that has no default."""
+"""Settings of methods without a default."""
 
 
 def _names(section: str) -> list[str]:
@@ -33,7 +33,7 @@ def _names(section: str) -> list[str]:
 
 
 def factors() -> dict[str, list[Any]]:
-    """What is varied, and its values; None stands for none, or for the loss's own."""
+    """Factors and their values; None stands for none, or for the loss's own."""
     return {
         "advantage": _names("advantage"),
         "loss": _names("loss"),
@@ -135,7 +135,7 @@ def pairwise(seed: int = 0) -> tuple[Config, ...]:
 
 
 def label(config: Config) -> str:
-    """As a test's name."""
+    """Name of the combination for a test id."""
     objective = config.objective
     parts = [
         objective.advantage.name,

@@ -1,6 +1,6 @@
-"""For every test: one thread per process, since tests start several; no clock on properties, since
-cores are shared; the same random numbers each time, whatever ran before; and, where pytest-xdist is
-asked for workers, the tests that go to one worker.
+"""Set up every test: one thread per process, since tests start several; no clock on properties,
+since cores are shared; the same random numbers each time, whatever ran before; and, where
+pytest-xdist is asked for workers, the tests that go to one worker.
 
 A worker takes whole files, in the order of `testpaths`, so that what a file sets up is set up once.
 Files that share results stay together. Whole runs (tests/end_to_end, tests/network) go to one
@@ -42,10 +42,10 @@ LAYOUTS = (
     "test_apex",
 )
 MODELS = ("test_checkpoint", "test_export", "test_logprob_parity", "test_model_loading")
-"""Of tests/parallel: what each of these files looks at is computed once, by
-tests/parallel/layouts.py and models.py."""
+"""Files of tests/parallel whose data is computed once, by tests/parallel/layouts.py and
+models.py."""
 ENGINES = ("test_rollout_engine", "test_through_updates")
-"""Of tests/engine: they share engines (conftest.py there)."""
+"""Files of tests/engine that share engines (conftest.py there)."""
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ def stage(staging: Staging, version: int, buckets: Sequence[Bucket]) -> Manifest
 
 
 def flip_a_bit(manifest: Manifest, name: str) -> None:
-    """Of the staged tensor of that name; its version is in one bucket."""
+    """Flip a bit of the staged tensor `name`, whose version is in one bucket."""
     (staged,) = manifest.buckets
     (entry,) = (entry for entry in staged.entries if entry.name == name)
     with open(staged.path, "r+b") as file:

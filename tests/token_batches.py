@@ -116,5 +116,5 @@ def random_tokens(
 
 
 def detached(batch: TokenBatch) -> TokenBatch:
-    """As a whole batch is: nothing carries a gradient."""
+    """The batch without gradients, as a whole batch is."""
     return batch.replace(logp=batch.logp.detach())

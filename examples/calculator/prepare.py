@@ -21,7 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CHARACTERS = "".join(map(chr, range(32, 127)))
-"""Those of what is wrong with a call, too."""
+"""Characters of the prompts, the answers and the error messages of the tools."""
 EVAL_PRODUCTS = 256
 
 

@@ -58,7 +58,8 @@ DATA: Mapping[str, Mapping[str, Table]] = {
             "openai/gsm8k", "main/test-00000-of-00001.parquet", "question", "answer", after_rule
         ),
     },
-    "dapo_math_17k": {  # 14,116 problems of contests, in English and without duplicates; and the 30 of AIME 2024
+    # 14,116 contest problems in English, without duplicates, and the 30 of AIME 2024.
+    "dapo_math_17k": {
         "train.jsonl": Table(
             "open-r1/DAPO-Math-17k-Processed",
             "en/train-00000-of-00001.parquet",

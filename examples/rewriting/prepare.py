@@ -45,7 +45,7 @@ SEPARATED = 0.2
 
 
 def steps(operation: str, digits: Sequence[int]) -> list[int]:
-    """What is written down: the first digit, and the value after each further one."""
+    """The written steps: the first digit, and the value after each further one."""
     values = [digits[0]]
     for digit in digits[1:]:
         values.append(OPERATIONS[operation](values[-1], digit))

@@ -12,8 +12,8 @@ and seed)
 - width(setting, by=SETTING)  highest over lowest rate of its plateau, in words; `by`: measured by
                           the largest area of another
 - collapse_rate(setting)  in words
-- seconds(setting, lr)    in steps up to accuracy 0.8, of the scan's runs that had the machine alone,
-                          in words
+- seconds(setting, lr)    seconds of the steps up to accuracy 0.8, in the scan's runs that had the
+                          machine alone, as text
 - count(STATE, ...)       runs in these states; hours, of all runs
 and the filters `n` (so many digits) and `rate` (2e-4).
 A setting without runs is an error, not a gap.
@@ -47,7 +47,7 @@ class Verdict:
 
 
 class Facts:
-    """What the template may ask of the runs."""
+    """Facts about the runs that the template may use."""
 
     def __init__(self, rows: Sequence[Row], curves: Sequence[Row]) -> None:
         self._rows = rows

@@ -31,9 +31,9 @@ class Measured:
     """Values of the axes other than `rate` and `seed`."""
     lr: float
     runs: Sequence[Row]
-    """Those that count: finished, or diverged."""
+    """Runs that count: finished, or diverged."""
     missing: int
-    """Those that failed or have not ended."""
+    """Number of runs that failed or have not ended."""
 
     def values(self, measure: str) -> list[float]:
         return [float(run[measure]) for run in self.runs if run[measure]]
@@ -78,7 +78,8 @@ def group_axes(rows: Sequence[Row]) -> list[str]:
 
 
 def measured(rows: Sequence[Row]) -> list[Measured]:
-    """In the order in which the groups first stand in the CSV, learning rates ascending."""
+    """Measurements in the order in which the groups first appear in the CSV, by ascending
+    learning rate."""
     if not rows:
         return []
     axes = group_axes(rows)

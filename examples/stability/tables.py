@@ -114,9 +114,8 @@ def questions(rows: Sequence[Row]) -> list[str]:
         "## What PLAN.md asks, on the seeds that decide",
         "",
         f"`>`: area larger by at least {LEAST_GAIN:g}. `≥`: not worse by {MARGIN:g}, one-sided."
-        " `≠`:"
-        f" different. Each by exact permutation, p < {P_VALUE:g} after Holm's correction over the"
-        " comparisons of its question at its setting.",
+        f" `≠`: different. Each by exact permutation, p < {P_VALUE:g} after Holm's correction over"
+        " the comparisons of its question at its setting.",
         "",
         *_header("question", "setting", "comparison", "of", "difference", "p", "p (Holm)", "holds"),
     ]

@@ -43,8 +43,7 @@ _WEIGHTS = "new weights are loaded, and their digests taken, by code that knows 
 _MODEL = "policy and engines must be one model, as the files in model.path have it"
 _COPIES = (
     "vLLM's data parallelism is engines behind a coordinator of its own: set rollout.engines, each"
-    " of"
-    " which is filled, updated and started again by itself"
+    " of which is filled, updated and started again by itself"
 )
 _ONE_MACHINE = (
     "an engine's workers are processes of one machine, and this is set for them; rollout.tensor and"
@@ -55,8 +54,7 @@ _CONTEXT = (
 )
 _EXPERTS = (
     "enable_expert_parallel divides whole experts over the workers of rollout.tensor, and new"
-    " weights"
-    " come to where they lie then: they must not move, nor be held twice"
+    " weights come to where they lie then: they must not move, nor be held twice"
 )
 _LOGPROBS = "log-probs of what is sampled must be those of the policy's own distribution"
 _PREFIX = (

@@ -71,8 +71,7 @@ def environment_conflicts(config: Config) -> Iterator[str]:
     if turns is not None and turns.name == TOOLS and rollout.reward.name == OWN_REWARD:
         yield (
             "rollout.reward is missing, and the environment tools rewards nothing by itself; name"
-            " the"
-            " reward of the last turn, such as rollout.reward.name: math"
+            " the reward of the last turn, such as rollout.reward.name: math"
         )
     if turns is not None and turns.name not in AGENTS and turns.max_segments > 1:
         yield (
@@ -120,8 +119,7 @@ def _reward_conflicts(rollout: RolloutConfig) -> Iterator[str]:
             yield (
                 f"{key}.gate: a gate multiplies the parts of rollout.reward, and what"
                 f" rollout.environment ({rollout.environment.name}) gives is added beside them;"
-                " remove"
-                " gate, and give 0 in the environment"
+                " remove gate, and give 0 in the environment"
             )
         if part.name == "code":
             cpu_s = part.settings.get("cpu_s", CODE_CPU_S)

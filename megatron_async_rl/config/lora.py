@@ -62,8 +62,7 @@ def lora_conflicts(config: Config) -> Iterator[str]:
         if config.model.dtype == "float32":
             yield (
                 "policy.lora.merge: float32 keeps what bfloat16 would round away, and model.dtype"
-                " is"
-                " float32 already; remove it"
+                " is float32 already; remove it"
             )
         if config.rollout is not None and config.rollout.quantised:
             yield (
@@ -76,6 +75,5 @@ def lora_conflicts(config: Config) -> Iterator[str]:
         yield (
             "objective.reference.path names a model of its own, and with policy.lora ranks hold one"
             " set of whole weights, the base model's; leave it out (the reference is then"
-            " model.path"
-            " without adapters), or set policy.lora: null"
+            " model.path without adapters), or set policy.lora: null"
         )

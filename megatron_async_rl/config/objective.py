@@ -55,8 +55,7 @@ class KlConfig(ReadsRatios):
         if self.weight == "none" and self.cap != type(self).model_fields["cap"].default:
             raise ValueError(
                 f"cap: {self.cap:g} bounds the weights of weight: truncated, and weight is none;"
-                " set"
-                " weight: truncated, or remove cap"
+                " set weight: truncated, or remove cap"
             )
         return self
 

@@ -287,20 +287,17 @@ def _engines(config: Config) -> Iterator[str]:
         yield (
             f"rollout.pipeline: {rollout.pipeline}, and vLLM records the experts of"
             " policy.routing_replay: rollout where one stage has all layers; set rollout.pipeline:"
-            " 1"
-            " and a larger rollout.tensor, or policy.routing_replay: none or proximal"
+            " 1 and a larger rollout.tensor, or policy.routing_replay: none or proximal"
         )
     if rollout.vllm.get("enable_expert_parallel") and rollout.tensor == 1:
         yield (
             "rollout.vllm.enable_expert_parallel divides experts over the workers of"
-            " rollout.tensor,"
-            " and that is 1; set it to more, or remove the option"
+            " rollout.tensor, and that is 1; set it to more, or remove the option"
         )
     if rollout.quantised and config.model.dtype == "float32":
         yield (
             f"rollout.vllm.quantization: {rollout.vllm['quantization']} multiplies in 8 bits what"
-            " is"
-            " bfloat16 else, and model.dtype is float32; set model.dtype: bfloat16, or remove it"
+            " is bfloat16 else, and model.dtype is float32; set model.dtype: bfloat16, or remove it"
         )
 
 
@@ -330,8 +327,7 @@ def _transport(config: Config) -> Iterator[str]:
         yield (
             f"weights.transport: {transport} {why}, and rollout.placement: colocated has the"
             " engines on the policy's own devices; set weights.transport: shared_memory or"
-            " cuda_ipc,"
-            " or rollout.placement: disaggregated"
+            " cuda_ipc, or rollout.placement: disaggregated"
         )
 
 
@@ -465,9 +461,8 @@ def _precision(config: Config) -> Iterator[str]:
                 yield (
                     f"{key}: {beta:g} does not go with policy.optimizer.moment_dtype: bfloat16: a"
                     f" step changes a moment by {1.0 - beta:.2g} of itself, and bfloat16 rounds by"
-                    " up"
-                    " to 2^-8 = 0.0039 of it, so that it would stay where it is; set it to at most"
-                    " 0.996, or moment_dtype: float32"
+                    " up to 2^-8 = 0.0039 of it, so that it would stay where it is; set it to at"
+                    " most 0.996, or moment_dtype: float32"
                 )
 
 

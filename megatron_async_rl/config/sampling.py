@@ -37,8 +37,7 @@ def _drawn(temperature: float) -> float:
     if 0 < temperature < COLDEST:
         raise ValueError(
             f"{temperature:g} is below {COLDEST}, the lowest that vLLM draws at; set {COLDEST}, or"
-            " 0 for"
-            " the likeliest token (held-out prompts only)"
+            " 0 for the likeliest token (held-out prompts only)"
         )
     return temperature
 
@@ -227,8 +226,7 @@ class EvalConfig(Strict):
         if "part" in names:
             raise ValueError(
                 "eval.sets: none can be called `part`: `eval/part/NAME` is the mean of a part of"
-                " the"
-                " reward"
+                " the reward"
             )
         return self
 

@@ -321,8 +321,7 @@ class ChatTemplate:
                 "has a chat template that does not read `tools`, so that the model would know of"
                 " none",
                 "give data.chat_template one that does, or say in the prompts which tools there"
-                " are,"
-                " as plain text (those of the data: data.tools_key: null)",
+                " are, as plain text (those of the data: data.tools_key: null)",
             )
 
 

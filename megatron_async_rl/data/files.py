@@ -125,7 +125,8 @@ def require_training_files(location: Path) -> None:
         requested = split in whole or names_split(pattern, split)
         if held_out and not requested:
             others = [file for file in files if file not in held_out]
-            fix = f"name the files to train on, such as {_pattern_of(split, others or held_out, files)}"
+            example = _pattern_of(split, others or held_out, files)
+            fix = f"name the files to train on, such as {example}"
             what = f"is to be trained on and holds {split} data: {held_out[0].name}"
             raise DataError(location, None, what, fix)
 

@@ -130,8 +130,7 @@ def read(content: bytes) -> Buffer:
             "run.dir",
             f"{NAME} of the checkpoint cannot be read ({type(error).__name__}: {error})",
             "resume with the release that wrote it; in a checkpoint without digests you may remove"
-            " the"
-            " file, and what it held is sampled again",
+            " the file, and what it held is sampled again",
         ) from error
 
 

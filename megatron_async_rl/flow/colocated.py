@@ -1,9 +1,9 @@
-"""Whose turn it is on the devices that engines and policy share, and in which order it changes.
+"""Phases of the devices that engines and policy share, and their order.
 
-              engines sleep,               policy releases              weights are staged; each engine
-              policy restores              its training state           wakes its weights, loads, is
-                                                                        verified, wakes its cache
-    generate -----------------> train -----------------------> publish ---------------------> generate
+             engines sleep,              policy releases             weights are staged; each engine
+             policy restores             its training state          wakes its weights, loads, is
+                                                                     verified, wakes its cache
+    generate ---------------> train ----------------------> publish -------------------> generate
 
 Policy and engines go through one order, each through its own steps of it (`by`): the policy waits
 for the engines' sleep, and what it stages is what an engine waits for. Where engines have devices

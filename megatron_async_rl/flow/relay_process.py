@@ -138,6 +138,5 @@ def serve_here(silence_s: float) -> RelayServer:
     except OSError as error:
         raise RelayFailed(
             f"the weights' server cannot listen at {host}, by which Ray knows this machine:"
-            f" {error};"
-            " start its Ray node with another --node-ip-address"
+            f" {error}; start its Ray node with another --node-ip-address"
         ) from error

@@ -242,10 +242,9 @@ class Requests:
     def _give_up(self, pending: PendingRequest, reason: str) -> None:
         request = pending.request
         text = (
-            f"request {request.id} (prompt {request.prompt.id}) is given up:"
-            f" {pending.losses} engines were lost while they had it, the last one while it had"
-            " nothing"
-            f" else, as {reason.splitlines()[0] if reason else 'it ended'}"
+            f"request {request.id} (prompt {request.prompt.id}) is given up: {pending.losses}"
+            " engines were lost while they had it, the last one while it had nothing else, as"
+            f" {reason.splitlines()[0] if reason else 'it ended'}"
         )
         if pending.answer is None:
             # Nothing trains on the rest of its group: no engine is risked for its other suspects.

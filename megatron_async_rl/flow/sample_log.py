@@ -1,7 +1,7 @@
 """The sample log's writer, in the controller's process: what was admitted, what finished, and what
 became of it.
 
-    controller --admitted / finished / trained / dropped / evaluated--> queue --thread--> RUN/samples/
+    controller --admitted, finished, trained, dropped, evaluated--> queue --thread--> RUN/samples/
 
 Invariants, in addition to those of the files (samples/segments.py):
 - the controller's loop appends to a queue and does nothing else; one thread reads, converts,
@@ -205,8 +205,7 @@ class SampleLogWriter(SampleLog):
         if self._thread.is_alive() and not written.wait(CHECKPOINT_WAIT_S):
             self._note(
                 f"the sample log was not on the disk within {CHECKPOINT_WAIT_S:g} s: after a crash"
-                " of"
-                " the machine it may lack rows that the checkpoint counts"
+                " of the machine it may lack rows that the checkpoint counts"
             )
 
     def close(self) -> None:
@@ -286,9 +285,8 @@ class SampleLogWriter(SampleLog):
         if gaps:
             self._note_apart(
                 f"the sample log ({self._folder}) lacks outcomes {gaps}, which the checkpoint"
-                " counts:"
-                " files were deleted, rows could not be written, or the log was off; samples may be"
-                " missing, or shown as waiting or lost"
+                " counts: files were deleted, rows could not be written, or the log was off;"
+                " samples may be missing, or shown as waiting or lost"
             )
 
     def _finish_open(self) -> None:

@@ -124,9 +124,8 @@ def check_lags(
         ):
             raise StalenessViolated(
                 f"sample {sample.id} has tokens of versions {start} to {sample.last_version} and"
-                f" trains {version};"
-                f" flow.selection: exact_lag wants all of them to be of one version, {due - start}"
-                " before"
+                f" trains {version}; flow.selection: exact_lag wants all of them to be of one"
+                f" version, {due - start} before"
             )
 
 

@@ -85,10 +85,9 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "reward/part/NAME": Metric(
                 "reward",
                 "Mean of what has that name: a part of `rollout.reward.parts`, before it is"
-                " weighted, or a"
-                " number that the environment measured, such as `tool_errors` and, of these,"
-                " `unread_tool_calls`: calls that the model wrote and vLLM's parser could not"
-                " read.",
+                " weighted, or a number that the environment measured, such as `tool_errors` and,"
+                " of these, `unread_tool_calls`: calls that the model wrote and vLLM's parser could"
+                " not read.",
             ),
         },
     ),
@@ -426,8 +425,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
     "Weights": (
         (
             "The newest version that an engine had loaded when the batch was taken. Engines load"
-            " while"
-            " the batch before trains, so a version may be in two lines."
+            " while the batch before trains, so a version may be in two lines."
         ),
         {
             "weights/publish_s": Metric("s", "From the first bucket to the last engine's answer."),
@@ -437,8 +435,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
                 "s",
                 "With `weights.transport: relay` or `collective`: until the newest version that"
                 " reached another machine, or an engine's own memory, was there, whole and"
-                " verified;"
-                " of the one that took longest.",
+                " verified; of the one that took longest.",
             ),
             "weights/relay_bytes": Metric(
                 "bytes", "Received for it by all of them, what came twice included."
@@ -457,8 +454,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
                 "nats per token",
                 "With `loss: sft`: -log p of the held-out responses, over the tokens that would be"
                 " trained on, each row by its weight; on the training data it would be"
-                " `policy/loss`"
-                " with `aggregation: token-mean`.",
+                " `policy/loss` with `aggregation: token-mean`.",
             ),
             "eval/pass@k": Metric(
                 "share",
@@ -604,7 +600,7 @@ Every line has:
 | --- | --- | --- |
 | `step` | steps | Batches trained on, this one included: the first line has 1. |
 | `version` | | Weight version this step produced; it trained on the one before. |
-| `time` | Unix seconds | When the line was written: after the step, and after an evaluation that training waited for. |
+| `time` | Unix seconds | Time of writing: after the step and an evaluation it waited for. |
 
 A key that does not apply to a step (no reward in a supervised run, no cosine on the first step) is
 absent from its line. A value that is not finite is written as the string `"nan"`, `"inf"` or

@@ -230,7 +230,10 @@ class Interview:
         return text
 
     def _eval(self) -> None:
-        question = f"Held-out data: a file, hf://datasets/OWNER/NAME#SPLIT, a share to split off, or {NONE}"
+        question = (
+            "Held-out data: a file, hf://datasets/OWNER/NAME#SPLIT, a share to split off, or"
+            f" {NONE}"
+        )
         self._ask("eval", question, SPLIT, self._held_out)
 
     def _held_out(self, text: str) -> str | float | None:

@@ -139,8 +139,7 @@ def fp8_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Pr
     if kept > maximum:
         what = (
             f"{kept} layers at each end are not within the {held} of a pipeline stage, or leave"
-            " none"
-            f" of {shape.layers} in 8 bits"
+            f" none of {shape.layers} in 8 bits"
         )
         fix = f"set it to at most {maximum}"
         found.append(Problem(key="policy.fp8.first_last_layers_bf16", what=what, fix=fix))

@@ -338,14 +338,20 @@ def _room_problems(config: Config, machine: Machine) -> list[Problem]:
         return []
     workers = f" of {rollout.workers} GPUs" if rollout.workers > 1 else ""
     more = machine.nodes + machine.engine_nodes + -(-(wanted - room) // alone)
-    what = f"{number_of('engine', wanted)}{workers}, and there is room for {room}: {beside} on a node with ranks"
+    what = (
+        f"{number_of('engine', wanted)}{workers}, and there is room for {room}: {beside} on a node"
+        " with ranks"
+    )
     what += f", {alone} on each of {machine.engine_nodes} without" if machine.engine_nodes else ""
     fix = (
         f"set it to at most {room - wanted + rollout.engines}, or "
         if room > wanted - rollout.engines
         else ""
     )
-    fix += f"plan for {more} machines, of which {machine.nodes} have ranks (--nodes {more} --trainer-nodes {machine.nodes})"
+    fix += (
+        f"plan for {more} machines, of which {machine.nodes} have ranks (--nodes {more}"
+        f" --trainer-nodes {machine.nodes})"
+    )
     return [Problem(key="rollout.engines", what=what, fix=fix)]
 
 
@@ -359,9 +365,8 @@ def spread_notes(config: Config, device: Device, machine: Machine) -> list[str]:
     context = f" x context {parallel.context}" if parallel.context > 1 else ""
     return [
         f"policy.parallel.tensor: {parallel.tensor}{context} ranks exchange activations in every"
-        " layer, and"
-        f" a node has {share} of them, so this passes over the network between machines: give each"
-        " more ranks (fewer --trainer-nodes), or lower it"
+        f" layer, and a node has {share} of them, so this passes over the network between machines:"
+        " give each more ranks (fewer --trainer-nodes), or lower it"
     ]
 
 
@@ -376,7 +381,8 @@ def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
     """Engines that could not map the memory of a rank."""
     key, ranks = "weights.transport", config.policy.parallel.ranks
     if machine.nodes > 1:
-        what = f"cuda_ipc passes weights within one machine, and the ranks are on {machine.nodes} nodes"
+        nodes = machine.nodes
+        what = f"cuda_ipc passes weights within one machine, and the ranks are on {nodes} nodes"
         return [Problem(key=key, what=what, fix="set it to shared_memory")]
     if config.rollout is None or device_of(config, machine) != "cuda":
         return []
@@ -393,8 +399,7 @@ def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
     )
     fix = (
         f"set rollout.engines to at most {ranks // workers}, policy.parallel.ranks to {taken}, or"
-        " this"
-        " to shared_memory"
+        " this to shared_memory"
         if ranks >= workers
         else f"set policy.parallel.ranks to {taken}, or this to shared_memory"
     )
@@ -424,8 +429,7 @@ def head_size_problems(
     if quantised and size % FP8_CACHE_MULTIPLE:
         what = (
             f"fp8 on a CPU needs attention heads of a multiple of {FP8_CACHE_MULTIPLE} elements,"
-            " and"
-            f" the model's have {size}"
+            f" and the model's have {size}"
         )
         return [Problem(key="rollout.vllm.kv_cache_dtype", what=what, fix="remove it")]
     return []

@@ -48,8 +48,7 @@ def require_one_of_each(found: Mapping[str, Collection[str]], wheels: Path) -> N
         if len(files) > 1:
             raise LibraryConflict(
                 f"two files of {name} are loaded: {', '.join(sorted(files))}. Remove the one that"
-                " is"
-                f" not in {wheels}: a base image without cuDNN has none"
+                f" is not in {wheels}: a base image without cuDNN has none"
             )
         if own and not own.issuperset(files):
             raise LibraryConflict(

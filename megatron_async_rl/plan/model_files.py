@@ -116,8 +116,7 @@ def _where_to_look(path: Path) -> str:
         return f"it was a folder of the hub's cache: name {on_hub}, and it is fetched again"
     return (
         "point it at a Hugging Face model directory, or at a model on a hub, hf://OWNER/NAME; that"
-        " of"
-        " an example is written by the commands which the first lines of its config name"
+        " of an example is written by the commands which the first lines of its config name"
     )
 
 

@@ -177,8 +177,7 @@ def _of_split(split: Split) -> str:
     maximum = f" (at most {MOST} prompts)" if split.held_out_rows >= MOST else ""
     return (
         f"rows held out: {split.held_out_rows}{maximum}, trained on: {split.train_rows}; rows with"
-        " the"
-        " same prompt are on one side"
+        " the same prompt are on one side"
     )
 
 
@@ -220,8 +219,7 @@ def _why_colocated(answers: InitAnswers) -> str:
     which = "1 GPU" if answers.gpus == 1 else f"{answers.gpus} GPUs"
     return (
         f"only a colocated layout fits {which} of {answers.gpu_memory_gib:g} GiB, in which the"
-        " engines"
-        " sleep while the policy trains"
+        " engines sleep while the policy trains"
     )
 
 
@@ -352,16 +350,18 @@ def _text(answers: InitAnswers, out: Path, layout: InitLayout, tokens: int, *, c
     own = "  tools_key: null              # the tools are those of rollout.environment\n"
     own = own if environment == TOOLS else ""
     place = f"--gpus {answers.gpus} --gpu-memory {answers.gpu_memory_gib:g}" if answers.gpus else ""
+    dtype = "bfloat16" if answers.gpus else "float32"
+    settings = method.format(prompts=prompts, group=group, level=level)
     return f"""# {style.capitalize()}: {meaning}.
 {why}#   mar plan {f"{out.name} {place}".strip()}
 #   mar train {out.name}
 # Every key and its default: {shipped("docs/config.md")}
 # Which method to start with: {shipped("docs/choosing_a_method.md")}
 run: {{dir: runs/{out.stem}, steps: {STEPS}}}
-model: {{path: {_scalar(_path(answers.model, folder))}, dtype: {"bfloat16" if answers.gpus else "float32"}}}
+model: {{path: {_scalar(_path(answers.model, folder))}, dtype: {dtype}}}
 data:
   train: {_scalar(_path(answers.data, folder))}
-{columns}{own}{_held_out(answers, folder)}{method.format(prompts=prompts, group=group, level=level)}rollout:
+{columns}{own}{_held_out(answers, folder)}{settings}rollout:
 {layout.rollout}  sampling: {{temperature: 1.0, max_tokens: {tokens}}}
 {answers.reward.lines(chat=chat)}policy:
 {layout.policy}  optimizer: {{lr: {"1.0e-6" if answers.gpus else "1.0e-5"}, warmup_steps: 5}}
@@ -372,7 +372,10 @@ def _held_out(answers: InitAnswers, folder: Path) -> str:
     """Lines of the held-out data: the end of the section `data`, and the section `eval`."""
     how = f"eval: {{every: {EVALUATE_EVERY}, samples_per_prompt: 1}}"
     if not isinstance(answers.held_out, str):
-        return f"  # eval: held_out.jsonl         # the same fields; and on a line of its own `{how}`\n"
+        line = f"`{how}`"
+        return (
+            f"  # eval: held_out.jsonl         # the same fields; and on a line of its own {line}\n"
+        )
     return f"  eval: {_scalar(_path(answers.held_out, folder))}\n{how}\n"
 
 

@@ -242,9 +242,8 @@ def _warnings(
     if rollout is not None and rollout.quantised and not config.objective.corrections:
         found.append(
             f"rollout.vllm.quantization ({rollout.vllm['quantization']}): log-probs of samples are"
-            " those"
-            " of quantised weights, and the policy's are not: objective.corrections (tis) weighs by"
-            " their ratio"
+            " those of quantised weights, and the policy's are not: objective.corrections (tis)"
+            " weighs by their ratio"
         )
     elsewhere = engines_elsewhere(config, machine)
     transport = config.weights.transport
@@ -266,8 +265,7 @@ def _warnings(
         ):
             found.append(
                 f"rollout.kv_cache_gib holds {number_of('response', at_once)} of full length at a"
-                " time; more"
-                " wait inside the engine"
+                " time; more wait inside the engine"
             )
     if device == "cpu":
         count = parallel.ranks + (rollout.engines if rollout and not elsewhere else 0)

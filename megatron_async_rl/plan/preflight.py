@@ -313,8 +313,7 @@ def _rendered_for_an_agent(config: Config) -> list[str]:
         return []
     return [
         "data.as_chat: true gives the agent a prompt.text that has the chat template's marks"
-        " already,"
-        " and its own messages get them once more; leave as_chat out"
+        " already, and its own messages get them once more; leave as_chat out"
     ]
 
 

@@ -391,8 +391,7 @@ def _edited(config: Config) -> list[str]:
     since = {one.key for one in _compare(held, before, "", config)}
     return [
         f"{file} has {one}: the file was changed after {CONFIG_FILE} of the checkpoint, and this"
-        " start"
-        " replaces it"
+        " start replaces it"
         for key, one in changed.items()
         if key in since and not one.is_move
     ]

@@ -56,8 +56,7 @@ ENVIRONMENTS = {
     "agent": Choice(
         settings={"function": "my_agent:run"},
         comment="function: of yours, given the base URL of an OpenAI-compatible endpoint; returns"
-        " the"
-        " reward. Or `command`, a program",
+        " the reward. Or `command`, a program",
     ),
     "verifiers": Choice(
         settings={"env": {"taskset": {"id": "my_tasks"}}, "task": "task"},
@@ -66,12 +65,11 @@ ENVIRONMENTS = {
     "openenv": Choice(
         settings={"url": "http://localhost:8000", "action": "message", "observation": None},
         comment="url: of your server; action: the field that takes a response; observation: the"
-        " field"
-        " that is shown, null for all",
+        " field that is shown, null for all",
     ),
 }
 STARTERS = {
-    "my_tools": '''"""What the model may call: every function of this file that has no underscore before its name."""
+    "my_tools": '''"""Functions that the model may call: those without a leading underscore."""
 
 
 def times(a: int, b: int) -> int:

@@ -69,8 +69,7 @@ def lost_checkpoints(config: Config, path: Path | None) -> list[Problem]:
     # A save writes `latest` at its end, so it was there when the status named a checkpoint.
     what = (
         f"{folder} has no {LATEST} and no {named}, which {run_dir / 'status.json'} names as the"
-        " newest"
-        " checkpoint"
+        " newest checkpoint"
     )
     fix = f"restore the folder; or write {path.name} into {folder / LATEST} to go on from that one"
     return [Problem(key=str(folder), what=what, fix=f"{fix}; or {anew}")]

@@ -376,8 +376,7 @@ def planning_rule(config: Config, measured: float | None) -> str:
         return f"{text}not measured (a run with any control logs it: mar plan --from RUN)"
     return (
         f"{text}{measured:.3g}: {lag * per_version * lr * measured:.3g} from the oldest sample to"
-        " the policy,"
-        f" against T·η·G = {steps * lr * measured:.3g} in all {steps} steps"
+        f" the policy, against T·η·G = {steps * lr * measured:.3g} in all {steps} steps"
     )
 
 

@@ -117,8 +117,7 @@ def masters_of(optimizer: MegatronOptimizer) -> list[nn.Parameter]:
         if parameter.dtype.itemsize < FLOAT32_BYTES:
             raise StateMissing(
                 f"Adam updates a parameter of shape {list(parameter.shape)} in {parameter.dtype}:"
-                " it"
-                " has no float32 master to read"
+                " it has no float32 master to read"
             )
     return parameters
 

@@ -1,7 +1,7 @@
 """The rows and columns of Hugging Face's tensors that a rank's shard of a Megatron parameter has.
 
-    shard of qkv, rank 1 of 2:  rows q q k v | q q k v     <->  q_proj rows 4..7, k_proj 2..3, v_proj 2..3
-    shard of linear_proj:       columns 2nd half           <->  o_proj columns 2nd half
+    shard of qkv, rank 1 of 2: rows q q k v | q q k v <-> q_proj rows 4..7, k_proj, v_proj 2..3
+    shard of linear_proj:      columns 2nd half       <-> o_proj columns 2nd half
 
 Where a shard's rows and columns belong is asked of the bridge, once for each kind of parameter, by
 numbers in place of weights; nothing here knows a model type. Files are read by it into shards

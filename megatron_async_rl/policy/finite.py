@@ -46,8 +46,7 @@ def refuse_nonfinite_steps(
         return
     what = (
         f"{in_a_row} optimizer steps in a row, up to step {step.steps}, had a loss or a gradient"
-        " that"
-        " is not finite"
+        " that is not finite"
         if in_a_row >= limit
         else f"none of the run's {step.steps} optimizer steps had a finite loss and gradient"
     )
@@ -79,8 +78,7 @@ def require_finite(held: Mapping[str, Sequence[Tensor]], step: int, layout: Layo
     if wrong:
         raise NonFiniteError(
             f"after optimizer step {step} not finite: {', '.join(wrong)}; they are neither"
-            " published"
-            " nor saved",
+            " published nor saved",
             "lower policy.optimizer.lr; the run goes on from its newest checkpoint. If it fails at"
             " the same step again, go back to an older checkpoint",
         )

@@ -253,8 +253,7 @@ def adapt(
     if config.num_moe_experts is not None:
         raise ValueError(
             f"policy.lora.targets: {sorted(targets & {*gated, 'down_proj'})} are experts here,"
-            " which"
-            " have no adapters; name q_proj, k_proj, v_proj, o_proj alone"
+            " which have no adapters; name q_proj, k_proj, v_proj, o_proj alone"
         )
     feed_forward = layer.mlp.keywords["submodules"]
     if targets & gated.keys():

@@ -1,6 +1,7 @@
 """Routing replay: tokens of a mixture of experts go to experts that were chosen for them before.
 
-    rollout   by the engine that sampled them; the choice came with the sample (R3, arXiv 2510.11370)
+    rollout   by the engine that sampled them; the sample carries the choice (R3, arXiv
+              2510.11370)
     proximal  by the pass that scores the batch under the weights it begins with (R2, arXiv
               2507.18071), which this module records
 

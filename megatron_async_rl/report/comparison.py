@@ -40,8 +40,7 @@ LAST_SHARE = 0.1
 """The reward trained on at the end is the mean over so much of the steps."""
 FOOTER = (
     "Curves of what every step logs are moving averages; held-out rewards are as measured. Every"
-    " value"
-    " is in each run's metrics.jsonl and eval.jsonl."
+    " value is in each run's metrics.jsonl and eval.jsonl."
 )
 TOKENS = "response tokens trained on"
 SECONDS = "seconds in steps"

@@ -39,8 +39,8 @@ EVENTS = 12
 """Shown, the newest."""
 FOOTER = (
     "Thin lines are the logged values, wide ones their moving average; of long runs each curve"
-    " shows"
-    " its extremes. Every value is in metrics.jsonl and TensorBoard's files in the run's directory."
+    " shows its extremes. Every value is in metrics.jsonl and TensorBoard's files in the run's"
+    " directory."
 )
 FIRST_SHARE = 10
 """The reward at the start and at the end is the mean over a tenth of the steps each."""

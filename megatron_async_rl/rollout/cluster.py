@@ -168,8 +168,7 @@ def require_software(wanted: Mapping[str, str]) -> None:
     if wanted and (differs := unlike(here, wanted)):
         raise OtherSoftware(
             f"{socket.gethostname()} has other versions than rank 0's machine: {differs}. Install"
-            " the"
-            " same environment there"
+            " the same environment there"
         )
 
 
@@ -183,10 +182,9 @@ def require_gpus(name: str, wanted: Mapping[str, Sequence[str]]) -> None:
         ranks = "; ".join(f"{', '.join(gpus)} of {there}" for there, gpus in wanted.items())
         raise OtherDevices(
             f"rollout.placement: colocated, and Ray placed {name} on GPU {', '.join(strange)} of"
-            f" {host},"
-            f" which no rank has; the ranks have GPU {ranks}. Somebody else has those of this Ray"
-            " cluster, or it offers more than the run's: end the other jobs, start Ray with"
-            " CUDA_VISIBLE_DEVICES set to the ranks' GPUs alone, or unset RAY_ADDRESS"
+            f" {host}, which no rank has; the ranks have GPU {ranks}. Somebody else has those of"
+            " this Ray cluster, or it offers more than the run's: end the other jobs, start Ray"
+            " with CUDA_VISIBLE_DEVICES set to the ranks' GPUs alone, or unset RAY_ADDRESS"
         )
 
 
@@ -371,8 +369,7 @@ def reserve(gpus: Sequence[str], node: str, host: str) -> Any:
     )
     fix = (
         "wait for the other jobs of this Ray cluster, give the trainer other GPUs, or start Ray"
-        " there"
-        " with --num-gpus 0"
+        " there with --num-gpus 0"
     )
     try:
         held = ray_get(holder.gpus.remote(), "Ray to reserve the trainer's GPUs", RESERVE_S)

@@ -383,8 +383,7 @@ class Responses:
             found = 0 if experts is None else len(experts)
             raise RuntimeError(
                 f"{self._spec.name} recorded the experts of {found} tokens, not of {wanted}, for"
-                " its"
-                f" response to prompt {entry.request.prompt.id!r}"
+                f" its response to prompt {entry.request.prompt.id!r}"
             )
         return experts.tobytes()
 

@@ -75,8 +75,7 @@ def check_response(
     ):
         raise ValueError(
             f"sample {name!r}: segments begin at {starts.tolist()} of {length} response tokens;"
-            " they"
-            " must rise, lie within them and have a token that is not trained on before others"
+            " they must rise, lie within them and have a token that is not trained on before others"
         )
     versions = per_token["versions"]
     falls = np.flatnonzero(versions[1:] < versions[:-1]) + 1
@@ -88,8 +87,7 @@ def check_response(
     if routed_experts is not None and (not routed_experts or len(routed_experts) % rows):
         raise ValueError(
             f"sample {name!r}: {len(routed_experts)} bytes of routed experts are not one row for"
-            " each"
-            f" of its {rows} tokens but the last"
+            f" each of its {rows} tokens but the last"
         )
     if step_rewards is None:
         return

@@ -261,8 +261,7 @@ def _make() -> RunFolder:
         folder.remove()
         raise _unusable(
             f"{base} is too long for the paths of Ray's sockets ({len(os.fsencode(base))} bytes),"
-            " and"
-            f" no link to it can be made in {SHORT}: {error.strerror or error}",
+            f" and no link to it can be made in {SHORT}: {error.strerror or error}",
             f"name a folder of at most {LONGEST - len('/mar-00000000')} bytes",
         ) from error
     return RunFolder(link, place, folder.locks)

@@ -2,7 +2,7 @@
 these stand still. Nothing of a version is in host memory, and a device has two buckets of it.
 
     each rank:  its parts --> bucket on its device --summed over all ranks--> the whole bucket
-                                                                                 |  handle of its memory
+                                                                               |  memory handle
     each worker of an engine, on one of these devices:  maps it, loads from it, answers
                                                         and then the memory is the ranks' again
 
@@ -252,9 +252,8 @@ class DeviceReader(TransportReader):
         if self._name not in where:
             raise ValueError(
                 f"weights.transport: cuda_ipc has no bucket on {self._name}, this engine's device:"
-                " ranks"
-                f" of the policy are on {', '.join(sorted(where))}. Give both the same devices"
-                " (CUDA_VISIBLE_DEVICES, policy.parallel.ranks), or set weights.transport:"
+                f" ranks of the policy are on {', '.join(sorted(where))}. Give both the same"
+                " devices (CUDA_VISIBLE_DEVICES, policy.parallel.ranks), or set weights.transport:"
                 " shared_memory"
             )
         path = where[self._name]

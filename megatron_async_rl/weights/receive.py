@@ -150,8 +150,7 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         if missing:
             raise RuntimeError(
                 f"the update to version {self._version} brought {len(self._watch.names)} tensors"
-                " and"
-                f" left out {len(missing)}:"
+                f" and left out {len(missing)}:"
                 f" {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}"
             )
 

@@ -102,8 +102,7 @@ class WeightAgent:
             )
         raise RelayFailed(
             f"bucket {number} of version {version} arrived damaged twice: tensor {wrong} is not"
-            " what"
-            " was staged"
+            " what was staged"
         )
 
     def _receive(self, version: int, number: int, ref: BucketRef) -> None:

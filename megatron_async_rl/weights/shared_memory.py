@@ -42,8 +42,7 @@ class SharedMemoryFull(OSError):
 
     fix = (
         "enlarge /dev/shm (docker run --shm-size), or remove what others left there: two versions"
-        " of"
-        " the model have to fit"
+        " of the model have to fit"
     )
 
 
@@ -65,8 +64,7 @@ class BucketFile(BucketMemory):
             free = shutil.disk_usage(directory).free
             raise SharedMemoryFull(
                 f"{directory} of {socket.gethostname()} has {free / 2**20:.1f} MiB free, too few"
-                " for a"
-                f" bucket of weights of {size / 2**20:.1f} MiB: {error}"
+                f" for a bucket of weights of {size / 2**20:.1f} MiB: {error}"
             ) from error
         except BaseException:
             self.close()

@@ -30,7 +30,7 @@ PROCESSES = (
     *("rank 0", "rank 1", "controller", "engine-0", "engine-0 EngineCore", "engine-1"),
     RELAY,
 )
-"""Of the run over machines."""
+"""Overrides of the run over several machines."""
 LOOP_STEPS = 40
 SYNCHRONOUS_STEPS = 5
 HELD_OUT = 12
@@ -47,7 +47,7 @@ HERE = Path(__file__).parent
 
 
 def varied(prompt, response):
-    """Another number for every other response, never 0: nothing to learn, always something to learn from."""
+    """Another number for every other response, never 0: always a gradient, nothing to learn."""
     return 0.5 + zlib.crc32(response.encode()) / 2**32
 
 
@@ -195,8 +195,7 @@ class Ended:
 
 @pytest.fixture(scope="session")
 def synchronous_config(workspace: Workspace, converted: Path) -> Path:
-    """Of a run that waits for each batch, from the converted model; an engine of its own
-    evaluates."""
+    """Config of a synchronous run from the converted model, with a separate evaluation engine."""
     lines = (workspace.folder / "eval.jsonl").read_text().splitlines(keepends=True)
     (workspace.folder / "held_out.jsonl").write_text("".join(lines[:HELD_OUT]))
     return workspace.config(

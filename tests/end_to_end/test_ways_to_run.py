@@ -206,7 +206,7 @@ def lags(row: dict[str, Any]) -> list[int]:
 
 
 def test_every_token_of_an_exact_lag_is_exactly_so_old(exact: Ended) -> None:
-    """What the first weights made waits 0, 1, 2, ... updates, as nothing older exists."""
+    """Samples of the first weights wait 0, 1, 2, ... updates, because no older weights exist."""
     assert [row["step"] for row in exact.rows] == list(range(1, len(exact.rows) + 1))
     assert [lags(row) for row in exact.rows] == [
         [min(step, LAG)] for step in range(len(exact.rows))

@@ -21,7 +21,7 @@ from tests.engine.running import (
 
 @pytest.fixture(scope="session")
 def in_ray() -> Iterator[None]:
-    """What starts engines asks for it."""
+    """Ray, for fixtures that start engines."""
     import ray
 
     ray.init(

@@ -1,4 +1,4 @@
-"""What transformers says about a response, and the small checkpoints the engine tests serve."""
+"""Log-probs of a response by transformers, and the small checkpoints of the engine tests."""
 
 from __future__ import annotations
 

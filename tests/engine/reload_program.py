@@ -1,5 +1,4 @@
-"""What vLLM's own model computes after updates, against what it computed when it had just read the
-same checkpoint.
+"""Compare vLLM's own model after updates with the model right after loading the same checkpoint.
 
 Arguments: where to write the answer, then `A:B` or `A:B:HOW`, checkpoints of one shape. The engine
 starts with A and is updated to B, A, B, in the way it chooses. HOW: `both`, to A and B by vLLM's
@@ -206,8 +205,8 @@ def use_layerwise(worker: Any) -> None:
 
 
 def lend_memory_of_experts(worker: Any) -> None:
-    """As the allocator may: what experts were packed in before this update is where pieces of
-    another weight, which comes in three, are put in it."""
+    """Reuse memory as the allocator may: the memory of experts packed before this update
+    receives the pieces of another weight, which arrives in three parts."""
     packed = getattr(worker.weight_transfer_engine._reload, "_packed", [])
     experts = [one for one in packed if isinstance(one, PackedExperts)]
     fused = [
@@ -244,7 +243,7 @@ def outputs(engine: LLM) -> list[float]:
 
 
 def embedding_as_output_layer(worker: Any) -> list[float]:
-    """What it gives models that use it as one."""
+    """Output of the embedding as an output layer, in models that use it as one."""
     embedding = worker.weight_transfer_engine.model.model.embed_tokens
     ones = torch.ones_like(embedding.weight[:1])
     output = embedding.quant_method.apply(embedding, ones)

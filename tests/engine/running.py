@@ -39,7 +39,7 @@ KEEP, RECOMPUTE = 0, 1
 CHECKPOINTS = 4
 TEMPERATURE, MAX_TOKENS, FEWER_TOKENS, SHORT_TOKENS = 1.0, 400, 160, 24
 SAMPLING = {"temperature": TEMPERATURE, "max_tokens": MAX_TOKENS}
-"""Of training; of held-out sets, EVALUATIONS."""
+"""Sampling of training; that of held-out sets is in EVALUATIONS."""
 SHORT, FEWER = "short", "fewer"
 EVALUATIONS = {
     name: EvalSamplingConfig.model_validate(own).over(
@@ -146,8 +146,8 @@ class Engines:
         return stage(self.staging, self.version, buckets(self.checkpoints[checkpoint], per_bucket))
 
     def feed(self, manifest: Manifest, only: Sequence[int] | None = None) -> None:
-        """What is staged into all engines, or into those of `only`, at the same time. Raises what
-        the first of them raises, and WeightMismatch, once all have answered."""
+        """Load the staged weights into all engines, or into those of `only`, at the same time.
+        Raises the first engine's error or WeightMismatch once all have answered."""
         indices = range(len(self.handles)) if only is None else only
         calls = [self.handles[index].update.remote(self.version, manifest) for index in indices]
         failures = []
@@ -250,7 +250,7 @@ def _end(engine: Any) -> None:
 
 
 def _begin(engine: Any, settings: Mapping[str, Any], template: str | None) -> None:
-    """In the engine's process, in a thread beside its event loop."""
+    """Start the engine in a thread of its process, next to its event loop."""
 
     async def begin() -> None:
         environments = Environments(EnvironmentConfig.model_validate(settings))

@@ -56,7 +56,7 @@ HOW: dict[str, dict[str, Any]] = {
     HALVES: {"family": "qwen3_moe", "tied": True, "num_experts": 6},
     QUANTISED: {"family": "qwen3", "tied": True, "dtype": "bfloat16"},
 }
-"""With which reload_program.py runs these; the last one has the faults."""
+"""Arguments of reload_program.py; the last case has the faults."""
 LAYERWISE_TOO = ("tied-with-bias", "untied")
 ROOT = Path(__file__).resolve().parents[2]
 

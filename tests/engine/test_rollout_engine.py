@@ -149,8 +149,7 @@ def test_after_each_of_three_updates_both_engines_sample_from_the_new_weights(
 
 
 def note_cached(engine: Any) -> None:
-    """In the engine: `cached` has the prompt tokens of each request that it did not have to
-    read."""
+    """Record in the engine's `cached` the number of cached prompt tokens of each request."""
     responses, engine.cached = engine._responses, {}
     on_output = type(responses)._on_output.__get__(responses)
 
@@ -162,12 +161,13 @@ def note_cached(engine: Any) -> None:
 
 
 def note_no_more(engine: Any) -> None:
-    """In the engine, which others go on with: an output may be the exception that ended it."""
+    """Stop recording in the engine, which other tests use; an output may be the exception that
+    ended it."""
     del engine._responses._on_output
 
 
 def cached(handle: Any, requests: list[Request]) -> list[int]:
-    """Of each request, sorted, once all have finished."""
+    """Cached tokens of each request, sorted, once all have finished."""
     ids = [request.id for request in requests]
     assert all(isinstance(outcome, Sample) for outcome in outcomes(handle, ids))
     found: dict[str, int] = call(handle, "__ray_call__", lambda engine: engine.cached)

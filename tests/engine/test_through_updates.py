@@ -1,5 +1,4 @@
-"""What an update does to the responses that run through it, and engines that sleep, fall silent,
-die and come back.
+"""Updates during responses, and engines that sleep, hang, die and restart.
 
 The tests share the two engines of conftest.py and run in order; every one that loads weights takes
 the next version, and the last ones end the engines.

@@ -1,4 +1,4 @@
-"""What a user gets wrong ends with one screen and exit code 2, before any rank or engine starts."""
+"""User errors end with one screen and exit code 2, before any rank or engine starts."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.staged import parts, specs
 MIB = 2**20
 BUCKETS, ROWS, COLUMNS = 6, (16384 if DEVICE == "cuda" else 64), 2048
 NBYTES = ROWS * COLUMNS * 2
-"""Of each bucket: 64 MiB on a GPU."""
+"""Size of each bucket: 64 MiB on a GPU."""
 ANSWER_S = 120.0
 
 

@@ -50,7 +50,7 @@ ALLOWED = 2.0
 
 
 def between_layouts(recipe: str, what: str) -> float:
-    """Of a number of ROUNDED. 1 - cosine is the square of a distance."""
+    """Tolerance of a number of ROUNDED. 1 - cosine is the square of a distance."""
     return BETWEEN_LAYOUTS[recipe] ** (2 if what == "gradient" else 1)
 
 

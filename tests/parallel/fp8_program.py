@@ -55,7 +55,7 @@ PARTS = {
     "reference": ("data_distributed_optimizer",),
     "rounded": ("single", "sequence", "context", "data_distributed_optimizer"),
 }
-"""What is tried beside loading, and where: one layout for each way that it may fail."""
+"""Checks besides loading, by layout: one layout for each way that a check may fail."""
 BUDGET = 4096
 """A sample takes up to 256 tokens on the rows of `blockwise`."""
 COPIES = ObjectiveConfig(
@@ -122,7 +122,8 @@ def rounded(tensors) -> list[dict[str, torch.Tensor]]:
 
 
 def loaded(rank: Rank, model: str, a: str) -> dict[str, bool]:
-    """Of a float32 file, and then of a float32 run's checkpoint, in a bfloat16 policy."""
+    """Comparison after loading a float32 file, and a float32 run's checkpoint, into a bfloat16
+    policy."""
     exact = rank.policy(model, dtype="float32", budget=BUDGET)
     policy = rank.policy(model, dtype="bfloat16", budget=BUDGET)
     kept = masters(policy)
@@ -225,7 +226,7 @@ def kept_in_8_bits(rank: Rank, model: str, a: str, b: str) -> dict:
 
 
 def settings_of(policy) -> dict[str, set]:
-    """What Megatron's optimizer and gradient buffers know of products and weights in 8 bits."""
+    """Settings of Megatron's optimizer and gradient buffers about FP8 GEMMs and weights."""
     return {
         "recipe of the optimizer": {
             part.config.fp8_recipe for part in optimizer_parts(policy.optimizer)

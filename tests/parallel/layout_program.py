@@ -132,7 +132,7 @@ def exporter_of(policy, *, adapters=False):
 
 
 def received(policy, batch):
-    """As in a run: rank 0 alone has the batch."""
+    """Receive the batch as in a run, where only rank 0 has it."""
     return policy.receive(lambda: batch)
 
 
@@ -168,7 +168,7 @@ def spoil_rank_zeros_gradient(policy):
 
 
 def everywhere(rank: Rank) -> dict:
-    """What every layout has to agree on."""
+    """Results on which all layouts must agree."""
     results = {}
     for model in ("tied", "untied"):
         policy = rank.policy(model, controls=CONTROLS)
@@ -269,7 +269,8 @@ def ruined(rank: Rank, policy: Policy) -> dict:
 
 
 def alone(rank: Rank) -> dict:
-    """What one rank can show: cuts, orders and the absence of clipping do not matter."""
+    """Results that one rank suffices for: cuts, orders and the absence of clipping do not
+    matter."""
     variants = {
         "one_by_one": rank.policy(controls=CONTROLS, budget=26),
         "all_at_once": rank.policy(controls=CONTROLS, budget=4096),

@@ -67,8 +67,8 @@ def mapped(config: Config) -> dict[str, Any]:
 
 
 def replica_slices(config: Config) -> list[list[list[Any]]]:
-    """Of each data-parallel rank of the first model-parallel one: [name, elements, start, end] of
-    what its Adam updates."""
+    """Slices that Adam updates on each data-parallel rank of the first model-parallel rank:
+    [name, elements, start, end]."""
     found, parallel = [], config.policy.parallel
     for replica in range(parallel.data):
         layout = layout_of(config, replica * parallel.tensor, META)

@@ -91,7 +91,7 @@ def logprobs(
 
 
 def exported(model: PolicyModel, max_bytes: int) -> dict[str, torch.Tensor] | None:
-    """What rank 0 gets, copied; None elsewhere."""
+    """Copies of the tensors that rank 0 gets; None elsewhere."""
     found: dict[str, torch.Tensor] = {}
     for bucket in WeightExporter(model.bridge, model.chunks).buckets(max_bytes):
         for name, tensor in zip(bucket.names, bucket.tensors, strict=True):
@@ -486,7 +486,7 @@ def interrupted_saves(
 
 
 def refusals(source: Path, layout: Layout, output: Path) -> dict[str, str]:
-    """What building says of directories that are broken in one way each."""
+    """Errors of building from directories that are broken in one way each."""
 
     def config(**changes):
         def change(directory: Path) -> None:

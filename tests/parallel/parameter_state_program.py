@@ -147,7 +147,7 @@ def moved_there_and_back(rank: Rank, path: Path, dtype: str) -> dict[str, bool]:
 
 
 def lean_policy(rank: Rank, trained: str):
-    """With controls that read gradients, moments, and the update to come."""
+    """Policy with controls that read gradients, moments, and the coming update."""
     controls = (GAC, MomentumByAlignmentControl(), DisplacementControl())
     objective = ObjectiveConfig(snapshots=5)
     return rank.policy(
@@ -197,9 +197,9 @@ def lean(rank: Rank, checkpoints: Path) -> dict:
 
 
 def lean_memory(rank: Rank, scratch: Path) -> dict[str, list]:
-    """With GAC's gradient and a reference that moves: bytes of the largest tensor that each rank
-    makes to save and to load, of the largest run of elements that is its own in float32, and of the
-    largest parameter."""
+    """Memory with GAC's gradient and a moving reference: bytes of the largest tensor that each
+    rank makes to save and to load, of the largest run of elements that is its own in float32,
+    and of the largest parameter."""
     objective = ObjectiveConfig(kl=KlConfig(coef=0.1), reference=ReferenceConfig(ema=0.7))
     first, again = (
         rank.policy(controls=(GAC,), objective=objective, lr=1e-3, **LEAN) for _ in range(2)
@@ -218,8 +218,9 @@ def lean_memory(rank: Rank, scratch: Path) -> dict[str, list]:
 
 
 def gradients_of_the_head(rank: Rank, policy) -> list[tuple[int, set]]:
-    """Of each rank of a last stage: the micro-batches of a step, and the dtypes of the tensors that
-    the output layer's gradient is added to in them. After `cosines_with_momentum`, on its batch."""
+    """Output-layer gradients of each rank of a last stage: the micro-batches of a step, and the
+    dtypes of the tensors to which the gradient is added in them. After `cosines_with_momentum`,
+    on its batch."""
     given = []
 
     def noted(*args, weight_gradient, **options):
@@ -306,7 +307,7 @@ def whole_state(policy):
 
 
 def out_of_memory(rank: Rank) -> tuple[str, str]:
-    """What a user is told of a forward pass for which the memory is not there, and the fix."""
+    """The error of a forward pass that runs out of memory, and its fix."""
     policy = rank.policy(controls=(GAC,))
     policy.train_step(received(policy, rank.batches["a"]))
     config = load(write_run(rank.scratch / "run"), ["policy.tokens_per_micro_batch=96"])

@@ -180,8 +180,8 @@ def kept(config: Config, rows: int, tokens: int) -> int:
 
 
 def build_on_meta() -> None:
-    """What Megatron makes on CUDA is made on the meta device from here on; its optimizers sort
-    parameters by the name of their type."""
+    """Redirect Megatron's CUDA tensors to the meta device; its optimizers sort parameters by the
+    name of their type."""
     device._CPU = META
     named = torch.Tensor.type
 

@@ -45,7 +45,7 @@ def test_steps_and_weights_are_those_of_gradients_reduced_at_the_end(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_from_the_second_step_on_every_rank_reduces_buckets_early(layout):
-    """In the first step Megatron learns in which order gradients come. It makes one bucket of every
+    """Megatron learns the order of the gradients in the first step. It makes one bucket of every
     pipeline stage but the first."""
     whole = "pipeline" in LAYOUTS[layout]
     for rank, early in enumerate(results(layout)[True]["early"]):

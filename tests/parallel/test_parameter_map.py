@@ -33,7 +33,7 @@ RECIPES = {
     "qwen3_8b": "Qwen3-8B",
     "qwen3_8b_colocated": "Qwen3-8B",
 }
-"""Those whose model or layout differs."""
+"""Cases whose model or layout differs."""
 MODELS = {name: name for name in TENSORS} | RECIPES
 
 
@@ -118,7 +118,7 @@ def test_stages_have_the_names_and_shapes_of_transformers_once(found, name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_read_every_element_of_the_files_once(found, name):
-    """Where several hold the same, each reads it."""
+    """Ranks that hold the same elements all read them."""
     shapes, places = tensors_of(found, name), {}
     for own in found[name]["entries"]:
         for *_, read in own:

@@ -97,7 +97,7 @@ def run(prompt: Prompt, base_url: str) -> float:
 
 
 def elsewhere(question: str, base_url: str, path: str) -> str:
-    """What it is told there, as JSON."""
+    """Answer of that address, in JSON."""
     request = urllib.request.Request(
         base_url.removesuffix("/v1") + path,
         data=json.dumps({"messages": [{"role": "user", "content": question}]}).encode(),

@@ -189,7 +189,7 @@ def keeping() -> int:
 
 
 def set_steps(steps: int) -> None:
-    """Of a kernel's loop; a program of it covers as many rows of blocks."""
+    """Set the steps of a kernel's loop; one program covers as many rows of blocks."""
     gac_kernels.STEPS = steps
     gac_kernels.SPAN = gac_kernels.ROWS * steps * BLOCK
 

@@ -53,7 +53,7 @@ class SchedulerHarness:
         return list(self.asked)
 
     def admit(self) -> list[Request]:
-        """As much as there is room for."""
+        """Admit as many groups as there is room for."""
         made: list[Request] = []
         while self.scheduler.room():
             made += self.scheduler.admit(self.prompt)

@@ -82,8 +82,8 @@ def test_with_moments_in_float32_a_step_is_torchs_bit_for_bit():
 
 
 class OnHost(torch.Tensor):
-    """As page-locked memory beside a device: what comes from it is a copy, and what goes to it is
-    there when somebody has waited."""
+    """Stand-in for page-locked memory: reading it makes a copy, and written data arrives once
+    the writer has waited."""
 
     waiting: ClassVar[list] = []
 

@@ -48,7 +48,8 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megatron_async_rl.flow.rank0 import OtherRank
 from megatron_async_rl.rollout import cluster
-from megatron_async_rl.rollout.cluster import OtherDevices, TrainerDevicesTaken, join_ray, require_gpus
+from megatron_async_rl.rollout.cluster import OtherDevices, TrainerDevicesTaken
+from megatron_async_rl.rollout.cluster import join_ray, require_gpus
 from megatron_async_rl.rollout.engine import RolloutEngine
 from tests.unit.fake_engine import specs
 
@@ -128,7 +129,7 @@ machines.shutdown()
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, dict[str, object]]:
-    """What became of a trainer with two ranks, by the number of GPUs that others had taken before,
+    """Outcomes of a trainer with two ranks, by the number of GPUs that others had taken before,
     one after the other in one Ray."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, "0", "1", "3"],

@@ -220,8 +220,8 @@ def test_a_worker_that_stands_still_is_given_up(
     meeting, goes_on = sender.open(1), threading.Event()
     brought(sender, meeting, [receiver], 1, stage(staging, 1, weights(1, 1)))
     one = sender._sets[meeting.port]
-    assert one.ours is not None
-    one.meeting, one.ours._limit = replace(meeting, limit_s=0.2), timedelta(seconds=0.2)
+    assert one.local is not None
+    one.meeting, one.local._limit = replace(meeting, limit_s=0.2), timedelta(seconds=0.2)
     with monkeypatch.context() as patch:
         patch.setattr(collective, "damaged_tensor", lambda *_: goes_on.wait() and None)
         manifest = stage(staging, 2, weights(2, buckets))

@@ -86,7 +86,7 @@ class Alone:
 
 
 class Parts:
-    """What rank 0's turns lead to; the step `failing` raises."""
+    """The parts that rank 0's phases call; the step `failing` raises."""
 
     def __init__(self, failing: str, error: Exception) -> None:
         self.done: list[str] = []
@@ -200,7 +200,7 @@ FILL = BufferRequest(version=0, number=0)
 def test_while_rank_0_waits_the_ranks_fill_the_buckets_that_engines_want(
     tmp_path: Path, waits: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In their main threads, where no other collective is under way."""
+    """The ranks do so in their main threads, where no other collective is in progress."""
     monkeypatch.setattr("megatron_async_rl.flow.rank0.dump", lambda config: "")
     lender = Lender()
     rank, lending = lending_rank(tmp_path, lender)
@@ -363,7 +363,7 @@ def test_an_engine_that_starts_for_too_long_before_the_sleep_ends_the_run() -> N
 
 
 def not_started(folder: Path, cause: str) -> EngineStartError:
-    """Of an engine whose vLLM process ended by this."""
+    """Error of an engine whose vLLM process ended for `cause`."""
     log, trace = folder / "engine-0.log", "Traceback (most recent call last):\n  File x, line 1\n"
     log.write_text(f"{trace}{cause}\n{trace}RuntimeError: Engine core initialization failed.\n")
     spec: Any = SimpleNamespace(name="engine-0", log_dir=folder, log=log)

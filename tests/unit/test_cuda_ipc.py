@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """In place of /dev/shm; empty at the end."""
+    """Folder that replaces /dev/shm; it must be empty at the end."""
     monkeypatch.setattr(cuda_ipc, "SharedMemory", lambda: SharedMemory(tmp_path))
     yield tmp_path
     assert not list(tmp_path.glob(f"{PREFIX}*"))
@@ -114,7 +114,7 @@ class Gang:
         self._given: list[Any] = [None] * count
 
     def run(self, body: Callable[[Member], Any]) -> list[Any]:
-        """What each rank's body returns, or raises."""
+        """Run `body` on each rank; returns the results and exceptions."""
         found: list[Any] = [None] * self.count
 
         def work(rank: int) -> None:
@@ -213,7 +213,7 @@ def test_where_one_rank_cannot_fill_all_raise_and_none_waits(
 
 
 class FakeDriver:
-    """As much of CUDA's driver as refuses. `refuses`: codes by function."""
+    """CUDA driver whose functions fail. `refuses`: codes by function."""
 
     def __init__(self, **refuses: int) -> None:
         self.calls: list[str] = []

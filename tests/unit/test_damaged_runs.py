@@ -140,7 +140,7 @@ def _reached(*_: Any, **__: Any) -> None:
 
 
 def _ask(run_dir: Path) -> None:
-    """What a browser asks for; its page shows a UserError."""
+    """Send a browser's requests; a UserError is shown on the page."""
     served = Dashboard([run_dir])
     served.state("0", "")
     try:

@@ -27,7 +27,7 @@ COMMANDS = re.findall(r"^mar train CONFIG (.*)$", PAGE, flags=re.MULTILINE)
 
 @pytest.fixture
 def ran(tmp_path, monkeypatch):
-    """What the page's code leaves behind, its loss in a file of the current folder."""
+    """Namespace after the page's code has run, with its loss in a file of the current folder."""
     (tmp_path / "farthest_out.py").write_text(FILE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -41,7 +41,7 @@ FUNCTION = {"function": "tests.unit.agents:run"}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of which only the tokenizer is there."""
+    """Model directory with a tokenizer alone."""
     folder = tmp_path_factory.mktemp("model")
     characters(folder)
     return folder
@@ -189,7 +189,7 @@ def test_the_run_waits_for_an_agent_at_work_and_not_for_one_that_waits_for_the_m
 def test_idle_strangers_are_limited_and_an_agent_is_served(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of more that connect and send nothing, or half a request, the oldest are cut."""
+    """The oldest connections that sent nothing, or half a request, are closed."""
     monkeypatch.setattr(endpoint, "STRANGERS", 4)
 
     async def ends(reader: asyncio.StreamReader) -> bool:
@@ -317,7 +317,7 @@ def test_an_agent_goes_on_that_writes_its_messages_in_another_form(played: Playe
 
 
 def test_a_stream_tells_the_numbers_of_tokens_to_who_asks_for_them(played: Played) -> None:
-    """What others read of each chunk is its first choice."""
+    """Other clients read only the first choice of each chunk."""
     for requested in (False, True):
         fields = {"question": "?", "fault": "reads chunks", "usage": requested}
         transcript, error, _ = played(**fields)
@@ -384,7 +384,7 @@ def test_a_call_that_makes_no_sample_costs_it_and_is_named(
 def test_where_there_is_nothing_an_agent_and_its_sample_are_told_so(
     played: Played, monkeypatch: pytest.MonkeyPatch, path: str, status: int, what: str
 ) -> None:
-    """As OpenAI's servers tell an error, which OpenAI's clients read."""
+    """Errors have the format of OpenAI's servers, which OpenAI's clients read."""
     monkeypatch.setattr(endpoint, "LONGEST", 1000)
 
     async def sample(wanted: TurnRequest) -> Turn:
@@ -578,8 +578,8 @@ def test_a_call_that_a_parser_passes_over_is_unread(tmp_path: Path, name: str) -
 
 
 def test_a_parser_has_the_marks_of_its_calls() -> None:
-    """Those that have none read lists in brackets, or keep their marks to themselves; a word is
-    none."""
+    """Parsers without marks read lists in brackets or do not publish their marks; a word is not
+    a mark."""
     from vllm.tool_parsers import ToolParserManager
 
     class Whatever(dict[str, int]):

@@ -427,8 +427,8 @@ class AgentOfVerifiers:
 
 
 class Verifiers:
-    """What is used of the package verifiers 0.4.0, and of its module of loaders;
-    docs/environments.md says how it was tried with it."""
+    """The used part of the package verifiers 0.4.0 and of its loaders module;
+    docs/environments.md describes the test with the real package."""
 
     AgentConfig = AgentOfVerifiers
 

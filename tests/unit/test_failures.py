@@ -32,7 +32,7 @@ from tests.written_run import config_tree
 
 
 class Foreign(RuntimeError):
-    """As torch or Ray raises."""
+    """An error as torch or Ray raises it."""
 
 
 @pytest.mark.parametrize(

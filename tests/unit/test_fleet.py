@@ -1,5 +1,5 @@
-"""Who is asked what: requests go to engines with room that hold the version they need, and engines
-join and leave while the others work."""
+"""Distribution of requests: they go to engines with room that hold the version they need, and
+engines join and leave while the others work."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def sampled(directory: Path):
 
 @torch.no_grad()
 def log_probs(model, tokens):
-    """Of the responses."""
+    """Log-probs of the responses."""
     logits = model(tokens).logits[:, 7:-1].float()
     return logits.log_softmax(-1).gather(-1, tokens[:, 8:, None])[..., 0]
 

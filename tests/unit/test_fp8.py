@@ -400,7 +400,7 @@ def test_the_plan_says_what_is_rounded_and_prints_the_setting(file):
 
 
 class Scaled(torch.nn.Module):
-    """As a module of Transformer Engine that delayed scaling scales: what it has learnt is made at
+    """Stand-in for a Transformer Engine module under delayed scaling, whose state is created in
     its first pass."""
 
     def __init__(self, scales: int | None) -> None:
@@ -447,7 +447,7 @@ def test_what_delayed_scaling_has_learnt_goes_on_in_a_model_that_has_scaled_noth
 
 
 class In8Bits(torch.Tensor):
-    """As Transformer Engine's: it says it is bfloat16, and its values have to be asked for."""
+    """Stand-in for Transformer Engine's FP8 tensor: it reports bfloat16 and must be dequantized."""
 
     def dequantize(self) -> torch.Tensor:
         return torch.full(self.shape, 3.0, dtype=self.dtype)
@@ -491,7 +491,7 @@ def test_a_fused_weight_kept_in_8_bits_has_the_places_of_one_that_is_not(monkeyp
 
 
 def test_weights_that_a_module_keeps_in_8_bits_between_micro_batches_can_be_given_up():
-    """By the name under which Transformer Engine 2.11 has them."""
+    """The attribute's name is that of Transformer Engine 2.11."""
     chunk = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     chunk[1]._fp8_workspaces = {"weight": torch.ones(2, 2)}
     fp8.drop_workspaces([chunk])

@@ -90,8 +90,7 @@ def test_rays_memory_monitor_ends_an_engine_for_the_hosts_memory(
     assert str(died) == (
         "Ray's memory monitor ended it, as host memory was nearly out: node 192.0.2.7 had 22.41GB"
         " used / 23.54GB; largest processes: pid 16631 11.50 GB python another_program.py; pid"
-        " 17562"
-        " 6.19 GB ray::RolloutEngine.submit"
+        " 17562 6.19 GB ray::RolloutEngine.submit"
     )
     assert out_of_memory(died) == "host"
     assert failure_of(died, Path("log")).kind == PRIMARY

@@ -62,7 +62,7 @@ echo "python $*" >> "$ASKED"
 
 
 class Machine:
-    """What one machine of a run finds."""
+    """Environment of one machine of a run."""
 
     def __init__(self, folder: Path) -> None:
         self.asked, self.codes = folder / "asked", folder / "codes"

@@ -314,7 +314,7 @@ def test_no_bucket_is_filled_while_an_engine_starts_and_none_starts_while_one_lo
 def test_what_ranks_did_for_the_version_before_is_no_bucket_of_this_one() -> None:
     buckets = IpcBucketQueue(2, 3)
     buckets.request(0, 0)
-    buckets.filled(BucketRef(path="0:1/0", size=8, nbytes=8, entries=()))
+    buckets.buffer_filled(BucketRef(path="0:1/0", size=8, nbytes=8, entries=()))
     assert buckets.take(0) is None
     assert buckets.next_buffer_request() == BufferRequest(version=2, number=0)
 
@@ -343,7 +343,7 @@ def test_whatever_the_order_every_engine_reads_every_bucket_and_no_place_is_fill
             if filling.number is not None:
                 content[filling.place] = filling.number
                 ref = BucketRef(path=str(filling.place), size=8, nbytes=8, entries=())
-            buckets.filled(ref)
+            buckets.buffer_filled(ref)
             filling = None
         elif step in reading:
             assert content[int(reading.pop(step).path)] == at[step]
@@ -369,7 +369,7 @@ def test_whatever_the_order_every_engine_reads_every_bucket_and_no_place_is_fill
             ref = BucketRef(path=str(filling.place), size=8, nbytes=8, entries=())
             if filling.number is not None:
                 content[filling.place] = filling.number
-            buckets.filled(ref if filling.number is not None else None)
+            buckets.buffer_filled(ref if filling.number is not None else None)
             filling = None
         for one in at:
             if one not in joined:

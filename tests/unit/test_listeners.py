@@ -1,4 +1,4 @@
-"""What listens does so at the address that it needs, and a stranger cannot exhaust it."""
+"""Servers listen only at the address that they need, and strangers cannot exhaust them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PATIENT_S = 600.0
 
 
 def listening() -> set[tuple[str, int]]:
-    """Of this process."""
+    """Addresses at which this process listens."""
     return {
         (one.laddr.ip, one.laddr.port)
         for one in psutil.Process().net_connections("tcp")

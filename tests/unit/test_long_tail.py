@@ -1,4 +1,4 @@
-"""With long-tailed lengths, engines are fuller the less they wait: for a batch, for the oldest
+"""Engines are fuller with long-tailed lengths the less they wait: for a batch, for the oldest
 group, for the last response."""
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ CALLS = {
     "either": "{{ c.function.arguments if c.function.arguments is string"
     " else c.function.arguments | tojson }}",
 }
-"""What templates do with the arguments of a call."""
+"""Ways in which templates render the arguments of a call."""
 
 
 CONTENTS = {
@@ -211,7 +211,7 @@ CONTENTS = {
     "none": "{% if m.tool_calls and m.content is not none %}{{ raise_exception('') }}{% endif %}"
     "{{ m.content or '' }}",
 }
-"""What templates do with the content of a message."""
+"""Ways in which templates render the content of a message."""
 
 
 @pytest.mark.parametrize("said", CONTENTS)
@@ -222,7 +222,8 @@ def test_arguments_of_a_call_are_written_once_in_whatever_form_they_are_given(
     tokenizer = characters(
         tmp_path / "model",
         f"{{% for m in messages %}}{{{{ m.role }}}}:{CONTENTS[said]}"
-        f"{{% for c in m.tool_calls or () %}}{{{{ c.function.name }}}}{CALLS[way]}{{% endfor %}}<end>"
+        f"{{% for c in m.tool_calls or () %}}{{{{ c.function.name }}}}{CALLS[way]}"
+        "{% endfor %}<end>"
         "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
     )
     own = {"a": 1, "b": "x y", "big": 2**63 + 1}
@@ -396,10 +397,9 @@ def test_data_of_other_projects_is_read_with_the_keys_that_the_page_names(
     tmp_path: Path, row: dict[str, Any], tree: dict[str, Any]
 ) -> None:
     template = (
-        "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ m.role }}:"
-        "{{ m.content or '' }}{% for c in m.tool_calls or () %}{{ c.function | tojson }}{% endfor"
-        " %}"
-        "<end>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+        "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ m.role }}:{{ m.content or"
+        " '' }}{% for c in m.tool_calls or () %}{{ c.function | tojson }}{% endfor %}<end>{% endfor"
+        " %}{% if add_generation_prompt %}assistant:{% endif %}"
     )
     tokenizer = characters(tmp_path / "model", template)
     supervised = tree.get("objective", {}).get("loss") == "sft"

@@ -133,7 +133,7 @@ def test_a_tenth_of_the_tokens_is_padding_at_most_where_lengths_are_geometric(co
 
 
 def test_where_little_is_padding_anyway_few_micro_batches_are_made():
-    """As in the demo: 512 samples of 6 to 13 tokens."""
+    """The demo has such a batch: 512 samples of 6 to 13 tokens."""
     prompt = dataclasses.replace(SAMPLES[0].prompt, token_ids=(1,))
     samples = [make_sample(prompt, str(i), [3] * (6 + i % 8)) for i in range(512)]
     plan, _ = planned(samples, budget=16384)

@@ -93,7 +93,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def said(process: subprocess.Popen[str]) -> str:
-    """What it says last, once it has ended."""
+    """Last line of the output, once the process has ended."""
     _, error = process.communicate(timeout=600)
     assert process.returncode == 1
     return error

@@ -1,5 +1,5 @@
-"""What any claim for GAC has to beat: the same gradient norms, the same update norms, a lower
-beta1."""
+"""Null baselines that any claim for GAC has to beat: the same gradient norms, the same update
+norms, a lower beta1."""
 
 import math
 

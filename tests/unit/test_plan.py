@@ -343,7 +343,7 @@ def test_replay_of_experts_wants_some_and_says_what_it_carries(file, tmp_path):
     assert plan(mixture, asked[0]).routed_bytes == 0
 
 
-def test_expert_parallelism_divides_experts_and_their_optimizer_state_over_other_ranks_than_the_rest(
+def test_expert_parallelism_divides_experts_and_their_optimizer_state(
     tmp_path,
 ):
     file = write_run(tmp_path, **MIXTURE)
@@ -451,7 +451,7 @@ def test_the_token_budget_must_hold_the_longest_prompt_and_response(file):
 
 
 def test_agents_and_tools_that_cannot_be_are_named_before_anything_starts(file):
-    """As are fewer tokens than all segments of a sample have."""
+    """Fewer tokens than all segments of a sample have are a problem, too."""
     agent = {"name": "agent", "settings": {"function": "tests.unit.agents:run"}, "max_segments": 3}
     tools = {"name": "tools", "settings": {"functions": "tests.unit.agents:times"}}
     needed = 3 * (4 + 8)
@@ -906,8 +906,8 @@ def test_engine_cache_counts_tokens_of_the_models_dtype(file):
 
 
 def test_the_plan_command_takes_less_than_two_seconds(file):
-    """Of processor time, which other work on the machine does not stretch; the best of two, since
-    it shares caches."""
+    """The seconds are processor time, which other work does not stretch; the best of two counts,
+    because caches are shared."""
     seconds = []
     for _ in range(2):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -1685,7 +1685,8 @@ def never_answers(prompt, response):
     while True: time.sleep(1)
 def fails_on_the_first(prompt, response): return 1 / int(prompt.fields["answer"])
 def fine(prompt, response): return len(response)
-def of_groups(prompt, responses): return [len(one) / len(prompt.fields["wanted"]) for one in responses]
+def of_groups(prompt, responses):
+    return [len(one) / len(prompt.fields["wanted"]) for one in responses]
 """
 
 

@@ -1,4 +1,4 @@
-"""What becomes of the responses an engine works on, with a vLLM whose outputs the test makes."""
+"""Outcomes of an engine's responses, with a vLLM whose outputs the test makes."""
 
 import asyncio
 import json
@@ -239,7 +239,8 @@ def test_a_death_of_vllm_is_told_with_the_last_error_of_the_engines_log(
     log.write_text(
         "(EngineCore pid=7) ERROR 11-25 15:04:29 [core.py:1512] Traceback (most recent call"
         " last):\n"
-        '(EngineCore pid=7) ERROR 11-25 15:04:29 [core.py:1512]   File "core.py", line 1606, in run\n'
+        "(EngineCore pid=7) ERROR 11-25 15:04:29 [core.py:1512]"
+        '   File "core.py", line 1606, in run\n'
         "(EngineCore pid=7) ERROR 11-25 15:04:29 [core.py:1512] RuntimeError: head_dim=16\n"
         "(MainProcess pid=6) INFO 11-25 15:04:29 [utils.py:628] core exited\n"
         "(EngineCore pid=7) INFO 11-25 15:04:29 [core.py:770] [shutdown] complete\n"

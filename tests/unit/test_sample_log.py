@@ -153,7 +153,7 @@ def test_a_response_that_trains_again_names_all_its_steps(tmp_path: Path) -> Non
 def test_a_sample_that_a_resumed_run_wrote_again_is_read_once_with_its_newest_reward(
     tmp_path: Path,
 ) -> None:
-    """As the reward of its group came after the checkpoint; by every reader there is."""
+    """The reward of its group came after the checkpoint. All readers are tested."""
     again, other = sample(0, reward=0.25), sample(1, reward=0.5)
     log = begun(tmp_path)
     for one in (again, other):
@@ -403,7 +403,7 @@ def killed_after(run_dir: Path, synced: int, more: int) -> bytes:
 
 
 def frames_of(content: bytes) -> list[int]:
-    """Where each frame begins, and the end of the last one."""
+    """Start of each frame, and the end of the last one."""
     places = [0]
     while places[-1] < len(content):
         length = int.from_bytes(content[places[-1] + 8 : places[-1] + 16], "little")
@@ -724,7 +724,7 @@ def test_the_batch_of_a_step_is_in_the_log_to_the_last_bit(tmp_path: Path, exper
 
 
 def batch_of_step(run_dir: Path, step: int, groups: list[int]) -> pa.RecordBatch:
-    """As docs/samples.md says."""
+    """Batch of a step, reconstructed as docs/samples.md describes."""
     outcomes = read_table(run_dir, "outcomes").sort_by("seq").to_pylist()
     trained = [o for o in outcomes if (o["outcome"], o["step"]) == ("trained", step)]
     keys = [(o["id"], o["finished_at"]) for o in trained]

@@ -63,7 +63,8 @@ def attempt(do):
         return "refused"
 places = ["/etc/passwd", {str(secret)!r}, {os.getcwd()!r} + "/setup.py", "/proc/self/environ"]
 print([attempt(lambda: open(one).read()) for one in places])
-print([attempt(lambda: open(one + "/x", "w")) for one in ("", "/dev", os.path.dirname(os.__file__))])
+folders = ("", "/dev", os.path.dirname(os.__file__))
+print([attempt(lambda: open(one + "/x", "w")) for one in folders])
 print(attempt(lambda: os.mkdir({str(tmp_path)!r} + "/x")), os.getcwd(), os.listdir("."))
 print(attempt(lambda: open("mine", "w").write("ab")))
 print(attempt(lambda: os.open(os.__file__, os.O_RDWR)), os.getuid() == 0)
@@ -303,7 +304,9 @@ for call in (
     lambda: libc.memfd_create(b"x", 0),
     lambda: libc.unshare(0x10000000),
     lambda: libc.unshare(0x00020000),
-    lambda: libc.syscall({"x86_64": 56, "aarch64": 220}[os.uname().machine], 0x10000011, 0, 0, 0, 0),
+    lambda: libc.syscall(
+        {"x86_64": 56, "aarch64": 220}[os.uname().machine], 0x10000011, 0, 0, 0, 0
+    ),
     lambda: libc.setns(0, 0),
 ):
     print(call(), os.strerror(ctypes.get_errno()))
@@ -463,7 +466,7 @@ def test_a_program_that_ends_as_its_files_exceed_their_limit_is_waited_for(
 def test_a_programs_folder_is_in_one_that_a_later_start_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the run's own, or, where the program could not reach that, beside it."""
+    """The folder is in the run's own folder or, if the program could not reach that, next to it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     for one in (tmp_path, *tmp_path.parents):
@@ -532,7 +535,7 @@ print(started)
 def test_walls_that_cannot_stand_are_said_and_nothing_is_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As where a container forbids namespaces."""
+    """A container that forbids namespaces behaves like this."""
     program = tmp_path / "program.py"
     refuse = "import os\ndef refused(_): raise PermissionError(1, 'Operation not permitted')\n"
     text = Path(sandbox._PROGRAM).read_text()

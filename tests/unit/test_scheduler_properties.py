@@ -42,7 +42,7 @@ EVENTS = (
     "give up",
     "resume",
 )
-"""Of a long history, each as often as it is named."""
+"""Rules of a long history, each repeated as often as it is named."""
 ENGINES = 3
 RATIOS = st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.5, 2.0, 2.4, 3.0])
 
@@ -172,7 +172,7 @@ class World(RuleBasedStateMachine):
         )
 
     def versions(self, request: Request) -> list[int]:
-        """Of its tokens, once the slowest engine that may go on with it has."""
+        """Versions of its tokens after the slowest engine that may continue it has done so."""
         before = [] if request.prefix is None else request.prefix.versions.tolist()
         return [*before, *self.sampled(request, self.able(request)[0])]
 
@@ -219,7 +219,7 @@ class World(RuleBasedStateMachine):
         self.abort(data.draw(st.sampled_from(list(self.wanted.values()))))
 
     def abort(self, request: Request) -> None:
-        """Where it stands: with no token of its own where no engine has begun it."""
+        """Abort the request where it stands; without a new token if no engine has begun it."""
         tokens = request.prefix
         if request.id in self.began:
             versions = np.array(self.versions(request), dtype=np.int32)
@@ -237,7 +237,7 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.wanted)
     @rule(data=st.data())
     def an_engine_is_lost(self, data: st.DataObject) -> None:
-        """What it was sampling begins again elsewhere."""
+        """Its requests begin again on other engines."""
         for request in data.draw(st.sets(st.sampled_from(sorted(self.wanted)))):
             self.began.pop(request, None)
 
@@ -316,7 +316,7 @@ class World(RuleBasedStateMachine):
     def whenever_everything_is_answered_and_loaded_the_next_batch_is_there(
         self, reward: float | None
     ) -> None:
-        """By one engine that has loaded: whatever the others hold."""
+        """One engine that has loaded the newest version suffices, whatever the others hold."""
         self.load(0, self.newest)
         while self.scheduler.room() or self.wanted:
             while self.scheduler.room():
@@ -372,7 +372,7 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.newest > self.base)
     @rule(flow=st.one_of(st.none(), st.none(), flows()))
     def the_run_stops_and_resumes(self, flow: FlowConfig | None) -> None:
-        """With what is pending and nothing else; under other settings, too."""
+        """Resume with the pending groups alone, also under other settings."""
         self.begin_at(self.newest, flow or self.flow, self.scheduler.next_index, self.all_pending())
         self.first_versions = {max(self.newest, self.fresh)}
 
@@ -410,8 +410,8 @@ class World(RuleBasedStateMachine):
 
     @rule(flow=flows(), oldest=st.integers(0, 5))
     def the_run_goes_on_under_other_settings(self, flow: FlowConfig, oldest: int) -> None:
-        """With what of its buffer they permit; the rest is asked again. `oldest`: counted back from
-        the present version."""
+        """Resume with the part of the buffer that the settings permit; the rest is requested
+        again. `oldest`: counted back from the present version."""
         pending, saved = self.all_pending(), self.scheduler.buffer()
         was_exact = isinstance(self.flow.selection, ExactLag)
         self.begin_at(
@@ -495,7 +495,7 @@ def finished(buffer: Buffer) -> Iterator[SampleRow]:
 
 
 def contents(buffer: Buffer) -> list[object]:
-    """By ids, in the order in which groups are due, finished, and were stored."""
+    """Contents by ids, in the order in which groups are due, finished, and were stored."""
     groups = sorted(buffer.groups, key=lambda g: (g.deadline, g.index))
     return [
         [

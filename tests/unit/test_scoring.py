@@ -131,7 +131,9 @@ async def meet(prompt, response, *, parties=0):
     await WAITING[-1].wait()
     return 1.0
 
-def context(prompt, response, *, tokens, seconds, version, held_out, finish_reason, timeout_s, more):
+def context(
+    prompt, response, *, tokens, seconds, version, held_out, finish_reason, timeout_s, more
+):
     return tokens + seconds + version + held_out + (finish_reason == "length") + timeout_s + more
 """
 
@@ -368,7 +370,7 @@ def test_a_reply_that_came_while_the_event_loop_was_busy_is_in_time(
 def test_a_process_that_cannot_be_started_is_an_error_of_its_responses(
     module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when there is no memory, or no process id, for it. Later responses try again."""
+    """Memory or process ids may be exhausted. Later responses try again."""
 
     def refused(*_: Any, **__: Any) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")

@@ -1,5 +1,5 @@
-"""What `mar simulate` predicts follows from the rates it is given, and the real runs that it was
-tried on come out as they were."""
+"""Predictions of `mar simulate` follow from the given rates and match the real runs that it was
+tested on."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def logs_of_a_run(folder: Path, longest: int = 40, handed_s: float = 0.0) -> Pat
         tracks[track].append(line)
 
     def burst(start: float, slower: float) -> tuple[float, int]:
-        """Of 24 responses; the end of the last one, and their tokens."""
+        """Sample 24 responses; returns the end of the last one, and their tokens."""
         at, grown, tokens = start + slower * PROMPT_S * 24, 0, 0
         lengths = sorted(chance.integers(4, longest, size=24).tolist())
         for place, length in enumerate(lengths):

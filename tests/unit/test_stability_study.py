@@ -72,7 +72,7 @@ def write_study(folder: Path, runs: str = "runs") -> Path:
 
 
 def write_ended(grid: Path, seed: int, phase: str, *, steps: int = 4, nonfinite: int = 0) -> None:
-    """What a run of the grid leaves that was evaluated every two steps: 0.25, 0.5, 0.75."""
+    """Write the files of a run of the grid that was evaluated every two steps: 0.25, 0.5, 0.75."""
     read = read_grid(grid)
     [run] = runs_of(read, [f"*-seed{seed}"])
     run.directory.mkdir(parents=True)

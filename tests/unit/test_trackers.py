@@ -61,8 +61,8 @@ def read_mlflow(run_dir: Path) -> Read:
 
 
 def wandb_records(file: Path) -> Iterator[bytes]:
-    """Of a file that `wandb sync` would send: LevelDB's log format after a header of 7 bytes. A
-    block has 32 KiB; a record may go on in the next."""
+    """Records of a file that `wandb sync` would send: LevelDB's log format after a header of 7
+    bytes. A block has 32 KiB; a record may go on in the next."""
     data = file.read_bytes()
     at, record = 7, b""
     while at + 7 <= len(data):

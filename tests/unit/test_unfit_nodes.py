@@ -97,7 +97,7 @@ def test_only_the_gpus_that_this_machine_gives_to_the_run_count(
 
 
 def test_a_gpu_that_is_given_back_soon_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run held that was killed a moment ago."""
+    """A run that was killed a moment ago still held it."""
     monkeypatch.setattr(nodes, "POLL_S", 0.0)
     used = iter([60 * GIB, 60 * GIB, 0])
     last = until_free(lambda: (Gpu("H100", 80 * GIB, used=next(used)),), 600)

@@ -97,7 +97,7 @@ class RunOfProcesses:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunOfProcesses]:
-    """With clocks that are ten and three times as fast."""
+    """Processes under a watchdog whose clocks are ten and three times as fast."""
     monkeypatch.setattr(watchdog_module, "LOOK_S", 0.1)
     monkeypatch.setattr(stall, "SILENT_S", 1.5)
     monkeypatch.setattr(snapshots, "STACKS_S", 60.0)  # the stacks end the wait, however busy it is
@@ -223,7 +223,7 @@ def test_only_a_missed_deadline_takes_the_picture(tmp_path: Path) -> None:
 
 
 class OtherRankFailed(RuntimeError):
-    """As policy/parallel.py raises on the ranks that wait for rank 0."""
+    """Stand-in for the error that policy/parallel.py raises on ranks that wait for rank 0."""
 
     consequence = True
 

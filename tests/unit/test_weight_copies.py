@@ -245,7 +245,7 @@ def test_each_version_of_a_batch_gets_one_pass_over_the_samples_it_wrote_in():
     ]
 
 
-def test_the_current_version_needs_no_pass_of_its_own_where_the_current_log_probs_are_precomputed_anyway():
+def test_precomputed_log_probs_save_the_pass_of_the_current_version():
     config = SNAPSHOT.model_copy(update={"kl": KlConfig(coef=0.1, where="reward")})
     samples = mixed((0, 1), (1, 1))
     found = planned(config, samples, 1, (0, 1))

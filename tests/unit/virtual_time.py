@@ -13,7 +13,7 @@ from unittest import mock
 
 
 class _Clock(selectors.DefaultSelector):
-    """Where the loop would wait for the next timer, that moment has come."""
+    """Clock that jumps to the next timer as soon as the loop would wait for it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -317,8 +317,7 @@ class Verifiers:
         if not re.fullmatch(r"\d+", str(number)):
             raise ValueError(
                 f"prompt {prompt.id} has {number!r} as its `{self._column}`, which is to be the"
-                " number"
-                " of a task, from 0"
+                " number of a task, from 0"
             )
         task = tasks.get(int(str(number)))
         if task is None:

@@ -257,8 +257,7 @@ class Agents:
         """Answer 404 to requests for any other path."""
         error = Refused(
             f"{request.method} {request.path}: the endpoint has POST BASE_URL/chat/completions and"
-            " GET"
-            " BASE_URL/models alone, and BASE_URL, which its agent is given, ends with /v1",
+            " GET BASE_URL/models alone, and BASE_URL, which its agent is given, ends with /v1",
             status=404,
         )
         session = self._sessions.get(request.match_info.get("name", ""))
@@ -352,8 +351,8 @@ class Agents:
             )
             raise Refused(
                 f"the call does not repeat what was said before and add to it: {what}. It would"
-                " begin"
-                f" segment {maximum + 1} of the sample; rollout.environment.max_segments: {maximum}"
+                f" begin segment {maximum + 1} of the sample; rollout.environment.max_segments:"
+                f" {maximum}"
             )
         requested = session.transcript.requested
         if too_long(messages, len(requested.token_ids) + session.max_tokens):

@@ -36,7 +36,10 @@ PROGRAMS = (None, "stdin", "stdin_stdout")
 SETUP = ("test_imports", "test_setup_code")
 """Other columns with Python that each test with `assert` begins with."""
 _FENCED = re.compile(r"\s*(`{3,}|~{3,})[ \t]*[\w+.#-]*[ \t]*\n(.*?)\n?[ \t]*\1\s*", re.S)
-_FORMS = "write a list of {input, output}, both text, or Python with `assert`, as text or a list of texts"
+_FORMS = (
+    "write a list of {input, output}, both text, or Python with `assert`, as text or a list of"
+    " texts"
+)
 
 
 def tests_of(prompt: Prompt) -> list[str] | list[tuple[str, str]]:

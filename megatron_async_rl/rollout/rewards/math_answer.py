@@ -25,7 +25,8 @@ _AMOUNT = re.compile(
 """A number and its unit: `12 feet per second`, `5 km/h`, `12 \\text{ cm}^2`."""
 _TEXT_ALONE = re.compile(r"\\(?:text\w*|mathrm|mbox)\s*\{([^{}]{1,100})\}")
 _MEASURE = re.compile(
-    rf"((?=.*(?:\d|\\pi)).*[^\s\\,;:!]){_GAP}(\\(?:text|mathrm|mbox|textrm)\s*\{{[\s~]*[A-Za-z][A-Za-z ./]*\}})"
+    rf"((?=.*(?:\d|\\pi)).*[^\s\\,;:!]){_GAP}(\\(?:text|mathrm|mbox|textrm)"
+    r"\s*\{[\s~]*[A-Za-z][A-Za-z ./]*\})"
     rf"{_UNIT_POWER}",
     re.S,
 )

@@ -60,11 +60,12 @@ in it.
 </answer>
 
 How good is the answer? Give reasons in a few sentences, then end with one line: Score: N, where N is
-a number from 0 (useless) to 10 (perfect)."""
+a number from 0 (useless) to 10 (perfect)."""  # noqa: E501 - verbatim
 PATTERN = (
     r"(?im)^[^\w\n>]*(?:\w+[ \t]+){0,2}score(?:[ \t]*[(\[][^)\]\n]*[)\]])?"  # Final score (0-10)
     r"[^\w\n]*?([-+\u2212]?\d+(?:\.\d+)?)"  # : **7.5
-    r"(?![\d.]*\d|[,e]\d|\s*[-\u2013]\s*\d|\s+to\s)"  # not a part of another, or the first of a range
+    # Not a part of another number, nor the first of a range.
+    r"(?![\d.]*\d|[,e]\d|\s*[-\u2013]\s*\d|\s+to\s)"
 )
 """A line that begins with Score, and quotes nobody, and its number."""
 OWN = ("prompt", "response")
