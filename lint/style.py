@@ -45,7 +45,27 @@ OPENERS = (
 """First words that leave a docstring without a subject and without an imperative verb."""
 
 PHRASES = {
-    r"(?<!there )\b(is|are) no\b(?! longer| more| less| later| earlier)": "is not",
+    r"(?<![Tt]here )\b(?:is|are) no (?!longer|more|less|later|earlier|other)": "is not",
+    r"(?<![\"._])\bbeside\b": "besides, with or next to",
+    r"\bone that\b": "the noun, or that",
+    r"\bby which\b": "a sentence with a verb",
+    r"\bof which\b": "whose, or a second sentence",
+    r"\bin the place of\b": "instead of, or for",
+    r"\btold\b": "reported, named or passed",
+    r"\bsays\b": "reports, states or names",
+    r"\bsaid\b": "reported, stated or named",
+    r"\b(?:standstill|stands? still)\b": "stall or hang",
+    r"\bweights in 8 bits\b": "FP8 weights",
+    r"\b8-bit floats?\b": "FP8",
+    r"\bborrow": "acquire",
+    r"\b(?:gives?|given|gave) back\b": "release or return",
+    r"\bwalls\b": "isolation",
+    r"\bkeepers?\b": "subreaper",
+    r"\bin words\b": "as text",
+    r"\bfor ever\b": "forever",
+    r"\bat the (?:most|least)\b": "at most, at least",
+    r"\bwants\b": "requests or needs",
+    r"\bnone of (?:its|theirs|them)\b": "a sentence with a verb",
 }
 """Pattern of a phrase, and the plain English for it."""
 

@@ -169,7 +169,7 @@ def _train_loaded(
     from megatron_async_rl.plan.preflight import preflight
     from megatron_async_rl.plan.resume import conflicts, differences
 
-    # Node 0 alone looks at what the directory holds: it is the one that writes there.
+    # Node 0 alone looks at what the directory holds: only that process writes there.
     refused = conflicts(loaded) if nodes.rank == 0 else []
     # A finished run needs no model, no data and no memory any more.
     finished = finished_before if nodes.rank == 0 else already_finished
@@ -177,7 +177,7 @@ def _train_loaded(
         return 0
     machine = this_machine(nodes.count)
     plan = preflight(loaded, all_data=True, machine=machine)
-    # What its checkpoint was made with can differ, too: the same key, told once.
+    # What its checkpoint was made with can differ, too: the same key, reported once.
     reported = {one.key for one in refused}
     # Not of `mar plan`: other programs may have ended by the time of the run.
     crowded = free_memory_problems(loaded, machine, plan.device, plan.hosts, nodes.rank)
@@ -591,7 +591,7 @@ def dashboard(
         list[Path], typer.Argument(metavar="RUN...", help="A run directory, or several.")
     ],
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="To listen on; 0: one that is free.")
+        int, typer.Option(min=0, max=65535, help="To listen on; 0: a free port.")
     ] = 8470,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0: every one of this machine.")
@@ -666,7 +666,7 @@ def convert(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError.of("OUT", f"{out} already exists", "name a new directory")
     with warnings.catch_warnings():
-        # Libraries say what they lack as they load; `mar doctor` says it, and what it means.
+        # Libraries say what they lack as they load; `mar doctor` reports it with its meaning.
         warnings.simplefilter("ignore")
         from megatron_async_rl.weights.convert import convert as convert_checkpoint
 

@@ -67,7 +67,7 @@ STOP_ENGINES_S = 15.0
 
 
 class EvaluationFailed(Exception):
-    """The request was valid and the evaluation failed; the message says why."""
+    """The request was valid and the evaluation failed; the message has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,12 +216,12 @@ def _config(target: EvalTarget, file: Path | None, overrides: Sequence[str]) -> 
         )
         file = run_dir / "config.yaml"
         if not file.is_file() or not (run_dir / "metrics.jsonl").is_file():
-            what = f"{run_dir} is not a run's folder: no config.yaml of a run is beside the model"
+            what = f"{run_dir} is not a run's folder: there is no config.yaml of a run next to the model"
             raise _refused(
                 target,
                 "--config",
                 what,
-                "name the config that says how to sample: --config CONFIG",
+                "name the config with the sampling settings: --config CONFIG",
             )
     return located(load(file, overrides))[0]
 

@@ -8,8 +8,8 @@ Invariants:
 - one study at a time works on a runs folder; no `mar train` of it outlives it, unless it is killed,
   and then holds the folder until its end;
 - every run is checked before the first one starts; a directory with other settings is refused;
-- a run that finished or failed is not repeated, one that was stopped goes on as `mar train` lets
-  it; a failure is counted and kept, and stops no other run.
+- a run that finished or failed is not repeated, a stopped run is resumed as `mar train` permits; a
+  failure is counted and kept, and stops no other run.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ RunState = Literal["waiting", "running", "finished", "failed", "stopped"]
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOutcome:
-    """How a run stands, as its directory says."""
+    """State of a run according to its directory."""
 
     state: RunState
     step: int
@@ -158,14 +158,14 @@ class _Started:
         return ""
 
     def look(self) -> None:
-        """Reads the newest row; passes over one that cannot be read."""
+        """Reads the newest row; skips a run that cannot be read."""
         with suppress(UserError, OSError):
             for news in self.rows.blocks():
                 self.last = news.rows[-1] if news.rows else {}
 
     def ended(self, *, requested: bool) -> StudyOutcome:
-        """Writes what is known of the start, and says how it ended, as the directory shows. Without
-        a last status, or refused, the run has failed, unless it was `requested` to stop."""
+        """Record the start, and return its outcome according to the directory. Without a last
+        status, or refused, the run has failed, unless it was `requested` to stop."""
         code = self.process.returncode
         about: dict[str, Any] = {"settings": dict(self.run.settings)}
         about |= {"seconds": round(self.seconds, 2), "exit_code": code, "jobs": self._jobs}
@@ -310,6 +310,6 @@ def _summary(runs: Sequence[StudyRun], outcomes: Mapping[str, StudyOutcome]) -> 
     table = Table("run", "state", "step", "held out", "why", box=None)
     for run in runs:
         one = outcomes[run.name]
-        # A reason may hold brackets, which are no markup.
+        # A reason may hold brackets, which are not markup.
         table.add_row(run.name, one.state, str(one.step), one.held_out, Text(one.why))
     return table

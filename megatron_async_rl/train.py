@@ -166,8 +166,8 @@ def main(config_path: Path) -> int:
             traceback.print_exc()
             explained = _explained(error, config, rank0, device_type)
             record_failure(directory, failure_of(explained, log))
-            # The launcher ends what is left of the run soon after it is told. Not as long as a
-            # standstill, should another rank be gone.
+            # The launcher ends the rest of the run soon after it is notified. The wait is shorter
+            # than the stall limit, in case another rank is gone.
             with watch.phase("writing a checkpoint", quiet_s(config)):
                 writing.settle(WRITE_WAIT_SHARE * quiet_s(config))
             rank0.failed(explained)
@@ -183,7 +183,7 @@ def main(config_path: Path) -> int:
 def _explained(
     error: BaseException, config: Config, rank0: OtherRank, device_type: str
 ) -> BaseException:
-    """The error to report for `error`: for memory that ran out, one that names what held it."""
+    """The error to report for `error`: for exhausted memory, an error that names its holders."""
     try:
         return (
             memory_ran_out(

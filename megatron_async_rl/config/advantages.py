@@ -136,8 +136,8 @@ class OpobAdvantage(AdvantageSettings):
     """Source of |s|. `exact`: measured, one backward pass per sequence. `cheap`: estimated from
     the probabilities of the response's tokens, one forward pass."""
     cap: PositiveFloat = 8.0
-    """Mode `cheap`: w is cut to it; as the loss or the correction beside it cuts. `exact` measures
-    what they do."""
+    """Mode `cheap`: w is cut to it; as the loss or the correction clips them. `exact` measures what
+    they do."""
     normalize_std: bool = False
     """Divide by the group's standard deviation of rewards + 1e-6."""
 

@@ -91,7 +91,7 @@ class DataConfig(Strict):
     named. Each row has a prompt and whatever the reward reads; with `loss: sft` a response and
     optionally a `weight`. Null: `sources`."""
     sources: tuple[SourceConfig, ...] = ()
-    """A mixture, in the place of `train`."""
+    """A mixture that replaces `train`."""
     eval: Path | None = None
     """Held-out prompts, as `train`, with `loss: sft` and their responses; several sets are
     `eval.sets`."""

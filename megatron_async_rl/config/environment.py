@@ -118,7 +118,7 @@ def _reward_conflicts(rollout: RolloutConfig) -> Iterator[str]:
         if part.gate and rollout.environment is not None and rollout.environment.name != TOOLS:
             yield (
                 f"{key}.gate: a gate multiplies the parts of rollout.reward, and what"
-                f" rollout.environment ({rollout.environment.name}) gives is added beside them;"
+                f" rollout.environment ({rollout.environment.name}) gives is added to them;"
                 " remove gate, and give 0 in the environment"
             )
         if part.name == "code":

@@ -142,7 +142,7 @@ def _unknown(key: str, parts: Sequence[str | int], parents: Sequence[type[Strict
     if known is not None:
         return known
     homes, match = elsewhere(given), nearest(given, valid)
-    # A key that exists is no slip of the pen.
+    # A key that exists is not a typing error.
     if match and not homes:
         return f"did you mean `{section + '.' if section else ''}{match}`?"
     owners = [

@@ -4,7 +4,8 @@ torch.
 Invariants:
 - nothing a user wrote is ignored: unknown keys, axes and values raise ConfigError with the nearest
   one;
-- a run's name says its value on every axis, so that two runs with other settings have two names;
+- a run's name contains its value on every axis, so that two runs with other settings have two
+  names;
 - relative paths in a grid start at its folder.
 """
 
@@ -174,7 +175,7 @@ def _override(value: Any) -> str:
 
 def runs_of(grid: Grid, only: Sequence[str] = ()) -> list[StudyRun]:
     """The runs in the order in which they start. `only`: names of sweeps, or names of runs with
-    `*`; empty takes all. Raises UserError for one that names nothing."""
+    `*`; empty takes all. Raises UserError for a pattern that names nothing."""
     found: dict[str, StudyRun] = {}
     for sweep, chosen in grid.sweeps.items():
         for values in itertools.product(*(chosen.get(axis, grid.axes[axis]) for axis in grid.axes)):

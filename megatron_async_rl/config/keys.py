@@ -246,7 +246,7 @@ def _all_keys() -> list[str]:
 
 
 def describe(field: FieldInfo) -> str:
-    """The values that a leaf takes, in words: `whole number, at least 1`; `one of: auto, never`."""
+    """Text on the values that a leaf takes: `whole number, at least 1`; `one of: auto, never`."""
     return _describe(field.annotation, field.metadata)
 
 

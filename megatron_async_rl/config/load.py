@@ -92,8 +92,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         _override(tree, override, origins)
     try:
-        # As JSON, strict: a list is a tuple and text is a path, but "3" is no number and true is no
-        # 1.
+        # As JSON, strict: a list is a tuple and text is a path, but "3" is not a number and true is
+        # not 1.
         return Config.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
         raise ConfigError(str(path), explain(error, tree, origins)) from error
@@ -202,8 +202,8 @@ def _absolute(key: str, value: Any, folder: Path) -> Any:
 
 
 def _path(key: str, value: str, folder: Path) -> Path:
-    """The absolute path that `value` means from `folder`. Raises ConfigError for one that cannot be
-    a file's, or that libraries would read as another."""
+    """The absolute path that `value` means from `folder`. Raises ConfigError for a path that cannot
+    be a file's, or that libraries would read as another."""
     try:
         if "\0" in value:
             raise RuntimeError("no path holds a NUL character")

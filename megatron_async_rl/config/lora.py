@@ -31,9 +31,9 @@ def _distinct(targets: Sequence[Target]) -> Sequence[Target]:
 
 
 class LoraConfig(Strict):
-    """Low-rank adapters (arXiv 2106.09685): the model's own weights stay as they are, and beside
-    each target W a product of two small matrices is trained, y = W x + alpha / rank B A x. Null,
-    the default, trains every weight. Adapters want about ten times the learning rate."""
+    """Low-rank adapters (arXiv 2106.09685): the model's own weights stay as they are, and a product
+    of two small matrices is trained for each target W, y = W x + alpha / rank B A x. Null, the
+    default, trains every weight. Adapters want about ten times the learning rate."""
 
     rank: PositiveInt = 16
     """Rows of A and columns of B; at most the smaller side of the smallest target."""
@@ -46,8 +46,8 @@ class LoraConfig(Strict):
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Share of an adapter's inputs left out in training passes. Log-probs of proximal and reference
     policies and the engines' weights have none, so above 0 the ratio pi / pi_prox is not 1 at a
-    batch's first step and the policy gradient is that of another model than the one that sampled;
-    masks differ between parallel layouts."""
+    batch's first step and the policy gradient is that of another model than the sampling one; masks
+    differ between parallel layouts."""
     merge: Literal["model", "float32"] = "model"
     """Precision of the weights, adapters merged in, that engines load. `model`: model.dtype; in
     bfloat16 rounding loses nearly all of a product that is still small. `float32`: the exact sum,

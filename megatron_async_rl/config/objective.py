@@ -128,7 +128,7 @@ class ObjectiveConfig(Strict):
     denominators at the level that the aggregation divides at: tokens of the batch for `token-mean`;
     tokens of each sequence, and then the sequences that keep any, for `seq-mean-token-mean`."""
     proximal: Proximal = "behavior"
-    """The policy a ratio r is taken against. `behavior`: the one that sampled. `recompute`: the
+    """The policy a ratio r is taken against. `behavior`: the sampling policy. `recompute`: the
     trainer's weights at the start of the batch (with one optimizer step per batch the current ones,
     so r is 1). `loglinear`: between the two in log space, by the token's lag d, at 1 - 1/d (A-3PO).
     `ewma`: an exponential average of the trainer's weights. `snapshot`: the trainer's own log-probs

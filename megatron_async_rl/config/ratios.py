@@ -1,8 +1,8 @@
 """Ratios of policies that a method reads, as a fact about its settings.
 
-Three policies give a token a log-prob: the one in training (pi), the proximal one and the one that
-sampled (mu). A rule that depends on a ratio (config/sampling.py, config/rules.py) looks at this
-fact and never at a method's name, so a new method or a plug-in is covered by what it declares.
+Three policies give a token a log-prob: the policy in training (pi), the proximal one, and the
+sampling one (mu). A rule that depends on a ratio (config/sampling.py, config/rules.py) looks at
+this fact and never at a method's name, so a new method or a plug-in is covered by what it declares.
 """
 
 from __future__ import annotations

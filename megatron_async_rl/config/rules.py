@@ -1,5 +1,4 @@
-"""Methods that do not go together. Each conflict says what was combined, why that is wrong, and
-what to change.
+"""Methods that do not go together. Each conflict states the combination, the reason, and the fix.
 
 `objective_conflicts` looks at the objective alone, `run_conflicts` at the objective and the
 gradient controls within a run. The facts about each method are class attributes of its settings
@@ -203,7 +202,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
         if config.policy.parallel.virtual_pipeline > 1:
             yield (
                 "objective.advantage: opob, mode: exact runs one sequence at a time, and"
-                " policy.parallel.virtual_pipeline > 1 wants at least as many micro-batches as"
+                " policy.parallel.virtual_pipeline > 1 needs at least as many micro-batches as"
                 " there are stages; set it to 1, or mode: cheap"
             )
         if config.policy.parallel.overlap_grad_reduce:
@@ -252,7 +251,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
 
 
 def _gather(config: Config) -> Iterator[str]:
-    """Reasons why weights cannot be gathered beside a forward pass; none: they can."""
+    """Reasons why weights cannot be gathered during a forward pass; none: they can."""
     policy, key = config.policy, "policy.parallel.overlap_param_gather"
     if not policy.parallel.overlap_param_gather:
         return
@@ -274,7 +273,7 @@ def _gather(config: Config) -> Iterator[str]:
     if policy.lora is not None:
         yield (
             f"{key} waits for the weights of a layer where the layer begins, and adapters"
-            " (policy.lora) are read by the layers beside them; remove one of the two"
+            " (policy.lora) are read by the layers that they adapt; remove one of the two"
         )
 
 
@@ -302,7 +301,7 @@ def _engines(config: Config) -> Iterator[str]:
 
 
 def _transport(config: Config) -> Iterator[str]:
-    """Reasons why weights cannot travel as the configuration says; none: they can."""
+    """Reasons why weights cannot travel as configured; none: they can."""
     transport = config.weights.transport
     if transport == "shared_memory":
         return

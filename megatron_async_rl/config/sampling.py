@@ -169,7 +169,7 @@ class EvalSamplingConfig(Strict):
             try:
                 re.compile(self.regex)
             except re.error as error:
-                raise ValueError(f"regex: {self.regex!r} is no expression: {error}") from error
+                raise ValueError(f"regex: {self.regex!r} is not an expression: {error}") from error
         return self
 
     def over(self, training: SamplingConfig) -> EvalSampling:
@@ -199,10 +199,10 @@ class EvalConfig(Strict):
     is to say."""
 
     sets: tuple[EvalSetConfig, ...] = ()
-    """Several sets of held-out prompts, each with its own sampling, in the place of data.eval. The
-    first is the one that the report and the live display show."""
+    """Several sets of held-out prompts, each with its own sampling, instead of data.eval. The
+    report and the live display show the first."""
     sampling: EvalSamplingConfig = EvalSamplingConfig()
-    """Sampling of every set that has none of its own."""
+    """Sampling of every set without its own."""
     samples_per_prompt: PositiveInt = 4
     """Responses to each prompt."""
     every: NonNegativeInt = 0

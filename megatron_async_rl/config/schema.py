@@ -100,7 +100,7 @@ class ParallelConfig(Strict):
     the last stage holds a float32 gradient of the output layer's weight besides, and its copy in
     BF16."""
     overlap_param_gather: bool = False
-    """Gather the weights that each rank has updated beside the next optimizer step's forward pass,
+    """Gather the weights that each rank has updated during the next optimizer step's forward pass,
     bucket by bucket, and not after each step. For batches that make several steps
     (objective.minibatches x objective.epochs): after a batch's last one they are gathered at once,
     since they are published. Needs distributed_optimizer and overlap_grad_reduce, whose buckets
@@ -145,12 +145,12 @@ class OptimizerConfig(Strict):
     """Precision in which gradients are summed over micro-batches and ranks. `bfloat16`, for a model
     in bfloat16: half the buffer and half of what ranks send, and each addition rounds. Controls,
     clipping and Adam read float32 either way, of a copy of what the rank's optimizer updates: 2 + 4
-    / sharding bytes per parameter in the place of 4."""
+    / sharding bytes per parameter instead of 4."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which Adam's moments are kept; it computes in float32. `bfloat16`: 4 bytes per
-    parameter in the place of 8. Each step rounds, so a moment may be off by 2^-8 / (1 - beta) of
-    its recent size at worst (8 % at 0.95), and betas above 0.996 are refused: what decays by less
-    in a step would round back to where it was."""
+    parameter instead of 8. Each step rounds, so a moment may be off by 2^-8 / (1 - beta) of its
+    recent size at worst (8 % at 0.95), and betas above 0.996 are refused: what decays by less in a
+    step would round back to where it was."""
     moment_offload: Literal["none", "cpu"] = "none"
     """`cpu` keeps the moments in page-locked host memory, which go to the device and back a block
     at a time while the step computes. Results differ from those of a fused Adam by rounding. On a
@@ -251,9 +251,9 @@ class RewardConfig(Strict):
     -> float). Null: `parts`."""
     settings: Mapping[str, Any] = {}
     """Keyword arguments of the reward, such as `url` of `http` and `judge` (docs/rewards.md); of a
-    function of your own, those that it takes beside prompt and response."""
+    function of your own, its parameters besides prompt and response."""
     parts: Mapping[str, RewardPart] = {}
-    """Several rewards by a name of your own, in the place of `name`: each with a weight."""
+    """Several rewards by names of your own, instead of `name`: each with a weight."""
     per: Literal["response", "group"] = "response"
     """`group`: called once for all responses to a prompt, function(prompt, responses) -> a number
     for each, when the last of them has come. The controller calls it, on its machine."""
@@ -438,7 +438,7 @@ class WeightsConfig(Strict):
     bucket_mib: PositiveInt = 256
     """Bytes of weights that an engine takes at one time."""
     max_paused: Fraction = 0.5
-    """Largest share of the engines that may stand still at a time to load new weights, while the
+    """Largest share of the engines that may pause at the same time to load new weights, while the
     others serve; one always may, and 1 lets all load together."""
 
 
@@ -460,7 +460,7 @@ class WatchdogConfig(Strict):
 
     timeout_s: PositiveFloat = 600.0
     """Longest time without progress anywhere in the run, and longest wait for one named thing (a
-    batch, a weight load, a rank), before the run ends and says who waited for what. Starts,
+    batch, a weight load, a rank), before the run ends and reports who waited for what. Starts,
     checkpoints and exports may take rollout.start_timeout_s."""
 
 
@@ -468,24 +468,23 @@ class ObserveConfig(Strict):
     """Outputs of the metrics besides RUN/metrics.jsonl."""
 
     tensorboard: bool = True
-    """Write RUN/tensorboard beside RUN/metrics.jsonl."""
+    """Write RUN/tensorboard in addition to RUN/metrics.jsonl."""
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Rank 0 serves the newest metrics at http://HOST:PORT/metrics; 0 takes a free port and logs
     it; null serves nothing."""
     prometheus_host: str = "127.0.0.1"
-    """Address that it listens at, without a password: by default one that only rank 0's machine
-    reaches; 0.0.0.0 is every address of that machine."""
+    """Address that it listens at, without a password: by default an address that only rank 0's
+    machine reaches; 0.0.0.0 is every address of that machine."""
     trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
     """Experiment trackers that get the same numbers, each by its own library, which is installed
-    beside this package, and its own environment variables (`WANDB_MODE=offline`,
-    `MLFLOW_TRACKING_URI`). A resumed run goes on in the same run of the tracker. The run waits for
-    none of them, and one that fails three times in a row, as TensorBoard may on a full disk, gets
-    no more."""
+    separately, and its own environment variables (`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`). A
+    resumed run goes on in the same run of the tracker. The run does not wait for them, and a
+    tracker that fails three times in a row, as TensorBoard may on a full disk, gets no more."""
     project: str = "megatron_async_rl"
     """The trackers' project, or experiment; the run's name there is that of `run.dir`."""
     beside: Path | None = None
     """Directory of another run, whose reward, effective sample size and cosine the report draws
-    beside this one's, under that directory's name; null draws none."""
+    next to this one's, under that directory's name; null draws none."""
 
     @model_validator(mode="after")
     def _host_of_a_port(self) -> ObserveConfig:
@@ -571,7 +570,7 @@ class Config(Strict):
 
     @property
     def fresh_steps(self) -> int:
-        """Batches at the run's beginning that are synchronous whatever flow.async_ratio says:
+        """Batches at the run's beginning that are synchronous whatever flow.async_ratio is:
         controls calibrate on their optimizer steps."""
         wanted = max((control.fresh_steps for control in self.controls), default=0)
         return math.ceil(wanted / self.objective.steps_per_batch)

@@ -9,8 +9,8 @@ With g the reduced gradient before clipping, u the direction of the reference, a
     not yet calibrated    keep                  (`calibrate`: see calibration.py)
 
 Where c is 1 within rounding, what is left of g across u is rounding too: the projection is then to
-zero whatever the target, and says so. An anomalous gradient (policy/anomaly.py) is kept as it is
-and is nobody's reference.
+zero whatever the target, which a metric reports. An anomalous gradient (policy/anomaly.py) is kept
+as it is and is nobody's reference.
 
 The reference is the raw gradient of the previous step, also after a skip, or (`reference: applied`)
 the last gradient that was applied; it is dropped after a gradient that is not finite. It is kept as
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 KEEP, PROJECT, SKIP = 0, 1, 2
 """Values of the metric `gac/regime`."""
 PARALLEL = 2.0**-20
-"""Cosines are exact to about 1e-6 (1e-7 of the products, and the gradient's own rounding): a 1 - c
-below this says nothing about the direction of what is left."""
+"""Cosines are exact to about 1e-6 (1e-7 of the products, and the gradient's own rounding): below
+this 1 - c, the direction of the remainder is noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +165,8 @@ class AlignmentControl(Control, ABC):
         if not math.isfinite(square):
             self.reset()
             return kept
-        # A zero gradient has no direction, and one far outside the run's history says nothing about
-        # the next: the reference stays what it was.
+        # A zero gradient has no direction, and a gradient far outside the run's history does not
+        # predict the next: the reference stays what it was.
         if square == 0.0 or step.is_anomaly(kept.norm):
             return kept
         if reference_square == 0.0:

@@ -1,4 +1,4 @@
-"""Number formats of a gradient reference. 8-bit floats of a block share a scale that is a power of
+"""Number formats of a gradient reference. FP8 numbers of a block share a scale that is a power of
 two, so that scaling rounds nothing."""
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def dequantize(written: QuantizedTensors, shape: torch.Size) -> Tensor:
     if len(written) == 1:
         return written[0].float().view(shape)
     numbers, scales = written
-    # Sign, exponent and fraction of an 8-bit float, moved apart, are those of the float16 that is
+    # Sign, exponent and fraction of an FP8 number, moved apart, are those of the float16 that is
     # 2^8 times smaller. Torch's own conversion takes five times as long on a CPU.
     halves = (numbers.view(torch.int8).to(torch.int16) << 7).bitwise_and_(~(1 << 14))
     values = halves.view(torch.float16).float().mul_(2.0**8).mul_(scales)

@@ -2,12 +2,12 @@
 
 `for shard in reference` reads float32 tensors in the order of the gradient's shards, one at a time:
 a compressed or offloaded reference never exists whole in float32. Offloaded, the next shard is on
-its way while the present one is used, and what `put` was given is copied out beside the optimizer's
+its way while the present one is used, and what `put` was given is copied out during the optimizer's
 step; on CUDA that takes device memory of the reference's size until the copies are through, at a
 time when there are no activations.
 
-Numbers. float32, bfloat16, or 8-bit floats with a scale per block. What is read back differs from
-what was written, element by element, by at most
+Numbers. float32, bfloat16, or FP8 with a scale per block. What is read back differs from what was
+written, element by element, by at most
     bf16    2^-9 of the element
     fp8     2^-4 of the element (e4m3 has 3 bits after the point), and for elements below 2^-14 of
             their block's largest by at most 2^-18 of that largest
@@ -20,9 +20,10 @@ the same bits.
 Sweeps. On CUDA, products, projection and writing are Triton's kernels (gac_kernels.py), which read
 and write each number once; elsewhere torch's operations, block by block.
 
-Memory. On CUDA a stream of its own copies between device and host beside the work that is running,
-after the work that made the source; elsewhere a copy is a copy, at once. Copies are made in the
-order they were started, so one that reads a place another writes comes after it.
+Memory. On CUDA a stream of its own copies between device and host concurrently with the work that
+is running, after the work that made the source; elsewhere a copy is a copy, at once. Copies are
+made in the order they were started, so a copy that reads a place comes after the copy that writes
+it.
 """
 
 from __future__ import annotations
@@ -98,8 +99,7 @@ def copies_for(device: torch.device) -> ReferenceCopies | None:
 
 
 def kernels_for(device: torch.device, dtype: ReferenceDtype) -> Any:
-    """The module gac_kernels where it can run, else None. 8-bit floats need compute capability
-    8.9."""
+    """The module gac_kernels where it can run, else None. FP8 needs compute capability 8.9."""
     if device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
         return None
     if dtype == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
@@ -131,7 +131,7 @@ def _blocks(
     gradient: Tensor, written: QuantizedTensors
 ) -> Iterator[tuple[Tensor, QuantizedTensors]]:
     size = block_elements(gradient.device)
-    # The numbers of 8-bit floats are rows of BLOCK, and so are their scales.
+    # FP8 numbers are rows of BLOCK, and so are their scales.
     parts = [part.split(size // BLOCK if len(written) == 2 else size) for part in written]
     return zip(gradient.view(-1).split(size), zip(*parts, strict=True), strict=True)
 

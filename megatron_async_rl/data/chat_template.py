@@ -46,7 +46,7 @@ def tool_calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     if calls is None:
         return []
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise ValueError(f"has tool_calls that are no list of objects: {calls!r:.80}")
+        raise ValueError(f"has tool_calls that are not a list of objects: {calls!r:.80}")
     return [_with_object(call, f"tool_calls[{index}]") for index, call in enumerate(calls)]
 
 
@@ -147,7 +147,7 @@ class ChatTemplate:
             raise DataError(
                 self._dir,
                 None,
-                "is to be told of other tools than those of rollout.environment",
+                "is to be given other tools than those of rollout.environment",
                 "remove them from the data, or set data.tools_key: null",
             )
         written = [self._written(message) for message in messages]
@@ -275,7 +275,7 @@ class ChatTemplate:
                     None,
                     "has a chat template that does not write `tool_calls`, here of"
                     f" {function_name(call)!r}",
-                    "give data.chat_template one that does, or write the call as content",
+                    "give data.chat_template a template that does, or write the call as content",
                 )
 
     def _require_template(self) -> None:
@@ -320,7 +320,7 @@ class ChatTemplate:
                 None,
                 "has a chat template that does not read `tools`, so that the model would know of"
                 " none",
-                "give data.chat_template one that does, or say in the prompts which tools there"
+                "give data.chat_template a template that does, or say in the prompts which tools there"
                 " are, as plain text (those of the data: data.tools_key: null)",
             )
 

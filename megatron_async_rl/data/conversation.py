@@ -47,7 +47,7 @@ def conversation(
     tools: Sequence[Any],
 ) -> TrainingConversation:
     """`tools`: schemas of functions that the assistant may call. Raises DataError, naming the
-    message, for one that cannot be told from the others."""
+    message, for a message that cannot be separated from the others."""
     trained = _trained(file, place, messages)
     plain = [{key: one[key] for key in one if key not in TRAINED_KEYS} for one in messages]
     last = trained[-1]
@@ -63,7 +63,7 @@ def conversation(
         limit = whole if index == last else render(plain[: index + 1], answer=False)
         if limit == before:
             what = f"messages[{index}] is empty, and the chat template writes nothing for it"
-            raise DataError(file, place, what, "write what the assistant says, or remove the row")
+            raise DataError(file, place, what, "write the assistant's content, or remove the row")
         begin, end = tokenizer.encode_rendered(before), tokenizer.encode_rendered(limit)
         if not starts:
             first = len(begin)
@@ -73,9 +73,9 @@ def conversation(
                 file,
                 place,
                 f"the chat template writes what is before or in messages[{index}] in another way"
-                " when more follows, so that its tokens cannot be told from the others",
+                " when more follows, so that its tokens cannot be separated from the others",
                 "train on the last message alone (`train: false` in the others), or give"
-                " data.chat_template one that writes a message in one way",
+                " data.chat_template a template that writes a message in one way",
             )
         stop = len(end)
         while stop > len(begin) and tokens[stop - 1] not in ends:
@@ -103,7 +103,7 @@ def answered(
     tokenizer: Tokenizer,
     tools: Sequence[Any],
 ) -> TrainingConversation:
-    """Return a response to chat messages, every token of which is trained on.
+    """Return a response to chat messages; all of its tokens are trained on.
 
     The response is the text as it is given, and ends as the chat template ends a turn: with the
     template's own token, or with the tokenizer's end of sequence where the template writes none.
@@ -115,9 +115,9 @@ def answered(
     before, found, after = whole.rpartition(PROBE_ANSWER)
     if not found:
         what = "the chat template leaves out the assistant's messages"
-        raise DataError(file, place, what, "give data.chat_template one that writes them")
-    # Llama 2's template writes a space before an answer; thoughts that a template adds are no part
-    # of the given response.
+        raise DataError(file, place, what, "give data.chat_template a template that writes them")
+    # Llama 2's template writes a space before an answer; thoughts that a template adds do not
+    # belong to the given response.
     lead = before.removeprefix(prompt) if before.startswith(prompt) else ""
     lead = lead if lead.isspace() else ""
     ends = set(tokenizer.eos_ids)

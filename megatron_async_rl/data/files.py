@@ -97,7 +97,7 @@ def data_files(location: Path) -> list[Path]:
         except OSError as error:
             raise _unreadable(file, error) from error
         if file.suffix.lower() not in FORMATS:
-            what = f"ends in {file.suffix or 'nothing'}, which is no format that is read here"
+            what = f"ends in {file.suffix or 'nothing'}, which is not a supported format"
             fix = NOT_READ.get(file.suffix.lower(), "name it by its format")
             raise DataError(file, None, what, f"{fix}; the formats are {', '.join(FORMATS)}")
     splits = files_by_split(files)
@@ -144,7 +144,7 @@ def _pattern_of(split: str, files: list[Path], among: list[Path]) -> Path:
 def _files_at(location: Path) -> list[Path]:
     """Return the files of a folder or a pattern; the location itself where it names one file,
     whether it exists or not."""
-    # Brackets and braces in the name of a folder that exists are no pattern.
+    # Brackets and braces in the name of an existing folder are not a pattern.
     folder, rest = _literal(location)
     if not rest:
         return _data_in(folder) if folder.is_dir() else [folder]
@@ -172,7 +172,7 @@ def _data_in(folder: Path) -> list[Path]:
     # Rows of a file that is passed over would be missing without a message.
     unread = next((one for one in files if one.suffix.lower() in NOT_READ), None)
     if unread is not None:
-        what = f"holds {unread.name}, and {unread.suffix} is no format that is read here"
+        what = f"holds {unread.name}, and {unread.suffix} is not a supported format"
         fix = NOT_READ[unread.suffix.lower()]
         if found:
             fix += f", or name the other files: {folder}/*{found[0].suffix}"
@@ -306,7 +306,7 @@ def _json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _refuse_one_object(path: Path, content: bytes) -> None:
     """Raise DataError for a file that is an object as a whole, such as {"data": [...]}: written
-    over several lines, or with nothing in it but a list of objects that are no chat messages."""
+    over several lines, or with nothing in it but a list of objects other than chat messages."""
     try:
         whole = json.loads(content.decode())
     except (ValueError, RecursionError):
@@ -339,7 +339,7 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         other = next((sign for sign in ";\t|" if len(header) == 1 and sign in header[0]), None)
         if other is not None:
             what = f"has no comma in its first line, {header[0][:60]!r}"
-            fix = f"save it with commas in the place of {other!r}"
+            fix = f"save it with commas instead of {other!r}"
             raise DataError(path, reader.line_num, what, fix)
         _require_unique(path, reader.line_num, header)
         for cells in reader:
@@ -347,7 +347,7 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             if len(cells) != len(header):
                 what = f"has {len(cells)} cells, and the first line names {len(header)} columns"
-                fix = 'write one cell for each; put one that holds a comma into "quotes"'
+                fix = 'write one cell for each; put a value that holds a comma into "quotes"'
                 raise DataError(path, reader.line_num, what, fix)
             yield reader.line_num, dict(zip(header, cells, strict=True))
     except csv.Error as error:
@@ -356,7 +356,7 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Without columns of bytes, which are no text; times and decimals as text, since fields go into
+    """Drop columns of bytes, which are not text; times and decimals as text, since fields go into
     the samples as JSON."""
     from pyarrow import parquet
 

@@ -1,8 +1,8 @@
-"""Digests of prompts, by which a resume recognizes its data, whatever the files are called.
+"""Digests of prompts, with which a resume recognizes its data, whatever the files are called.
 
 Invariants:
 - the digests cover what a row gives to training: text, columns, tokens, and the order of the rows;
-- they do not cover ids, which contain the name of the file where the data has none of its own.
+- they do not cover ids, which contain the name of the file if the data has no ids.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def read_set(
     limit: int | None = None,
     supervised: bool = False,
 ) -> PromptSet:
-    """The prompts of one file or folder, as `data` says. Raises DataError."""
+    """The prompts of one file or folder, read as `data` configures. Raises DataError."""
     if isinstance(file, SourceConfig):  # held-out sets are of another class
         require_training_files(file.path)
     columns = data.columns(file)
@@ -299,7 +299,7 @@ def _identity(
         raise DataError(file, place, f"`id` is {a_kind(given)}", fix)
     name = f"{file.name}:{place}" if given is None else str(given)
     if not is_unicode(name):
-        what = f"`id` {name!r} is no valid Unicode"
+        what = f"`id` {name!r} is not valid Unicode"
         raise DataError(file, place, what, "use other characters")
     if name in places:
         other, line = places[name]
@@ -467,7 +467,7 @@ def _tools(file: Path, place: int, values: Mapping[str, Any], columns: DataColum
         return []
     found = [without_nulls(read_json(one)) for one in found] if isinstance(found, list) else found
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        what = f"`{columns.tools}` is no list of JSON schemas: {found!r:.80}"
+        what = f"`{columns.tools}` is not a list of JSON schemas: {found!r:.80}"
         fix = (
             'write [{"type": "function", "function": {"name": ...}}]; or, for a column of something'
             " else, set data.tools_key: null"

@@ -38,8 +38,8 @@ FILES = ("tokenizer.json", "tokenizer.model")
 
 
 def content_of(message: Mapping[str, Any]) -> str | None:
-    """The text of a chat message, whose content may be a list of texts; null beside `tool_calls`.
-    Raises ValueError for what no text model reads, as what the message has."""
+    """The text of a chat message, whose content may be a list of texts; null for a message with
+    `tool_calls`. Raises ValueError for what no text model reads, as what the message has."""
     content = message.get("content")
     if isinstance(content, list):
         for index, part in enumerate(content):
@@ -312,8 +312,8 @@ def _eos_listed(model_dir: Path) -> list[int]:
 
 
 def _eos_ids(model_dir: Path, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
-    """Every id that ends a sequence. The tokenizer's own eos comes first: for most chat models it
-    is the one that ends a turn."""
+    """Every id that ends a sequence. The tokenizer's own eos comes first: most chat models end a
+    turn with it."""
     own = _eos_text(model_dir)
     named = [vocabulary[own]] if own is not None and own in vocabulary else []
     found = tuple(dict.fromkeys((*named, *_eos_listed(model_dir))))

@@ -3,8 +3,8 @@
 Both keep one contract with the loop:
 - `state()` is asked for only when everything that was handed out is trained on; it is what to
   checkpoint with the weights of that version;
-- `next_batch(version)` returns None once `RUN/stop` exists and no batch is taken: one that is taken
-  is handed out, and trains.
+- `next_batch(version)` returns None once `RUN/stop` exists and no batch is taken: a batch that is
+  taken is handed out, and trains.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ for the engines' sleep, and what it stages is what an engine waits for. Where en
 of their own the phases are the trainer's alone, and nothing has to make room.
 
 Invariants:
-- a step is taken only after the one before it was; after one that failed none is;
+- a step is taken only after the one before it was; after a failed step none is;
 - nothing here waits, and nothing knows what a step does;
 - an error that leaves a step names phase and step, in a note that `watchdog.events` shows.
 """

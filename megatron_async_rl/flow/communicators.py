@@ -4,8 +4,8 @@
                --send-----> sender, a process on rank 0's machine ==communicator==> workers
 
 Invariants:
-- one that is lost is closed at the sender, and its engine's workers then give it up, too; others
-  are not touched;
+- a lost one is closed at the sender, and its engine's workers then give it up, too; others are not
+  touched;
 - the sender has a process of its own: it loads torch, and on a GPU holds memory of rank 0's. One
   that has died or does not answer is replaced with the next communicator.
 """
@@ -131,7 +131,7 @@ class Communicators:
         return EngineCommunicator(slot.name, sender, slot.engine, meeting)
 
     def stage(self, version: int, manifest: Manifest) -> None:
-        """Nothing is to be done: what is to be sent is told with the call."""
+        """Nothing is to be done: the call names what is to be sent."""
 
     def release(self, version: int) -> None:
         """Nothing to do: receivers wait only for announced versions."""

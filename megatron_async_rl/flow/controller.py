@@ -171,7 +171,7 @@ class Controller(Listener):
 
     async def next_buffer_request(self, done: BucketRef | None) -> BufferRequest:
         """Returns what the ranks are to do next with the buckets of a version that is lent; `done`:
-        where they put the one that they were to fill."""
+        where they put the requested bucket."""
         return await self._fleet.updates.next_buffer_request(done)
 
     def on_version(self, version: int) -> None:
@@ -234,7 +234,7 @@ class Controller(Listener):
 
     async def sleep(self) -> None:
         """Colocated: engines sleep from here on, until they get the weights that the batch makes.
-        Returns when all have given up their memory; one that does not is lost. Raises
+        Returns when all have given up their memory; an engine that does not is lost. Raises
         DeadlineExceeded where one starts or loads for too long."""
         await self._fleet.sleep(max(self._spec.timeout_s, self._spec.start_timeout_s))
         self._require_no_failure()
@@ -288,7 +288,7 @@ class Controller(Listener):
         held = [slot.version for slot in self._fleet.slots]
         return batch_timeout(version, self._spec.timeout_s, late, held)
 
-    # What the fleet says
+    # Events of the fleet
 
     def on_sample(self, sample: SampleRow, request: Request) -> None:
         self._counts.add(sample, request)
@@ -444,7 +444,7 @@ class Controller(Listener):
 
     async def remove_engine(self, index: int) -> None:
         """The engine takes no more requests, and those it has go on elsewhere. Raises ValueError
-        where it is not there, or is the only one that serves."""
+        where it is not there, or is the only serving one."""
         await self._fleet.remove(index, self._spec.timeout_s)
 
     # Position and counts

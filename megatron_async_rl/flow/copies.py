@@ -5,8 +5,8 @@ lent are where. State alone: who waits for it does so in `updates.py`.
 Invariants:
 - a copy is here once it is whole and verified, until its place is taken or its machine's relay is
   lost;
-- a machine has two at most; the next takes the place of all but the one that came last, as the
-  agent has it (weights/relay.py);
+- a machine has two at most; the next replaces all but the newest, as in the agent
+  (weights/relay.py);
 - of a version that is lent a place is filled only while nobody reads it. An engine that is behind
   is waited for, so that each bucket is filled once for all that load; whoever is lost is waited for
   no more.
@@ -35,7 +35,7 @@ class VersionReader(Protocol):
     def index(self) -> int: ...
     @property
     def evaluates(self) -> bool:
-        """True for one that only evaluates."""
+        """True for an engine that only evaluates."""
 
     @property
     def version(self) -> int:
@@ -49,7 +49,7 @@ class VersionReader(Protocol):
     def serving(self) -> bool: ...
     @property
     def busy(self) -> bool:
-        """True while it samples, and would stand still to load."""
+        """True while it samples, and would have to pause to load."""
 
     @property
     def machine(self) -> str:
@@ -82,7 +82,7 @@ class VersionCopies:
 
     def __init__(self) -> None:
         self._held: dict[str, dict[int, Staged]] = {}
-        """The one that came last is last."""
+        """Copies by version, the newest last."""
         self.sending: dict[str, int] = {}
         """Version on its way, read from rank 0's memory."""
         self.last: Relayed | None = None
@@ -136,8 +136,8 @@ class BufferRequest:
 
 
 class IpcBucketQueue:
-    """The buckets of one version. An engine wants a bucket, reads it once it is in a place, and
-    then wants the next."""
+    """The buckets of one version. An engine requests a bucket, reads it once it is in a place, and
+    then requests the next."""
 
     def __init__(self, version: int, count: int) -> None:
         self.version = version
@@ -156,14 +156,14 @@ class IpcBucketQueue:
         self._requested[engine] = number
 
     def take(self, engine: int) -> BucketRef | None:
-        """The bucket that it wants, which it reads from now on; null while it is not there."""
+        """The bucket that it requested, which it reads from now on; null while it is not there."""
         ref = self._refs.get(self._requested[engine])
         if ref is not None:
             self._reads[engine] = self._requested.pop(engine)
         return ref
 
     def leave(self, engine: int) -> None:
-        """It neither reads nor wants anything."""
+        """Record that it neither reads nor requests anything."""
         self._requested.pop(engine, None)
         self._reads.pop(engine, None)
 

@@ -10,11 +10,11 @@ Invariants:
   known here only;
 - an engine is lost when a call fails, when its reports stop for `unresponsive_s`, when its vLLM is
   silent for so long, or when it answers what it was not asked. It is killed at once, its requests
-  are given back, and nothing that it says later is heard;
+  are returned, and its later reports are ignored;
 - starts follow each other after a growing, random delay, at most `restarts_per_hour` within an
   hour; after that the engine is dead for good;
 - the first start of an engine of the configuration must succeed: it shows that the settings work;
-- one that sleeps takes a version step by step, in the order of `colocated.py`;
+- a sleeping engine takes a version step by step, in the order of `colocated.py`;
 - weights that differ from the trainer's end the run.
 """
 
@@ -57,7 +57,7 @@ LOOK_S = 10.0
 
 
 class Launch(Protocol):
-    """Starts an engine; `again`: in place of one that is gone."""
+    """Starts an engine; `again`: replacing an engine that is gone."""
 
     def __call__(self, spec: EngineSpec, *, again: bool) -> Awaitable[Engine]: ...
 
@@ -93,8 +93,8 @@ class PendingRequest:
 
 @dataclass(eq=False)
 class EngineSlot:
-    """One engine's place in the fleet: what it holds, what it was asked, and what it said last.
-    Written by its task and the fleet, read by everybody."""
+    """One engine's place in the fleet: its version, its requests, and its last report. Written by
+    its task and the fleet, read by everybody."""
 
     spec: EngineSpec
     evaluates: bool = False
@@ -232,8 +232,8 @@ class EngineTask:
             self._failed.set_exception(lost)
 
     async def sleep(self, timeout_s: float) -> None:
-        """Colocated: the engine gives up its memory, until it takes newer weights; one that does
-        not is lost, and has ended before this returns: the policy counts on its memory."""
+        """Colocated: the engine gives up its memory, until it takes newer weights; an engine that
+        does not is lost, and has ended before this returns: the policy counts on its memory."""
         engine, what = self.slot.engine, f"{self.slot.name} to sleep"
         if engine is None:  # lost at this very moment
             return
@@ -393,8 +393,8 @@ class EngineTask:
         )
 
     async def _load_lent(self, engine: Engine, staged: Staged) -> dict[str, str]:
-        """Bucket by bucket, each given back as soon as it is loaded; one that the engine holds up
-        for `unresponsive_s` costs it, for others wait."""
+        """Load bucket by bucket, and release each as soon as it is loaded; an engine that holds a
+        bucket for `unresponsive_s` is lost, because others wait for it."""
         updates, index, manifest = self._updates, self.slot.index, staged.manifest
         last = len(manifest.buckets) - 1
         answer: dict[str, str] = {}

@@ -17,7 +17,7 @@ ERRORS_SHOWN = 3
 
 
 class FlowError(RuntimeError):
-    """Samples cannot keep flowing; the message says who, where and why."""
+    """Samples cannot keep flowing; the message names who, where and why."""
 
 
 class BatchTimeout(FlowError):
@@ -30,7 +30,7 @@ class EngineFailed(FlowError):
     """No engine is left that could be asked."""
 
     timed_out = True
-    """Engines are given up when they do not answer; who waits for what says why."""
+    """Engines are given up when they do not answer; the waits of the processes explain why."""
 
 
 class EngineMemoryOut(EngineFailed):
@@ -84,7 +84,7 @@ def batch_timeout(
 
 
 class RewardFailed(FlowError):
-    """A reward failed and the configuration says to stop, or every reward of a batch failed."""
+    """A reward failed and the configuration requests to stop, or every reward of a batch failed."""
 
 
 def reward_failed(samples: Sequence[SampleRow]) -> RewardFailed:

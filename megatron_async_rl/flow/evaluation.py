@@ -105,7 +105,7 @@ class EvalResult:
     """Mean over prompts of their means; prompts without one are left out, and nan where none has
     one."""
     pass_at: Mapping[int, float]
-    """k -> estimate of the share of prompts of which at least one of k responses passes, over the
+    """k -> estimate of the share of prompts with at least one passing response among k, over the
     prompts that have k responses with a reward; nan if there are none."""
     per_prompt: tuple[PromptResult, ...]
     """Results by prompt, in the order of the file."""
@@ -137,7 +137,7 @@ class EvalResult:
         }
 
     def metrics_of_set(self) -> dict[str, float]:
-        """The same, with SET in the place of the name."""
+        """The same, with SET for the name."""
         return {
             "eval/SET/mean": self.mean_reward,
             "eval/SET/truncated": self.truncated,

@@ -11,10 +11,11 @@ Invariants:
 - every group that entered is waiting (running or finished), consumed, or dropped with a reason:
   `counts` balance at any time, and `on_group_dropped` is called once for each that is dropped, when
   that is decided;
-- every request is answered or given up exactly once; one that is aborted stays open and is asked
+- every request is answered or given up exactly once; an aborted request stays open and is sent
   again, with its tokens;
-- with dynamic sampling, at most PATIENCE batches' worth of equal groups are dropped for one batch's
-  worth that is kept; after that equal groups are kept as well, so that no run waits for ever;
+- with dynamic sampling, at most EQUAL_BATCHES_LIMIT batches' worth of equal groups are dropped for
+  one batch's worth that is kept; after that equal groups are kept as well, so that no run waits
+  forever;
 - what an answer costs does not depend on how many groups are waiting.
 """
 
@@ -158,8 +159,7 @@ class GroupTable:
         self._finish(entry)
 
     def on_abort(self, aborted: Aborted, group: int) -> Request:
-        """The request to ask in place of one that was aborted: it goes on after the tokens that it
-        has."""
+        """The request that continues an aborted one after its tokens."""
         entry = self._answering.get(group)
         if entry is None or aborted.id not in entry.open:
             raise self._unexpected(aborted.id, group)

@@ -25,11 +25,11 @@ from megatron_async_rl.flow.engine_task import EngineSlot, PendingRequest
 from megatron_async_rl.samples.types import Request
 
 AFFINITY_LEAST = 8
-"""Requests by which an engine that knows the prompt may be fuller than the least loaded one, at the
-least."""
+"""Smallest number of requests that an engine that knows the prompt may have more than the least
+loaded engine."""
 LOOKAHEAD = 4
 """An engine is given max_concurrent / LOOKAHEAD requests more than it decodes at a time, so that
-none of its places is empty."""
+all its slots stay busy."""
 GROUPS_REMEMBERED = 4096
 """Newest groups whose engine is remembered, for its prefix cache."""
 

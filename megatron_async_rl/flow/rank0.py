@@ -94,7 +94,8 @@ class OtherRank:
 
     def begin(self, version: int, resumed: Mapping[str, Any] | None, oldest: int) -> None:
         """Collective: the run is at `version`; `resumed`: what the checkpoint holds. `oldest`: the
-        oldest version whose tokens may train. Engines start beside a policy that made room."""
+        oldest version whose tokens may train. Engines start while the policy has released its
+        training state."""
         self.version = version
         # Still part of the start, also in the timeline: what follows is the start of the engines.
         self.turns.to("publish", {"release": self._make_room})
@@ -248,7 +249,7 @@ class OtherRank:
         """One line of metrics for the step that has just ended."""
 
     def state(self) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Collective: what a checkpoint of this version holds beside the policy, and its further
+        """Collective: what a checkpoint of this version holds besides the policy, and its further
         files. Evaluations of older versions are waited for: their weights will be gone."""
         self.set_status("checkpointing")
         self.enter("checkpointing")

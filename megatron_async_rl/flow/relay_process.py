@@ -3,8 +3,8 @@ its machine.
 
 Invariants:
 - what a call raised in the agent is raised here as itself;
-- an agent that did not start leaves nothing running; one that starts clears away what a killed one
-  left in its machine's memory.
+- an agent that did not start leaves nothing running; a new agent removes what a killed one left in
+  its machine's memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RelaySpec:
 
 
 class Relay(Protocol):
-    """A running agent. `where`: its machine, in words."""
+    """A running agent. `where`: text that names its machine."""
 
     where: str
 
@@ -103,7 +103,7 @@ class RemoteRelay:
         ray.kill(self.actor)
 
     async def look(self) -> None:
-        """Returns once it is there; `where` says on which machine."""
+        """Returns once it is there; `where` names its machine."""
         self.where = await self._call("where")
 
     async def _call(self, method: str, *arguments: object) -> Any:
@@ -112,7 +112,7 @@ class RemoteRelay:
 
 async def start_relay(spec: RelaySpec, address: Address) -> Relay:
     """A running agent on its machine, which fetches from `address`. Ray must be initialised. Raises
-    what keeps it from starting; one that is cancelled leaves nothing running."""
+    what keeps it from starting; a cancelled call leaves nothing running."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -128,8 +128,8 @@ async def start_relay(spec: RelaySpec, address: Address) -> Relay:
 
 
 def serve_here(silence_s: float) -> RelayServer:
-    """A server at the address by which the other Ray nodes know this machine. Raises RelayFailed
-    where it cannot listen there."""
+    """A server at this machine's address in the Ray cluster. Raises RelayFailed where it cannot
+    listen there."""
     import ray
 
     host = ray.util.get_node_ip_address()
@@ -137,6 +137,6 @@ def serve_here(silence_s: float) -> RelayServer:
         return RelayServer(host, silence_s)
     except OSError as error:
         raise RelayFailed(
-            f"the weights' server cannot listen at {host}, by which Ray knows this machine:"
+            f"the weights' server cannot listen at {host}, Ray's address of this machine:"
             f" {error}; start its Ray node with another --node-ip-address"
         ) from error

@@ -5,7 +5,7 @@ counts as a machine of its own: its agent is its communicator, and ends with it 
          +------------------------------------------------------------+
          v                                                            |
     start --> send what an engine there needs and has no copy of --> lost: kill what is left, wait
-              (updates.py says which version, and when)               for its readers, back off
+              (updates.py decides which version, and when)               for its readers, back off
 
 Invariants:
 - an agent is lost when a call fails, when it does not answer for `unresponsive_s`, or when a
@@ -109,8 +109,8 @@ class Relays:
         self._source.release(version)
 
     async def close(self, timeout_s: float) -> None:
-        """Ends every agent, which takes its copies along; one that does not stop within `timeout_s`
-        is killed."""
+        """Ends every agent, which takes its copies along; an agent that does not stop within
+        `timeout_s` is killed."""
         await cancel_all([self._task, *self._tasks.values()])
         closings = [asyncio.ensure_future(relay.close()) for relay in self._running.values()]
         if closings:

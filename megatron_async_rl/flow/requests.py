@@ -10,8 +10,8 @@ Invariants:
   long response shares many engines, and is not the reason for their end;
 - a request that goes on with tokens of its own needs the version that sampled the last of them, or
   a newer one;
-- the requests that a slot holds, and those it was told to abort, are written here and by the lanes
-  only; which engines there are, and whether they serve, is the fleet's.
+- the requests that a slot holds, and those it was requested to abort, are written here and by the
+  lanes only; which engines there are, and whether they serve, is the fleet's.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Engines(Protocol):
     @property
     def slots(self) -> Sequence[EngineSlot]: ...
     def send(self, slot: EngineSlot, call: Callable[[], Awaitable[None]], what: str) -> None:
-        """Begins a call to the slot's engine; one that fails costs the engine."""
+        """Begins a call to the slot's engine; a failed call costs the engine."""
 
     def notify(self, call: Callable[[], object]) -> None:
         """Calls the listener; an error of it ends the run."""
@@ -155,8 +155,7 @@ class Requests:
         self.dispatch()
 
     def take_in(self, slot: EngineSlot, report: EngineReport) -> None:
-        """Hands on what the engine says. Raises EngineLost where it answers what it was not
-        asked."""
+        """Process an engine's report. Raises EngineLost where it answers what it was not asked."""
         answers = report.finished.num_rows + len(report.aborted)
         if answers or report.sampling:
             self._moved_at = time.monotonic()
@@ -179,9 +178,7 @@ class Requests:
         for aborted in report.aborted:
             pending = slot.held.get(aborted.id)
             if pending is None or aborted.id not in slot.aborting:
-                raise EngineLost(
-                    f"it aborted {aborted.id}, which it was not told to", suspect=False
-                )
+                raise EngineLost(f"it aborted {aborted.id}, which was not requested", suspect=False)
             self._release(slot, aborted.id)
             self._engines.notify(partial(self._ask_again, pending, aborted))
         self.dispatch()
@@ -202,8 +199,8 @@ class Requests:
         self._emptied.fire()
 
     async def until_given_back(self, slot: EngineSlot, engine: Engine, timeout_s: float) -> None:
-        """Has the engine give its requests back with their tokens; waits until it has, or is
-        gone, `timeout_s` at the most."""
+        """Has the engine give its requests back with their tokens; waits until it has, or is gone,
+        for at most `timeout_s`."""
         self._abort(slot, slot.held.values())
         with (
             watch.doing("wait", f"{slot.name} to give its requests back", timeout_s),

@@ -99,7 +99,8 @@ class SampleLog:
     def begin(self, position: int, after: int = -1) -> None:
         """Continues from a checkpoint's `position`; 0: from the run's beginning. `after`: the
         segment of the checkpoint's mark, behind which new ones are numbered, also where the user
-        moved the log away: one that begins anew is then not taken for one that has lost its end."""
+        moved the log away: a log that begins anew is then not taken for a log that has lost its
+        end."""
         self._next_seq = max(self._next_seq, position)
 
     def admitted(self, group: int, step: int) -> None:
@@ -469,12 +470,12 @@ class SampleLogWriter(SampleLog):
         try:
             note(self._run_dir, text)
             self._noted = True
-        except OSError as error:  # the same full disk: said with the next attempt
+        except OSError as error:  # the same full disk: reported with the next attempt
             log.warning("%s (and not noted: %s)", text, error)
 
 
 def open_sample_log(run_dir: Path, settings: SamplesConfig) -> SampleLog:
-    """The log as the configuration wants it; nothing is touched before `begin`."""
+    """The log that the configuration requests; nothing is touched before `begin`."""
     return SampleLogWriter(run_dir, settings) if settings.keep_mib else SampleLog()
 
 

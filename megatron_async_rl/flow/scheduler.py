@@ -38,8 +38,8 @@ NumberedPrompt = tuple[int, Prompt]
 class Scheduler:
     """`steps`: optimizer steps of the whole run, so that nothing is admitted that no step will
     consume; null admits without end. `fresh_steps`: the run's first steps that are synchronous
-    whatever `flow.async_ratio` says. `seed`: of replay. `scored_whole`: a group finishes once it
-    has a reward of its own (`on_scored`), after its last response."""
+    whatever `flow.async_ratio` is. `seed`: of replay. `scored_whole`: a group finishes once it has
+    a reward of its own (`on_scored`), after its last response."""
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class Scheduler:
         self._table.on_scored(group, samples)
 
     def on_abort(self, aborted: Aborted, group: int) -> Request:
-        """The request to ask in place of one that its engine stopped, and that goes on."""
+        """The request that continues one that its engine stopped."""
         return self._table.on_abort(aborted, group)
 
     def on_give_up(self, request: str, group: int) -> bool:

@@ -1,4 +1,4 @@
-"""Which version of the weights is staged, who reads it, and who may stand still to load it.
+"""Which version of the weights is staged, who reads it, and which engines may pause to load it.
 
     rank 0 --stage--> newest ---------------loading--> engines of its machine, each in its turn
                          +--sending--> copy --loading--> engines of another machine
@@ -8,12 +8,12 @@ Invariants:
 - an engine loads the newest version that is staged, or, where it only evaluates, the one it is to
   evaluate; on a machine other than rank 0's, of those that its machine has a copy of (`copies.py`);
 - a machine's copy, as rank 0's slot, is written again only when no engine reads it;
-- of the engines that have work, at most `max_paused` stand still at a time, and one may always; one
-  without work, asleep, or not serving yet, loads at once;
+- of the engines that have work, at most `max_paused` pause at a time, and always at least one may;
+  one without work, asleep, or not serving yet, loads at once;
 - all waits are for a version number or for a turn: what has been reached stays reached;
 - colocated: while the policy has the devices no engine starts, loads or wakes; and of a version
   that is lent none loads while one starts, which measures the free memory of its device;
-- after `halt` nothing is loaded any more, and whoever waits for a version is told why.
+- after `halt` nothing is loaded any more, and every wait for a version raises the reason.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class WeightUpdates:
     @asynccontextmanager
     async def sending(self, machine: str, at_once: float) -> AsyncIterator[Staged]:
         """Waits until an engine there needs a version that is not there, for room, and until fewer
-        than `at_once` machines are being sent to; the body sends it and says that it arrived."""
+        than `at_once` machines are being sent to; the body sends it and reports its arrival."""
         await self._changed.until(
             lambda: len(self.copies.sending) < at_once and self._may_send(machine)
         )

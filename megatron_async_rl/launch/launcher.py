@@ -446,8 +446,8 @@ def _record_failure(run_dir: Path, stall_found: stall.Stall) -> None:
 
 
 def _kill_leftovers(run_id: str) -> None:
-    """Kills every process of the run, and gives back the memory that its weights took. A stopped
-    process would not react to SIGTERM."""
+    """Kills every process of the run, and releases the memory of its weights. A stopped process
+    would not react to SIGTERM."""
     for send in (psutil.Process.terminate, psutil.Process.kill):
         alive = of_run(run_id)
         for process in alive:

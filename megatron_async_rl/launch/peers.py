@@ -11,7 +11,8 @@ system, does not know the run's directory.
 Invariants:
 - node 0 listens from its first moment on, and gives the port back before its ranks start: they need
   it;
-- a node that does not start ends at the latest TELL_S after it said so to its user, heard or not;
+- a node that does not start ends at most TELL_S after it reported so to its user, whether or not
+  the others heard it;
 - no rank starts on a node that node 0 does not reach, or that does not reach node 0, by the
   addresses that the ranks will give each other;
 - what a stranger sends to the port is not taken for a node's;
@@ -47,7 +48,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 RENDEZVOUS = "bound"
 """Name of the rendezvous of torchrun.py in torchrun's registry."""
 STRANGERS = 128
-"""Connections beside those of the nodes that node 0 holds: the oldest are closed."""
+"""Limit of the connections at node 0 besides the nodes' own; the oldest are closed."""
 LOOPBACK = "127.0.0.1"
 _LONGEST = 2**16
 """Bytes of a message."""
@@ -114,7 +115,7 @@ class Nodes:
 
 
 class PeerNodes:
-    """The nodes beside this one, until their ranks start. A single node has none."""
+    """The other nodes, until their ranks start. A single node has none."""
 
     def __init__(self, nodes: Nodes) -> None:
         """Raises NodesError where node 0 cannot listen at its endpoint."""
@@ -193,7 +194,7 @@ class PeerNodes:
         self.close()
 
     def close(self) -> None:
-        """Gives the port back. From now on nobody is heard or told."""
+        """Gives the port back. Stop sending and receiving."""
         self._hang_up()
         for listener in (self._listener, self._ranks):
             if listener is not None:
@@ -321,7 +322,7 @@ def rank_address() -> str:
                     return one.address.partition("%")[0]
         raise NodesError.of(
             INTERFACE,
-            f"{names} is no interface of {socket.gethostname()} with an address",
+            f"{names} is not an interface of {socket.gethostname()} with an address",
             f"set it there to one of: {', '.join(interfaces)}",
         )
     return next(_own_addresses(socket.gethostname()), LOOPBACK)

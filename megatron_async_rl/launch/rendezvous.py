@@ -134,7 +134,7 @@ def _find(nodes: Nodes, config: Config, timeout_s: float, peers: PeerNodes) -> s
 
 
 def _has_joined(run_dir: Path, number: int, start: str) -> bool:
-    """Raises NodesError where it says that it cannot reach node 0."""
+    """Raises NodesError if it reports that it cannot reach node 0."""
     launcher = _launcher(run_dir, number)
     if launcher is None or launcher.facts.get(_START) != start:
         return False

@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from typing import Literal
 
 MetricKind = Literal["number", "total", "counts", "doubling counts", "per engine"]
-"""`number`: a float or an integer; `total`: one that only grows until the process starts again;
+"""`number`: a float or an integer; `total`: a count that only grows until the process restarts;
 `counts`: a list of integers, one per bin from 0; `doubling counts`: the same, bin i for values from
 2^i up to, and not including, 2^(i + 1); `per engine`: a list of numbers, the first for engine 0."""
 
@@ -154,7 +154,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "policy/skipped": Metric(
                 "0 or 1",
-                "1: no optimizer step (a control said so, the gradient was not finite, or the batch"
+                "1: no optimizer step (a control decided so, the gradient was not finite, or the batch"
                 " was empty). Of several steps the share that was not made.",
             ),
             "policy/nonfinite": Metric(
@@ -277,7 +277,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
         },
     ),
     "Gradient alignment control": (
-        "Present when `controls` has `gac`, or `matched_norm`, which says what gac would do.",
+        "Present when `controls` has `gac`, or `matched_norm`, which reports what gac would do.",
         {
             "gac/cosine": Metric(
                 "cosine", "Between this step's gradient and the previous one, over the whole model."
@@ -301,7 +301,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "gac/to_zero": Metric(
                 "0 or 1",
                 "1: the gradient was parallel to its predecessor within rounding, so that the"
-                " aligned component was removed whatever `target` says.",
+                " aligned component was removed whatever the `target`.",
             ),
             "gac/kept": Metric("steps", "Kept so far in the run.", "total"),
             "gac/projected": Metric("steps", "Projected so far in the run.", "total"),
@@ -435,7 +435,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
                 "s",
                 "With `weights.transport: relay` or `collective`: until the newest version that"
                 " reached another machine, or an engine's own memory, was there, whole and"
-                " verified; of the one that took longest.",
+                " verified; of the slowest.",
             ),
             "weights/relay_bytes": Metric(
                 "bytes", "Received for it by all of them, what came twice included."
@@ -537,7 +537,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "engine/versions": Metric(
                 "version",
-                "Weights each engine samples with; -1 for one that is gone.",
+                "Weights each engine samples with; -1 for an engine that is gone.",
                 "per engine",
             ),
             "engine/alive": Metric("engines", "That take responses."),

@@ -137,7 +137,7 @@ class MetricsLog:
 
     def sync(self) -> dict[str, Any] | None:
         """Wait until the lines are on the disk. Return step and digest of the last line of this
-        process, by which a resume tells that they are of the run of a checkpoint."""
+        process. A resume compares them to check that the log and a checkpoint belong to one run."""
         os.fsync(self._file.fileno())
         return None if self._last is None else {"step": self._last[0], "digest": self._last[1]}
 
@@ -181,9 +181,9 @@ def cut_from(run_dir: Path, first_step: int) -> int:
 
 
 def cut_unreadable(run_dir: Path) -> dict[str, int]:
-    """Move lines at the end that are no metrics, or no evaluations, such as one that a crash cut in
-    the middle, to metrics.cut.jsonl and eval.cut.jsonl. Return how many, by file, where there are
-    any. Such a line before others is damage, which readers report."""
+    """Move lines at the end that are not metrics, or not evaluations, such as a line that a crash
+    cut, to metrics.cut.jsonl and eval.cut.jsonl. Return how many, by file, where there are any.
+    Such a line before others is damage, which readers report."""
     cut = {
         FILE: cut_from(run_dir, sys.maxsize),
         EVAL_FILE: cut_lines(
@@ -194,8 +194,8 @@ def cut_unreadable(run_dir: Path) -> dict[str, int]:
 
 
 def cut_lines(path: Path, aside: Path, keeps: Callable[[dict[str, Any]], bool]) -> int:
-    """Cuts the end of a file of JSON objects off: all lines after the last one that `keeps`
-    accepts. They go to the end of `aside`; returns how many.
+    """Cuts the end of a file of JSON objects off: all lines after the last that `keeps` accepts.
+    They go to the end of `aside`; returns how many.
 
     A crash in here loses no line; it may leave lines in both files.
     """
@@ -450,7 +450,7 @@ def read_newest(run_dir: Path, count: int) -> list[MetricRow]:
 
 
 def _checked(name: str, value: object) -> Value:
-    """The value as plain Python, of the kind the catalogue says."""
+    """The value as plain Python, of the catalogue's kind."""
     metric = find_metric(name)
     if metric is None:
         near = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.0)

@@ -180,7 +180,7 @@ def _unavailable(host: str, port: int, error: OSError) -> UserError:
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return UserError.of(
             "observe.prometheus_host",
-            f"{host} is no address of this machine: {error.strerror or error}",
+            f"{host} is not an address of this machine: {error.strerror or error}",
             "name one, such as 127.0.0.1, or 0.0.0.0 for all of them",
         )
     return UserError.of(

@@ -2,8 +2,8 @@
 library and its own environment variables.
 
 Invariants:
-- a tracker that cannot be opened is refused at the start; one that fails, hangs or is slow later
-  costs its own lines and nothing of the run, which never waits for it;
+- a tracker that cannot be opened is refused at the start; a tracker that fails, hangs or is slow
+  later loses its own lines and nothing of the run, which never waits for it;
 - a resumed run goes on in the tracker's same run: its identity is in RUN/trackers.json;
 - without a server, what is tracked lies in the run directory (Weights & Biases with
   WANDB_MODE=offline, MLflow) or where the tracker keeps it (trackio).
@@ -103,7 +103,7 @@ class Tracker(ABC):
     package: str
     """The library to install, as pip knows it."""
     offline: str
-    """How to track without a server, in words."""
+    """Advice on how to track without a server."""
 
     def __init__(self, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
         try:
@@ -115,7 +115,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def open(self, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
-        """Begins the tracker's run, or goes on with the one that RUN/trackers.json names."""
+        """Begins the tracker's run, or continues the run that RUN/trackers.json names."""
 
     @abstractmethod
     def send(self, step: int, time: float, numbers: Mapping[str, float]) -> None: ...
@@ -170,7 +170,7 @@ class MLflow(Tracker):
     offline = "unset MLFLOW_TRACKING_URI to track in RUN/mlruns"
 
     def open(self, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
-        # Files need no database and no server; MLflow asks to be told that one wants them.
+        # Files need no database and no server; MLflow requires an explicit opt-in.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")

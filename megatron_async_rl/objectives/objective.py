@@ -1,10 +1,10 @@
-"""A configured objective: what it must be told about a batch, what it decides from it, and the loss
-of any part of it.
+"""A configured objective: the columns it needs of a batch, its decisions, and the loss of any part
+of it.
 
     needs        which per-token columns of the whole batch are precomputed before training (often
                  none)
     prepare      once per batch: reward shaping, the proximal policy, advantages
-    needs_again  which of the columns an optimizer step wants under its own weights, where others
+    needs_again  the columns that an optimizer step needs under its own weights, where others
                  have moved them since the batch began
     decide       once per optimizer step, from its whole minibatch: corrections that need all of it,
                  the loss's decisions, denominators
@@ -120,8 +120,8 @@ class Objective:
         """Everything about an optimizer step on `batch`, a minibatch or all of one, that does not
         need gradients; the same on every rank.
 
-        current: the columns of `needs_again` under the step's own weights, in the place of those
-        that the batch began with.
+        current: the columns of `needs_again` under the step's own weights, replacing those with
+        which the batch began.
         """
         whole = batch.whole.replace(
             **{name: column.double() for name, column in (current or {}).items()}
@@ -174,8 +174,8 @@ class Objective:
         parts = aggregate(losses, batch, used, denominators, config.norm_length)
         terms = {}
         for name, coefficient, values in self._terms(batch) if with_terms else ():
-            # A term per token beside a loss per sequence is averaged over tokens. Corrections do
-            # not weigh it.
+            # A term per token is averaged over tokens even if the loss is per sequence. Corrections
+            # do not weigh it.
             plain = batch.replace(weights=torch.ones_like(batch.weights))
             average = "token-mean" if used == "seq-mean" else used
             term = coefficient * aggregate(

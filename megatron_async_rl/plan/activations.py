@@ -68,7 +68,7 @@ def context_masks(
     config: Config, tokens: int, longest: int, *, on_gpu: bool, layers: LayerFamily, count: int
 ) -> int:
     """Bytes of the masks of torch's attention under context parallelism on a GPU, where Transformer
-    Engine's kernel wants none: of the two parts of a row that a rank has, [part, tokens up to its
+    Engine's kernel needs none: of the two parts of a row that a rank has, [part, tokens up to its
     end] each. Padded rows and all layers share them; each of several samples in a row has its own
     in each of `count` layers."""
     context = config.policy.parallel.context
@@ -163,7 +163,8 @@ def layer_activations(
     rotation = 4 * shape.head_dim * own * places
     narrow = 0
     if lora is not None:
-        # What adapters' second matrices take: beside column-parallel products of all tokens.
+        # What adapters' second matrices take: in addition to column-parallel products of all
+        # tokens.
         columns = sum(target not in ROW_PARALLEL for target in lora.targets)
         narrow = lora.rank * own * columns
         whole += lora.rank * own * (len(lora.targets) - columns)
@@ -177,8 +178,8 @@ def layer_activations(
 
 def _input_bytes(lora: LoraConfig | None, own: int, *matrices: Target, on_gpu: bool) -> int:
     """Bytes kept of each number that a product takes, of these matrices together. A frozen one
-    keeps none: the adapters beside it keep one for all, or with dropout each what it was left, and
-    its mask."""
+    keeps none: its adapters keep one for all, or with dropout each what it was left, and its
+    mask."""
     if lora is None:
         return own
     count = len(set(matrices) & set(lora.targets))

@@ -40,7 +40,8 @@ NAMESPACES = (
     ("kernel/unprivileged_userns_clone", "0", "1"),
     ("user/max_user_namespaces", "0", "16384"),
 )
-"""Settings of the kernel that forbid them: name, the value that does, and one that does not."""
+"""Settings of the kernel that forbid them: name, a value that permits them, and a value that does
+not."""
 PROBE_TIMEOUT_S = 60.0
 LEAST_SHARED_MEMORY = GIB // 2
 LEAST_MEMORY = 6 * GIB
@@ -145,7 +146,7 @@ def show(
     if fix_hints:
         _show_fixes([finding for finding in findings if finding.fix], console)
     if missing:
-        more = "" if fix_hints else " `mar doctor --fix-hints` says how to mend each."
+        more = "" if fix_hints else " `mar doctor --fix-hints` shows the fixes."
         console.print(f"[red bold]not ready[/]: {', '.join(missing)}.{more}")
         return 1
     console.print("[green bold]ready[/]")
@@ -300,7 +301,7 @@ def _torch_says(answer: str, path: str) -> tuple[list[Finding], str | None]:
     wanted = path == "cuda"
     cuda = f"torch built for {built}, {'usable' if available == 'True' else 'not usable'}"
     driver = (
-        "nvidia-smi   # no driver: install one that has this CUDA; and unset CUDA_VISIBLE_DEVICES"
+        "nvidia-smi   # no driver: install a build for this CUDA; and unset CUDA_VISIBLE_DEVICES"
     )
     anew = _new_torch(path)
     of_cuda, of_gpus = (anew if built == "none" else driver, anew) if wanted else ("", "")
@@ -373,7 +374,7 @@ def _machine(machine: Machine) -> list[Finding]:
             "memory",
             memory >= LEAST_MEMORY,
             size(memory),
-            "the demo wants about 6 GiB",
+            "the demo needs about 6 GiB",
             "rollout.kv_cache_gib: 0.25, one engine",
         ),
         _look(
@@ -390,7 +391,7 @@ def _machine(machine: Machine) -> list[Finding]:
 
 
 def _sandbox() -> Finding:
-    """Says whether the `code` reward can run programs behind walls of the kernel's."""
+    """Report whether the `code` reward can run programs in kernel namespaces."""
     brings = "the `code` reward runs programs that nobody has read"
     try:
         run("pass")
@@ -412,7 +413,7 @@ def _allow_namespaces() -> str:
             return f"sudo sysctl -w {name.replace('/', '.')}={opened}"
     return (
         "in a container: docker run --security-opt seccomp=unconfined, or --cap-add SYS_ADMIN; else"
-        " rollout.reward.settings: {isolation: limits}, which leaves files readable to the code"
+        " rollout.reward.settings: {isolation: rlimits}, which leaves files readable to the code"
     )
 
 

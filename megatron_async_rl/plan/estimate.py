@@ -149,9 +149,9 @@ def run_ahead(config: Config) -> float:
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """`generate_s`, `train_s`: of one batch. `staged_s`: the ranks write a version into shared
-    memory. `relayed_s`: it is on its way to other machines, beside all else; null with engines on
-    rank 0's alone. `loaded_s`: an engine takes it. `decoding`: responses that an engine runs at a
-    time, `tokens_per_s` that it samples.
+    memory. `relayed_s`: it is sent to other machines, concurrently with all else; null with engines
+    on rank 0's alone. `loaded_s`: an engine takes it. `decoding`: responses that an engine runs at
+    a time, `tokens_per_s` that it samples.
     """
 
     chip: Chip
@@ -163,7 +163,7 @@ class Estimate:
     staged_s: float
     relayed_s: float | None
     sending: str
-    """How fast it is taken to be sent, in words."""
+    """Text on the assumed speed of sending."""
     ipc: bool
     """Nothing passes through host memory."""
     loaded_s: float
@@ -172,7 +172,7 @@ class Estimate:
     run_ahead: float
     fp8: bool
     passes: float
-    """Forward passes over the batch beside those that train, part of `train_s`."""
+    """Forward passes over the batch besides those that train, part of `train_s`."""
 
     @property
     def publish_s(self) -> float:
@@ -317,7 +317,7 @@ def _train_s(config: Config, chip: Chip, shape: ModelShape, batch: Batch) -> flo
 
 
 def forward_passes(config: Config) -> float:
-    """Passes over the whole batch beside those that train: before it is trained on, under the
+    """Passes over the whole batch besides those that train: before it is trained on, under the
     reference, the proximal policy and the weights in training; and of each later optimizer step
     under its own weights, over its part. As objectives/objective.py asks for them."""
     objective = config.objective

@@ -8,7 +8,7 @@ Invariants:
 - a plan is refused only above the memory that is there; within the error of the estimate it gets a
   note;
 - a key is named in a plan only with a value that this config and machine can run with, and that
-  needs less; where memory ran out, with one that the config may have.
+  needs less; where memory ran out, with a value that the config may have.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ RanksOf = Callable[[Config], Sequence[RankMemory]]
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Bytes that one GPU must hold at one time. `has`: bytes there are for it, in words `of`."""
+    """Bytes that one GPU must hold at one time. `has`: bytes available, described by `of`."""
 
     key: str
     what: str
@@ -80,7 +80,7 @@ class Need:
 
     @property
     def largest(self) -> str:
-        """The largest parts, in words."""
+        """Text on the largest parts."""
         shown = sorted(self.parts, key=lambda part: -part[1])[:PARTS_SHOWN]
         return ", ".join(f"{name} {_gib(count)}" for name, count in shown if count)
 
@@ -154,7 +154,7 @@ def _needs(
         kept = max((rank for rank in ranks if rank.stage in stages), key=_kept)
         found["publish"] = Need(
             key="rollout.tensor",
-            what=f"an engine, loading beside a rank{_of_stage(kept, ranks)}",
+            what=f"an engine, loading next to a rank{_of_stage(kept, ranks)}",
             parts=(
                 ("the engine's weights", engine.of_worker(rollout)),
                 ("the policy's parameters", _kept(kept)),
@@ -166,8 +166,8 @@ def _needs(
         )
         found["generate"] = Need(
             key="rollout.gpu_memory_utilization",
-            what=f"an engine, generating beside a rank{_of_stage(kept, ranks)}",
-            # One that has started again takes weights beside its cache.
+            what=f"an engine, generating next to a rank{_of_stage(kept, ranks)}",
+            # A restarted engine holds new weights in addition to its cache.
             parts=(
                 ("the engine", share),
                 ("the policy's parameters", _kept(kept)),
@@ -220,7 +220,7 @@ def _fix(
     phase: Needed,
     needs: dict[Needed, Need],
 ) -> str:
-    """Changes that help, the one that helps most first."""
+    """Changes that help, the most helpful first."""
     helpful = []
     share = _share(config, machine, phase, needs[phase])
     for key, value in _changes(config, phase, share):

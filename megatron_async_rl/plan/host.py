@@ -205,7 +205,8 @@ def host_problems(
     hosts_of: Callable[[Config], Sequence[HostMemory]],
 ) -> tuple[list[Problem], list[str]]:
     """Problems of machines whose memory cannot hold what is certain, and notes on those where the
-    estimates exceed it. `hosts_of`: the memory of another config, empty for one that cannot run."""
+    estimates exceed it. `hosts_of`: the memory of another config, empty for a config that cannot
+    run."""
     problems, notes = [], []
     for host in hosts if machine.memory else ():
         named = f"{host.machines}: " if len(hosts) > 1 else ""
@@ -248,7 +249,7 @@ def free_memory_problems(
 def _fix(
     config: Config, host: HostMemory, hosts_of: Callable[[Config], Sequence[HostMemory]]
 ) -> str:
-    """Keys that lower the memory of these machines, the one that lowers it most first."""
+    """Keys that lower the memory of these machines, the most effective first."""
     helpful = []
     for key, value in (
         ("checkpoint.asynchronous", False),

@@ -1,7 +1,7 @@
 """The questions of `mar init`, each asked once: options answer them beforehand, and without a
 terminal every other question takes its default.
 
-    model -> data, of which the columns are read -> prompt column -> held-out data -> reward
+    model -> data, whose columns are read -> prompt column -> held-out data -> reward
           -> answer column, if the reward reads one -> GPUs -> style
 
 Invariants:
@@ -105,8 +105,8 @@ class Interview:
         }
 
     def ask(self) -> InitAnswers:
-        """Ask every question. Raises UserError for an option that is wrong, and for one that has no
-        default and no terminal to ask at."""
+        """Ask every question. Raises UserError for an option that is wrong, and for a question
+        without a default if there is no terminal."""
         missing = [options for name, options in REQUIRED.items() if name not in self._given]
         if missing and not self._terminal:
             fix = f"add {' '.join(missing)}; every other question has a default"
@@ -348,7 +348,7 @@ def _require_column(option: str, column: str, columns: Sequence[str], of: str = 
     )
     likely = next((one for one in SYNONYMS[role] if one in columns), "COLUMN")
     what = f"{of} has no column {column!r} (its columns: {_listed(columns)})"
-    raise UserError.of(option, what, f"name one that is there: {named} {likely}")
+    raise UserError.of(option, what, f"name an existing one: {named} {likely}")
 
 
 def _no_answer(reward: str, columns: Sequence[str]) -> UserError:

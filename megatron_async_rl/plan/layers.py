@@ -1,5 +1,5 @@
-"""Settings of a policy's layers on a machine and a model of given sizes, low-rank adapters and
-products in 8-bit floats: what is in the way, and the memory that they take.
+"""Settings of a policy's layers on a machine and a model of given sizes, low-rank adapters and FP8
+GEMMs: their obstacles, and their memory.
 
 The memory of products in 8 bits was read in the source of Transformer Engine 2.12 and Megatron-Core
 0.19.2, and not measured. A product keeps its input for the backward pass once, in 8 bits; but the
@@ -62,7 +62,7 @@ def weight_bytes(fp8: Fp8Config) -> float:
 
 
 def fp8_copies(config: Config, shape: ModelShape, *, stage: int, in_flight: int) -> int:
-    """Bytes that weights in 8 bits add on a rank of the stage to those in bfloat16, or take off.
+    """Bytes that FP8 weights add on a rank of the stage to those in bfloat16, or take off.
 
     Primary weights take the place of bfloat16 ones. Others are made in each forward pass and kept
     until its backward pass: for every layer in flight once (`in_flight`: layers that hold a

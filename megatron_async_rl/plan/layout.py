@@ -44,8 +44,8 @@ def device_of(config: Config, machine: Machine) -> Device:
 
 def rank_environment(config: Config, machine: Machine) -> dict[str, str]:
     """Variables that trainer ranks want here. Ranks planned for GPUs run on no CPU unsaid.
-    Megatron-Core launches a message of tensor or context parallelism before the kernels it is to
-    run beside; up to Hopper the GPU keeps that order only with one queue."""
+    Megatron-Core launches a message of tensor or context parallelism before the kernels with which
+    it overlaps; up to Hopper the GPU keeps that order only with one queue."""
     parallel = config.policy.parallel
     if device_of(config, machine) != "cuda":
         return {}
@@ -349,7 +349,7 @@ def _room_problems(config: Config, machine: Machine) -> list[Problem]:
         else ""
     )
     fix += (
-        f"plan for {more} machines, of which {machine.nodes} have ranks (--nodes {more}"
+        f"plan for {more} machines, and {machine.nodes} of them have ranks (--nodes {more}"
         f" --trainer-nodes {machine.nodes})"
     )
     return [Problem(key="rollout.engines", what=what, fix=fix)]
@@ -394,7 +394,7 @@ def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
     engines += f" of {workers} GPUs" if workers > 1 else ""
     what = (
         f"cuda_ipc passes weights from a rank to an engine on the same GPU, and {engines}"
-        f" {'takes' if engine_count(config) == 1 else 'take'} {number_of('GPU', taken)}, of which"
+        f" {'takes' if engine_count(config) == 1 else 'take'} {number_of('GPU', taken)}, and"
         f" {ranks} {'has' if ranks == 1 else 'have'} a rank"
     )
     fix = (

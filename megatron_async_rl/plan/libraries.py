@@ -25,8 +25,7 @@ MAPS = Path("/proc/self/maps")
 
 
 class LibraryConflict(RuntimeError):
-    """A process has two files of one CUDA library, or not the one that torch was compiled
-    against."""
+    """A process has two files of one CUDA library, or another than torch was compiled against."""
 
 
 def loaded(maps: str) -> dict[str, set[str]]:
@@ -47,7 +46,7 @@ def require_one_of_each(found: Mapping[str, Collection[str]], wheels: Path) -> N
         own = {str(file) for file in wheels.glob(f"*/lib/{name}.so*")}
         if len(files) > 1:
             raise LibraryConflict(
-                f"two files of {name} are loaded: {', '.join(sorted(files))}. Remove the one that"
+                f"two files of {name} are loaded: {', '.join(sorted(files))}. Remove the file that"
                 f" is not in {wheels}: a base image without cuDNN has none"
             )
         if own and not own.issuperset(files):

@@ -91,7 +91,8 @@ class Gpu:
     index: str = ""
     """Index of the GPU in nvidia-smi."""
     users: tuple[str, ...] = ()
-    """Processes on it, in words, as far as they can be seen: not from inside a container."""
+    """Descriptions of the processes on it, as far as they can be seen: not from inside a
+    container."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,8 @@ class Machine:
     nothing that lies on its disks is. `transformer_engine`: its version, null where it is not
     installed; of a machine that is described, requirements/gpu.txt's.
 
-    `nodes`: machines like this one that have ranks, each as many; the first has the engines that
-    get their weights by shared memory. `engine_nodes`: machines like this one beside them, with
+    `nodes`: machines like this one with ranks, each with equally many; the first has the engines
+    that get their weights by shared memory. `engine_nodes`: further machines like this one, with
     engines alone.
     """
 
@@ -126,8 +127,8 @@ def described_machine(
     engine_nodes: int = 0,
     chip: Chip | None = None,
 ) -> Machine:
-    """`nodes` machines with ranks and `engine_nodes` without, of `gpus` GPUs each, of which nothing
-    else is known."""
+    """`nodes` machines with ranks and `engine_nodes` without, of `gpus` GPUs each, without further
+    details."""
     name = chip.name.upper() if chip is not None else "GPU"
     gpu = Gpu(
         f"{name} of {gpu_memory_gib:g} GiB",
@@ -147,8 +148,8 @@ def described_machine(
 
 
 def chip_of(machine: Machine) -> Chip | None:
-    """The model of its GPUs: by name, or where they are described by their memory alone, one that
-    has so much. Null: none of CHIPS."""
+    """The model of its GPUs: by name or, if they are described by their memory alone, the model
+    with so much. Null: none of CHIPS."""
     if not machine.gpus or ON_A_CARD.search(machine.gpus[0].name):
         return None
     gpu = machine.gpus[0]
@@ -179,7 +180,7 @@ def this_machine(nodes: int = 1, engine_nodes: int = 0) -> Machine:
 
 def _transformer_engine() -> str | None:
     """Its version, where it is installed with its part for torch. That is a file which it loads by
-    its path: beside the package, in it, or in its `wheel_lib`, by how it was built."""
+    its path: next to the package, in it, or in its `wheel_lib`, by how it was built."""
     found = find_spec("transformer_engine")
     places = found.submodule_search_locations if found is not None else None
     if not any(
@@ -246,7 +247,7 @@ def _users(command: str) -> dict[str, list[str]]:
 
 def _query_output(command: str, query: str) -> list[list[str]]:
     """Rows of nvidia-smi's answer. None where the tool is there without a working driver: no usable
-    GPU, and `mar doctor` says so."""
+    GPU, and `mar doctor` reports it."""
     try:
         answer = subprocess.run(
             [command, query, "--format=csv,noheader,nounits"],

@@ -125,7 +125,7 @@ def _shape(path: Path) -> tuple[ModelShape | None, list[Problem]]:
         return None, [
             _problem(
                 f"{path} does not exist",
-                "point it at a Hugging Face model directory, the one that holds config.json",
+                "point it at a Hugging Face model directory, which holds config.json",
             )
         ]
     try:

@@ -73,7 +73,7 @@ objective: {{loss: reinforce}}
 """,
     ),
 }
-"""Name -> what it is, in words; its part of the file."""
+"""Name -> description; its part of the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ def write_config(answers: InitAnswers, out: Path) -> InitFiles:
 
 
 def _split(answers: InitAnswers, share: float, out: Path) -> Split | None:
-    """The two sides, in a folder beside the file."""
+    """The two parts of the data, in a folder next to the file."""
     name = parse(Path(answers.data))
     data = fetch("data.train", name) if name is not None else Path(answers.data).expanduser()
     folder = out.parent / f"{out.stem}_data"
@@ -253,7 +253,7 @@ def _has_chat_template(model: Path) -> bool:
 
 
 def _faults(text: str, answers: InitAnswers, out: Path) -> list[Problem]:
-    """Faults of a file with this text, in the place of `out`: its paths start there."""
+    """Faults of a file with this text at the path `out`: its paths start there."""
     machine: Machine = this_machine()
     if answers.gpus:
         machine = described_machine(

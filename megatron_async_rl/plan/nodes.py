@@ -49,9 +49,9 @@ class NodeReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterReport:
-    """`nodes`: without rank 0's own machine. `address`: by which Ray, and engines, know that.
-    `occupied`: GPUs that Ray has handed out. `missing`: machines that were waited for and did not
-    join. `error`: why there is nothing to report."""
+    """`nodes`: without rank 0's own machine. `address`: the address that Ray and engines use for
+    it. `occupied`: GPUs that Ray has handed out. `missing`: machines that were waited for and did
+    not join. `error`: why there is nothing to report."""
 
     address: str = ""
     nodes: Sequence[NodeReport] = ()
@@ -149,8 +149,8 @@ def _is_grpc(connection: socket.socket) -> bool:
 
 
 def cluster_problems(report: ClusterReport, *, waited: bool) -> list[Problem]:
-    """Faults that keep engines from running there, by machine. `waited`: for machines to join; else
-    one that does not answer may be lost, which costs its engines alone."""
+    """Faults that keep engines from running there, by machine. `waited`: for machines to join;
+    otherwise a node that does not answer may be lost, which costs only its engines."""
     if report.error:
         fix = "start Ray there with this environment, open the port, or correct RAY_ADDRESS"
         return [Problem(key="RAY_ADDRESS", what=report.error, fix=fix)]

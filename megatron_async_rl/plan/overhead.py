@@ -1,4 +1,4 @@
-"""GPU memory that CUDA processes take beside the tensors that the plan counts.
+"""GPU memory that CUDA processes take besides the tensors that the plan counts.
 
 Estimates from the libraries' documentation and sources and from reports of their users; this
 project has not measured one of them. By vLLM's source, an engine's context and communicators lie

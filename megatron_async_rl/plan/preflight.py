@@ -75,7 +75,7 @@ MADE_UP_RESPONSE = "0"
 TRIED_PROMPTS = 3
 TRAINING = ("data.train", "data.sources")
 FAULT = 240
-"""Characters of what a library says of a grammar: it may repeat the whole."""
+"""Limit of a library's message on a grammar, in characters; it may repeat the whole grammar."""
 GRAMMAR_FIX = {
     "regex": (
         "write it without what such grammars do not have: look-around, back-references, conditions,"
@@ -198,8 +198,8 @@ def _training_sources(
 
 @dataclass(frozen=True)
 class _File:
-    """A file of the configuration. `room`: tokens that a prompt may have; null where that is no
-    question, or there is none, which the plan says."""
+    """A file of the configuration. `room`: tokens that a prompt may have; null if that does not
+    matter, or there is none, which the plan reports."""
 
     key: str
     file: FileConfig
@@ -350,7 +350,7 @@ def _stop_tokens(config: Config, shape: ModelShape) -> list[Problem]:
     return [
         Problem(
             key=f"{key}.stop_token_ids",
-            what=f"{token} is no token of the model, which has {shape.vocabulary}",
+            what=f"{token} is not a token of the model, which has {shape.vocabulary}",
             fix=f"take ids below {shape.vocabulary}, or text in {key}.stop",
         )
         for key, tokens in given.items()
@@ -446,8 +446,8 @@ def _named(settings: RewardConfig) -> str:
 
 
 async def _first_error(scorer: Scorer, prompts: Sequence[Prompt]) -> str | None:
-    """Null as soon as one prompt is scored: a reward may fail on some, and on_error says what then
-    happens."""
+    """Null as soon as one prompt is scored: a reward may fail on some, and on_error decides the
+    consequence."""
     first = None
     for prompt in prompts:
         if not scorer.scores(prompt):
@@ -506,7 +506,7 @@ def _environment(
 
 
 def _tasks(settings: EnvironmentConfig, read: Mapping[str, PromptSet]) -> list[Problem]:
-    """Prompts of which the environment `verifiers` has no task: the first of each file."""
+    """Prompts without a task in the environment `verifiers`: the first of each file."""
     made: Any = load_factory(settings)()
     problems = []
     for key, found in read.items() if hasattr(made, "task") else ():
@@ -609,8 +609,8 @@ def _run_directory(config: Config) -> list[Problem]:
 
 
 def _beside(config: Config) -> list[Problem]:
-    """A run that cannot be read has a file in fault; one that is none, or has no step yet, has
-    not."""
+    """A run that cannot be read has a file in fault; a directory that is not a run, or has no step
+    yet, has none."""
     beside = config.observe.beside
     if beside is None:
         return []

@@ -1,7 +1,7 @@
 """Answers to the question of `mar init` what a response is worth, as sections of the configuration:
 rewards, servers and environments by their names or of a user's own, several joined by `+`.
 
-Whatever a choice needs has a value to start from, and a comment that says what it stands for.
+Whatever a choice needs has a value to start from, and a comment that explains it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ AGENT_TIMEOUT_S = 600
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """`settings`: those that it cannot do without, with values to start from; `comment`: what to
-    put there, and what else it wants."""
+    put there, and its other requirements."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     comment: str = ""
@@ -81,7 +81,7 @@ def times(a: int, b: int) -> int:
     """
     return a * b
 ''',
-    "my_agent": '''"""An agent: asks the model as often as it likes, and says what came of it."""
+    "my_agent": '''"""An agent: asks the model as often as it likes, and returns the result."""
 
 from openai import OpenAI
 
@@ -97,7 +97,7 @@ def run(prompt, base_url):
 
 
 def names_of(answer: str) -> list[str]:
-    """The names in an answer. Raises ValueError for one that nothing has."""
+    """The names in an answer. Raises ValueError for an unknown one."""
     names = [one.strip() for one in answer.split("+")]
     known = {**REWARDS, **ENVIRONMENTS}
     for name in names:
@@ -120,7 +120,7 @@ def names_of(answer: str) -> list[str]:
 
 def is_environment(name: str) -> bool:
     """True for a built-in one and for a class with its methods. False, too, for what cannot be
-    loaded: the plan says why."""
+    loaded: the plan gives the reason."""
     if ":" not in name:
         return name in ENVIRONMENTS
     module, _, attribute = name.partition(":")
@@ -217,7 +217,7 @@ class RewardChoice:
         try:
             of_groups = registry.load_reward(name, settings).of_groups
         except registry.RewardError:
-            return tree  # the plan says why
+            return tree  # the plan gives the reason
         return tree | ({"per": "group"} if of_groups else {})
 
 

@@ -33,7 +33,7 @@ STAGES_SHOWN = 5
 WIDTH = 100
 """Most columns of a plan, whatever the width of the terminal or of the pipe."""
 LABEL = re.compile(r"[^\s:]+(?: [^\s:]+){0,2}\s{2,}")
-"""Beginning of a line of which the rest, where it is wrapped, stands in a column of its own."""
+"""Beginning of a line whose rest is wrapped in its own column."""
 MEASURED_STEPS = 2000
 """Rates are taken from so many last steps of a run."""
 
@@ -204,8 +204,8 @@ def resolved(config: Config) -> str:
 
 
 def staleness_law(config: Config) -> str:
-    """The staleness bound that this config gives, in words, and what selection, late groups and
-    placement make of it."""
+    """Text on the staleness bound of this config, and what selection, late groups and placement
+    make of it."""
     flow, rollout = config.flow, config.rollout
     ratio, prompts, responses = (
         flow.async_ratio,
@@ -305,7 +305,7 @@ def _selection(config: Config) -> str:
         case Replay():
             return (
                 f"replay: a step takes the newest batch with probability {selection.recent:g}, else"
-                f" stored responses, of which the newest {selection.per_prompt} of each prompt are"
+                f" stored responses; the newest {selection.per_prompt} of each prompt are"
                 " kept"
             )
         case OldestFirst():
@@ -483,7 +483,7 @@ def _rank_memory(plan: RunPlan, config: Config) -> Table:
         table.add_column(name, justify="right")
     rows = [
         ("parameters", [rank.parameters for rank in ranks]),
-        ("weights in 8 bits ~", [rank.fp8 for rank in ranks]),
+        ("FP8 weights ~", [rank.fp8 for rank in ranks]),
         ("gradients", [rank.gradients for rank in ranks]),
         ("optimizer", [rank.optimizer for rank in ranks]),
         ("controls", [rank.controls for rank in ranks]),

@@ -55,7 +55,7 @@ class Totals:
 
     @property
     def disk(self) -> int:
-        """Most bytes in run.dir, beside logs and metrics."""
+        """Most bytes in run.dir, besides logs and metrics."""
         return self.checkpoints * self.checkpoint + self.export + self.samples
 
     def hours(self, step_s: float) -> float:

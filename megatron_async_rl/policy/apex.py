@@ -11,7 +11,7 @@ Transformer Engine's layers have such kernels of their own.
 Invariants:
 - without Apex everything works, on torch's kernels, with the same results up to rounding;
 - float32 models use torch's kernels alone, so a GPU computes what a CPU does;
-- adapters (policy.lora) need no gradient of the weights beside them.
+- adapters (policy.lora) need no gradient of the weights that they adapt.
 """
 
 from __future__ import annotations

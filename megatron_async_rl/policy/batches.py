@@ -1,6 +1,6 @@
 """A train batch on its way from rank 0 to the ranks that train it.
 
-Rank 0 alone is handed the batch. It says which data-parallel rank owns which sample, sends
+Rank 0 alone is handed the batch. It decides which data-parallel rank owns which sample, sends
 everybody the numbers of the whole batch, and each rank the token ids of its own samples, as Arrow
 buffers over the CPU group: the same way for rollouts and for given responses, and on nodes that no
 Ray runs on. Then it is gone through `objective.epochs` times, each time as the same
@@ -145,8 +145,8 @@ def receive(
 
 
 def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of a batch from those of its optimizer steps, each as the catalogue says; a key
-    that some steps lack is over the others."""
+    """The metrics of a batch from those of its optimizer steps, each by its rule in the catalogue;
+    a key that some steps lack is over the others."""
     found: dict[str, list[float]] = {}
     for step in steps:
         for name, value in step.items():

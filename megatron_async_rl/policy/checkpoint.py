@@ -133,12 +133,11 @@ def save(
     `proven`. Collective over the world; returns the checkpoint.
 
     state: rank 0's is saved; numbers, text, tensors and containers of them (TypeError otherwise).
-    parameter_state: slices by name; the same names on every rank.
-    entries: further entries of about.json; the same on every rank.
-    files: name and content of what rank 0 wants beside it; see checkpoint_folder.read_file.
-    background: copies everything to host memory, writes in its thread and returns before that has
-    ended; what failed is raised by its next `start` or `finish`. Every rank gives one, or none.
-    Raises FileExistsError when `latest` already names this step.
+    parameter_state: slices by name; the same names on every rank. entries: further entries of
+    about.json; the same on every rank. files: name and content of further files of rank 0; see
+    checkpoint_folder.read_file. background: copies everything to host memory, writes in its thread
+    and returns before that has ended; what failed is raised by its next `start` or `finish`. Every
+    rank gives one, or none. Raises FileExistsError when `latest` already names this step.
     """
     if background is not None:
         background.finish()
@@ -323,7 +322,7 @@ def _read_tensors(
         raise damaged(path, f"{name} is not there")
     try:
         found: dict[str, Any] = torch.load(io.BytesIO(held), weights_only=True, map_location=place)
-    except Exception as error:  # pickle and zip files raise many types; with digests none of them
+    except Exception as error:  # pickle and zip files raise many types; with digests, nothing
         raise damaged(path, f"{name} cannot be read ({type(error).__name__}: {error})") from error
     return found
 

@@ -128,7 +128,7 @@ def _traced(bridge: Any, entry: ParameterEntry, dim: int) -> list[Tensor]:
     places = bridge.merge(entry.name, shards, entry.like()) if ranks > 1 else shards[0]
 
     whole = list(places.shape)
-    if dim == 1:  # rows are told apart; their numbers are one row in memory
+    if dim == 1:  # rows are distinguished; their numbers are one row in memory
         whole[0] = entry.shard_shape[0]
         if entry.partition_dim == 0:
             whole[0] *= bridge.mpu.tp_size

@@ -147,7 +147,7 @@ class DeviceMemory:
                     total += storage.nbytes()
             return total
 
-        # Of weights in 8 bits the storage is Transformer Engine's own.
+        # The storage of FP8 weights is Transformer Engine's own.
         quantised = sum(p.numel() for p in self._parameters() if is_quantised(p))
         gradients = [p.grad for p in optimizer_parameters(self._optimizer) if p.grad is not None]
         found = {

@@ -1,4 +1,4 @@
-"""The bridge of each model family, and the one that a Hugging Face directory asks for.
+"""The bridge of each model family, and the choice of the bridge for a Hugging Face directory.
 
 Invariants:
 - a model whose forward pass would differ from transformers' is refused by name, not approximated;
@@ -73,7 +73,7 @@ class Qwen3Moe(PolicyBridge, Qwen3MoEBridge):
     """Qwen 3 with a mixture of experts in every layer.
 
     Routing is the checkpoint's, in float32, and nothing else touches it: every token reaches its
-    experts (no capacity), and the load-balancing loss is off whatever config.json says
+    experts (no capacity), and the load-balancing loss is off whatever config.json sets
     (`router_aux_loss_coef` belongs to pre-training: it would add a gradient that no objective asked
     for).
     """

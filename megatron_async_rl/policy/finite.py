@@ -63,8 +63,8 @@ def require_finite(held: Mapping[str, Sequence[Tensor]], step: int, layout: Layo
     """Raise NonFiniteError on every rank where a tensor on any rank is not finite. Collective over
     the world.
 
-    held: tensors of this rank by what they are, of which it may have none; the same names on every
-    rank. step: the newest optimizer step."""
+    held: tensors of this rank by kind; a rank may have none; the same names on every rank. step:
+    the newest optimizer step."""
     counts = torch.zeros(len(held), dtype=torch.float32, device=layout.device)
     for place, tensors in enumerate(held.values()):
         for tensor in tensors:

@@ -1,5 +1,4 @@
-"""Products in 8-bit floats: Megatron's settings for a recipe, weights that are kept in 8 bits, and
-the state of delayed scaling.
+"""FP8 GEMMs: Megatron's settings for a recipe, FP8 weights, and the state of delayed scaling.
 
 Megatron enters Transformer Engine's recipe around each layer (for `delayed` around all of them),
 and around the building of layers whose weights are kept in 8 bits; Transformer Engine rounds.
@@ -115,8 +114,8 @@ def restore_delayed_state(
 
 
 def drop_workspaces(chunks: Sequence[nn.Module]) -> None:
-    """Gives up the weights in 8 bits that modules of Transformer Engine keep from one micro-batch
-    to the next; a step makes them anew."""
+    """Drop the FP8 weights that modules of Transformer Engine keep from one micro-batch to the
+    next; a step makes them anew."""
     for chunk in chunks:
         for module in chunk.modules():
             workspaces = getattr(module, "_fp8_workspaces", None)

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside Megatron's linear layers (arXiv 2106.09685).
+"""Low-rank adapters of Megatron's linear layers (arXiv 2106.09685).
 
     y = W x + alpha / rank B A x        A: [rank, inputs], B: [outputs, rank]
 
@@ -77,9 +77,9 @@ class FusedRows:
 
 
 class Adapter(nn.Module):
-    """A and B of one target, or this rank's shards of them. cut: the one that is a shard, and its
-    dimension that is cut; the other is whole on every tensor-parallel rank. sequence_parallel: each
-    of those ranks has the gradient of its part of the tokens for the whole one."""
+    """A and B of one target, or this rank's shards of them. cut: the sharded one, and its cut
+    dimension; the other is whole on every tensor-parallel rank. sequence_parallel: each of those
+    ranks has the gradient of its part of the tokens for the whole one."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class AdaptedRows(Adapted, RowParallelLinear):
 def adapt(
     layer: TransformerLayerSubmodules, config: Any, lora: LoraConfig, *, output_bias: bool
 ) -> None:
-    """Puts layers with adapters in the place of the targets of a transformer layer's specification.
+    """Replace the targets of a transformer layer's specification by layers with adapters.
 
     config: Megatron's. output_bias: the output projection of attention has a bias. Raises
     ValueError for a target that the layer does not have.

@@ -8,7 +8,7 @@ Invariants:
   sample has one segment or several, each a sequence of its own;
 - every data-parallel rank runs the same number of micro-batches (an all-masked one fills up), since
   the collectives of the schedule and of the gradient reduction are counted by micro-batch; the
-  interleaved pipeline schedule wants a multiple of the pipeline's size.
+  interleaved pipeline schedule needs a multiple of the pipeline's size.
 
 How segments lie in the rows of a micro-batch is the sequence layout's (`sequence_layout.py`).
 """
@@ -83,11 +83,12 @@ class MicroBatch:
     samples == () and one token of nobody, whose places are -1.
 
     Under context parallelism L is the length of this rank's part, `rows` is [n] and of its own
-    positions, and `places`, [n] int64, says which of the N tokens they predict; else null.
+    positions, and `places`, [n] int64, holds the index among the N tokens that each predicts; else
+    null.
 
-    padding: [B, L] bool, true of what is no token of a sample. routed_experts: [B, L, bytes] uint8
-    on the host (page-locked for CUDA), the experts that the engine chose (samples/types.py), of
-    tokens where `routed`, [B, L] bool, is true; both null where nobody recorded any.
+    padding: [B, L] bool, true for padding. routed_experts: [B, L, bytes] uint8 on the host
+    (page-locked for CUDA), the experts that the engine chose (samples/types.py), of tokens where
+    `routed`, [B, L] bool, is true; both null where nobody recorded any.
     """
 
     samples: tuple[int, ...]
@@ -289,7 +290,7 @@ def _routed_experts(
 
 @dataclass(frozen=True)
 class Batcher:
-    """Micro-batches of one rank. budget: tokens of one at the most."""
+    """Micro-batches of one rank. budget: largest number of tokens per micro-batch."""
 
     layout: Layout
     budget: int

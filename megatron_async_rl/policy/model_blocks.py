@@ -1,9 +1,10 @@
 """Slices of this rank's parameters as blocks of the whole model's tensors, in files of torch's
 distributed checkpoints.
 
-Megatron's `sharded_state_dict` says which part of which tensor of the model a parameter is, which
+Megatron's `sharded_state_dict` tells which part of which tensor of the model a parameter is, which
 are copies of one another, and how fused ones split. A slice of a parameter is a run of its
-elements, which is no box of that tensor but a few of them: a part of a row, rows, a part of a row.
+elements, which is not one box of that tensor but a few boxes: a part of a row, rows, a part of a
+row.
 
     slice        . . . x x      the end of a row
                  x x x x x      rows
@@ -90,7 +91,7 @@ READABLE = {
         "_MEM_FORMAT_ENCODING",
     ),
 }
-"""Module -> names that an index of blocks may ask for, beside torch's dtypes."""
+"""Module -> names that an index of blocks may use, besides torch's dtypes."""
 
 
 class BlocksUnreadable(Exception):
@@ -169,7 +170,7 @@ class ModelBlocks:
             parameters = dict(chunk.named_parameters())
             for name, entry in chunk.sharded_state_dict().items():
                 if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
-                    continue  # what layers keep beside tensors; of delayed scaling see fp8.py
+                    continue  # state of layers other than tensors; of delayed scaling see fp8.py
                 tensor = parameters.get(name, entry.data)
                 trained = name not in parameters or tensor.requires_grad
                 if trained == frozen:
@@ -225,7 +226,7 @@ def _parts_of(entry: ShardedTensor | ShardedTensorFactory) -> list[tuple[int, Sh
         data = part.data
         inside = data.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
         if not (inside and data.is_contiguous()):
-            raise ValueError(f"{part.key} is no run of the elements of its parameter")
+            raise ValueError(f"{part.key} is not a run of the elements of its parameter")
     return [
         (part.data.storage_offset() - whole.storage_offset(), part.without_data()) for part in parts
     ]

@@ -137,7 +137,7 @@ class Layout:
         if self.rank == 0:
             try:
                 message = [("result", make(), False)]
-            except BaseException as error:  # noqa: BLE001 - raised again below, once the other ranks have been told
+            except BaseException as error:  # noqa: BLE001 - raised again below, once the other ranks are notified
                 failure = error
                 message = [("failure", f"{type(error).__name__}: {error}", timed_out(error))]
         dist.broadcast_object_list(message, src=0, group=group or self.patient_group)

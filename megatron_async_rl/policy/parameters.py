@@ -93,7 +93,7 @@ class ParameterEntry:
 
 def trainable(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Names and parameters that the optimizer moves, in module order: all of them, or adapters and
-    what trains beside them. Copies, checkpoints and gradients are of these."""
+    a value head. Copies, checkpoints and gradients are of these."""
     return ((name, p) for name, p in chunk.named_parameters() if p.requires_grad)
 
 
@@ -120,8 +120,7 @@ def stage_entries(
             if local_name.startswith(NOT_EXPORTED) or (ADAPTER in local_name) != adapters:
                 continue
             numbered = global_names[local_name]
-            # Megatron marks experts as cut over expert-tensor-parallel ranks, of which there is
-            # one.
+            # Megatron marks experts as cut over expert-tensor-parallel ranks; there is one.
             cut = (
                 bool(getattr(parameter, "tensor_model_parallel", False))
                 and EXPERT.search(numbered) is None
@@ -227,7 +226,7 @@ class HuggingFaceTensors:
         return tuple(self._handles[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """Null for one that no model here has."""
+        """Null for a name that no model here has."""
         return FILE_DTYPES.get(self._handles[name].get_slice(name).get_dtype())
 
     def fill(
@@ -305,7 +304,7 @@ def load_hf(bridge: Any, chunks: Sequence[torch.nn.Module], directory: Path) -> 
             if not _implied(bridge, name)
         ]
         problems += [
-            f"{name} has shape {list(tensors.shape(name))}, the model wants {list(shape)}"
+            f"{name} has shape {list(tensors.shape(name))}, the model needs {list(shape)}"
             for name, shape in wanted.items()
             if name in tensors.names and tensors.shape(name) != shape
         ]
@@ -332,5 +331,5 @@ def load_hf(bridge: Any, chunks: Sequence[torch.nn.Module], directory: Path) -> 
 
 
 def _implied(bridge: Any, name: str) -> bool:
-    # A tied model's lm_head is its embedding, whatever a checkpoint stores beside it.
+    # A tied model's lm_head is its embedding, whatever else a checkpoint stores.
     return name.endswith(DERIVED) or (bridge.tied and name == "lm_head.weight")

@@ -155,7 +155,7 @@ def start_shares(samples: RankBatch) -> dict[int, float]:
 
 
 def _difference(now: Tensor, then: Sequence[tuple[float, Tensor]]) -> Tensor:
-    """sum_v share_v (now - then_v), where `now` lies. What has the present version's share is no
+    """sum_v share_v (now - then_v), where `now` lies. The present version's share makes no
     difference."""
     found = torch.zeros_like(now)
     size = block_elements(now.device)

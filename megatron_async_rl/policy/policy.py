@@ -381,7 +381,7 @@ class Policy:
         return table.finish()
 
     def _again(self, samples: RankBatch, mine: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """The columns that an optimizer step wants under its own weights. Collective."""
+        """The columns that an optimizer step needs under its own weights. Collective."""
         table = PrecomputeTable(samples, sorted(self.objective.needs_again), self.layout)
         if table.columns:
             table.run(self.schedule, mine, [Precompute(name, name) for name in table.columns])

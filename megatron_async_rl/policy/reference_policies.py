@@ -1,4 +1,4 @@
-"""The policies beside the one in training that the objective compares with: which are kept, and
+"""The policies besides the one in training that the objective compares with: which are kept, and
 when they move.
 
 reference           initial weights, or those of `reference.path`; `refresh_every`: becomes the
@@ -70,7 +70,7 @@ SAME_ARCHITECTURE = (
 
 
 PolicyCopy = WeightSnapshot | MasterSnapshot
-"""A copy of the weights of one policy; the latter where the model keeps weights in 8 bits."""
+"""A copy of the weights of one policy; the latter if the model has FP8 weights."""
 
 
 class ArchitectureMismatch(ValueError):
@@ -92,9 +92,9 @@ class ReferencePolicies:
         past_masters: Snapshots[MasterSnapshot] | None = None,
         optimizer: MegatronOptimizer | None = None,
     ) -> None:
-        """optimizer: of a model that keeps weights in 8 bits, and then its float32 weights are what
-        is copied. Raises ArchitectureMismatch or WeightsDoNotFit for a `reference.path` of another
-        shape. Collective over pipeline ranks, with `optimizer` over the world."""
+        """optimizer: of a model with FP8 weights, whose float32 weights are copied. Raises
+        ArchitectureMismatch or WeightsDoNotFit for a `reference.path` of another shape. Collective
+        over pipeline ranks, with `optimizer` over the world."""
         self.reference: PolicyCopy | None = None
         self.average: PolicyCopy | None = None
         self.past_masters = past_masters

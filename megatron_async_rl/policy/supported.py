@@ -6,7 +6,7 @@ Loads no torch, so that `mar plan` refuses what the ranks would, from this table
 
 Invariants:
 - a setting is supported where the policy, transformers and vLLM give it one meaning; where vLLM
-  would serve another model, the setting is refused and the reason says so;
+  would serve another model, the setting is refused with this reason;
 - a family is what both `model_type`, which transformers goes by, and `architectures`, which vLLM
   goes by, name.
 """
@@ -29,7 +29,7 @@ RequestedLayers = Literal["auto", "local", "transformer_engine"]
 class Family:
     """One model_type of config.json.
 
-    models, biases: in words. window: which layers have `sliding_window`, where it is used. mixture:
+    models, biases: as text. window: which layers have `sliding_window`, where it is used. mixture:
     of experts, in every layer. tied: what a missing `tie_word_embeddings` means. layer_norms,
     head_norms: of each layer, over the hidden state and over a head. float32_norms: they compute in
     float32 whatever the model's dtype. ropes: the values of rope_type. only: the family's own
@@ -59,7 +59,7 @@ EXPECTED: Mapping[str, tuple[Any, str]] = {
     "quantization_config": (None, "none: unquantised weights"),
     "dual_chunk_attention_config": (None, "none: attention over the whole sequence"),
 }
-"""Key -> (the only value, which is also what a missing key means; in words), for every family."""
+"""Key -> (the only value, which is also what a missing key means; as text), for every family."""
 NO_BIAS = {"attention_bias": (False, "false: the family has no biases")}
 QWEN2_BIAS = {"attention_bias": (False, "false: the family's biases need no key")}
 QWEN3_BIAS = {
@@ -170,7 +170,7 @@ ROPES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Unsupported:
-    """A key of config.json that rules the model out. `supported`: in words."""
+    """A key of config.json that rules the model out. `supported`: as text."""
 
     key: str
     value: Any
@@ -191,7 +191,7 @@ def unsupported(config: Mapping[str, Any]) -> Unsupported | None:
         )
     named = config.get("architectures")
     if named != [family.architecture]:
-        expected = f"[{family.architecture}], as model_type {kind} says"
+        expected = f"[{family.architecture}], with model_type {kind}"
         return Unsupported("architectures", named, expected)
     for key, (value, supported) in {**EXPECTED, **family.only}.items():
         found = config.get(key, value)
@@ -293,8 +293,8 @@ class ChosenLayers:
 
 
 def engine_obstacle(version: str | None) -> str:
-    """The lack of an installation of Transformer Engine, in words; empty where there is none.
-    version: null where it is not installed."""
+    """Text on what an installation of Transformer Engine lacks; empty where there is none. version:
+    null where it is not installed."""
     if version is None:
         return f"it is not installed; {PINNED} is the version that was tried"
     found = version_of(version)
@@ -318,14 +318,14 @@ def choose_layers(
     fp8: bool = False,
 ) -> ChosenLayers:
     """The layers of a model under `policy.layers`. engine: Transformer Engine's version, null where
-    it is not installed. fp8: products are in 8-bit floats. Raises UserError where its layers are
-    needed and cannot be had."""
+    it is not installed. fp8: GEMMs are in FP8. Raises UserError where its layers are needed and
+    cannot be had."""
     local, unfit = FAMILIES[model_type].local, engine_obstacle(engine)
     obstacles = (
         (device != "cuda", "it computes on CUDA alone, and the policy is on the CPU"),
         (bool(unfit), unfit),
         (dtype != "bfloat16", f"it rounds products of {dtype} to TF32; set model.dtype: bfloat16"),
-        (lora, "adapters (policy.lora) go beside Megatron's own layers"),
+        (lora, "adapters (policy.lora) need Megatron's own layers"),
         (bool(local), f"{model_type} has {local}, which it does not"),
     )
     why = next((text for found, text in obstacles if found), "")

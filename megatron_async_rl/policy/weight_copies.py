@@ -1,16 +1,16 @@
 """Copies of weights in host memory, of the model's parameters or of the optimizer's.
 
-Copies of the model's parameters are put in place for a forward pass and taken away again; where
-the model keeps weights in 8 bits, copies of the optimizer's are (MasterSnapshot). The former are
-divided over the replicas of each parameter: every rank copies its part, which needs no
-collective, and parts are gathered when they are put in place. Copies of the optimizer's are of this
-rank's shards. On CUDA host memory is page-locked.
+Copies of the model's parameters are put in place for a forward pass and taken away again; if the
+model has FP8 weights, copies of the optimizer's weights are (MasterSnapshot). The former are
+divided over the replicas of each parameter: every rank copies its part, which needs no collective,
+and parts are gathered when they are put in place. Copies of the optimizer's are of this rank's
+shards. On CUDA host memory is page-locked.
 
 Invariants:
 - parameters are written in place: gradient buffers, the distributed optimizer's buffers and tied
   weights alias them;
 - the weights in training are back after `restored_after`, bit for bit;
-- a divided copy holds and gives back the bits of a whole one;
+- a divided copy holds and restores the bits of a whole one;
 - a device never holds more than two buckets of GATHERED bytes besides the model.
 """
 
@@ -42,8 +42,8 @@ class WeightSnapshot:
     """One copy of the trainable parameters of `chunks`; at first, of what they are now. Where those
     are adapters, so is the copy, and the base model stays in place under it.
 
-    dtype: null keeps each parameter's own; an average wants float32, which small changes do not
-    vanish in. layout: divides the copy over the replicas of each parameter, and then `place` is
+    dtype: null keeps each parameter's own; an average needs float32, in which small changes do not
+    vanish. layout: divides the copy over the replicas of each parameter, and then `place` is
     collective over them; null keeps it whole here.
     """
 
@@ -201,7 +201,7 @@ class MasterSnapshot:
     do not move in a step, and those that do move by a rounding. 4 bytes per parameter whose
     optimizer state this rank has.
 
-    Of a model that keeps weights in 8 bits this is a copy of the weights, too: they are made of the
+    For a model with FP8 weights this is a copy of the weights, too: they are made of the
     optimizer's when it is put in place, which gives every byte and scale back. `place` and what
     rests on it are collective over the world.
     """

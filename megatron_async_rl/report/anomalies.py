@@ -213,7 +213,7 @@ _LOOKS: Mapping[str, Callable[[MetricRow, MetricRow, Mapping[str, Any]], str | N
     "resumed": _resumed,
 }
 """Each is given the newest value of every key before the row, the row and the details of its step,
-and answers in words or with None."""
+and returns a text or None."""
 
 
 def _grew(before: MetricRow, row: MetricRow, key: str) -> float:

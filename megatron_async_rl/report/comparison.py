@@ -3,8 +3,8 @@ curve of each over steps, tokens and time, what their settings differ in, and ho
 
 Invariants:
 - a run has one colour and one name on all of it;
-- a curve of a run that logs every step is its moving average, so that ten of them can be told
-  apart; held-out rewards are as measured;
+- a curve of a run that logs every step is its moving average, so that ten of them can be
+  distinguished; held-out rewards are as measured;
 - time is that spent in steps: starts, stops, evaluations and checkpoints are not in it.
 """
 
@@ -177,7 +177,7 @@ def differing(compared: Sequence[Compared]) -> list[tuple[str, list[str]]]:
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, value in words). A list stays one value."""
+    """(dotted key, value as text). A list stays one value."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from _leaves(inner, f"{key}.{name}" if key else str(name))

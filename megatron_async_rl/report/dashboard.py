@@ -57,7 +57,7 @@ class Dashboard:
                 raise UserError.of("RUN", f"{path} is not a directory", fix)
             within = [one for one in path.glob("*/metrics.jsonl") if one.is_file()]
             if within and not (path / "metrics.jsonl").exists():
-                what = f"{path} is no run, and has {len(within)} in it"
+                what = f"{path} is not a run, and has {len(within)} in it"
                 raise UserError.of("RUN", what, f"name them: mar dashboard {path}/*/")
         if len(set(self._paths)) < len(self._paths):
             raise UserError.of("RUN", "a run is named twice", "name each run once")
@@ -90,7 +90,7 @@ class Dashboard:
         return None if have == made[1] else made[2]
 
     def samples(self, view: str, query: dict[str, str]) -> bytes:
-        """Raises KeyError for a view that is no run, UserError as SampleBrowser does."""
+        """Raises KeyError for a view that is not a run, UserError as SampleBrowser does."""
         if view not in self._views() or view == ALL:
             raise KeyError(view)
         with self._lock:
@@ -169,7 +169,7 @@ class _DashboardServer(LimitedThreads, HTTPServer):
     def __init__(
         self, host: str, port: int, dashboard: Dashboard, allowed: Sequence[str] = ()
     ) -> None:
-        """`allowed`: names beside the machine's own that a browser may ask for."""
+        """`allowed`: additional host names that a browser may use."""
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         # `localhost` may mean both families: the older one, which everything else can reach.
         found.sort(key=lambda one: one[0] != socket.AF_INET)
@@ -282,11 +282,11 @@ def serve(
     show: Callable[[str], None],
     allowed: Sequence[str] = (),
 ) -> None:
-    """Serves until Ctrl-C. `port` 0: one that is free. `show`: told where to look. `allowed`: names
-    beside the machine's own that a browser may ask for.
+    """Serves until Ctrl-C. `port` 0: a free port. `show`: called with the address. `allowed`:
+    additional host names that a browser may use.
 
-    Raises UserError for a directory that is missing, for a host or port that cannot be had, and for
-    what is no name.
+    Raises UserError for a directory that is missing, for a host or port that is not available, and
+    for an invalid name.
     """
     for name in allowed:
         if _name_in(name) != _plain(name):
@@ -311,7 +311,7 @@ def serve(
 def _unavailable(host: str, port: int, error: Exception) -> UserError:
     number = getattr(error, "errno", None)
     if number == errno.EADDRINUSE:
-        fix = "name another one, or --port 0 for one that is free"
+        fix = "name another one, or --port 0 for a free one"
         return UserError.of("--port", f"port {port} is already in use on {host}", fix)
     if number == errno.EACCES:
         what = f"port {port} may not be opened by this user"

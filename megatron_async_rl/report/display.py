@@ -207,7 +207,12 @@ def _lines(state: DisplayState, blocks: str) -> list[tuple[str, Text, Text]]:
     elif state.held_out:
         add("loss" if state.supervised else "reward", "", state.held_out)
     if failed := state.latest("reward/errors"):
-        add("failed", f"{failed:,.0f} rewards", "logs/*.reward_errors.jsonl says why", "yellow")
+        add(
+            "failed",
+            f"{failed:,.0f} rewards",
+            "logs/*.reward_errors.jsonl has the reasons",
+            "yellow",
+        )
     if (lag := state.latest("lag/mean")) is not None and sampled:
         add(
             "lag",

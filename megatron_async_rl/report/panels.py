@@ -1,5 +1,5 @@
-"""The panels of a run, each described once; panel.py says what draws them. Here those of learning;
-those of time are in `time_panels.py`."""
+"""The panels of a run, each described once; panel.py names the functions that draw them. Here those
+of learning; those of time are in `time_panels.py`."""
 
 from __future__ import annotations
 

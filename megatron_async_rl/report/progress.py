@@ -187,7 +187,7 @@ def _change(before: float, after: float, style: str = "") -> Text:
 
 
 def _read_whole(run_dir: Path) -> tuple[Summary, RunData | None]:
-    """The run in a few numbers, and the one beside it. A run that has no report, such as one
+    """The run in a few numbers, and the run to compare with. A run that has no report, such as one
     without a step or without a readable configuration, has its last words all the same."""
     try:
         run = read_run(run_dir, alone=False)
@@ -201,8 +201,8 @@ def _read_whole(run_dir: Path) -> tuple[Summary, RunData | None]:
 
 @contextmanager
 def sampling_progress(console: Console, prompts: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, elsewhere a line every few seconds; told how many prompts are answered,
-    and with how many tokens."""
+    """A bar on a terminal, elsewhere a line every few seconds; called with the number of answered
+    prompts, and their tokens."""
     started = shown = time.monotonic()
 
     def rate(tokens: int) -> str:

@@ -96,7 +96,7 @@ def _compact(value: Any) -> str:
 def page_of(run: RunData, samples: str = "") -> Page:
     """`samples`: HTML of the run's samples, shown between panels and tables."""
     where = str(run.run_dir)
-    # A run that was killed says `training` for good: only the time shows it.
+    # The status of a killed run stays `training`: only the time shows it.
     if (ended := number(run.rows[-1], "time")) is not None:
         where += f" · newest step {time.strftime('%Y-%m-%d %H:%M:%S %Z', time.localtime(ended))}"
     parts = {

@@ -174,7 +174,7 @@ class RunData:
 class RunReader:
     """Reads a run again and again while it goes on: each line of its growing files once.
 
-    `alone`: without the run that it names to stand beside it.
+    `alone`: without the comparison run that it names.
     """
 
     def __init__(self, run_dir: Path, *, alone: bool = True) -> None:
@@ -262,8 +262,8 @@ class RunReader:
         self._evaluated.sort(key=lambda one: int(one["version"]))
 
     def _read_beside(self, config: Mapping[str, Any]) -> RunData | None:
-        """A run is shown without it where it has gone since: `mar plan` and `mar train` refuse one
-        that is not there."""
+        """A run is shown without it where it has gone since: `mar plan` and `mar train` refuse a
+        missing one."""
         observe = _Drawn.model_validate(config).observe
         if observe is None or observe.beside is None:
             return None

@@ -44,7 +44,7 @@ from megatron_async_rl.samples.types import Sample
 
 NEWEST = 5
 LOOKED_AT = 4_000
-"""Newest samples that are looked through for one that was trained on."""
+"""Number of newest samples that are searched for trained ones."""
 LONGEST = 2000
 """Characters of a prompt or response on a terminal; --json has all."""
 PAGE_STEPS, PAGE_EACH, PAGE_OPEN, PAGE_LONGEST = 3, 3, 400, 5_000
@@ -68,7 +68,7 @@ class Wanted:
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
     """`missing`: samples of the wanted step that the log keeps no longer, or never had. `lost`:
-    what the log lacks at its end, in words."""
+    text on what the log lacks at its end."""
 
     samples: Sequence[tuple[Entry, Sample]]
     missing: int = 0
@@ -271,7 +271,7 @@ def _of_step(run_dir: Path, entries: Iterable[Entry], wanted: Wanted) -> tuple[l
         raise UserError.of(
             "--step",
             f"{run_dir} keeps the samples of {noun} {wanted.step} no longer",
-            f"look at a later {noun}, up to {steps[-1]}; samples.keep_mib says how many are kept,"
+            f"look at a later {noun}, up to {steps[-1]}; samples.keep_mib limits how many are kept,"
             f" and {run_dir / FOLDER} should hold them",
         )
     return found, missing

@@ -91,8 +91,8 @@ def summarise_run(rows: MetricRows, status: Status | None) -> Summary:
 
 
 def _regimes(rows: MetricRows) -> dict[str, int]:
-    """Optimizer steps so far in each of GAC's regimes, of which a line may hold several; lines by
-    their regime where a log has no such counts. Empty without the control."""
+    """Optimizer steps so far in each of GAC's regimes; a line may hold several; lines by their
+    regime where a log has no such counts. Empty without the control."""
     if rows.has("gac/kept"):
         keys = ("gac/kept", "gac/projected", "gac/skips")
         return {name: int(rows.last(key) or 0) for name, key in zip(REGIMES, keys, strict=True)}

@@ -75,7 +75,7 @@ _COLUMNS: dict[str, Callable[[Sample], Any]] = {
         None if sample.reward_parts is None else list(sample.reward_parts.items())
     ),
 }
-"""Columns that are no attribute of a sample."""
+"""Columns without an attribute of a sample."""
 
 
 def batch_of(

@@ -144,8 +144,8 @@ def read_frames(
 
 
 def count_frames(path: Path) -> int:
-    """Return how many frames a file has, of which one that is cut does not count. Reads headers
-    alone. Raises SegmentBroken for one that is damaged, FileNotFoundError."""
+    """Return the number of complete frames in a file. Reads headers alone. Raises SegmentBroken for
+    a damaged file, FileNotFoundError."""
     count = 0
     with _opened(path) as file:
         for number, length, _ in _headers(path, file, torn=True):
@@ -156,7 +156,7 @@ def count_frames(path: Path) -> int:
 
 def finish(path: Path, minimum: int = 0) -> None:
     """Close an `.open` file that another process left behind, after cutting off its torn tail.
-    Raises SegmentBroken, and leaves the file as it is, for damage and for one that had `minimum`
+    Raises SegmentBroken, and leaves the file as it is, for damage and for a file that had `minimum`
     frames and has fewer."""
     whole = count = 0
     for number, payload in read_frames(path, torn=True, minimum=minimum):

@@ -5,7 +5,7 @@ mark has lost rows.
 Invariants:
 - a mark is written after the rows that it counts are synced, so a killed run or a power failure
   never leaves less than its mark;
-- it stands beside `RUN/samples/`, so that the loss of the whole folder is noticed;
+- it lies next to `RUN/samples/`, so that the loss of the whole folder is noticed;
 - a log without a mark, as of an earlier version, is read without this check.
 """
 

@@ -5,7 +5,8 @@
                                                                                sample log)
 
 Invariants:
-- a row is never copied into an object: it says what is decided by it, and where the rest lies;
+- a row is never copied into an object: it holds the values that decisions use, and the place of the
+  rest;
 - no row keeps memory of Ray's object store: a report arrives in one piece of its own;
 - no token of a train batch was sampled by weights newer than the batch's own version.
 """
@@ -196,7 +197,7 @@ def rescored(
     parts: Sequence[Mapping[str, float] | None],
     errors: Sequence[str | None],
 ) -> list[SampleRow]:
-    """The rows with these rewards in the place of theirs. Where a sample has step rewards, the
+    """The rows with these rewards instead of their own. Where a sample has step rewards, the
     difference comes with its last token; one with an error has none."""
     steps: list[NDArray[np.float32] | None] = []
     batch, rewards = gathered(rows), list(rewards)

@@ -140,8 +140,8 @@ def numbers_in(folder: Path) -> list[int]:
 
 
 def lost_end(run_dir: Path, mark: LogMark | None = None) -> str | None:
-    """Return, in words, what the log lacks up to `mark` (default: its own); None for nothing.
-    Reads headers alone. Raises SegmentBroken."""
+    """Return a text on what the log lacks up to `mark` (default: its own); None for nothing. Reads
+    headers alone. Raises SegmentBroken."""
     mark, folder = mark or read_mark(run_dir), run_dir / FOLDER
     if mark is None:
         return None
@@ -174,7 +174,7 @@ def file_of(folder: Path, table: TableName, segment: int) -> Path | None:
 
 def present_file(folder: Path, table: TableName, segment: int) -> Path | None:
     """Return the file of a segment, or None where the writer deleted the segment or has not made
-    the file yet. Raises SegmentBroken for a file that is missing beside the other one."""
+    the file yet. Raises SegmentBroken if one of the two files is missing."""
     path = file_of(folder, table, segment)
     if path is not None:
         return path
@@ -203,8 +203,8 @@ def is_new(path: Path) -> bool:
 
 
 def gaps_in(seqs: Sequence[np.ndarray], *, first: int | None, end: int = 0) -> str:
-    """Return the numbers that `seqs` lacks, in words; empty if none. `first`: the lowest number
-    that must be there, if known; `end`: the one after the highest that must be."""
+    """Return the numbers that `seqs` lacks, as text; empty if none. `first`: the lowest number that
+    must be there, if known; `end`: the one after the highest that must be."""
     numbers = np.unique(np.concatenate([np.array([], np.int64), *seqs]))
     before = [] if first is None else [first - 1]
     after = [end] if end > max(numbers, default=-1) else []

@@ -1,13 +1,12 @@
 """Rates and lengths of a run, from its own logs: metrics.jsonl, samples/, timeline/.
 
-    decoding        an engine's busy seconds against its steps, tokens and new responses
-    training        the seconds of each step against its tokens
-    beside          how much slower either side is while the other works
-    the rest        means, from span to span of the timelines
+    decoding an engine's busy seconds against its steps, tokens and new responses training the
+    seconds of each step against its tokens overlap how much slower either side is while the other
+    works the rest means, from span to span of the timelines
 
 Invariants:
 - the first fifth of the steps does not count, nor the end, when nothing more is admitted;
-- what a run cannot show is assumed, and `RunCalibration.in_words` says so.
+- what a run cannot show is assumed, and `RunCalibration.in_words` reports it.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ NEWEST_STEPS = 20_000
 TOGETHER_S = 0.02
 """Responses that begin nearer to each other than this are one burst."""
 SLOWER = np.linspace(0.0, 0.8, 161)
-"""Candidate shares by which one side may slow the other."""
+"""Candidate slow-downs of one side by the other, as shares."""
 SEEN = 0.2
-"""Standard deviation of the share of a step, or a response, beside the other side's work: with
-less, nothing is learnt of what that does."""
+"""Standard deviation of the share of a step, or a response, that overlaps with the other side's
+work. With less, its effect cannot be fitted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +75,7 @@ class RunCalibration:
             f" response {rates.prompt_s * 1e3:.3g} ms; the fit is {self.residual:.0%} off\n"
             f"trainer    {rates.train_token_s * 1e3:.3g} ms a token, publishing"
             f" {rates.publish_s:.3g} s; an engine loads in {rates.load_s:.3g} s\n"
-            f"beside     the trainer runs at {rates.trainer_beside:.0%} while an engine works"
+            f"overlap    the trainer runs at {rates.trainer_beside:.0%} while an engine works"
             f" ({trainer}), an engine at {rates.engine_beside:.0%} while it does ({engine})"
         )
 
@@ -224,8 +223,8 @@ def _read_samples(run: Path) -> dict[str, NDArray[Any]]:
 def _fit_training(
     logs: Sequence[_Log], assumed: float
 ) -> tuple[float, tuple[float, ...], float | None]:
-    """Seconds of a token, factors by which steps vary, and by how much an engine slows them, None
-    where that was not to be seen."""
+    """Seconds of a token, factors by which steps vary, and the slow-down by an engine, None where
+    that was not to be seen."""
     steps = []
     for log in logs:
         ends = np.array([span.end for span in log.training])
@@ -243,10 +242,11 @@ def _fit_training(
 
 
 def _slower(seconds: Measurements, beside: Measurements, done: Measurements) -> float | None:
-    """Share by which one side is slower while the other works, fitted to pieces of its work of
-    `seconds`, of which it spent `beside` with the other at work; None if the data does not show it:
+    """Slow-down of one side while the other works, as a share, fitted to pieces of its work of
+    `seconds`, including `beside` seconds of overlap with the other; None if the data does not show
+    it:
 
-    log(seconds of what is done) = log(seconds of it alone) - log(1 - slower x share beside)
+    log(seconds of what is done) = log(seconds of it alone) - log(1 - slower x share of overlap)
     """
     share, used = beside / seconds, done > 0
     if np.std(share) < SEEN:
@@ -266,7 +266,7 @@ def _fit_decoding(
     """(fixed, each, of a new response), what the fit leaves, and by how much the trainer slows an
     engine, None where that was not to be seen; over pieces of the engines' time:
 
-    busy seconds - slower x those beside the trainer
+    busy seconds - slower x those of overlap
         = fixed x steps + each x tokens + of a new response x responses that begin
     """
     pieces = [_pieces(log, index, spans) for log in logs for index, spans in log.engines.items()]
@@ -276,7 +276,7 @@ def _fit_decoding(
     table = np.stack([steps, tokens, begun], axis=1)
 
     def fit(slower: float) -> tuple[float, Measurements]:
-        """The remainder, relative to each piece, and the three rates, none of which is negative."""
+        """The remainder, relative to each piece, and the three rates, which are not negative."""
         work = busy - slower * beside
         best, minimum = np.zeros(3), math.inf
         for used in ([0], [1], [2], [0, 1], [0, 2], [1, 2], [0, 1, 2]):
@@ -300,8 +300,8 @@ def _fit_decoding(
 
 def _pieces(log: _Log, engine: int, spans: Sequence[Span]) -> Measurements:
     """[5, n]: an engine's time from where responses begin together, or new weights are there, to
-    where that happens next: busy seconds, those beside the trainer, steps, tokens, responses that
-    begin."""
+    where that happens next: busy seconds, those of overlap with the trainer, steps, tokens,
+    responses that begin."""
     of, training = log.samples, log.training
     kept = (of["begun"] >= spans[0].start) & (of["ended"] <= spans[-1].end)
     kept &= of["engine"] == engine

@@ -165,7 +165,7 @@ def changed(config: Config, section: str, **values: Any) -> Config:
 
 
 def ahead(config: Config, ratio: float) -> Config:
-    """`config` at another async_ratio. Raises UserError for one that it cannot have."""
+    """`config` at another async_ratio. Raises UserError for a division that is not possible."""
     flow, key = config.flow, "--async-ratio"
     if isinstance(flow.selection, ExactLag) and ratio != flow.async_ratio:
         fix = "leave it out, or choose another flow.selection"
@@ -270,7 +270,7 @@ def _require_simulable(config: Config) -> None:
         raise UserError.of("rollout", what, "name a config that samples")
     if config.rollout.placement == "colocated":
         what = "colocated: engines and policy take turns, so a step is the sum of its parts"
-        raise UserError.of("rollout.placement", what, "`mar plan` says what that comes to")
+        raise UserError.of("rollout.placement", what, "`mar plan` prints the resulting sizes")
 
 
 def require_plan(config: Config, shape: ModelShape, hardware: Hardware) -> None:

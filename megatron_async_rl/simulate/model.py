@@ -88,7 +88,7 @@ def simulate(
     if isinstance(flow.selection, Replay):
         # What trains out of the store takes the place of a batch that was sampled all the same.
         flow = flow.model_copy(update={"selection": OldestFirst()})
-    # Without an end: that a run's last steps admit no more is no part of its pace.
+    # Without an end: the end of admission in a run's last steps does not count for its pace.
     run = _Run(Scheduler(flow), rollout.engines, rates, lengths, np.random.default_rng(seed))
     run.barrier, run.may_pause = barrier, max(1, int(max_paused * rollout.engines))
     return run.go(steps, warm=int(flow.async_ratio) + 5)

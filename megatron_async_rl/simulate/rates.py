@@ -63,7 +63,7 @@ class SimulationRates:
     train_token_s: float = 0.0
     """Time of the trainer per token of a batch, prompts included."""
     train_spread: tuple[float, ...] = (1.0,)
-    """Factors, one of which each step takes."""
+    """Factors; each step takes one of them."""
     publish_s: float = 0.0
     """Time of the trainer to stage a version."""
     send_s: float = 0.0
@@ -252,7 +252,7 @@ def _training(
     )
     share = flow.prompts_per_step * flow.group_size * total / parallel.data / objective.minibatches
     micro_batches = max(1.0, share / config.policy.tokens_per_micro_batch)
-    # Stages stand still while the pipeline fills and empties.
+    # Stages are idle while the pipeline fills and empties.
     bubble = 1 + (parallel.pipeline - 1) / parallel.virtual_pipeline / micro_batches
     speed = parallel.ranks * hardware.tflops * 1e12 * hardware.train_share
     token_s = operations * bubble / speed

@@ -1,4 +1,4 @@
-"""Waits with a name and a deadline, so that a stuck run says who waited how long for what.
+"""Waits with a name and a deadline, so that a stuck run reports who waited how long for what.
 
 Invariant: a wait through this module ends with its result, with the failure of what was waited for,
 or with `DeadlineExceeded`. A timeout that what was waited for raises itself, before the deadline,
@@ -45,8 +45,8 @@ class DeadlineExceeded(TimeoutError):
 
 class ProcessDied(RuntimeError):
     """The process that was to answer has ended; its own failure tells more. `out_of_memory`: the
-    memory for want of which it was ended, where that is known. `outside`: something else ended it,
-    such as a preemption, or a shortage of memory that another process may have caused."""
+    kind of memory whose shortage ended it, if known. `outside`: something else ended it, such as a
+    preemption, or a shortage of memory that another process may have caused."""
 
     consequence = True
     out_of_memory: MemoryKind | None = None
@@ -68,7 +68,7 @@ def _ended(error: BaseException, waited: str = "") -> ProcessDied:
     import ray
 
     if isinstance(error, ray.exceptions.OutOfMemoryError):
-        # What filled the memory may be another process than the one that was picked.
+        # What filled the memory may be another process than the killed one.
         return KilledForMemory(waited + ended_by_ray(str(error)), outside=True)
     reason = waited + death_reason(str(error))
     # This machine's kernel ends no process of another one.

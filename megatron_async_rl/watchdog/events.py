@@ -4,8 +4,8 @@
 restarted engine. `RUN/watch/<process>.failure`: what ended a process, one JSON object of fields.
 
 Errors of our own say what they are by their class, and nobody reads their text: `consequence` is
-true for one that only tells of another process's end, `timed_out` for a wait that was over, and
-`fix` says what to do. Text is read of foreign errors alone (torch, Ray, vLLM), which have no such
+true for an error that only reports another process's end, `timed_out` for a wait that was over, and
+`fix` is the advice. Text is read of foreign errors alone (torch, Ray, vLLM), which have no such
 fields.
 
 Invariants:
@@ -141,7 +141,7 @@ def failure_of(error: BaseException, where: Path) -> Failure:
 
 
 def described(error: BaseException) -> str:
-    """`Type: message`, and where it was; of a process that was told to end, its name and by which
+    """`Type: message`, and where it was; of a process that a signal ended, its name and the
     signal."""
     if isinstance(error, SystemExit) and error.code == signal.SIGTERM:  # as Ray handles it
         return f"{this_process()} (pid {os.getpid()}) was ended by SIGTERM"

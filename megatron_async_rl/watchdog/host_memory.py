@@ -141,7 +141,7 @@ class KernelKills:
     Invariants:
     - a kill explains a death only within RECENT_S, and only with evidence: the kernel's log names
       the process, or, where that log cannot be read, this process's own cgroup counts a kill. The
-      count of the whole machine is no evidence: another program may have been killed;
+      count of the whole machine is not evidence: another program may have been killed;
     - a counted kill explains at most one death for which `used` is true.
 
     `now`: seconds of a clock that never goes back."""

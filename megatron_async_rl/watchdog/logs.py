@@ -1,7 +1,7 @@
 """Process output in files, and the cause of a failure found in them.
 
 How a cause is chosen:
-- a process may log exceptions that it survives; the one that ended it is its last;
+- a process may log exceptions that it survives; the error that ended it is its last;
 - when one process of a run dies the others fail too, of a connection that closed: such secondary
   failures, and the launcher's summary of them, count only when nothing better is found;
 - among several candidates of the same kind, the file that fell silent first wins, and in it the
@@ -166,8 +166,8 @@ def survived(cause: Cause) -> bool:
 
 
 def _candidates(text: str) -> list[_Candidate]:
-    """One candidate per process that writes to a file: the last of its best kind, and what a
-    launcher says of killed ones."""
+    """One candidate per process that writes to a file: the last of its best kind, and a launcher's
+    report of killed ones."""
     streams: dict[str, list[str]] = {}
     numbers: dict[str, list[int]] = {}
     found: list[_Candidate] = []
@@ -202,8 +202,8 @@ def _split_origin(raw: str) -> tuple[str, str]:
 
 
 def _failures(lines: list[str]) -> Iterator[tuple[int, str, int]]:
-    """(kind, message, index of the exception line), one per chain of tracebacks: what the program
-    said in the end."""
+    """(kind, message, index of the exception line), one per chain of tracebacks: the program's last
+    output."""
     chain: tuple[int, str, int] | None = None
     for at, line in enumerate(lines):
         if _TRACEBACK not in line:

@@ -3,7 +3,7 @@ hangs in the process tree, and no process of an engine outlives the actor that s
 
 vLLM runs its scheduler in a child process, and with tensor parallelism the model in children of
 that one; they do not notice when their parent is killed and would keep their cores, or their GPUs,
-for ever. The actor names itself in the environment; each child asks the kernel to end it with its
+forever. The actor names itself in the environment; each child asks the kernel to end it with its
 parent and names itself for its own children. A child takes seconds to come to that: one whose
 parent was killed meanwhile ends itself.
 """

@@ -100,7 +100,7 @@ def write_whole(path: Path, text: str) -> None:
 
 def read_states(run_dir: Path, leave_out: Container[str] = ()) -> list[ProcessState]:
     """Every readable state of `run_dir`, by name, but for the files whose stem is in `leave_out`.
-    Files are replaced whole, so one that is not readable is not ours."""
+    Files are replaced whole, so an unreadable file is not ours."""
     states = []
     for path in sorted((run_dir / FOLDER).glob("*.json")):
         if path.stem not in leave_out and (tree := _read_json(path)) is not None:
@@ -183,7 +183,8 @@ class ProgressMonitor:
 
     def _see(self, states: list[ProcessState]) -> None:
         """Judges the states of the whole run."""
-        # One that has just taken over knows only its own node: what is new to it is no progress.
+        # One that has just taken over knows only its own node: values that are new to it are not
+        # progress.
         moves = self._learn(states)
         if not self._followed and moves:
             self._moved_at = self._now

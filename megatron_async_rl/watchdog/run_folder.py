@@ -1,5 +1,5 @@
-"""The temporary folder of a run on one machine: Ray's session, vLLM's sockets, and whatever else
-its processes put where TMPDIR says. Its name also marks what they make in /dev/shm by
+"""The temporary folder of a run on one machine: Ray's session, vLLM's sockets, and all other files
+that its processes put into TMPDIR. Its name also marks what they make in /dev/shm by
 `multiprocessing`.
 
 Invariants:
@@ -8,7 +8,7 @@ Invariants:
 - what is in use is left alone: the owner holds a lock on a file in the folder, and on one in
   /dev/shm, and hands the descriptors to processes that may outlive it. Process ids are not used:
   containers may share either. A folder without that file is not of this package;
-- programs of another user, which cannot pass through a run's folder, have one beside it
+- programs of another user, which cannot pass through a run's folder, have a folder next to it
   (`public_folder`) under the same locks and names;
 - the folder's path is short enough for Ray's sockets. Where TMPDIR is too long, a link in /tmp
   leads to it.
@@ -122,7 +122,7 @@ def public_folder(base: Path) -> Path:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder, also one that a program made deeper than Python's recursion goes, or whose
+    """Remove a folder, even if a program made it deeper than Python's recursion goes, or whose
     owner it took the rights away from."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)

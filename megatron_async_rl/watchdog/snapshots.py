@@ -6,8 +6,8 @@ signal. Whoever takes the picture of a run (watchdog/stall.py) writes what it se
 
 Invariants:
 - looking changes nothing in the run, ends within seconds whatever the processes do, and asks
-  nothing of them but what the kernel and a signal handler can answer: a stopped process and one
-  that is stuck in one call are seen too;
+  nothing of them but what the kernel and a signal handler can answer: stopped processes and
+  processes stuck in one call are included;
 - a file of processes is replaced whole; its ages are measured by the clock of the machine that
   wrote it.
 """
@@ -171,7 +171,7 @@ def _of(host: str, states: Sequence[ProcessState]) -> list[ProcessState]:
 
 
 def _stacks(run_dir: Path, states: Sequence[ProcessState]) -> dict[str, str]:
-    """The stacks that each process wrote within STACKS_S of being asked; nothing for one that
+    """The stacks that each process wrote within STACKS_S of being asked; nothing for a process that
     cannot."""
     requested: dict[str, Path] = {}
     for state in states:
@@ -264,7 +264,7 @@ def _place(frames: tuple[Frame, ...]) -> str:
 
 
 def _watches(frames: tuple[Frame, ...]) -> bool:
-    """The heartbeat's own thread, and one that is taking the picture."""
+    """The heartbeat's own thread, and the thread that takes the snapshot."""
     watching = (("watchdog/watch.py", "run"), ("watchdog/stall.py", "gather"))
     return any(
         frame.in_package and (frame.file.rpartition(OURS)[2], frame.function) in watching

@@ -34,7 +34,7 @@ GATHER_S = STACKS_S + ANSWER_S + 1.0
 """Longest time that the picture takes."""
 POLL_S = 0.1
 SILENT_S = 5.0
-"""A heartbeat comes every second; one that is this late means that the process does not come to run
+"""A heartbeat comes every second; a heartbeat that is this late means that the process cannot run
 Python."""
 _STACKS = "\nStacks\n"
 

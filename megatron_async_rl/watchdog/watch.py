@@ -115,8 +115,8 @@ def enter(kind: ActivityKind, name: str) -> None:
 
 
 def progress(mark: str, n: int = 1) -> None:
-    """`n` more of what `mark` counts, such as samples. Any mark that grows in any process says that
-    the run moves."""
+    """`n` more of what `mark` counts, such as samples. Any mark that grows in any process is
+    progress of the run."""
     count, _ = _process.marks.get(mark, (0, 0.0))
     _process.marks[mark] = (count + n, time.monotonic())
 

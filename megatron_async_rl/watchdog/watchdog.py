@@ -1,7 +1,6 @@
-"""Decides, in the launcher, that a run has come to a standstill, or that another machine of it is
-gone.
+"""Decides, in the launcher, that a run has stalled, or that another machine of it is gone.
 
-The run stands still when no mark of any process grew for `timeout_s` and no process is in a phase
+The run is stalled when no mark of any process grew for `timeout_s` and no process is in a phase
 that may last longer, such as an engine's start. Before all its ranks have appeared the run is
 starting, and `start_s` is its limit. Each machine's launcher decides for itself; the first tells
 the others, and all end the run with the same picture.
@@ -51,8 +50,8 @@ class Watchdog:
         self._all_here = self._answered = False
 
     def look(self) -> Stall | None:
-        """Returns what holds the run up, when it stands still or a machine is gone; else None.
-        Cheap: call it a few times a second."""
+        """Return the cause of a stall or the loss of a machine; else None. Cheap: call it a few
+        times a second."""
         if time.monotonic() - self._looked_at < LOOK_S:
             return None
         self._looked_at = time.monotonic()

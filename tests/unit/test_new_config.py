@@ -229,7 +229,7 @@ def test_mar_plan_accepts_what_any_answer_writes(asked, answer, template, tmp_pa
     if not template:
         (tmp_path / "model" / "chat_template.jinja").unlink()
     if answer == "code":  # whether there is a sandbox is this machine's affair
-        asked += ["--setting", "isolation=limits"]
+        asked += ["--setting", "isolation=rlimits"]
     code, told = run("init", "run.yaml", *asked, "--reward", answer)
     if not template and answer in AGENTS:
         assert (code, "has no chat template" in told) == (2, True)

@@ -15,7 +15,7 @@ import torch
 from megatron_async_rl.weights import relay
 from megatron_async_rl.weights.manifest import Manifest, StagedCopy
 from megatron_async_rl.weights.relay import WeightAgent
-from megatron_async_rl.weights.relay_server import Address, RelayFailed, RelayServer, asked
+from megatron_async_rl.weights.relay_server import Address, RelayFailed, RelayServer, requested
 from megatron_async_rl.weights.shared_memory import BucketReader, SharedMemory
 from megatron_async_rl.weights.staging import Staging
 from megatron_async_rl.weights.stale_files import PREFIX
@@ -264,7 +264,7 @@ def test_a_recorded_request_opens_nothing(machines: Machines) -> None:
 
 def ask_in_vain(address: Address) -> None:
     with pytest.raises(ConnectionError):
-        asked(address, 1, 0, 0, silence_s=PATIENT_S)
+        requested(address, 1, 0, 0, silence_s=PATIENT_S)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_what_is_not_staged_is_refused_with_the_reason(
 ) -> None:
     machines.stage(1)
     with pytest.raises(RelayFailed, match=reason):
-        asked(machines.server.address, version, bucket, first, silence_s=PATIENT_S)
+        requested(machines.server.address, version, bucket, first, silence_s=PATIENT_S)
 
 
 def test_a_version_whose_place_may_be_written_is_served_no_more(machines: Machines) -> None:

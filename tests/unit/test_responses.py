@@ -304,7 +304,7 @@ def test_failed_rewards_are_written_down_and_on_a_full_disk_reported_all_the_sam
 def test_a_conversation_that_is_aborted_while_it_samples_is_reported_once(tmp_path: Path) -> None:
     class Talk:
         async def play(self, transcript: Transcript, sample: Any, most: int) -> None:
-            segment = TranscriptSegment(transcript.asked)
+            segment = TranscriptSegment(transcript.requested)
             await transcript.extend(segment, [], sample, most)
             await transcript.extend(segment, [], sample, most - 2)
 
@@ -339,7 +339,7 @@ def test_a_turn_of_an_agent_that_is_gone_ends_and_costs_its_sample_alone(tmp_pat
     class Gone:
         async def play(self, transcript: Transcript, sample: Any, most: int) -> str:
             self.call = asyncio.create_task(
-                transcript.extend(TranscriptSegment(transcript.asked), [], sample, most)
+                transcript.extend(TranscriptSegment(transcript.requested), [], sample, most)
             )
             while not llms[0].collectors:
                 await asyncio.sleep(0)
@@ -369,7 +369,7 @@ def test_experts_of_several_turns_and_segments_are_one_row_for_each_token_that_w
     class Talk:
         async def play(self, transcript: Transcript, sample: Any, most: int) -> None:
             first, other = (
-                TranscriptSegment(transcript.asked),
+                TranscriptSegment(transcript.requested),
                 TranscriptSegment(replace(PROMPT, token_ids=(2, 3))),
             )
             await transcript.extend(first, [], sample, most)

@@ -472,6 +472,7 @@ def test_an_async_function_and_one_of_lists_are_known_by_how_they_are_written(
             "0 groups",
         ),
         ("code", {"isolation": "none"}, ".settings.isolation", "got 'none'"),
+        ("code", {"isolation": "limits"}, ".settings.isolation", "isolation: rlimits"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_with_their_key(

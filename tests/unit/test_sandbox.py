@@ -42,7 +42,7 @@ def printed(source: str, **limits: Any) -> str:
 
 LANDLOCK = ctypes.CDLL(None).syscall(444, None, 0, 1)
 """The kernel's version of it; negative where it has none."""
-ISOLATIONS = pytest.mark.parametrize("isolation", ["namespaces", "limits"])
+ISOLATIONS = pytest.mark.parametrize("isolation", ["namespaces", "rlimits"])
 
 
 def test_a_program_reads_and_prints_and_may_use_the_standard_library() -> None:
@@ -184,7 +184,7 @@ ours, theirs = multiprocessing.Pipe()
 theirs.send(7)
 print(ours.recv())
 """
-        said = printed(source, isolation="limits", memory_mib=1024).split()
+        said = printed(source, isolation="rlimits", memory_mib=1024).split()
         os.unlink(path)
     assert said == [*["refused"] * 7, "7"]
 
@@ -336,7 +336,7 @@ for pid in (os.getppid(), 1):
     except PermissionError:
         print("refused")
 """
-    said = printed(source, isolation="limits").splitlines()
+    said = printed(source, isolation="rlimits").splitlines()
     assert said == ["True True [] ['mine']", "refused", "refused"]
 
 
@@ -399,7 +399,7 @@ def test_without_namespaces_all_files_together_are_bounded(
             "time.sleep(300)"
         ),
     }[file]
-    limits = Limits(file_mib=8, cpu_s=300, wall_s=600, isolation="limits")
+    limits = Limits(file_mib=8, cpu_s=300, wall_s=600, isolation="rlimits")
     assert run(source, limits=limits).code == sandbox.TOO_LARGE
     assert list(tmp_path.iterdir()) == []
 
@@ -421,7 +421,7 @@ for place in ("/tmp", "/var/tmp", "/dev/shm"):
 with tempfile.NamedTemporaryFile() as file, open(os.devnull, "w") as nothing:
     print(os.path.dirname(file.name) == os.getcwd(), file.write(b"x"), nothing.write("x"))
 """
-    assert printed(source, isolation="limits").splitlines() == [*["refused"] * 3, "True 1 1"]
+    assert printed(source, isolation="rlimits").splitlines() == [*["refused"] * 3, "True 1 1"]
 
 
 def test_without_namespaces_no_datagram_leaves_its_pair(tmp_path: Path) -> None:
@@ -439,7 +439,7 @@ for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK):
     one.send(b"x")
     print(other.recv(1))
 """
-    said = printed(source, isolation="limits").splitlines()
+    said = printed(source, isolation="rlimits").splitlines()
     assert said == [*["refused"] * 3, *["b'x'"] * 2]
 
 
@@ -460,7 +460,7 @@ def test_a_program_that_ends_as_its_files_exceed_their_limit_is_waited_for(
         return True
 
     monkeypatch.setattr(sandbox, "_exceeds", ended)
-    assert run("", limits=Limits(isolation="limits")).code == sandbox.TOO_LARGE
+    assert run("", limits=Limits(isolation="rlimits")).code == sandbox.TOO_LARGE
 
 
 def test_a_programs_folder_is_in_one_that_a_later_start_finds(
@@ -490,8 +490,8 @@ def grow():
 """
     fields = {"tests": ["assert grow() is None"]}
     item = Prompt(id="p", text="?", token_ids=(1,), fields=fields)
-    reward = load_reward("code", {"isolation": "limits", "cpu_s": 60.0}).function
-    assert reward(item, source, isolation="limits", cpu_s=60.0, timeout_s=600.0) == 0.0
+    reward = load_reward("code", {"isolation": "rlimits", "cpu_s": 60.0}).function
+    assert reward(item, source, isolation="rlimits", cpu_s=60.0, timeout_s=600.0) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -543,13 +543,13 @@ def test_walls_that_cannot_stand_are_said_and_nothing_is_run(
     monkeypatch.setattr(sandbox, "_PROGRAM", program)
     with pytest.raises(SandboxError, match="Operation not permitted"):
         run("print(1)")
-    with pytest.raises(RewardError, match=r"isolation: .*--cap-add SYS_ADMIN.*isolation: limits"):
+    with pytest.raises(RewardError, match=r"isolation: .*--cap-add SYS_ADMIN.*isolation: rlimits"):
         load_reward("code")
-    assert load_reward("code", {"isolation": "limits"}).settings == {"isolation": "limits"}
-    assert printed("print(1)", isolation="limits") == "1\n"
+    assert load_reward("code", {"isolation": "rlimits"}).settings == {"isolation": "rlimits"}
+    assert printed("print(1)", isolation="rlimits") == "1\n"
     program.write_text(text.replace('control.sendall(b"ready\\n")', "1 / 0"))
     with pytest.raises(RewardError, match=r"isolation: no program can be run: .*division by zero"):
-        load_reward("code", {"isolation": "limits"})
+        load_reward("code", {"isolation": "rlimits"})
 
 
 ASSERTS = ["assert f(2) == 4", "assert f(3) == 9"]

@@ -220,7 +220,7 @@ def _check(*, key: str, isolation: Isolation = "namespaces", **_: Any) -> None:
     try:
         run("pass", limits=Limits(isolation=isolation))
     except SandboxError as error:
-        if isolation == "limits":
+        if isolation == "rlimits":
             fix = (
                 "start as another user than root, or as a root that may change its user, with a"
                 " Python whose library every user can read"
@@ -230,7 +230,7 @@ def _check(*, key: str, isolation: Isolation = "namespaces", **_: Any) -> None:
             f"{key}.isolation",
             f"this machine does not allow the namespaces that {isolation!r} needs: {error}",
             "allow unprivileged user namespaces (in a container: --security-opt seccomp=unconfined"
-            " or --cap-add SYS_ADMIN), or set isolation: limits, which leaves files readable to"
+            " or --cap-add SYS_ADMIN), or set isolation: rlimits, which leaves files readable to"
             " the code",
         ) from error
 

@@ -103,6 +103,10 @@ class RewardContext:
 NOTHING_KNOWN = RewardContext()
 """Context of a response that was not sampled."""
 
+RENAMED_VALUES: Mapping[tuple[str, str], str] = {
+    ("isolation", "limits"): "write isolation: rlimits, its present name"
+}
+"""Fixes for former values of settings."""
 _WHOLE = re.compile(r"([-+]?[0-9]+)\.0+")
 CONTEXT = (*RewardContext.__dataclass_fields__, "timeout_s")
 """Names of parameters that a reward may declare to receive context. `timeout_s`: the time limit
@@ -436,5 +440,6 @@ def _typed(
         except ValidationError as error:
             message = error.errors(include_url=False)[0]["msg"].replace("Input should", "it should")
             what = f"got {settings[one]!r}: {message}"
-            raise RewardError(f"{key}.settings.{one}", what, "change it") from error
+            fix = RENAMED_VALUES.get((one, str(settings[one])), "change it")
+            raise RewardError(f"{key}.settings.{one}", what, fix) from error
     return typed

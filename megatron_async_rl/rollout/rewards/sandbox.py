@@ -13,7 +13,7 @@ With `isolation: namespaces` (Linux; sandbox_program.py builds the walls) a prog
 - ends with all it started, whatever that did to hide, when it ends or its time is up.
 It is a wall of the kernel's, not a machine of its own.
 
-With `isolation: limits`, for machines that do not allow namespaces, only the limits, the empty
+With `isolation: rlimits`, for machines that do not allow namespaces, only the limits, the empty
 environment, the end of all its processes and the refusal of sockets are left: it reaches no network
 and no port of this machine. If root starts it, it is a user of its own, reads what every user can
 and ends nobody else's process; if another user does, it reads what that user can, and only Landlock
@@ -50,14 +50,14 @@ import psutil
 
 from megatron_async_rl.watchdog.run_folder import SHORT, VARIABLE, public_folder, remove_tree
 
-Isolation = Literal["namespaces", "limits"]
+Isolation = Literal["namespaces", "rlimits"]
 START_S = 30.0
 """Longest time for the walls to stand, on the busiest machine."""
 TIME_UP = (128 + signal.SIGXCPU, 128 + signal.SIGKILL)
 NOBODY = 65534
 CHECKS_PER_S = 20
 MAX_FILES = 4096
-"""Limit of the files of a program under `isolation: limits`, as in the /tmp of one in
+"""Limit of the files of a program under `isolation: rlimits`, as in the /tmp of one in
 namespaces."""
 TOO_LARGE = 128 + signal.SIGXFSZ
 """Code of a program that was killed for the size of its files."""
@@ -81,7 +81,7 @@ class Limits:
     processes: int = 8
     """Threads included."""
     file_mib: int = 16
-    """Largest file, and all files together (under `isolation: limits` with Landlock alone, as
+    """Largest file, and all files together (under `isolation: rlimits` with Landlock alone, as
     checked CHECKS_PER_S times a second); standard output has the same limit of its own."""
     isolation: Isolation = "namespaces"
 
@@ -125,7 +125,7 @@ class Sandbox:
         self._started = time.monotonic()
         self._folder = (
             tempfile.mkdtemp(prefix="mar-sandbox-", dir=_parent())
-            if limits.isolation == "limits"
+            if limits.isolation == "rlimits"
             else None
         )
         self._too_large = False
