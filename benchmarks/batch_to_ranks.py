@@ -3,10 +3,10 @@ over gloo, between as many processes of this machine.
 
 Prints, at each number of ranks: processor time that rank 0 takes to divide a batch and make bytes
 of it, to hand it out in all, and that another rank takes to have it; the bytes that every rank gets
-(the numbers of all samples) and that one gets beside them (the tokens of its own); and the most
-memory that rank 0 had. Of `--rounds` batches the median, after one that opens the connections,
-which are opened when they are needed. Seconds of the wall say nothing: all ranks share this
-machine's cores. Ranks are forks of one process, so that hundreds fit into its memory.
+(the numbers of all samples) and that one rank also gets (the tokens of its own samples); and the
+most memory that rank 0 had. Of `--rounds` batches the median, after a first round that opens the
+connections. Seconds of the wall say nothing: all ranks share this machine's cores. Ranks are forks
+of one process, so that hundreds fit into its memory.
 """
 
 from __future__ import annotations

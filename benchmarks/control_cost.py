@@ -6,8 +6,8 @@ timed; the same gradient every time is fully aligned with the one before, so tha
 dearest path (it projects every step). Turns alternate between the step without controls and the
 step with them.
 
-    share        the control's own time over that of the optimizer step without controls, medians
-    beside       what else the step takes longer with a control, over the same; below 0 where the
+    share the control's own time over that of the optimizer step without controls, medians extra
+    what else the step takes longer with a control, over the same; below 0 where the
                  control has measured what the step would have measured without it
     copies       the control's own time over the time of one copy of the gradient (read once,
                  written once)

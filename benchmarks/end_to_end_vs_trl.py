@@ -36,8 +36,8 @@ SHAPES = {
 
 
 def write_constant_reward(folder: Path, millions: float) -> None:
-    """The arithmetic example's tokenizer and prompts, a model without a preference, answers that
-    are no text."""
+    """The arithmetic example's tokenizer and prompts, a model without a preference, answers other
+    than text."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

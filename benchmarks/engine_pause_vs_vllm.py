@@ -3,8 +3,8 @@ the same weights.
 
 In the same engine, in turns: ours through Ray from another process, with a digest of every tensor
 compared before the engine goes on; vLLM's `pause_generation`, `reload_weights` from safetensors in
-memory, `resume_generation`, called beside it and proving nothing. `bare`: the same without the 20
-ms that vLLM sleeps when it pauses. Medians; ratios = ours / vLLM's.
+memory, `resume_generation`, called next to it, without proof. `bare`: the same without the 20 ms
+that vLLM sleeps when it pauses. Medians; ratios = ours / vLLM's.
 """
 
 from __future__ import annotations

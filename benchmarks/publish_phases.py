@@ -20,7 +20,7 @@ from megatron_async_rl.rollout.engine import RolloutEngine
 _seconds: dict[str, float] = defaultdict(float)
 """Seconds of this process by part, since they were last taken."""
 _within = 0.0
-"""Seconds of timed functions called by the one that runs."""
+"""Seconds of timed functions called by the running one."""
 
 WORKER = ("worker", "digest", "pieces", "pack")
 """Parts of a load in vLLM's process."""

@@ -28,20 +28,7 @@ FOLDERS = (PACKAGE, "tests", "benchmarks", "examples", "launchers", "lint")
 MAX_LINES = 500
 MAX_COLUMNS = 100
 
-OPENERS = (
-    "Of",
-    "Those",
-    "Where",
-    "What",
-    "As",
-    "By",
-    "Whether",
-    "Who",
-    "Nobody",
-    "For",
-    "In",
-    "With",
-)
+OPENERS = re.compile(r"(?:Of|Those|Where|What|As|By|Whether|Who|Nobody|For|In|With)\b")
 """First words that leave a docstring without a subject and without an imperative verb."""
 
 PHRASES = {
@@ -72,13 +59,79 @@ PHRASES = {
 SHARED_STEMS = {"__init__", "registry", "errors"}
 """Names of files that every folder may have."""
 
-SAME_STEMS: set[str] = set()
+SAME_STEMS = {
+    "megatron_async_rl/data/conversation.py",
+    "megatron_async_rl/flow/batches.py",
+    "megatron_async_rl/flow/spec.py",
+    "megatron_async_rl/flow/summary.py",
+    "megatron_async_rl/objectives/batch.py",
+    "megatron_async_rl/plan/batch.py",
+    "megatron_async_rl/plan/layers.py",
+    "megatron_async_rl/policy/batches.py",
+    "megatron_async_rl/policy/layers.py",
+    "megatron_async_rl/policy/model.py",
+    "megatron_async_rl/report/summary.py",
+    "megatron_async_rl/rollout/environments/conversation.py",
+    "megatron_async_rl/rollout/spec.py",
+    "megatron_async_rl/simulate/model.py",
+}
 """Files of one name that are still to be renamed."""
 
-LONG_FILES: set[str] = set()
+LONG_FILES = {
+    "megatron_async_rl/cli.py",
+    "megatron_async_rl/config/schema.py",
+    "megatron_async_rl/data/prompts.py",
+    "megatron_async_rl/flow/controller.py",
+    "megatron_async_rl/flow/rank0.py",
+    "megatron_async_rl/flow/sample_log.py",
+    "megatron_async_rl/launch/launcher.py",
+    "megatron_async_rl/metrics/catalogue.py",
+    "megatron_async_rl/metrics/log.py",
+    "megatron_async_rl/plan/layout.py",
+    "megatron_async_rl/plan/preflight.py",
+    "megatron_async_rl/plan/screen.py",
+    "megatron_async_rl/policy/model_blocks.py",
+    "megatron_async_rl/policy/policy.py",
+    "megatron_async_rl/rollout/environments/built_in.py",
+    "megatron_async_rl/rollout/rewards/formula_parser.py",
+}
 """Files that are still to be split."""
 
-LONG_PAGES: set[str] = set()
+LONG_PAGES = {
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "README.md",
+    "docs/add_a_method.md",
+    "docs/asynchrony.md",
+    "docs/checkpoints.md",
+    "docs/choosing_a_method.md",
+    "docs/coming_from.md",
+    "docs/config.md",
+    "docs/data.md",
+    "docs/environments.md",
+    "docs/evaluation.md",
+    "docs/gpu.md",
+    "docs/images.md",
+    "docs/install.md",
+    "docs/metrics.md",
+    "docs/models.md",
+    "docs/objectives.md",
+    "docs/one_gpu_node.md",
+    "docs/rewards.md",
+    "docs/rewriting.md",
+    "docs/run_directory.md",
+    "docs/samples.md",
+    "docs/sampling.md",
+    "docs/scaling.md",
+    "docs/seeing.md",
+    "docs/serving.md",
+    "docs/several_machines.md",
+    "docs/stability.md",
+    "docs/standstill.md",
+    "docs/study.md",
+    "docs/ten_minutes.md",
+    "docs/troubleshooting.md",
+}
 """Pages that are still to be wrapped."""
 
 
@@ -107,8 +160,7 @@ def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
 def openers(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Line and message of each docstring that starts with one of OPENERS."""
     for docstring in docstrings(tree):
-        first = re.match(r"\w+", docstring.value)
-        if first is not None and first.group() in OPENERS:
+        if (first := OPENERS.match(docstring.value)) is not None:
             yield (
                 docstring.lineno,
                 f"a docstring starts with {first.group()!r}, not with a noun or an imperative verb",
@@ -134,19 +186,19 @@ STRINGS = (tokenize.STRING, tokenize.FSTRING_MIDDLE)
 def _texts(
     source: str, documented: set[tuple[int, int]], *, messages: bool
 ) -> Iterator[tuple[int, str]]:
+    """Line and text of docstrings and comments and, with `messages`, of all other strings. Comments
+    on successive lines are one text."""
     comment: list[str] = []
-    first = 0
+    begins = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            if comment and token.start[0] != first + len(comment):
-                yield first, " ".join(comment)
-                comment = []
-            first = first if comment else token.start[0]
+            begins = begins if comment else token.start[0]
             comment.append(token.string.lstrip("# "))
-        elif token.start in documented or (messages and token.type in STRINGS):
+        elif comment and token.type != tokenize.NL:
+            yield begins, " ".join(comment)
+            comment = []
+        if token.start in documented or (messages and token.type in STRINGS):
             yield token.start[0], token.string
-    if comment:
-        yield first, " ".join(comment)
 
 
 def names(tree: ast.Module) -> Iterator[tuple[int, str]]:

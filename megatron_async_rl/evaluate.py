@@ -216,7 +216,7 @@ def _config(target: EvalTarget, file: Path | None, overrides: Sequence[str]) -> 
         )
         file = run_dir / "config.yaml"
         if not file.is_file() or not (run_dir / "metrics.jsonl").is_file():
-            what = f"{run_dir} is not a run's folder: there is no config.yaml of a run next to the model"
+            what = f"{run_dir} is not a run's folder: it has no config.yaml of a run"
             raise _refused(
                 target,
                 "--config",

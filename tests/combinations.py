@@ -1,7 +1,7 @@
 """A set of runs in which every two methods that go together meet at least once.
 
-Which methods go together is what the configuration says: a combination that its models refuse is
-not one.
+The configuration decides which methods can be combined: combinations that its models refuse are
+left out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.method_settings import models
 from tests.written_run import config_tree
 
 TRIES = 150
-"""Random companions a pair is tried with before it counts as one that does not exist."""
+"""Random companions with which a pair is tried before it counts as impossible."""
 REQUIRED: dict[str, dict[str, Any]] = {
     "reject": {"high": 0.5},
     "matched_lr": {"target_update_norm": 0.01},
@@ -49,8 +49,8 @@ def factors() -> dict[str, list[Any]]:
 
 
 def config_of(chosen: dict[str, Any]) -> Config | None:
-    """The run with these methods and what they ask for beside them; None where the configuration
-    refuses it."""
+    """The run with these methods and their requirements; None where the configuration refuses
+    it."""
     tree = config_tree()
 
     def method(name: str) -> dict[str, Any]:

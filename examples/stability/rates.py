@@ -116,9 +116,9 @@ def plateau(
     rates: Sequence[Measured], by: float | None = None
 ) -> tuple[Measured, float, float | None]:
     """Three facts on one group at several learning rates, ascending: the rate of largest mean area;
-    the width of its plateau, highest rate over lowest, through rates next to each other of which no
-    run is missing; and the lowest rate at which at least half of the seeds collapsed, None where
-    there is none.
+    the width of its plateau, highest rate over lowest, through neighbouring rates without a missing
+    run; and the lowest rate at which at least half of the seeds collapsed, None where there is
+    none.
 
     by: the area that rates are measured by, else the group's own largest; a group that comes
     nowhere near it has a plateau of width 0.

@@ -79,7 +79,7 @@ def best_rates(rows: Sequence[Row]) -> list[str]:
 
 
 def widths(rows: Sequence[Row]) -> list[str]:
-    """Plateaus of the second round's variants, beside those of the losses that they are to
+    """Plateaus of the second round's variants, next to those of the losses that they are to
     widen."""
     groups = by_group(rows)
     if not groups or "method" not in (axes := group_axes(rows)):

@@ -320,8 +320,8 @@ class ChatTemplate:
                 None,
                 "has a chat template that does not read `tools`, so that the model would know of"
                 " none",
-                "give data.chat_template a template that does, or say in the prompts which tools there"
-                " are, as plain text (those of the data: data.tools_key: null)",
+                "give data.chat_template a template that does, or describe the tools in the prompts"
+                " as plain text (those of the data: data.tools_key: null)",
             )
 
 

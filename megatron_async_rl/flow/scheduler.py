@@ -181,7 +181,7 @@ class Scheduler:
         self._table.on_scored(group, samples)
 
     def on_abort(self, aborted: Aborted, group: int) -> Request:
-        """The request that continues one that its engine stopped."""
+        """The continuation of a request that its engine stopped."""
         return self._table.on_abort(aborted, group)
 
     def on_give_up(self, request: str, group: int) -> bool:

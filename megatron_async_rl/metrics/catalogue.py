@@ -154,8 +154,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "policy/skipped": Metric(
                 "0 or 1",
-                "1: no optimizer step (a control decided so, the gradient was not finite, or the batch"
-                " was empty). Of several steps the share that was not made.",
+                "1: no optimizer step (a control skipped it, the gradient was not finite, or the"
+                " batch was empty). Of several steps the share that was not made.",
             ),
             "policy/nonfinite": Metric(
                 "steps",

@@ -6,7 +6,7 @@ noticed, and what they are traced to.
                  a median near 0, and noise of any size is many times that. Without clipping, |g|
                  above the largest median the run has had
     not finite   the loss or |g| is infinite or not a number; the step is not taken
-    parameter    the parameter that holds most of |g|^2, over all ranks' shards; of a gradient that is
+    parameter    the parameter with most of |g|^2, over all ranks' shards; of a gradient that is
                  not finite, the first one whose gradient is not
     samples      the smallest part of the batch found whose gradient is at least half as long as g,
                  or is not finite; samples whose own loss is not finite need no search

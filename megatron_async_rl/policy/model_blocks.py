@@ -1,8 +1,8 @@
 """Slices of this rank's parameters as blocks of the whole model's tensors, in files of torch's
 distributed checkpoints.
 
-Megatron's `sharded_state_dict` tells which part of which tensor of the model a parameter is, which
-are copies of one another, and how fused ones split. A slice of a parameter is a run of its
+Megatron's `sharded_state_dict` maps each parameter to its part of a tensor of the model, and shows
+which are copies of one another, and how fused ones split. A slice of a parameter is a run of its
 elements, which is not one box of that tensor but a few boxes: a part of a row, rows, a part of a
 row.
 

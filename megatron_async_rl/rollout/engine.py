@@ -83,7 +83,7 @@ class RolloutEngine:
         redirect_output(spec.log)
         name_this_process(spec.name)
         watch.join(spec.name)
-        # Ray on another machine, or one that was there before, has none of the run's variables.
+        # Ray on another machine, or an existing Ray cluster, has none of the run's variables.
         use_run_folder()
         name_shared_memory()
         os.environ.update(environment(spec))
@@ -343,15 +343,15 @@ class RolloutEngine:
         try:
             await self._health.until_dead()
         except Exception as error:  # noqa: BLE001 - the reader of the reports raises it
-            # The health check's own call may be the one that meets vLLM's death.
+            # The health check's own call may be the first to meet vLLM's death.
             if not self._vllm().errored:
                 responses.reports.fail(error)
                 return
         responses.reports.fail(EngineDied(self.spec, f"it worked on {responses.running} responses"))
 
     async def _while_alive[Result](self, what: str, call: Awaitable[Result]) -> Result:
-        """Awaits `call`, which vLLM leaves unanswered for ever when its process ends. Raises
-        EngineDied then."""
+        """Await `call`, which vLLM never answers once its process has ended. Raises EngineDied
+        then."""
         task = asyncio.ensure_future(call)
         with watch.doing("wait", f"vLLM to {what}"):
             while not (await asyncio.wait((task,), timeout=ALIVE_POLL_S))[0]:

@@ -66,7 +66,7 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
         model=str(spec.model_path),
         hf_overrides=_head(spec.dtype),
         # The policy's own files. "auto" would take params.json and consolidated.safetensors, which
-        # Mistral's directories have beside them.
+        # Mistral's directories also contain.
         config_format="hf",
         load_format="hf",
         tokenizer_mode="hf",

@@ -45,7 +45,7 @@ class EngineStartError(RuntimeError):
 
 
 class Engine(Protocol):
-    """One running engine. What the calls do is said in `rollout.engine`."""
+    """One running engine. The calls are documented in `rollout.engine`."""
 
     @property
     def machine(self) -> str:
@@ -71,8 +71,8 @@ class Engine(Protocol):
         and the kernel vLLM with it."""
 
     async def until_ended(self) -> None:
-        """Returns once none of its processes is left on rank 0's machine, nor what memory they had
-        of the devices there."""
+        """Wait until its processes on rank 0's machine, and their memory on the devices there, are
+        gone."""
 
 
 class RemoteEngine:
@@ -113,8 +113,8 @@ class RemoteEngine:
 
 async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
     """A running engine, on this machine or where else `place_of_engine` has it. Ray must be
-    initialised. `again`: in place of one that is gone, whose log stays as `engine-<index>.log.1`,
-    `.2`, ...
+    initialised. `again`: replacing an engine that is gone, whose log stays as
+    `engine-<index>.log.1`, `.2`, ...
 
     Raises EngineStartError, with the cause and the tail of the engine's log, when it fails or takes
     longer than `rollout.start_timeout_s`.

@@ -4,7 +4,7 @@ its track in the run's timeline, and the health check of vLLM's process.
     running --pause--> paused --resume--> running          new weights load while paused
     running, paused --sleep--> asleep --wake--> running    and while asleep with its weights awake
 
-Invariants: what is out of order is refused before vLLM is told. Pausing what is paused and
+Invariants: calls out of order are refused before they reach vLLM. Pausing what is paused and
 resuming what runs is in order. `silent_s` of the health check grows from the last answer on,
 whatever keeps the next one away; one question is open at a time.
 """
@@ -94,7 +94,7 @@ class EngineState:
         self._asleep = frozenset(TAGS)
 
     def wake(self, tags: Collection[str]) -> None:
-        """The last one that wakes sets the engine going."""
+        """The last wake-up starts the engine."""
         self._asleep -= frozenset(tags)
         if not self._asleep:
             self._paused = False
@@ -103,7 +103,7 @@ class EngineState:
 class BusyClock:
     """Seconds in which an engine sampled: with at least one response in vLLM, and not paused.
 
-    `changed`: told how many responses are in vLLM when the first came, the last left or the
+    `changed`: called with the number of responses in vLLM when the first came, the last left or the
     pause changed. `now`: seconds of a clock that never goes back."""
 
     def __init__(
@@ -245,8 +245,8 @@ def named_death(spec: EngineSpec, while_what: str) -> Iterator[None]:
 
 class HealthCheck:
     """Watches that vLLM's process still answers: a cheap question once a second, while it samples
-    and while it is paused. `probe` is answered by vLLM's process; `dead` says that this process has
-    ended."""
+    and while it is paused. `probe` is answered by vLLM's process; `dead` reports that this process
+    has ended."""
 
     def __init__(self, probe: Callable[[], Awaitable[object]], dead: Callable[[], bool]) -> None:
         self._ask = probe

@@ -11,11 +11,11 @@ Invariants:
 - they are submitted as they come and finish in any order; nothing waits for a batch or a group;
 - every request that was taken ends in the report queue once: as a sample, as an abort, or with the
   failure that ended the engine;
-- an aborted response has every token that vLLM had handed over by then, and no other; one that is
-  being scored just finishes. One with an environment has none: what the environment has come to
-  cannot move to another engine, so it begins anew;
+- an aborted response has every token that vLLM had handed over by then, and no other; a response
+  that is being scored just finishes. One with an environment has none: what the environment has
+  come to cannot move to another engine, so it begins anew;
 - a turn after the first is a request like any other: a pause or an update does not wait for an
-  environment, and what it says meanwhile is read by the weights that are there then;
+  environment, and its reply is then read by the current weights;
 - a sample's `behavior_logprobs` are those of the distribution it was drawn from: after temperature,
   by the engine itself;
 - the token that ended a response (end of sequence) is part of it: it was sampled, so it is trained
@@ -86,7 +86,7 @@ class _Running:
     read: int = 0
     """How many of them have their experts recorded."""
     stop: Sequence[str] = ()
-    """Strings that end the turn, beside those of its sampling."""
+    """Strings that end the turn, in addition to those of its sampling."""
     aborted: bool = False
     conversation: Episode | None = None
     playing: asyncio.Task[None] | None = None
@@ -279,7 +279,7 @@ class Responses:
         self.tokens += count
         self.generated += count if entry.request.group >= 0 else 0
         if entry.conversation is not None and (entry.aborted or not entry.conversation.waits):
-            return  # the conversation, which was cancelled, says that it is aborted
+            return  # the conversation, which was cancelled, reports the abort
         completion: CompletionOutput = output.outputs[0]  # FINAL_ONLY: there is one
         sampled = None
         if len(completion.token_ids):

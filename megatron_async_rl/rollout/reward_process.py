@@ -2,13 +2,13 @@
 
 Invariants:
 - every call ends within the time limit of the moment it was handed over and a few seconds, whatever
-  the reward does: a plain one that does not answer is killed, for a reward that holds the
-  interpreter lock cannot be asked to stop; an `async` one is told to cancel the call, and killed if
-  it does not say that it did;
+  the reward does: a plain reward that does not answer is killed, for a reward that holds the
+  interpreter lock cannot be asked to stop; an `async` reward is requested to cancel the call, and
+  killed if it does not confirm;
 - a limit on what a reward computes is one on processor time, so a loaded machine makes no right
   answer wrong; a reply that came in time counts, however late the event loop reads it;
 - whatever way a process ends, all it started is killed with it, in whatever session: its parent, a
-  keeper (rewards/sandbox_program.py), adopts what it leaves behind;
+  subreaper (rewards/sandbox_program.py), adopts what it leaves behind;
 - only what certainly is the fault of one response is its error; where several were worked on, each
   is a suspect, and the owner tries them one by one.
 """
@@ -41,7 +41,7 @@ from megatron_async_rl.watchdog.processes import PARENT
 START_S = 300.0
 """Longest time for a process to import the reward."""
 EXIT_S = 1.0
-"""Grace for a process that closed its socket to end, so that it can be said how it ended."""
+"""Grace for a process that closed its socket to end, so that its end can be reported."""
 CANCEL_S = 5.0
 """Longest time for a process to say that it cancelled a call: after it, its event loop is stuck."""
 
@@ -51,7 +51,7 @@ READ_S = 0.1
 SHOW_S = 0.2
 """Time for a process to write where it stands."""
 KEEPER_S = 5.0
-"""Longest time for a keeper to end what is left; then it is killed."""
+"""Longest time for a subreaper to end what is left; then it is killed."""
 KEEP = (
     "import json, os, signal, sys; sys.path[:] = json.loads(sys.argv[1])['path'];"
     f" from {keep.__module__} import keep;"
@@ -219,7 +219,7 @@ class RewardProcess(asyncio.Protocol):
                 return
             message = json.loads(self._received[LENGTH.size : end])
             del self._received[:end]
-            # What a process said before it was killed comes too late.
+            # Output of a process from before it was killed comes too late.
             if not self._killed:
                 self._on_message(message)
 
@@ -328,11 +328,11 @@ class RewardProcess(asyncio.Protocol):
         self._clear_timers()
         self._end_all()
         if self._transport is not None:
-            # A daemon that the reward left behind may hold the other end open for ever.
+            # A daemon that the reward left behind may hold the other end open forever.
             self._transport.abort()
 
     def _end_all(self) -> None:
-        """The process and all it started: the keeper kills them.
+        """The process and all it started: the subreaper kills them.
 
         Only before `wait`: afterwards the number may be another process's.
         """
@@ -341,7 +341,7 @@ class RewardProcess(asyncio.Protocol):
                 os.kill(self._process.pid, signal.SIGTERM)
 
     def _reap(self) -> int:
-        """Exit code of the keeper, which is its child's."""
+        """Exit code of the subreaper, which is its child's."""
         if not self._ends_within(KEEPER_S) and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

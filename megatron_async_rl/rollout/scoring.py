@@ -72,7 +72,7 @@ def require_rewards(settings: RewardConfig) -> None:
 
 
 def reward_fields(settings: RewardConfig) -> Required:
-    """Return the needs of the rewards beside `prompt`: their columns, None where no part of the
+    """Return the needs of the rewards besides `prompt`: their columns, None where no part of the
     reward is for it, or gates alone; and values that they can use."""
     parts = [(one, required_fields(one.name, one.settings)) for one in settings.rewards.values()]
 
@@ -159,7 +159,7 @@ class Pool:
         self._suspects: deque[Job] = deque()
         self._first: asyncio.Future[None] | None = None
         self._per_call = math.inf
-        """Responses that a process works on at a time, once one has said so."""
+        """Responses that a process works on at a time, once a process has reported it."""
         self._closed = False
 
     def start(self) -> None:
@@ -199,7 +199,7 @@ class Pool:
 
     def _next(self, process: RewardProcess) -> Sequence[Job]:
         """The jobs of the process's next call. Suspects first: while there are any, no process
-        takes others, and one that works on others takes none until it is done with them."""
+        takes others, and a process that works on others takes none until it is done with them."""
         while self._suspects and self._suspects[0].result.done():
             self._suspects.popleft()
         if self._suspects:

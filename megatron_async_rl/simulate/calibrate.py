@@ -223,8 +223,8 @@ def _read_samples(run: Path) -> dict[str, NDArray[Any]]:
 def _fit_training(
     logs: Sequence[_Log], assumed: float
 ) -> tuple[float, tuple[float, ...], float | None]:
-    """Seconds of a token, factors by which steps vary, and the slow-down by an engine, None where
-    that was not to be seen."""
+    """Seconds of a token, factors of the steps' variation, and the slow-down by an engine, None if
+    the data does not show it."""
     steps = []
     for log in logs:
         ends = np.array([span.end for span in log.training])

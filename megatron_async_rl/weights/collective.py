@@ -51,7 +51,7 @@ CARRIER = SharedMemory
 
 
 class CollectiveFailed(RuntimeError):
-    """A version did not reach an engine; the message says why. Its communicator is closed."""
+    """A version did not reach an engine; the message has the reason. Its communicator is closed."""
 
 
 @dataclass(eq=False)
@@ -80,7 +80,7 @@ class Sender:
         """Bucket paths of the two newest versions that were sent."""
 
     def open(self, workers: int) -> Meeting:
-        """Return where an engine of so many workers meets it. Raises OSError where the host is no
+        """Return where an engine of so many workers meets it. Raises OSError if the host is not an
         address of this machine."""
         limit = timedelta(seconds=self._limit_s)
         store = serve_store(self._host, 0, limit)
@@ -89,8 +89,8 @@ class Sender:
         return meeting
 
     def send(self, meeting: Meeting, version: int, manifest: Manifest) -> StagedCopy:
-        """Sends `version`, staged as `manifest`, to the workers of an engine, which were told to
-        receive it. Raises CollectiveFailed, and then the communicator is closed."""
+        """Sends `version`, staged as `manifest`, to the workers of an engine, which have been
+        requested to receive it. Raises CollectiveFailed, and then the communicator is closed."""
         began = time.monotonic()
         one = self._sets.get(meeting.port)
         if one is None:
@@ -245,8 +245,8 @@ def _key(version: int, worker: int) -> str:
 
 
 def _answers(one: _Set, version: int) -> dict[int, str]:
-    """Paths that the workers received a version to, by bucket. Raises CollectiveFailed for one that
-    did not, and RuntimeError for one that says nothing."""
+    """Paths that the workers received a version to, by bucket. Raises CollectiveFailed for a worker
+    that did not, and RuntimeError for a worker without an answer."""
     paths: dict[int, str] = {}
     for worker in range(one.meeting.workers):
         key = _key(version, worker)
@@ -261,7 +261,7 @@ def _answers(one: _Set, version: int) -> dict[int, str]:
 
 
 def _refusals(one: _Set, version: int) -> list[str]:
-    """Why workers did not receive a version, of those that said so."""
+    """Reasons of the workers that reported that they did not receive a version."""
     keys = {worker: _key(version, worker) for worker in range(one.meeting.workers)}
     try:
         answers = {

@@ -1,5 +1,5 @@
-"""The carrier `cuda_ipc`: buckets pass from the policy's devices to engines on the same ones, while
-these stand still. Nothing of a version is in host memory, and a device has two buckets of it.
+"""The carrier `cuda_ipc`: buckets pass from the policy's devices to engines on the same devices,
+while these are paused. Nothing of a version is in host memory, and a device has two buckets of it.
 
     each rank:  its parts --> bucket on its device --summed over all ranks--> the whole bucket
                                                                                |  memory handle
@@ -11,12 +11,12 @@ no engine loads then (flow/updates.py). An engine that starts again or joins bef
 same buckets once more. On a CPU the memory is a file in /dev/shm; all else is the same.
 
 Invariants:
-- of two places on a device one is read while the other is filled; the controller says which
+- of two places on a device one is read while the other is filled; the controller decides which
   (flow/copies.py), and a place is filled only while nobody reads it;
 - on each device a bucket is whole, so an engine needs to see no other device;
 - digests are of the ranks' parameters, before a bucket is filled;
-- places are given back when no engine is left that loads. A worker lets go of them with its last
-  bucket; one that was killed before that holds none of their memory;
+- places are released when no engine is loading. A worker lets go of them with its last bucket; a
+  killed engine holds none of their memory;
 - all ranks fill a bucket, or all raise.
 
 CUDA's memory comes from the driver, not from torch's allocator: that one's may lie in expandable

@@ -12,11 +12,11 @@ bytes, so a part adds up with the others by its place alone, at whatever byte it
 Invariants:
 - of one tensor every way to cut it gives the same digest, on every device;
 - one changed element always changes it. Two tensors that differ in more agree with a probability of
-  2^-32 at the most, and 2^-120 where they differ in whole words. The highest bit of a word has no
-  more than a parity in a sum, as all keys are odd: it is the middle of the other sum's words. It
-  guards against wrong, missing, stale, swapped and damaged bytes, and is no signature against
-  somebody who makes bytes to fit;
-- beside the parts, memory holds the keys of their rows and columns; where a part is small, is cut
+  at most 2^-32, and 2^-120 where they differ in whole words. The highest bit of a word has no more
+  than a parity in a sum, as all keys are odd: it is the middle of the other sum's words. It guards
+  against wrong, missing, stale, swapped and damaged bytes, and is not a signature against forged
+  bytes;
+- besides the parts, memory holds the keys of their rows and columns; where a part is small, is cut
   within a word or lies on CUDA, also one piece of PIECE_BYTES, or a row that is larger.
 """
 
@@ -76,7 +76,7 @@ def partial_digest(part: Tensor, row: int = 0, column: int = 0) -> Tensor:
 
 
 def digest_text(dtype: torch.dtype, shape: Sequence[int], sums: Sequence[int]) -> str:
-    """A tensor's digest in words, from what `partial_digest` gave of its parts, added up."""
+    """A tensor's digest as text, from the added results of `partial_digest` for its parts."""
     d1, d2, elements = sums
     kind = f"{str(dtype).removeprefix('torch.')}{list(shape)}".replace(" ", "")
     some = "" if elements == prod(shape) else f", of {elements} of {prod(shape)} elements"
@@ -113,7 +113,7 @@ def _words(block: Tensor, lead: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def _words_in_place(bits: Tensor, lead: int) -> Iterator[tuple[int, Tensor]]:
-    """The same without a copy of them, of what lies in words. lead: none, or half a word."""
+    """The same without a copy, for memory aligned to words. lead: none, or half a word."""
     if not lead:
         yield 0, bits.view(torch.int64)
         return

@@ -5,15 +5,15 @@ places that they have in the trainer's tensors.
                                                  |
               worker's parts: {name: Loaded} <---+    all workers' parts --digests_of--> one digest
 
-How an engine cuts and fuses tensors is vLLM's affair: each copy out of an offered tensor says what
-part of it went where.
+How an engine cuts and fuses tensors is vLLM's affair: each copy out of an offered tensor shows
+which part of it went where.
 
 Invariants:
 - a digest is of what was written, read back: of a parameter that stays, when the update ends; of
   memory that something else is made from (a packed or quantised weight), as soon as it is written;
 - a part of a tensor that several workers hold counts once if they hold the same. If they do not, or
   if nobody took a part, the digest is not the trainer's;
-- an address says which offered tensor a copy is of only while that tensor lives and until its
+- an address identifies the offered tensor of a copy only while that tensor lives and until its
   memory is offered again; nothing here keeps it alive.
 """
 
@@ -45,7 +45,7 @@ class Loaded:
 
 
 def digests_of(workers: Sequence[dict[str, Loaded]]) -> dict[str, str]:
-    """Name -> digest of every tensor of which a worker took a part."""
+    """Name -> digest of every tensor from which a worker took a part."""
     found: dict[str, Loaded] = {}
     for loaded in workers:
         for name, one in loaded.items():
@@ -111,8 +111,8 @@ class LoadWatch(TorchDispatchMode):
         self.begin(())
 
     def begin(self, lasting: Iterable[Tensor]) -> None:
-        """lasting: parameters that keep their memory through this update. Of any other an address
-        says nothing: it may be given to something else while the update goes on."""
+        """lasting: parameters that keep their memory through this update. The address of any other
+        tensor identifies nothing: it may be reused during the update."""
         self._lasting = {
             p.untyped_storage().data_ptr() for p in lasting if p.numel() and not p.is_meta
         }
@@ -197,7 +197,7 @@ class LoadWatch(TorchDispatchMode):
 
     def _place(self, part: Tensor) -> _TensorRegion | None:
         """The part of an offered tensor that `part` shows, or that was copied to it; else None.
-        Raises RuntimeError for one that is not rows and columns of it."""
+        Raises RuntimeError for a part that is not rows and columns of it."""
         if part.is_meta or not part.numel():
             return None
         if self._copy is not None and self._copy[1].has(part):

@@ -1,5 +1,5 @@
-"""A staged version in words: where its tensors are, and what they must be. Loads no torch: the
-controller passes it on.
+"""Description of a staged version: where its tensors are, and what they must be. Loads no torch:
+the controller passes it on.
 
 Invariant: a `BucketRef` describes what its bucket holds until the sender writes the bucket again,
 which it does only while no engine reads (`staging.py`).

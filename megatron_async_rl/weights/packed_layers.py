@@ -74,8 +74,7 @@ class AwaitedWeight:
         self._received = 0
         self._taken: Tensor | None = None
         self._sizes: dict[Hashable, int] = {}
-        """Elements that a piece brings, by what the loader was told of it; found out at its first
-        time."""
+        """Elements that a piece brings, by the loader's arguments; found out at its first time."""
 
     def await_pieces(self) -> None:
         self.release()

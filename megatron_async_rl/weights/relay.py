@@ -111,7 +111,7 @@ class WeightAgent:
         while at < ref.size:
             stood = at
             try:
-                limit_s = self._silence_s / (ATTEMPTS + 1)  # the one that stood still counts, too
+                limit_s = self._silence_s / (ATTEMPTS + 1)  # the stalled one counts, too
                 connection, count = requested(self._address, version, number, at, silence_s=limit_s)
                 with connection:
                     if count != ref.size - at:

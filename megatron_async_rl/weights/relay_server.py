@@ -14,8 +14,8 @@ Invariants:
 - a connection that has not proved the key takes one of `_RelayTcpServer.slots` threads for
   ADMISSION_S at most, so strangers exhaust neither threads nor descriptors
   (watchdog/limited_server.py);
-- one that has proved it has a thread and a limit on each wait for its peer, so a stalled one is
-  cut.
+- a connection that has proved it has a thread and a limit on each wait for its peer, so a stalled
+  one is cut.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ ADMISSION_S = 10.0
 
 
 class RelayFailed(RuntimeError):
-    """A version did not reach a machine; the message says why. Asking again as before is no use."""
+    """A version did not reach a machine; the message has the reason. Retrying the same request does
+    not help."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class Address:
 class RelayServer:
     """Listens from the start, at a free port of `host`. `silence_s`: longest wait for a peer.
 
-    Raises OSError where `host` is no address of this machine.
+    Raises OSError if `host` is not an address of this machine.
     """
 
     def __init__(self, host: str, silence_s: float = 60.0) -> None:
@@ -128,7 +129,7 @@ class _RelayConnection(socketserver.BaseRequestHandler):
         self.request.settimeout(self.server.silence_s)
         try:
             self._serve()
-        except OSError as error:  # the agent says what it could not get, and asks again
+        except OSError as error:  # the agent reports what it could not get, and retries
             log.info("the relay's connection to %s broke: %s", self.client_address, error)
 
     def _serve(self) -> None:
@@ -151,7 +152,7 @@ class _RelayConnection(socketserver.BaseRequestHandler):
         with open(ref.path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size != ref.size:
-                self._refuse(f"{ref.path} holds {size} bytes, its manifest says {ref.size}")
+                self._refuse(f"{ref.path} holds {size} bytes, its manifest has {ref.size}")
                 return
             self.request.sendall(_ANSWER.pack(size - first, 0))
             self.request.sendfile(file, first, size - first)

@@ -137,7 +137,7 @@ def _have(seats: Sequence[Seat], entry: ParameterEntry) -> bool:
 
 
 def buckets_of(entries: Sequence[ParameterEntry], max_bytes: int) -> list[list[TensorSpec]]:
-    """Every tensor once, in runs of at most `max_bytes`, or one that is larger alone."""
+    """Every tensor once, in runs of at most `max_bytes`; a larger tensor is a run by itself."""
     buckets: list[list[TensorSpec]] = []
     size = 0
     for entry in entries:

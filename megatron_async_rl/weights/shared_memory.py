@@ -75,17 +75,17 @@ class BucketFile(BucketMemory):
 
 
 class _MappedFiles:
-    """Files once opened stay mapped, until `keep` says that they are out of use. access: mmap's."""
+    """Files once opened stay mapped, until `keep` declares them unused. access: mmap's."""
 
     def __init__(self, access: int) -> None:
         self._access = access
         self._mapped: dict[str, mmap.mmap] = {}
 
     def map(self, ref: BucketRef) -> mmap.mmap:
-        """Raises ValueError when the file is not the one that `ref` describes."""
+        """Raises ValueError if the file is not the one described by `ref`."""
         size = os.stat(ref.path).st_size
         if size != ref.size:
-            raise ValueError(f"{ref.path} holds {size} bytes, its manifest says {ref.size}")
+            raise ValueError(f"{ref.path} holds {size} bytes, its manifest has {ref.size}")
         memory = self._mapped.get(ref.path)
         if memory is None:
             with open(ref.path, "r+b" if self._access == mmap.ACCESS_WRITE else "rb") as file:
@@ -108,7 +108,7 @@ class BucketWriter(TransportWriter):
         return os.access(path, os.R_OK | os.W_OK)
 
     def view(self, ref: BucketRef, entry: TensorEntry) -> Tensor:
-        """Raises ValueError when the file is not the one that `ref` describes."""
+        """Raises ValueError if the file is not the one described by `ref`."""
         return _view(self._files.map(ref), entry)
 
     def keep(self, paths: Collection[str]) -> None:

@@ -1,9 +1,9 @@
 """Versions of the weights, whole, where every engine of this machine can read them: for an update,
 after a restart, or when it joins.
 
-    rank 0      makes room for a version, and says where
-    every rank  writes the parts that it holds there, and digests them        no tensor goes through
-    all         add up what they wrote: only if that is every tensor whole    another rank
+    rank 0 makes room for a version, and tells every rank where to write its parts, and digests them
+    no tensor goes through all add up what they wrote: only if that is every tensor whole another
+    rank
                 there is a manifest, and the version
 
 Invariants:
@@ -74,7 +74,7 @@ class NotStaged(RuntimeError):
 
 class Staging:
     """Made by every rank of `ranks` and used by one thread of each; rank 0's has the memory, which
-    `close` gives back.
+    `close` releases.
 
     reached: for each rank, true where it can write to that memory.
     """
@@ -113,9 +113,9 @@ class Staging:
         one is done with when the next is asked for. when_free: returns once the slot may be
         written, on rank 0.
 
-        Raises ValueError for an update without buckets, with a tensor that comes twice, or with one
-        that the parts of all ranks do not make up, OSError when memory is out, and NotStaged where
-        it is another rank that could not write; then the version staged last is still there.
+        Raises ValueError for an update without buckets, with a tensor that comes twice, or with a
+        tensor that the parts of all ranks do not make up, OSError when memory is out, and NotStaged
+        where it is another rank that could not write; then the version staged last is still there.
         """
         entries = [entries_of(bucket) for bucket in buckets]
         flat = [entry for bucket in entries for entry in bucket]

@@ -3,7 +3,7 @@
 Classes and functions of vLLM are imported where they are used (the ones that load weights in
 `reload.py` and `packed_layers.py`); attributes and methods that are vLLM's own affair are used here
 alone and listed in `NAMES`. A test holds both against the installed vLLM, so that another version
-says what it no longer has before an engine starts.
+reports what it lacks before an engine starts.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def register_transfer_engine(backend: str, module: str, name: str) -> None:
 
 
 def on_output(collector: Any, call: Callable[[Any], None]) -> None:
-    """Calls `call` with what vLLM says of a request, or the exception that ended it, instead of
+    """Call `call` with vLLM's output for a request, or the exception that ended it, instead of
     keeping it for whoever waits. `collector`: the answer of `AsyncLLM.add_request`."""
     early, collector.output = collector.output, None
     collector.put = call

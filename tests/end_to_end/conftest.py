@@ -221,8 +221,9 @@ def synchronous_config(workspace: Workspace, converted: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def over_machines(workspace: Workspace, synchronous_config: Path) -> Ended:
-    """That run over three machines: a rank on each of two, an engine on the third, and the one that
-    evaluates on the first. The agent that brings the third its weights is killed on the way."""
+    """That run over three machines: a rank on each of two, an engine on the third, and the
+    evaluation engine on the first. The agent that brings the third its weights is killed on the
+    way."""
     directory = workspace.folder / "runs" / "synchronous"
     hold = workspace.folder / "hold"
     hold.touch()

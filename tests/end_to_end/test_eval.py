@@ -1,4 +1,4 @@
-"""Held-out evaluation beside a real run, on an engine of its own, and `mar eval` of the checkpoint
+"""Held-out evaluation during a real run, on an engine of its own, and `mar eval` of the checkpoint
 that the run leaves."""
 
 from __future__ import annotations

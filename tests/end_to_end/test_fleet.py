@@ -69,7 +69,7 @@ def troubled(workspace: Workspace) -> dict[str, object]:
     )
     rows, processes = workspace.metrics("fleet"), started_by(process)
     core_of(run / "logs" / "engine-1.log").send_signal(signal.SIGSTOP)
-    # Well under watchdog.timeout_s: that the engine stands still is noticed, not waited out.
+    # Well under watchdog.timeout_s: the hang of the engine is detected, not waited out.
     output, _ = process.communicate(timeout=400)
     return {
         "code": process.returncode,
@@ -144,7 +144,7 @@ def test_a_restarted_engine_samples_with_the_current_weights(troubled: dict[str,
 def test_every_token_has_the_log_prob_of_the_version_it_carries(
     troubled: dict[str, object],
 ) -> None:
-    """The trainer's snapshot of that version says so, for responses that span updates too: each
+    """The trainer's snapshot of that version proves it, for responses that span updates too: each
     update has them recomputed."""
     rows = troubled["rows"]
     assert max(row["response/mixed_versions"] for row in rows) > 0  # type: ignore[attr-defined]

@@ -1,5 +1,5 @@
-"""Environments of tests: one that counts its turns, and does what its prompt says; and an agent
-with the client of OpenAI's package."""
+"""Environments of tests: one counts its turns and follows its prompt; and an agent with the client
+of OpenAI's package."""
 
 import asyncio
 import json

@@ -9,7 +9,7 @@ overwritten as soon as it has been read.
 
 The answer: for each A by name, for each state [way of the update, which checkpoint (0: A),
 log-probs and other outputs]; under `faults`, of a quantised model, [tensors whose digests differ
-after a bit was flipped] and [what is said where a tensor is left out].
+after a bit was flipped] and [the error for a missing tensor].
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def run(
 
 @contextmanager
 def divided(half: int | None) -> Iterator[None]:
-    """Layers that are made within have their experts divided over two workers, of which this is
-    one."""
+    """Layers that are made within have their experts divided over two workers, and this is one of
+    them."""
     make = FusedMoEParallelConfig.make
     own = {"use_ep": True, "ep_size": 2, "ep_rank": half}
     if half is not None:
@@ -155,7 +155,7 @@ def divided(half: int | None) -> Iterator[None]:
 
 
 def faults(engine: LLM, staging: Staging, checkpoint: Path, version: int) -> Iterator[list[str]]:
-    """[tensors whose digests differ] after a flipped bit, [what is said] of a tensor left out."""
+    """[tensors whose digests differ] after a flipped bit, [the error] for a missing tensor."""
     engine.collective_rpc(read_as, args=("shared_memory",))
     weights = load_file(checkpoint / "model.safetensors")
     manifest = stage(staging, version + 1, [weights])
@@ -219,7 +219,7 @@ def lend_memory_of_experts(worker: Any) -> None:
 
 
 def buckets(checkpoint: Path) -> list[dict[str, torch.Tensor]]:
-    """Two, the first of which ends within a fused weight."""
+    """Two buckets; the first ends within a fused weight."""
     weights = list(load_file(checkpoint / "model.safetensors").items())
     cut = next(i for i, (name, _) in enumerate(weights) if "k_proj" in name) + 1
     return [dict(weights[:cut]), dict(weights[cut:])]

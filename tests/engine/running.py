@@ -1,4 +1,4 @@
-"""Real vLLM engines behind Ray, fed with staged weights, beside transformers on the same
+"""Real vLLM engines behind Ray, fed with staged weights, compared with transformers on the same
 checkpoints."""
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Engines:
         sampling: str | None = None,
     ) -> list[Request]:
         """Requests for `n` responses to each prompt, in groups never asked before, or all of group
-        `index`, drawn as in training or as the held-out set `sampling` says."""
+        `index`, drawn as in training or as in the held-out set `sampling`."""
         numbers = [self._groups + i if index is None else index for i in range(len(prompts))]
         self._groups += len(prompts)
         return [

@@ -1,7 +1,7 @@
 """Two real vLLM engines behind Ray, fed with new weights by the real publisher, held against
 transformers.
 
-The tests share the engines of conftest.py and run in order; every one that loads weights takes the
+The tests share the engines of conftest.py and run in order; every test that loads weights takes the
 next version.
 """
 

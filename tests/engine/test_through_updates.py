@@ -1,6 +1,6 @@
 """Updates during responses, and engines that sleep, hang, die and restart.
 
-The tests share the two engines of conftest.py and run in order; every one that loads weights takes
+The tests share the two engines of conftest.py and run in order; every test that loads weights takes
 the next version, and the last ones end the engines.
 """
 
@@ -319,7 +319,7 @@ def test_an_engine_that_stands_still_is_silent_and_nothing_of_it_outlives_its_ki
     workers = workers_of(engines.specs[RECOMPUTE].log)
     assert len(workers) == 2
     while report(engines.handles[RECOMPUTE], 0.1).silent_s > 2:
-        pass  # a busy machine may keep it waiting, but not for ever
+        pass  # a busy machine may keep it waiting, but not forever
     core.send_signal(signal.SIGSTOP)
     while report(engines.handles[RECOMPUTE], 0.1).silent_s <= 5:
         pass  # it grows now

@@ -28,8 +28,8 @@ SCREEN_LINES = 30
 
 
 def refused(config: Path, *overrides: str, says: tuple[str, ...], command: str = "train") -> str:
-    """Runs `mar train`; what it printed, after checking that it is one screen that says all of
-    `says`. Of `mar plan` this is what follows the plan, in wrapped lines."""
+    """Runs `mar train`; what it printed, after checking that it is one screen with all of `says`.
+    Of `mar plan` this is what follows the plan, in wrapped lines."""
     done = mar(command, config, *overrides, folder=config.parent)
     printed = done.stdout + done.stderr
     assert done.returncode == 2, printed

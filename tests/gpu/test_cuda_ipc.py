@@ -176,7 +176,8 @@ def test_two_buckets_are_all_the_memory_it_takes_and_none_is_left(
         peak[0] = max(peak[0], total - free)
 
     lend(lending, worker, count, look)
-    # The buckets' contents are made here, and are this process's beside what is lent.
+    # The buckets' contents are made here, and belong to this process, separate from the shared
+    # memory.
     figure(
         "memory of a version on its way, of two buckets",
         (peak[0] - before - source) / (2 * NBYTES),

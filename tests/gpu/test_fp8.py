@@ -1,5 +1,5 @@
-"""Products in 8-bit floats on one CUDA device: each recipe against bfloat16 on the same rows, GAC's
-cosine, a step under every control, resumed runs, and weights kept in 8 bits.
+"""FP8 GEMMs on one CUDA device: each recipe against bfloat16 on the same rows, GAC's cosine, a step
+under every control, resumed runs, and weights kept in 8 bits.
 
 The bounds are twice what rounding by tests/float8.py costs this model on a CPU, which
 MAR_GPU_TESTS=cpu repeats, and docs/models.md shows; after a first pass from which delayed scaling

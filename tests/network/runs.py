@@ -128,8 +128,8 @@ def run_config(
     settings: Mapping[str, str] | None = None,
     hosts: Mapping[str, str] | None = None,
 ) -> Iterator[Run]:
-    """A run over `count` machines, the first `trainers` of which have its ranks, and the others
-    engines alone. All have the config's folder. `settings`: more of the launcher's; `hosts`: wrong
+    """A run over `count` machines; the first `trainers` have its ranks, and the others engines
+    alone. All have the config's folder. `settings`: more of the launcher's; `hosts`: wrong
     addresses of machines, by name. Skips the test where there can be no machines."""
     if why := obstacle():
         pytest.skip(why)

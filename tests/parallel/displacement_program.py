@@ -99,7 +99,7 @@ def added_by_a_step(rank: Rank, model: str, a: str, b: str, control, dtype: str,
 
 
 def resumed(rank: Rank, model: str, a: str, b: str) -> dict:
-    """Steps on stale batches after a checkpoint, of the policy that wrote it and of the one that
+    """Steps on stale batches after a checkpoint, of the policy that wrote it and of the policy that
     read it."""
     settings = {"dtype": "bfloat16", "lr": 1e-5}
     policy, _ = trained(rank, model, [a, b], CONTROLS["zero"], **settings)

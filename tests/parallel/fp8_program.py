@@ -214,7 +214,7 @@ def kept_in_8_bits(rank: Rank, model: str, a: str, b: str) -> dict:
             not key.startswith("parameter_state.") for key in keys(folder)
         ),
     }
-    # The plain policy's own run, saved with its weights, goes on in one that keeps 8 bits.
+    # The plain policy's own run, saved with its weights, is resumed by a policy with FP8 weights.
     plain.save(rank.scratch / "plain", 3, {}, keep=1)
     other = policy(fp8=KEPT)
     other.load(rank.scratch / "plain")
@@ -252,8 +252,8 @@ def held(policy) -> dict[str, list[int]]:
 
 def with_reference(rank: Rank, model: str, a: str) -> dict[str, dict]:
     """A step whose reference is another directory's model, which a plain policy puts in place as
-    bfloat16 weights, and one that keeps 8 bits as float32 ones; both with gradients and moments in
-    bfloat16."""
+    bfloat16 weights, and a policy with FP8 weights as float32 ones; both with gradients and moments
+    in bfloat16."""
     path = rank.material / f"{model}_blank"
     objective = ObjectiveConfig(kl=KlConfig(coef=0.1), reference=ReferenceConfig(path=path))
     settings = {"budget": BUDGET, "objective": objective, "controls": (), **LEAN}

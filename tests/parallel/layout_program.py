@@ -246,8 +246,8 @@ def everywhere(rank: Rank) -> dict:
 
 
 def ruined(rank: Rank, policy: Policy) -> dict:
-    """Two steps in a row that are not finite, and then weights of which one rank's are spoiled,
-    after a checkpoint of good ones."""
+    """Two steps in a row that are not finite, and then weights that are spoiled on one rank, after
+    a checkpoint of good ones."""
     folder, refused = rank.scratch / "ruined", []
 
     def attempt(act: Callable[[], Any]) -> None:
@@ -308,8 +308,8 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
 def save(
     rank: Rank, results: dict, runs: list[list[dict]], output: Path, others: Any = None
 ) -> None:
-    """Ends the layout. `ranks_agree`: every rank was told the same metrics in the steps of `runs`,
-    times aside, and the same `others`, to the bit."""
+    """Ends the layout. `ranks_agree`: every rank got the same metrics in the steps of `runs`, times
+    aside, and the same `others`, to the bit."""
     steps = [
         [{k: v for k, v in step.items() if not k.startswith("time/")} for step in run]
         for run in runs

@@ -328,7 +328,7 @@ def permuted(source: TrainBatch) -> TrainBatch:
 
 
 def with_random_experts(model_path: Path, source: TrainBatch) -> TrainBatch:
-    """Routed experts that no router chose, so that one that lies a place off shows."""
+    """Routed experts that no router chose, so that a shift by one place shows."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(model_path)

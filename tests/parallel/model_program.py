@@ -273,9 +273,9 @@ def memory(
 
 
 def divided_copies(model: PolicyModel, layout: Layout) -> dict:
-    """same: copies that are divided over replicas hold and give back what whole ones do, bit for
-    bit. share: of the elements, on this rank. gathered: bytes of the largest gather, where
-    parameters are larger than what is gathered at a time."""
+    """same: copies that are divided over replicas hold and restore the same bits as whole ones.
+    share: of the elements, on this rank. gathered: bytes of the largest gather, where parameters
+    are larger than what is gathered at a time."""
     parameters = [p for chunk in model.chunks for p in chunk.parameters()]
     before = [p.detach().clone() for p in parameters]
     kept = [

@@ -3,8 +3,8 @@ checkpoints of any layout.
 
 Arguments: the material's directory (see layouts.py), a JSON of layout name -> (free port,
 ParallelConfig), all of this number of ranks and run one after the other, the directory of all
-layouts' checkpoints, the output directory, and a JSON of what to do: which layouts "save", and
-which models of which layouts' checkpoints to "load".
+layouts' checkpoints, the output directory, and a JSON of what to do: the layouts to "save", and the
+models and layouts whose checkpoints to "load".
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ from tests.written_run import write_run
 OBJECTIVE = ObjectiveConfig(
     kl=KlConfig(coef=0.1), reference=ReferenceConfig(ema=0.7), proximal="ewma", ewma_decay=0.6
 )
-"""Everything that moves beside the model: two averages of the weights, and GAC's gradient."""
+"""Everything that moves besides the model: two averages of the weights, and GAC's gradient."""
 GAC = GacControl(c_low=0.15)
 MODELS = ("untied", "uneven")
-"""The second, which is tied, lies beside the checkpoints: the distributed optimizer cuts through
+"""The second, which is tied, lies next to the checkpoints: the distributed optimizer cuts through
 one of its matrices."""
 
 LEAN = {
@@ -252,8 +252,9 @@ def cosines_with_momentum(rank: Rank, policy) -> tuple[float, float]:
 
 
 def with_room(rank: Rank, dtype: str, scratch: Path) -> dict:
-    """Steps of a policy that makes room after each, against those of one that never does: `same` on
-    every rank. What it held before and while it had made room, and what it refuses then."""
+    """Steps of a policy that makes room after each, against those of a policy that never does:
+    `same` on every rank. What it held before and while it had made room, and what it refuses
+    then."""
     control = GAC.model_copy(update={"reference_dtype": "fp8" if dtype == "bfloat16" else "fp32"})
     plain, roomy = (rank.policy(controls=(control,), dtype=dtype, lr=1e-3) for _ in range(2))
     found: dict = {"same": True}

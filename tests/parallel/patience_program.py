@@ -1,5 +1,5 @@
-"""Rank 0 takes longer over something than any other collective may: a batch, an evaluation, one
-that a checkpoint waits for."""
+"""Rank 0 takes longer over something than any other collective may: a batch, an evaluation, and an
+evaluation before a checkpoint."""
 
 import sys
 import tempfile

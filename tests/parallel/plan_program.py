@@ -4,7 +4,7 @@ where nothing is computed or stored, so that the model may be large; and to what
 the backward pass of one micro-batch on the CPU.
 
 Arguments: a JSON of two lists, each of [a configuration's file, its overrides, [ranks]] and of the
-same with a micro-batch's rows and tokens of each in the place of the ranks; the file to write.
+same with a micro-batch's rows and tokens of each instead of the ranks; the file to write.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Gradients that are reduced beside the backward pass are those that are reduced after it, and
-weights that are gathered beside the forward pass those that are gathered after a step."""
+"""Gradients reduced during the backward pass equal those reduced after it, and weights gathered
+during the forward pass equal those gathered after a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents of tests: what their prompt says they do at the endpoint."""
+"""Agents of tests: they do at the endpoint what their prompt requests."""
 
 import asyncio
 import json

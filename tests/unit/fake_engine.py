@@ -1,5 +1,5 @@
-"""A rollout engine that is a coroutine: it answers requests after delays, can be told to abort
-them, takes weights, and fails in every way one can."""
+"""A rollout engine that is a coroutine: it answers requests after delays, aborts them on request,
+takes weights, and fails in every way one can."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scheduler without a fleet: the test says what is answered."""
+"""A scheduler without a fleet: the test chooses the answers."""
 
 from __future__ import annotations
 

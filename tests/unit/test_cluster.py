@@ -1,5 +1,5 @@
 """The trainer's GPUs are handed to nobody else, by a Ray of our own and on a cluster that was there
-before. Without a GPU: a Ray that is told it has four, and two on another machine."""
+before. Without a GPU: a Ray that is configured with four, and two on another machine."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_what_the_run_can_import_can_be_imported_on_the_cluster_before_what_is_t
 
 
 class Nodes:
-    """A cluster of three machines, of which the first of `alive` is rank 0's."""
+    """A cluster of three machines; the first of `alive` is rank 0's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, alive: str, dead: str = "") -> None:
         nodes = [{"NodeID": node * 56, "Alive": node not in dead} for node in alive + dead]

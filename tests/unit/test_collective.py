@@ -47,7 +47,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(there: Path) -> Iterator[list[Receiver | Worker]]:
-    """An engine's two workers, one of which is another process."""
+    """An engine's two workers; one is another process."""
     here, other = Receiver(0, CPU, SharedMemory(there)), Worker(1, there)
     yield [here, other]
     here.close()
@@ -144,7 +144,7 @@ def bucket_bytes(manifest: Manifest) -> list[torch.Tensor]:
 def test_a_worker_awaits_two_buckets_at_a_time(
     receiver: Receiver, staging: Staging, sender: Sender
 ) -> None:
-    """Else the second, which comes first here, would wait for the first for ever."""
+    """Else the second, which comes first here, would wait for the first forever."""
     manifest, meeting = stage(staging, 1, weights(1, 3)), sender.open(1)
     store = sender._sets[meeting.port].store
     receiver.receive(WeightUpdate(meeting=meeting, version=1, manifest=manifest, kept=None))

@@ -93,7 +93,7 @@ REACHED = "all that is read before the model"
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a whole run, and a copy of it beside it: `kept`."""
+    """A folder with a whole run, and a copy next to it: `kept`."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     folder.mkdir()
     damageable_run(folder)

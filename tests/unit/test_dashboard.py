@@ -115,7 +115,7 @@ def test_a_run_is_shown_before_its_first_step_and_from_then_on(tmp_path: Path) -
     state = state_of(dashboard)
     assert state["panels"][0]["title"] == "Reward"
     assert state["panels"][0]["curves"][0]["y"] == [0.5]
-    # The status of a run that was killed says `training` for good.
+    # The status of a killed run stays `training`.
     assert re.search(r"newest step \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", state["parts"]["WHERE"])
 
 

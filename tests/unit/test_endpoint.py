@@ -415,7 +415,7 @@ def test_an_error_has_the_code_by_which_clients_know_a_full_context(played: Play
 
 
 def test_tools_that_the_template_does_not_read_are_refused(tmp_path: Path) -> None:
-    """The model would know of none of them."""
+    """The model would not know them."""
     template = TEMPLATE.removeprefix("{% if tools %}{{ tools | tojson }}{% endif %}")
     with asyncio.Runner() as runner:
         played = Played(runner, tmp_path, template)

@@ -271,7 +271,7 @@ def test_an_engine_has_ended_once_all_of_its_processes_have() -> None:
 
 
 def test_an_engine_whose_process_was_killed_is_named_in_one_line() -> None:
-    """Ray's own text has a dozen, and guesses of which most cannot be."""
+    """Ray's own text has a dozen, and mostly impossible guesses."""
 
     async def dies() -> None:
         error = ray.exceptions.ActorDiedError()

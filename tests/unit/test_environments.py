@@ -472,7 +472,7 @@ NULL, HERE = {"harness": {"id": "null"}}, {"runtime": {"type": "subprocess"}}
 def test_agents_of_verifiers_have_a_harness_and_a_place_without_being_given_them(
     own: str, env: dict[str, Any], placed: dict[str, Any]
 ) -> None:
-    """Code of a model's runs on this machine only where it is said to."""
+    """A model's code runs on this machine only if it is configured."""
     user = AgentOfVerifiers(harness=SimpleNamespace(id="null"))
     library = Verifiers(agents={"agent": AgentOfVerifiers(), "user": user}, own=own)
     assert built_in._placed(library, library, env) == placed
@@ -632,14 +632,13 @@ class GenericEnvClient:
     async def close(self):
         self.said.append("closed")
 """
-"""The client of openenv 0.10.0, as far as it is used; docs/environments.md says how it was
-tried."""
+"""The client of openenv 0.10.0, as far as it is used; docs/environments.md describes the test."""
 
 
 @pytest.fixture
 def openenv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A call makes the environment, with what of its settings it is given. Its server says that an
-    action has the fields `code` and, not needed, `retries`."""
+    """A call makes the environment, with what of its settings it is given. Its server reports that
+    an action has the fields `code` and, not needed, `retries`."""
     package = tmp_path / "openenv" / "core"
     package.mkdir(parents=True)
     (package / "generic_client.py").write_text(CLIENT)

@@ -66,8 +66,8 @@ def test_uniform_tiny_weights_leave_the_learning_rate_whole():
 
 
 def test_the_factor_depends_on_all_reduced_numbers_alone():
-    """The released failure: ranks that hold no log-probs of their own got 0. Here the control is
-    not told of any rank."""
+    """The released failure: ranks that hold no log-probs of their own got 0. Here the control gets
+    no rank."""
     log_weights = [0.3, -0.2, 1.5]
     first, other = (EssLr(EssLrControl()) for _ in range(2))
     assert first.apply(step(None, log_weights=log_weights)) == other.apply(

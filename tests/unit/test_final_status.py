@@ -40,7 +40,7 @@ Ended = tuple[int, Status, str]
 
 @pytest.fixture
 def run_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Ended]:
-    """`run_of(script)`: the launcher's work, with `script` in the place of torchrun and its ranks;
+    """`run_of(script)`: the launcher's work, with `script` instead of torchrun and its ranks;
     returns its exit code, the final status, and what it showed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launcher, "POLL_S", 0.02)

@@ -1,6 +1,5 @@
-"""The reference of 8-bit floats has the errors that its numbers have, and is the step controls' own
-where both have blocks of 128 in a row; what docs/models.md says of recipes is what it makes of a
-model."""
+"""The reference of FP8 has the errors that its numbers have, and is the step controls' own where
+both have blocks of 128 in a row; docs/models.md states its effect on a model."""
 
 import functools
 import re

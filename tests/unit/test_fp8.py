@@ -1,5 +1,5 @@
-"""Products in 8-bit floats as far as they are decided without a GPU: what is refused and why, the
-rows that products get, what a plan counts, and what is read of Transformer Engine's objects."""
+"""FP8 GEMMs, the part that is decided without a GPU: what is refused and why, the rows that
+products get, what a plan counts, and what is read of Transformer Engine's objects."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ SEQUENCE = ("policy.parallel={ranks: 2, tensor: 2, sequence: true}",)
         ("tensorwise", (), 4 * 1024),
         ("blockwise", (), 4 * 1024 * (1 - 4 / 128)),
         ("mxfp8", (), 4 * 1024 * (1 - 1 / 32)),
-        # Attention's 256 outputs are kept in 8 bits beside those in bfloat16.
+        # Attention's 256 outputs are kept in 8 bits in addition to bfloat16.
         ("delayed", (), 4 * (1024 - 256)),
         ("tensorwise", ("policy.fp8.first_last_layers_bf16=1",), 2 * 1024),
         ("tensorwise", ("policy.recompute=selective",), 4 * 1024),

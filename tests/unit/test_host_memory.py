@@ -1,4 +1,4 @@
-"""Host memory that runs out is told from a device's, with who holds it and what helps."""
+"""Exhausted host memory is distinguished from a device's, with who holds it and what helps."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FROM_TORCH = (
 
 class Kernel:
     """Count of the kernel's kills, in this process's cgroup where `own`; its log, where that can be
-    read; and the clock beside them."""
+    read; and the clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, own: bool = True) -> None:
         self.kills = 0

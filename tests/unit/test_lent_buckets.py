@@ -1,5 +1,6 @@
-"""Buckets that engines borrow from the policy's devices: two places, each filled once for all that
-load, read by whoever wants it, and given back; and what an engine that fails meanwhile costs."""
+"""Buckets that engines acquire from the policy's devices: two places, each filled once for all that
+load, read by every engine that requests it, and released; and what an engine that fails meanwhile
+costs."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def lent(version: int) -> Manifest:
 
 
 class Ranks:
-    """The ranks' side: does what it is told. `memory`: what is in each place; `filled`: the buckets
-    that were put there, in order; `held`: places whose memory they have."""
+    """The ranks' side: does what is requested. `memory`: what is in each place; `filled`: the
+    buckets that were put there, in order; `held`: places whose memory they have."""
 
     def __init__(self) -> None:
         self.memory: list[str] = [""] * IN_FLIGHT
@@ -361,7 +362,7 @@ def test_whatever_the_order_every_engine_reads_every_bucket_and_no_place_is_fill
                 reading[step] = found
         if set(at.values()) == {count}:
             break
-    # The rest in turn: nobody waits for ever.
+    # The rest in turn: nothing waits forever.
     for _ in range(10 * count * engines):
         if filling is None:
             filling = buckets.next_buffer_request()

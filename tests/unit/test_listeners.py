@@ -199,7 +199,7 @@ def test_strangers_at_node_0_take_no_more_than_their_share(
 
 
 class Echo(socketserver.BaseRequestHandler):
-    """Admits who says `key`, and then sends back what comes."""
+    """Admit clients that send `key`, and echo their data."""
 
     server: Limited
 

@@ -57,7 +57,7 @@ def test_matched_norm_of_a_repeated_gradient_is_nothing_not_a_rounding_below_zer
 
 
 def taken(number, norm):
-    """The optimizer after `number` updates, the last of which had this norm."""
+    """The optimizer after `number` updates; the last had this norm."""
     return Optimizer(updates=number, last_update_norm=norm)
 
 

@@ -116,7 +116,7 @@ WRITES_PAGES = ("config/docs.py", "metrics/catalogue.py")
 
 
 def said(tree: ast.AST) -> Iterator[tuple[str, bool]]:
-    """Strings of a module beside its docstrings, and whether `shipped` is given them."""
+    """Strings of a module besides its docstrings, and whether `shipped` is given them."""
     documents = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr)}
     found = {
         id(call.args[0])

@@ -1,4 +1,4 @@
-"""A node that does not start says so to the nodes that wait for it, whoever comes first."""
+"""A node that does not start notifies the nodes that wait for it, whatever the order."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ def test_packed_rows_keep_each_tokens_rotations_and_its_attention_twice(tmp_path
 
 
 def test_packed_micro_batches_are_counted_by_tokens(file):
-    """Padded rows of which a micro-batch holds one alone leave the rest of it empty."""
+    """A micro-batch that holds a single padded row leaves the rest of its room empty."""
     found = []
     for name in ("padded", "packed"):
         planned = plan(file, f"policy.sequence={name}", "policy.tokens_per_micro_batch=100000")
@@ -1012,7 +1012,7 @@ def test_host_memory_is_summed_over_the_ranks_and_engines_of_each_machine(file, 
     assert all(host.total == sum(parts(host).values()) for host in planned.hosts)
 
     by_collective = plan(file, *overrides, "weights.transport=collective", machine=cluster)
-    # Four engines fit beside the ranks of a machine, eight on one of engines alone.
+    # Four engines fit next to the ranks of a machine, eight on one of engines alone.
     copies = [host.shared_memory // planned.engine.weights for host in by_collective.hosts[1:]]
     assert copies == [2 * 4, 2 * 8]
 
@@ -1150,8 +1150,8 @@ def test_norms_behind_attention_and_mlp_keep_their_inputs_too(tmp_path: Path) ->
 
 
 def test_recomputation_keeps_inputs_of_layers_or_no_scores(tmp_path: Path) -> None:
-    """32 layers of 16k tokens over eight ranks, of which one layer at a time is whole; the last
-    norm's input; and hidden states for log-probs, whole on each rank."""
+    """32 layers of 16k tokens over eight ranks; one layer at a time is whole; the last norm's
+    input; and hidden states for log-probs, whole on each rank."""
     sequence, hidden = "policy.parallel.sequence=true", 16384 * 4096 * 4
     for more, numbers in (([], hidden), ([sequence], hidden // 8)):
         layer = (activations_of_8b(tmp_path, *more) - numbers - hidden) // 32
@@ -1620,7 +1620,7 @@ def test_where_engines_and_policy_take_turns_the_peak_of_each_phase_is_shown(tmp
     code, output = planned_on_a_laptop(file, *EIGHT_RANKS, *EIGHT_GPUS, "80")
     assert code == 0, output
     (at,) = (i for i, line in enumerate(output.splitlines()) if "a GPU in phase" in line)
-    # What does not fit beside a phase goes on in the next line.
+    # Text that does not fit after a phase continues in the next line.
     shown = [line.split() for line in output.splitlines()[at + 1 :]]
     assert [words[:2] for words in shown if words and words[0] in PHASES] == [
         [phase, f"{need.total / GIB:.1f}"] for phase, need in planned.peaks.items()
@@ -1646,7 +1646,7 @@ def test_where_engines_and_policy_take_turns_the_peak_of_each_phase_is_shown(tmp
 
 
 def test_what_processes_take_of_a_gpu_beside_their_tensors_is_itemised(tmp_path):
-    """Estimates: about 4 GiB where an engine of several workers sleeps beside a rank."""
+    """Estimates: about 4 GiB where an engine of several workers sleeps next to a rank."""
     file = large_model(tmp_path)
     config = load(file, [*EIGHT_RANKS, "rollout.tensor=2"])
     parts = dict(of_rank(config) + of_sleeping_engine(config.rollout))

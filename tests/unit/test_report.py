@@ -89,8 +89,8 @@ def test_a_report_takes_rows_that_lack_what_had_no_data(tmp_path: Path) -> None:
 
 
 def fleet_run(run_dir: Path, steps: int, *, dropped: bool = True) -> Path:
-    """Two engines, the second of which is gone in the end; each step takes ten seconds from second
-    1000 on."""
+    """Two engines; the second is gone in the end; each step takes ten seconds from second 1000
+    on."""
     log = MetricsLog(run_dir, tensorboard=False, first_step=1)
     for step in range(1, steps + 1):
         engines = {

@@ -32,7 +32,7 @@ from megatron_async_rl.samples.types import PartialResponse, Request
 
 
 class FakeLLM:
-    """Takes requests and answers when it is told to."""
+    """Takes requests and answers on command."""
 
     def __init__(self) -> None:
         self.collectors: list[RequestOutputCollector] = []
@@ -167,7 +167,7 @@ def test_experts_come_with_what_is_trained_on_and_one_row_short_is_an_error(
         goes_on = replace(request(1, answer="7"), prefix=begun)
         await responses.submit([request(0, answer="7"), goes_on, held_out, request(2)])
         asked = [parameters.routed_experts_prompt_start for parameters in llm.parameters]
-        # A prompt of one token, and all of it where nobody wants any.
+        # A prompt of one token, and all of it if none is requested.
         assert asked == [0, 2, 1, 0]
         rows = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
         llm.collectors[0].put(output([7, 0], experts=rows[:2]))

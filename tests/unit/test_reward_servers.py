@@ -1,5 +1,5 @@
-"""Rewards behind HTTP: a server of rewards and a model as judge. What a server does wrong costs the
-response that asked, in words that name server and answer."""
+"""Rewards behind HTTP: a server of rewards and a model as judge. A server's fault costs the
+response that called it; the error names server and answer."""
 
 import asyncio
 import json

@@ -123,7 +123,7 @@ def test_a_process_that_ends_well_takes_its_folder_along(base: Path) -> None:
 
 
 def test_a_killed_engines_sandboxes_go_with_its_run(base: Path) -> None:
-    """Root's programs cannot pass through the run's own folder, so theirs is beside it."""
+    """Root's programs cannot pass through the run's own folder, so theirs is next to it."""
     source = (
         "import os, sys\n"
         "from pathlib import Path\n"

@@ -686,7 +686,7 @@ def test_through_a_crash_each_step_has_what_its_trainer_got(tmp_path: Path, rati
 
 @pytest.mark.parametrize("experts", [True, False])
 def test_the_batch_of_a_step_is_in_the_log_to_the_last_bit(tmp_path: Path, experts: bool) -> None:
-    """But for the experts, where the log is not told to keep them."""
+    """Except for the experts, which the log keeps only on request."""
 
     def altered(sample: Sample) -> Sample:
         bits = np.random.default_rng([sample.prompt.token_ids[0], len(sample.id)])

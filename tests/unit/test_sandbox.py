@@ -191,7 +191,7 @@ print(ours.recv())
 
 @pytest.mark.skipif(LANDLOCK < 6, reason="the kernel's Landlock has no scopes")
 def test_without_namespaces_it_ends_and_limits_no_process_of_its_user(tmp_path: Path) -> None:
-    """This process is root's, as is the one that tries, so that no difference of users protects
+    """This process is root's, as is the attacking one, so that no difference of users protects
     it."""
     source = """
 import os, resource, signal, time
@@ -905,7 +905,8 @@ def test_a_late_test_is_wrong_when_the_earlier_ones_had_the_time() -> None:
 def test_code_that_was_starved_is_no_answer(
     source: str, tests: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight others want the one processor that its processes may use once the walls stand."""
+    """Eight other processes compete for the one processor of its processes once the isolation is
+    set up."""
     processor = min(os.sched_getaffinity(0))
     opened = Sandbox._open
 

@@ -319,7 +319,7 @@ def test_a_daemon_that_a_reward_left_behind_ends_with_its_process(
 
 
 def test_a_child_that_comes_back_from_the_reward_scores_nothing(module: str) -> None:
-    """`os.fork` gives the child the socket too: what it said there would be another's reward."""
+    """`os.fork` gives the child the socket too: its answer would be another's reward."""
 
     async def work(scorer: Scorer) -> list[Scored]:
         return [await scorer.score(prompt("return twice"), "abc") for _ in range(20)]
@@ -492,8 +492,8 @@ asyncio.run(run())
 def test_a_process_in_the_midst_of_a_reward_ends_with_its_engine(
     module: str, tmp_path: Path, do: str
 ) -> None:
-    """Also one that holds the interpreter lock and cannot see that its socket closed; and what it
-    left behind in a session of its own."""
+    """This includes a reward that holds the interpreter lock and cannot see that its socket closed;
+    and what it left behind in a session of its own."""
     file = tmp_path / "pid"
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(ENGINE), f"{module}:score", do, str(file)],
@@ -554,7 +554,7 @@ def test_math_calls_a_response_that_computes_for_ever_wrong(
 
 
 def test_math_counts_the_time_that_it_computes() -> None:
-    """On a loaded machine, or one that was suspended, a right answer stays right."""
+    """A right answer stays right on a loaded or suspended machine."""
     asked = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": "42"})
 
     async def work(scorer: Scorer) -> Scored:
@@ -629,7 +629,7 @@ def test_calls_of_an_async_reward_are_under_way_together(module: str) -> None:
 def test_one_call_of_an_async_reward_costs_no_other(
     module: str, response: str, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even one that ends or blocks the process that all of them share."""
+    """This includes a response that ends or blocks the process that all of them share."""
     monkeypatch.setattr(reward_process, "CANCEL_S", 0.5)
 
     async def work(scorer: Scorer) -> list[Scored]:

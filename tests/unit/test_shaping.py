@@ -162,8 +162,8 @@ def test_weighted_estimates_of_stale_tokens_have_the_gradients_of_fresh_ones():
 
 
 GOLDEN = {
-    # (estimator, weight, cap) -> value and d/dlogp of each of three tokens, by hand: with l =
-    # (0.5, -1, 0.25) and w = (e^0.2, e^-0.5, e^1.5), of which e^1.5 is above 2.
+    # (estimator, weight, cap) -> value and d/dlogp of each of three tokens, by hand: with l = (0.5,
+    # -1, 0.25) and w = (e^0.2, e^-0.5, e^1.5); e^1.5 is above 2.
     ("k2", "none", 2.0): ([0.125, 0.5, 0.03125], [0.5, -1.0, 0.25]),
     ("k2", "truncated", 2.0): (
         [0.152675344770, 0.303265329856, 0.0625],

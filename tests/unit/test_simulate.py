@@ -85,13 +85,13 @@ def test_far_enough_ahead_a_step_takes_what_the_slower_side_does() -> None:
 def test_engines_and_trainer_slow_each_other_where_they_share_cores() -> None:
     shared = replace(RATES, trainer_beside=0.5, engine_beside=0.5)
     assert run(shared, async_ratio=0.0).step_s == pytest.approx(run(async_ratio=0.0).step_s)
-    # What is done beside the other takes twice as long.
+    # Overlapped work takes twice as long.
     assert 1.2 < run(shared, async_ratio=2.0).step_s / run(async_ratio=2.0).step_s < 2.0
 
 
 def test_a_batch_that_is_there_is_taken_on_the_cores_that_an_engine_uses() -> None:
     shared = replace(RATES, take_s=0.2, trainer_beside=0.5)
-    # The trainer's own work, and half of what the engine does beside it.
+    # The trainer's own work, and half of the engine's overlapped work.
     takes = TRAINS + 0.2 + 0.2 + 0.5 * (LENGTH * 0.1 + 0.3)
     assert run(shared, async_ratio=2.0).step_s == pytest.approx(takes)
 
@@ -180,7 +180,7 @@ def logs_of_a_run(folder: Path, longest: int = 40, handed_s: float = 0.0) -> Pat
     ready, tokens = burst(now, 1.0)
     for step in range(1, STEPS + 1):
         starts, batch = max(now, ready) + TAKE_S, tokens
-        if step > 1 and ready < now:  # the engine loads beside it
+        if step > 1 and ready < now:  # the engine loads meanwhile
             starts += LOAD_S / 2
         span("rank 0", "waiting", now, starts, "batch")
         ends = starts + TOKEN_S * batch

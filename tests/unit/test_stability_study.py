@@ -415,7 +415,7 @@ def test_the_fresh_grid_has_each_best_rate_of_the_sweeps_named_and_the_nulls(
     }
     assert re.search(r"^# s8-gac: a near tie", text, re.MULTILINE)
     (tmp_path / "fresh.yaml").write_text(text)
-    # `lags`: two lags, two rates, of which one is chosen already.
+    # `lags`: two lags, two rates, one already chosen.
     assert len(runs_of(read_grid(tmp_path / "fresh.yaml"))) == 5 * (3 + 2 + 3)
 
 

@@ -1,4 +1,4 @@
-"""A staged version is there whole, beside the one before it, with digests of the sender's own
+"""A staged version exists whole, together with the one before it, with digests of the sender's own
 tensors."""
 
 import gc
@@ -128,7 +128,7 @@ def test_a_version_that_is_not_there_whole_is_none(
 
 
 class WithAnother(SingleProcess):
-    """Rank 0 beside one that adds `numbers`."""
+    """Rank 0 next to a rank that adds `numbers`."""
 
     def __init__(self) -> None:
         self.numbers: torch.Tensor | int = 0

@@ -110,8 +110,8 @@ def test_a_name_that_is_gone_is_found_out() -> None:
 
 
 class Core:
-    """vLLM's engine process, as far as an update asks it: what it was told, in order. `idle`: it
-    stops at once, else when `stops` is answered."""
+    """vLLM's engine process, as far as an update asks it: its calls, in order. `idle`: it stops at
+    once, else when `stops` is answered."""
 
     def __init__(self, *, idle: bool, answers: list[dict[str, Loaded]]) -> None:
         self.told: list[Any] = []

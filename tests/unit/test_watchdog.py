@@ -1,5 +1,5 @@
-"""When nothing moves, the run says who waits for what, on every process, and who most likely holds
-up the others."""
+"""When nothing moves, the run reports who waits for what, on every process, and who most likely
+holds up the others."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_standstill_shows_every_process_and_names_the_stopped_one(run: RunOfPr
 def test_a_run_moves_while_any_process_of_it_does(run: RunOfProcesses) -> None:
     run.start("rank 0", WAITS)
     run.start("engine-0", MOVES)
-    # A busy machine may keep the one that moves from moving, but not each time.
+    # A busy machine may keep the working one from moving, but not each time.
     assert any(look_for(run.watchdog(5.0), 6) is None for _ in range(20))
 
 

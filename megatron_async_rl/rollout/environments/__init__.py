@@ -3,8 +3,8 @@ how one is found by its name.
 
 Invariants every environment keeps:
 - an object serves one sample; it lives in a process of its own from `reset` to the end;
-- a wrong or strange response is no failure: it is answered, and rewarded low. What raises costs its
-  sample.
+- a wrong or strange response is not a failure: it is answered, and rewarded low. What raises costs
+  its sample.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Step:
 
     `observation`: what it reads next; of no effect with `done`. `reward`: of this turn; a sample's
     is their sum. `done`: the sample ends with this turn. `train`: false leaves the turn's tokens
-    out of the loss. `measured`: numbers by name, such as {"tool_errors": 1}, which are no reward:
-    their sums over a sample are shown with it and logged as `reward/part/NAME`.
+    out of the loss. `measured`: numbers by name, such as {"tool_errors": 1}, which do not count as
+    reward: their sums over a sample are shown with it and logged as `reward/part/NAME`.
     """
 
     observation: Words = ""
@@ -217,9 +217,9 @@ async def settled[Answer](answer: Answer | Awaitable[Answer]) -> Answer:
 
 
 def checked_words(content: Any, source: str) -> Words:
-    """Return the content as text that UTF-8 can encode; bytes that are no character, as in a
-    shell's output, are escaped. Raises TypeError for anything but text or a list of text
-    messages. `source`: the origin of the content, for the error."""
+    """Return the content as text that UTF-8 can encode; bytes outside UTF-8, as in a shell's
+    output, are escaped. Raises TypeError for anything but text or a list of text messages.
+    `source`: the origin of the content, for the error."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -241,14 +241,14 @@ def checked_words(content: Any, source: str) -> Words:
 
 
 def require_finite(value: float, name: str) -> None:
-    """Raises ValueError for what is no number, or might have no place in float32 with others added
-    to it."""
+    """Raises ValueError for a value that is not a number, or might overflow float32 when added
+    up."""
     if not abs(value) <= LARGEST:
         raise ValueError(f"{name} is {value}, not a finite number of at most {LARGEST:g}")
 
 
 def checked_step(step: Any) -> dict[str, Any]:
-    """The fields of a step. Raises TypeError or ValueError for what is no step."""
+    """The fields of a step. Raises TypeError or ValueError for anything but a Step."""
     if not isinstance(step, Step):
         raise TypeError(f"step returned a {type(step).__name__}, not a Step")
     content = checked_words(step.observation, "the observation of a step")

@@ -132,7 +132,7 @@ class Tools:
         return [tool.schema for tool in self._tools.values()]
 
     def reset(self, prompt: Prompt) -> None:
-        """Nothing is said before the first turn."""
+        """Return nothing: the first turn has no opening."""
 
     async def step(self, message: Message) -> Step:
         """`message`: the model's, with its `tool_calls`, or with UNREAD."""
@@ -325,15 +325,15 @@ class Verifiers:
         return task
 
     async def run(self, prompt: Prompt, base_url: str) -> float:
-        """The reward of one episode, of all agents that learn. Raises RuntimeError for one that
-        failed."""
+        """The reward of one episode, of all agents that learn. Raises RuntimeError for a failed
+        one."""
         library, environment, _ = _verifiers(self._settings)
         task = self.task(prompt)
         client = library.EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
         context = library.ModelContext(model="policy", client=client)
 
         def begun(trace: Any) -> None:
-            """All that the policy says is trained."""
+            """All turns of the policy are trained."""
             agent = trace.agent
             if not agent.trainable and agent.config.client == client:
                 raise ValueError(
@@ -376,7 +376,7 @@ def _verifiers(settings: str) -> tuple[Any, Any, _Tasks]:
 
 def _placed(library: Any, loaders: Any, env: dict[str, Any]) -> dict[str, Any]:
     """`env` with what it does not say of its agents: the harness is the task set's own, or else the
-    model and its tools alone; one that runs no code of the model's is on this machine."""
+    model and its tools alone; a harness that runs no code of the model's is on this machine."""
     config = loaders.resolve_env_config(env)
     own = loaders.default_harness_id(config.taskset.id)
     agents: dict[str, Any] = {}
@@ -409,7 +409,7 @@ names."""
 OPENENV_TIMEOUT_S = 86400.0
 """Time that OpenEnv's client gives an answer: rollout.environment.timeout_s ends it sooner."""
 SCHEMA_S = 10.0
-"""Longest time in which a server says what its actions are."""
+"""Longest time for a server to describe its actions."""
 NO_ACTION = "(code: VALIDATION_ERROR)"
 """Text in the exception that OpenEnv's client raises if a server cannot read an action; the
 exception has no other mark."""
@@ -450,21 +450,21 @@ class OpenEnv:
         return self._shown(result.observation)
 
     async def step(self, response: str) -> Step:
-        """A response that is no action is told so, and rewarded 0."""
+        """A response that is not an action gets an error as its answer, and reward 0."""
         action: Any = {self._action: response}
         if self._action is None:
             try:
                 action = json.loads(response)
             except ValueError as error:
-                return Step(observation=f"the action is no JSON: {error}")
+                return Step(observation=f"the action is not JSON: {error}")
             if not isinstance(action, dict):
-                return Step(observation="the action is no JSON object")
+                return Step(observation="the action is not a JSON object")
         try:
             result = await self._client.step(action)
         except RuntimeError as error:
             if NO_ACTION not in str(error):
                 raise
-            return Step(observation="the action is not one that the environment takes")
+            return Step(observation="the environment does not accept the action")
         return Step(
             observation=self._shown(result.observation),
             reward=float(result.reward or 0.0),
@@ -504,7 +504,9 @@ def _require_field(schema: Mapping[str, Any], name: str) -> None:
     if fields and name not in fields:
         what = f"have no field {name!r}: they have {', '.join(fields)}"
     elif others:
-        what = f"need {', '.join(others)} beside {name}: null has the model write them all, as JSON"
+        what = (
+            f"need {', '.join(others)} besides {name}: with null the model writes them all, as JSON"
+        )
     else:
         return
     raise ValueError(f"{SETTINGS}.action: the server's actions {what}")

@@ -131,7 +131,7 @@ REASON = 200
 
 
 class _Faults(logging.Handler):
-    """Keeps what a parser reports, in the place of the log: a policy makes thousands of them."""
+    """Collect a parser's reports instead of logging them: a policy causes thousands of them."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -197,8 +197,8 @@ class ToolParser:
     ) -> dict[str, Any]:
         """The assistant's message of a turn: `content`, and `tool_calls` where there are any, each
         with `id`, `type` and `function` (`name`; `arguments` as JSON). `text`: of the turn, without
-        special tokens. What cannot be parsed stays text; where a call was begun, UNREAD says why it
-        is none."""
+        special tokens. What cannot be parsed stays text; for an invalid call, UNREAD has the
+        reason."""
         # Calls stand between special tokens in many a model.
         end = len(ids) - (ids[-1] in self._eos_ids)
         whole = self._tokenizer.decode(list(ids[:end]), skip_special_tokens=False)

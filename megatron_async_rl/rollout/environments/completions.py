@@ -82,7 +82,7 @@ class ChatCompletion:
 def read_call(body: Any, parser: ToolParser) -> ChatCompletion:
     """Raises Refused for what cannot be answered, or not as it is asked."""
     if not isinstance(body, Mapping):
-        raise Refused("the call is no JSON object")
+        raise Refused("the call is not a JSON object")
     if body.get("n") not in (None, 1):
         raise Refused("n must be 1: a session is one sample")
     for key in ("max_tokens", "max_completion_tokens"):
@@ -152,7 +152,7 @@ def _messages(given: Any) -> list[Message]:
     messages: list[Message] = []
     for index, one in enumerate(given):
         if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
-            raise Refused(f"messages[{index}] is no object with a role")
+            raise Refused(f"messages[{index}] is not an object with a role")
         calls = one.get("tool_calls") or []
         if not isinstance(calls, list) or not all(map(_is_call, calls)):
             raise Refused(

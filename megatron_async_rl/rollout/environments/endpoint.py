@@ -4,11 +4,11 @@
           +---------------------- its reward ------------------> the sample
 
 A session is one sample: its base URL names it. The first call's messages become the prompt. A call
-that repeats all that was said in a segment of the sample, and adds to it, goes on there: the
-addition alone is rendered, so token in, token out holds as for any sample (transcript.py). A call
-that is made again, as its caller had given up and hung up, gets the turn that was sampled for it.
-Any other call (of an agent that has compacted its context, or has begun another) begins a segment,
-while there are fewer than `rollout.environment.max_segments`.
+that repeats all messages of a segment of the sample, and adds some, continues it: the addition
+alone is rendered, so token in, token out holds as for any sample (transcript.py). A call that is
+made again, as its caller had given up and hung up, gets the turn that was sampled for it. Any other
+call (of an agent that has compacted its context, or has begun another) begins a segment, while
+there are fewer than `rollout.environment.max_segments`.
 
 Invariants:
 - the server runs on the engine's event loop and listens on this machine alone; a session's name
@@ -60,12 +60,12 @@ CLOSE_S = 0.5
 LONGEST = 64 * 2**20
 """Bytes of a call."""
 STRANGERS = 512
-"""Connections without a session, each of which takes a descriptor of the engine. Agents that
+"""Limit of connections without a session; each takes a descriptor of the engine. Agents that
 connect at the same moment count until their calls are read."""
 
 
 class _Thread(TranscriptSegment):
-    """A segment, and the messages that were said in it."""
+    """A segment and its messages."""
 
     def __init__(self, prompt: Prompt, tools: Any) -> None:
         super().__init__(prompt)
@@ -84,7 +84,7 @@ class _Thread(TranscriptSegment):
         return self.tools == tools and self.repeated(messages) == len(self.history) < len(messages)
 
     def asked_again(self, messages: Sequence[Message], tools: Any) -> bool:
-        """An agent that got its answer, and wants another to the same, does not ask again."""
+        """A repeated call after an answer is not a retry: it requests another answer."""
         before = len(self.history) - 1
         return (
             self.unread
@@ -152,7 +152,7 @@ class _Session:
 
 
 class _Connections:
-    """Connections of aiohttp's `server`, of which strangers are limited."""
+    """Connections of aiohttp's `server`; those of strangers are limited."""
 
     def __init__(self, server: web.Server) -> None:
         self._server = server
@@ -220,7 +220,7 @@ class Agents:
             session.begin()
             reward = await process.run(transcript.requested, f"{self._url}/session/{name}/v1")
         except EnvironmentFailed as error:
-            # An agent that is told that there is no room left may well raise.
+            # An agent may raise if no room is left.
             if transcript.truncated and transcript.turns:
                 return None
             return session.explained(str(error))
@@ -350,7 +350,7 @@ class Agents:
                 else f"messages[{where}] differs, or nothing follows"
             )
             raise Refused(
-                f"the call does not repeat what was said before and add to it: {what}. It would"
+                f"the call does not repeat the earlier messages and add to them: {what}. It would"
                 f" begin segment {maximum + 1} of the sample; rollout.environment.max_segments:"
                 f" {maximum}"
             )
@@ -369,7 +369,7 @@ async def _body(request: web.Request) -> Any:
     try:
         return await request.json()
     except (ValueError, RecursionError) as error:
-        raise Refused(f"the call is no JSON object: {error}") from None
+        raise Refused(f"the call is not a JSON object: {error}") from None
     except web.HTTPRequestEntityTooLarge:
         raise Refused(f"the call has more than {LONGEST // 2**20} MiB", status=413) from None
 

@@ -49,7 +49,7 @@ class EnvironmentStartError(RuntimeError):
 
 
 class EnvironmentFailed(Exception):
-    """The environment of one sample did not answer as it should; says why."""
+    """The environment of one sample did not answer as it should; with the reason."""
 
 
 class Environments:
@@ -134,7 +134,7 @@ class Environments:
     @contextmanager
     def working_alone(self, left_s: float) -> Iterator[None]:
         """An agent that has `left_s` of its time left asks the model nothing meanwhile: it moves
-        nothing, and is at no standstill."""
+        nothing, and is not stalled."""
         self.at_work += 1
         try:
             with watch.phase(f"at work in {self.settings.name}", max(0.0, left_s) + NOTICED_S):
@@ -157,7 +157,7 @@ class Environments:
         return _EnvironmentProcess(number, reader, writer)
 
     def _order(self, order: dict[str, int], sent: socket.socket | None = None) -> None:
-        """Closes `sent`, of which the template gets a copy."""
+        """Close `sent`; the template gets a copy."""
         self._orders.append((json.dumps(order).encode(), sent))
         self._send_orders()
 
@@ -256,7 +256,7 @@ class Conversing:
         return Step(**await self._ask("step", response, "step"))
 
     async def run(self, prompt: Prompt, base_url: str) -> float:
-        """The reward of an agent's whole run, in the place of `reset` and `step`."""
+        """Reward of an agent's whole run, which replaces `reset` and `step`."""
         return float((await self._ask("run", (prompt, base_url), "run"))["reward"])
 
     async def close(self) -> None:

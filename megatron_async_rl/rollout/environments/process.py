@@ -1,16 +1,16 @@
-"""The processes that environments live in: one that has imported the user's module, and copies of
-it (forks), each with one sample's environment at a time.
+"""The processes that environments live in: a template that has imported the user's module, and
+forks of it, each with one sample's environment at a time.
 
-    engine --fork, kill, show--> template --fork--> keeper --fork--> process of one environment
+    engine --fork, kill, show--> template --fork--> reaper --fork--> process of one environment
        ^                                                                  |
        +------------- requests and answers, a socket of its own ----------+
 
 Invariants:
-- the import is no sample's time, and a process costs milliseconds, not an import;
+- the import does not count as a sample's time, and a process costs milliseconds, not an import;
 - the template calls nothing of the user's after the import, so it always answers; it alone ends
-  keepers, and knows which of them still are;
-- a keeper adopts all that its environment started, in whatever session or group, and ends with none
-  of it left;
+  subreapers, and knows which are alive;
+- a subreaper adopts all that its environment started, in whatever session or group, and ends with
+  none of it left;
 - what a user's code prints goes where the engine's output goes, never into a socket; so does where
   it stands, on SIGUSR1, even while it holds the interpreter lock;
 - all end with the engine, and with the sockets.
@@ -116,7 +116,7 @@ def _fork_when_requested(
 
 
 def _kill(pid: int) -> None:
-    """The keeper with all it has, which nobody has waited for yet: until then the number is its
+    """The subreaper with all its descendants; it has not been waited for, so the number is its
     own."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
@@ -124,7 +124,7 @@ def _kill(pid: int) -> None:
 
 
 def _live(descriptor: int, factory: Factory, memory_mib: int | None) -> None:
-    """The keeper, and the process of the environment; does not return."""
+    """The subreaper, and the process of the environment; does not return."""
     code = 1
     try:
         os.environ[PARENT] = str(keep((signal.SIGUSR1,)))
@@ -144,7 +144,7 @@ def _live(descriptor: int, factory: Factory, memory_mib: int | None) -> None:
 
 def _serve_samples(connection: socket.socket, factory: Factory) -> None:
     """Until the engine closes the socket. An agent is called while no event loop runs, in the main
-    thread, so that one that is not `async` may run a loop of its own, and set signals."""
+    thread, so that a plain function may run its own loop and set signals."""
     own = os.getpid()
     with asyncio.Runner() as runner:
         streams = runner.run(_opened(connection))

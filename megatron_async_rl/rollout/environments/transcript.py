@@ -47,7 +47,7 @@ class Turn:
 class TurnRequest:
     """A turn to be sampled. `ids`: what the model reads. `begun`: tokens of the sample so far,
     which no other turn of it has. `maximum`: tokens of the turn. `read`: how many of `ids` have
-    their experts recorded. `stop`: strings that end it, beside those of the run."""
+    their experts recorded. `stop`: strings that end it, in addition to those of the run."""
 
     ids: Sequence[int]
     begun: int

@@ -85,7 +85,7 @@ def code(
 
 class Starved(RuntimeError):
     """The time was up for programs that were computing and had had little of the processor: the
-    machine was too busy, which says nothing of them."""
+    machine was too busy, so there is no result for them."""
 
 
 class _Budget:

@@ -11,9 +11,8 @@ Invariants:
   its plain base: the base compares, and only what the base does not have is asked of the code;
 - each test begins with the names of the code afresh. Python's own names are never the code's, and a
   function that a test defines is the test's own, whatever the code calls its own;
-- each verdict is written as its test ends, so one that does not end costs none before it;
-- a test that passes without a check of the code's work having run is distinguished from one that
-  passes.
+- each verdict is written as its test ends, so a test that does not end costs none before it;
+- a test that passes without a check of the code's work having run is distinguished from a pass.
 
 Runs without this package.
 """
@@ -161,7 +160,7 @@ def serve(descriptor: Any, source: Any) -> Any:
             try:
                 result, args = answer(*requested)
                 reply = {"value": encode(result), "args": encode(args)}
-            except BaseException as error:  # noqa: BLE001 - the code's own, told to the test
+            except BaseException as error:  # noqa: BLE001 - the code's own, passed to the test
                 reply = {"error": type(error).__name__, "text": str(error)[:1000]}
             channel.write(json.dumps(reply) + "\n")
             channel.flush()
@@ -174,7 +173,7 @@ class Channel:
     def read(self) -> Any:
         line = self.file.readline(LONGEST)
         if not line.endswith("\n"):
-            raise RuntimeError("the code ended, or said too much")
+            raise RuntimeError("the code ended, or wrote too much")
         return json.loads(line)
 
     def names(self) -> Any:
@@ -298,7 +297,7 @@ def test(descriptor: Any, tests: Any, entry_point: Any) -> Any:
     os.dup2(nothing, 1)  # what a test prints
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rw") as file:
         channel, names = Channel(file), []
-        with contextlib.suppress(BaseException):  # whatever the code says
+        with contextlib.suppress(BaseException):  # whatever the code answers
             names.extend(channel.names())
         for source in tests:
             checks = Checks()
@@ -322,6 +321,6 @@ def passes(source: Any, channel: Any, names: Any, entry_point: Any, checks: Any)
                 value()
             elif name == "check" and entry_point is not None:
                 value(given[entry_point])
-    except BaseException:  # noqa: BLE001 - a test that did not end is one that failed
+    except BaseException:  # noqa: BLE001 - a test that did not end has failed
         return False
     return True

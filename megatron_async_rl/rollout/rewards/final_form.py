@@ -85,7 +85,7 @@ class QuestionContent:
 
 @functools.lru_cache(maxsize=256)
 def question_of(text: str) -> QuestionContent:
-    """Every expression, number, symbol and function in formulas and plain text, numbers in words
+    """Every expression, number, symbol and function in formulas and plain text, spelled-out numbers
     included."""
     formulas = dict.fromkeys(part for one in read_within(text) for part in runs(one))
     prose = prose_tokens(text)

@@ -38,7 +38,7 @@ _MULTIPLE = re.compile(
 )
 """Words after a number that change its value, or say that it is one of several."""
 _TOWER = re.compile(r"\^\s*\{?\s*\d*\s*\^|\^\s*\{?\s*\d{6,}|\d\s*\^\s*\{?\s*\d+\s*\^|\{{30,}")
-"""Powers of powers of numbers, which no answer needs and which take for ever."""
+"""Powers of powers of numbers, which no answer needs and which take forever."""
 _UNREAD = re.compile(
     "0[xX][\\da-fA-F]|[\u221a\u00bc-\u00be\u2150-\u215e\u00b2\u00b3]|\\d[eE][-+]?\\d|\\d['\u2032]\\d"
 )

@@ -50,8 +50,8 @@ _TAG = re.compile(r"</?answer>")
 _LAST_LETTERS = re.compile(
     rf"({TEXT_COMMAND.pattern})|(?<=[\d}}\s])([A-Za-z]+)(?=\s*(?:\$|\\\)|\\\]|\}}))"
 )
-"""Letters at the end of a formula, some of which math-verify takes for units; or text, which is
-kept as it is."""
+"""Letters at the end of a formula; math-verify takes some of them for units; or text, which is kept
+as it is."""
 
 
 def math(prompt: Prompt, response: str, /, *, form: Form = "final") -> float:

@@ -128,7 +128,7 @@ class BuiltInReward:
 
     function: Callable[..., Any]
     required_fields: tuple[str, ...] = ()
-    """Keys that every JSONL line needs beside `prompt`."""
+    """Keys that every JSONL line needs besides `prompt`."""
     fields_of: Callable[..., tuple[str, ...]] | None = None
     """Called with the settings: more of them."""
     check: Callable[..., None] | None = None
@@ -142,7 +142,7 @@ class BuiltInReward:
     requires: str | None = None
     """Module of another package, imported before the first call."""
     cpu_limit_s: float | None = None
-    """A response that takes more processor time is wrong (0), which is no error."""
+    """A response that takes more processor time is wrong (0), which is not an error."""
     memory_mib: int | None = None
     """Most address space of the process that calls it."""
 
@@ -192,7 +192,7 @@ def built_in(name: str) -> BuiltInReward | None:
 
 
 def required_fields(name: str, settings: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-    """Keys that every JSONL line needs for this reward, beside `prompt`; those that a
+    """Keys that every JSONL line needs for this reward, besides `prompt`; those that a
     `module:function` reads are unknown."""
     found = built_in(name)
     if found is None:
@@ -268,8 +268,8 @@ def load_reward(
 def text_field(prompt: Prompt, name: str) -> str:
     """Return `prompt.fields[name]` as text without white space and invisible characters around it.
     A number is written without a fraction of 0, since a table with empty cells holds 27.0 for 27.
-    Raises ColumnError for a value without a visible character, and for one that is neither text nor
-    a finite number."""
+    Raises ColumnError for a value without a visible character, and for a value that is neither text
+    nor a finite number."""
     value = prompt.fields.get(name)
     if (whole := whole_number(value)) is not None:
         value = whole
@@ -345,7 +345,7 @@ def imported(module_name: str, name: str, key: str) -> Any:
 def _bind(
     function: Callable[..., Any], name: str, settings: Mapping[str, Any], key: str
 ) -> BoundReward:
-    """Every parameter beside the first two is a setting, a part of the context, or left at its
+    """Every parameter after the first two is a setting, a part of the context, or left at its
     default."""
     asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - of an object, not whether it has one
@@ -400,8 +400,8 @@ def _bind(
 
 
 def _parameters(signature: inspect.Signature) -> tuple[list[str], list[str], bool]:
-    """The names of the first two, those that can be given by name beside them, and whether it takes
-    any name."""
+    """The names of the first two, those that can also be given by name, and whether it takes any
+    name."""
     every = list(signature.parameters.values())
     positional = [
         one for one in every if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)

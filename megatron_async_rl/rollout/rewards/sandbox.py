@@ -3,8 +3,8 @@ set.
 
     run("print(input())", stdin="4\\n")  ->  Ended(code=0, output="4\\n")
 
-With `isolation: namespaces` (Linux; sandbox_program.py builds the walls) a program
-- has no network, and sees no process but its own;
+With `isolation: namespaces` (Linux; sandbox_program.py sets it up) a program
+- has no network, and sees only its own processes;
 - sees of the file system Python's standard library, read-only, and an empty /tmp of its own: not
   the run, not the home directory, not /etc, not /proc;
 - inherits no environment variable and no open file;
@@ -52,7 +52,7 @@ from megatron_async_rl.watchdog.run_folder import SHORT, VARIABLE, public_folder
 
 Isolation = Literal["namespaces", "rlimits"]
 START_S = 30.0
-"""Longest time for the walls to stand, on the busiest machine."""
+"""Longest time to set up the isolation, on the busiest machine."""
 TIME_UP = (128 + signal.SIGXCPU, 128 + signal.SIGKILL)
 NOBODY = 65534
 CHECKS_PER_S = 20
@@ -65,7 +65,7 @@ _PROGRAM = Path(__file__).with_name("sandbox_program.py")
 
 
 class SandboxError(RuntimeError):
-    """The walls of the sandbox could not be built; nothing was run."""
+    """The isolation of the sandbox could not be set up; nothing was run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,8 +211,8 @@ class Sandbox:
         )
 
     def _open(self, control: socket.socket, source: str) -> None:
-        """Maps the users of the new namespace, hands over the source and waits until the walls
-        stand."""
+        """Maps the users of the new namespace, hands over the source and waits until the isolation
+        is set up."""
         control.settimeout(START_S)
         with control.makefile("rb") as printed:
             try:

@@ -178,7 +178,7 @@ def drop_capabilities() -> None:
 
 
 def refuse_calls(families: tuple[int, ...]) -> None:
-    """Refuse the calls of REFUSED, limits and priorities of other processes, and sockets beside
+    """Refuse the calls of REFUSED, limits and priorities of other processes, and sockets except for
     `families` (without any, also pairs that may leave each other), with EPERM.
 
     A filter cannot read the flags of clone3, so that call does not exist here: the C library then
@@ -317,7 +317,7 @@ def give_up(*_: object) -> None:
 
 
 def wait_for(pid: int) -> int:
-    """How the program ended, as `os.waitstatus_to_exitcode` says it; adopted processes that end
+    """How the program ended, as a code of `os.waitstatus_to_exitcode`; adopted processes that end
     before it are passed over."""
     while True:
         ended, status = os.waitpid(-1, 0)

@@ -5,7 +5,7 @@
 
 Invariants:
 - the reward and what it needs are imported before the first call is read, so the time of an import
-  is no response's;
+  does not count for a response;
 - a plain reward has one call at a time, on the main thread; an `async` one as many as come;
 - its limits on memory hold from the first call on;
 - what a reward prints goes where the engine's output goes, never into the socket; so does where
@@ -55,7 +55,7 @@ module."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """`error` says why there is no reward; `reward` is 0.0 then. `parts`: the rewards it is
+    """`error` is the reason for a missing reward; `reward` is 0.0 then. `parts`: the rewards it is
     made of, by their names; null: it has none."""
 
     reward: float
