@@ -104,7 +104,7 @@ def test_one_case_that_fails_ends_with_code_1_and_the_largest_error(tmp_path):
         ("params.clip_low", {"a": [1]}, "params.clip_low"),
         ("params.aggregation", "mean", "aggregation mean"),
         ("inputs.mask", ..., "inputs.mask is missing"),
-        ("inputs.logp_old", [[0.0, 0.0], [0.0, 0.0]], "inputs.logp_old is no column"),
+        ("inputs.logp_old", [[0.0, 0.0], [0.0, 0.0]], "inputs.logp_old is not a batch's column"),
         ("inputs.advantages", [1.0, 2.0], "inputs.advantages: expected numbers per token"),
         ("expect.entropy", 1.0, "expect.entropy"),
         ("expect.loss", [[1.0, 1.0], [1.0, 1.0]], "has shape [2, 2]"),

@@ -195,7 +195,7 @@ def test_a_folder_with_files_that_would_be_passed_over_is_refused(tmp_path: Path
     as_jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}])
     assert len(read(tmp_path).prompts) == 1, "descriptions of the data are no data"
     (tmp_path / "a.jsonl").unlink()
-    assert "b.jsonl.gz, and .gz is no format" in fault("b.jsonl.gz")
+    assert "b.jsonl.gz, and .gz is not a supported format" in fault("b.jsonl.gz")
     assert "decompress it, or name the other files" in fault("c.jsonl.gz")
     assert "write it as Parquet" in fault("data-00000-of-00001.arrow")
     assert "rename it to .jsonl" in fault("b.ndjson")
@@ -378,7 +378,7 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [
-        ("d.txt", b"a", r"d.txt: ends in .txt, which is no format"),
+        ("d.txt", b"a", r"d.txt: ends in .txt, which is not a supported format"),
         ("d.json", b"[1, 2", r"d.json: is not JSON"),
         ("d.json", b'[{"prompt": "a"}, 3]', r"d.json:2: is a JSON number, not an object"),
         ("d.parquet", b"PAR?", r"d.parquet: is not Parquet"),
@@ -544,7 +544,7 @@ def test_what_a_message_says_may_be_a_list_of_texts_or_a_call(
         (asks(["a"]), r"content\[0\] of type text: "),
         (asks(7), r"the user has a number as its content"),
         (asks(None), r"the user has no content"),
-        (asks("a\ud83d"), r"a message of the user is no valid Unicode"),
+        (asks("a\ud83d"), r"a message of the user is not valid Unicode"),
     ],
 )
 def test_a_message_that_a_template_would_pass_over_is_refused(
@@ -646,8 +646,8 @@ def test_a_row_may_have_no_tools(tmp_path: Path, none: Any) -> None:
 @pytest.mark.parametrize(
     ("row", "data", "what", "fix"),
     [
-        ({"tools": "f"}, {}, "`tools` is no list of JSON schemas: 'f'", "data.tools_key: null"),
-        ({"tools": ["f"]}, {}, r"`tools` is no list of JSON schemas: \['f'\]", "data.tools_key"),
+        ({"tools": "f"}, {}, "`tools` is not a list of JSON schemas: 'f'", "data.tools_key: null"),
+        ({"tools": ["f"]}, {}, r"`tools` is not a list of JSON schemas: \['f'\]", "data.tools_key"),
         (
             {"functions": []},
             {"tools_key": "function"},

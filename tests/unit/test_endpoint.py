@@ -331,7 +331,7 @@ CALLS_NOTHING = {"role": "assistant", "tool_calls": [{"id": "1", "function": Non
     ("fields", "what"),
     [
         ({"fault": "silent"}, "ended without a turn of the model"),
-        ({"fault": "forgets"}, r"does not repeat what was said before.*messages\[0\] differs"),
+        ({"fault": "forgets"}, r"does not repeat the earlier messages.*messages\[0\] differs"),
         ({"fault": "retools"}, "it has other tools than the one before"),
         ({"body": {"n": 2}}, "n must be 1"),
         ({"body": {"max_tokens": -1}}, "max_tokens must be a whole number above 0, not -1"),

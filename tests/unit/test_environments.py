@@ -691,7 +691,7 @@ def test_a_response_that_is_no_action_of_an_openenv_server_is_told_so(
     """It costs its sample nothing but the reward."""
     server = openenv(action=action)
     step = asyncio.run(server.step(said))
-    assert step == Step(observation="the action is not one that the environment takes")
+    assert step == Step(observation="the environment does not accept the action")
     with pytest.raises(RuntimeError, match="boom"):
         asyncio.run(server.step(said.replace("?", "!")))
 
@@ -700,7 +700,7 @@ def test_a_response_that_is_no_action_of_an_openenv_server_is_told_so(
     ("settings", "fields", "what"),
     [
         ({"action": "mesage"}, {"seed": 1}, "have no field 'mesage': they have code, retries"),
-        ({"action": "retries"}, {"seed": 1}, "need code beside retries: null has the model write"),
+        ({"action": "retries"}, {"seed": 1}, "need code besides retries: with null the model writes"),
         ({}, {"sed": 1}, "prompt p has no column 'seed', which .*reset names; it has sed"),
     ],
 )

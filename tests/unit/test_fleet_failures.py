@@ -81,7 +81,7 @@ def aborts_what_nobody_aborted(engine: FakeEngine) -> None:
         (falls_silent, "its vLLM process did not answer for 99 s"),
         (answers_another_question, "it answered 0-0, prompt other, which it was not asked"),
         (answers_what_nobody_asked, "it answered 77-0, prompt p0, which it was not asked"),
-        (aborts_what_nobody_aborted, "it aborted 0-0, which it was not told to"),
+        (aborts_what_nobody_aborted, "it aborted 0-0, which was not requested"),
     ],
 )
 def test_what_a_lost_engine_had_not_answered_is_asked_again_elsewhere_and_answered_once(

@@ -316,7 +316,7 @@ def test_prometheus_listens_where_the_config_says(tmp_path: Path) -> None:
         assert said == f"http://{socket.gethostname()}:{sink.port}/metrics\n"
     finally:
         sink.close()
-    words = r"observe\.prometheus_host\n  192\.0\.2\.99 is no address of this machine"
+    words = r"observe\.prometheus_host\n  192\.0\.2\.99 is not an address of this machine"
     with pytest.raises(UserError, match=words):
         Prometheus(tmp_path, 0, "192.0.2.99")
 

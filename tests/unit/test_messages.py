@@ -179,7 +179,7 @@ def test_messages_of_sharegpt_are_read_as_their_own(tmp_path: Path) -> None:
         ({"from": "bot", "value": "x"}, "a chat message is `from` 'bot'"),
         (
             {"from": "function_call", "value": "f(1)"},
-            "a message `from` function_call is no JSON object",
+            "a message `from` function_call is not a JSON object",
         ),
         ({"from": "human"}, "a message of the user has no content"),
         ({"from": "human", "value": ["x"]}, r"content\[0\] of type text"),
@@ -251,7 +251,7 @@ def test_arguments_of_a_call_are_written_once_in_whatever_form_they_are_given(
     ("message", "what"),
     [
         ({"tool_calls": "f(1)"}, "has tool_calls that are not JSON"),
-        ({"tool_calls": ["f"]}, r"has tool_calls that are no list of objects: \['f'\]"),
+        ({"tool_calls": ["f"]}, r"has tool_calls that are not a list of objects: \['f'\]"),
         (
             {"tool_calls": [{"function": {"name": "f", "arguments": "a=1"}}]},
             r"has tool_calls\[0\].function.arguments that are not JSON",
@@ -269,7 +269,7 @@ def test_arguments_of_a_call_are_written_once_in_whatever_form_they_are_given(
         ),
         (
             {"tool_calls": [{"function": {"name": "f", "parameters": {"a": 1}}}]},
-            r"has `parameters` in the place of arguments in tool_calls\[0\]",
+            r"has `parameters` instead of arguments in tool_calls\[0\]",
         ),
         (
             {"tool_calls": [{"function": {"name": "f", "arguments": 5}}]},

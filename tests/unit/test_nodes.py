@@ -196,7 +196,7 @@ def test_ranks_listen_where_gloo_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert rank_address() == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
-    with pytest.raises(NodesError, match=r"ib7 is no interface of .*\n  fix: set it .*: .*lo"):
+    with pytest.raises(NodesError, match=r"ib7 is not an interface of .*\n  fix: set it .*: .*lo"):
         rank_address()
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-machine.invalid")

@@ -714,8 +714,8 @@ def test_a_stop_token_that_the_model_does_not_have_is_refused(file):
     problems = plan(file, "rollout.sampling.stop_token_ids=[13, 99]", held_out).problems
     found = {one.key: one.what for one in problems if "stop_token" in one.key}
     assert found == {
-        "rollout.sampling.stop_token_ids": "99 is no token of the model, which has 14",
-        "eval.sets.0.sampling.stop_token_ids": "14 is no token of the model, which has 14",
+        "rollout.sampling.stop_token_ids": "99 is not a token of the model, which has 14",
+        "eval.sets.0.sampling.stop_token_ids": "14 is not a token of the model, which has 14",
     }
 
 
@@ -813,14 +813,14 @@ LENT = ("weights={transport: cuda_ipc, bucket_mib: 1}", "rollout.placement=coloc
         (
             ("policy.device=cuda", "rollout.engines=4"),
             1,
-            "4 engines take 4 GPUs, of which 2 have a rank",
+            "4 engines take 4 GPUs, and 2 have a rank",
             "set rollout.engines to at most 2, policy.parallel.ranks to 4, or this to"
             " shared_memory",
         ),
         (
             ("policy.device=cuda", "policy.parallel.ranks=1", "rollout.tensor=2"),
             1,
-            "1 engine of 2 GPUs takes 2 GPUs, of which 1 has a rank",
+            "1 engine of 2 GPUs takes 2 GPUs, and 1 has a rank",
             "set policy.parallel.ranks to 2, or this to shared_memory",
         ),
     ],
@@ -1405,7 +1405,7 @@ def test_engines_that_find_no_gpu_on_the_machines_named_are_refused(file):
     assert code == 2
     room = "there is room for 12: 2 on a node with ranks, 8 on each of 1 without"
     assert f"13 engines, and {room}" in output
-    more = "plan for 4 machines, of which 2 have ranks (--nodes 4 --trainer-nodes 2)"
+    more = "plan for 4 machines, and 2 of them have ranks (--nodes 4 --trainer-nodes 2)"
     assert f"set it to at most 12, or {more}" in " ".join(output.split())
     # An engine's two workers are on one machine.
     two = ("rollout.tensor=2", "rollout.engines=5", *beside)
@@ -1589,7 +1589,7 @@ def test_the_gpus_that_are_here_are_held_against_the_plan_too(tmp_path):
     ("share", "words"),
     [
         (0.15, "each GPU of an engine: about 15.0 GiB are needed of the 12.0 GiB that 0.15"),
-        (0.9, "an engine, generating beside a rank: about 89"),
+        (0.9, "an engine, generating next to a rank: about 89"),
     ],
 )
 def test_a_share_too_small_for_an_engine_or_too_large_beside_the_policy_is_refused(
