@@ -49,7 +49,8 @@ test: setup
 
 test-all: setup
 	@cd "$(ROOT)"
-	MAR_DAMAGES=all MAR_DIFFERENTIAL_CASES="$${MAR_DIFFERENTIAL_CASES:-300}" "$$VENV/bin/python" -m pytest --numprocesses=2 --durations=30
+	export MAR_TESTS=all
+	"$$VENV/bin/python" -m pytest --numprocesses=2 --durations=30
 	[[ "$$(id -u)" != 0 ]] || "$$VENV/bin/python" -m pytest tests/network
 	[[ "$$(id -u)" != 0 ]] || $(MAKE) -f "$(ROOT)/Makefile" loader-test
 

@@ -22,6 +22,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.thorough import THOROUGH
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_worker_niceness", "0")  # as the launcher does
 settings.register_profile(
@@ -66,6 +68,16 @@ def _seeded() -> None:
     random.seed(0)
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what only `make test-all` runs (tests/thorough.py)."""
+    if THOROUGH:
+        return
+    left_out = [item for item in items if item.get_closest_marker("thorough")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -7,7 +7,7 @@ Run it from the folder that holds examples/. Each seed has a folder of its own u
 
 1. prepare.py writes model and data, and base.yaml trains the learner;
 2. rewriter.yaml trains the rewriter, from the learner;
-3. `mar eval --responses` has the learner itself, merely asked to, and the rewriter restate every
+3. `mar eval --responses` has the untrained learner and the trained rewriter restate every
    demonstration four times; the first that is consistent is kept, else the demonstration;
 4. finetune.yaml trains the learner on the demonstrations, on its own rewrites and on the
    rewriter's;
@@ -32,8 +32,8 @@ HERE = Path(__file__).resolve().parent
 RUNS = Path("runs/rewriting")
 ARMS = {
     "base": "none",
-    "demonstrations": "demonstrations as they stand",
-    "asked": "rewrites of the learner, merely asked",
+    "demonstrations": "unchanged demonstrations",
+    "asked": "rewrites of the untrained learner",
     "rewriter": "rewrites of the trained rewriter",
 }
 """Data on which the learner is fine-tuned, by the name of its folder."""

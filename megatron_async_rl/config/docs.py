@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Iterator
 
 from pydantic.fields import FieldInfo
@@ -79,7 +80,8 @@ def _sections() -> Iterator[str]:
 
 
 def _about(model: type[Strict]) -> str:
-    return _line(model.__doc__)
+    text = _line(model.__doc__)
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def _default(field: FieldInfo) -> str:

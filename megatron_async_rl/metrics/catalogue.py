@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -625,6 +626,7 @@ def page() -> str:
     for title, (about, keys) in GROUPS.items():
         parts.append(f"## {title}\n")
         if about:
+            about = textwrap.fill(about, 100, break_long_words=False, break_on_hyphens=False)
             parts.append(f"{about}\n")
         rows = "\n".join(
             f"| `{name}` | {key.unit} | {key.meaning.replace('|', chr(92) + '|')}{_several(key)} |"

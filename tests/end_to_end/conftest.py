@@ -24,6 +24,7 @@ from tests.end_to_end.workspace import (
 )
 from tests.network.machines import listeners_of, obstacle, ports_of_machine
 from tests.network.runs import run_config
+from tests.thorough import THOROUGH
 
 RELAY = "relay-0"
 PROCESSES = (
@@ -72,12 +73,6 @@ def flaky(prompt, response):
 def unlike(prompt, responses):
     """The share of a group's responses that are not like this one."""
     return [1 - responses.count(one) / len(responses) for one in responses]
-
-
-def until_broken(prompt, response):
-    if (HERE / "broken").exists():
-        raise ValueError("it is broken")
-    return varied(prompt, response)
 
 
 def until_stuck(prompt, response):
@@ -249,8 +244,9 @@ def over_machines(workspace: Workspace, synchronous_config: Path) -> Ended:
 def synchronous(
     workspace: Workspace, synchronous_config: Path, request: pytest.FixtureRequest
 ) -> Path:
-    """Its run directory; where there can be no other machines it is run on this one."""
-    if obstacle():
+    """Run directory of that run: over machines in `make test-all`, where there can be some, and on
+    this one otherwise."""
+    if obstacle() or not THOROUGH:
         code, said = workspace.mar("train", str(synchronous_config))
         assert code == 0, said
         return workspace.folder / "runs" / "synchronous"

@@ -11,8 +11,9 @@ import pytest
 
 from megatron_async_rl.watchdog.events import read_events
 from tests.end_to_end.conftest import RELAY, SYNCHRONOUS_STEPS, Ended
+from tests.thorough import thorough
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.faults, pytest.mark.slow]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.faults, pytest.mark.slow, thorough]
 
 
 def test_a_run_over_three_machines_ends_well_on_all_of_them(over_machines: Ended) -> None:

@@ -16,9 +16,11 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_ports
+from tests.thorough import thorough
 from tests.unit.test_launchers import PYTHON, RAY
 
 pytestmark = [
+    thorough,
     pytest.mark.faults,
     pytest.mark.skipif(
         os.geteuid() != 0

@@ -1,13 +1,12 @@
 """No command ends with a traceback for a file of a run that is missing, damaged, unreadable or of
 another kind: it reports the file by name, or goes on where it does not need it.
 
-Each command meets each file with one way of damage, another for each pair; MAR_DAMAGES=all (`make
+Each command meets each file with one way of damage, another for each pair; MAR_TESTS=all (`make
 test-all`) tries every way.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from megatron_async_rl.policy import parallel
 from megatron_async_rl.report import dashboard
 from megatron_async_rl.report.dashboard import Dashboard
 from tests.damaged_run import DAMAGES, damageable_run, name_of, permissions_count, remove
+from tests.thorough import THOROUGH
 
 Arguments = Callable[[Path, Path], list[str]]
 
@@ -189,6 +189,6 @@ def test_no_command_ends_in_a_traceback(
 def _damages(path: Path, turn: int) -> list[str]:
     present = {"removed", "torn", "locked"}
     possible = [one for one in DAMAGES if path.exists() or one not in present]
-    if os.environ.get("MAR_DAMAGES") == "all":
+    if THOROUGH:
         return possible
     return [possible[(3 * turn) % len(possible)]]

@@ -700,7 +700,11 @@ def test_a_response_that_is_no_action_of_an_openenv_server_is_told_so(
     ("settings", "fields", "what"),
     [
         ({"action": "mesage"}, {"seed": 1}, "have no field 'mesage': they have code, retries"),
-        ({"action": "retries"}, {"seed": 1}, "need code besides retries: with null the model writes"),
+        (
+            {"action": "retries"},
+            {"seed": 1},
+            "need code besides retries: with null the model writes",
+        ),
         ({}, {"sed": 1}, "prompt p has no column 'seed', which .*reset names; it has sed"),
     ],
 )
