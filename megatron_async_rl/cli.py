@@ -640,9 +640,11 @@ def samples(
 ) -> None:
     """Print samples of a run, also while it goes on: prompt, response, reward, versions. By default
     the newest few."""
-    from megatron_async_rl.report.samples import Wanted, choose, print_samples
+    from megatron_async_rl.report.samples import SampleQuery, choose, print_samples
 
-    wanted = Wanted(step=step, worst=worst, best=best, random=random, seed=seed, held_out=held_out)
+    wanted = SampleQuery(
+        step=step, worst=worst, best=best, random=random, seed=seed, held_out=held_out
+    )
     print_samples(choose(run, wanted), console(), as_json=as_json)
 
 

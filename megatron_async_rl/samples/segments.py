@@ -275,7 +275,7 @@ class Outcomes:
 
     def __init__(self, *, whole: bool) -> None:
         self._whole = whole
-        self._of_samples: dict[tuple[str, float], list[_Became]] = {}
+        self._of_samples: dict[tuple[str, float], list[_SampleEnd]] = {}
         self._dropped: dict[int, tuple[int, str | None]] = {}
         self._admitted: set[int] = set()
 
@@ -413,12 +413,12 @@ def newest_rows(table: pa.Table) -> pa.Table:
     return table if len(last) == table.num_rows else table.filter(pc.is_in(places, last))
 
 
-_Became = tuple[int, Literal["trained", "dropped", "evaluated"], int, str | None]
+_SampleEnd = tuple[int, Literal["trained", "dropped", "evaluated"], int, str | None]
 """(seq, outcome, step, reason) of a sample."""
 
 
 def resolve(
-    outcomes: Sequence[_Became],
+    outcomes: Sequence[_SampleEnd],
 ) -> tuple[SampleState, tuple[int, ...], str | None]:
     """State, steps and reason of a sample from its own rows of the other table."""
     if not outcomes:

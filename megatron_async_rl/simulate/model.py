@@ -89,7 +89,9 @@ def simulate(
         # What trains out of the store takes the place of a batch that was sampled all the same.
         flow = flow.model_copy(update={"selection": OldestFirst()})
     # Without an end: the end of admission in a run's last steps does not count for its pace.
-    run = _Run(Scheduler(flow), rollout.engines, rates, lengths, np.random.default_rng(seed))
+    run = _SimulatedRun(
+        Scheduler(flow), rollout.engines, rates, lengths, np.random.default_rng(seed)
+    )
     run.barrier, run.may_pause = barrier, max(1, int(max_paused * rollout.engines))
     return run.go(steps, warm=int(flow.async_ratio) + 5)
 
@@ -97,7 +99,7 @@ def simulate(
 class _SimulatedEngine:
     """Decodes what it has, or loads a version. `slot`: what the lanes see of it."""
 
-    def __init__(self, run: _Run, index: int) -> None:
+    def __init__(self, run: _SimulatedRun, index: int) -> None:
         spec: Any = SimpleNamespace(index=index)
         self.run = run
         self.slot = EngineSlot(spec, engine=spec, version=0, serving=True)
@@ -181,7 +183,7 @@ class _SimulatedEngine:
         self.run.on_ended(self, ended)
 
 
-class _Run:
+class _SimulatedRun:
     barrier = False
     may_pause = 1
     """Engines that have work and may load at a time."""

@@ -69,7 +69,7 @@ _log = logging.getLogger(__name__)
 _MAIN = -1
 _numbers = itertools.count()
 _process = _WatchedProcess()
-_beating: _Heart | None = None
+_beating: _HeartbeatThread | None = None
 
 
 class doing:
@@ -138,7 +138,7 @@ def start(run_dir: Path, name: str, *, end_after_s: float | None = None) -> None
     global _beating
     if _beating is not None and _beating.pid == os.getpid():
         return
-    heart = _Heart(run_dir.resolve() / FOLDER, name, end_after_s)
+    heart = _HeartbeatThread(run_dir.resolve() / FOLDER, name, end_after_s)
     # Only now: processes that this one starts must not join a folder that cannot be used.
     os.environ[INHERITED] = f"{run_dir.resolve()}\n{name}"
     _beating = heart
@@ -203,7 +203,7 @@ def _read(read: Callable[[], Any]) -> Any:
     return value if isinstance(value, int | float | str | None) else str(value)
 
 
-class _Heart(threading.Thread):
+class _HeartbeatThread(threading.Thread):
     """The thread behind `start`."""
 
     def __init__(self, folder: Path, name: str, end_after_s: float | None) -> None:

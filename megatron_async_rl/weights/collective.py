@@ -55,7 +55,7 @@ class CollectiveFailed(RuntimeError):
 
 
 @dataclass(eq=False)
-class _Set:
+class _SenderEnd:
     """An engine's communicator, as the sender holds it."""
 
     meeting: Meeting
@@ -74,7 +74,7 @@ class Sender:
         self._device = device
         self._limit_s = limit_s
         self._reader = (carrier or CARRIER()).reader()
-        self._sets: dict[int, _Set] = {}
+        self._sets: dict[int, _SenderEnd] = {}
         """Sender's ends of the communicators by port."""
         self._paths: dict[int, list[str]] = {}
         """Bucket paths of the two newest versions that were sent."""
@@ -85,7 +85,7 @@ class Sender:
         limit = timedelta(seconds=self._limit_s)
         store = serve_store(self._host, 0, limit)
         meeting = Meeting(host=self._host, port=store.port, workers=workers, limit_s=self._limit_s)
-        self._sets[meeting.port] = _Set(meeting, store)
+        self._sets[meeting.port] = _SenderEnd(meeting, store)
         return meeting
 
     def send(self, meeting: Meeting, version: int, manifest: Manifest) -> StagedCopy:
@@ -117,7 +117,7 @@ class Sender:
         if one is not None and one.local is not None:
             one.local.close()
 
-    def _send_buckets(self, one: _Set, version: int, manifest: Manifest) -> None:
+    def _send_buckets(self, one: _SenderEnd, version: int, manifest: Manifest) -> None:
         self._paths = dict(sorted({**self._paths, version: manifest.paths}.items())[-2:])
         self._reader.keep({path for paths in self._paths.values() for path in paths})
         if one.local is None:
@@ -244,7 +244,7 @@ def _key(version: int, worker: int) -> str:
     return f"{version}/{worker}"
 
 
-def _answers(one: _Set, version: int) -> dict[int, str]:
+def _answers(one: _SenderEnd, version: int) -> dict[int, str]:
     """Paths that the workers received a version to, by bucket. Raises CollectiveFailed for a worker
     that did not, and RuntimeError for a worker without an answer."""
     paths: dict[int, str] = {}
@@ -260,7 +260,7 @@ def _answers(one: _Set, version: int) -> dict[int, str]:
     return paths
 
 
-def _refusals(one: _Set, version: int) -> list[str]:
+def _refusals(one: _SenderEnd, version: int) -> list[str]:
     """Reasons of the workers that reported that they did not receive a version."""
     keys = {worker: _key(version, worker) for worker in range(one.meeting.workers)}
     try:

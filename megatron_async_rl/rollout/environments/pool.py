@@ -26,7 +26,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from megatron_async_rl.config.environment import EnvironmentConfig
-from megatron_async_rl.rollout.environments import Message, Step, Words
+from megatron_async_rl.rollout.environments import Message, Step, TurnContent
 from megatron_async_rl.rollout.environments.process import LENGTH, LONGEST, MAIN, framed
 from megatron_async_rl.samples.types import Prompt
 from megatron_async_rl.watchdog import watch
@@ -119,14 +119,14 @@ class Environments:
                     raise
                 raise EnvironmentStartError("its process ended; see the engine's log") from None
 
-    async def open(self) -> Conversing:
+    async def open(self) -> EnvironmentSession:
         """A process for one sample, once there is room. Raises EnvironmentFailed."""
         name = f"room in the environment {self.settings.name} (rollout.environment.processes)"
         with watch.doing("wait", name) if self._room.locked() else nullcontext():
             await self._room.acquire()
         try:
             process = self._idle.pop() if self._idle else await self._fork()
-            return Conversing(self, process)
+            return EnvironmentSession(self, process)
         except BaseException:
             self._room.release()
             raise
@@ -240,7 +240,7 @@ class _EnvironmentProcess:
         self.number, self.reader, self.writer = number, reader, writer
 
 
-class Conversing:
+class EnvironmentSession:
     """The environment of one sample: `reset` once, then `step`; `close` in every case."""
 
     def __init__(self, pool: Environments, process: _EnvironmentProcess) -> None:
@@ -248,7 +248,7 @@ class Conversing:
         self._process: _EnvironmentProcess | None = process
         self._busy = False
 
-    async def reset(self, prompt: Prompt) -> Words:
+    async def reset(self, prompt: Prompt) -> TurnContent:
         content: str | Sequence[Message] = (await self._ask("reset", prompt, "reset"))["words"]
         return content
 

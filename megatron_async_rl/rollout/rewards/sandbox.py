@@ -97,7 +97,7 @@ class Usage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class ProgramEnd:
     """How a program ended. `code`: 128 + number of the signal where one ended it; None where its
     time was up, and `timed_out` where that is time by the clock. `output`: what it printed, cut at
     the limit."""
@@ -108,7 +108,7 @@ class Ended:
     usage: Usage = field(compare=False, default=Usage(cpu_s=0.0, elapsed_s=0.0, computing=False))
 
 
-def run(source: str, *, stdin: str = "", limits: Limits | None = None) -> Ended:
+def run(source: str, *, stdin: str = "", limits: Limits | None = None) -> ProgramEnd:
     """Runs `source` as a program. Raises SandboxError."""
     with Sandbox(source, stdin=stdin, limits=limits or Limits()) as sandbox:
         return sandbox.wait()
@@ -168,7 +168,7 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def wait(self, *requested: Sandbox) -> Ended:
+    def wait(self, *requested: Sandbox) -> ProgramEnd:
         """`requested`: those whose programs it waits for; where time is up their usage counts with
         its own."""
         timed_out = not self._ends_before(self._deadline, requested)
@@ -188,7 +188,7 @@ class Sandbox:
             code = None
         maximum = self._limits.file_mib * 2**20
         output = os.pread(self._output, maximum, 0).decode(errors="replace")
-        return Ended(code=code, output=output, timed_out=timed_out, usage=usage)
+        return ProgramEnd(code=code, output=output, timed_out=timed_out, usage=usage)
 
     def close(self) -> None:
         self._end()
