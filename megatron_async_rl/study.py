@@ -75,8 +75,8 @@ class StudyOutcome:
 
 
 def outcome_of(run: StudyRun) -> StudyOutcome:
-    """The state that the run's directory shows while nobody works on it. One that failed before its
-    first step is `waiting`, with its reason. Raises UserError for a status that is none."""
+    """The state that the run's directory shows while no process works on it. One that failed before
+    its first step is `waiting`, with its reason. Raises UserError for an invalid status."""
     status = read_status(run.directory)
     if status is None:
         return StudyOutcome(state="waiting", step=0)
@@ -126,7 +126,7 @@ def check(grid: Grid, runs: Sequence[StudyRun], *, jobs: int) -> dict[str, Confi
 
 
 class _StartedRun:
-    """A `mar train` of the study that goes on. `lock`: of the runs folder, which it holds too."""
+    """A running `mar train` of the study. `lock`: of the runs folder, which it holds too."""
 
     def __init__(self, run: StudyRun, base: Path, steps: int, *, jobs: int, lock: int) -> None:
         self.run, self.steps, self._jobs = run, steps, jobs

@@ -89,7 +89,7 @@ def lacking(
     recipe: Recipe, capability: tuple[int, int] | None, cuda: tuple[int, int] | None
 ) -> str:
     """The lack of a device of that compute capability, under that CUDA, for the recipe, as text;
-    empty where there is none. Null: not known, and not held against it."""
+    empty if there is none. Null: not known, and not held against it."""
     facts = RECIPES[recipe]
     if capability is not None and capability < facts.capability:
         return (
@@ -114,7 +114,7 @@ def needed(recipe: Recipe) -> str:
 
 
 def version_of(text: str | None) -> tuple[int, int] | None:
-    """(major, minor) of a version of CUDA or a compute capability; null for what is none."""
+    """(major, minor) of a version of CUDA or a compute capability; null for anything else."""
     major, _, rest = (text or "").partition(".")
     minor = rest.partition(".")[0]
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None

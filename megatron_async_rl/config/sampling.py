@@ -64,7 +64,7 @@ class SamplingConfig(Strict):
     top_p: PositiveShare = 1.0
     """Draws from the fewest tokens that have this probability together; 1: from all."""
     top_k: NonNegativeInt = 0
-    """Draws from so many likeliest tokens; 0: from all."""
+    """Number of likeliest tokens to draw from; 0: from all."""
     min_p: MinShare = 0.0
     """Draws from tokens with at least this share of the likeliest one's probability; 0: from
     all."""
@@ -109,8 +109,8 @@ SAMPLED_ONLY = ("sampling", "samples_per_prompt", "pass_at", "pass_reward", "eng
 
 
 class EvalSampling(SamplingConfig):
-    """Sampling for held-out prompts, after `EvalSamplingConfig` went over training's. Nobody trains
-    on what is drawn, so it need not be the trainer's distribution."""
+    """Sampling for held-out prompts, after `EvalSamplingConfig` went over training's. The samples
+    are not trained on, so they need not follow the trainer's distribution."""
 
     json_schema: Mapping[str, Any] | None = None
     regex: str | None = None
@@ -214,8 +214,8 @@ class EvalConfig(Strict):
     pass_reward: float = 1.0
     """Reward from which a response counts as passed."""
     engines: NonNegativeInt = 0
-    """Engines that do nothing but evaluate, while training goes on; 0: the training engines, and
-    training waits."""
+    """Engines that only evaluate, while training continues; 0: the training engines, and training
+    waits."""
 
     @model_validator(mode="after")
     def _one_name_each(self) -> EvalConfig:

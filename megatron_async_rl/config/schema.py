@@ -197,8 +197,8 @@ class PolicyConfig(Strict):
     """A gradient norm over 20 times the median of the last 50 steps, and over
     policy.optimizer.clip_grad (null: over the largest median so far), is logged and kept in
     RUN/anomalies.jsonl, with the parameter that holds most of it and the samples that made it, for
-    which the batch's gradient is taken about twice more. Then the step goes on (`report`, clipped
-    as ever) or not (`skip`)."""
+    which the batch's gradient is taken about twice more. Then the step is taken (`report`, clipped
+    as usual) or not (`skip`)."""
     max_nonfinite_steps: PositiveInt = 5
     """Optimizer steps in a row whose loss or gradient is infinite or not a number, after which the
     run fails. None of them changes a weight; RUN/anomalies.jsonl names the samples that made them.
@@ -342,7 +342,7 @@ class RolloutConfig(Strict):
     response so far again. Log-probs of tokens already sampled stay as sampled either way."""
     restarts_per_hour: NonNegativeInt = 3
     """Times within an hour that each engine is started again after it died or stopped answering;
-    then the run goes on with the others."""
+    then the run continues with the others."""
     unresponsive_s: PositiveFloat = 60.0
     """An engine whose vLLM process answers nothing for so long is taken for dead; below
     watchdog.timeout_s."""
@@ -411,7 +411,7 @@ class FlowConfig(Strict):
     would have neither length nor reward. So `drop` saves waiting, not engine time."""
     oversample: NonNegativeFloat = 0.0
     """Groups in flight beyond async_ratio's, as a share of prompts_per_step: with `selection:
-    windowed` those that finish first train, and an unfinished one goes on. The bound stays
+    windowed` those that finish first train, and unfinished ones continue. The bound stays
     ceil(async_ratio), so it needs a fraction there, such as 0.5."""
     dynamic_sampling: bool = False
     """DAPO's dynamic sampling (arXiv 2503.14476): a group whose rewards are all equal is dropped,
@@ -451,7 +451,7 @@ class CheckpointConfig(Strict):
     """Newest checkpoints that stay. With 1 the one before it stays too, until the next is written:
     no step has shown yet that the newest one's weights are good."""
     asynchronous: bool = True
-    """Training goes on while a checkpoint is written. Its state is copied first: each rank needs
+    """Training continues while a checkpoint is written. Its state is copied first: each rank needs
     host memory for a copy of what it writes, which `mar plan` counts."""
 
 
@@ -478,8 +478,8 @@ class ObserveConfig(Strict):
     trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
     """Experiment trackers that get the same numbers, each by its own library, which is installed
     separately, and its own environment variables (`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`). A
-    resumed run goes on in the same run of the tracker. The run does not wait for them, and a
-    tracker that fails three times in a row, as TensorBoard may on a full disk, gets no more."""
+    resumed run continues the same run of the tracker. The run does not wait for them, and a tracker
+    that fails three times in a row, as TensorBoard may on a full disk, gets no more."""
     project: str = "megatron_async_rl"
     """The trackers' project, or experiment; the run's name there is that of `run.dir`."""
     beside: Path | None = None

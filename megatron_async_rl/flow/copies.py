@@ -7,9 +7,9 @@ Invariants:
   lost;
 - a machine has two at most; the next replaces all but the newest, as in the agent
   (weights/relay.py);
-- of a version that is lent a place is filled only while nobody reads it. An engine that is behind
-  is waited for, so that each bucket is filled once for all that load; whoever is lost is waited for
-  no more.
+- a place of an on-demand version is filled only while no engine reads it. An engine that is behind
+  is waited for, so that each bucket is filled once for all that load; a lost engine is no longer
+  waited for.
 """
 
 from __future__ import annotations

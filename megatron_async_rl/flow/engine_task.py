@@ -139,7 +139,7 @@ class EngineSlot:
 
 
 class EngineOwner(Protocol):
-    """The fleet, which hears what becomes of an engine."""
+    """The fleet, which is notified of an engine's events."""
 
     def take_in(self, slot: EngineSlot, report: EngineReport) -> None:
         """Raises EngineLost where the engine answers what it was not asked."""
@@ -306,7 +306,7 @@ class EngineTask:
             return False
 
     async def _end(self, engine: Engine) -> None:
-        """Whoever takes its devices next counts on their memory."""
+        """The next owner of its devices relies on their memory."""
         engine.kill()
         try:
             await await_named(
@@ -316,7 +316,7 @@ class EngineTask:
             self._note(str(error))
 
     async def _wait_for_restart(self, error: Exception) -> bool:
-        """False where there is none."""
+        """False if there is none."""
         slot, number = self.slot, self._restarts.begin()
         if not number:
             slot.dead = True
@@ -357,7 +357,7 @@ class EngineTask:
 
     async def _take(self, engine: Engine, staged: Staged) -> None:
         """The engine holds the version when this returns, and may sample with it. Raises
-        EngineLost, and WeightMismatch after nobody can load this version any more."""
+        EngineLost, and WeightMismatch after no engine can load this version any more."""
         slot, version = self.slot, f"take weights of version {staged.version}"
         loaded: dict[str, str] = {}
 

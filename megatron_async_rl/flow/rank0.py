@@ -81,8 +81,7 @@ class OtherRank:
         """GPUs of the ranks by host name; Ray must not assign them to engines."""
 
     def stage_from(self, exporter: WeightExporter) -> None:
-        """Collective: what `publish` takes the weights from. A supervised run has nobody to send
-        to."""
+        """Collective: what `publish` takes the weights from. A supervised run has no receivers."""
         if self.config.rollout is not None:
             weights, layout = self.config.weights, self.layout
             if weights.transport == "cuda_ipc":
@@ -131,7 +130,8 @@ class OtherRank:
         self.turns.to("publish", {"release": self._release})
 
     def publish(self, version: int) -> None:
-        """Collective: every rank stages what it holds; the engines load while the loop goes on."""
+        """Collective: every rank stages what it holds; the engines load while the loop
+        continues."""
         self.version = version
         self.enter("publishing")
         self.turns.to("generate", {"stage": self._stage})
@@ -208,7 +208,7 @@ class OtherRank:
 
     def evaluate(self, mean_loss: MeanLoss) -> None:
         """Collective where this version is evaluated or is the last one, whose result is waited
-        for: while rank 0 sees to that, the others wait as long as it takes. `mean_loss`: measures
+        for: while rank 0 does that, the others wait as long as it takes. `mean_loss`: measures
         given responses, on all ranks."""
         if self.schedule is None:
             return
@@ -281,7 +281,7 @@ class OtherRank:
         return None
 
     def _record_of(self, position: DataState | None) -> dict[str, Any]:
-        """Return what the run's own files must hold when it goes on from here."""
+        """Return the content that the run's own files must have at a resume from here."""
         return {}
 
     def set_status(self, phase: str, detail: str = "") -> None:

@@ -2,7 +2,7 @@
 
     rank 0 --stage--> newest ---------------loading--> engines of its machine, each in its turn
                          +--sending--> copy --loading--> engines of another machine
-    rank 0 <--until_released-- nobody reads an older version: its slot may be written again
+    rank 0 <--until_released-- no engine reads an older version: its slot may be written again
 
 Invariants:
 - an engine loads the newest version that is staged, or, where it only evaluates, the one it is to
@@ -38,8 +38,8 @@ from megatron_async_rl.weights.manifest import BucketRef, Manifest, StagedCopy
 
 
 class Signal:
-    """Wakes whoever waits for a condition, each time that something it may depend on has changed.
-    For one event loop."""
+    """Wake the tasks that wait for a condition, each time that something it may depend on has
+    changed. For one event loop."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -114,7 +114,7 @@ class WeightUpdates:
             raise self._halted
 
     async def until_released(self, version: int) -> None:
-        """Returns when nobody reads, or is still to read, a version before `version`. Raises what
+        """Wait until no engine reads, or is still to read, a version before `version`. Raises what
         `halt` was given: then some may be reading still."""
         await self._changed.until(
             lambda: self._halted is not None or min(self._in_use(), default=version) >= version

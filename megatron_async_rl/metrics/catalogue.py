@@ -200,7 +200,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "ratio/logp_diff_lag0_max": Metric(
                 "nats",
                 "The same over responses sampled wholly by the version trained: it should be"
-                " rounding. Absent where there are none.",
+                " rounding. Absent if there are none.",
                 steps="first",
             ),
             "ratio/prox_diff_max": Metric(
@@ -578,7 +578,7 @@ METRICS: Mapping[str, Metric] = {
 
 def find_metric(name: str) -> Metric | None:
     """The entry of `name`, a number after `@` standing for k, the name of a held-out set for SET
-    and that of a part of the reward for NAME; None where there is none."""
+    and that of a part of the reward for NAME; None if there is none."""
     name = re.sub(r"@[1-9]\d*$", "@k", name)
     named = re.sub(r"(^reward/|^eval/|^eval/[^/]+/)part/[^/]+$", r"\1part/NAME", name)
     named = re.sub(r"^eval/(?!part/)[^/]+/", "eval/SET/", named)

@@ -7,9 +7,9 @@ have their turn.
     gradients        are given up: the next step's begin at zero
 
 Invariants:
-- a round trip changes no bit, and no tensor's identity: whoever holds one holds it after, too;
+- a round trip changes no bit, and no tensor's identity: references to a tensor stay valid;
 - released, a tensor is its twin: it can be read and saved where it is, and its device storage has 0
-  bytes, whoever else looks at that;
+  bytes for all its users;
 - masters that are the model's own parameters stay, as do moments that are in host memory already;
 - a training step on a policy that made room is refused.
 """

@@ -41,7 +41,7 @@ from megatron_async_rl.watchdog.events import Event, read_events
 
 WINDOW_STEPS = 12
 EVENT_BYTES = 2**20
-"""Events are read from so many bytes before the end."""
+"""Number of bytes before the end from which events are read."""
 HOLE_S = 60.0
 HOLE_STEPS = 10
 """A step that ended later after the one before than both of these, the second in steps, came after
@@ -110,7 +110,7 @@ class RunData:
     rows: MetricRows
     status: Status | None
     config: Mapping[str, Any]
-    """RUN/config.yaml as it is written there; empty when there is none."""
+    """RUN/config.yaml as it is written there; empty if there is none."""
     summary: Summary
     window: TimelineWindow | None
     """None where no process wrote what it did."""
@@ -178,7 +178,7 @@ class RunData:
 
 
 class RunReader:
-    """Reads a run again and again while it goes on: each line of its growing files once.
+    """Read a run repeatedly while it continues: each line of its growing files once.
 
     `alone`: without the comparison run that it names.
     """
@@ -295,7 +295,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """RUN/config.yaml as it is written there; empty when there is none.
+    """RUN/config.yaml as it is written there; empty if there is none.
 
     Raises ReportError when it is not a configuration.
     """

@@ -48,8 +48,8 @@ LOOKED_AT = 4_000
 LONGEST = 2000
 """Characters of a prompt or response on a terminal; --json has all."""
 PAGE_STEPS, PAGE_EACH, PAGE_OPEN, PAGE_LONGEST = 3, 3, 400, 5_000
-"""The page: samples of so many last steps, so many of each kind; text unfolded up to, and cut at,
-so many characters."""
+"""The page: samples of the last steps, some of each kind; text unfolded up to, and cut at, this
+many characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def choose(run_dir: Path, wanted: SampleQuery) -> SampleSelection:
 
 
 def newest_trained(run_dir: Path) -> Sample | None:
-    """The newest sample that a step has trained on; None where there is none among the newest few
+    """The newest sample that a step has trained on; None if there is none among the newest few
     thousand. Raises UserError for a log that is damaged."""
     with log_readable():
         entries = itertools.islice(read_entries(run_dir), LOOKED_AT)
@@ -179,7 +179,7 @@ def as_dict(entry: Entry, sample: Sample) -> dict[str, Any]:
 
 def samples_section(run_dir: Path) -> str:
     """HTML for the report: the best, the worst and some random samples of the last steps in the
-    log. Where there is none, or none that can be read, a sentence; nothing for a run that keeps
+    log. If there is none, or none that can be read, a sentence; nothing for a run that keeps
     none."""
     try:
         return _section(run_dir)

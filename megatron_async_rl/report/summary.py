@@ -23,8 +23,8 @@ IN_A_STEP = {
 REASONS = {"flow/dropped_late": "late", "flow/dropped_equal": "of equal reward"}
 """Reasons for which a group was dropped."""
 HOLE_STEPS = 10
-"""A line that came so many median steps after the one before came after a stop, and its shares are
-of another interval."""
+"""A line that came this many median steps after the previous one came after a stop, and its shares
+are of another interval."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -208,7 +208,7 @@ class RewardPool:
         jobs: list[Job] = []
         while self._waiting and len(jobs) < (self.called.batch if process.batched else 1):
             job = self._waiting.popleft()
-            if not job.result.done():  # else whoever waited was cancelled
+            if not job.result.done():  # otherwise the waiting task was cancelled
                 jobs.append(job)
         return jobs
 
@@ -235,7 +235,7 @@ class RewardPool:
         if self._closed:
             return
         if process.ready:
-            # Its successor imports the reward while nobody waits for it.
+            # Its successor imports the reward before it is needed.
             self._hire()
             self._dispatch()
             return
@@ -243,7 +243,7 @@ class RewardPool:
         self._on_start_failure(how)
 
     def _on_start_failure(self, how: str) -> None:
-        """Another start would most likely fail too: nobody waits for it who need not."""
+        """Another start would most likely fail too: no task waits for it unnecessarily."""
         reason = f"the reward's process did not start: {how}"
         if self._first is not None and not self._first.done():
             self._first.set_exception(WorkerStartError(reason))

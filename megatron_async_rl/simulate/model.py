@@ -12,7 +12,7 @@ which engine gets a request (`flow.lanes.Lanes`). Modelled here is what takes ti
 - an engine that decodes n responses makes a token of each in f(n) seconds, so its next event is the
   end of the response that has the least left: events are responses, never tokens;
 - versions reach the engines' machines one after another, and engines load the newest in turns, as
-  in `flow.updates`; a version is staged once nobody reads the one before the last;
+  in `flow.updates`; a version is staged once no engine reads the version before the last;
 - where trainer and engines share cores, each is slower while the other works, also while the
   trainer takes a batch that is there.
 
@@ -318,7 +318,7 @@ class _SimulatedRun:
         self._bring()
 
     def _is_read_before(self, version: int) -> bool:
-        """True while somebody reads an older version where the trainer staged it."""
+        """True while an engine reads an older version from where the trainer staged it."""
         if self.rates.send_s:
             return self._there < self._sent < version
         return any(one.loading is not None and one.loading < version for one in self.engines)

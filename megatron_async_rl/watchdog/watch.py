@@ -43,7 +43,7 @@ starts."""
 STOP = "stop"
 """File in the run's directory that asks rank 0 to stop after the step."""
 ENGINES = "engines"
-"""File in the run's directory that asks the controller for so many training engines."""
+"""File in the run's directory that requests a number of training engines of the controller."""
 ActivityKind = Literal["wait", "work", "phase"]
 
 
@@ -215,7 +215,7 @@ class _HeartbeatThread(threading.Thread):
         self._stopped = False
         self._writing = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
-        # Appending, so that whoever asks for a stack may empty the file first.
+        # Append, so that a process that requests a stack may empty the file first.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
         self._stack = os.open(self._path.with_suffix(".stack"), flags, 0o644)
         faulthandler.register(signal.SIGUSR1, file=self._stack, all_threads=True, chain=False)

@@ -10,7 +10,7 @@ Invariants:
 - a version is received while the engine samples, and is there whole and verified, tensor by tensor,
   or `Sender.send` raises. A bucket goes to one worker; the others read it in shared memory;
 - two buckets are on their way at a time: while one is verified the next ones arrive;
-- a communicator that failed is closed on both sides: whoever tries again opens another;
+- a communicator that failed is closed on both sides: a retry opens another;
 - there are two slots: a version is received where the `kept` one is not, which engines may read.
 """
 
@@ -80,8 +80,8 @@ class Sender:
         """Bucket paths of the two newest versions that were sent."""
 
     def open(self, workers: int) -> Meeting:
-        """Return where an engine of so many workers meets it. Raises OSError if the host is not an
-        address of this machine."""
+        """Return the rendezvous for an engine of this many workers. Raises OSError if the host is
+        not an address of this machine."""
         limit = timedelta(seconds=self._limit_s)
         store = serve_store(self._host, 0, limit)
         meeting = Meeting(host=self._host, port=store.port, workers=workers, limit_s=self._limit_s)
@@ -204,7 +204,7 @@ class Receiver:
             if self._store is not None:
                 self._store.set(_key(version, self._worker), json.dumps(answer))
         except RuntimeError as error:  # the sender has gone, or has closed
-            log.warning("nobody heard what became of version %d: %s", version, error)
+            log.warning("the outcome of version %d was not reported: %s", version, error)
 
     def _receive(self, local: Communicator, update: WeightUpdate) -> dict[int, str]:
         """Paths of this worker's buckets, by number."""

@@ -12,7 +12,7 @@ Invariants:
 - a digest is of what was written, read back: of a parameter that stays, when the update ends; of
   memory that something else is made from (a packed or quantised weight), as soon as it is written;
 - a part of a tensor that several workers hold counts once if they hold the same. If they do not, or
-  if nobody took a part, the digest is not the trainer's;
+  if no worker took a part, the digest is not the trainer's;
 - an address identifies the offered tensor of a copy only while that tensor lives and until its
   memory is offered again; nothing here keeps it alive.
 """

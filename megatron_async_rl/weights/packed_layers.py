@@ -122,7 +122,7 @@ class AwaitedWeight:
 
 
 class PackedLinear:
-    """A linear layer whose kernel holds a packed copy of the weight, and nobody anything else."""
+    """A linear layer whose kernel holds a packed copy of the weight, the only one."""
 
     def __init__(
         self, name: str, layer: Any, scratch: Scratch, take: Callable[[Tensor], None]

@@ -210,7 +210,7 @@ class ToolParser:
         return {"role": "assistant", "content": found.content, "tool_calls": calls}
 
     def request(self, tools: Sequence[Any] | None) -> Any:
-        """A call with `tools`. Raises ValueError for schemas that are none."""
+        """A call with `tools`. Raises ValueError for invalid schemas."""
         return self._request(messages=[QUESTION], model="", tools=list(tools or ()) or None)
 
     def _parse(self, text: str, tools: Sequence[Any]) -> tuple[Any, str | None]:

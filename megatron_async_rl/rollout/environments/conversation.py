@@ -149,7 +149,7 @@ class Episode:
 
     async def _sample(self, requested: TurnRequest) -> Turn:
         self._turn = asyncio.get_running_loop().create_future()
-        # An abort in between finds the request in vLLM, or sees to it that it is aborted there.
+        # An abort in between finds the request in vLLM, or ensures that it is aborted there.
         self._requesting = asyncio.create_task(self._request_turn(requested))
         await asyncio.shield(self._requesting)
         tokens, reason = await self._turn

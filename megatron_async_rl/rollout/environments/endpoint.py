@@ -375,7 +375,8 @@ async def _body(request: web.Request) -> Any:
 
 
 def _rendered[Result](render: Callable[..., Result], *messages: Any, **options: Any) -> Result:
-    """Raises CallRefused for whatever a template, which is a program, makes of an agent's messages."""
+    """Raises CallRefused for whatever a template, which is a program, makes of an agent's
+    messages."""
     try:
         return render(*messages, **options)
     except Exception as error:

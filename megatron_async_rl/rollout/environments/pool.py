@@ -182,7 +182,7 @@ class Environments:
         self._loop.remove_writer(self._control)
 
     def _drop_orders(self) -> None:
-        """Whoever waits for a process then finds its socket closed."""
+        """Tasks that wait for a process then find its socket closed."""
         if self._orders and self._control is not None:
             self._loop.remove_writer(self._control)
         for _, sent in self._orders:
@@ -200,7 +200,7 @@ class Environments:
             asyncio.get_running_loop().call_later(SHOW_S, lambda: self.kill(process, show=False))
 
     def closing(self, close: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Goes on whoever is cancelled meanwhile, up to the pool's own end."""
+        """Continue even if a waiting task is cancelled, until the pool ends."""
         task = asyncio.create_task(close)
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -260,8 +260,8 @@ class EnvironmentSession:
         return float((await self._ask("run", (prompt, base_url), "run"))["reward"])
 
     async def close(self) -> None:
-        """A process that is still busy is killed: whoever waited for it was cancelled. Whoever is
-        cancelled does not wait for the environment's own `close` either."""
+        """A process that is still busy is killed: the waiting task was cancelled. A cancelled task
+        does not wait for the environment's own `close` either."""
         closing = self._pool.closing(self._close())
         task = asyncio.current_task()
         if task is None or not task.cancelling():

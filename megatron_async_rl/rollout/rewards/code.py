@@ -122,7 +122,7 @@ class _Budget:
 
 
 def source_of(response: str) -> str:
-    """The last block between ``` and ``` that is tagged as Python; where there is none the last
+    """The last block between ``` and ``` that is tagged as Python; if there is none the last
     one without a tag; without one all of the response."""
     tagged, untagged = None, None
     lines = iter(response.splitlines(keepends=True))
