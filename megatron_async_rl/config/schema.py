@@ -368,8 +368,8 @@ class RolloutConfig(Strict):
     `max_num_batched_tokens: 16384`, handed on as they are. `enable_expert_parallel: true` divides a
     mixture's experts, whole, over the `tensor` workers of a stage; `quantization: fp8_per_channel`
     (or `fp8_per_tensor`, `fp8_per_block`) has vLLM quantise the weights of every update as it loads
-    them. An argument that another key sets, or that would break the loading of weights or the log-probs, is
-    refused with the reason."""
+    them. An argument that another key sets, or that would break the loading of weights or the
+    log-probs, is refused with the reason."""
 
     @property
     def quantised(self) -> bool:
