@@ -85,10 +85,9 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "reward/part/NAME": Metric(
                 "reward",
-                "Mean of the value NAME: a part of `rollout.reward.parts` before weighting, or"
-                " a number that the environment measured, such as `tool_errors` or"
-                " `unread_tool_calls` (tool calls of the model that vLLM's parser could not"
-                " read).",
+                "Mean of the value NAME: a part of `rollout.reward.parts` before weighting, or a"
+                " number that the environment measured, such as `tool_errors` or"
+                " `unread_tool_calls` (tool calls of the model that vLLM's parser could not read).",
             ),
         },
     ),
@@ -109,13 +108,13 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "response/segments_mean": Metric(
                 "segments",
-                "Mean number of sequences per sample, if `rollout.environment.max_segments`"
-                " permits several.",
+                "Mean number of sequences per sample, if `rollout.environment.max_segments` permits"
+                " several.",
             ),
             "response/environment_share": Metric(
                 "share",
-                "Share of the response tokens that are not trained on, such as an"
-                " environment's, if samples have several turns.",
+                "Share of the response tokens that are not trained on, such as an environment's, if"
+                " samples have several turns.",
             ),
         },
     ),
@@ -133,9 +132,9 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "policy/grad_anomaly": Metric(
                 "factor",
-                "Gradient norm before the controls over the median of the last 50 steps;"
-                " present only if it is above 20 and the norm is above clip_grad."
-                " `anomalies.jsonl` has the causes.",
+                "Gradient norm before the controls over the median of the last 50 steps; present"
+                " only if it is above 20 and the norm is above clip_grad. `anomalies.jsonl` has the"
+                " causes.",
                 steps="largest",
             ),
             "policy/lr": Metric("per step", "Learning rate of the scheduler."),
@@ -150,19 +149,18 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "policy/padding_share": Metric("share", "Share of padding among all computed tokens."),
             "policy/rerouted": Metric(
                 "share",
-                "Share of the replayed choices of experts, one per token and layer, that the"
-                " router would have made differently (with policy.routing_replay).",
+                "Share of the replayed choices of experts, one per token and layer, that the router"
+                " would have made differently (with policy.routing_replay).",
             ),
             "policy/skipped": Metric(
                 "0 or 1",
-                "1: no optimizer step was taken (a control skipped it, the gradient was not"
-                " finite, or the batch was empty). Over several steps: the share of skipped"
-                " ones.",
+                "1: no optimizer step was taken (a control skipped it, the gradient was not finite,"
+                " or the batch was empty). Over several steps: the share of skipped ones.",
             ),
             "policy/nonfinite": Metric(
                 "steps",
-                "Number of steps skipped so far because the loss or the gradient was not"
-                " finite; policy.max_nonfinite_steps of them in a row end the run.",
+                "Number of steps skipped so far because the loss or the gradient was not finite;"
+                " policy.max_nonfinite_steps of them in a row end the run.",
                 "total",
             ),
             "policy/entropy": Metric(
@@ -172,7 +170,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
         },
     ),
     "Ratios": (
-        f"Between the trained policy before this step and the {MU}, on the tokens trained on.",
+        f"Comparisons of the trained policy before this step with the {MU}, on trained tokens.",
         {
             "ratio/ess": Metric(
                 "samples", "Effective sample size (Σw)²/Σw² of the untruncated sequence weights."
@@ -200,8 +198,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "ratio/logp_diff_lag0_max": Metric(
                 "nats",
-                "The same over responses sampled entirely by the trained version, where it"
-                " should be rounding only. Absent without such responses.",
+                "The same over responses sampled entirely by the trained version, where it should"
+                " be rounding only. Absent without such responses.",
                 steps="first",
             ),
             "ratio/prox_diff_max": Metric(
@@ -276,8 +274,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "opob/baseline": Metric("reward", "Mean over samples of their group's baseline."),
             "opob/shift": Metric(
                 "reward",
-                "Mean over samples of |b - mean reward of the group|: the effect of the"
-                " measured weights.",
+                "Mean over samples of |b - mean reward of the group|: the effect of the measured"
+                " weights.",
             ),
         },
     ),
@@ -294,8 +292,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "gac/skips": Metric("steps", "Number of steps skipped so far in the run.", "total"),
             "gac/removed": Metric(
                 "share",
-                "Length of the part that projection removed, over the gradient's own length: |g"
-                " - g'| / |g|.",
+                "Length of the part that projection removed, over the gradient's own length: |g -"
+                " g'| / |g|.",
             ),
             "gac/c_low": Metric(
                 "cosine", "Threshold in force; absent until calibrated.", steps="last"
@@ -327,8 +325,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
     ),
     "Other controls": (
         (
-            "Each is present if `controls` has the control in its name. `update/norm` is present with"
-            " `matched_lr` and with `policy.optimizer.log_update_norm`."
+            "Each is present if `controls` has the control in its name. `update/norm` is present"
+            " with `matched_lr` and with `policy.optimizer.log_update_norm`."
         ),
         {
             "update/norm": Metric(
@@ -354,8 +352,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "displacement/removed": Metric(
                 "share",
-                "Length of the part removed from the update, over the update's own length: |u -"
-                " u'| / |u|.",
+                "Length of the part removed from the update, over the update's own length: |u - u'|"
+                " / |u|.",
             ),
             "ess_lr/scale": Metric(
                 "factor", "Factor on the learning rate from the effective sample size."
@@ -385,9 +383,9 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "staleness/drift": Metric(
                 "L2 norm",
                 "S·η·G of the planning rule (arXiv 2607.01083): `lag/start_max` times"
-                " `update/norm`, which is η·G, times the optimizer steps of a batch. It bounds"
-                " the distance of the policy from the oldest sample's, if every update had been"
-                " as long as this one.",
+                " `update/norm`, which is η·G, times the optimizer steps of a batch. It bounds the"
+                " distance of the policy from the oldest sample's, if every update had been as long"
+                " as this one.",
             ),
         },
     ),
@@ -397,8 +395,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "tokens/generated": Metric(
                 "tokens",
                 "Response tokens that the training engines sampled for training since the last"
-                " step, as far as reported; tokens of aborted responses count, an environment's"
-                " do not.",
+                " step, as far as reported; tokens of aborted responses count, an environment's do"
+                " not.",
             ),
             "tokens/trained": Metric("tokens", "Response tokens with loss in this step."),
             "tokens/prompt": Metric("tokens", "Prompt tokens of this step's samples."),
@@ -431,8 +429,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "time/make_room_s": Metric(
                 "s",
-                "Colocated: time to restore the policy's training state from host memory, and"
-                " to move it back after the step.",
+                "Colocated: time to restore the policy's training state from host memory, and to"
+                " move it back after the step.",
             ),
             "time/step_s": Metric(
                 "s",
@@ -453,9 +451,9 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "weights/pause_s": Metric("s", "Longest pause of an engine."),
             "weights/relay_s": Metric(
                 "s",
-                "Time until the newest version was complete and verified on another machine, or"
-                " in an engine's own memory, for the slowest of them (with `weights.transport:"
-                " relay` or `collective`).",
+                "Time until the newest version was complete and verified on another machine, or in"
+                " an engine's own memory, for the slowest of them (with `weights.transport: relay`"
+                " or `collective`).",
             ),
             "weights/relay_bytes": Metric(
                 "bytes", "Bytes that all of them received for it, repeated transfers included."
@@ -465,15 +463,15 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
     "Evaluation": (
         (
             "Results of the last held-out evaluation that ended since the last step, if any did."
-            " TensorBoard shows each at the evaluated version. `RUN/eval.jsonl` has every evaluation,"
-            " prompt by prompt if prompts were sampled."
+            " TensorBoard shows each at the evaluated version. `RUN/eval.jsonl` has every"
+            " evaluation, prompt by prompt if prompts were sampled."
         ),
         {
             "eval/mean": Metric("reward", "Mean over prompts of their responses' mean reward."),
             "eval/loss": Metric(
                 "nats per token",
-                "-log p of the held-out responses (with `loss: sft`) over the tokens that would"
-                " be trained on, each row by its weight; on the training data it would be"
+                "-log p of the held-out responses (with `loss: sft`) over the tokens that would be"
+                " trained on, each row by its weight; on the training data it would be"
                 " `policy/loss` with `aggregation: token-mean`.",
             ),
             "eval/pass@k": Metric(
@@ -500,8 +498,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "eval/seconds": Metric(
                 "s",
-                "Time from the first request to the last response, or of the loss over all"
-                " held-out responses.",
+                "Time from the first request to the last response, or of the loss over all held-out"
+                " responses.",
             ),
         },
     ),
@@ -530,8 +528,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "flow/dropped_failed": Metric(
                 "groups",
-                "Groups dropped since then because one of their requests ended engines, the"
-                " last time as the only request.",
+                "Groups dropped since then because one of their requests ended engines, the last"
+                " time as the only request.",
                 "total",
             ),
             "flow/aborted": Metric(
@@ -547,14 +545,14 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
     "Engines": (
         (
             "State when the batch was taken, or statistics of the time since the previous batch was"
-            " taken, according to the engines' reports, which come at least every second. Lists have"
-            " one number per engine, starting with engine 0."
+            " taken, according to the engines' reports, which come at least every second. Lists"
+            " have one number per engine, starting with engine 0."
         ),
         {
             "engine/busy_share": Metric(
                 "share",
-                "Share of the time in which an engine sampled (at least one response, not"
-                " paused), mean over the engines.",
+                "Share of the time in which an engine sampled (at least one response, not paused),"
+                " mean over the engines.",
             ),
             "engine/busy_shares": Metric("share", "The same for each engine.", "per engine"),
             "engine/tokens": Metric(
@@ -579,8 +577,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
     ),
     "Dropped against trained": (
         (
-            "Comparison of this step's samples with the finished responses of groups dropped since the"
-            " last step, if any: a rule that drops late groups drops long responses."
+            "Comparison of this step's samples with the finished responses of groups dropped since"
+            " the last step, if any: a rule that drops late groups drops long responses."
         ),
         {
             "trained/length_histogram": Metric(
