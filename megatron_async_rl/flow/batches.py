@@ -62,7 +62,7 @@ class BatchSource(Protocol):
         with the next version."""
 
     def until_loaded(self, version: int) -> None:
-        """Returns when every engine that is there holds `version`, which is lent."""
+        """Wait until every present engine holds `version`, whose buckets are filled on demand."""
 
     def next_buffer_request(self, made: Future[Any]) -> BufferRequest | None:
         """Returns what the ranks are to do next with the buckets that engines want; null once

@@ -162,7 +162,7 @@ class Controller(Listener):
         self._require_no_failure()
 
     async def loaded(self, version: int) -> None:
-        """Returns once every engine that is there holds `version`, which is lent."""
+        """Wait until every present engine holds `version`, whose buckets are filled on demand."""
         self._require_no_failure()
         with watch.doing("wait", f"engines to load version {version}"):
             await self._fleet.updates.until_staged(version)
@@ -170,8 +170,8 @@ class Controller(Listener):
         self._require_no_failure()
 
     async def next_buffer_request(self, done: BucketRef | None) -> BufferRequest:
-        """Returns what the ranks are to do next with the buckets of a version that is lent; `done`:
-        where they put the requested bucket."""
+        """Return the ranks' next request about the buckets of an on-demand version; `done`: where
+        they put the requested bucket."""
         return await self._fleet.updates.next_buffer_request(done)
 
     def on_version(self, version: int) -> None:

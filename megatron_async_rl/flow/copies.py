@@ -1,6 +1,6 @@
 """Staged versions, who reads them, which of them the memory of machines other than rank 0's holds,
-or an engine's own by collective, which counts as a machine; and which buckets of a version that is
-lent are where. State alone: who waits for it does so in `updates.py`.
+or an engine's own by collective, which counts as a machine; and where the buckets of an on-demand
+version are. State alone: who waits for it does so in `updates.py`.
 
 Invariants:
 - a copy is here once it is whole and verified, until its place is taken or its machine's relay is

@@ -212,7 +212,7 @@ class EngineTask:
         self._must_start = must_start
         self._comes = "" if must_start else "has joined"
         self._failed: asyncio.Future[None] | None = None
-        self._turns = DevicePhases("engine", "generate")
+        self._phases = DevicePhases("engine", "generate")
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """The first start; raises EngineStartError."""
         self.task = asyncio.create_task(self._run(), name=slot.name)
@@ -240,7 +240,7 @@ class EngineTask:
         self.slot.asleep = True
         sleep = partial(await_named, what, engine.sleep(), timeout_s)
         try:
-            await self._turns.await_to("train", {"sleep": sleep})
+            await self._phases.await_to("train", {"sleep": sleep})
         except Exception as error:  # noqa: BLE001 - whatever it is, this engine is of no more use
             reason = f"it failed to sleep: {described(error)}"
             self.fail(engine, reason, suspect=False, cause=error)
@@ -273,7 +273,7 @@ class EngineTask:
             async with self._updates.starting():
                 engine = slot.engine = await self._launch(slot.spec, again=again)
             self._failed = asyncio.get_running_loop().create_future()
-            self._turns = DevicePhases("engine", "generate")
+            self._phases = DevicePhases("engine", "generate")
             if not self.started.done():
                 self.started.set_result(None)
             if slot.spec.first_version >= 0:
@@ -285,7 +285,7 @@ class EngineTask:
         except Exception as error:  # noqa: BLE001 - whatever it is, another may do better
             suspect = isinstance(error, EngineLost) and error.suspect
             slot.engine, slot.serving, slot.asleep, slot.version = None, False, False, -1
-            phase = error.phase if isinstance(error, EngineStartError) else self._turns.phase
+            phase = error.phase if isinstance(error, EngineStartError) else self._phases.phase
             memory = out_of_memory(error)
             slot.memory_out = (phase, memory) if memory is not None else None
             self._updates.forget(slot.index)
@@ -379,8 +379,8 @@ class EngineTask:
             await load()
             await verify()
             return
-        await self._turns.await_to("publish", {})
-        await self._turns.await_to(
+        await self._phases.await_to("publish", {})
+        await self._phases.await_to(
             "generate",
             {
                 "wake weights": lambda: self._request(

@@ -12,7 +12,8 @@ Invariants:
   one without work, asleep, or not serving yet, loads at once;
 - all waits are for a version number or for a turn: what has been reached stays reached;
 - colocated: while the policy has the devices no engine starts, loads or wakes; and of a version
-  that is lent none loads while one starts, which measures the free memory of its device;
+  that is filled on demand, none loads while one starts, which measures the free memory of its
+  device;
 - after `halt` nothing is loaded any more, and every wait for a version raises the reason.
 """
 
@@ -80,7 +81,7 @@ class WeightUpdates:
         self._halted: BaseException | None = None
         self._changed = Signal()
         self._ipc_buckets: IpcBucketQueue | None = None
-        """Buckets of the newest version, where that is lent."""
+        """Buckets of the newest version, if they are filled on demand."""
         self.copies = VersionCopies()
         self.newest: Staged | None = None
         self.last: Transfer | None = None
@@ -326,7 +327,7 @@ class WeightUpdates:
             lambda: not self._starting and not self._loading and not self._ending
         )
 
-    # Buckets that are lent
+    # Buckets filled on demand
 
     async def until_loaded(self, version: int) -> None:
         """Returns once every engine that is there holds `version`, or a newer one. Raises what
@@ -348,7 +349,7 @@ class WeightUpdates:
         """A bucket of the version that the engine is loading, once it is there; the engine reads it
         until it gives it back."""
         ipc_buckets = self._ipc_buckets
-        assert ipc_buckets is not None, "a version that is lent is loading"
+        assert ipc_buckets is not None, "an on-demand version is loading"
         ipc_buckets.request(engine, number)
         self._changed.fire()
         found: list[BucketRef] = []

@@ -244,7 +244,7 @@ def estimate(
 
     version, elsewhere = shape.parameters * engine_bytes(config), engines_elsewhere(config, machine)
     ipc = config.weights.transport == "cuda_ipc"
-    # A version that is lent is read once for its digests, and then bucket by bucket.
+    # An on-demand version is read once for its digests, and then bucket by bucket.
     reads_s = version / (config.policy.parallel.ranks * READ_SHARE * chip.memory_rate)
     decoding, tokens_per_s = _decoding(config, machine, chip, shape, batch)
     responses = batch.samples / rollout.engines

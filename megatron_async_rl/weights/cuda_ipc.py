@@ -98,7 +98,7 @@ CARRIER = CudaIpc
 
 
 class IpcBuckets(Staging):
-    """A version that is lent bucket by bucket, out of the parameters of all `ranks`. Used by one
+    """A version whose buckets are filled on demand from the parameters of all `ranks`. Used by one
     thread of each."""
 
     def __init__(self, carrier: CudaIpc, ranks: StagingRanks | None = None) -> None:
