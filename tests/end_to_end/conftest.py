@@ -75,12 +75,6 @@ def unlike(prompt, responses):
     return [1 - responses.count(one) / len(responses) for one in responses]
 
 
-def until_broken(prompt, response):
-    if (HERE / "broken").exists():
-        raise ValueError("it is broken")
-    return varied(prompt, response)
-
-
 def until_stuck(prompt, response):
     while (HERE / "stuck").exists():
         time.sleep(3600)
