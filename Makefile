@@ -83,6 +83,7 @@ lint: setup
 	"$$VENV/bin/ruff" format --check .
 	"$$VENV/bin/mypy"
 	"$$VENV/bin/lint-imports"
+	"$$VENV/bin/python" lint/style.py
 	"$$VENV/bin/shellcheck" launchers/*.sh launchers/slurm/* examples/recipes/run.sh .ci/run
 	"$$VENV/bin/hadolint" Dockerfile Dockerfile.cpu
 	NO_MKDOCS_2_WARNING=1 "$$VENV/bin/mkdocs" build --quiet -f site/mkdocs.yml

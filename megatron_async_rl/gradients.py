@@ -79,8 +79,8 @@ def dot(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _pieces(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """As `blocks`, those longer than SHORT in float32; on the CPU as many at a time as
-    `_sums_of_products` adds, where nothing has to be converted."""
+    """Iterate over `blocks`, converting those longer than SHORT to float32. On the CPU, tensors
+    that need no conversion are split into the sizes that `_sums_of_products` adds at a time."""
     if left.device.type == "cpu" and left.dtype == right.dtype == torch.float32:
         size = TERMS * CPU_BLOCK
         yield from zip(left.reshape(-1).split(size), right.reshape(-1).split(size), strict=True)
@@ -168,7 +168,7 @@ def three_products(
 
 
 Products = Callable[[Iterable[tuple[Tensor, Any]], bool, torch.device], Tensor]
-"""What is called like `three_products`."""
+"""A function with the signature of `three_products`."""
 
 
 def products_with(

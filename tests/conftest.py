@@ -1,6 +1,6 @@
-"""For every test: one thread per process, since tests start several; no clock on properties, since
-cores are shared; the same random numbers each time, whatever ran before; and, where pytest-xdist is
-asked for workers, the tests that go to one worker.
+"""Set up every test: one thread per process, since tests start several; no clock on properties,
+since cores are shared; the same random numbers each time, whatever ran before; and, where
+pytest-xdist is asked for workers, the tests that go to one worker.
 
 A worker takes whole files, in the order of `testpaths`, so that what a file sets up is set up once.
 Files that share results stay together. Whole runs (tests/end_to_end, tests/network) go to one
@@ -44,16 +44,16 @@ LAYOUTS = (
     "test_apex",
 )
 MODELS = ("test_checkpoint", "test_export", "test_logprob_parity", "test_model_loading")
-"""Of tests/parallel: what each of these files looks at is computed once, by tests/parallel/layouts.py
-and models.py."""
+"""Files of tests/parallel whose data is computed once, by tests/parallel/layouts.py and
+models.py."""
 ENGINES = ("test_rollout_engine", "test_through_updates")
-"""Of tests/engine: they share engines (conftest.py there)."""
+"""Files of tests/engine that share engines (conftest.py there)."""
 
 
 @pytest.fixture(autouse=True)
 def _same_environment() -> Iterator[None]:
-    """Later tests of a worker start Ray, engines and ranks, which inherit its environment. vLLM, for
-    one, adds libraries to LD_PRELOAD when a test makes a config of it."""
+    """Later tests of a worker start Ray, engines and ranks, which inherit its environment. vLLM,
+    for one, adds libraries to LD_PRELOAD when a test makes a config of it."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
@@ -63,7 +63,8 @@ def _same_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """Draws without a generator of their own do not depend on the tests that a worker ran before."""
+    """Draws without a generator of their own do not depend on the tests that a worker ran
+    before."""
     random.seed(0)
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(0)

@@ -1,5 +1,6 @@
 """Settings of selection, one small model per rule, chosen by its `name`; and settings of flow,
-engines and evaluation that do not go together. Each conflict says what, why, and what to change.
+engines and evaluation that do not go together. Each conflict states the combination, the reason,
+and the fix.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def _selection(config: Config) -> Iterator[str]:
         if flow.async_ratio != selection.lag:
             yield (
                 f"flow.selection: exact_lag trains every sample {selection.lag} updates after it"
-                f" was made, and flow.async_ratio: {flow.async_ratio:g} says how far rollouts run"
+                f" was made, and flow.async_ratio: {flow.async_ratio:g} states how far rollouts run"
                 f" ahead; set flow.async_ratio: {selection.lag}"
             )
         if flow.late == "drop":
@@ -100,7 +101,7 @@ def _selection(config: Config) -> Iterator[str]:
         if kept:
             yield (
                 f"flow.selection: replay trains on samples of any age, and {' and '.join(kept)}"
-                " looks at the weights that sampled them, of which only objective.snapshots are"
+                " reads the weights that sampled them, and only objective.snapshots of them are"
                 " kept; choose another selection"
             )
 

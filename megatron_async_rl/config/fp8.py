@@ -1,5 +1,4 @@
-"""Settings of matrix products in 8-bit floats, what each recipe needs, and what they do not go
-with."""
+"""Settings of FP8 GEMMs, the requirements of each recipe, and incompatible settings."""
 
 from __future__ import annotations
 
@@ -65,10 +64,10 @@ NO_MXFP8_FROM = (12, 0)
 
 
 class Fp8Config(Strict):
-    """Products of the layers in 8-bit floats, on Transformer Engine's layers: inputs, weights and
-    gradients are rounded, and sums are not. Embedding, output layer, router, norms and attention
-    between its projections stay in bfloat16, and gradients and optimizer state are what they are
-    without it. Null, the default, computes everything in bfloat16."""
+    """FP8 GEMMs of the layers, with Transformer Engine's layers: inputs, weights and gradients are
+    rounded, and sums are not. Embedding, output layer, router, norms and attention between its
+    projections stay in bfloat16, and gradients and optimizer state are what they are without it.
+    Null, the default, computes everything in bfloat16."""
 
     recipe: Recipe
     """How numbers are scaled. `tensorwise`: a tensor by its own largest value. `blockwise`: blocks
@@ -89,7 +88,7 @@ class Fp8Config(Strict):
 def lacking(
     recipe: Recipe, capability: tuple[int, int] | None, cuda: tuple[int, int] | None
 ) -> str:
-    """The lack of a device of that compute capability, under that CUDA, for the recipe, in words;
+    """The lack of a device of that compute capability, under that CUDA, for the recipe, as text;
     empty where there is none. Null: not known, and not held against it."""
     facts = RECIPES[recipe]
     if capability is not None and capability < facts.capability:
@@ -105,7 +104,7 @@ def lacking(
 
 
 def needed(recipe: Recipe) -> str:
-    """The recipe's demands on a device, in words."""
+    """Text on the recipe's demands on a device."""
     facts = RECIPES[recipe]
     above = f" and below {_dotted(NO_MXFP8_FROM)}" if recipe == "mxfp8" else ""
     return (
@@ -139,10 +138,7 @@ def fp8_conflicts(config: Config) -> Iterator[str]:
     if fp8 is None:
         return
     if policy.device == "cpu":
-        yield (
-            "policy.fp8: products in 8-bit floats are CUDA's; set policy.device: cuda, or"
-            " policy.fp8: null"
-        )
+        yield ("policy.fp8: FP8 GEMMs need CUDA; set policy.device: cuda, or policy.fp8: null")
     if policy.layers == "local":
         yield (
             "policy.fp8 is for Transformer Engine's layers, and policy.layers is local; set"
@@ -155,7 +151,7 @@ def fp8_conflicts(config: Config) -> Iterator[str]:
         )
     if policy.lora is not None:
         yield (
-            "policy.fp8 is for Transformer Engine's layers, and policy.lora puts adapters beside"
+            "policy.fp8 is for Transformer Engine's layers, and policy.lora adds adapters to"
             " Megatron's own; set one of the two to null"
         )
     if fp8.recipe == "delayed" and fp8.first_last_layers_bf16:

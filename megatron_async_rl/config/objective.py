@@ -30,9 +30,9 @@ class KlConfig(ReadsRatios):
     """Added to the loss, with gradient; or taken from the reward of each token, without. k1 goes
     with `reward` alone: its gradient in the loss is 0 in the mean."""
     weight: Literal["none", "truncated"] = "none"
-    """`truncated`: each token's estimate is multiplied by min(w, cap), w = pi / mu without gradient,
-    since stale tokens were not sampled by the policy whose divergence is estimated. `none`: it is
-    not, as in released code."""
+    """`truncated`: each token's estimate is multiplied by min(w, cap), w = pi / mu without
+    gradient, since stale tokens were not sampled by the policy whose divergence is estimated.
+    `none`: it is not, as in released code."""
     cap: PositiveFloat = 2.0
     """Largest weight of `weight: truncated`."""
 
@@ -54,8 +54,8 @@ class KlConfig(ReadsRatios):
             )
         if self.weight == "none" and self.cap != type(self).model_fields["cap"].default:
             raise ValueError(
-                f"cap: {self.cap:g} bounds the weights of weight: truncated, and weight is none; set"
-                " weight: truncated, or remove cap"
+                f"cap: {self.cap:g} bounds the weights of weight: truncated, and weight is none;"
+                " set weight: truncated, or remove cap"
             )
         return self
 
@@ -112,7 +112,7 @@ class OverlongConfig(Strict):
 
 
 class ObjectiveConfig(Strict):
-    """What the loss is."""
+    """The training objective: advantage, loss, corrections and penalties."""
 
     minibatches: PositiveInt = 1
     """Parts that a batch is divided into, each one optimizer step, of whole groups drawn at random
@@ -128,11 +128,11 @@ class ObjectiveConfig(Strict):
     denominators at the level that the aggregation divides at: tokens of the batch for `token-mean`;
     tokens of each sequence, and then the sequences that keep any, for `seq-mean-token-mean`."""
     proximal: Proximal = "behavior"
-    """The policy a ratio r is taken against. `behavior`: the one that sampled. `recompute`: the
+    """The policy a ratio r is taken against. `behavior`: the sampling policy. `recompute`: the
     trainer's weights at the start of the batch (with one optimizer step per batch the current ones,
-    so r is 1). `loglinear`: between the two in log space, by the token's lag d, at 1 - 1/d (A-3PO). `ewma`:
-    an exponential average of the trainer's weights. `snapshot`: the trainer's own log-probs under
-    the version that sampled the token (arXiv 2605.12070)."""
+    so r is 1). `loglinear`: between the two in log space, by the token's lag d, at 1 - 1/d (A-3PO).
+    `ewma`: an exponential average of the trainer's weights. `snapshot`: the trainer's own log-probs
+    under the version that sampled the token (arXiv 2605.12070)."""
     ewma_decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9
     """Decay per step of `proximal: ewma`."""
     snapshots: PositiveInt = 8

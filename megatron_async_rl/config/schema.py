@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_async_rl.config.controls import Control
+from megatron_async_rl.config.controls import ControlConfig
 from megatron_async_rl.config.data import DataConfig
 from megatron_async_rl.config.engine_options import refused_options
 from megatron_async_rl.config.environment import OWN_REWARD, EnvironmentConfig
@@ -45,7 +45,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class RunConfig(Strict):
-    """Where a run lives and how it starts."""
+    """Directory, length and seed of the run."""
 
     dir: Path
     """Holds metrics, logs, checkpoints and the report."""
@@ -53,7 +53,7 @@ class RunConfig(Strict):
     """Batches in the whole run, resumes included; each makes objective.minibatches x
     objective.epochs optimizer steps and one version of the weights."""
     seed: NonNegativeInt = 1234
-    """Of the data order, sampling and initialisation."""
+    """Seed of the data order, sampling and initialisation."""
     resume: Literal["auto", "never"] = "auto"
     """`auto` continues from the newest checkpoint in `dir`; `never` refuses a directory that
     already holds a run."""
@@ -100,7 +100,7 @@ class ParallelConfig(Strict):
     the last stage holds a float32 gradient of the output layer's weight besides, and its copy in
     BF16."""
     overlap_param_gather: bool = False
-    """Gather the weights that each rank has updated beside the next optimizer step's forward pass,
+    """Gather the weights that each rank has updated during the next optimizer step's forward pass,
     bucket by bucket, and not after each step. For batches that make several steps
     (objective.minibatches x objective.epochs): after a batch's last one they are gathered at once,
     since they are published. Needs distributed_optimizer and overlap_grad_reduce, whose buckets
@@ -138,19 +138,19 @@ class OptimizerConfig(Strict):
     """Optimizer steps of linear increase from 0: a batch makes objective.minibatches x
     objective.epochs of them."""
     min_lr: NonNegativeFloat = 0.0
-    """Where `linear` and `cosine` end."""
+    """Final learning rate of the `linear` and `cosine` schedules."""
     log_update_norm: bool = False
     """Logs `update/norm` and `staleness/drift`, for which Adam's state is swept once more."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which gradients are summed over micro-batches and ranks. `bfloat16`, for a model in
-    bfloat16: half the buffer and half of what ranks send, and each addition rounds. Controls,
-    clipping and Adam read float32 either way, of a copy of what the rank's optimizer updates: 2 + 4 /
-    sharding bytes per parameter in the place of 4."""
+    """Precision in which gradients are summed over micro-batches and ranks. `bfloat16`, for a model
+    in bfloat16: half the buffer and half of what ranks send, and each addition rounds. Controls,
+    clipping and Adam read float32 either way, of a copy of what the rank's optimizer updates: 2 + 4
+    / sharding bytes per parameter instead of 4."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which Adam's moments are kept; it computes in float32. `bfloat16`: 4 bytes per
-    parameter in the place of 8. Each step rounds, so a moment may be off by 2^-8 / (1 - beta) of
-    its recent size at worst (8 % at 0.95), and betas above 0.996 are refused: what decays by less in
-    a step would round back to where it was."""
+    parameter instead of 8. Each step rounds, so a moment may be off by 2^-8 / (1 - beta) of its
+    recent size at worst (8 % at 0.95), and betas above 0.996 are refused: what decays by less in a
+    step would round back to where it was."""
     moment_offload: Literal["none", "cpu"] = "none"
     """`cpu` keeps the moments in page-locked host memory, which go to the device and back a block
     at a time while the step computes. Results differ from those of a fused Adam by rounding. On a
@@ -165,7 +165,7 @@ class PolicyConfig(Strict):
     lora: LoraConfig | None = None
     """Null trains every weight; with adapters nothing else is trained but a value head."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Of policy and engines; `auto` takes CUDA where there is a GPU."""
+    """Device of policy and engines; `auto` selects CUDA if there is a GPU."""
     layers: Literal["auto", "local", "transformer_engine"] = "auto"
     """The kernels of the policy's layers. `local`: Megatron's own layers on torch's kernels.
     `transformer_engine`: NVIDIA's, on CUDA in bfloat16 without adapters, with fused norms, gates
@@ -219,15 +219,15 @@ class RewardPart(Strict):
     log."""
 
     name: str
-    """As `rollout.reward.name`."""
+    """Name of the reward, as in `rollout.reward.name`."""
     weight: float = 1.0
     """The response's reward is the sum of its parts times their weights; 0 only shows the part."""
     gate: bool = False
     """The part multiplies that sum instead of adding to it: 0 where a response must get nothing."""
     settings: Mapping[str, Any] = {}
-    """As `rollout.reward.settings`."""
+    """Settings of the reward, as in `rollout.reward.settings`."""
     per: Literal["response", "group"] = "response"
-    """As `rollout.reward.per`."""
+    """Unit of one call, as in `rollout.reward.per`."""
     where: Annotated[Mapping[str, Any], OnlyJson] = {}
     """The prompts that it is a part for, by their columns: `{kind: math}`, or one of several,
     `{kind: [math, physics]}`. Empty: of all. `fields` of a source or a held-out set gives all of a
@@ -243,7 +243,7 @@ class RewardPart(Strict):
 
 
 class RewardConfig(Strict):
-    """What a response is worth."""
+    """The reward of a response."""
 
     name: str | None = None
     """`arithmetic`, `countdown`, `math`, `code`, `http`, `judge`, `environment`
@@ -251,9 +251,9 @@ class RewardConfig(Strict):
     -> float). Null: `parts`."""
     settings: Mapping[str, Any] = {}
     """Keyword arguments of the reward, such as `url` of `http` and `judge` (docs/rewards.md); of a
-    function of your own, those that it takes beside prompt and response."""
+    function of your own, its parameters besides prompt and response."""
     parts: Mapping[str, RewardPart] = {}
-    """Several rewards by a name of your own, in the place of `name`: each with a weight."""
+    """Several rewards by names of your own, instead of `name`: each with a weight."""
     per: Literal["response", "group"] = "response"
     """`group`: called once for all responses to a prompt, function(prompt, responses) -> a number
     for each, when the last of them has come. The controller calls it, on its machine."""
@@ -262,7 +262,8 @@ class RewardConfig(Strict):
     training; `stop` ends the run."""
     timeout_s: PositiveFloat = 30.0
     """Longest time for one call of one reward; over it the response counts as an error. The process
-    of a plain function is killed; the call of an `async` one is cancelled. Below watchdog.timeout_s."""
+    of a plain function is killed; the call of an `async` one is cancelled. Below
+    watchdog.timeout_s."""
     workers: PositiveInt = 4
     """Most processes of each engine that call a reward, and of the controller for one `per: group`;
     they start when responses wait. The built-in `arithmetic` and `countdown` need none."""
@@ -305,7 +306,8 @@ class RewardConfig(Strict):
         return self
 
     def total(self, parts: Mapping[str, float]) -> float:
-        """The reward of a response, of its `parts` by their names; others than these are only shown."""
+        """The reward of a response, of its `parts` by their names; others than these are only
+        shown."""
         own = {name: part for name, part in self.parts.items() if name in parts}
         added = sum(part.weight * parts[name] for name, part in own.items() if not part.gate)
         return added * math.prod(parts[name] for name, part in own.items() if part.gate)
@@ -332,8 +334,8 @@ class RolloutConfig(Strict):
     """Workers that share every layer of one engine (vLLM's tensor parallelism); divides heads and
     key-value heads."""
     pipeline: PositiveInt = 1
-    """Stages of one engine, each with some of the layers (vLLM's pipeline parallelism); an engine has
-    `tensor` times as many workers, each on a device of its own. At most the model's layers."""
+    """Stages of one engine, each with some of the layers (vLLM's pipeline parallelism); an engine
+    has `tensor` times as many workers, each on a device of its own. At most the model's layers."""
     in_flight: Literal["keep", "recompute"] = "keep"
     """Effect of a weight update on running responses. `keep`: they go on over the key-value cache
     of the old weights. `recompute`: the cache is cleared, so the new weights read prompt and
@@ -360,10 +362,10 @@ class RolloutConfig(Strict):
     vllm: Mapping[str, Any] = {}
     """More arguments of vLLM's engine by their names in `AsyncEngineArgs`, such as
     `max_num_batched_tokens: 16384`, handed on as they are. `enable_expert_parallel: true` divides a
-    mixture's experts, whole, over the `tensor` workers of a stage; `quantization: fp8_per_channel` (or
-    `fp8_per_tensor`, `fp8_per_block`) has vLLM quantise the weights of every update as it loads them. One
-    that another key sets, or that would break the loading of weights or the log-probs, is refused
-    with the reason."""
+    mixture's experts, whole, over the `tensor` workers of a stage; `quantization: fp8_per_channel`
+    (or `fp8_per_tensor`, `fp8_per_block`) has vLLM quantise the weights of every update as it loads
+    them. One that another key sets, or that would break the loading of weights or the log-probs, is
+    refused with the reason."""
 
     @property
     def quantised(self) -> bool:
@@ -429,19 +431,19 @@ class WeightsConfig(Strict):
     the ranks wrote there. `cuda_ipc`, for `rollout.placement: colocated`: engines load from the
     devices that they share with the policy, two buckets at a time, and nothing passes through host
     memory. With the others engines run on any machine of the Ray cluster. `relay`: an agent on each
-    machine but rank 0's copies every version into its shared memory, over TCP. `collective`: a sender
-    on rank 0's machine gives every version to one engine after the other, each over a communicator of
-    its own (NCCL between GPUs, gloo between CPUs), and its workers put it into their machine's shared
-    memory."""
+    machine but rank 0's copies every version into its shared memory, over TCP. `collective`: a
+    sender on rank 0's machine gives every version to one engine after the other, each over a
+    communicator of its own (NCCL between GPUs, gloo between CPUs), and its workers put it into
+    their machine's shared memory."""
     bucket_mib: PositiveInt = 256
     """Bytes of weights that an engine takes at one time."""
     max_paused: Fraction = 0.5
-    """Largest share of the engines that may stand still at a time to load new weights, while the
+    """Largest share of the engines that may pause at the same time to load new weights, while the
     others serve; one always may, and 1 lets all load together."""
 
 
 class CheckpointConfig(Strict):
-    """What a stop or a crash cannot lose."""
+    """Checkpoints of the run."""
 
     every: NonNegativeInt = 100
     """Steps; 0 saves only at the end and when stopped."""
@@ -458,31 +460,31 @@ class WatchdogConfig(Strict):
 
     timeout_s: PositiveFloat = 600.0
     """Longest time without progress anywhere in the run, and longest wait for one named thing (a
-    batch, a weight load, a rank), before the run ends and says who waited for what. Starts,
+    batch, a weight load, a rank), before the run ends and reports who waited for what. Starts,
     checkpoints and exports may take rollout.start_timeout_s."""
 
 
 class ObserveConfig(Strict):
-    """Where metrics go besides RUN/metrics.jsonl, and what they are shown with."""
+    """Outputs of the metrics besides RUN/metrics.jsonl."""
 
     tensorboard: bool = True
-    """Write RUN/tensorboard beside RUN/metrics.jsonl."""
+    """Write RUN/tensorboard in addition to RUN/metrics.jsonl."""
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Rank 0 serves the newest metrics at http://HOST:PORT/metrics; 0 takes a free port and logs
     it; null serves nothing."""
     prometheus_host: str = "127.0.0.1"
-    """Address that it listens at, without a password: by default one that only rank 0's machine
-    reaches; 0.0.0.0 is every address of that machine."""
+    """Address that it listens at, without a password: by default an address that only rank 0's
+    machine reaches; 0.0.0.0 is every address of that machine."""
     trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
-    """Experiment trackers that get the same numbers, each by its own library, which is installed beside
-    this package, and its own environment variables (`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`).
-    A resumed run goes on in the same run of the tracker. The run waits for none of them, and one that
-    fails three times in a row, as TensorBoard may on a full disk, gets no more."""
+    """Experiment trackers that get the same numbers, each by its own library, which is installed
+    separately, and its own environment variables (`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`). A
+    resumed run goes on in the same run of the tracker. The run does not wait for them, and a
+    tracker that fails three times in a row, as TensorBoard may on a full disk, gets no more."""
     project: str = "megatron_async_rl"
     """The trackers' project, or experiment; the run's name there is that of `run.dir`."""
     beside: Path | None = None
     """Directory of another run, whose reward, effective sample size and cosine the report draws
-    beside this one's, under that directory's name; null draws none."""
+    next to this one's, under that directory's name; null draws none."""
 
     @model_validator(mode="after")
     def _host_of_a_port(self) -> ObserveConfig:
@@ -507,8 +509,9 @@ class SamplesConfig(Strict):
     segment_mib: PositiveInt = 64
     """A new file is begun at this size; at most half of keep_mib."""
     experts: bool = False
-    """With policy.routing_replay: rollout: keep the experts that the engines chose, too. They are
-    nearly all of a mixture's log, and without them no step can be computed again from it."""
+    """Also log the experts that the engines chose (with policy.routing_replay: rollout). They
+    make up most of a mixture-of-experts model's log; without them no step can be recomputed from
+    the log."""
 
     @model_validator(mode="after")
     def _at_least_two_segments(self) -> SamplesConfig:
@@ -532,7 +535,7 @@ class Config(Strict):
     policy: PolicyConfig = PolicyConfig()
     rollout: RolloutConfig | None = None
     objective: ObjectiveConfig = ObjectiveConfig()
-    controls: tuple[Control, ...] = ()
+    controls: tuple[ControlConfig, ...] = ()
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -567,7 +570,7 @@ class Config(Strict):
 
     @property
     def fresh_steps(self) -> int:
-        """Batches at the run's beginning that are synchronous whatever flow.async_ratio says:
+        """Batches at the run's beginning that are synchronous whatever flow.async_ratio is:
         controls calibrate on their optimizer steps."""
         wanted = max((control.fresh_steps for control in self.controls), default=0)
         return math.ceil(wanted / self.objective.steps_per_batch)

@@ -65,7 +65,7 @@ def batch_of(case: Case) -> TokenBatch:
     for key, values in case.inputs.items():
         if key not in COLUMNS:
             raise ValueError(
-                f"inputs.{key} is no column of a batch; nearest: {nearest(key, COLUMNS) or 'none'}"
+                f"inputs.{key} is not a batch's column; nearest: {nearest(key, COLUMNS) or 'none'}"
             )
         if (values.ndim == 1) != (key in PER_SEQUENCE) or not values.ndim:
             raise ValueError(

@@ -21,7 +21,7 @@ class OptimizerView(Protocol):
 
     @property
     def beta1(self) -> float:
-        """Of the configuration; the value that a step uses when no control sets another."""
+        """Adam's beta1 of the configuration, used by steps for which no control sets another."""
         ...
 
     @property
@@ -30,8 +30,8 @@ class OptimizerView(Protocol):
         ...
 
     def momentum(self) -> Sequence[Tensor] | None:
-        """Adam's first moment, to be read; None on every rank before the first step. A tensor that is
-        not kept in float32 on the device is made when it is asked for."""
+        """Adam's first moment, to be read; None on every rank before the first step. A tensor that
+        is not kept in float32 on the device is made when it is asked for."""
         ...
 
     def last_update(self) -> Sequence[Tensor] | None:
@@ -45,7 +45,7 @@ class OptimizerView(Protocol):
 
     @property
     def last_update_norm(self) -> float | None:
-        """|last_update| over the model; None before the first step, and where no control has said
+        """|last_update| over the model; None before the first step, and if no control has set
         `needs_update_norm` and the configuration does not log it."""
         ...
 
@@ -82,7 +82,7 @@ class Decision:
     gradient_scale: factor on the gradient after clipping, this step. beta1: of this one step; None
     keeps it. norm_before, norm_after: |g| over the model as the control found the gradient and as
     it leaves it, so that nobody measures it again; None where it did not look. A control that
-    changes gradients in place says both.
+    changes gradients in place sets both.
     """
 
     skip: bool = False
@@ -104,7 +104,7 @@ class UpdateView:
     began under (the mean over trained tokens where they differ); null on every rank where those are
     the same, or the run keeps no past weights. Tensors of both are computed when they are read,
     each time anew. gradients: after clipping, not to be changed any more. kl: estimate k2 of the
-    divergence of the policy from the one that sampled, mean over trained tokens of (log(pi / mu))^2
+    divergence of the policy from the sampling policy, mean over trained tokens of (log(pi / mu))^2
     / 2, nats per token, the same on every rank; 0 for given responses.
     """
 

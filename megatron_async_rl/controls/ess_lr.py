@@ -74,8 +74,8 @@ class EssLr(Control):
         return self.on_policy_sum / self.on_policy_steps if self.on_policy_steps else 1.0
 
     def apply(self, step: StepView) -> Decision:
-        """Metrics: ess_lr/scale, ess_lr/ess_ratio (of the weights used), and ess_lr/reference_ratio,
-        absent until it is known."""
+        """Metrics: ess_lr/scale, ess_lr/ess_ratio (of the weights used), and
+        ess_lr/reference_ratio, absent until it is known."""
         log_weights = step.log_weights
         if len(log_weights) == 0:
             return Decision()

@@ -1,5 +1,5 @@
-"""GAC, gradient alignment control (arXiv 2603.01501), and the null baselines that a claim for it has
-to beat.
+"""GAC, gradient alignment control (arXiv 2603.01501), and the null baselines that a claim for it
+has to beat.
 
 The paper's observation: with stale samples, consecutive policy gradients stay aligned where
 synchronous training has nearly orthogonal ones, and that alignment precedes divergence. The regimes
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 
 class Gac(AlignmentControl):
-    """Projects the gradients in place. Metric of its own: gac/removed, |g - g'| / |g|, absent without
-    a previous gradient."""
+    """Projects the gradients in place. Metric of its own: gac/removed, |g - g'| / |g|, absent
+    without a previous gradient."""
 
     def act(self, gradients: Gradients, verdict: Verdict) -> Decision:
         if verdict.cosine is None:

@@ -1,9 +1,9 @@
 """One run at a time in a run's directory, and one study in its runs' folder.
 
 Invariant: the directory is taken from before anything in it is changed until the launcher and the
-ranks it started have ended, however they end: the kernel gives the lock back, and torchrun holds it
-beside the launcher. On a file system without locks, as Lustre may be mounted, that is the user's to
-see to, and said.
+ranks it started have ended, however they end: the kernel releases the lock, and torchrun holds it
+together with the launcher. On a file system without locks, as Lustre may be mounted, that is the
+user's responsibility, and a message reports it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def ask_for_engines(run_dir: Path, count: int) -> None:
     """
     config_file = run_dir / "config.yaml"
     if not config_file.is_file():
-        raise RunDirectoryError.at(run_dir, "has no config.yaml: it is no run", "name a run.dir")
+        raise RunDirectoryError.at(run_dir, "has no config.yaml: it is not a run", "name a run.dir")
     rollout = load(config_file).rollout
     if rollout is None or rollout.placement == "colocated":
         why = "has no engines" if rollout is None else "has engines on the policy's devices"

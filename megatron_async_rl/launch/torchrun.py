@@ -2,8 +2,8 @@
 
 torchrun's own rendezvous opens its store at all addresses of the machine. With `--standalone` its
 agent also unpickles what the store holds, so whoever reaches the port runs code as the run's user.
-This rendezvous is torchrun's static one (nothing is unpickled), and its store listens at the address
-of `--rdzv-endpoint` alone.
+This rendezvous is torchrun's static one (nothing is unpickled), and its store listens at the
+address of `--rdzv-endpoint` alone.
 
 Invariants:
 - the endpoint of node 0 is an IP address of it; port 0 takes a free one;

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Literal
 
-Kind = Literal["number", "total", "counts", "doubling counts", "per engine"]
-"""`number`: a float or an integer; `total`: one that only grows until the process starts again;
+MetricKind = Literal["number", "total", "counts", "doubling counts", "per engine"]
+"""`number`: a float or an integer; `total`: a count that only grows until the process restarts;
 `counts`: a list of integers, one per bin from 0; `doubling counts`: the same, bin i for values from
 2^i up to, and not including, 2^(i + 1); `per engine`: a list of numbers, the first for engine 0."""
 
@@ -24,7 +25,7 @@ OverSteps = Literal["mean", "sum", "largest", "first", "last"]
 """Number of a batch from those of its optimizer steps, where objective.minibatches x
 objective.epochs make several."""
 
-_EXPECTED: Mapping[Kind, str] = {
+_EXPECTED: Mapping[MetricKind, str] = {
     "number": "a number",
     "total": "a number",
     "counts": "a list of integers",
@@ -41,7 +42,7 @@ class MetricsError(Exception):
 class Metric:
     unit: str
     meaning: str
-    kind: Kind = "number"
+    kind: MetricKind = "number"
     steps: OverSteps = "mean"
 
     @property
@@ -84,9 +85,10 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "reward/part/NAME": Metric(
                 "reward",
-                "Mean of what has that name: a part of `rollout.reward.parts`, before it is weighted, or a"
-                " number that the environment measured, such as `tool_errors` and, of these,"
-                " `unread_tool_calls`: calls that the model wrote and vLLM's parser could not read.",
+                "Mean of what has that name: a part of `rollout.reward.parts`, before it is"
+                " weighted, or a number that the environment measured, such as `tool_errors` and,"
+                " of these, `unread_tool_calls`: calls that the model wrote and vLLM's parser could"
+                " not read.",
             ),
         },
     ),
@@ -108,7 +110,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "response/segments_mean": Metric(
                 "segments",
-                "Where a sample has several, by `rollout.environment.max_segments`: sequences of each.",
+                "Where a sample has several, by `rollout.environment.max_segments`: sequences of"
+                " each.",
             ),
             "response/environment_share": Metric(
                 "share",
@@ -152,8 +155,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "policy/skipped": Metric(
                 "0 or 1",
-                "1: no optimizer step (a control said so, the gradient was not finite, or the batch"
-                " was empty). Of several steps the share that was not made.",
+                "1: no optimizer step (a control skipped it, the gradient was not finite, or the"
+                " batch was empty). Of several steps the share that was not made.",
             ),
             "policy/nonfinite": Metric(
                 "steps",
@@ -275,7 +278,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
         },
     ),
     "Gradient alignment control": (
-        "Present when `controls` has `gac`, or `matched_norm`, which says what gac would do.",
+        "Present when `controls` has `gac`, or `matched_norm`, which reports what gac would do.",
         {
             "gac/cosine": Metric(
                 "cosine", "Between this step's gradient and the previous one, over the whole model."
@@ -299,7 +302,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "gac/to_zero": Metric(
                 "0 or 1",
                 "1: the gradient was parallel to its predecessor within rounding, so that the"
-                " aligned component was removed whatever `target` says.",
+                " aligned component was removed whatever the `target`.",
             ),
             "gac/kept": Metric("steps", "Kept so far in the run.", "total"),
             "gac/projected": Metric("steps", "Projected so far in the run.", "total"),
@@ -422,8 +425,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
     ),
     "Weights": (
         (
-            "The newest version that an engine had loaded when the batch was taken. Engines load while"
-            " the batch before trains, so a version may be in two lines."
+            "The newest version that an engine had loaded when the batch was taken. Engines load"
+            " while the batch before trains, so a version may be in two lines."
         ),
         {
             "weights/publish_s": Metric("s", "From the first bucket to the last engine's answer."),
@@ -432,8 +435,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "weights/relay_s": Metric(
                 "s",
                 "With `weights.transport: relay` or `collective`: until the newest version that"
-                " reached another machine, or an engine's own memory, was there, whole and verified;"
-                " of the one that took longest.",
+                " reached another machine, or an engine's own memory, was there, whole and"
+                " verified; of the slowest.",
             ),
             "weights/relay_bytes": Metric(
                 "bytes", "Received for it by all of them, what came twice included."
@@ -451,8 +454,8 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "eval/loss": Metric(
                 "nats per token",
                 "With `loss: sft`: -log p of the held-out responses, over the tokens that would be"
-                " trained on, each row by its weight; on the training data it would be `policy/loss`"
-                " with `aggregation: token-mean`.",
+                " trained on, each row by its weight; on the training data it would be"
+                " `policy/loss` with `aggregation: token-mean`.",
             ),
             "eval/pass@k": Metric(
                 "share",
@@ -535,7 +538,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "engine/versions": Metric(
                 "version",
-                "Weights each engine samples with; -1 for one that is gone.",
+                "Weights each engine samples with; -1 for an engine that is gone.",
                 "per engine",
             ),
             "engine/alive": Metric("engines", "That take responses."),
@@ -598,7 +601,7 @@ Every line has:
 | --- | --- | --- |
 | `step` | steps | Batches trained on, this one included: the first line has 1. |
 | `version` | | Weight version this step produced; it trained on the one before. |
-| `time` | Unix seconds | When the line was written: after the step, and after an evaluation that training waited for. |
+| `time` | Unix seconds | Time of writing: after the step and an evaluation it waited for. |
 
 A key that does not apply to a step (no reward in a supervised run, no cosine on the first step) is
 absent from its line. A value that is not finite is written as the string `"nan"`, `"inf"` or
@@ -623,6 +626,7 @@ def page() -> str:
     for title, (about, keys) in GROUPS.items():
         parts.append(f"## {title}\n")
         if about:
+            about = textwrap.fill(about, 100, break_long_words=False, break_on_hyphens=False)
             parts.append(f"{about}\n")
         rows = "\n".join(
             f"| `{name}` | {key.unit} | {key.meaning.replace('|', chr(92) + '|')}{_several(key)} |"

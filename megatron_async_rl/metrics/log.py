@@ -60,7 +60,7 @@ CHECKED_BYTES = 4096
 SCALARS = frozenset({"number", "total"})
 """Kinds of metrics that are one number."""
 
-Row = dict[str, Value]
+MetricRow = dict[str, Value]
 """One line as it is read: `step`, `version`, `time` and the keys of the catalogue; a value that was
 not finite is a float again."""
 
@@ -137,7 +137,7 @@ class MetricsLog:
 
     def sync(self) -> dict[str, Any] | None:
         """Wait until the lines are on the disk. Return step and digest of the last line of this
-        process, by which a resume tells that they are of the run of a checkpoint."""
+        process. A resume compares them to check that the log and a checkpoint belong to one run."""
         os.fsync(self._file.fileno())
         return None if self._last is None else {"step": self._last[0], "digest": self._last[1]}
 
@@ -148,8 +148,8 @@ class MetricsLog:
 
 
 def digest_of_step(run_dir: Path, step: int) -> str | None:
-    """Digest of the line of `step`, as `MetricsLog.sync` returned it; None where no line has it. Reads
-    the file from its end. Raises UserError, FileNotFoundError."""
+    """Digest of the line of `step`, as `MetricsLog.sync` returned it; None where no line has it.
+    Reads the file from its end. Raises UserError, FileNotFoundError."""
     path = run_dir / FILE
     with reading(path), open(path, "rb") as file:
         for _, line in _lines_backwards(file):
@@ -160,8 +160,9 @@ def digest_of_step(run_dir: Path, step: int) -> str | None:
 
 
 def begins_after(run_dir: Path, step: int) -> bool:
-    """Return whether the file has no line of a step up to `step`, and its first line, if it has one, is
-    of a later step: it was begun by a run that went on from `step` without it. Raises UserError."""
+    """Return whether the file has no line of a step up to `step`, and its first line, if it has
+    one, is of a later step: it was begun by a run that went on from `step` without it. Raises
+    UserError."""
     path = run_dir / FILE
     try:
         with reading(path), open(path, "rb") as file:
@@ -180,9 +181,9 @@ def cut_from(run_dir: Path, first_step: int) -> int:
 
 
 def cut_unreadable(run_dir: Path) -> dict[str, int]:
-    """Move lines at the end that are no metrics, or no evaluations, such as one that a crash cut in
-    the middle, to metrics.cut.jsonl and eval.cut.jsonl. Return how many, by file, where there are
-    any. Such a line before others is damage, which readers report."""
+    """Move lines at the end that are not metrics, or not evaluations, such as a line that a crash
+    cut, to metrics.cut.jsonl and eval.cut.jsonl. Return how many, by file, where there are any.
+    Such a line before others is damage, which readers report."""
     cut = {
         FILE: cut_from(run_dir, sys.maxsize),
         EVAL_FILE: cut_lines(
@@ -193,7 +194,7 @@ def cut_unreadable(run_dir: Path) -> dict[str, int]:
 
 
 def cut_lines(path: Path, aside: Path, keeps: Callable[[dict[str, Any]], bool]) -> int:
-    """Cuts the end of a file of JSON objects off: all lines after the last one that `keeps` accepts.
+    """Cuts the end of a file of JSON objects off: all lines after the last that `keeps` accepts.
     They go to the end of `aside`; returns how many.
 
     A crash in here loses no line; it may leave lines in both files.
@@ -258,7 +259,7 @@ def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         yield 0, tail
 
 
-def number(row: Row, key: str) -> float | None:
+def number(row: MetricRow, key: str) -> float | None:
     """The number under `key`; None where the row has none."""
     value = row.get(key)
     return value if isinstance(value, int | float) else None
@@ -280,7 +281,8 @@ class GrowingFile:
         self._inode = -1
         self._offset = 0
         self._last = b""
-        """The last bytes before `_offset`: others there show that the file was cut and grew again."""
+        """The last bytes before `_offset`: others there show that the file was cut and grew
+        again."""
 
     def new_lines(self, limit: int | None = None) -> tuple[list[bytes], bool]:
         """Lines since the last call, and True where the file was replaced or cut, so that those of
@@ -334,7 +336,7 @@ class GrowingFile:
 
 @dataclass(frozen=True)
 class NewRows:
-    rows: list[Row]
+    rows: list[MetricRow]
     restarted: bool
     """True: forget every row read before."""
 
@@ -359,7 +361,7 @@ class MetricsReader:
 
         Raises UserError, with file and line, for a whole line that is not an object with a step.
         """
-        rows: list[Row] = []
+        rows: list[MetricRow] = []
         restarted = False
         for news in self.blocks():
             if news.restarted:
@@ -381,9 +383,9 @@ class MetricsReader:
             if not lines:
                 return
 
-    def _row(self, line: bytes, place: int) -> Row:
+    def _row(self, line: bytes, place: int) -> MetricRow:
         try:
-            row: Row = json.loads(line)
+            row: MetricRow = json.loads(line)
             # Most values are numbers as they stand; a long run has millions of them.
             others = [
                 (key, value)
@@ -426,13 +428,13 @@ class MetricsReader:
         return _read(name, value, metric)
 
 
-def read_metrics(run_dir: Path) -> list[Row]:
-    """Every row of a run, in order of steps; empty when nothing was logged. For runs of some thousand
-    steps."""
+def read_metrics(run_dir: Path) -> list[MetricRow]:
+    """Every row of a run, in order of steps; empty when nothing was logged. For runs of some
+    thousand steps."""
     return MetricsReader(run_dir).new_rows().rows
 
 
-def read_newest(run_dir: Path, count: int) -> list[Row]:
+def read_newest(run_dir: Path, count: int) -> list[MetricRow]:
     """The last `count` rows of a run, in order of steps. Reads the end of the file alone. Raises
     UserError."""
     path = run_dir / FILE
@@ -448,7 +450,7 @@ def read_newest(run_dir: Path, count: int) -> list[Row]:
 
 
 def _checked(name: str, value: object) -> Value:
-    """The value as plain Python, of the kind the catalogue says."""
+    """The value as plain Python, of the catalogue's kind."""
     metric = find_metric(name)
     if metric is None:
         near = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.0)

@@ -41,7 +41,8 @@ class Denominators:
 
     @property
     def of_all(self) -> Denominators:
-        """For what is not corrected: a penalty has the batch's own denominators."""
+        """Denominators of terms without corrections, such as penalties: all tokens and sequences
+        count."""
         return replace(self, kept=None)
 
 

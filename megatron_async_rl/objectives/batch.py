@@ -8,7 +8,7 @@ Invariants:
   add up runs, in one order: `index_add` has none on CUDA, and a run would not repeat its bits;
 - a sequence is never split over two TokenBatches; a group may be split over micro-batches, never
   over whole batches;
-- only `logp` (and `entropy`, `values`, where a loss term wants them) carries a gradient, and in a
+- only `logp` (and `entropy`, `values`, where a loss term needs them) carries a gradient, and in a
   whole batch nothing does;
 - a tensor that nobody asked for is None: `require` names what is missing instead of computing with
   nothing.

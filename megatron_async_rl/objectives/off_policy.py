@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
-from megatron_async_rl.objectives.method import Column
+from megatron_async_rl.objectives.method import TokenColumn
 
 if TYPE_CHECKING:
     from megatron_async_rl.config.corrections import (
@@ -45,7 +45,7 @@ SMALLEST_MEAN = 1e-8
 """A mean weight below it is not divided by."""
 
 
-def columns_for_proximal(proximal: Proximal) -> set[Column]:
+def columns_for_proximal(proximal: Proximal) -> set[TokenColumn]:
     """The columns that have to be precomputed to know logp_prox over the whole batch."""
     if proximal == "behavior":
         return set()

@@ -1,5 +1,5 @@
-"""Terms beside the loss itself: what shapes the reward (length, a KL penalty per token) or is added
-to the loss (a KL penalty, the value head's own loss).
+"""Terms besides the loss itself: what shapes the reward (length, a KL penalty per token) or is
+added to the loss (a KL penalty, the value head's own loss).
 
 The value head learns the returns that the advantage estimator made from its own estimates:
 

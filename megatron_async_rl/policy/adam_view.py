@@ -91,8 +91,8 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
 
 def moment_of(state: Mapping[str, Any], name: str) -> Tensor:
     """`exp_avg` or `exp_avg_sq` of Adam's state of one parameter, in place: float32 or bfloat16, on
-    the parameter's device or the host (`BlockAdam`). Raises StateMissing; also for a moment in other
-    numbers of few bits, which is meaningless without its scale."""
+    the parameter's device or the host (`BlockAdam`). Raises StateMissing; also for a moment in
+    other numbers of few bits, which is meaningless without its scale."""
     moment = state.get(name)
     scaled = moment is not None and moment.dtype.itemsize < FLOAT32_BYTES
     if moment is None or (scaled and moment.dtype != torch.bfloat16):
@@ -116,8 +116,8 @@ def masters_of(optimizer: MegatronOptimizer) -> list[nn.Parameter]:
     for parameter in parameters:
         if parameter.dtype.itemsize < FLOAT32_BYTES:
             raise StateMissing(
-                f"Adam updates a parameter of shape {list(parameter.shape)} in {parameter.dtype}: it"
-                " has no float32 master to read"
+                f"Adam updates a parameter of shape {list(parameter.shape)} in {parameter.dtype}:"
+                " it has no float32 master to read"
             )
     return parameters
 

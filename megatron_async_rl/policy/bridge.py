@@ -125,7 +125,7 @@ class PolicyBridge(LLMBridge):
         )
 
     def _window_size(self) -> tuple[int, int] | None:
-        """Tokens before and behind a token that it sees beside itself, in Megatron's form."""
+        """Tokens before and behind a token that it sees besides itself, in Megatron's form."""
         window = getattr(self.hf_config, "sliding_window", None)
         return None if window is None else (window - 1, 0)
 

@@ -18,8 +18,8 @@
 
 Invariants:
 - a directory named step_N is complete: it is written under another name, read back against its
-  digests, synced, and renamed; `latest` moves after that, by a rename too. Killed at any moment, the
-  next load finds the previous checkpoint or the new one, never a mixture;
+  digests, synced, and renamed; `latest` moves after that, by a rename too. Killed at any moment,
+  the next load finds the previous checkpoint or the new one, never a mixture;
 - nothing that `latest` names is deleted before `latest` names something newer, and checkpoints are
   deleted only in favor of newer ones that are whole;
 - whatever is loaded has the digest that it was saved with, or the load fails;
@@ -27,7 +27,8 @@ Invariants:
 - files are read back without running code from them;
 - weights kept in 8 bits are not saved: Adam's float32 ones are, and stand in for them wherever the
   checkpoint is read;
-- moments are saved and loaded as they are kept, and none that are kept otherwise are taken for them;
+- moments are saved and loaded as they are kept, and none that are kept otherwise are taken for
+  them;
 - what is not trained is not saved: under adapters a checkpoint goes with the base model in its
   source directory, and is refused over another one.
 """
@@ -132,12 +133,11 @@ def save(
     `proven`. Collective over the world; returns the checkpoint.
 
     state: rank 0's is saved; numbers, text, tensors and containers of them (TypeError otherwise).
-    parameter_state: slices by name; the same names on every rank.
-    entries: further entries of about.json; the same on every rank.
-    files: name and content of what rank 0 wants beside it; see checkpoint_folder.read_file.
-    background: copies everything to host memory, writes in its thread and returns before that has
-    ended; what failed is raised by its next `start` or `finish`. Every rank gives one, or none.
-    Raises FileExistsError when `latest` already names this step.
+    parameter_state: slices by name; the same names on every rank. entries: further entries of
+    about.json; the same on every rank. files: name and content of further files of rank 0; see
+    checkpoint_folder.read_file. background: copies everything to host memory, writes in its thread
+    and returns before that has ended; what failed is raised by its next `start` or `finish`. Every
+    rank gives one, or none. Raises FileExistsError when `latest` already names this step.
     """
     if background is not None:
         background.finish()
@@ -322,7 +322,7 @@ def _read_tensors(
         raise damaged(path, f"{name} is not there")
     try:
         found: dict[str, Any] = torch.load(io.BytesIO(held), weights_only=True, map_location=place)
-    except Exception as error:  # pickle and zip files raise many types; with digests none of them
+    except Exception as error:  # pickle and zip files raise many types; with digests, nothing
         raise damaged(path, f"{name} cannot be read ({type(error).__name__}: {error})") from error
     return found
 

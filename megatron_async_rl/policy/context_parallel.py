@@ -1,8 +1,8 @@
 """Context parallelism: sequences cut over the ranks of a context-parallel group.
 
-A sequence is 2 * size chunks of one length, of which rank r holds chunk r and, behind it, chunk
-2 * size - 1 - r: Megatron's cut and Transformer Engine's, under which all ranks have the same work
-with a causal mask. Attention alone looks at other tokens; everything else in a layer is local.
+A sequence is 2 * size chunks of one length; rank r holds chunk r and, behind it, chunk 2 * size - 1
+- r: Megatron's cut and Transformer Engine's, under which all ranks have the same work with a causal
+mask. Attention alone looks at other tokens; everything else in a layer is local.
 
 Invariants:
 - a sequence's length is a multiple of `Context.multiple`, which the sequence layout sees to;
@@ -28,7 +28,7 @@ from megatron_async_rl.samples.columns import spans
 
 
 @dataclass(frozen=True)
-class Context:
+class ContextParallelSlice:
     """A rank's place among `size` context-parallel ranks."""
 
     rank: int = 0
@@ -54,7 +54,7 @@ class Context:
         return spans(firsts.ravel(), np.repeat(chunk, 2))
 
 
-WHOLE = Context()
+WHOLE = ContextParallelSlice()
 """A rank that shares its sequences with nobody."""
 
 

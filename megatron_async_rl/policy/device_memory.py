@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megatron_async_rl.controls.decision import Control
 
 
-PATIENCE_S, PAUSE_S = 30.0, 0.2
+MEMORY_FREE_TIMEOUT_S, PAUSE_S = 30.0, 0.2
 """Longest wait for the memory of an engine that was killed, and between two looks."""
 
 
@@ -80,7 +80,8 @@ class DeviceMemory:
         if self._released:
             return
         self._released = True
-        # Before a reference of a control is moved, what writes it on a stream of its own is through.
+        # Before a reference of a control is moved, what writes it on a stream of its own is
+        # through.
         self._synchronise()
         # What Adam read: views of the buffers, or float32 copies of them.
         self._optimizer.zero_grad()
@@ -146,7 +147,7 @@ class DeviceMemory:
                     total += storage.nbytes()
             return total
 
-        # Of weights in 8 bits the storage is Transformer Engine's own.
+        # The storage of FP8 weights is Transformer Engine's own.
         quantised = sum(p.numel() for p in self._parameters() if is_quantised(p))
         gradients = [p.grad for p in optimizer_parameters(self._optimizer) if p.grad is not None]
         found = {
@@ -190,9 +191,9 @@ class DeviceMemory:
 
 
 def _take(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Gives a storage its bytes. An engine that was killed a moment ago may have some of them yet: the
-    driver takes them back when the last of its processes is gone."""
-    until = time.monotonic() + PATIENCE_S
+    """Gives a storage its bytes. An engine that was killed a moment ago may have some of them yet:
+    the driver takes them back when the last of its processes is gone."""
+    until = time.monotonic() + MEMORY_FREE_TIMEOUT_S
     while True:
         try:
             storage.resize_(nbytes)

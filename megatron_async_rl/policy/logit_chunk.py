@@ -1,11 +1,11 @@
 """One chunk of the output layer on one rank: its logits, their softmax, and the weight's gradient,
-none of them rounded to the model's type.
+without rounding to the model's type.
 
 torch has a bfloat16 product with float32 output on CUDA only. Elsewhere the operands are made
-float32, which is exact, and the product is told that bfloat16 holds their numbers: where the
-processor has bfloat16 instructions (AMX, AVX512-BF16) it then uses them, with float32 sums and a
-float32 result; where it has none it multiplies float32. That setting is torch's, for the process:
-it stands only while a product of such operands runs.
+float32, which is exact, and the product is marked as exact in bfloat16: where the processor has
+bfloat16 instructions (AMX, AVX512-BF16) it then uses them, with float32 sums and a float32 result;
+where it has none it multiplies float32. That setting is torch's, for the process: it stands only
+while a product of such operands runs.
 
 Invariants:
 - results are the sums of exact products in the result's type, on every device;
@@ -25,7 +25,7 @@ WEIGHT_BLOCK = {"cpu": 1 << 21, "cuda": 1 << 26}
 to hide the launch."""
 LOGIT_BLOCK = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Logits that are worked on in one go: two blocks stay in the cache; on CUDA as above, and little
-beside a chunk of a large vocabulary."""
+compared with a chunk of a large vocabulary."""
 
 
 def logits_into(out: Tensor, hidden: Tensor, weight: Tensor) -> None:
@@ -68,8 +68,8 @@ def local_softmax(
     local: Tensor,
     kept: Tensor | None,
 ) -> None:
-    """Makes `local` [4, n] and, in the place of the logits [n, V/tp] of temperature 1, their
-    softmax; copies that into `kept`, where it is other memory."""
+    """Makes `local` [4, n] and, overwriting the logits [n, V/tp] of temperature 1, their softmax;
+    copies that into `kept`, where it is other memory."""
     below = torch.empty_like(logits[next(row_blocks(logits))])
     for block in row_blocks(logits):
         z = logits[block]
@@ -80,7 +80,7 @@ def local_softmax(
         p = torch.exp(less, out=z)
         total = p.sum(1, keepdim=True)
         p.div_(total)
-        # L in float64: it is large beside what is asked of it, differences of logits and of ranks.
+        # L in float64: it is large compared with differences of logits and of ranks.
         log_sum = total[:, 0].double().log()
         local[0, block] = largest[:, 0].double() + log_sum
         local[1, block] = log_sum - torch.linalg.vecdot(p, less)

@@ -1,7 +1,8 @@
 """Log-probs and entropy of target tokens from hidden states, with the vocabulary cut over
 tensor-parallel ranks.
 
-For logits z = W h / temperature over the true vocabulary, L = log sum_v exp z_v, p_v = exp(z_v - L):
+For logits z = W h / temperature over the true vocabulary, L = log sum_v exp z_v, p_v = exp(z_v -
+L):
 
     logp          = z_target - L
     entropy       = - sum_v p_v log p_v
@@ -11,8 +12,8 @@ For logits z = W h / temperature over the true vocabulary, L = log sum_v exp z_v
     d entropy / d z_v = -p_v (log p_v + entropy)
     sum_p_squared has no gradient.
 
-A rank r that holds part of the vocabulary has its own L_r, H_r and S_r of the same three kinds under
-its own softmax; with w_r = exp(L_r - L) they add up: entropy = sum_r w_r (H_r + L - L_r), and
+A rank r that holds part of the vocabulary has its own L_r, H_r and S_r of the same three kinds
+under its own softmax; with w_r = exp(L_r - L) they add up: entropy = sum_r w_r (H_r + L - L_r), and
 sum_p_squared = sum_r w_r^2 S_r.
 
 The gradient's matrix is made in the forward pass, where p is at hand: p_v - [v = target] of the

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside Megatron's linear layers (arXiv 2106.09685).
+"""Low-rank adapters of Megatron's linear layers (arXiv 2106.09685).
 
     y = W x + alpha / rank B A x        A: [rank, inputs], B: [outputs, rank]
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Rows:
+class FusedRows:
     """Rows of a fused matrix on one rank: `groups` times, one after another, `widths` rows of each
     of these matrices."""
 
@@ -77,9 +77,9 @@ class Rows:
 
 
 class Adapter(nn.Module):
-    """A and B of one target, or this rank's shards of them. cut: the one that is a shard, and its
-    dimension that is cut; the other is whole on every tensor-parallel rank. sequence_parallel: each
-    of those ranks has the gradient of its part of the tokens for the whole one."""
+    """A and B of one target, or this rank's shards of them. cut: the sharded one, and its cut
+    dimension; the other is whole on every tensor-parallel rank. sequence_parallel: each of those
+    ranks has the gradient of its part of the tokens for the whole one."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Adapted(nn.Module):
     cuts: ClassVar[Mapping[str, int]]
     """Parameters of the layer and of an adapter -> the dimension that tensor parallelism cuts."""
 
-    def _add(self, lora: LoraConfig, rows: Rows, inputs: int) -> None:
+    def _add(self, lora: LoraConfig, rows: FusedRows, inputs: int) -> None:
         own = {"lora_A", "lora_B"} & self.cuts.keys()
         (cut,) = ((name, self.cuts[name]) for name in own)
         self.scale, self.dropout, self.rows = lora.alpha / lora.rank, lora.dropout, rows
@@ -170,7 +170,7 @@ class AdaptedColumns(Adapted, ColumnParallelLinear):
 
     cuts: ClassVar = {"weight": 0, "bias": 0, "lora_B": 0}
 
-    def __init__(self, *args: Any, lora: LoraConfig, rows: Rows, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, lora: LoraConfig, rows: FusedRows, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._add(lora, rows, self.input_size)
 
@@ -208,7 +208,7 @@ class AdaptedRows(Adapted, RowParallelLinear):
         *args: Any,
         bias: bool,
         lora: LoraConfig,
-        rows: Rows,
+        rows: FusedRows,
         output_bias: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -230,7 +230,7 @@ class AdaptedRows(Adapted, RowParallelLinear):
 def adapt(
     layer: TransformerLayerSubmodules, config: Any, lora: LoraConfig, *, output_bias: bool
 ) -> None:
-    """Puts layers with adapters in the place of the targets of a transformer layer's specification.
+    """Replace the targets of a transformer layer's specification by layers with adapters.
 
     config: Megatron's. output_bias: the output projection of attention has a bias. Raises
     ValueError for a target that the layer does not have.
@@ -241,10 +241,10 @@ def adapt(
     heads = {"q_proj": config.num_attention_heads // groups * head, "k_proj": head, "v_proj": head}
     attention = layer.self_attention.submodules
     if targets & heads.keys():
-        rows = Rows(heads, groups // parallel)
+        rows = FusedRows(heads, groups // parallel)
         attention.linear_qkv = partial(AdaptedColumns, lora=lora, rows=rows)
     if "o_proj" in targets:
-        rows = Rows({"o_proj": config.hidden_size})
+        rows = FusedRows({"o_proj": config.hidden_size})
         attention.linear_proj = partial(AdaptedRows, lora=lora, rows=rows, output_bias=output_bias)
     gated = dict.fromkeys(("gate_proj", "up_proj"), config.ffn_hidden_size // parallel)
     if not targets & {*gated, "down_proj"}:
@@ -252,14 +252,14 @@ def adapt(
 
     if config.num_moe_experts is not None:
         raise ValueError(
-            f"policy.lora.targets: {sorted(targets & {*gated, 'down_proj'})} are experts here, which"
-            " have no adapters; name q_proj, k_proj, v_proj, o_proj alone"
+            f"policy.lora.targets: {sorted(targets & {*gated, 'down_proj'})} are experts here,"
+            " which have no adapters; name q_proj, k_proj, v_proj, o_proj alone"
         )
     feed_forward = layer.mlp.keywords["submodules"]
     if targets & gated.keys():
-        feed_forward.linear_fc1 = partial(AdaptedColumns, lora=lora, rows=Rows(gated))
+        feed_forward.linear_fc1 = partial(AdaptedColumns, lora=lora, rows=FusedRows(gated))
     if "down_proj" in targets:
-        rows = Rows({"down_proj": config.hidden_size})
+        rows = FusedRows({"down_proj": config.hidden_size})
         feed_forward.linear_fc2 = partial(AdaptedRows, lora=lora, rows=rows)
 
 

@@ -91,7 +91,7 @@ moe_utils.te_general_gemm = None
 
 def point_at_cpu(get_state: Callable[..., Any], set_state: Callable[..., Any]) -> None:
     """Without CUDA: Megatron's random generator is the one of `get_state` and `set_state`, and the
-    expert dispatcher's counts of tokens become the lists that a collective wants."""
+    expert dispatcher's counts of tokens become the lists that a collective takes."""
     random._get_cuda_rng_state = get_state
     random._set_cuda_rng_state = set_state
     # A generator that it forks is the CPU's here, and a warning about that comes with each draw.
@@ -170,8 +170,7 @@ def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
 
 def replace_adam(part: Any, adam: Any, fill: Callable[[], None]) -> None:
     """Puts `adam` where one part of the optimizer has its own, which has not stepped yet. fill:
-    gives each of `adam`'s parameters the state it starts from, where Megatron wants it to be
-    there."""
+    gives each of `adam`'s parameters its initial state, which Megatron expects to exist."""
     part.optimizer, part.init_state_fn = adam, lambda *_: fill()
 
 

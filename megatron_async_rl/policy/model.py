@@ -246,7 +246,7 @@ def build_model(
     *,
     seed: int = 0,
 ) -> PolicyModel:
-    """`assemble_model`, loaded from `model.path`; adapters start as `seed` says. Collective over
+    """`assemble_model`, loaded from `model.path`; adapters start from `seed`. Collective over
     pipeline ranks.
 
     Raises UnsupportedModel, or WeightsDoNotFit when directory and model differ in any tensor.

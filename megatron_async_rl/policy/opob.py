@@ -14,7 +14,7 @@ sequence.
 L_i is the configured loss with its aggregation, denominators and corrections, so W is that of the
 estimator in use, whatever weighs it. With loss `reinforce` and correction `tis` at sequence level
 it is W_i = min(w_i, cap)^2 |s_i|^2 of the paper, `cap` being the correction's. The advantage's own
-`cap` is for mode `cheap`, which has to be told.
+`cap` is for mode `cheap`, which needs the number.
 
 Invariants:
 - a group lies on one data-parallel rank, whole. Within the loop only ranks of the same model
@@ -123,7 +123,7 @@ class ExactBaseline:
         if layout.virtual_stages > 1:
             raise OpobUnsupported(
                 "advantage opob, mode exact, runs one sequence at a time, and the interleaved"
-                " schedule wants at least as many micro-batches as there are stages; set"
+                " schedule needs at least as many micro-batches as there are stages; set"
                 " policy.parallel.virtual_pipeline: 1, or mode: cheap"
             )
         for chunk in schedule.chunks:

@@ -185,13 +185,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class BlockAdam(torch.optim.AdamW):
-    """AdamW whose moments are kept in `dtype`, and with `offload` in host memory, page-locked, where
-    parameters are on CUDA: they come to the device a block at a time, and go back.
+    """AdamW whose moments are kept in `dtype`, and with `offload` in host memory, page-locked,
+    where parameters are on CUDA: they come to the device a block at a time, and go back.
 
     A step computes in float32, from the moments as they are kept, and applies the new ones before
-    they are rounded to be kept; of float32 moments it is that of torch's AdamW(foreach=False), to the
-    bit, wherever they lie. The device holds four blocks besides.
-    replaced: an Adam that has not stepped yet, whose groups of float32 parameters are taken over.
+    they are rounded to be kept; of float32 moments it is that of torch's AdamW(foreach=False), to
+    the bit, wherever they lie. The device holds four blocks besides. replaced: an Adam that has not
+    stepped yet, whose groups of float32 parameters are taken over.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megatron_async_rl.gradients import block_elements
 from megatron_async_rl.policy.parameter_state import Sliced
-from megatron_async_rl.policy.weight_copies import HeldMasters
+from megatron_async_rl.policy.weight_copies import MasterSnapshot
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -40,13 +40,13 @@ class SnapshotMissing(ValueError):
         )
 
 
-class Copy(Protocol):
+class PastVersion(Protocol):
     def update(self) -> None: ...
 
     def slices(self) -> Sliced: ...
 
 
-class Snapshots[C: Copy]:
+class Snapshots[C: PastVersion]:
     """The weights of the newest `size` versions, oldest first. Every rank holds the same versions.
 
     copy: makes a copy of the present weights.
@@ -75,7 +75,7 @@ class Snapshots[C: Copy]:
 
     @property
     def lasting(self) -> Mapping[int, C]:
-        """Those that are still kept when the next version begins."""
+        """Versions that are still kept when the next version begins."""
         count = min(len(self._held), self._size - 1)
         return dict(list(self._held.items())[len(self._held) - count :])
 
@@ -97,7 +97,7 @@ class WeightDisplacement:
     """
 
     def __init__(
-        self, past: Sequence[tuple[float, HeldMasters]], optimizer: MegatronOptimizer
+        self, past: Sequence[tuple[float, MasterSnapshot]], optimizer: MegatronOptimizer
     ) -> None:
         self._past = past
         self._optimizer = optimizer
@@ -126,7 +126,7 @@ class WeightDisplacement:
 
 def weight_displacement(
     samples: RankBatch,
-    past: Snapshots[HeldMasters],
+    past: Snapshots[MasterSnapshot],
     optimizer: MegatronOptimizer,
     *,
     moved: bool = False,
@@ -155,7 +155,7 @@ def start_shares(samples: RankBatch) -> dict[int, float]:
 
 
 def _difference(now: Tensor, then: Sequence[tuple[float, Tensor]]) -> Tensor:
-    """sum_v share_v (now - then_v), where `now` lies. What has the present version's share is no
+    """sum_v share_v (now - then_v), where `now` lies. The present version's share makes no
     difference."""
     found = torch.zeros_like(now)
     size = block_elements(now.device)

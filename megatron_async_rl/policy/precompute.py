@@ -44,7 +44,7 @@ CURRENT_WEIGHTS = ("logp", "sum_p_squared", "values")
 
 
 @dataclass(frozen=True)
-class Fill:
+class Precompute:
     """`column` takes the model's `output`, on tokens that `version` sampled (null: on all)."""
 
     column: str
@@ -55,11 +55,11 @@ class Fill:
 @dataclass(frozen=True, eq=False)
 class Pass:
     """A forward pass. weights: null for those in training. rows: the samples it runs over, by
-    number; null for all. routing: where the trainer replays its own choice of experts, the pass over
-    all samples under the weights in training records it; a reference chooses its own."""
+    number; null for all. routing: where the trainer replays its own choice of experts, the pass
+    over all samples under the weights in training records it; a reference chooses its own."""
 
     weights: PolicyCopy | None
-    fills: tuple[Fill, ...]
+    fills: tuple[Precompute, ...]
     rows: tuple[int, ...] | None = None
     routing: RoutingPass = "replay"
 
@@ -77,7 +77,7 @@ def passes(
     Raises SnapshotMissing for a token whose version is not kept.
     """
     version = samples.version
-    current = [Fill(name, name) for name in columns if name in CURRENT_WEIGHTS]
+    current = [Precompute(name, name) for name in columns if name in CURRENT_WEIGHTS]
     rows: tuple[int, ...] | None = None
     sampled_by: dict[int, list[int]] = {}
     if "logp_prox" in columns and references.snapshots is not None:
@@ -86,18 +86,22 @@ def passes(
         own = sampled_by.pop(version, None)
         if own is not None:
             rows = None if current else tuple(own)
-            current.append(Fill("logp_prox", "logp", version))
+            current.append(Precompute("logp_prox", "logp", version))
     routing: RoutingPass = "record" if record else "replay"
     found = [Pass(None, tuple(current), rows, routing)] if current else []
     if "logp_ref" in columns:
         assert references.reference is not None
-        found.append(Pass(references.reference, (Fill("logp_ref", "logp"),), routing="choose"))
+        found.append(
+            Pass(references.reference, (Precompute("logp_ref", "logp"),), routing="choose")
+        )
     if "logp_prox" in columns and references.average is not None:
-        found.append(Pass(references.average, (Fill("logp_prox", "logp"),)))
+        found.append(Pass(references.average, (Precompute("logp_prox", "logp"),)))
     for each in sorted(sampled_by):
         assert references.snapshots is not None
         weights = references.snapshots.of(each, current=version)
-        found.append(Pass(weights, (Fill("logp_prox", "logp", each),), tuple(sampled_by[each])))
+        found.append(
+            Pass(weights, (Precompute("logp_prox", "logp", each),), tuple(sampled_by[each]))
+        )
     return found
 
 
@@ -116,7 +120,7 @@ class PrecomputeTable:
         self,
         schedule: Schedule,
         micro_batches: Sequence[MicroBatch],
-        fills: Sequence[Fill],
+        fills: Sequence[Precompute],
         rows: Sequence[int] | NDArray[np.int64] | None = None,
         routing: RoutingPass = "replay",
     ) -> None:

@@ -1,4 +1,4 @@
-"""The policies beside the one in training that the objective compares with: which are kept, and
+"""The policies besides the one in training that the objective compares with: which are kept, and
 when they move.
 
 reference           initial weights, or those of `reference.path`; `refresh_every`: becomes the
@@ -33,7 +33,7 @@ from megatron_async_rl.policy.optimizer import load_masters
 from megatron_async_rl.policy.parameters import load_hf
 from megatron_async_rl.policy.past_versions import Snapshots
 from megatron_async_rl.policy.supported import used_window
-from megatron_async_rl.policy.weight_copies import HeldMasters, HeldWeights
+from megatron_async_rl.policy.weight_copies import MasterSnapshot, WeightSnapshot
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -69,8 +69,8 @@ SAME_ARCHITECTURE = (
 """Keys of config.json that change what the same tensors compute."""
 
 
-PolicyCopy = HeldWeights | HeldMasters
-"""A copy of the weights of one policy; the latter where the model keeps weights in 8 bits."""
+PolicyCopy = WeightSnapshot | MasterSnapshot
+"""A copy of the weights of one policy; the latter if the model has FP8 weights."""
 
 
 class ArchitectureMismatch(ValueError):
@@ -89,12 +89,12 @@ class ReferencePolicies:
         needs: Collection[str],
         model: PolicyModel,
         *,
-        past_masters: Snapshots[HeldMasters] | None = None,
+        past_masters: Snapshots[MasterSnapshot] | None = None,
         optimizer: MegatronOptimizer | None = None,
     ) -> None:
-        """optimizer: of a model that keeps weights in 8 bits, and then its float32 weights are what
-        is copied. Raises ArchitectureMismatch or WeightsDoNotFit for a `reference.path` of another
-        shape. Collective over pipeline ranks, with `optimizer` over the world."""
+        """optimizer: of a model with FP8 weights, whose float32 weights are copied. Raises
+        ArchitectureMismatch or WeightsDoNotFit for a `reference.path` of another shape. Collective
+        over pipeline ranks, with `optimizer` over the world."""
         self.reference: PolicyCopy | None = None
         self.average: PolicyCopy | None = None
         self.past_masters = past_masters
@@ -121,8 +121,8 @@ class ReferencePolicies:
 
     def _copy(self, model: PolicyModel, dtype: torch.dtype | None = None) -> PolicyCopy:
         if self._optimizer is not None:
-            return HeldMasters(self._optimizer)
-        return HeldWeights(model.chunks, dtype, self._layout)
+            return MasterSnapshot(self._optimizer)
+        return WeightSnapshot(model.chunks, dtype, self._layout)
 
     def _initial_reference(self, path: Path | None, model: PolicyModel) -> PolicyCopy:
         dtype = torch.float32 if self._ema is not None else None
@@ -244,11 +244,11 @@ class ReferencePolicies:
 
 
 def _refuse_other_architecture(path: Path, source: Path) -> None:
-    theirs, own = (_architecture(directory) for directory in (path, source))
-    different: Sequence[str] = [key for key in SAME_ARCHITECTURE if theirs.get(key) != own.get(key)]
+    loaded, own = (_architecture(directory) for directory in (path, source))
+    different: Sequence[str] = [key for key in SAME_ARCHITECTURE if loaded.get(key) != own.get(key)]
     if different:
         listed = "; ".join(
-            f"{key}: {theirs.get(key)!r}, the model has {own.get(key)!r}" for key in different
+            f"{key}: {loaded.get(key)!r}, the model has {own.get(key)!r}" for key in different
         )
         raise ArchitectureMismatch(
             f"objective.reference.path: {path} is another model than {source} ({listed})"
@@ -256,8 +256,8 @@ def _refuse_other_architecture(path: Path, source: Path) -> None:
 
 
 def _architecture(directory: Path) -> dict[str, Any]:
-    """As transformers reads it: what its releases write differs, and what they leave out has a
-    value."""
+    """The architecture as transformers reads it: its releases write different keys, and omitted
+    keys have defaults."""
     from transformers import AutoConfig
 
     content = AutoConfig.from_pretrained(str(directory), local_files_only=True).to_dict()

@@ -88,10 +88,10 @@ class OptimizerStep:
         """Collective; returns metrics, the same on every rank. `policy/grad_norm` is after the
         controls, before clipping.
 
-        The loss is looked at because clamps turn one that is not a number into a gradient of 0,
-        which would pass for a harmless one. report: called on every rank with an anomalous
-        gradient, before it is applied, and with one that is not finite; it may use the gradient
-        buffers, and leaves them as it found them.
+        The loss is checked because clamps turn a nan loss into a gradient of 0, which would pass
+        for a harmless one. report: called on every rank with an anomalous gradient, before it is
+        applied, and with a non-finite one; it may use the gradient buffers, and leaves them as it
+        found them.
         """
         lr = learning_rate(self.settings, self.steps, self.total_steps)
         self.steps += 1
@@ -166,7 +166,7 @@ class OptimizerStep:
         return skipped | self._update_norm(None)
 
     def _decide(self, gradients: Gradients, facts: StepFacts, lr: float, usable: bool) -> Decision:
-        """The controls' decisions in one; a gradient that is not usable is none of theirs."""
+        """The controls' decisions in one; controls never see an unusable gradient."""
         if not usable:
             for control in self.controls.values():
                 control.reset()
@@ -216,10 +216,10 @@ class OptimizerStep:
         """Length of the update just made, `lengthened` times that of Adam's part; 0 without one.
         Only where it is asked for: it costs a sweep over Adam's state and an all-reduce of one
         scalar."""
-        asked = self.settings.log_update_norm or any(
+        requested = self.settings.log_update_norm or any(
             control.needs_update_norm for control in self.controls.values()
         )
-        if not asked:
+        if not requested:
             return {}
         update = self._view().last_update() if gradients is not None else None
         if gradients is None or update is None or self.last is None:

@@ -172,7 +172,7 @@ class RecordedLoss:
         self._targets = targets
         self._table = table
         self._owner = owner
-        targets.owned_by(owner)  # gathered before the micro-batches run, none of which waits for it
+        targets.owned_by(owner)  # gathered before the micro-batches run, so that none waits for it
         self._advantage = advantage
         self._with_terms = with_terms
 
@@ -199,7 +199,7 @@ class RecordedLoss:
 
 
 def step_metrics(table: NDArray[np.float64], samples: RankBatch) -> dict[str, float]:
-    """Metrics of a completed table, row by row of `samples`; one that has no token to speak of is
+    """Metrics of a completed table, row by row of `samples`; a sample without trained tokens is
     left out. Keys are those of metrics/catalogue.py."""
     column = dict(zip(COLUMNS, table.T, strict=True))
     counts, sampled = samples.trained, samples.sampled.any()

@@ -1,16 +1,16 @@
 """Copies of weights in host memory, of the model's parameters or of the optimizer's.
 
-Copies of the model's parameters are put in place for a forward pass and taken away again; where
-the model keeps weights in 8 bits, copies of the optimizer's are (HeldMasters). The former are
-divided over the replicas of each parameter: every rank copies its part, which needs no
-collective, and parts are gathered when they are put in place. Copies of the optimizer's are of this
-rank's shards. On CUDA host memory is page-locked.
+Copies of the model's parameters are put in place for a forward pass and taken away again; if the
+model has FP8 weights, copies of the optimizer's weights are (MasterSnapshot). The former are
+divided over the replicas of each parameter: every rank copies its part, which needs no collective,
+and parts are gathered when they are put in place. Copies of the optimizer's are of this rank's
+shards. On CUDA host memory is page-locked.
 
 Invariants:
 - parameters are written in place: gradient buffers, the distributed optimizer's buffers and tied
   weights alias them;
 - the weights in training are back after `restored_after`, bit for bit;
-- a divided copy holds and gives back the bits of a whole one;
+- a divided copy holds and restores the bits of a whole one;
 - a device never holds more than two buckets of GATHERED bytes besides the model.
 """
 
@@ -38,12 +38,12 @@ GATHERED = 256 * 2**20
 """Bytes of parameters that are gathered at a time."""
 
 
-class HeldWeights:
+class WeightSnapshot:
     """One copy of the trainable parameters of `chunks`; at first, of what they are now. Where those
     are adapters, so is the copy, and the base model stays in place under it.
 
-    dtype: null keeps each parameter's own; an average wants float32, which small changes do not
-    vanish in. layout: divides the copy over the replicas of each parameter, and then `place` is
+    dtype: null keeps each parameter's own; an average needs float32, in which small changes do not
+    vanish. layout: divides the copy over the replicas of each parameter, and then `place` is
     collective over them; null keeps it whole here.
     """
 
@@ -160,12 +160,12 @@ def _gather(pairs: Iterable[tuple[nn.Parameter, Tensor]], layout: Layout) -> Non
             parameter.copy_(held.view_as(parameter), non_blocking=True)
             continue
         _, bucket = waiting.setdefault((id(group), parameter.dtype), (group, []))
-        most = max(1, GATHERED // (group.size() * parameter.element_size()))
+        maximum = max(1, GATHERED // (group.size() * parameter.element_size()))
         # Replicas have parts of one length, but for the last ones.
         width = replica_part(parameter.numel(), 0, group.size())[1]
-        for start in range(0, width, most):
-            length = min(most, width - start)
-            if sum(piece.length for piece in bucket) + length > most:
+        for start in range(0, width, maximum):
+            length = min(maximum, width - start)
+            if sum(piece.length for piece in bucket) + length > maximum:
                 _gather_bucket(bucket, group)
                 bucket.clear()
             bucket.append(_Piece(parameter.detach().view(-1), held.view(-1), start, length))
@@ -194,14 +194,14 @@ def _gather_bucket(bucket: Sequence[_Piece], group: Any) -> None:
             place.copy_(part[: place.numel()])
 
 
-class HeldMasters:
+class MasterSnapshot:
     """One copy of this rank's shards of the optimizer's parameters; at first, of what they are now.
 
     Those are float32 whatever the model's dtype: at the learning rates of RL most bfloat16 weights
     do not move in a step, and those that do move by a rounding. 4 bytes per parameter whose
     optimizer state this rank has.
 
-    Of a model that keeps weights in 8 bits this is a copy of the weights, too: they are made of the
+    For a model with FP8 weights this is a copy of the weights, too: they are made of the
     optimizer's when it is put in place, which gives every byte and scale back. `place` and what
     rests on it are collective over the world.
     """
@@ -212,7 +212,7 @@ class HeldMasters:
             torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda)
             for shard in masters_of(optimizer)
         ]
-        """In the order of the optimizer's parameters, on the CPU."""
+        """Copies in the order of the optimizer's parameters, on the CPU."""
         self.update()
 
     @torch.no_grad()

@@ -1,10 +1,10 @@
-"""Several runs on one page and one sheet (`mar report A B C`, `mar dashboard A B C`): the same curve of each over steps,
-tokens and time, what their settings differ in, and how each ended.
+"""Several runs on one page and one sheet (`mar report A B C`, `mar dashboard A B C`): the same
+curve of each over steps, tokens and time, what their settings differ in, and how each ended.
 
 Invariants:
 - a run has one colour and one name on all of it;
-- a curve of a run that logs every step is its moving average, so that ten of them can be told
-  apart; held-out rewards are as measured;
+- a curve of a run that logs every step is its moving average, so that ten of them can be
+  distinguished; held-out rewards are as measured;
 - time is that spent in steps: starts, stops, evaluations and checkpoints are not in it.
 """
 
@@ -29,7 +29,7 @@ from megatron_async_rl.report.series import Floats
 from megatron_async_rl.report.summary import span
 
 COLOURS = ("blue", "red", "green", "amber", "purple", "teal", "brown", "ink", "grey", "sand")
-"""By the run's number; they repeat, dotted."""
+"""Colours by the run's number; they repeat with dotted lines."""
 TILES = 8
 TRAINED_ON = (
     ("Reward trained on", "mean reward of a sample", False, "reward/mean"),
@@ -39,8 +39,8 @@ TRAINED_ON = (
 LAST_SHARE = 0.1
 """The reward trained on at the end is the mean over so much of the steps."""
 FOOTER = (
-    "Curves of what every step logs are moving averages; held-out rewards are as measured. Every value"
-    " is in each run's metrics.jsonl and eval.jsonl."
+    "Curves of what every step logs are moving averages; held-out rewards are as measured. Every"
+    " value is in each run's metrics.jsonl and eval.jsonl."
 )
 TOKENS = "response tokens trained on"
 SECONDS = "seconds in steps"
@@ -137,8 +137,8 @@ def colour_of(index: int) -> str:
 
 
 def panels_of(compared: Sequence[Compared]) -> list[Panel]:
-    """Reward, or loss of supervised runs, over steps, tokens and seconds, then what tells how stable
-    a run was. The first is the main one."""
+    """Reward, or loss of supervised runs, over steps, tokens and seconds, then what tells how
+    stable a run was. The first is the main one."""
     rewards: list[Panel] = []
     for measure, unit in (("reward", "mean reward of a sample"), ("loss", "nats per token")):
         measured = [one for one in compared if one.run.summary.measure == measure]
@@ -177,20 +177,20 @@ def differing(compared: Sequence[Compared]) -> list[tuple[str, list[str]]]:
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, value in words). A list stays one value."""
+    """(dotted key, value as text). A list stays one value."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from _leaves(inner, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list):
-        yield key, ", ".join(_words(entry) for entry in value) or "none"
+        yield key, ", ".join(_text(entry) for entry in value) or "none"
     else:
-        yield key, _words(value)
+        yield key, _text(value)
 
 
-def _words(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, Mapping):
         name = value.get("name")
-        rest = ", ".join(f"{key} {_words(one)}" for key, one in value.items() if key != "name")
+        rest = ", ".join(f"{key} {_text(one)}" for key, one in value.items() if key != "name")
         return f"{name} ({rest})" if name and rest else str(name or rest)
     return "none" if value is None else str(value)
 

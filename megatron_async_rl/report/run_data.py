@@ -14,7 +14,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FiniteFloat, Valida
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.settings_model import bare_name
 from megatron_async_rl.config.yaml_tree import YamlFault, read_tree
-from megatron_async_rl.metrics.log import EVAL_FILE, EvaluationReader, MetricsReader, Row, number
+from megatron_async_rl.metrics.log import (
+    EVAL_FILE,
+    EvaluationReader,
+    MetricRow,
+    MetricsReader,
+    number,
+)
 from megatron_async_rl.metrics.log import FILE as METRICS_FILE
 from megatron_async_rl.metrics.status import FILE as STATUS_FILE
 from megatron_async_rl.metrics.status import Status, read_status
@@ -37,7 +43,7 @@ a stop of the run."""
 PARTS = 4
 
 
-class _Control(BaseModel):
+class _RunControl(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     name: str
@@ -61,7 +67,7 @@ class _Drawn(BaseModel):
     """The settings that are drawn or decided by here. The others may be those of any version."""
 
     flow: _Flow | None = None
-    controls: list[Annotated[_Control, BeforeValidator(bare_name)]] | None = None
+    controls: list[Annotated[_RunControl, BeforeValidator(bare_name)]] | None = None
     samples: _Samples | None = None
     observe: _Observe | None = None
 
@@ -87,8 +93,8 @@ class TimelineWindow:
         lines = []
         for track, spans in self.tracks.items():
             parts = list(shares(spans, self.start, self.end).items())[:PARTS]
-            words = ", ".join(f"{_activity(*kind)} {share:.0%}" for kind, share in parts)
-            lines.append((track, words))
+            text = ", ".join(f"{_activity(*kind)} {share:.0%}" for kind, share in parts)
+            lines.append((track, text))
         return lines
 
 
@@ -168,7 +174,7 @@ class RunData:
 class RunReader:
     """Reads a run again and again while it goes on: each line of its growing files once.
 
-    `alone`: without the run that it names to stand beside it.
+    `alone`: without the comparison run that it names.
     """
 
     def __init__(self, run_dir: Path, *, alone: bool = True) -> None:
@@ -256,8 +262,8 @@ class RunReader:
         self._evaluated.sort(key=lambda one: int(one["version"]))
 
     def _read_beside(self, config: Mapping[str, Any]) -> RunData | None:
-        """A run is shown without it where it has gone since: `mar plan` and `mar train` refuse one
-        that is not there."""
+        """A run is shown without it where it has gone since: `mar plan` and `mar train` refuse a
+        missing one."""
         observe = _Drawn.model_validate(config).observe
         if observe is None or observe.beside is None:
             return None
@@ -305,7 +311,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 
 def timeline_window(
-    rows: Sequence[Row], tracks: Mapping[str, Sequence[Span]], steps: int = WINDOW_STEPS
+    rows: Sequence[MetricRow], tracks: Mapping[str, Sequence[Span]], steps: int = WINDOW_STEPS
 ) -> TimelineWindow | None:
     """The window of the last `steps` steps, fewer where the run was stopped in between; None where
     no process wrote what it did."""

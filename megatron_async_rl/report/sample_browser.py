@@ -62,8 +62,8 @@ class Question(BaseModel):
     kind: Literal["trained", "evaluated", "dropped", "all"] = "trained"
     order: Literal["newest", "best", "worst", "random"] = "newest"
     step: NonNegativeInt | None = None
-    """The step asked for. Of `trained`, the optimizer step; of `evaluated`, the weight version; of `dropped`, the step
-    that was next; of `all`, the step of any."""
+    """The step asked for. Of `trained`, the optimizer step; of `evaluated`, the weight version; of
+    `dropped`, the step that was next; of `all`, the step of any."""
     least: FiniteFloat | None = None
     most: FiniteFloat | None = None
     """Bounds of the reward."""
@@ -100,19 +100,19 @@ class SampleBrowser:
             shown = load(self._run_dir, entries)
             lost = lost_end(self._run_dir)
         total, end = found.num_rows, question.start + len(entries)
-        words = f"{end:,} of {total:,} samples" if total else "no such sample in the log"
+        text = f"{end:,} of {total:,} samples" if total else "no such sample in the log"
         if not total and (steps := self._steps(question.kind)):
-            words += f"; it has those of steps {steps[0]:,} to {steps[1]:,}"
+            text += f"; it has those of steps {steps[0]:,} to {steps[1]:,}"
         if lost is not None:
-            words += f"; {lost}"
+            text += f"; {lost}"
         return {
             "html": "".join(card(entry, sample) for entry, sample in shown),
-            "words": words,
+            "words": text,
             "more": end < total,
         }
 
     def _find(self, question: Question) -> pa.Table:
-        """Where the wanted samples stand in the log, in the wanted order."""
+        """Positions in the log of the requested samples, in the requested order."""
         samples = self._samples()
         outcomes = self._of_samples(samples)
         if question.kind != "all":

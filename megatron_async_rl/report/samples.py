@@ -33,7 +33,7 @@ from megatron_async_rl.samples.frames import SegmentBroken
 from megatron_async_rl.samples.segments import (
     FOLDER,
     Entry,
-    Outcome,
+    SampleOutcome,
     load,
     lost_end,
     read_entries,
@@ -44,7 +44,7 @@ from megatron_async_rl.samples.types import Sample
 
 NEWEST = 5
 LOOKED_AT = 4_000
-"""Newest samples that are looked through for one that was trained on."""
+"""Number of newest samples that are searched for trained ones."""
 LONGEST = 2000
 """Characters of a prompt or response on a terminal; --json has all."""
 PAGE_STEPS, PAGE_EACH, PAGE_OPEN, PAGE_LONGEST = 3, 3, 400, 5_000
@@ -67,8 +67,8 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """`missing`: samples of the wanted step that the log keeps no longer, or never had. `lost`: what
-    the log lacks at its end, in words."""
+    """`missing`: samples of the wanted step that the log keeps no longer, or never had. `lost`:
+    text on what the log lacks at its end."""
 
     samples: Sequence[tuple[Entry, Sample]]
     missing: int = 0
@@ -124,7 +124,7 @@ def newest_trained(run_dir: Path) -> Sample | None:
 
 
 def print_samples(chosen: Chosen, console: Console, *, as_json: bool) -> None:
-    """For people, or with `as_json` one whole sample per line for tools."""
+    """Print the samples for people or, with `as_json`, one whole sample per line for tools."""
     for entry, sample in chosen.samples:
         if as_json:
             line = json.dumps(as_dict(entry, sample), allow_nan=False)
@@ -184,8 +184,8 @@ def samples_section(run_dir: Path) -> str:
     try:
         return _section(run_dir)
     except UserError as error:
-        said = "; ".join(f"{one.key} {one.what}: {one.fix}" for one in error.problems)
-        return _sentence(f"They cannot be shown. {said}.")
+        message = "; ".join(f"{one.key} {one.what}: {one.fix}" for one in error.problems)
+        return _sentence(f"They cannot be shown. {message}.")
 
 
 def _sentence(text: str) -> str:
@@ -256,10 +256,10 @@ def check_log(run_dir: Path) -> None:
 
 
 def _of_step(run_dir: Path, entries: Iterable[Entry], wanted: Wanted) -> tuple[list[Entry], int]:
-    """Those that the wanted step trained on, or of the wanted version's evaluation, and how many of
-    them the log keeps no longer."""
+    """Entries of the samples that the requested step trained on, or of the requested version's
+    evaluation, and the number of those that the log no longer keeps."""
     assert wanted.step is not None
-    outcome: Outcome = "evaluated" if wanted.held_out else "trained"
+    outcome: SampleOutcome = "evaluated" if wanted.held_out else "trained"
     noun = "version" if wanted.held_out else "step"
     known = _outcomes(run_dir, outcome)
     steps = sorted(pc.unique(known["step"]).to_pylist())
@@ -271,13 +271,13 @@ def _of_step(run_dir: Path, entries: Iterable[Entry], wanted: Wanted) -> tuple[l
         raise UserError.of(
             "--step",
             f"{run_dir} keeps the samples of {noun} {wanted.step} no longer",
-            f"look at a later {noun}, up to {steps[-1]}; samples.keep_mib says how many are kept,"
+            f"look at a later {noun}, up to {steps[-1]}; samples.keep_mib limits how many are kept,"
             f" and {run_dir / FOLDER} should hold them",
         )
     return found, missing
 
 
-def _outcomes(run_dir: Path, outcome: Outcome) -> pa.Table:
+def _outcomes(run_dir: Path, outcome: SampleOutcome) -> pa.Table:
     table = read_table(run_dir, "outcomes")
     return table.filter(pc.equal(table["outcome"], outcome))
 
@@ -318,8 +318,8 @@ def _ranges(numbers: Sequence[int]) -> str:
             parts[-1] = (parts[-1][0], number)
         else:
             parts.append((number, number))
-    words = [f"{first}" if first == last else f"{first} to {last}" for first, last in parts]
-    return ", ".join(words if len(words) <= 6 else [*words[:3], "...", *words[-2:]])
+    ranges = [f"{first}" if first == last else f"{first} to {last}" for first, last in parts]
+    return ", ".join(ranges if len(ranges) <= 6 else [*ranges[:3], "...", *ranges[-2:]])
 
 
 # How
@@ -362,7 +362,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 
 def visible(text: str) -> str:
-    """For a terminal: control characters as escapes; a long text cut."""
+    """Text for a terminal: control characters escaped, and a long text cut."""
     more = len(text) - LONGEST
     if more > 0:
         text = text[:LONGEST]

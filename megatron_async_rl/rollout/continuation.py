@@ -88,8 +88,8 @@ def first(tokens: PartialResponse, length: int, prompt: int) -> PartialResponse:
 def stopped_length(
     ids: Sequence[int], prefix: int, stop: Sequence[str], decode: Callable[[Sequence[int]], str]
 ) -> int | None:
-    """Tokens up to and with the one that first completes a string of `stop`, None without. The
-    first `prefix` complete none."""
+    """Number of tokens up to and including the first that completes a string of `stop`; None
+    without. The first `prefix` complete none."""
 
     def stopped(length: int) -> bool:
         text = decode(ids[:length])

@@ -62,8 +62,8 @@ SCHEMA = pa.schema(
 batch may take more than the 2 GiB that a `string` column holds."""
 ROUTED = "routed_experts"
 LOGGED = SCHEMA.remove(SCHEMA.get_field_index(ROUTED))
-"""Columns of the sample log, unless `samples.experts` keeps all: the experts are most of a mixture's
-bytes, and only a step that is computed again reads them there."""
+"""Columns of the sample log, unless `samples.experts` keeps all: the experts are most of a
+mixture's bytes, and only a step that is computed again reads them there."""
 
 
 _COLUMNS: dict[str, Callable[[Sample], Any]] = {
@@ -75,7 +75,7 @@ _COLUMNS: dict[str, Callable[[Sample], Any]] = {
         None if sample.reward_parts is None else list(sample.reward_parts.items())
     ),
 }
-"""Columns that are no attribute of a sample."""
+"""Columns without an attribute of a sample."""
 
 
 def batch_of(
@@ -102,8 +102,8 @@ class SampleColumns:
         self._rows: list[tuple[Any, ...]] = []
         """Values in the order of SCHEMA."""
         self._prompts: dict[str, tuple[Prompt, NDArray[np.int32], str]] = {}
-        """By id, the prompt that came last under it, its token ids and fields: many rows have the
-        same, but two prompts of one id may differ, where the data changed before a resume."""
+        """Last prompt of each id, with its token ids and its fields in JSON. Many rows share a
+        prompt, but two prompts of one id may differ if the data changed before a resume."""
 
     def __len__(self) -> int:
         return len(self._rows)

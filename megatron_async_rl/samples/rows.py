@@ -5,7 +5,8 @@
                                                                                sample log)
 
 Invariants:
-- a row is never copied into an object: it says what is decided by it, and where the rest lies;
+- a row is never copied into an object: it holds the values that decisions use, and the place of the
+  rest;
 - no row keeps memory of Ray's object store: a report arrives in one piece of its own;
 - no token of a train batch was sampled by weights newer than the batch's own version.
 """
@@ -59,8 +60,8 @@ class EngineReport:
     generated: int = 0
     """Tokens of `tokens` that are for training, not for an evaluation."""
     sampling: bool = False
-    """True where a response has grown since the last report, or an agent works on one by itself; read
-    where nothing finished and nothing was aborted."""
+    """True where a response has grown since the last report, or an agent works on one by itself;
+    read where nothing finished and nothing was aborted."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Bytes, in one piece: what is handed to Ray as buffers is read in its object store, which
@@ -114,7 +115,7 @@ class SampleRow:
         return values
 
     def sample(self) -> Sample:
-        """As an object, for a message or a reward."""
+        """The row as a Sample, for a message or a reward."""
         (sample,) = samples_of(self.batch.slice(self.row, 1))
         return sample
 
@@ -196,7 +197,7 @@ def rescored(
     parts: Sequence[Mapping[str, float] | None],
     errors: Sequence[str | None],
 ) -> list[SampleRow]:
-    """The rows with these rewards in the place of theirs. Where a sample has step rewards, the
+    """The rows with these rewards instead of their own. Where a sample has step rewards, the
     difference comes with its last token; one with an error has none."""
     steps: list[NDArray[np.float32] | None] = []
     batch, rewards = gathered(rows), list(rewards)
@@ -231,9 +232,9 @@ def _rows_of_one(rows: Sequence[SampleRow]) -> pa.RecordBatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainBatch:
-    """The samples that one optimizer step consumes. `samples`: by NUMERIC or SCHEMA, the samples of a group one
-    after another; `group` is a group's place in the batch. `version`: the weights that will be
-    trained. Raises ValueError for a token of a newer version."""
+    """The samples that one optimizer step consumes. `samples`: by NUMERIC or SCHEMA, the samples of
+    a group one after another; `group` is a group's place in the batch. `version`: the weights that
+    will be trained. Raises ValueError for a token of a newer version."""
 
     version: int
     samples: pa.RecordBatch

@@ -1,4 +1,4 @@
-"""Waits with a name and a deadline, so that a stuck run says who waited how long for what.
+"""Waits with a name and a deadline, so that a stuck run reports who waited how long for what.
 
 Invariant: a wait through this module ends with its result, with the failure of what was waited for,
 or with `DeadlineExceeded`. A timeout that what was waited for raises itself, before the deadline,
@@ -19,7 +19,7 @@ import psutil
 
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.host_memory import (
-    Memory,
+    MemoryKind,
     ended_by_ray,
     kernel_shortage,
     look_for_kernel_kills,
@@ -45,11 +45,11 @@ class DeadlineExceeded(TimeoutError):
 
 class ProcessDied(RuntimeError):
     """The process that was to answer has ended; its own failure tells more. `out_of_memory`: the
-    memory for want of which it was ended, where that is known. `outside`: something else ended it,
-    such as a preemption, or a shortage of memory that another process may have caused."""
+    kind of memory whose shortage ended it, if known. `outside`: something else ended it, such as a
+    preemption, or a shortage of memory that another process may have caused."""
 
     consequence = True
-    out_of_memory: Memory | None = None
+    out_of_memory: MemoryKind | None = None
 
     def __init__(self, reason: str, *, outside: bool = False) -> None:
         super().__init__(reason)
@@ -68,7 +68,7 @@ def _ended(error: BaseException, waited: str = "") -> ProcessDied:
     import ray
 
     if isinstance(error, ray.exceptions.OutOfMemoryError):
-        # What filled the memory may be another process than the one that was picked.
+        # What filled the memory may be another process than the killed one.
         return KilledForMemory(waited + ended_by_ray(str(error)), outside=True)
     reason = waited + death_reason(str(error))
     # This machine's kernel ends no process of another one.
@@ -176,8 +176,8 @@ def remote_cause(error: BaseException) -> BaseException:
 
 
 def death_reason(text: str) -> str:
-    """Name of the process, and Ray's reason, out of a text of a dozen lines. Where Ray guesses at the
-    causes, two of three cannot be."""
+    """Name of the process, and Ray's reason, out of a text of a dozen lines. Where Ray guesses at
+    the causes, two of three cannot be."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     about = dict(
         line.split(": ", 1) for line in lines if re.match(r"(?:class_name|name|pid): ", line)

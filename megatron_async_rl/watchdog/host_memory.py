@@ -19,7 +19,7 @@ import psutil
 
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE
 
-Memory = Literal["host", "device"]
+MemoryKind = Literal["host", "device"]
 """The memory that ran out: a machine's, or a GPU's own."""
 
 GIB = 2**30
@@ -141,7 +141,7 @@ class KernelKills:
     Invariants:
     - a kill explains a death only within RECENT_S, and only with evidence: the kernel's log names
       the process, or, where that log cannot be read, this process's own cgroup counts a kill. The
-      count of the whole machine is no evidence: another program may have been killed;
+      count of the whole machine is not evidence: another program may have been killed;
     - a counted kill explains at most one death for which `used` is true.
 
     `now`: seconds of a clock that never goes back."""
@@ -225,8 +225,8 @@ def kernel_shortage(pids: Collection[int] = (), *, used: bool = True) -> Shortag
 
 
 def largest_processes(count: int = SHOWN) -> list[str]:
-    """The `count` processes of this machine with most resident memory, as a line each; those of this
-    run are marked."""
+    """The `count` processes of this machine with most resident memory, as a line each; those of
+    this run are marked."""
     found: list[tuple[int, psutil.Process]] = []
     for process in psutil.process_iter():
         try:
@@ -265,8 +265,8 @@ def state_in_words() -> str:
 
 
 def ended_by_ray(text: str) -> str:
-    """Return what Ray's memory monitor wrote as it ended a process (60 lines of it), in one line: the node,
-    its memory and the largest processes at that moment."""
+    """Return what Ray's memory monitor wrote as it ended a process (60 lines of it), in one line:
+    the node, its memory and the largest processes at that moment."""
     node = _RAY_NODE.search(text)
     users = [line.split("\t", 2) for line in text.splitlines() if _RAY_USER.match(line)]
     largest = "; ".join(f"pid {pid} {size} GB {command}" for pid, size, command in users[:SHOWN])

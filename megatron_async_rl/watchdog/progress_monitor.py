@@ -88,8 +88,9 @@ def write_whole(path: Path, text: str) -> None:
     """Replace a file that others read while the run goes on: they see the old one or the new one.
     Raises OSError. A file that a later start depends on is written by `write_file` instead.
 
-    Its other name, until it is whole, is of this thread alone: a process writes files that differ in
-    their endings only, from several threads, and launchers of several machines write the same file.
+    Its other name, until it is whole, is of this thread alone: a process writes files that differ
+    in their endings only, from several threads, and launchers of several machines write the same
+    file.
     """
     writer = f"{socket.gethostname()}.{threading.get_native_id()}"
     partial = path.with_name(f"{path.name}.{writer}{PARTIAL}")
@@ -99,7 +100,7 @@ def write_whole(path: Path, text: str) -> None:
 
 def read_states(run_dir: Path, leave_out: Container[str] = ()) -> list[ProcessState]:
     """Every readable state of `run_dir`, by name, but for the files whose stem is in `leave_out`.
-    Files are replaced whole, so one that is not readable is not ours."""
+    Files are replaced whole, so an unreadable file is not ours."""
     states = []
     for path in sorted((run_dir / FOLDER).glob("*.json")):
         if path.stem not in leave_out and (tree := _read_json(path)) is not None:
@@ -126,7 +127,7 @@ class ProgressMonitor:
         self.last = "the start"
         """The last thing that moved, and its process."""
         self.states: list[ProcessState] = []
-        """Those of the whole run, as long as this process aggregates; else of this node."""
+        """States of the whole run if this process aggregates them, else of this node."""
         self.launcher_watches = False
         """True when a launcher is there to see a run that does not move."""
         self.allowed_s = 0.0
@@ -156,8 +157,8 @@ class ProgressMonitor:
         self._publish(path)
 
     def look_at_all(self) -> None:
-        """As `look`, with the states of the whole run also where another process aggregates: from
-        the summaries, one file for each node."""
+        """Do as `look`, but read the states of the whole run even if another process aggregates
+        them: from the summaries, one file for each node."""
         self.look()
         if self._followed:
             own = {state.name: state for state in self.states}
@@ -182,7 +183,8 @@ class ProgressMonitor:
 
     def _see(self, states: list[ProcessState]) -> None:
         """Judges the states of the whole run."""
-        # One that has just taken over knows only its own node: what is new to it is no progress.
+        # One that has just taken over knows only its own node: values that are new to it are not
+        # progress.
         moves = self._learn(states)
         if not self._followed and moves:
             self._moved_at = self._now

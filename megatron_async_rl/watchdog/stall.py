@@ -34,7 +34,7 @@ GATHER_S = STACKS_S + ANSWER_S + 1.0
 """Longest time that the picture takes."""
 POLL_S = 0.1
 SILENT_S = 5.0
-"""A heartbeat comes every second; one that is this late means that the process does not come to run
+"""A heartbeat comes every second; a heartbeat that is this late means that the process cannot run
 Python."""
 _STACKS = "\nStacks\n"
 
@@ -106,9 +106,9 @@ def gather_if_timed_out(run_dir: Path, error: BaseException, timeout_s: float) -
         while not (run_dir / FILE).exists() and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return
-    words = f"{type(error).__name__}: {error}".splitlines()[0]
+    message = f"{type(error).__name__}: {error}".splitlines()[0]
     notes = "; ".join(getattr(error, "__notes__", []))
-    gather(run_dir, f"{words} ({notes})." if notes else f"{words}.", still_s=timeout_s)
+    gather(run_dir, f"{message} ({notes})." if notes else f"{message}.", still_s=timeout_s)
 
 
 def read_summary(run_dir: Path) -> str | None:

@@ -44,14 +44,14 @@ STOP = "stop"
 """File in the run's directory that asks rank 0 to stop after the step."""
 ENGINES = "engines"
 """File in the run's directory that asks the controller for so many training engines."""
-Kind = Literal["wait", "work", "phase"]
+ActivityKind = Literal["wait", "work", "phase"]
 
 
 class Activity(NamedTuple):
     """`wait`: blocked on another; `work`: busy itself; `phase`: busy, and allowed to show no
     progress until its deadline."""
 
-    kind: Kind
+    kind: ActivityKind
     name: str
     started: float
     """Monotonic seconds."""
@@ -59,7 +59,7 @@ class Activity(NamedTuple):
 
 
 @dataclass
-class _Process:
+class _WatchedProcess:
     activities: dict[int, Activity] = field(default_factory=dict)
     marks: dict[str, tuple[int, float]] = field(default_factory=dict)
     facts: dict[str, Callable[[], Any]] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class _Process:
 _log = logging.getLogger(__name__)
 _MAIN = -1
 _numbers = itertools.count()
-_process = _Process()
+_process = _WatchedProcess()
 _beating: _Heart | None = None
 
 
@@ -80,7 +80,7 @@ class doing:
     # engine.
     __slots__ = ("_deadline_s", "_kind", "_name", "_number")
 
-    def __init__(self, kind: Kind, name: str, deadline_s: float | None = None) -> None:
+    def __init__(self, kind: ActivityKind, name: str, deadline_s: float | None = None) -> None:
         self._kind, self._name, self._deadline_s = kind, name, deadline_s
 
     def __enter__(self) -> None:
@@ -107,7 +107,7 @@ def phase(name: str, allowed_s: float) -> doing:
     return doing("phase", name, allowed_s)
 
 
-def enter(kind: Kind, name: str) -> None:
+def enter(kind: ActivityKind, name: str) -> None:
     """From now on, until the next call, this process's main loop does `name`: a step of it done, so
     progress."""
     _process.activities[_MAIN] = Activity(kind, name, time.monotonic(), None)
@@ -115,8 +115,8 @@ def enter(kind: Kind, name: str) -> None:
 
 
 def progress(mark: str, n: int = 1) -> None:
-    """`n` more of what `mark` counts, such as samples. Any mark that grows in any process says that
-    the run moves."""
+    """`n` more of what `mark` counts, such as samples. Any mark that grows in any process is
+    progress of the run."""
     count, _ = _process.marks.get(mark, (0, 0.0))
     _process.marks[mark] = (count + n, time.monotonic())
 
@@ -154,8 +154,8 @@ def stop() -> None:
 
 
 def join(name: str | None = None) -> None:
-    """In a process that a watched one started, directly or through Ray: begins its heartbeat.
-    Elsewhere, nothing.
+    """Begin the heartbeat of a process that a watched process started, directly or through Ray.
+    Elsewhere the call has no effect.
 
     Without a `name` it goes by its parent's name and its own, and a process that `multiprocessing`
     did not start is left alone.

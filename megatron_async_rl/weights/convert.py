@@ -1,9 +1,9 @@
-"""A policy as a Hugging Face directory that transformers and vLLM load, and its adapters as one
-that PEFT loads: from a live run, or from a checkpoint.
+"""A policy as a Hugging Face directory that transformers and vLLM load, and its adapters as a
+directory that PEFT loads: from a live run, or from a checkpoint.
 
 Invariants:
-- a directory appears whole: it is written beside its place, synced, and renamed into it; digests of
-  its files are in DIGESTS, which `require_export` checks before the directory is used;
+- a directory appears whole: it is written next to its place, synced, and renamed into it; digests
+  of its files are in DIGESTS, which `require_export` checks before the directory is used;
 - a checkpoint is checked whole before a weight of it is written;
 - everything but weights and config.json's dtype is copied from the directory the model was made
   from;
@@ -107,7 +107,7 @@ def convert(checkpoint: Path, out_dir: Path) -> None:
     process, CPU.
 
     Raises UserError when the checkpoint is damaged, when it or its model directory is missing or is
-    not the one that the adapters were trained over, or when `out_dir` holds files.
+    not the adapters' base model, or when `out_dir` holds files.
     """
     from megatron_async_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
     from megatron_async_rl.policy import device

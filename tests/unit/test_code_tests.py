@@ -15,7 +15,7 @@ CHECK = "def check(candidate):\n  "
 
 
 def found(tests: Any, entry_point: Any = None) -> Any:
-    """What is read, without the marks of assertions; or the message of the error."""
+    """The tests that are read, without the marks of assertions; or the message of the error."""
     fields = {"tests": tests, "entry_point": entry_point}
     try:
         read = read_tests(Prompt(id="p", text="?", token_ids=(1,), fields=fields))

@@ -145,7 +145,7 @@ class NewMemory(TorchDispatchMode):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """As many blocks of a small case as of a large one."""
+    """Blocks so small that a small case has as many as a large one."""
     monkeypatch.setitem(logit_chunk.LOGIT_BLOCK, "cpu", 2 * 3000)
     monkeypatch.setitem(logit_chunk.WEIGHT_BLOCK, "cpu", 64)
 

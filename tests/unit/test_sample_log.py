@@ -153,7 +153,7 @@ def test_a_response_that_trains_again_names_all_its_steps(tmp_path: Path) -> Non
 def test_a_sample_that_a_resumed_run_wrote_again_is_read_once_with_its_newest_reward(
     tmp_path: Path,
 ) -> None:
-    """As the reward of its group came after the checkpoint; by every reader there is."""
+    """The reward of its group came after the checkpoint. All readers are tested."""
     again, other = sample(0, reward=0.25), sample(1, reward=0.5)
     log = begun(tmp_path)
     for one in (again, other):
@@ -384,8 +384,8 @@ def everything(run_dir: Path) -> dict[str, list[object]]:
 
 
 def killed_after(run_dir: Path, synced: int, more: int) -> bytes:
-    """A log as a kill leaves it after `synced` batches of a checkpoint and `more` later ones; return the
-    content of its samples."""
+    """A log as a kill leaves it after `synced` batches of a checkpoint and `more` later ones;
+    return the content of its samples."""
     log = begun(run_dir)
     for group in range(synced + more):
         log.finished(row(sample(group), group))
@@ -403,7 +403,7 @@ def killed_after(run_dir: Path, synced: int, more: int) -> bytes:
 
 
 def frames_of(content: bytes) -> list[int]:
-    """Where each frame begins, and the end of the last one."""
+    """Start of each frame, and the end of the last one."""
     places = [0]
     while places[-1] < len(content):
         length = int.from_bytes(content[places[-1] + 8 : places[-1] + 16], "little")
@@ -418,7 +418,8 @@ def test_zeros_at_the_end_of_an_open_file_are_a_torn_tail_and_elsewhere_damage(
     path = path_of(tmp_path / FOLDER, "samples", 0, OPEN)
     starts = frames_of(content)
     assert len(starts) == 4
-    # From anywhere within what was not synced, also from within a header, and in two frames at once.
+    # From anywhere within what was not synced, also from within a header, and in two frames at
+    # once.
     for start in (
         *range(starts[1], starts[1] + HEADER_BYTES),
         *range(starts[1], starts[3] - 8, 37),
@@ -685,7 +686,7 @@ def test_through_a_crash_each_step_has_what_its_trainer_got(tmp_path: Path, rati
 
 @pytest.mark.parametrize("experts", [True, False])
 def test_the_batch_of_a_step_is_in_the_log_to_the_last_bit(tmp_path: Path, experts: bool) -> None:
-    """But for the experts, where the log is not told to keep them."""
+    """Except for the experts, which the log keeps only on request."""
 
     def altered(sample: Sample) -> Sample:
         bits = np.random.default_rng([sample.prompt.token_ids[0], len(sample.id)])
@@ -723,7 +724,7 @@ def test_the_batch_of_a_step_is_in_the_log_to_the_last_bit(tmp_path: Path, exper
 
 
 def batch_of_step(run_dir: Path, step: int, groups: list[int]) -> pa.RecordBatch:
-    """As docs/samples.md says."""
+    """Batch of a step, reconstructed as docs/samples.md describes."""
     outcomes = read_table(run_dir, "outcomes").sort_by("seq").to_pylist()
     trained = [o for o in outcomes if (o["outcome"], o["step"]) == ("trained", step)]
     keys = [(o["id"], o["finished_at"]) for o in trained]
@@ -836,14 +837,14 @@ def test_a_disk_that_hangs_costs_rows_and_not_the_loop(
 ) -> None:
     monkeypatch.setattr(sample_log, "QUEUED", 10)
     hanging, go_on = threading.Event(), threading.Event()
-    write: Callable[..., None] = sample_log._Segment.write
+    write: Callable[..., None] = sample_log._SampleLogSegment.write
 
     def hang(*arguments: object) -> None:
         hanging.set()
         assert go_on.wait(600)
         write(*arguments)
 
-    monkeypatch.setattr(sample_log._Segment, "write", hang)
+    monkeypatch.setattr(sample_log._SampleLogSegment, "write", hang)
     log = begun(tmp_path)
     log.finished(row(sample(0), 0))
     assert hanging.wait(600)

@@ -353,7 +353,7 @@ def test_a_status_that_is_none_is_named(tmp_path: Path, content: str) -> None:
 
 
 def test_of_an_open_segment_that_was_cut_off_what_is_whole_is_shown(tmp_path: Path) -> None:
-    """A run that was killed leaves such a file; a closed one that was cut is damaged."""
+    """A run that was killed leaves such a file; a closed file that was cut is damaged."""
     folder = damaged(tmp_path) / FOLDER
     path, outcomes = (path_of(folder, table, 0) for table in ("samples", "outcomes"))  # type: ignore[arg-type]
     whole = path.read_bytes()

@@ -230,7 +230,7 @@ def test_failures_are_counted_and_kept_and_stop_no_other_run(
     assert "2 failed" in screen
     assert "ValueError: [it] broke" in screen.split("why", 1)[1]
     assert "no engine fits here" in screen
-    # A run that failed while it trained is a result; one that never began is tried again.
+    # A run that failed while it trained is a result; a run that never began is tried again.
     assert run_study(grid, "fresh")[0] == 1
     assert started(grid) == ["s0-seed8"]
     assert run_study(grid, "fresh", retry=True)[0] == 1

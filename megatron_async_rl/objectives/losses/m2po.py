@@ -30,8 +30,8 @@ def decide_m2po(whole: TokenBatch, settings: M2poLoss) -> BatchDecision:
     """`keep`, [N] bool, in mode mask; `log_ratio_cap` in mode cap, where it is the largest |log w|
     if nothing has to be capped.
 
-    `second_moment` is that of the candidates before anything was done. Without candidates nothing is
-    decided, and no number is logged.
+    `second_moment` is that of the candidates before anything was done. Without candidates nothing
+    is decided, and no number is logged.
     """
     log_weight = whole.logp - whole.logp_behavior
     candidate = whole.mask > 0

@@ -1,5 +1,5 @@
-"""Calls of OpenAI's chat completions and their answers: what of a call counts, what is refused, and the
-forms that an answer has.
+"""Calls of OpenAI's chat completions and their answers: what of a call counts, what is refused, and
+the forms that an answer has.
 
 Invariant: a call is refused before anything is sampled for it.
 """
@@ -35,8 +35,8 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Refused(Exception):
-    """A call that cannot be answered; the agent gets the text with `status`, and OpenAI's `code` for
-    it."""
+    """A call that cannot be answered; the agent gets the text with `status`, and OpenAI's `code`
+    for it."""
 
     def __init__(self, what: str, *, status: int = 400, code: str | None = None) -> None:
         super().__init__(what)
@@ -44,12 +44,12 @@ class Refused(Exception):
 
     @property
     def response(self) -> web.Response:
-        told = {"message": str(self), "type": "invalid_request_error", "param": None}
-        return web.json_response({"error": {**told, "code": self.code}}, status=self.status)
+        reported = {"message": str(self), "type": "invalid_request_error", "param": None}
+        return web.json_response({"error": {**reported, "code": self.code}}, status=self.status)
 
 
 def same(message: Message) -> tuple[Any, ...]:
-    """What two forms of one message share: clients add keys that are null, and other ids."""
+    """The content that identifies a message: clients add null keys and change ids."""
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     calls = [(one["name"], _read(one["arguments"])) for one in functions]
     return message.get("role"), message.get("content") or "", calls
@@ -64,31 +64,31 @@ def _read(arguments: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
-    """What of a call counts. `most`: tokens of its turn; null: all there is room for. `reads_calls`:
-    of tools, in what the model wrote."""
+class ChatCompletion:
+    """The parts of a chat-completion request that are used. `maximum`: tokens of its turn; null
+    uses all the room. `reads_calls`: parse tool calls in the model's text."""
 
     messages: Sequence[Message]
     tools: Any
     reads_calls: bool
     stop: Sequence[str]
-    most: int | None
+    maximum: int | None
     logprobs: bool
     stream: bool
     usage: bool
     """A stream ends with the numbers of tokens."""
 
 
-def read_call(body: Any, parser: ToolParser) -> Call:
+def read_call(body: Any, parser: ToolParser) -> ChatCompletion:
     """Raises Refused for what cannot be answered, or not as it is asked."""
     if not isinstance(body, Mapping):
-        raise Refused("the call is no JSON object")
+        raise Refused("the call is not a JSON object")
     if body.get("n") not in (None, 1):
         raise Refused("n must be 1: a session is one sample")
     for key in ("max_tokens", "max_completion_tokens"):
-        most = body.get(key)
-        if most is not None and (not isinstance(most, int) or most < 1):
-            raise Refused(f"{key} must be a whole number above 0, not {most!r}")
+        maximum = body.get(key)
+        if maximum is not None and (not isinstance(maximum, int) or maximum < 1):
+            raise Refused(f"{key} must be a whole number above 0, not {maximum!r}")
     for key, free in FREE.items():
         given = body.get(key)
         given = given.get("type", given) if isinstance(given, Mapping) else given
@@ -109,12 +109,12 @@ def read_call(body: Any, parser: ToolParser) -> Call:
     except (ValueError, TypeError) as error:
         raise Refused(f"tools must be a list of functions with their schemas: {error}") from None
     options = body.get("stream_options")
-    return Call(
+    return ChatCompletion(
         messages=_messages(body.get("messages")),
         tools=tools,
         reads_calls=body.get("tool_choice") != "none",
         stop=stop,
-        most=body.get("max_completion_tokens") or body.get("max_tokens"),
+        maximum=body.get("max_completion_tokens") or body.get("max_tokens"),
         logprobs=bool(body.get("logprobs")),
         stream=bool(body.get("stream")),
         usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
@@ -122,7 +122,8 @@ def read_call(body: Any, parser: ToolParser) -> Call:
 
 
 def _require_own_ways(body: Mapping[str, Any]) -> None:
-    """Raises Refused for what would change how the run reads and draws, and may not be passed over."""
+    """Raises Refused for what would change how the run reads and draws, and may not be passed
+    over."""
     for key in (*GRAMMARS, "logit_bias"):
         if body.get(key):
             raise Refused(
@@ -151,7 +152,7 @@ def _messages(given: Any) -> list[Message]:
     messages: list[Message] = []
     for index, one in enumerate(given):
         if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
-            raise Refused(f"messages[{index}] is no object with a role")
+            raise Refused(f"messages[{index}] is not an object with a role")
         calls = one.get("tool_calls") or []
         if not isinstance(calls, list) or not all(map(_is_call, calls)):
             raise Refused(
@@ -175,8 +176,8 @@ def _is_call(call: Any) -> bool:
 
 
 def completion(turn: Turn, message: Message, total: int, decode: Decode | None) -> dict[str, Any]:
-    """The answer. `message`: of the turn. `total`: tokens of its segment. `decode`: where each token
-    is to be shown with its log-prob."""
+    """The answer. `message`: of the turn. `total`: tokens of its segment. `decode`: where each
+    token is to be shown with its log-prob."""
     choice: dict[str, Any] = {"index": 0, "message": message}
     choice["finish_reason"] = (
         "length" if turn.reason == "length" else "tool_calls" if "tool_calls" in message else "stop"
@@ -204,9 +205,11 @@ def completion(turn: Turn, message: Message, total: int, decode: Decode | None) 
     }
 
 
-async def write(request: web.Request, answer: dict[str, Any], asked: Call) -> web.StreamResponse:
-    if asked.stream:
-        return await _streamed(request, answer, usage=asked.usage)
+async def write(
+    request: web.Request, answer: dict[str, Any], requested: ChatCompletion
+) -> web.StreamResponse:
+    if requested.stream:
+        return await _streamed(request, answer, usage=requested.usage)
     response = web.json_response(answer)
     await response.prepare(request)
     await response.write_eof()
