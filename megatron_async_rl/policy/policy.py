@@ -46,14 +46,23 @@ from megatron_async_rl.policy.optimizer import (
     wrap_for_gradients,
 )
 from megatron_async_rl.policy.parameter_state import MOMENT_NAMES, adam_shards, optimizer_state
-from megatron_async_rl.policy.past_versions import Snapshots, weight_displacement
-from megatron_async_rl.policy.precompute import Precompute, PrecomputeTable, passes
-from megatron_async_rl.policy.reference_policies import REFERENCE_DIGEST, ReferencePolicies
+from megatron_async_rl.policy.past_versions import MasterSnapshot, Snapshots, weight_displacement
+from megatron_async_rl.policy.reference_policies import (
+    REFERENCE_DIGEST,
+    Precompute,
+    PrecomputeTable,
+    ReferencePolicies,
+    passes,
+)
 from megatron_async_rl.policy.routing_replay import RoutingReplay
 from megatron_async_rl.policy.sequence_layout import sequence_layout
-from megatron_async_rl.policy.step import OptimizerStep, StepFacts
-from megatron_async_rl.policy.step_table import RecordedLoss, StepTable, step_metrics
-from megatron_async_rl.policy.weight_copies import MasterSnapshot
+from megatron_async_rl.policy.step import (
+    OptimizerStep,
+    RecordedLoss,
+    StepFacts,
+    StepTable,
+    step_metrics,
+)
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import TrainBatch
 

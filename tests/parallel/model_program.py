@@ -28,7 +28,7 @@ from megatron_async_rl.config.schema import (
     ParallelConfig,
     PolicyConfig,
 )
-from megatron_async_rl.policy import checkpoint, device, model_blocks, weight_copies
+from megatron_async_rl.policy import checkpoint, device, model_blocks, past_versions
 from megatron_async_rl.policy.background import Background
 from megatron_async_rl.policy.checkpoint_folder import read_file
 from megatron_async_rl.policy.context_parallel import ContextParallelSlice
@@ -43,8 +43,8 @@ from megatron_async_rl.policy.parameter_state import (
     adam_steps,
     optimizer_slices,
 )
+from megatron_async_rl.policy.past_versions import WeightSnapshot
 from megatron_async_rl.policy.sequence_layout import sequence_layout
-from megatron_async_rl.policy.weight_copies import WeightSnapshot
 from megatron_async_rl.weights.convert import export_hf
 from megatron_async_rl.weights.export import WeightExporter
 from tests.parallel.allocations import Allocations
@@ -308,7 +308,7 @@ def divided_copies(model: PolicyModel, layout: Layout) -> dict:
             for one, other in zip(*map(placed, pair), strict=True)
         )
         with (
-            mock.patch.object(weight_copies, "GATHERED", BLOCK),
+            mock.patch.object(past_versions, "GATHERED", BLOCK),
             mock.patch.object(dist, "all_gather_into_tensor", gather),
         ):
             same = same and all(map(torch.equal, *map(placed, kept[1])))

@@ -39,9 +39,8 @@ from megatron_async_rl.policy.opob import exact_baseline
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
 from megatron_async_rl.policy.parallel import Layout, initialise
 from megatron_async_rl.policy.parameter_state import MASTER, adam_names, adam_shards
-from megatron_async_rl.policy.past_versions import Snapshots
+from megatron_async_rl.policy.past_versions import MasterSnapshot, Snapshots
 from megatron_async_rl.policy.reference_policies import ReferencePolicies
-from megatron_async_rl.policy.weight_copies import MasterSnapshot
 from tests.parallel.allocations import Allocations
 
 META, CPU = torch.device("meta"), torch.device("cpu")

@@ -20,15 +20,14 @@ from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.plan.memory import held_bytes, past_master_bytes
 from megatron_async_rl.policy import step as step_module
 from megatron_async_rl.policy.past_versions import (
+    MasterSnapshot,
     SnapshotMissing,
     Snapshots,
     start_shares,
     weight_displacement,
 )
-from megatron_async_rl.policy.precompute import passes
-from megatron_async_rl.policy.reference_policies import ReferencePolicies
+from megatron_async_rl.policy.reference_policies import ReferencePolicies, passes
 from megatron_async_rl.policy.step import OptimizerStep, StepFacts
-from megatron_async_rl.policy.weight_copies import MasterSnapshot
 from tests.gradients import OneRank, Shard, cosine
 from tests.train_batches import columns_of, groups_of, make_sample, rewards_batch
 from tests.written_run import config_tree

@@ -27,7 +27,7 @@ from megatron_async_rl.policy.sequence_layout import (
     Padded,
     cheapest_cut,
 )
-from megatron_async_rl.policy.step_table import RecordedLoss
+from megatron_async_rl.policy.step import RecordedLoss
 from tests.train_batches import (
     columns_of,
     grouped,

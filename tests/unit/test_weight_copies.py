@@ -10,10 +10,13 @@ import torch
 from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.policy import reference_policies
-from megatron_async_rl.policy.past_versions import SnapshotMissing, Snapshots
-from megatron_async_rl.policy.precompute import Precompute, passes
-from megatron_async_rl.policy.reference_policies import ArchitectureMismatch, ReferencePolicies
-from megatron_async_rl.policy.weight_copies import WeightSnapshot
+from megatron_async_rl.policy.past_versions import SnapshotMissing, Snapshots, WeightSnapshot
+from megatron_async_rl.policy.reference_policies import (
+    ArchitectureMismatch,
+    Precompute,
+    ReferencePolicies,
+    passes,
+)
 from tests.tiny_models import save_tiny_model
 from tests.train_batches import columns_of, groups_of, make_sample, rewards_batch
 
