@@ -183,7 +183,7 @@ def test_an_engine_that_comes_later_gets_all_buckets_and_is_waited_for() -> None
     run(body)
 
 
-def test_an_engine_that_starts_again_while_others_sample_borrows_the_version_once_more() -> None:
+def test_an_engine_that_starts_again_while_others_sample_acquires_the_version_again() -> None:
     async def body() -> None:
         async with colocated(FakeEngine(), FakeEngine()) as (controller, ranks, launch):
             await until(lambda: not ranks.held)
@@ -255,7 +255,7 @@ def test_ranks_that_fill_nothing_cost_the_engines_after_their_limit_and_the_run_
     run(body)
 
 
-def test_borrowed_weights_that_differ_end_the_run() -> None:
+def test_acquired_weights_that_differ_end_the_run() -> None:
     async def body() -> None:
         engines = [FakeEngine(), FakeEngine()]
         async with colocated(*engines) as (controller, _, _):

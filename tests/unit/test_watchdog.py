@@ -125,7 +125,7 @@ def look_for(watchdog: Watchdog, seconds: float) -> stall.Stall | None:
     return None
 
 
-def test_a_standstill_shows_every_process_and_names_the_stopped_one(run: RunOfProcesses) -> None:
+def test_a_stall_shows_every_process_and_names_the_stopped_one(run: RunOfProcesses) -> None:
     rank, engine = run.start("rank 0", WAITS), run.start("engine-0", SAMPLES)
     run.beaten("rank 0", "engine-0")
     stop(engine)
