@@ -181,7 +181,7 @@ def products_with(
     """(<g, r>, |g|^2, |r|^2) over the model; one all-reduce of three scalars.
 
     reference: for every shard what `products` takes for it, else a tensor of the shard's size; read
-    once, in order. reference_square: |r|^2, where it is known already.
+    once, in order. reference_square: |r|^2, if it is already known.
     """
     grads = (shard.grad for shard in gradients.shards)
     return products_of(gradients, grads, reference, reference_square, products)
@@ -195,8 +195,8 @@ def products_of(
     products: Products = three_products,
 ) -> tuple[float, float, float]:
     """(<l, r>, |l|^2, |r|^2) of tensors like the shards of `gradients`, each counted where its
-    shard is; one all-reduce of three scalars. Both are read once, in order. right_square: |r|^2,
-    where it is known already."""
+    shard is; one all-reduce of three scalars. Both are read once, in order. right_square: |r|^2, if
+    it is already known."""
     known = right_square is not None
     counted = (
         (one, other)

@@ -8,13 +8,13 @@ With g the reduced gradient before clipping, u the direction of the reference, a
     c > c_high            skip                  after max_consecutive_skips of them, project instead
     not yet calibrated    keep                  (`calibrate`: see calibration.py)
 
-Where c is 1 within rounding, what is left of g across u is rounding too: the projection is then to
-zero whatever the target, which a metric reports. An anomalous gradient (policy/anomaly.py) is left
-as it is and never becomes the reference.
+If c is 1 within rounding, the remainder of g orthogonal to u is rounding, too: the projection is
+then to zero whatever the target, which a metric reports. An anomalous gradient (policy/anomaly.py)
+is left as it is and never becomes the reference.
 
 The reference is the raw gradient of the previous step, also after a skip, or (`reference: applied`)
-the last gradient that was applied; it is dropped after a gradient that is not finite. It is kept as
-`reference_dtype` and `reference_offload` say, and c is the cosine with what was kept:
+the last gradient that was applied; it is dropped after a gradient that is not finite. It is stored
+with `reference_dtype` and `reference_offload`, and c is the cosine with the stored reference:
 reference.py bounds the difference.
 
 What follows from the regime is the control's own: GAC projects, its null baseline only shortens.
@@ -166,7 +166,7 @@ class AlignmentControl(Control, ABC):
             self.reset()
             return kept
         # A zero gradient has no direction, and a gradient far outside the run's history does not
-        # predict the next: the reference stays what it was.
+        # predict the next: the reference does not change.
         if square == 0.0 or step.is_anomaly(kept.norm):
             return kept
         if reference_square == 0.0:

@@ -1,5 +1,4 @@
-"""The interface of gradient controls: what one sees of the step that is about to be taken, and what
-it decides."""
+"""The interface of gradient controls: a control's view of the coming step, and its decision."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ constants and the exact projection are this project's own.
 `matched_norm`: the gradient is made as short as GAC would make it, in its own direction. Every step
 is judged as GAC with the same settings would judge it (alignment.py). Where GAC projects, the
 gradient is scaled by |g'| / |g| = sqrt(1 - c^2 + (k c)^2) after clipping, so that clipping cannot
-undo it; where GAC skips, so does this. Adam undoes a constant factor, so what is left is the change
-of length from step to step: what GAC does beyond it, it owes to the direction.
+undo it; where GAC skips, so does this. Adam undoes a constant factor, so only the change of length
+from step to step remains: what GAC does beyond it, it owes to the direction.
 
 `matched_lr`: the learning rate is scaled so that updates are, in the mean, as long as the control's
 were:

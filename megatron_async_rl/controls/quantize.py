@@ -60,7 +60,7 @@ def scales_of(largest: Tensor, limit: float) -> Tensor:
 
 
 def dequantize(written: QuantizedTensors, shape: torch.Size) -> Tensor:
-    """float32 of `shape`; the tensor itself, not a copy, where that is what was kept."""
+    """float32 of `shape`; the stored tensor itself, not a copy, if it has that dtype."""
     if len(written) == 1:
         return written[0].float().view(shape)
     numbers, scales = written

@@ -6,7 +6,7 @@ its way while the present one is used, and what `put` was given is copied out du
 step; on CUDA that takes device memory of the reference's size until the copies are through, at a
 time when there are no activations.
 
-Numbers. float32, bfloat16, or FP8 with a scale per block. What is read back differs from what was
+Numbers. float32, bfloat16, or FP8 with a scale per block. The numbers read differ from the numbers
 written, element by element, by at most
     bf16    2^-9 of the element
     fp8     2^-4 of the element (e4m3 has 3 bits after the point), and for elements below 2^-14 of
@@ -14,8 +14,8 @@ written, element by element, by at most
 so a cosine taken against it moves by at most |error| / |reference|: 2^-9 and about 2^-4; and by far
 less for errors that do not line up with the other gradient (of order c |error|^2 / 2 plus the same
 over the root of the number of elements). A block's scale is the smallest power of two that brings
-its largest element within e4m3's 448. Scaling is then exact, and writing again what was read gives
-the same bits.
+its largest element within e4m3's 448. Scaling is then exact, and writing the read numbers again
+gives the same bits.
 
 Sweeps. On CUDA, products, projection and writing are Triton's kernels (gac_kernels.py), which read
 and write each number once; elsewhere torch's operations, block by block.
@@ -246,8 +246,8 @@ class GradientReference:
             yield dequantize(written, shape)
 
     def written(self) -> Iterator[QuantizedTensors]:
-        """Shards on the gradient's device, in the numbers they are kept in; the reference itself
-        where it is kept there."""
+        """Shards on the gradient's device, in the numbers they are kept in; the reference itself if
+        it is stored there."""
         if self._copies is None:
             yield from self._kept
             return
@@ -271,7 +271,7 @@ class GradientReference:
         ]
 
     def on_device(self) -> list[Tensor]:
-        """The tensors that it is kept in, where that is the gradient's memory."""
+        """The tensors that hold it, if they are on the gradient's device."""
         return [] if self._copies is not None else [part for kept in self._kept for part in kept]
 
     def shards(self) -> list[Tensor]:

@@ -326,7 +326,7 @@ class GrowingFile:
         return lines, restarted
 
     def where(self, line: int) -> str:
-        """File and number of a line, where that is known."""
+        """File and number of a line, if known."""
         return f"{self.path}:{line}" if self.whole else f"{self.path}, near its end"
 
     def _is_continued(self, file: BinaryIO) -> bool:
@@ -414,8 +414,8 @@ class MetricsReader:
         return row
 
     def _value(self, name: str, value: Any) -> Value | None:
-        """A value of a line; None where it is of another kind than the catalogue has, as of another
-        version. Raises MetricsError, ValueError for what is of no kind."""
+        """A value of a line; None if it has another kind than in the catalogue, as in a file of
+        another version. Raises MetricsError, ValueError for a value of no kind."""
         if name not in self._metrics:
             metric = self._metrics[name] = find_metric(name)
             if metric is None or metric.kind in SCALARS:

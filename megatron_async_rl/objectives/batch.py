@@ -10,8 +10,8 @@ Invariants:
   over whole batches;
 - only `logp` (and `entropy`, `values`, where a loss term needs them) carries a gradient, and in a
   whole batch nothing does;
-- a tensor that was not requested is None: `require` names what is missing instead of computing with
-  nothing.
+- a tensor that was not requested is None: `require` names the missing tensor instead of computing
+  without it.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class TokenBatch:
 
     def sequence_sum(self, values: Tensor) -> Tensor:
         """[N] -> [S]: sum of `values` over each sequence's trained tokens, differentiable."""
-        # Left out by selection, not multiplied by 0: what is not trained on may hold anything, inf
-        # and nan included.
+        # Left out by selection, not multiplied by 0: tokens that are not trained on may hold any
+        # value, inf and nan included.
         kept = torch.where(self.mask > 0, values * self.mask, 0.0)
         # Unsafe: without a look at the offsets, for which the host would wait for the device.
         return torch.segment_reduce(kept, "sum", offsets=self._starts, unsafe=True)

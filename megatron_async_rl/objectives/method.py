@@ -66,7 +66,7 @@ class CorrectionMethod:
 
     Works on a micro-batch and on a whole batch alike, unless `whole(settings)`: then it is given
     the whole batch only. needs: columns besides `logp_prox` that it reads, which a precompute pass
-    has to bring where it is given a whole batch.
+    must supply if it is given a whole batch.
     """
 
     function: Callable[[TokenBatch, Any], Tensor]

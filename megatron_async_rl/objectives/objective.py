@@ -161,7 +161,7 @@ class Objective:
 
         `logp_prox` may still be nan where a batch is one optimizer step: it is filled in here,
         exactly, from the detached `logp`. corrected: the batch's weights already hold the
-        corrections. with_terms: false leaves out what is added to the loss.
+        corrections. with_terms: false leaves out the terms that are added to the loss.
         """
         config = self.config
         if config.steps_per_batch == 1 and config.proximal in ("recompute", "loglinear"):
@@ -189,7 +189,7 @@ class Objective:
         return BatchLoss(parts, losses.clipped, (batch.weights == 0) & (batch.mask > 0), terms)
 
     def _terms(self, batch: TokenBatch) -> list[tuple[str, float, Tensor]]:
-        """(name, factor, [N] values with gradient) of what is added to the loss."""
+        """(name, factor, [N] values with gradient) of each term added to the loss."""
         config, found = self.config, []
         if config.kl is not None and config.kl.where == "loss":
             found.append(("kl", config.kl.coef, token_kl(batch, config.kl)))

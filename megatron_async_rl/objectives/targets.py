@@ -63,7 +63,7 @@ class StepTargets:
     """One optimizer step. samples: the valid ones of its minibatch. whole: their tokens, in order.
 
     corrected: `whole.weights` already hold the corrections; otherwise each micro-batch computes its
-    own. metrics: what was decided, for the log.
+    own. metrics: the decisions, for the log.
     """
 
     samples: RankBatch

@@ -81,7 +81,7 @@ class Dashboard:
             raise KeyError(view)
         with self._lock:
             readers = self._readers if view == ALL else [self._readers[int(view)]]
-            # Taken before reading: what is written meanwhile changes the next one.
+            # Taken before reading: rows written meanwhile change the next one.
             now = tuple(reader.fingerprint() for reader in readers)
             made = self._made.get(view)
             if made is None or made[0] != now:
@@ -256,7 +256,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _name_in(host: str) -> str:
-    """`host`: HOST or HOST:PORT, as a browser sends it. Empty where it is neither."""
+    """`host`: HOST or HOST:PORT, as a browser sends it. Empty if it is neither."""
     try:
         return _plain(urlsplit(f"//{host}").hostname or "")
     except ValueError:

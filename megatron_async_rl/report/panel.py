@@ -1,8 +1,8 @@
-"""A panel of a run: its data, its kind and its labels, whatever it is drawn on. page.js draws it on
-a page, from `as_json`; charts.py on a sheet.
+"""A panel of a run: its data, its kind and its labels, independent of the renderer. page.js draws
+it on a page, from `as_json`; charts.py on a sheet.
 
-Invariant: what is drawn does not grow with the run: a curve has at most POINTS points, a spike
-among them, and shades have at most CELLS columns.
+Invariant: the number of drawn points does not grow with the run: a curve has at most POINTS points,
+a spike among them, and shades have at most CELLS columns.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Progress:
             self._live.start()
 
     def update(self) -> None:
-        """Reads what is new and redraws when due. Cheap: call it a few times a second."""
+        """Read the new rows and redraw if due. Cheap: call it a few times a second."""
         now = time.monotonic()
         self._read(now)
         state = self._state

@@ -133,7 +133,7 @@ def _numbers(run: RunData) -> str:
     """The headline numbers as tiles."""
     summary = run.summary
     tiles: list[tuple[str, str, str]] = []
-    """(number, what it is, class)."""
+    """(number, label, class)."""
     if summary.before is not None and summary.after is not None:
         change = summary.after - summary.before
         gain = -change if summary.measure == "loss" else change

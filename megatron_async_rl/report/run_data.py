@@ -95,7 +95,7 @@ class TimelineWindow:
     """The spans that touch the window, cut to it; `rank 0` first."""
 
     def in_words(self) -> list[tuple[str, str]]:
-        """(track, what it did), the most of the time first."""
+        """(track, activities), the longest activity first."""
         lines = []
         for track, spans in self.tracks.items():
             parts = list(shares(spans, self.start, self.end).items())[:PARTS]
@@ -113,7 +113,7 @@ class RunData:
     """RUN/config.yaml as it is written there; empty if there is none."""
     summary: Summary
     window: TimelineWindow | None
-    """None where no process wrote what it did."""
+    """None if no process wrote a timeline."""
     dropped: DroppedSummary | None
     """None where nothing was dropped."""
     evaluations: Evaluations
@@ -262,7 +262,7 @@ class RunReader:
         for evaluated, restarted in self._evaluations.blocks():
             if restarted:
                 self._evaluated = []
-            # Only what is drawn: a line has every held-out prompt's score.
+            # Only the drawn numbers: a line has every held-out prompt's score.
             kept = ("version", "mean_reward", "loss", "pass_at")
             self._evaluated += [{key: one[key] for key in kept if key in one} for one in evaluated]
         self._evaluated.sort(key=lambda one: int(one["version"]))
@@ -319,8 +319,8 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 def timeline_window(
     rows: Sequence[MetricRow], tracks: Mapping[str, Sequence[Span]], steps: int = WINDOW_STEPS
 ) -> TimelineWindow | None:
-    """The window of the last `steps` steps, fewer where the run was stopped in between; None where
-    no process wrote what it did."""
+    """The window of the last `steps` steps, fewer where the run was stopped in between; None if no
+    process wrote a timeline."""
     ended = [
         (int(step), at)
         for row in rows

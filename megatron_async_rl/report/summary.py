@@ -1,5 +1,5 @@
-"""A whole run in a few numbers: its summary for the terminal and the report, what was dropped
-against what was trained on, and the rates that a plan of another run can start from."""
+"""A whole run in a few numbers: its summary for the terminal and the report, dropped compared with
+trained samples, and the rates that a plan of another run can start from."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class MeasuredRates:
 
 
 def measure(rows: Sequence[MetricRow]) -> MeasuredRates | None:
-    """Null where a run did not write what its engines did, or not for two steps."""
+    """Null if a run has no timeline of its engines, or not for two steps."""
     step_s = _numbers(rows, "time/step_s")
     if len(step_s) < 2:
         return None

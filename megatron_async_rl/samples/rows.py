@@ -64,8 +64,8 @@ class EngineReport:
     read where nothing finished and nothing was aborted."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Bytes, in one piece: what is handed to Ray as buffers is read in its object store, which
-        # would keep every report for as long as one of its samples waits.
+        # Bytes, in one piece: buffers passed to Ray are read in its object store, which would keep
+        # every report for as long as one of its samples waits.
         rest = {name: value for name, value in vars(self).items() if name != "finished"}
         return _report, (as_stream(self.finished).to_pybytes(), pickle.dumps(rest, protocol=5))
 

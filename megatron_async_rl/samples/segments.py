@@ -163,7 +163,7 @@ def require_checksums(folder: Path) -> None:
 
 
 def file_of(folder: Path, table: TableName, segment: int) -> Path | None:
-    """The file of a segment under the name that it has now; None where it is gone."""
+    """The file of a segment under the name that it has now; None if it is gone."""
     # Between two looks an open file may have been closed.
     for ending in (CLOSED, OPEN, CLOSED):
         path = path_of(folder, table, segment, ending)

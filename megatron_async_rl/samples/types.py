@@ -224,7 +224,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Aborted:
-    """The answer to an abort: what had been sampled of the request by then, with what it began
+    """The answer to an abort: the tokens sampled for the request so far, including those it began
     with; null when there was no token yet."""
 
     id: str

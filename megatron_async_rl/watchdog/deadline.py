@@ -1,8 +1,8 @@
 """Waits with a name and a deadline, so that a stuck run reports who waited how long for what.
 
-Invariant: a wait through this module ends with its result, with the failure of what was waited for,
-or with `DeadlineExceeded`. A timeout that what was waited for raises itself, before the deadline,
-passes unchanged.
+Invariant: a wait through this module ends with its result, with the failure of the awaited call, or
+with `DeadlineExceeded`. A timeout that the awaited call itself raises before the deadline passes
+unchanged.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def ray_get(ref: Any, name: str, timeout_s: float) -> Any:
 
 
 async def answer_of(call: Any) -> Any:
-    """Answer of an actor. Raises what it raised, as itself, and ProcessDied where it has ended."""
+    """Answer of an actor. Raises its own exceptions unchanged, and ProcessDied if it has ended."""
     import ray
 
     look_for_kernel_kills()

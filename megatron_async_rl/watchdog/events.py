@@ -3,8 +3,8 @@
 `RUN/events.jsonl`: what happened to the run that a user should know although it went on, such as a
 restarted engine. `RUN/watch/<process>.failure`: what ended a process, one JSON object of fields.
 
-Errors of our own say what they are by their class, and their text is never parsed: `consequence` is
-true for an error that only reports another process's end, `timed_out` for a wait that was over, and
+Our own errors are identified by their class, and their text is never parsed: `consequence` is true
+for an error that only reports another process's end, `timed_out` for a wait that was over, and
 `fix` is the advice. Text is read of foreign errors alone (torch, Ray, vLLM), which have no such
 fields.
 
@@ -86,7 +86,7 @@ def read_events(run_dir: Path, newest: int | None = None) -> list[Event]:
 
 
 class EventReader:
-    """Reads what is added after it was made."""
+    """Read the events that are added after its creation."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE

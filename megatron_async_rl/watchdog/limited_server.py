@@ -1,8 +1,8 @@
 """A threaded server that a stranger cannot exhaust: a mix-in for `socketserver`.
 
 Invariants:
-- a connection that has not been admitted takes one of `slots` threads and descriptors; there are no
-  more, however many connect;
+- a connection that has not been admitted takes one of `slots` threads and descriptors; there are
+  never more, however many connect;
 - a new connection is worth more than an idle one: where all slots are taken, the oldest is cut;
 - a connection that is not admitted within `admission_s` is cut, however often it sends a byte;
 - an admitted connection takes no slot and has no such limit: it is one of the run's own.

@@ -95,8 +95,8 @@ def die_with_parent() -> None:
 
 
 def collect_rarely() -> None:
-    """Keeps the garbage collector away from what this process holds so far, and mostly from what is
-    in flight.
+    """Exclude the objects that this process holds so far, and most objects in flight, from garbage
+    collection.
 
     What a library's import and start leave behind is a million objects that stay; requests, samples
     and arrays live long, are many, and are freed without the collector. Going through all of them

@@ -286,7 +286,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _state_from(tree: Any) -> list[ProcessState]:
-    """One, or none where it is not a state."""
+    """The state, or None if the file does not hold one."""
     try:
         return [ProcessState(**tree)]
     except TypeError:

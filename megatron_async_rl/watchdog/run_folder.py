@@ -1,11 +1,11 @@
 """The temporary folder of a run on one machine: Ray's session, vLLM's sockets, and all other files
-that its processes put into TMPDIR. Its name also marks what they make in /dev/shm by
+that its processes put into TMPDIR. Its name also marks the files that they create in /dev/shm by
 `multiprocessing`.
 
 Invariants:
 - a run leaves nothing in the machine's temporary folder and in /dev/shm: its own files are removed
   at its end, and what a killed run left is removed when the next one of this user starts here;
-- what is in use is left alone: the owner holds a lock on a file in the folder, and on one in
+- folders in use are left alone: the owner holds a lock on a file in the folder, and on one in
   /dev/shm, and hands the descriptors to processes that may outlive it. Process ids are not used:
   containers may share either. A folder without that file is not of this package;
 - programs of another user, which cannot pass through a run's folder, have a folder next to it
@@ -183,7 +183,7 @@ def _unlocked(lock: Path) -> Iterator[bool]:
 
 
 def remove_stale_folders() -> list[Path]:
-    """Remove the folders of this user's killed runs; returns what was removed."""
+    """Remove the folders of this user's killed runs; returns the removed files."""
     removed = []
     for base in dict.fromkeys((_base(), SHORT)):
         for path in _named(base):
@@ -224,7 +224,7 @@ def _remove_if_stale(place: Path) -> bool:
 
 
 def _remove_folder(place: Path) -> None:
-    # vLLM names what its workers on a CPU share after a file that it makes here.
+    # vLLM names its CPU workers' shared memory after a file that it creates here.
     for file in place.glob(f"{_OF_VLLM}*"):
         for shared in SHARED_MEMORY.glob(f"{file.name}-*"):
             with contextlib.suppress(OSError):  # another user's

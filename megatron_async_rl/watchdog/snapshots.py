@@ -78,7 +78,7 @@ class HostSnapshot:
     processes: tuple[ProcessSnapshot, ...]
     stopped: tuple[str, ...] = ()
     ends: str | None = None
-    """The reason the run is being ended, where that is decided; None: it is not, this is an
+    """The reason why the run is being ended, if that is decided; None: it is not, this is an
     answer."""
 
 
@@ -140,7 +140,7 @@ def read_others(run_dir: Path) -> list[HostSnapshot]:
 def ask_other_machines(run_dir: Path, *, at_the_end: bool) -> list[HostSnapshot]:
     """The snapshots of machines with a launcher of this run, once each is there, or after ANSWER_S.
 
-    `at_the_end`: the run is being ended, and what they saw at an earlier time does not count.
+    `at_the_end`: the run is being ended, and their earlier snapshots do not count.
     """
     requested = {state.host for state in read_states(run_dir) if state.is_launcher} - {
         socket.gethostname()

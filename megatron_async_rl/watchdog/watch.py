@@ -1,9 +1,8 @@
 """The state of this process, in a small file that others can read when it no longer answers.
 
 `start` gives the process a heartbeat: a daemon thread replaces `RUN/watch/<name>.json` every second
-with what the process waits for, what it has achieved and any figure a part of it offered; SIGUSR1
-writes all its threads' stacks to `RUN/watch/<name>.stack`, also when the interpreter is stuck in
-one call.
+with the process's waits, its progress and the figures that its parts offer; SIGUSR1 writes all its
+threads' stacks to `RUN/watch/<name>.stack`, also when the interpreter is stuck in one call.
 
 Invariants:
 - waits, marks and facts may be registered in any process and from any thread, before `start` and

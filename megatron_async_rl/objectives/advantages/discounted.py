@@ -52,8 +52,8 @@ def reinforce_pp_baseline(batch: TokenBatch, settings: ReinforcePpBaselineAdvant
     """R_i - mean R of the group on each of the sequence's tokens, then whitened. [S] rewards ->
     [N].
 
-    Before whitening exactly 0 for a group of one or of equal rewards; the batch's mean, which
-    whitening takes from every token, is then what is left.
+    Before whitening exactly 0 for a group of one or of equal rewards; only the batch's mean
+    remains, which whitening subtracts from every token.
     """
     return Advantages(
         whitened(batch.per_token(batch.group_centred(batch.require("rewards"))), batch.mask)
