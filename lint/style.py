@@ -83,7 +83,7 @@ PHRASES = {
 }
 """A phrase, and the plain English for it."""
 
-BEFORE = r"""(?<![\w"._-])(?<![Tt]here )"""
+BEFORE = r"(?<![\w._-])(?<![Tt]here )"
 AFTER = r"(?![\w_]| (?:longer|more|less|later|earlier|other)\b)"
 """Surroundings of a phrase. Names of keys, `there is no` and `is no longer` are plain English."""
 
@@ -191,6 +191,7 @@ def _plain(source: str) -> str:
 
 
 STRINGS = (tokenize.STRING, tokenize.FSTRING_MIDDLE)
+KEY = re.compile(r"[\"'][\w.]+[\"']")
 
 
 def _texts(
@@ -207,7 +208,8 @@ def _texts(
         elif comment and token.type != tokenize.NL:
             yield begins, " ".join(comment)
             comment = []
-        if token.start in documented or (messages and token.type in STRINGS):
+        text = token.start in documented or (messages and token.type in STRINGS)
+        if text and not KEY.fullmatch(token.string):
             yield token.start[0], token.string
 
 

@@ -385,7 +385,7 @@ def plan(
     gpus: Annotated[
         int | None,
         typer.Option(
-            "--gpus", min=1, help="Plan for machines with so many GPUs each, not for this one."
+            "--gpus", min=1, help="Plan for machines with this many GPUs each, not for this one."
         ),
     ] = None,
     gpu_memory: Annotated[
@@ -497,9 +497,7 @@ def simulate(
     ] = "",
     gpus: Annotated[
         str,
-        typer.Option(
-            "--gpus", metavar="LIST", help="Such as 64,256: divide so many at their best."
-        ),
+        typer.Option("--gpus", metavar="LIST", help="Such as 64,256: divide this many optimally."),
     ] = "",
     grow: Annotated[
         bool, typer.Option("--grow", help="With --gpus: prompts_per_step grows with the GPUs.")
@@ -572,10 +570,10 @@ def report(
 
 @app.command()
 def engines(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that goes on.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a running run.")],
     count: Annotated[int, typer.Argument(metavar="N", min=1, help="Training engines.")],
 ) -> None:
-    """Give a run more or fewer engines while it goes on. Those that join start from the newest
+    """Give a run more or fewer engines while it runs. Those that join start from the newest
     weights; those that leave hand on what they had begun."""
     from megatron_async_rl.launch.run_lock import ask_for_engines
 
@@ -636,11 +634,13 @@ def samples(
         bool, typer.Option("--json", help="Whole samples, one JSON object per line.")
     ] = False,
 ) -> None:
-    """Print samples of a run, also while it goes on: prompt, response, reward, versions. By default
+    """Print samples of a run, also while it runs: prompt, response, reward, versions. By default
     the newest few."""
-    from megatron_async_rl.report.samples import Wanted, choose, print_samples
+    from megatron_async_rl.report.samples import SampleQuery, choose, print_samples
 
-    wanted = Wanted(step=step, worst=worst, best=best, random=random, seed=seed, held_out=held_out)
+    wanted = SampleQuery(
+        step=step, worst=worst, best=best, random=random, seed=seed, held_out=held_out
+    )
     print_samples(choose(run, wanted), console(), as_json=as_json)
 
 

@@ -75,8 +75,8 @@ class StudyOutcome:
 
 
 def outcome_of(run: StudyRun) -> StudyOutcome:
-    """The state that the run's directory shows while nobody works on it. One that failed before its
-    first step is `waiting`, with its reason. Raises UserError for a status that is none."""
+    """The state that the run's directory shows while no process works on it. One that failed before
+    its first step is `waiting`, with its reason. Raises UserError for an invalid status."""
     status = read_status(run.directory)
     if status is None:
         return StudyOutcome(state="waiting", step=0)
@@ -125,8 +125,8 @@ def check(grid: Grid, runs: Sequence[StudyRun], *, jobs: int) -> dict[str, Confi
     return configs
 
 
-class _Started:
-    """A `mar train` of the study that goes on. `lock`: of the runs folder, which it holds too."""
+class _StartedRun:
+    """A running `mar train` of the study. `lock`: of the runs folder, which it holds too."""
 
     def __init__(self, run: StudyRun, base: Path, steps: int, *, jobs: int, lock: int) -> None:
         self.run, self.steps, self._jobs = run, steps, jobs
@@ -205,7 +205,7 @@ def study(
     grid = read_grid(path)
     runs = runs_of(grid, only)
     configs = check(grid, runs, jobs=jobs)
-    at_work: list[_Started] = []
+    at_work: list[_StartedRun] = []
     took: list[float] = []
     sent = 0
     with ExitStack() as stack:
@@ -224,7 +224,7 @@ def study(
             while left and len(at_work) < jobs and not interrupts:
                 run = left.pop(0)
                 steps = configs[run.name].run.steps
-                at_work.append(_Started(run, grid.base, steps, jobs=jobs, lock=lock))
+                at_work.append(_StartedRun(run, grid.base, steps, jobs=jobs, lock=lock))
                 outcomes[run.name] = StudyOutcome(state="running", step=0)
             # One at a time: two signals that are sent together arrive as one.
             if len(interrupts) > sent:
@@ -254,7 +254,7 @@ def study(
     return 1 if any(one.state == "failed" for one in outcomes.values()) else 0
 
 
-def _end(at_work: Sequence[_Started], interrupts: Sequence[int]) -> None:
+def _end(at_work: Sequence[_StartedRun], interrupts: Sequence[int]) -> None:
     """Ends what a study that breaks off has at work. Ctrl-C makes the waits shorter."""
     for what, timeout_s in ENDING:
         until, requested = time.monotonic() + timeout_s, len(interrupts)
@@ -267,7 +267,7 @@ def _end(at_work: Sequence[_Started], interrupts: Sequence[int]) -> None:
             time.sleep(POLL_S)
 
 
-def _report(console: Console, one: _Started, outcome: StudyOutcome) -> None:
+def _report(console: Console, one: _StartedRun, outcome: StudyOutcome) -> None:
     parts = [f"{one.run.name}: {outcome.state} at step {outcome.step} in {span(one.seconds)}"]
     parts += [one.learned] if one.learned else []
     parts += [outcome.why] if outcome.why else []
@@ -285,7 +285,7 @@ def _counts(
 
 
 def _live_table(
-    at_work: Sequence[_Started],
+    at_work: Sequence[_StartedRun],
     left: Sequence[StudyRun],
     outcomes: Mapping[str, StudyOutcome],
     took: Sequence[float],

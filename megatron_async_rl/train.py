@@ -187,7 +187,7 @@ def _explained(
     try:
         return (
             memory_ran_out(
-                error, config, rank0.turns.phase, rank0.held, on_cpu=device_type == "cpu"
+                error, config, rank0.phases.phase, rank0.held, on_cpu=device_type == "cpu"
             )
             or error
         )

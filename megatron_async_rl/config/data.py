@@ -68,13 +68,13 @@ class FileConfig(Strict):
 
 
 class SourceConfig(FileConfig):
-    """A part of a mixture."""
+    """One source of a mixture."""
 
     name: DataColumn | None = None
-    """Goes before the ids of its prompts; null: the file's or folder's name."""
+    """Prefix of the ids of its prompts; null: the file's or folder's name."""
     weight: PositiveFloat = 1.0
-    """Its share of the prompts is weight / sum of weights, at every moment: the next prompt comes
-    from the source that is furthest behind its share."""
+    """Relative share of the prompts: weight / sum of weights. The next prompt always comes from
+    the source that is furthest behind its share."""
 
     @property
     def label(self) -> str:
@@ -82,7 +82,7 @@ class SourceConfig(FileConfig):
 
 
 class DataConfig(Strict):
-    """The prompts."""
+    """Training and held-out prompts."""
 
     train: Path | None = None
     """JSONL, JSON (a list), Parquet or CSV, by its ending; a folder or a pattern such as
@@ -96,7 +96,7 @@ class DataConfig(Strict):
     """Held-out prompts, as `train`, with `loss: sft` and their responses; several sets are
     `eval.sets`."""
     shuffle: bool = True
-    """A new seeded order every epoch, of each source."""
+    """Shuffle each source anew in every epoch, by the seed."""
     prompt_key: DataColumn = "prompt"
     """Column of the prompt: text, or a list of chat messages, which may be JSON text. This key and
     the three below may name a value inside a column: `extra_info.question`."""
@@ -112,13 +112,13 @@ class DataConfig(Strict):
     JSON, which the chat template is given. Rows may lack the column `tools`, but not one of another
     name. Null: none is read."""
     system_prompt: str | None = None
-    """System message put before messages that have none."""
+    """System message that is prepended to messages without one."""
     as_chat: bool = False
     """True makes a text prompt one message of the user, which the chat template renders; false
     gives the model the text as it stands. A response to a chat (`loss: sft`) ends with the
     template's end of a turn, and one to plain text with the tokenizer's end of sequence."""
     chat_template: TextOrFile | None = None
-    """A Jinja file, or the template itself; null: the model's."""
+    """Chat template: a Jinja file or the template itself; null: the model's."""
     chat_template_options: Mapping[str, Any] = {}
     """Variables of the template, such as `enable_thinking: false`."""
     max_prompt_tokens: PositiveInt | None = None

@@ -181,7 +181,7 @@ def refused_options(
 
 
 def unknown_option(name: str, known: Collection[str]) -> Problem:
-    """The problem of a name that is none of vLLM's, `known`."""
+    """The problem of a name that vLLM, `known`, does not have."""
     near = difflib.get_close_matches(name.lower(), sorted(known), n=1)
     fix = "remove it, or look its name up in vLLM's `AsyncEngineArgs`"
     if near:

@@ -40,25 +40,26 @@ class EnvironmentConfig(Strict):
     settings: Mapping[str, Any] = {}
     """Keyword arguments of the factory."""
     format: Literal["chat", "text"] = "chat"
-    """How the environment's words become tokens. `chat`: as messages, by the chat template that
-    also renders the prompts; `text`: as they are."""
+    """Conversion of the environment's output into tokens. `chat`: as messages, by the chat
+    template that also renders the prompts; `text`: as plain text."""
     max_turns: PositiveInt = 8
-    """Turns of the model in a sample."""
+    """Largest number of turns of the model in a sample."""
     max_segments: PositiveInt = 1
-    """Sequences that a sample of `agent` or `verifiers` is made of. A call that does not go on
-    where the agent was (it has compacted its context, or begun a sub-agent) begins another one, of
-    up to the tokens of any sample; with as many as this it is refused."""
+    """Largest number of sequences in a sample of `agent` or `verifiers`. A call that does not
+    continue an earlier one (the agent has compacted its context, or begun a sub-agent) begins
+    another sequence, with the same token limit as any sample; a call beyond the limit is
+    refused."""
     tool_parser: str = "hermes"
     """vLLM's parser of the model's tool calls, by its name there, for `tools`, `agent` and
     `verifiers`."""
     timeout_s: PositiveFloat = 60.0
-    """Longest time of one reset or step, below watchdog.timeout_s, or of an agent's whole run; over
-    it the environment's process is killed, and the sample counts as an error."""
+    """Time limit of one reset or step, or of an agent's whole run; below watchdog.timeout_s.
+    Beyond it the environment's process is killed, and the sample counts as an error."""
     processes: PositiveInt = 64
-    """Most samples of each engine that are in an environment at a time: each has a process of its
-    own meanwhile. The others wait to begin."""
+    """Largest number of samples per engine that are in an environment at a time, each with its
+    own process. Other samples wait."""
     memory_mib: PositiveInt | None = None
-    """Most memory (address space, MiB) of each process; null: no limit."""
+    """Memory limit (address space, MiB) of each process; null: no limit."""
 
 
 def environment_conflicts(config: Config) -> Iterator[str]:

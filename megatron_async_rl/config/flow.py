@@ -20,14 +20,14 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class OldestFirst(Strict):
-    """Groups train in the order they were admitted."""
+    """Train groups in the order of their admission."""
 
     name: Literal["oldest_first"] = "oldest_first"
 
 
 class Windowed(Strict):
-    """Groups train in the order they finish, as far as the law permits, from among the oldest that
-    are not trained yet."""
+    """Train groups in the order in which they finish, as far as the staleness law permits, from
+    among the oldest untrained ones."""
 
     name: Literal["windowed"] = "windowed"
     window: NonNegativeFloat = 1.0
@@ -36,9 +36,9 @@ class Windowed(Strict):
 
 
 class ExactLag(Strict):
-    """Every sample trains exactly `lag` updates after it was made, and is made by one weight
-    version: the controlled experiment of M2PO and GAC. Samples made before the first update wait up
-    to `lag` steps. Needs flow.async_ratio to be the same number."""
+    """Train every sample exactly `lag` updates after it was sampled, by a single weight version:
+    the controlled experiment of M2PO and GAC. Samples from before the first update wait up to
+    `lag` steps. Needs flow.async_ratio to be the same number."""
 
     name: Literal["exact_lag"] = "exact_lag"
     lag: NonNegativeInt

@@ -70,13 +70,14 @@ class Fp8Config(Strict):
     Null, the default, computes everything in bfloat16."""
 
     recipe: Recipe
-    """How numbers are scaled. `tensorwise`: a tensor by its own largest value. `blockwise`: blocks
-    of 1 x 128 activations and 128 x 128 weights by theirs; Hopper and later, CUDA 12.9. `delayed`:
-    a tensor by the largest of its last 1024 passes, at first by 1, so that the first steps are
-    coarse and log-probs computed twice differ. `mxfp8`: blocks of 32; Blackwell."""
+    """Scaling recipe. `tensorwise`: one scale per tensor, from its largest value. `blockwise`:
+    one scale per 1 x 128 activations and 128 x 128 weights; Hopper and later, CUDA 12.9.
+    `delayed`: one scale per tensor, from the largest value of its last 1024 passes and at first
+    1, so that the first steps are coarse and log-probs computed twice differ. `mxfp8`: one scale
+    per 32 numbers; Blackwell."""
     primary_weights: bool = False
-    """The layers' weights are kept in 8 bits and have no bfloat16 copy; what Adam updates are the
-    float32 weights, as ever. Needs distributed_optimizer, and `tensorwise` or `blockwise`."""
+    """Keep the layers' weights in FP8 without a bfloat16 copy; Adam updates the float32 weights
+    as usual. Needs distributed_optimizer, and `tensorwise` or `blockwise`."""
     first_last_layers_bf16: NonNegativeInt = 0
     """Layers at each end of the model that compute in bfloat16; not with `delayed`."""
 
@@ -89,7 +90,7 @@ def lacking(
     recipe: Recipe, capability: tuple[int, int] | None, cuda: tuple[int, int] | None
 ) -> str:
     """The lack of a device of that compute capability, under that CUDA, for the recipe, as text;
-    empty where there is none. Null: not known, and not held against it."""
+    empty if there is none. Null: not known, and not held against it."""
     facts = RECIPES[recipe]
     if capability is not None and capability < facts.capability:
         return (
@@ -114,7 +115,7 @@ def needed(recipe: Recipe) -> str:
 
 
 def version_of(text: str | None) -> tuple[int, int] | None:
-    """(major, minor) of a version of CUDA or a compute capability; null for what is none."""
+    """(major, minor) of a version of CUDA or a compute capability; null for anything else."""
     major, _, rest = (text or "").partition(".")
     minor = rest.partition(".")[0]
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None

@@ -44,14 +44,14 @@ class LoraConfig(Strict):
     of its own. Experts of a mixture have no adapters: name q_proj, k_proj, v_proj and o_proj
     there."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Share of an adapter's inputs left out in training passes. Log-probs of proximal and reference
-    policies and the engines' weights have none, so above 0 the ratio pi / pi_prox is not 1 at a
-    batch's first step and the policy gradient is that of another model than the sampling one; masks
-    differ between parallel layouts."""
+    """Dropout rate of an adapter's inputs in training passes. Log-probs of proximal and
+    reference policies and the engines' weights have none, so above 0 the ratio pi / pi_prox is
+    not 1 at a batch's first step and the policy gradient is that of another model than the
+    sampling one; masks differ between parallel layouts."""
     merge: Literal["model", "float32"] = "model"
-    """Precision of the weights, adapters merged in, that engines load. `model`: model.dtype; in
-    bfloat16 rounding loses nearly all of a product that is still small. `float32`: the exact sum,
-    in engines that compute in float32 (twice the bytes per weight and cached token, and slower)."""
+    """Precision of the merged weights that engines load. `model`: model.dtype; in bfloat16
+    rounding loses nearly all of a product that is still small. `float32`: the exact sum, in
+    engines that compute in float32 (twice the bytes per weight and cached token, and slower)."""
 
 
 def lora_conflicts(config: Config) -> Iterator[str]:

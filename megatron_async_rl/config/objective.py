@@ -115,10 +115,10 @@ class ObjectiveConfig(Strict):
     """The training objective: advantage, loss, corrections and penalties."""
 
     minibatches: PositiveInt = 1
-    """Parts that a batch is divided into, each one optimizer step, of whole groups drawn at random
-    by the version; at most flow.prompts_per_step. Weights are published after the last."""
+    """Number of parts of a batch, each one optimizer step, of whole groups drawn at random by
+    the version; at most flow.prompts_per_step. Weights are published after the last."""
     epochs: PositiveInt = 1
-    """Times that each batch is gone through, the same minibatches in the same order."""
+    """Number of passes over each batch, with the same minibatches in the same order."""
     advantage: Advantage = GrpoAdvantage()
     loss: Loss = PpoClipLoss()
     corrections: tuple[Correction, ...] = ()
@@ -139,13 +139,13 @@ class ObjectiveConfig(Strict):
     """Past weight versions that `proximal: snapshot` and the control `displacement` keep in host
     memory and in checkpoints; at least the largest lag + 1."""
     aggregation: Aggregation | None = None
-    """How token losses become one number; the denominators are those of the whole optimizer-step
-    batch. null: the loss's own."""
+    """Aggregation of the token losses, with denominators from the whole optimizer-step batch.
+    Null: the loss's own."""
     norm_length: PositiveInt | None = None
     """Constant divisor per sequence for `seq-mean-token-sum-norm` (Dr.GRPO); tokens."""
     kl: KlConfig | None = None
     entropy_bonus: NonNegativeFloat = 0.0
-    """Factor of the mean token entropy, which is taken from the loss."""
+    """Factor of the mean token entropy, which is subtracted from the loss."""
     reference: ReferenceConfig | None = None
     """Null: kept only where something needs it."""
     value: ValueConfig | None = None

@@ -411,12 +411,13 @@ def _controls(config: Config) -> Iterator[str]:
         if config.supervised and control.needs_sampled:
             yield (
                 f"controls: {control.name} looks at pi / pi_behavior, and objective.loss: sft"
-                " learns from given responses, which nobody sampled; remove it"
+                " learns from given responses, which were not sampled; remove it"
             )
         if config.supervised and control.needs_past_weights:
             yield (
                 f"controls: {control.name} compares with the weights that sampled the batch, and"
-                " objective.loss: sft learns from given responses, which nobody sampled; remove it"
+                " objective.loss: sft learns from given responses, which were not sampled; remove"
+                " it"
             )
         if control.fresh_steps >= config.optimizer_steps:
             yield (

@@ -50,31 +50,33 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class SamplingConfig(Strict):
-    """How responses are drawn."""
+    """Sampling of responses."""
 
     temperature: Temperature = 1.0
-    """Divides the logits when sampling, and in the trainer's log-probs too, from 0.01 to
-    2. 0, the likeliest token alone, is for held-out prompts."""
+    """Divisor of the logits in sampling and in the trainer's log-probs, from 0.01 to 2. The value
+    0, which selects the likeliest token, is for held-out prompts only."""
     max_tokens: PositiveInt
-    """Response tokens; longer ones end with finish reason `length`."""
+    """Largest number of response tokens; longer responses end with finish reason `length`."""
     stop: tuple[Text, ...] = ()
     """Strings that end a response; the end-of-sequence tokens of the model always do."""
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
-    """Tokens that end a response, besides."""
+    """Further tokens that end a response."""
     top_p: PositiveShare = 1.0
-    """Draws from the fewest tokens that have this probability together; 1: from all."""
+    """Draw from the smallest set of likeliest tokens with at least this total probability; 1:
+    from all."""
     top_k: NonNegativeInt = 0
-    """Draws from so many likeliest tokens; 0: from all."""
+    """Draw from this number of likeliest tokens; 0: from all."""
     min_p: MinShare = 0.0
-    """Draws from tokens with at least this share of the likeliest one's probability; 0: from
+    """Draw from tokens with at least this share of the likeliest token's probability; 0: from
     all."""
     repetition_penalty: PositiveFloat = 1.0
-    """Divides positive logits, and multiplies negative ones, of tokens of the prompt and of the
-    response so far; 1: does not."""
+    """Divisor of the positive logits, and factor of the negative ones, of tokens in the prompt
+    and in the response so far; 1 has no effect."""
     presence_penalty: Penalty = 0.0
-    """Taken from the logits of tokens that the response has so far."""
+    """Amount subtracted from the logits of tokens in the response so far."""
     frequency_penalty: Penalty = 0.0
-    """The same times how often it has them."""
+    """Amount subtracted from the logits of tokens in the response so far, times their number of
+    occurrences."""
     bad_words: tuple[Text, ...] = ()
     """Strings whose last token is never drawn after the others."""
 
@@ -109,8 +111,8 @@ SAMPLED_ONLY = ("sampling", "samples_per_prompt", "pass_at", "pass_reward", "eng
 
 
 class EvalSampling(SamplingConfig):
-    """Sampling for held-out prompts, after `EvalSamplingConfig` went over training's. Nobody trains
-    on what is drawn, so it need not be the trainer's distribution."""
+    """Sampling for held-out prompts, after `EvalSamplingConfig` went over training's. The samples
+    are not trained on, so they need not follow the trainer's distribution."""
 
     json_schema: Mapping[str, Any] | None = None
     regex: str | None = None
@@ -214,8 +216,8 @@ class EvalConfig(Strict):
     pass_reward: float = 1.0
     """Reward from which a response counts as passed."""
     engines: NonNegativeInt = 0
-    """Engines that do nothing but evaluate, while training goes on; 0: the training engines, and
-    training waits."""
+    """Engines that only evaluate, while training continues; 0: the training engines, and training
+    waits."""
 
     @model_validator(mode="after")
     def _one_name_each(self) -> EvalConfig:

@@ -26,7 +26,7 @@ from rich.progress import Progress
 from rich.text import Text
 
 from megatron_async_rl.conform.cases import Case, Numbers
-from megatron_async_rl.conform.methods import Found, run_case
+from megatron_async_rl.conform.methods import CaseValues, run_case
 
 TOLERANCE = {"float64": (1e-6, 1e-6), "float32": (1e-5, 1e-4)}
 """dtype of the reference -> (absolute, relative)."""
@@ -100,7 +100,7 @@ def _compare(case: Case) -> tuple[float, str]:
     return largest, reason
 
 
-def _value(case: Case, key: str, found: Found) -> Numbers:
+def _value(case: Case, key: str, found: CaseValues) -> Numbers:
     if key not in found.values:
         raise ValueError(
             f"expect.{key}: {case.kind} {case.name} gives {', '.join(sorted(found.values))}"

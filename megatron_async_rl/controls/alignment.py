@@ -9,8 +9,8 @@ With g the reduced gradient before clipping, u the direction of the reference, a
     not yet calibrated    keep                  (`calibrate`: see calibration.py)
 
 Where c is 1 within rounding, what is left of g across u is rounding too: the projection is then to
-zero whatever the target, which a metric reports. An anomalous gradient (policy/anomaly.py) is kept
-as it is and is nobody's reference.
+zero whatever the target, which a metric reports. An anomalous gradient (policy/anomaly.py) is left
+as it is and never becomes the reference.
 
 The reference is the raw gradient of the previous step, also after a skip, or (`reference: applied`)
 the last gradient that was applied; it is dropped after a gradient that is not finite. It is kept as

@@ -25,7 +25,7 @@ class OptimizerView(Protocol):
 
     @property
     def updates(self) -> int:
-        """Optimizer steps taken so far in the run; a skipped step is none."""
+        """Optimizer steps taken so far in the run; a skipped step does not count."""
         ...
 
     def momentum(self) -> Sequence[Tensor] | None:
@@ -80,7 +80,7 @@ class Decision:
 
     gradient_scale: factor on the gradient after clipping, this step. beta1: of this one step; None
     keeps it. norm_before, norm_after: |g| over the model as the control found the gradient and as
-    it leaves it, so that nobody measures it again; None where it did not look. A control that
+    it leaves it, so that it is not measured again; None where it did not look. A control that
     changes gradients in place sets both.
     """
 

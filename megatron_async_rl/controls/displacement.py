@@ -11,7 +11,7 @@ cos(u, D):
 
 Of what is taken away so, tolerated_kl spares a part, where it is above 0: what is taken is max(0, 1
 - tolerated_kl / KL) of it, KL the divergence of the policy from the batch's sampling policy
-(estimate k2, nats per token). So a policy that has hardly moved goes on as without the control, at
+(estimate k2, nats per token). So a policy that has hardly moved trains as without the control, at
 rates at which the control alone would be slow.
 
 A batch that the present weights sampled has D = 0, and nothing happens. Nothing is stored: past

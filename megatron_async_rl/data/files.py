@@ -86,7 +86,7 @@ def _every_row(location: Path) -> Iterator[DataRow]:
 
 
 def data_files(location: Path) -> list[Path]:
-    """Raises DataError where there is none, where one is not there or has no known format, and
+    """Raises DataError if there is none, where one is not there or has no known format, and
     where they are of several splits."""
     files = sorted(set(_files_at(location)))
     if not files:

@@ -5,7 +5,7 @@ Invariants:
 - a name is resolved once, by the command, before anything is checked or started; what starts knows
   local paths alone;
 - the local path is a folder of the hub's cache that names the commit, and it is what stands in
-  RUN/config.yaml: a run that goes on reads the bytes it began with, also when the name has moved;
+  RUN/config.yaml: a running run reads the bytes it began with, also when the name has moved;
 - without a network, or with HF_HUB_OFFLINE, the cache answers, and a cached folder that lacks a
   file is refused: the hub's client compares it with the commit's list of files where the cache has
   one, and the names of numbered pieces contain their number;
@@ -42,7 +42,7 @@ SNAPSHOT = re.compile(
     r"(?P<kind>models|datasets)--(?P<owner>.+?)--(?P<name>.+)/snapshots/(?P<commit>[0-9a-f]{40})"
 )
 PIECE = re.compile(r"(?P<before>.*-)\d+-of-(?P<of>\d+)(?P<after>\..+)")
-"""The name of one of so many files, as the hub's libraries write them."""
+"""The name of one of several numbered files, as the hub's libraries write them."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 WEIGHTS = "*.safetensors"
@@ -163,7 +163,7 @@ def _replaced[Model: Strict](model: Model, prefix: str, place: Any) -> Model:
 
 
 def _earlier(run_dir: Path) -> Mapping[str, Any]:
-    """The configuration that the run in this directory has; empty where there is none."""
+    """The configuration that the run in this directory has; empty if there is none."""
     try:
         return read_tree((run_dir / "config.yaml").read_text(encoding="utf-8"))[0]
     except (OSError, ValueError, YamlFault):
@@ -282,7 +282,7 @@ def _files_on_hub(name: HubName, folder: Path) -> list[str]:
 
 
 def _listed(key: str, name: HubName, folder: Path) -> list[str]:
-    """Every file of the commit; where nobody can list them those in the cache, if the card is among
+    """Every file of the commit; if they cannot be listed, those in the cache, if the card is among
     them."""
     try:
         return _files_on_hub(name, folder)

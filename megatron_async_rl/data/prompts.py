@@ -447,7 +447,7 @@ def _messages_or_value(file: Path, place: int, response: Any) -> Any:
 
 
 def _require_response(file: Path, place: int, response: Any) -> None:
-    """Raise DataError for a response to a plain text that is none, or that is messages, which would
+    """Raise DataError for a response to a plain text that is not text, or is messages, which would
     be learned as text."""
     value = _messages_or_value(file, place, response)
     if value and is_messages(value):

@@ -62,7 +62,7 @@ class BatchSource(Protocol):
         with the next version."""
 
     def until_loaded(self, version: int) -> None:
-        """Returns when every engine that is there holds `version`, which is lent."""
+        """Wait until every present engine holds `version`, whose buckets are filled on demand."""
 
     def next_buffer_request(self, made: Future[Any]) -> BufferRequest | None:
         """Returns what the ranks are to do next with the buckets that engines want; null once
@@ -75,7 +75,7 @@ class BatchSource(Protocol):
         """Returns when no engine reads the weights whose place `version` takes."""
 
     def publish(self, version: int, manifest: Manifest) -> None:
-        """`version` is staged; the engines load it while the loop goes on."""
+        """`version` is staged; the engines load it while the loop continues."""
 
     def held_out(self, place: int, version: int) -> Iterator[TrainBatch]:
         """Supervised: the responses of held-out set number `place`, once, for the weights
@@ -225,7 +225,7 @@ class RolloutBatches:
 
 
 class GivenResponses:
-    """Supervised; no engines, nobody to publish to. Held-out responses are measured by the
+    """Supervised; no engines, and nothing to publish. Held-out responses are measured by the
     ranks."""
 
     def __init__(self, config: Config, position: DataState | None) -> None:
@@ -261,10 +261,10 @@ class GivenResponses:
         return Handout(batch=self._source.next_batch(version), metrics={})
 
     def sleep(self) -> None:
-        """There is nobody to sleep."""
+        """Nothing to do: there are no engines."""
 
     def until_loaded(self, version: int) -> None:
-        """There is nobody to load."""
+        """Nothing to do: there are no engines."""
 
     def next_buffer_request(self, made: Future[Any]) -> BufferRequest | None:
         """Unused: a supervised run has no engines."""
@@ -277,7 +277,7 @@ class GivenResponses:
         """Return at once: no engine reads the weights of a supervised run."""
 
     def publish(self, version: int, manifest: Manifest) -> None:
-        """There is nobody to send to."""
+        """Nothing to do: there are no engines."""
 
     def held_out(self, place: int, version: int) -> Iterator[TrainBatch]:
         return self._held_out[place].once(version)
@@ -324,8 +324,7 @@ def open_batches(
 def controller_spec(
     config: Config, device_type: str, gpus: Mapping[str, Sequence[str]]
 ) -> ControllerSpec:
-    """`gpus`: of the ranks, by host name. Colocated engines share them, as far as there are so
-    many."""
+    """`gpus`: of the ranks, by host name. Colocated engines share them, as far as they suffice."""
     rollout = config.rollout
     assert rollout is not None
     shares = rollout.placement == "colocated"

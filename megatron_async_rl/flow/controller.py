@@ -22,8 +22,8 @@ Invariants:
 - a sample is taken in at one place, `on_sample`; with a reward per group it is logged, and its
   group finished, once that is there (`_score`);
 - `state()` has the prompts that are admitted and not consumed, and what there already is of their
-  responses: a resume goes on with them and asks for the rest again, so nothing is lost and nothing
-  made twice;
+  responses: a resume continues with them and requests the rest again, so nothing is lost and
+  nothing made twice;
 - what goes wrong for good (no engine left, a reward that must not fail, weights that are not the
   trainer's) ends the call that waits at once, or the next one, with its cause;
 - held-out evaluation uses the same fleet and touches neither the source nor the scheduler.
@@ -162,7 +162,7 @@ class Controller(Listener):
         self._require_no_failure()
 
     async def loaded(self, version: int) -> None:
-        """Returns once every engine that is there holds `version`, which is lent."""
+        """Wait until every present engine holds `version`, whose buckets are filled on demand."""
         self._require_no_failure()
         with watch.doing("wait", f"engines to load version {version}"):
             await self._fleet.updates.until_staged(version)
@@ -170,8 +170,8 @@ class Controller(Listener):
         self._require_no_failure()
 
     async def next_buffer_request(self, done: BucketRef | None) -> BufferRequest:
-        """Returns what the ranks are to do next with the buckets of a version that is lent; `done`:
-        where they put the requested bucket."""
+        """Return the ranks' next request about the buckets of an on-demand version; `done`: where
+        they put the requested bucket."""
         return await self._fleet.updates.next_buffer_request(done)
 
     def on_version(self, version: int) -> None:
@@ -396,7 +396,7 @@ class Controller(Listener):
         one staged last: engines of their own, where there are some, take it for that. One
         evaluation at a time.
 
-        Null where it could not be done and training goes on without: the reason is noted.
+        Null if it failed and training continues without it; the reason is noted.
         """
         self._require_no_failure()
         fleet = self._fleet

@@ -1,15 +1,15 @@
 """Staged versions, who reads them, which of them the memory of machines other than rank 0's holds,
-or an engine's own by collective, which counts as a machine; and which buckets of a version that is
-lent are where. State alone: who waits for it does so in `updates.py`.
+or an engine's own by collective, which counts as a machine; and where the buckets of an on-demand
+version are. State alone: who waits for it does so in `updates.py`.
 
 Invariants:
 - a copy is here once it is whole and verified, until its place is taken or its machine's relay is
   lost;
 - a machine has two at most; the next replaces all but the newest, as in the agent
   (weights/relay.py);
-- of a version that is lent a place is filled only while nobody reads it. An engine that is behind
-  is waited for, so that each bucket is filled once for all that load; whoever is lost is waited for
-  no more.
+- a place of an on-demand version is filled only while no engine reads it. An engine that is behind
+  is waited for, so that each bucket is filled once for all that load; a lost engine is no longer
+  waited for.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class EngineSlot:
 
 
 class EngineOwner(Protocol):
-    """The fleet, which hears what becomes of an engine."""
+    """The fleet, which is notified of an engine's events."""
 
     def take_in(self, slot: EngineSlot, report: EngineReport) -> None:
         """Raises EngineLost where the engine answers what it was not asked."""
@@ -212,7 +212,7 @@ class EngineTask:
         self._must_start = must_start
         self._comes = "" if must_start else "has joined"
         self._failed: asyncio.Future[None] | None = None
-        self._turns = DevicePhases("engine", "generate")
+        self._phases = DevicePhases("engine", "generate")
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """The first start; raises EngineStartError."""
         self.task = asyncio.create_task(self._run(), name=slot.name)
@@ -240,7 +240,7 @@ class EngineTask:
         self.slot.asleep = True
         sleep = partial(await_named, what, engine.sleep(), timeout_s)
         try:
-            await self._turns.await_to("train", {"sleep": sleep})
+            await self._phases.await_to("train", {"sleep": sleep})
         except Exception as error:  # noqa: BLE001 - whatever it is, this engine is of no more use
             reason = f"it failed to sleep: {described(error)}"
             self.fail(engine, reason, suspect=False, cause=error)
@@ -273,7 +273,7 @@ class EngineTask:
             async with self._updates.starting():
                 engine = slot.engine = await self._launch(slot.spec, again=again)
             self._failed = asyncio.get_running_loop().create_future()
-            self._turns = DevicePhases("engine", "generate")
+            self._phases = DevicePhases("engine", "generate")
             if not self.started.done():
                 self.started.set_result(None)
             if slot.spec.first_version >= 0:
@@ -285,7 +285,7 @@ class EngineTask:
         except Exception as error:  # noqa: BLE001 - whatever it is, another may do better
             suspect = isinstance(error, EngineLost) and error.suspect
             slot.engine, slot.serving, slot.asleep, slot.version = None, False, False, -1
-            phase = error.phase if isinstance(error, EngineStartError) else self._turns.phase
+            phase = error.phase if isinstance(error, EngineStartError) else self._phases.phase
             memory = out_of_memory(error)
             slot.memory_out = (phase, memory) if memory is not None else None
             self._updates.forget(slot.index)
@@ -306,7 +306,7 @@ class EngineTask:
             return False
 
     async def _end(self, engine: Engine) -> None:
-        """Whoever takes its devices next counts on their memory."""
+        """The next owner of its devices relies on their memory."""
         engine.kill()
         try:
             await await_named(
@@ -316,7 +316,7 @@ class EngineTask:
             self._note(str(error))
 
     async def _wait_for_restart(self, error: Exception) -> bool:
-        """False where there is none."""
+        """False if there is none."""
         slot, number = self.slot, self._restarts.begin()
         if not number:
             slot.dead = True
@@ -357,7 +357,7 @@ class EngineTask:
 
     async def _take(self, engine: Engine, staged: Staged) -> None:
         """The engine holds the version when this returns, and may sample with it. Raises
-        EngineLost, and WeightMismatch after nobody can load this version any more."""
+        EngineLost, and WeightMismatch after no engine can load this version any more."""
         slot, version = self.slot, f"take weights of version {staged.version}"
         loaded: dict[str, str] = {}
 
@@ -379,8 +379,8 @@ class EngineTask:
             await load()
             await verify()
             return
-        await self._turns.await_to("publish", {})
-        await self._turns.await_to(
+        await self._phases.await_to("publish", {})
+        await self._phases.await_to(
             "generate",
             {
                 "wake weights": lambda: self._request(

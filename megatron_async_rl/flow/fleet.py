@@ -5,7 +5,7 @@ Invariants:
 - engines join and leave while the others work; an engine that leaves returns its requests with
   their tokens;
 - a call to an engine has a time limit, and a failed call costs the engine;
-- the mistakes of whoever listens end the run and are blamed on no engine.
+- errors of the listener end the run and are not attributed to an engine.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from megatron_async_rl.rollout.scoring import FailureLog, Scorer
 from megatron_async_rl.samples.rows import SampleRow, rescored
 from megatron_async_rl.samples.types import Prompt, Sample
 
-Done = Callable[[SampleGroup, list[SampleRow]], None]
+OnGroupScored = Callable[[SampleGroup, list[SampleRow]], None]
 LOG = "controller.reward_errors.jsonl"
 
 
@@ -65,7 +65,9 @@ class GroupRewards:
         """Groups that wait for their reward."""
         return len(self._tasks)
 
-    def begin(self, group: SampleGroup, done: Done, fail: Callable[[BaseException], None]) -> None:
+    def begin(
+        self, group: SampleGroup, done: OnGroupScored, fail: Callable[[BaseException], None]
+    ) -> None:
         """Has `group` scored, then calls `done` with its samples; `fail` for a mistake of ours,
         which must end the run, not a task."""
         task = asyncio.create_task(
@@ -75,7 +77,7 @@ class GroupRewards:
         task.add_done_callback(self._tasks.discard)
 
     async def _score(
-        self, group: SampleGroup, done: Done, fail: Callable[[BaseException], None]
+        self, group: SampleGroup, done: OnGroupScored, fail: Callable[[BaseException], None]
     ) -> None:
         try:
             samples = await self.of(group.prompt, group.samples)

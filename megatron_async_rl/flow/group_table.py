@@ -113,7 +113,7 @@ class GroupTable:
         self.ready = self.open = 0
         """Groups that are finished and wait; requests that are not answered."""
         self.finished = 0
-        """Groups that have finished, whatever became of them."""
+        """Groups that have finished, consumed and dropped ones included."""
 
     def load(self, buffer: Buffer) -> None:
         """Groups come most urgent first."""

@@ -4,8 +4,8 @@ null twin, so that the loop is the same on every rank.
 Invariants:
 - a method whose docstring begins with "Collective" is called by all ranks at the same point; it
   differs by rank only inside `Layout.from_rank_zero`;
-- weights that are lent are filled while rank 0 waits for the controller, by the ranks' main
-  threads: no other collective of theirs can be under way (`_meanwhile`);
+- on-demand buckets are filled while rank 0 waits for the controller, by the ranks' main threads: no
+  other collective of theirs can be under way (`_meanwhile`);
 - `status.json` has the last state of the run, whatever ended it.
 """
 
@@ -70,7 +70,7 @@ class OtherRank:
         self.layout = layout
         self.version = 0
         self.schedule: EvalSchedule | None = None
-        self.turns = DevicePhases("policy", "train")
+        self.phases = DevicePhases("policy", "train")
         """A policy is built, and a checkpoint loaded, with all of its memory."""
         self.memory: DeviceMemory | None = None
         """Device memory of the policy; null until it is built."""
@@ -81,8 +81,7 @@ class OtherRank:
         """GPUs of the ranks by host name; Ray must not assign them to engines."""
 
     def stage_from(self, exporter: WeightExporter) -> None:
-        """Collective: what `publish` takes the weights from. A supervised run has nobody to send
-        to."""
+        """Collective: what `publish` takes the weights from. A supervised run has no receivers."""
         if self.config.rollout is not None:
             weights, layout = self.config.weights, self.layout
             if weights.transport == "cuda_ipc":
@@ -98,7 +97,7 @@ class OtherRank:
         training state."""
         self.version = version
         # Still part of the start, also in the timeline: what follows is the start of the engines.
-        self.turns.to("publish", {"release": self._make_room})
+        self.phases.to("publish", {"release": self._make_room})
         evaluation = self.config.eval
         if evaluation is not None:
             means = {} if resumed is None else resumed["evaluated"]
@@ -124,17 +123,18 @@ class OtherRank:
     def take_devices(self) -> None:
         """Collective. Colocated: the engines sleep, then the policy gets back its training
         state."""
-        self.turns.to("train", {"sleep": self._sleep_engines, "restore": self._restore})
+        self.phases.to("train", {"sleep": self._sleep_engines, "restore": self._restore})
 
     def give_devices(self) -> None:
         """Collective. Colocated: on every rank the policy keeps its parameters alone."""
-        self.turns.to("publish", {"release": self._release})
+        self.phases.to("publish", {"release": self._release})
 
     def publish(self, version: int) -> None:
-        """Collective: every rank stages what it holds; the engines load while the loop goes on."""
+        """Collective: every rank stages what it holds; the engines load while the loop
+        continues."""
         self.version = version
         self.enter("publishing")
-        self.turns.to("generate", {"stage": self._stage})
+        self.phases.to("generate", {"stage": self._stage})
 
     def _sleep_engines(self) -> None:
         if self._makes_room:
@@ -208,7 +208,7 @@ class OtherRank:
 
     def evaluate(self, mean_loss: MeanLoss) -> None:
         """Collective where this version is evaluated or is the last one, whose result is waited
-        for: while rank 0 sees to that, the others wait as long as it takes. `mean_loss`: measures
+        for: while rank 0 does that, the others wait as long as it takes. `mean_loss`: measures
         given responses, on all ranks."""
         if self.schedule is None:
             return
@@ -281,7 +281,7 @@ class OtherRank:
         return None
 
     def _record_of(self, position: DataState | None) -> dict[str, Any]:
-        """Return what the run's own files must hold when it goes on from here."""
+        """Return the content that the run's own files must have at a resume from here."""
         return {}
 
     def set_status(self, phase: str, detail: str = "") -> None:

@@ -69,7 +69,7 @@ class WeightSource(Protocol):
 
 
 class RelayListener(Protocol):
-    """The controller, which hears what becomes of relays."""
+    """The controller, which is notified of the relays' events."""
 
     def note(self, text: str) -> None: ...
     def on_machine_lost(self, machine: str, reason: str, *, all_engines: bool) -> None:

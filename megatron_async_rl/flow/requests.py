@@ -147,7 +147,7 @@ class Requests:
             if any(pending.request.group == group for pending in slot.held.values())
         ]
 
-    # What becomes of the engines
+    # Events of the engines
 
     def served(self) -> None:
         """An engine holds a version that it did not hold before."""
@@ -251,7 +251,7 @@ class Requests:
             pending.answer.set_exception(RequestGivenUp(text))
 
     def _forget(self, evaluation: Sequence[PendingRequest]) -> None:
-        """Stops what has not been answered yet: nobody waits for it any more."""
+        """Stops what has not been answered yet: it is no longer waited for."""
         self._evaluations.difference_update(evaluation)
         for pending in evaluation:
             assert pending.answer is not None

@@ -1,5 +1,5 @@
-"""The sample log's writer, in the controller's process: what was admitted, what finished, and what
-became of it.
+"""The sample log's writer, in the controller's process: admissions, finished samples, and their
+outcomes.
 
     controller --admitted, finished, trained, dropped, evaluated--> queue --thread--> RUN/samples/
 
@@ -443,8 +443,8 @@ class SampleLogWriter(SampleLog):
         if segment is not None:
             segment.abandon()
         self._note(
-            f"the sample log ({self._folder}) cannot be written: {error}; the run goes on without,"
-            f" and tries again every {RETRY_S:g} s"
+            f"the sample log ({self._folder}) cannot be written: {error}; the run continues without"
+            f" it, and tries again every {RETRY_S:g} s"
         )
 
     def _note_damage(self, error: SegmentBroken) -> None:
@@ -454,7 +454,7 @@ class SampleLogWriter(SampleLog):
         self._damaged.add(error.path)
         log.error("%s %s", error.path, error.what)
         self._note_apart(
-            f"{error.path} {error.what}; the log goes on in a new segment: {error.fix}"
+            f"{error.path} {error.what}; the log continues in a new segment: {error.fix}"
         )
 
     def _note_apart(self, text: str) -> None:

@@ -5,8 +5,8 @@ Invariants:
 - a selection is a pure function, which answers fewer than `count` while the step has to wait;
 - what is left after a batch is taken can still train in time (`staleness.is_feasible` at the next
   step), given that it could before;
-- an answer with k too few stays too short until k groups more have finished or been dropped: nobody
-  needs to ask before;
+- an answer with k too few stays too short until k groups more have finished or been dropped: no
+  earlier check is needed;
 - of a prompt the store keeps the newest `per_prompt` distinct responses; two responses with the
   same tokens are one, the newer;
 - what a step gets of the store depends on the seed, the version and what is stored, on nothing

@@ -289,6 +289,6 @@ class Ages:
         return time.monotonic() - self._admitted_at[group]
 
     def oldest(self, groups: Iterable[int]) -> float:
-        """0 where there are none."""
+        """0 if there are none."""
         now = time.monotonic()
         return now - min((self._admitted_at[group] for group in groups), default=now)

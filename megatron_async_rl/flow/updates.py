@@ -2,7 +2,7 @@
 
     rank 0 --stage--> newest ---------------loading--> engines of its machine, each in its turn
                          +--sending--> copy --loading--> engines of another machine
-    rank 0 <--until_released-- nobody reads an older version: its slot may be written again
+    rank 0 <--until_released-- no engine reads an older version: its slot may be written again
 
 Invariants:
 - an engine loads the newest version that is staged, or, where it only evaluates, the one it is to
@@ -12,7 +12,8 @@ Invariants:
   one without work, asleep, or not serving yet, loads at once;
 - all waits are for a version number or for a turn: what has been reached stays reached;
 - colocated: while the policy has the devices no engine starts, loads or wakes; and of a version
-  that is lent none loads while one starts, which measures the free memory of its device;
+  that is filled on demand, none loads while one starts, which measures the free memory of its
+  device;
 - after `halt` nothing is loaded any more, and every wait for a version raises the reason.
 """
 
@@ -38,8 +39,8 @@ from megatron_async_rl.weights.manifest import BucketRef, Manifest, StagedCopy
 
 
 class Signal:
-    """Wakes whoever waits for a condition, each time that something it may depend on has changed.
-    For one event loop."""
+    """Wake the tasks that wait for a condition, each time that something it may depend on has
+    changed. For one event loop."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -80,7 +81,7 @@ class WeightUpdates:
         self._halted: BaseException | None = None
         self._changed = Signal()
         self._ipc_buckets: IpcBucketQueue | None = None
-        """Buckets of the newest version, where that is lent."""
+        """Buckets of the newest version, if they are filled on demand."""
         self.copies = VersionCopies()
         self.newest: Staged | None = None
         self.last: Transfer | None = None
@@ -114,7 +115,7 @@ class WeightUpdates:
             raise self._halted
 
     async def until_released(self, version: int) -> None:
-        """Returns when nobody reads, or is still to read, a version before `version`. Raises what
+        """Wait until no engine reads, or is still to read, a version before `version`. Raises what
         `halt` was given: then some may be reading still."""
         await self._changed.until(
             lambda: self._halted is not None or min(self._in_use(), default=version) >= version
@@ -326,7 +327,7 @@ class WeightUpdates:
             lambda: not self._starting and not self._loading and not self._ending
         )
 
-    # Buckets that are lent
+    # Buckets filled on demand
 
     async def until_loaded(self, version: int) -> None:
         """Returns once every engine that is there holds `version`, or a newer one. Raises what
@@ -348,7 +349,7 @@ class WeightUpdates:
         """A bucket of the version that the engine is loading, once it is there; the engine reads it
         until it gives it back."""
         ipc_buckets = self._ipc_buckets
-        assert ipc_buckets is not None, "a version that is lent is loading"
+        assert ipc_buckets is not None, "an on-demand version is loading"
         ipc_buckets.request(engine, number)
         self._changed.fire()
         found: list[BucketRef] = []

@@ -88,7 +88,7 @@ def launch(
     """Runs `config`, this machine's share of it, to its end, to Ctrl-C or to its failure; returns
     the process exit code.
 
-    `rank_environment`: variables of the ranks, where nobody has set them.
+    `rank_environment`: default values of the ranks' environment variables.
 
     0: finished; 1: failed; 130: stopped by Ctrl-C, cleanly by the first (so that a script does not
     go on without it). SIGTERM is a Ctrl-C, and so is a terminal that is closed. Raises
@@ -341,8 +341,8 @@ def _prepare_directory(config: Config) -> None:
 def environment_of_ranks(
     given: Mapping[str, str], run_id: str, wanted: Mapping[str, str], *, nodes: int = 1
 ) -> dict[str, str]:
-    """`given`, with what ranks need; `wanted`: variables that this machine's want, where nobody has
-    set them. `nodes`: machines that have ranks."""
+    """`given`, with what ranks need; `wanted`: default values of the variables that this machine's
+    ranks need. `nodes`: machines that have ranks."""
     environment = {**wanted, **given, RUN_ID_VARIABLE: run_id}
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment.setdefault(

@@ -139,7 +139,7 @@ class PeerNodes:
             message = connection.read()
             if "why" in message:
                 self._unnotified -= 1
-                self._connections.remove(connection)  # nobody reads there any more
+                self._connections.remove(connection)  # the peer no longer reads
                 connection.close()
                 return refused(message["node"], message["host"], message["why"])
             if "address" in message and self._nodes.rank == 0:

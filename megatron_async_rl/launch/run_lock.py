@@ -94,7 +94,7 @@ def refuse_taken(run_dir: Path) -> None:
 
 
 def ask_for_engines(run_dir: Path, count: int) -> None:
-    """The run in `run_dir` is to have so many training engines; it notes what becomes of that.
+    """Request this number of training engines of the run in `run_dir`; the run notes the result.
 
     Raises RunDirectoryError where none runs there, and for one whose engines cannot join or leave.
     """
@@ -108,7 +108,7 @@ def ask_for_engines(run_dir: Path, count: int) -> None:
         raise RunDirectoryError.at(run_dir, why, fix)
     if not _is_taken(run_dir):
         fix = "set rollout.engines, and start it"
-        raise RunDirectoryError.at(run_dir, "is not running: nobody would hear of it", fix)
+        raise RunDirectoryError.at(run_dir, "is not running: no run would read it", fix)
     with usable(run_dir):
         write_whole(run_dir / watch.ENGINES, str(count))
 

@@ -83,7 +83,7 @@ class MetricsLog:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._sinks: list[Sink] = list(trackers)
         if prometheus_port is not None or tensorboard:
-            # Their libraries take a second to load, and whoever only reads a run needs neither.
+            # Their libraries take a second to load, and readers of a run need neither.
             from megatron_async_rl.metrics.sinks import Prometheus, TensorBoard
 
             if prometheus_port is not None:
@@ -265,7 +265,7 @@ def number(row: MetricRow, key: str) -> float | None:
 class GrowingFile:
     """A file of lines that another process appends to; each is read once, when it is whole.
 
-    `newest`: begin so many bytes before the end, for a file whose older lines nobody needs.
+    `newest`: begin this many bytes before the end, for a file whose older lines are not needed.
     """
 
     def __init__(self, path: Path, newest: int | None = None) -> None:
@@ -283,7 +283,7 @@ class GrowingFile:
 
     def new_lines(self, limit: int | None = None) -> tuple[list[bytes], bool]:
         """Lines since the last call, and True where the file was replaced or cut, so that those of
-        earlier calls are to be forgotten. No lines while there is no file. `limit`: about so many
+        earlier calls are to be forgotten. No lines while there is no file. `limit`: about this many
         bytes of them, and the rest with the next calls. Raises UserError for a file that cannot be
         read, and, with a limit, for a line of more than LONGEST_LINE bytes."""
         try:
@@ -339,7 +339,7 @@ class NewRows:
 
 
 class MetricsReader:
-    """`newest`: begin so many bytes before the end."""
+    """`newest`: begin this many bytes before the end."""
 
     def __init__(self, run_dir: Path, newest: int | None = None) -> None:
         self._file = GrowingFile(run_dir / FILE, newest)

@@ -137,7 +137,7 @@ def read_timeline(run_dir: Path) -> dict[str, list[Span]]:
 
 
 class TimelineReader:
-    """The newest spans of each track while the run goes on, each line read once."""
+    """The newest spans of each track while the run continues, each line read once."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir

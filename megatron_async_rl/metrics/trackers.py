@@ -4,7 +4,7 @@ library and its own environment variables.
 Invariants:
 - a tracker that cannot be opened is refused at the start; a tracker that fails, hangs or is slow
   later loses its own lines and nothing of the run, which never waits for it;
-- a resumed run goes on in the tracker's same run: its identity is in RUN/trackers.json;
+- a resumed run continues the tracker's same run: its identity is in RUN/trackers.json;
 - without a server, what is tracked lies in the run directory (Weights & Biases with
   WANDB_MODE=offline, MLflow) or where the tracker keeps it (trackio).
 """

@@ -10,7 +10,7 @@ Invariants:
   over whole batches;
 - only `logp` (and `entropy`, `values`, where a loss term needs them) carries a gradient, and in a
   whole batch nothing does;
-- a tensor that nobody asked for is None: `require` names what is missing instead of computing with
+- a tensor that was not requested is None: `require` names what is missing instead of computing with
   nothing.
 """
 
@@ -220,7 +220,7 @@ class Advantages:
 def on_device[Name: Hashable](
     tensors: Mapping[Name, Tensor], device: torch.device
 ) -> dict[Name, Tensor]:
-    """Copies of host tensors on `device`, by one upload per dtype, which nobody waits for."""
+    """Copies of host tensors on `device`, by one asynchronous upload per dtype."""
     found: dict[Name, Tensor] = {}
     for dtype in {tensor.dtype for tensor in tensors.values()}:
         alike = {name: each for name, each in tensors.items() if each.dtype == dtype}

@@ -110,7 +110,7 @@ class StepTargets:
 @dataclass(frozen=True, eq=False)
 class OwnedTargets:
     """A step's numbers: those of its samples, in order, or of the tokens of one owner's, and behind
-    them a 0 of nobody."""
+    them a 0 for padding."""
 
     numbers: Mapping[tuple[TargetKind, str], Tensor]
     scalars: Mapping[str, float]
@@ -125,8 +125,8 @@ class OwnedTargets:
 
     def part(self, tokens: Tensor, samples: Tensor, sequence: Tensor) -> TokenBatch:
         """One micro-batch. tokens [N], samples [S]: int64, on the device, places among the owner's
-        tokens and the step's samples; -1 is nobody's, with which a micro-batch without samples is
-        filled. sequence: [N], the token's place in `samples`.
+        tokens and the step's samples; -1 is the padding of a micro-batch without samples. sequence:
+        [N], the token's place in `samples`.
 
         `logp` (and `logp_prox`, where it was not precomputed) is nan until the caller replaces it.
         """

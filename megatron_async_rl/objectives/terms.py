@@ -64,7 +64,7 @@ def token_rewards(batch: TokenBatch, penalty: Tensor) -> Tensor:
     with, 0 where the mask is 0. Sums to `rewards` minus the penalty [N].
 
     A step reward on an environment token goes to the trained token before it, or to the first one
-    where there is none. The rest of the sequence's reward (all of it without step rewards; what
+    if there is none. The rest of the sequence's reward (all of it without step rewards; what
     shaping has changed) goes to its last trained token. A sequence without trained tokens has no
     rewards.
     """

@@ -392,7 +392,7 @@ def _machine(machine: Machine) -> list[Finding]:
 
 def _sandbox() -> Finding:
     """Report whether the `code` reward can run programs in kernel namespaces."""
-    brings = "the `code` reward runs programs that nobody has read"
+    brings = "the `code` reward runs unreviewed programs"
     try:
         run("pass")
     except SandboxError as error:

@@ -185,7 +185,7 @@ class Estimate:
 
     @property
     def overlapped_s(self) -> float:
-        """A step in which nobody waits: the longest of engines, trainer and what sends weights."""
+        """Seconds of a step without waits: the longest of engines, trainer and weight carrier."""
         engines_s, trainer_s = self.generate_s + self.loaded_s, self.train_s + self.staged_s
         return max(engines_s, trainer_s, self.relayed_s or 0.0)
 
@@ -228,8 +228,7 @@ class Estimate:
 def estimate(
     config: Config, machine: Machine, device: Device, shape: ModelShape | None, batch: Batch | None
 ) -> Estimate | str:
-    """Seconds of a step of a plan without problems; where a rate would have to be invented, the
-    reason why there are none."""
+    """Seconds of a step of a plan without problems; if no rate is known, the reason."""
     rollout = config.rollout
     if device == "cpu":
         return "not known: no speed is assumed of a CPU; a run's own rates tell (--from RUN)"
@@ -245,7 +244,7 @@ def estimate(
 
     version, elsewhere = shape.parameters * engine_bytes(config), engines_elsewhere(config, machine)
     ipc = config.weights.transport == "cuda_ipc"
-    # A version that is lent is read once for its digests, and then bucket by bucket.
+    # An on-demand version is read once for its digests, and then bucket by bucket.
     reads_s = version / (config.policy.parallel.ranks * READ_SHARE * chip.memory_rate)
     decoding, tokens_per_s = _decoding(config, machine, chip, shape, batch)
     responses = batch.samples / rollout.engines

@@ -54,14 +54,14 @@ LESS = 0.1
 """Off the share of a GPU that an engine has, where memory ran out."""
 KEYS_SHOWN = 6
 
-Needed = Phase | Literal["engine"]
+GpuNeedPhase = Phase | Literal["engine"]
 """A phase, or the share of a GPU that an engine has."""
 RanksOf = Callable[[Config], Sequence[RankMemory]]
 """Memory of the ranks, one per stage; none for a config that cannot run on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Need:
+class GpuNeed:
     """Bytes that one GPU must hold at one time. `has`: bytes available, described by `of`."""
 
     key: str
@@ -93,7 +93,7 @@ class Need:
 
 def gpu_memory(
     config: Config, machine: Machine, engine: EngineMemory | None, ranks_of: RanksOf
-) -> tuple[list[Problem], list[str], dict[Phase, Need]]:
+) -> tuple[list[Problem], list[str], dict[Phase, GpuNeed]]:
     """Problems of what does not fit, notes on what only just does, and where engines and policy
     take turns, the peak of each phase, in their order."""
     problems, notes = [], []
@@ -110,16 +110,16 @@ def gpu_memory(
 
 def _needs(
     config: Config, machine: Machine, engine: EngineMemory | None, ranks: Sequence[RankMemory]
-) -> dict[Needed, Need]:
+) -> dict[GpuNeedPhase, GpuNeed]:
     """The largest of each phase."""
     has = _gpu_bytes(machine)
-    found: dict[Needed, Need] = {}
+    found: dict[GpuNeedPhase, GpuNeed] = {}
     rollout = config.rollout
     shared = rollout is not None and rollout.placement == "colocated"
     asleep = of_sleeping_engine(rollout) if rollout is not None and shared else ()
     if ranks:
         largest = max(ranks, key=lambda rank: rank.total + _sender(config, rank))
-        found["train"] = Need(
+        found["train"] = GpuNeed(
             key="policy.parallel",
             what=f"each rank{_of_stage(largest, ranks)}, training",
             parts=(
@@ -138,7 +138,7 @@ def _needs(
     if rollout is None or engine is None:
         return found
     share = int(rollout.gpu_memory_utilization * has)
-    found["engine"] = Need(
+    found["engine"] = GpuNeed(
         key="rollout.gpu_memory_utilization",
         what="each GPU of an engine",
         parts=(("weights", engine.of_worker(rollout)),),
@@ -152,7 +152,7 @@ def _needs(
         )
         stages = {rank_coordinates(config, rank)[-1] for rank in range(beside)}
         kept = max((rank for rank in ranks if rank.stage in stages), key=_kept)
-        found["publish"] = Need(
+        found["publish"] = GpuNeed(
             key="rollout.tensor",
             what=f"an engine, loading next to a rank{_of_stage(kept, ranks)}",
             parts=(
@@ -164,7 +164,7 @@ def _needs(
             ),
             has=has,
         )
-        found["generate"] = Need(
+        found["generate"] = GpuNeed(
             key="rollout.gpu_memory_utilization",
             what=f"an engine, generating next to a rank{_of_stage(kept, ranks)}",
             # A restarted engine holds new weights in addition to its cache.
@@ -217,8 +217,8 @@ def _fix(
     machine: Machine,
     engine: EngineMemory | None,
     ranks_of: RanksOf,
-    phase: Needed,
-    needs: dict[Needed, Need],
+    phase: GpuNeedPhase,
+    needs: dict[GpuNeedPhase, GpuNeed],
 ) -> str:
     """Changes that help, the most helpful first."""
     helpful = []
@@ -245,7 +245,7 @@ def _fix(
 
 
 def _changes(
-    config: Config, phase: Needed, share: float | None = None
+    config: Config, phase: GpuNeedPhase, share: float | None = None
 ) -> Iterator[tuple[str, Any]]:
     """Changes that may help; the caller sees which do. share: of a GPU, for an engine."""
     policy, rollout = config.policy, config.rollout
@@ -273,7 +273,7 @@ def _changes(
         yield "policy.parallel.ranks", 2 * policy.parallel.ranks
 
 
-def _share(config: Config, machine: Machine, phase: Needed, need: Need) -> float | None:
+def _share(config: Config, machine: Machine, phase: GpuNeedPhase, need: GpuNeed) -> float | None:
     """The share of a GPU at which an engine would fit."""
     if config.rollout is None:
         return None

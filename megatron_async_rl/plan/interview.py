@@ -68,7 +68,7 @@ Check = Callable[[str], Any]
 
 
 def at_terminal() -> bool:
-    """True where somebody can answer."""
+    """True if a user can answer."""
     return sys.stdin is not None and sys.stdin.isatty()
 
 

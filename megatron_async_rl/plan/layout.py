@@ -185,7 +185,7 @@ def counted(noun: str, first: int, count: int) -> str:
 
 
 def number_of(noun: str, count: int, singular: str = "", plural: str = "") -> str:
-    """`count` things, and the form of the verb for so many: `1 rank does`, `2 ranks do`."""
+    """`count` things, and the form of the verb: `1 rank does`, `2 ranks do`."""
     ending = "es" if noun.endswith("ch") else "s"
     text = (noun, singular) if count == 1 else (f"{noun}{ending}", plural)
     return " ".join((str(count), *filter(None, text)))

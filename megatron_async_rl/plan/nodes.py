@@ -71,7 +71,7 @@ def taken_gpus(config: Config, machine: Machine, node: int) -> list[Problem]:
 
 
 def until_free(look: Callable[[], Sequence[Gpu]], gpu_wait_s: float) -> Sequence[Gpu]:
-    """The GPUs, once nobody uses any of them; after `gpu_wait_s` as they are then."""
+    """The GPUs, once they are all free; after `gpu_wait_s` as they are then."""
     deadline = time.monotonic() + gpu_wait_s
     while True:
         gpus = look()

@@ -24,7 +24,7 @@ from megatron_async_rl.plan.batch import (
 )
 from megatron_async_rl.plan.estimate import Estimate, estimate
 from megatron_async_rl.plan.fit import (
-    Need,
+    GpuNeed,
     gpu_memory,
     shared_memory_notes,
     shared_memory_problems,
@@ -71,7 +71,7 @@ class RunPlan:
     engine: EngineMemory | None
     estimate: Estimate | str
     """Seconds of a step, or why they are not known."""
-    peaks: Mapping[Phase, Need]
+    peaks: Mapping[Phase, GpuNeed]
     """Memory of a GPU that engines and policy share, by phase."""
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
@@ -129,7 +129,7 @@ def make_plan(
         engine = engine_memory(config, shape, on_gpu=device == "cuda")
         unfit += shared_memory_problems(config, engine, machine)
     notes: list[str] = []
-    peaks: dict[Phase, Need] = {}
+    peaks: dict[Phase, GpuNeed] = {}
     hosts: tuple[HostMemory, ...] = ()
     routed = 0
     if shape is not None:

@@ -360,7 +360,7 @@ def _stop_tokens(config: Config, shape: ModelShape) -> list[Problem]:
 
 
 def _silent_servers(config: Config) -> list[str]:
-    """Notes on reward servers where nobody listens, as far as this machine can see."""
+    """Notes on reward servers that do not accept connections from this machine."""
     notes = []
     for part in config.rollout.reward.rewards.values() if config.rollout else ():
         if part.name not in SERVERS:
@@ -373,7 +373,7 @@ def _silent_servers(config: Config) -> list[str]:
             socket.create_connection((address.hostname, port), CONNECT_S).close()
         except OSError as error:
             notes.append(
-                f"rollout.reward: nobody answers at {address.hostname}:{port}"
+                f"rollout.reward: no server answers at {address.hostname}:{port}"
                 f" ({error.strerror or error}): start the {part.name} server before the run"
             )
     return notes

@@ -351,7 +351,7 @@ def checkpoint_problems(config: Config, shape: ModelShape | None) -> list[Proble
 
 
 def checkpoint_notes(config: Config) -> list[str]:
-    """Notes on the newest checkpoint, which a resume goes on from."""
+    """Notes on the newest checkpoint, from which a resume continues."""
     try:
         path = newest(config.run.dir / "checkpoint")
         if path is None:
@@ -365,7 +365,7 @@ def checkpoint_notes(config: Config) -> list[str]:
         newer = later(path)
         if newer is not None:
             notes.append(
-                f"the run goes on from {path}, and {newer} is newer: latest names the older"
+                f"the run resumes from {path}, and {newer} is newer: latest names the older"
             )
         notes += _edited(config) + record_notes(config, path)
     except (CheckpointBroken, SegmentBroken):

@@ -93,7 +93,7 @@ def run(prompt, base_url):
     return float(answer.choices[0].message.content.strip() == str(prompt.fields["answer"]))
 ''',
 }
-"""Modules that the settings above name, as they are written where there are none."""
+"""Modules that the settings above name, as they are written if there are none."""
 
 
 def names_of(answer: str) -> list[str]:

@@ -162,7 +162,7 @@ def _samples_problems(config: Config, path: Path, record: Mapping[str, Any]) -> 
     except SegmentBroken as error:
         if error.path.name in (MARK_FILE, FOLDER):
             return [Problem(key=str(error.path), what=error.what, fix=error.fix)]
-        return []  # the run notes it, leaves the file as it is, and goes on in a new one
+        return []  # the run notes it, leaves the file as it is, and continues in a new one
     if lost is None:
         return []
     fix = (
@@ -186,7 +186,7 @@ def record_notes(config: Config, path: Path) -> list[str]:
         notes.append(f"{run_dir} has no sample log of the steps before {path.name}: it begins anew")
     saved, now = record.get("code") or {}, code_digests(config.model_dump(mode="json"))
     notes += [
-        f"{file} has changed since {path.name} was saved, and the run goes on with the new code"
+        f"{file} has changed since {path.name} was saved, and the run continues with the new code"
         for file, digest in now.items()
         if file in saved and saved[file] != digest
     ]
@@ -194,7 +194,7 @@ def record_notes(config: Config, path: Path) -> list[str]:
     named = status.checkpoint if status is not None else None
     if named and named not in {one.name for one in steps(path.parent)}:
         notes.append(
-            f"the run goes on from step {step_of(path)}: {named}, its newest checkpoint, is not"
+            f"the run resumes from step {step_of(path)}: {named}, its newest checkpoint, is not"
             " there"
         )
     return notes

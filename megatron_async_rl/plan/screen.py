@@ -35,7 +35,7 @@ WIDTH = 100
 LABEL = re.compile(r"[^\s:]+(?: [^\s:]+){0,2}\s{2,}")
 """Beginning of a line whose rest is wrapped in its own column."""
 MEASURED_STEPS = 2000
-"""Rates are taken from so many last steps of a run."""
+"""Number of last steps of a run from which rates are taken."""
 
 
 def show_plan(

@@ -68,7 +68,7 @@ FLOAT32_BYTES = torch.float32.itemsize
 
 class StateMissing(RuntimeError):
     """A gradient, a moment or a master is not where it is looked for. Without it a step would leave
-    its parameter out, and nobody would see it."""
+    its parameter out, without any visible sign."""
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:

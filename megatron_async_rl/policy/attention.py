@@ -161,7 +161,7 @@ def attention_of_part(
     group: Any,
 ) -> Tensor:
     """`causal_attention` where `group` shares the sequences: all three are this rank's part of
-    them, and so is the result. group: null where nobody shares them. Collective."""
+    them, and so is the result. group: null if they are not shared. Collective."""
     if group is None:
         return causal_attention(query, key, value, scale=scale, window=window)
     context = ContextParallelSlice(group.rank(), group.size())

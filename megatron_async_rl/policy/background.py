@@ -35,7 +35,7 @@ class Background:
         def run() -> None:
             try:
                 work()
-            except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+            except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
                 future.set_exception(error)
             else:
                 future.set_result(None)

@@ -73,7 +73,7 @@ def split(
     batch: TrainBatch, data_parallel: int, *, minibatches: int = 1, whole_groups: bool = False
 ) -> BatchParts:
     """Each minibatch is divided by itself. whole_groups: all of a group belongs to one rank. A
-    sample whose reward failed belongs to nobody."""
+    sample whose reward failed has no owner."""
     samples = batch.samples
     owner = np.full(samples.num_rows, NOBODY, dtype=np.int64)
     trained = np.flatnonzero(samples.column("valid").to_numpy(zero_copy_only=False))
@@ -99,7 +99,7 @@ def receive(
     whole_groups: bool = False,
 ) -> RankBatch | None:
     """Collective. `take` runs on rank 0 alone, as long as it takes; every rank returns its view of
-    the batch, or None where there is none.
+    the batch, or None if there is none.
 
     Raises on rank 0 what `take` raised, and RankZeroFailed on the others.
     """

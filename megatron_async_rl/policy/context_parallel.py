@@ -5,7 +5,7 @@ A sequence is 2 * size chunks of one length; rank r holds chunk r and, behind it
 mask. Attention alone looks at other tokens; everything else in a layer is local.
 
 Invariants:
-- a sequence's length is a multiple of `Context.multiple`, which the sequence layout sees to;
+- a sequence's length is a multiple of `Context.multiple`, which the sequence layout ensures;
 - queries stay where they are; keys and values are gathered, and each rank's part of their gradient
   is sent back to the rank that holds the token, and summed there;
 - outputs at response tokens are whole on every rank, which computes the whole loss; the gradient of
@@ -55,7 +55,7 @@ class ContextParallelSlice:
 
 
 WHOLE = ContextParallelSlice()
-"""A rank that shares its sequences with nobody."""
+"""A rank that does not share its sequences."""
 
 
 def gather_sequences(part: Tensor, group: Any) -> Tensor:

@@ -76,6 +76,6 @@ def require_finite(held: Mapping[str, Sequence[Tensor]], step: int, layout: Layo
         raise NonFiniteError(
             f"after optimizer step {step} not finite: {', '.join(wrong)}; they are neither"
             " published nor saved",
-            "lower policy.optimizer.lr; the run goes on from its newest checkpoint. If it fails at"
+            "lower policy.optimizer.lr; the run resumes from its newest checkpoint. If it fails at"
             " the same step again, go back to an older checkpoint",
         )

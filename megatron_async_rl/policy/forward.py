@@ -172,7 +172,7 @@ class Schedule:
         forward_only: bool,
         routing: RoutingPass = "replay",
     ) -> list[Any]:
-        # Megatron's routers count the tokens that go to each expert, and padding is none.
+        # Megatron's routers count the tokens that go to each expert, and padding is not one.
         masked = bool(self.model.config.num_moe_experts)
 
         def step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:

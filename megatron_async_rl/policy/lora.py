@@ -100,7 +100,7 @@ class Adapter(nn.Module):
                 parameter.sequence_parallel = sequence_parallel
 
 
-class Adapted(nn.Module):
+class AdaptedLayer(nn.Module):
     """A layer with adapters: mixed in before Megatron's class, whose __init__ has run when
     `_add` is called."""
 
@@ -164,7 +164,7 @@ class Adapted(nn.Module):
         return entries
 
 
-class AdaptedColumns(Adapted, ColumnParallelLinear):
+class AdaptedColumns(AdaptedLayer, ColumnParallelLinear):
     """A column-parallel layer with adapters on some of its matrices."""
 
     cuts: ClassVar = {"weight": 0, "bias": 0, "lora_B": 0}
@@ -196,7 +196,7 @@ class AdaptedColumns(Adapted, ColumnParallelLinear):
         return output + self.rows.fused(added), bias
 
 
-class AdaptedRows(Adapted, RowParallelLinear):
+class AdaptedRows(AdaptedLayer, RowParallelLinear):
     """A row-parallel layer with an adapter. output_bias: it has a bias although its configuration
     has none (`with_bias`)."""
 
@@ -298,6 +298,6 @@ def weight_of(chunk: nn.Module, name: str, dtype: torch.dtype | None = None) -> 
     """A parameter of the chunk as engines and files get it: with its adapters merged into it, in
     `dtype`; null: in its own. Without adapters the parameter itself."""
     layer = chunk.get_submodule(name.rpartition(".")[0])
-    if isinstance(layer, Adapted) and name.endswith(".weight"):
+    if isinstance(layer, AdaptedLayer) and name.endswith(".weight"):
         return layer.merged_weight(dtype)
     return chunk.get_parameter(name).detach()

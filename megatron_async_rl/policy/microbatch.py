@@ -77,8 +77,8 @@ class MicroBatch:
     places of these tokens among those of the samples that their owner has in the planned batch.
     batch_samples: [S] int64, `samples`. packing: where segments begin and end in a row that has
     several; null where a row is one. Nothing predicts the first token of a further segment: its
-    place in `rows` is that of the second, and nobody trains on it. An all-masked micro-batch has
-    samples == () and one token of nobody, whose places are -1.
+    place in `rows` is that of the second, and is not trained on. An all-masked micro-batch has
+    samples == () and one token of padding, whose places are -1.
 
     Under context parallelism L is the length of this rank's part, `rows` is [n] and of its own
     positions, and `places`, [n] int64, holds the index among the N tokens that each predicts; else
@@ -86,7 +86,7 @@ class MicroBatch:
 
     padding: [B, L] bool, true for padding. routed_experts: [B, L, bytes] uint8 on the host
     (page-locked for CUDA), the experts that the engine chose (samples/types.py), of tokens where
-    `routed`, [B, L] bool, is true; both null where nobody recorded any.
+    `routed`, [B, L] bool, is true; both null if none were recorded.
     """
 
     samples: tuple[int, ...]

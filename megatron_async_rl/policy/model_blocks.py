@@ -305,7 +305,7 @@ def write(folder: Path, content: Content, group: Any) -> dict[str, StoredFile]:
         dcp.save(
             dict(content),
             storage_writer=files,
-            planner=_Writing(flatten_state_dict=False, flatten_sharded_tensors=False),
+            planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
         )
     except CheckpointException as error:
@@ -327,7 +327,7 @@ def read(
         dcp.load(
             dict(content),
             storage_reader=_BlockFileReader(folder, files),
-            planner=_Reading(flatten_state_dict=False, flatten_sharded_tensors=False),
+            planner=_LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
         )
     except CheckpointException as error:
@@ -425,12 +425,12 @@ class _BlockFileWriter(dcp.FileSystemWriter):
         super().finish(metadata, results)
 
 
-class _Writing(dcp.DefaultSavePlanner):
+class _SavePlanner(dcp.DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self.state_dict[index.fqn].at(index)
 
 
-class _Reading(dcp.DefaultLoadPlanner):
+class _LoadPlanner(dcp.DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
     ) -> None:

@@ -145,7 +145,7 @@ def build_optimizer(
             if adam.offload:
                 # Page-locked memory that is not to be had is missed now, not in the first step.
                 adam.materialise()
-    # For whoever asks what moments are kept in, also on a rank without a parameter.
+    # The dtype of the moments can be read even on a rank without a parameter.
     optimizer.config.exp_avg_dtype = getattr(torch, settings.moment_dtype)
     for group in optimizer.param_groups:
         # wd_mult is 0 for one-dimensional parameters; Megatron applies it in its own scheduler,

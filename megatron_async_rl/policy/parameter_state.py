@@ -89,7 +89,7 @@ def adam_names(model: PolicyModel) -> tuple[str, ...]:
 
 def adam_shards(optimizer: MegatronOptimizer, name: str) -> list[Tensor]:
     """The state of one name, in place, in the order of the gradient shards, on the device or on the
-    host; as it would start where there is none yet."""
+    host; as it would start if there is none yet."""
     materialise(optimizer)
     if name == MASTER:
         return [parameter.detach() for parameter in masters_of(optimizer)]

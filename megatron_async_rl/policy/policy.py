@@ -483,7 +483,7 @@ class Policy:
         )
 
     def load(self, directory: Path) -> dict[str, Any] | None:
-        """Restores the newest checkpoint and returns the run's own state; None where there is none.
+        """Restores the newest checkpoint and returns the run's own state; None if there is none.
 
         On another parallel layout than it was saved on, too. A control that it does not have starts
         afresh, with a warning.

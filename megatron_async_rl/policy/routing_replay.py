@@ -13,7 +13,7 @@ flows through them, and none through the choice.
 
 Invariants:
 - a layer that the backward pass computes again replays what its forward pass did;
-- a token without a recorded choice chooses: padding, and a sample that nobody recorded;
+- a token without a recorded choice chooses: padding, and samples without recorded experts;
 - what is recorded never leaves the rank: it belongs to a micro-batch, and the same micro-batches
   are scored and trained on. Others, such as those that trace an anomaly, choose.
 """

@@ -2,8 +2,8 @@
 all in one, end to end (`Packed`).
 
 Invariants:
-- nobody else knows: planning, building and the attention of a micro-batch ask the layout, and what
-  comes after the hidden states sees response tokens alone;
+- only this file knows it: planning, building and the attention of a micro-batch ask the layout, and
+  what comes after the hidden states sees response tokens alone;
 - a sample is never cut, nor are its segments parted; no token sees one of another segment;
 - positions count from 0 in every segment;
 - rows x length of a micro-batch never exceeds the token budget, and the length is a multiple of
@@ -39,7 +39,7 @@ cost."""
 @dataclass(frozen=True)
 class SequenceLayout(ABC):
     """`fed` below: [G] int64, the tokens that each segment of a micro-batch feeds to the model, in
-    order; empty for a micro-batch of nobody, which is one row of `multiple` tokens. `counts`: [S]
+    order; empty for a micro-batch of padding, which is one row of `multiple` tokens. `counts`: [S]
     int64, the segments of each sample.
 
     multiple: of a row's length, a multiple of `context.multiple`. context: this rank's place among

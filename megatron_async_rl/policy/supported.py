@@ -285,15 +285,15 @@ name."""
 
 @dataclass(frozen=True)
 class ChosenLayers:
-    """A family of layers (layers.py). why: what keeps Transformer Engine's away where nobody asked
-    for others."""
+    """A family of layers (layers.py). why: the reason why Transformer Engine's are not used
+    although the config permits them."""
 
     family: LayerFamily
     why: str = ""
 
 
 def engine_obstacle(version: str | None) -> str:
-    """Text on what an installation of Transformer Engine lacks; empty where there is none. version:
+    """Text on what an installation of Transformer Engine lacks; empty if there is none. version:
     null where it is not installed."""
     if version is None:
         return f"it is not installed; {PINNED} is the version that was tried"

@@ -57,7 +57,7 @@ KEYS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
+class ComparedRun:
     """One run of a comparison."""
 
     name: str
@@ -97,7 +97,7 @@ class Compared:
         )
 
 
-def page_of_runs(compared: Sequence[Compared]) -> Page:
+def page_of_runs(compared: Sequence[ComparedRun]) -> Page:
     paths = [one.run.run_dir for one in compared]
     parts = {
         "TITLE": f"{len(compared)} runs compared",
@@ -110,11 +110,11 @@ def page_of_runs(compared: Sequence[Compared]) -> Page:
     return Page(parts=parts, panels=panels_of(compared))
 
 
-def name_runs(run_dirs: Sequence[Path], runs: Sequence[RunData | None]) -> list[Compared]:
+def name_runs(run_dirs: Sequence[Path], runs: Sequence[RunData | None]) -> list[ComparedRun]:
     """`runs`: of each directory, None where it has nothing to show yet. A run keeps its name and
     colour whether others have begun or not."""
     return [
-        Compared(name=name, colour=colour, dotted=index >= len(COLOURS), run=run)
+        ComparedRun(name=name, colour=colour, dotted=index >= len(COLOURS), run=run)
         for index, (name, colour, run) in enumerate(
             zip(names_of(run_dirs), map(colour_of, range(len(runs))), runs, strict=True)
         )
@@ -136,7 +136,7 @@ def colour_of(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
-def panels_of(compared: Sequence[Compared]) -> list[Panel]:
+def panels_of(compared: Sequence[ComparedRun]) -> list[Panel]:
     """Reward, or loss of supervised runs, over steps, tokens and seconds, then what tells how
     stable a run was. The first is the main one."""
     rewards: list[Panel] = []
@@ -167,7 +167,7 @@ def _panel(title: str, unit: str, axis: str, curves: Sequence[Curve | None]) -> 
         yield Panel(title=title, unit=unit, x_label=axis, curves=drawn, overview=True)
 
 
-def differing(compared: Sequence[Compared]) -> list[tuple[str, list[str]]]:
+def differing(compared: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
     """(dotted key, its value in each run) of every setting that is not the same in all; the run's
     directory aside."""
     flat = [dict(_leaves(one.run.config)) for one in compared]
@@ -195,9 +195,9 @@ def _text(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def ends_of(compared: Sequence[Compared]) -> list[tuple[str, list[str]]]:
+def ends_of(compared: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
     """(what, its value of each run)."""
-    facts: tuple[tuple[str, Callable[[Compared], str]], ...] = (
+    facts: tuple[tuple[str, Callable[[ComparedRun], str]], ...] = (
         ("phase", lambda one: one.run.status.phase if one.run.status else "–"),
         ("steps", lambda one: f"{one.run.summary.steps:,}"),
         *(
@@ -221,12 +221,12 @@ def ends_of(compared: Sequence[Compared]) -> list[tuple[str, list[str]]]:
     return [(name, row) for name, row in rows if set(row) != {"–"}]
 
 
-def _held_out_end(one: Compared, *, measure: str, when: str) -> str:
+def _held_out_end(one: ComparedRun, *, measure: str, when: str) -> str:
     summary = one.run.summary
     return _number(getattr(summary, when)) if summary.measure == measure else "–"
 
 
-def _trained_end(one: Compared, *, key: str, supervised: bool) -> str:
+def _trained_end(one: ComparedRun, *, key: str, supervised: bool) -> str:
     return _number(_last(one, key)) if one.run.supervised == supervised else "–"
 
 
@@ -234,14 +234,14 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def _last(one: Compared, key: str) -> float | None:
+def _last(one: ComparedRun, key: str) -> float | None:
     finite = one.run.rows.finite(key)
     if not len(finite):
         return None
     return float(finite[-max(1, int(LAST_SHARE * len(finite))) :].mean())
 
 
-def _tiles(compared: Sequence[Compared]) -> str:
+def _tiles(compared: Sequence[ComparedRun]) -> str:
     tiles = []
     for one in compared[:TILES]:
         after = one.run.summary.after
@@ -258,7 +258,7 @@ def _tiles(compared: Sequence[Compared]) -> str:
 
 
 def _table(
-    title: str, rows: Sequence[tuple[str, Sequence[str]]], compared: Sequence[Compared]
+    title: str, rows: Sequence[tuple[str, Sequence[str]]], compared: Sequence[ComparedRun]
 ) -> str:
     """A row for each fact, a column for each run."""
     if not rows:

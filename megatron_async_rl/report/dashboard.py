@@ -13,7 +13,7 @@ Invariants:
   that was allowed is answered, so that a page of another site cannot read the runs by a name of its
   own for this address;
 - a line of a growing file is read once; a view is made anew only when a file of its runs changed;
-- what a run's files say wrong is shown on its page, and the page goes on.
+- what a run's files say wrong is shown on its page, which keeps updating.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class _Handler(BaseHTTPRequestHandler):
         except UserError as error:
             message = "; ".join(f"{one.key}: {one.what}: {one.fix}" for one in error.problems)
             return HTTPStatus.BAD_REQUEST, text, message.encode()
-        except Exception as error:  # noqa: BLE001 - shown on the page; the server goes on
+        except Exception as error:  # noqa: BLE001 - shown on the page; the server continues
             message = f"the dashboard failed: {type(error).__name__}: {error}"
             return HTTPStatus.INTERNAL_SERVER_ERROR, text, message.encode()
         return HTTPStatus.NOT_FOUND, text, b"there is no such page"
@@ -301,7 +301,7 @@ def serve(
         name = f"[{host}]" if ":" in host else host
         show(f"http://{name}:{server.server_port}/  (Ctrl-C ends it)")
         if not server.loopback:
-            show("note: whoever reaches this address can read the runs and their samples")
+            show("note: anyone who reaches this address can read the runs and their samples")
         try:
             server.serve_forever()
         except KeyboardInterrupt:

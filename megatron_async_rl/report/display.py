@@ -96,7 +96,7 @@ class DisplayState:
     @property
     def held_out(self) -> str:
         """Reward, or loss, before the first step, and that of the newest evaluation among the rows;
-        empty where there is none."""
+        empty if there is none."""
         before = self.status.before if self.status else None
         measure = self.status.measure if self.status else "reward"
         key = "eval/loss" if measure == "loss" else "eval/mean"

@@ -29,13 +29,19 @@ from megatron_async_rl.metrics.timeline import Span, TimelineReader, shares
 from megatron_async_rl.report.anomalies import Anomaly, AnomalyFinder, AnomalyList
 from megatron_async_rl.report.metric_rows import MetricRows
 from megatron_async_rl.report.series import Evaluations, evaluation_curves
-from megatron_async_rl.report.summary import Dropped, Summary, compare_dropped, span, summarise_run
+from megatron_async_rl.report.summary import (
+    DroppedSummary,
+    Summary,
+    compare_dropped,
+    span,
+    summarise_run,
+)
 from megatron_async_rl.watchdog.events import FILE as EVENTS_FILE
 from megatron_async_rl.watchdog.events import Event, read_events
 
 WINDOW_STEPS = 12
 EVENT_BYTES = 2**20
-"""Events are read from so many bytes before the end."""
+"""Number of bytes before the end from which events are read."""
 HOLE_S = 60.0
 HOLE_STEPS = 10
 """A step that ended later after the one before than both of these, the second in steps, came after
@@ -63,7 +69,7 @@ class _Observe(BaseModel):
     beside: Path | None = None
 
 
-class _Drawn(BaseModel):
+class _ShownSettings(BaseModel):
     """The settings that are drawn or decided by here. The others may be those of any version."""
 
     flow: _Flow | None = None
@@ -104,11 +110,11 @@ class RunData:
     rows: MetricRows
     status: Status | None
     config: Mapping[str, Any]
-    """RUN/config.yaml as it is written there; empty when there is none."""
+    """RUN/config.yaml as it is written there; empty if there is none."""
     summary: Summary
     window: TimelineWindow | None
     """None where no process wrote what it did."""
-    dropped: Dropped | None
+    dropped: DroppedSummary | None
     """None where nothing was dropped."""
     evaluations: Evaluations
     anomalies: Sequence[Anomaly]
@@ -135,7 +141,7 @@ class RunData:
     def gac(self) -> Mapping[str, Any] | None:
         """Settings of the control that judges the cosine, when the run has one; `c_low` is the one
         in force at the end."""
-        controls = _Drawn.model_validate(self.config).controls or ()
+        controls = _ShownSettings.model_validate(self.config).controls or ()
         settings = next(
             (
                 control.model_dump(exclude_unset=True)
@@ -152,7 +158,7 @@ class RunData:
     def lag_bound(self) -> float | None:
         """`flow.async_ratio`: the start version of a sample is at most this many versions behind,
         rounded up."""
-        flow = _Drawn.model_validate(self.config).flow
+        flow = _ShownSettings.model_validate(self.config).flow
         return None if flow is None else flow.async_ratio
 
     @property
@@ -172,7 +178,7 @@ class RunData:
 
 
 class RunReader:
-    """Reads a run again and again while it goes on: each line of its growing files once.
+    """Read a run repeatedly while it continues: each line of its growing files once.
 
     `alone`: without the comparison run that it names.
     """
@@ -264,7 +270,7 @@ class RunReader:
     def _read_beside(self, config: Mapping[str, Any]) -> RunData | None:
         """A run is shown without it where it has gone since: `mar plan` and `mar train` refuse a
         missing one."""
-        observe = _Drawn.model_validate(config).observe
+        observe = _ShownSettings.model_validate(config).observe
         if observe is None or observe.beside is None:
             return None
         if self._beside is None or self._beside.run_dir != observe.beside:
@@ -289,14 +295,14 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """RUN/config.yaml as it is written there; empty when there is none.
+    """RUN/config.yaml as it is written there; empty if there is none.
 
     Raises ReportError when it is not a configuration.
     """
     path = run_dir / "config.yaml"
     try:
         config, _ = read_tree(path.read_text(encoding="utf-8"))
-        _Drawn.model_validate(config)
+        _ShownSettings.model_validate(config)
     except FileNotFoundError:
         return {}
     except ValidationError as error:

@@ -86,7 +86,7 @@ class SampleBrowser:
 
     def answer(self, query: Mapping[str, str]) -> dict[str, Any]:
         """`html` of at most AT_ONCE samples, `words` on how many there are, and whether there are
-        `more`. Raises UserError for a question that is none, and where no log can be read."""
+        `more`. Raises UserError for an invalid question, and where no log can be read."""
         try:
             question = Question.model_validate(query)
         except ValidationError as error:
@@ -141,7 +141,7 @@ class SampleBrowser:
         return samples
 
     def _entries(self, chosen: pa.Table) -> list[Entry]:
-        """`chosen` with what became of each."""
+        """`chosen` with the outcome of each."""
         rows = chosen.to_pylist()
         ids = pa.array({row["id"] for row in rows}, pa.string())
         groups = pa.array({row["group"] for row in rows}, pa.int64())

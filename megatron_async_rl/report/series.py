@@ -93,7 +93,7 @@ def thin(x: Floats, y: Floats, maximum: int) -> tuple[Floats, Floats]:
 
 def per_engine(rows: Sequence[MetricRow], key: str) -> tuple[Floats, Floats]:
     """(steps [rows with it], values [engines, rows with it]) of a key with a number for each
-    engine, NaN where there is none.
+    engine, NaN if there is none.
 
     `engine/versions`, taken when the row's batch was handed out, come as versions behind the policy
     that trained it, one before the row's; NaN for an engine that is gone.

@@ -23,8 +23,8 @@ IN_A_STEP = {
 REASONS = {"flow/dropped_late": "late", "flow/dropped_equal": "of equal reward"}
 """Reasons for which a group was dropped."""
 HOLE_STEPS = 10
-"""A line that came so many median steps after the one before came after a stop, and its shares are
-of another interval."""
+"""A line that came this many median steps after the previous one came after a stop, and its shares
+are of another interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ def span(seconds: float) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dropped:
+class DroppedSummary:
     responses: int
     groups: dict[str, int]
     """Dropped groups by reason."""
@@ -142,14 +142,14 @@ class Dropped:
         return f"{self.responses:,} {were} dropped{groups}: {', '.join(parts)}{whose}"
 
 
-def compare_dropped(rows: MetricRows) -> Dropped | None:
+def compare_dropped(rows: MetricRows) -> DroppedSummary | None:
     """None where nothing was dropped."""
     responses = int(rows.total("dropped/responses"))
     length = rows.mean("dropped/length_mean", weighted=True)
     if length is None:
         return None
     groups = {reason: count for key, reason in REASONS.items() if (count := int(rows.counted(key)))}
-    return Dropped(
+    return DroppedSummary(
         responses=responses,
         groups=groups,
         length=length,

@@ -6,7 +6,7 @@ Invariants:
   them;
 - no engine starts with other versions than the run's (`require_software`): what it samples would be
   another model's tokens, or vLLM's calls other calls;
-- a Ray of our own listens at 127.0.0.1 alone: whoever reaches its ports runs code as the run's
+- a Ray of our own listens at 127.0.0.1 alone: anyone who reaches its ports runs code as the run's
   user.
 """
 
@@ -81,7 +81,7 @@ class TrainerDevicesTaken(RuntimeError):
 
 
 class ClusterNotJoined(RuntimeError):
-    """The cluster that RAY_ADDRESS names is out of reach, or lets nobody in without a token."""
+    """The cluster that RAY_ADDRESS names is out of reach, or requires a token."""
 
 
 def object_store_bytes(responses: int, tokens: int) -> int:

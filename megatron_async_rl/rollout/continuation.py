@@ -65,7 +65,8 @@ def joined(
 
 
 def recorded_from(prompt: int, prefix: PartialResponse | None) -> int:
-    """The first token, of prompt (of so many) and prefix, whose experts nobody has recorded."""
+    """The first token, of the prompt (of this many tokens) and the prefix, without recorded
+    experts."""
     if prefix is None or prefix.routed_experts is None:
         return 0
     return prompt + len(prefix.response_ids) - 1

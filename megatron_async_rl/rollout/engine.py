@@ -293,7 +293,7 @@ class RolloutEngine:
         self._busy.pause(True)
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Wakes `weights`, `kv_cache` or, with None, what sleeps; sampling goes on once both are
+        """Wakes `weights`, `kv_cache` or, with None, what sleeps; sampling continues once both are
         awake.
 
         Raises WrongState for what is awake, ValueError for anything else.
@@ -362,8 +362,7 @@ class RolloutEngine:
             return task.result()
 
     def describe(self) -> str:
-        """One line on how it stands, for whoever asks why nothing moves. Called from another
-        thread."""
+        """One line on the state, for the report of a stall. Called from another thread."""
         responses = self._started()
         return (
             f"{self._state.state}, version {self._version}, {responses.running} responses running,"

@@ -109,7 +109,7 @@ def _cpu_arguments(spec: EngineSpec) -> dict[str, Any]:
         "enforce_eager": True,
         # A prompt cut in two draws a token that vLLM takes back, and a seeded CPU generator cannot
         # be wound back: it raises. So vLLM reads a prompt, or a preempted request's prompt and
-        # response, in one step, and sees to it that one fits.
+        # response, in one step, and ensures that it fits.
         "enable_chunked_prefill": False,
         # Where one worker is enough the model runs in the engine's own process: vLLM's default on a
         # CPU, a second one behind a queue, starts later and pays for the queue at every step.

@@ -2,7 +2,7 @@
 start.
 
 Invariants:
-- whoever calls an engine calls it as an `Engine`: the methods are declared here, once, and
+- all callers use an engine as an `Engine`: the methods are declared here, once, and
   `rollout.engine.RolloutEngine` has them;
 - what a call raised in the engine is raised here as itself, and ProcessDied once that has ended;
 - an engine that did not start leaves nothing running, and none outlives its actor.

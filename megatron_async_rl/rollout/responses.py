@@ -141,7 +141,7 @@ class Responses:
 
     @property
     def oldest_s(self) -> float:
-        """Seconds since the longest-running response was taken; 0 when there is none."""
+        """Seconds since the longest-running response was taken; 0 if there is none."""
         return max(
             (time.time() - entry.started_at for entry in self._running.copy().values()), default=0.0
         )
@@ -274,7 +274,7 @@ class Responses:
         ended for a reason of its own."""
         if isinstance(output, Exception):
             raise output
-        # Here everything that was sampled passes once, whatever becomes of it.
+        # All sampled tokens pass here once, whatever their outcome.
         count = len(output.outputs[0].token_ids)
         self.tokens += count
         self.generated += count if entry.request.group >= 0 else 0

@@ -282,7 +282,7 @@ class RewardProcess(asyncio.Protocol):
 
     def _show_and_kill(self) -> None:
         """Has the process write where it stands into the engine's log, for which it needs a moment
-        (rewards/worker.py). Nobody waits for it any more."""
+        (rewards/worker.py). It is no longer waited for."""
         self._killed = True
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGUSR1)

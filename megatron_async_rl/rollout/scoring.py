@@ -131,7 +131,7 @@ class FailureLog:
             self._warned = True
 
 
-class Inline:
+class InlineReward:
     """A trivial reward, called at once."""
 
     def __init__(self, name: str, key: str) -> None:
@@ -148,7 +148,7 @@ class Inline:
         return [self.score(item) for item in items]
 
 
-class Pool:
+class RewardPool:
     """The processes of one reward and the responses that wait for them."""
 
     def __init__(self, called: RewardLimits, workers: int) -> None:
@@ -208,7 +208,7 @@ class Pool:
         jobs: list[Job] = []
         while self._waiting and len(jobs) < (self.called.batch if process.batched else 1):
             job = self._waiting.popleft()
-            if not job.result.done():  # else whoever waited was cancelled
+            if not job.result.done():  # otherwise the waiting task was cancelled
                 jobs.append(job)
         return jobs
 
@@ -235,7 +235,7 @@ class Pool:
         if self._closed:
             return
         if process.ready:
-            # Its successor imports the reward while nobody waits for it.
+            # Its successor imports the reward before it is needed.
             self._hire()
             self._dispatch()
             return
@@ -243,7 +243,7 @@ class Pool:
         self._on_start_failure(how)
 
     def _on_start_failure(self, how: str) -> None:
-        """Another start would most likely fail too: nobody waits for it who need not."""
+        """Another start would most likely fail too: no task waits for it unnecessarily."""
         reason = f"the reward's process did not start: {how}"
         if self._first is not None and not self._first.done():
             self._first.set_exception(WorkerStartError(reason))
@@ -253,11 +253,13 @@ class Pool:
                     waiting.popleft().fail(Scored(reward=0.0, error=reason))
 
 
-def _rewarding(settings: RewardConfig, name: str | None, part: RewardPart) -> Inline | Pool:
+def _rewarding(
+    settings: RewardConfig, name: str | None, part: RewardPart
+) -> InlineReward | RewardPool:
     found = built_in(part.name)
     key = _key(name)
     if found is not None and found.inline:
-        return Inline(part.name, key)
+        return InlineReward(part.name, key)
     limits = (settings.memory_mib, found.memory_mib if found is not None else None)
     called = RewardLimits(
         name=part.name,
@@ -269,7 +271,7 @@ def _rewarding(settings: RewardConfig, name: str | None, part: RewardPart) -> In
         cpu_limit_s=found.cpu_limit_s if found is not None else None,
         memory_mib=min((limit for limit in limits if limit is not None), default=None),
     )
-    return Pool(called, settings.workers)
+    return RewardPool(called, settings.workers)
 
 
 class Scorer:
@@ -281,12 +283,12 @@ class Scorer:
     ) -> None:
         self.per = per
         self._settings = settings
-        self._parts: dict[str | None, tuple[RewardPart, Inline | Pool]] = {
+        self._parts: dict[str | None, tuple[RewardPart, InlineReward | RewardPool]] = {
             name: (part, _rewarding(settings, name, part))
             for name, part in settings.rewards.items()
             if part.per == per
         }
-        self.pools = [pool for _, pool in self._parts.values() if isinstance(pool, Pool)]
+        self.pools = [pool for _, pool in self._parts.values() if isinstance(pool, RewardPool)]
         self.inline = not self.pools
 
     def start(self) -> None:
@@ -305,7 +307,9 @@ class Scorer:
         """At once; of rewards that are `inline`."""
         item = RewardItem(prompt, response, context)
         every = self._parts_of(prompt)
-        return self._sum({name: one.score(item) for name, one in every if isinstance(one, Inline)})
+        return self._sum(
+            {name: one.score(item) for name, one in every if isinstance(one, InlineReward)}
+        )
 
     async def score(
         self, prompt: Prompt, response: str, context: RewardContext = NOTHING_KNOWN
@@ -335,7 +339,7 @@ class Scorer:
         for pool in self.pools:
             pool.close()
 
-    def _parts_of(self, prompt: Prompt) -> list[tuple[str | None, Inline | Pool]]:
+    def _parts_of(self, prompt: Prompt) -> list[tuple[str | None, InlineReward | RewardPool]]:
         return [(n, one) for n, (part, one) in self._parts.items() if part.applies(prompt.fields)]
 
     def _sum(self, scored: Mapping[str | None, Scored]) -> Scored:

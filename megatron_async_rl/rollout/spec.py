@@ -40,8 +40,8 @@ class EngineSpec:
     run_dir: Path | None = None
     """The run in whose timeline the engine writes what it does; null: none."""
     first_version: int = 0
-    """-1: weights that nobody vouches for. Sampling from them is an error until the first update
-    numbers them."""
+    """-1: weights of unknown origin. Sampling from them is an error until the first update numbers
+    them."""
     records_experts: bool = False
     """Each sample has the experts that the engine chose (`policy.routing_replay: rollout`)."""
     threads: int = 1
@@ -58,7 +58,7 @@ class EngineSpec:
         if self.first_version < -1:
             raise ValueError(
                 f"engine {self.index}: first_version is {self.first_version}; versions count from"
-                " 0, and -1 is none yet"
+                " 0, and -1 means none yet"
             )
 
     def sampling(self, held_out: str | None) -> SamplingConfig:

@@ -82,7 +82,7 @@ def batch_of(
     samples: Sequence[Sample], groups: Sequence[int], schema: pa.Schema = SCHEMA
 ) -> pa.RecordBatch:
     """One row per sample, in order. `groups`: the number of each sample's group. `schema`: SCHEMA,
-    or NUMERIC where nobody reads text."""
+    or NUMERIC if text is not read."""
     columns = {
         name: [_COLUMNS.get(name, attrgetter(name))(sample) for sample in samples]
         for name in schema.names
@@ -92,8 +92,8 @@ def batch_of(
 
 
 class SampleColumns:
-    """Finished responses gathered column by column, where nobody needs a `Sample` of each: what an
-    engine reports.
+    """Finished responses gathered column by column, without a `Sample` for each: what an engine
+    reports.
 
     Not safe for threads: `append` and `take` belong to one event loop.
     """

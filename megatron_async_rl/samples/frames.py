@@ -196,8 +196,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def _headers(path: Path, file: BinaryIO, *, torn: bool) -> Iterator[tuple[int, int, int]]:
-    """(number, length, checksum) of each ROWS frame, with `file` at its payload; whoever calls
-    leaves `file` behind it."""
+    """(number, length, checksum) of each ROWS frame, with `file` at its payload; the caller leaves
+    `file` positioned behind it."""
     size = os.fstat(file.fileno()).st_size
     number = 0
     while True:
@@ -217,7 +217,7 @@ def _headers(path: Path, file: BinaryIO, *, torn: bool) -> Iterator[tuple[int, i
             raise SegmentBroken(path, f"is damaged: frame {number} at byte {start} is another one")
         if kind == END:
             if file.tell() != size:
-                raise SegmentBroken(path, "is damaged: it goes on after its end mark")
+                raise SegmentBroken(path, "is damaged: it continues after its end mark")
             return
         if length > size - file.tell():
             if torn:

@@ -59,7 +59,7 @@ def _checksum(fields: Mapping[str, Any]) -> int:
 
 
 def read_mark(run_dir: Path) -> LogMark | None:
-    """Return the mark of the run's log; None where there is none. Raises SegmentBroken."""
+    """Return the mark of the run's log; None if there is none. Raises SegmentBroken."""
     path = run_dir / FILE
     try:
         fields = json.loads(path.read_bytes())

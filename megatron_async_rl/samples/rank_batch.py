@@ -2,8 +2,8 @@
 samples.
 
 What a step decides from the whole batch (advantages, corrections, denominators, the plan) needs
-every sample's numbers on every rank; token ids are fed to the model by the data-parallel rank that
-owns the sample, and by nobody else.
+every sample's numbers on every rank; token ids are fed to the model only by the data-parallel rank
+that owns the sample.
 
 Invariants:
 - rows are in the order of the train batch, and per-token arrays lie row after row: row s has the

@@ -172,7 +172,7 @@ def gathered(
     rows: Sequence[SampleRow], groups: Sequence[int] | None = None, schema: pa.Schema = SCHEMA
 ) -> pa.RecordBatch:
     """The rows, in order, under the ids they have; `groups`: the number of each one's group, in
-    place of its own. `schema`: SCHEMA, or NUMERIC where nobody reads text."""
+    place of its own. `schema`: SCHEMA, or NUMERIC if text is not read."""
     if not rows:
         return pa.RecordBatch.from_pylist([], schema=schema)
     places: dict[int, list[int]] = {}

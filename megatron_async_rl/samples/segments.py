@@ -1,7 +1,7 @@
 """The sample log on disk, `RUN/samples/`, and how to read it.
 
     samples-000007.segment     finished samples, one row each (columns.LOGGED; SCHEMA with experts)
-    outcomes-000007.segment    what became of groups and of samples (OUTCOMES)
+    outcomes-000007.segment    outcomes of groups and of samples (OUTCOMES)
     samples-000008.open, outcomes-000008.open    the newest two, while they are being written
 
 Invariants:
@@ -14,7 +14,7 @@ Invariants:
 - a sample is one row, written when it finished, and is known by (id, finished_at): a run that
   resumes asks again under ids it has used before;
 - a resumed run writes the row of a sample again where its checkpoint does not know the reward of
-  the sample's group: whoever reads keeps the newest row of a sample;
+  the sample's group: readers keep the newest row of a sample;
 - every group has a row when it is admitted (again at each resume that takes it up) and one when it
   ends: consumed, or dropped with a reason. history.py proves it;
 - the row of an outcome stands in the segment of its sample or in a later one, so segments can be
@@ -275,7 +275,7 @@ class Outcomes:
 
     def __init__(self, *, whole: bool) -> None:
         self._whole = whole
-        self._of_samples: dict[tuple[str, float], list[_Became]] = {}
+        self._of_samples: dict[tuple[str, float], list[_SampleEnd]] = {}
         self._dropped: dict[int, tuple[int, str | None]] = {}
         self._admitted: set[int] = set()
 
@@ -413,12 +413,12 @@ def newest_rows(table: pa.Table) -> pa.Table:
     return table if len(last) == table.num_rows else table.filter(pc.is_in(places, last))
 
 
-_Became = tuple[int, Literal["trained", "dropped", "evaluated"], int, str | None]
+_SampleEnd = tuple[int, Literal["trained", "dropped", "evaluated"], int, str | None]
 """(seq, outcome, step, reason) of a sample."""
 
 
 def resolve(
-    outcomes: Sequence[_Became],
+    outcomes: Sequence[_SampleEnd],
 ) -> tuple[SampleState, tuple[int, ...], str | None]:
     """State, steps and reason of a sample from its own rows of the other table."""
     if not outcomes:

@@ -216,7 +216,7 @@ class Request:
     sampling: str | None = None
     """Name of the held-out set whose sampling it has; null: training's."""
     id: str = field(init=False)
-    """Made once: whoever keeps account of the request holds the same string."""
+    """Made once: the owner of the request holds the same string."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "id", f"{self.group}-{self.k}")

@@ -85,7 +85,7 @@ def calibrate(runs: Sequence[Path], cores: int | None) -> RunCalibration:
     together show how trainer and engines slow each other. `cores`: the cores that they shared,
     from which the slow-down follows if no log shows it; null if they shared none. Raises
     UserError for a run that shows too little."""
-    logs = [_Log(run) for run in runs]
+    logs = [_RunLog(run) for run in runs]
     first, processes = logs[0], logs[0].ranks + len(logs[0].engines)
     if any(one.ranks != first.ranks for one in logs):
         raise UserError.of("--from", "the runs have different policy.parallel.ranks", "name one")
@@ -95,7 +95,7 @@ def calibrate(runs: Sequence[Path], cores: int | None) -> RunCalibration:
     beside = {"trainer_beside": trainer_slower, "engine_beside": engine_slower}
     by = {key: slower if found is None else found for key, found in beside.items()}
 
-    def mean(of: Callable[[_Log], Sequence[float]]) -> float:
+    def mean(of: Callable[[_RunLog], Sequence[float]]) -> float:
         values = [value for log in logs for value in of(log)]
         return float(np.mean(values)) if values else 0.0
 
@@ -103,7 +103,7 @@ def calibrate(runs: Sequence[Path], cores: int | None) -> RunCalibration:
         decode=((fixed, each),),
         prompt_s=prompt_s,
         places=first.places,
-        ask_s=mean(_Log.asks),
+        ask_s=mean(_RunLog.asks),
         take_s=mean(lambda log: log.takes(by["trainer_beside"])),
         train_token_s=token_s,
         train_spread=spread,
@@ -125,7 +125,7 @@ def _lacks(run: Path, what: str) -> UserError:
     return UserError.of("--from", f"{run} holds {what}: too little to take rates from", fix)
 
 
-class _Log:
+class _RunLog:
     """One run: the rows and spans of the steps that count, and the samples of all, [n] by what the
     log has of each."""
 
@@ -221,7 +221,7 @@ def _read_samples(run: Path) -> dict[str, NDArray[Any]]:
 
 
 def _fit_training(
-    logs: Sequence[_Log], assumed: float
+    logs: Sequence[_RunLog], assumed: float
 ) -> tuple[float, tuple[float, ...], float | None]:
     """Seconds of a token, factors of the steps' variation, and the slow-down by an engine, None if
     the data does not show it."""
@@ -261,7 +261,7 @@ def _slower(seconds: Measurements, beside: Measurements, done: Measurements) -> 
 
 
 def _fit_decoding(
-    logs: Sequence[_Log], assumed: float
+    logs: Sequence[_RunLog], assumed: float
 ) -> tuple[tuple[float, float, float], float, float | None]:
     """(fixed, each, of a new response), what the fit leaves, and by how much the trainer slows an
     engine, None where that was not to be seen; over pieces of the engines' time:
@@ -298,7 +298,7 @@ def _fit_decoding(
     return (fixed, each, prompt_s), left, slower
 
 
-def _pieces(log: _Log, engine: int, spans: Sequence[Span]) -> Measurements:
+def _pieces(log: _RunLog, engine: int, spans: Sequence[Span]) -> Measurements:
     """[5, n]: an engine's time from where responses begin together, or new weights are there, to
     where that happens next: busy seconds, those of overlap with the trainer, steps, tokens,
     responses that begin."""

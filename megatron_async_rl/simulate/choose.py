@@ -1,11 +1,11 @@
-"""`mar simulate`: a config at several `async_ratio`s, or the best division of so many GPUs: how
+"""`mar simulate`: a config at several `async_ratio`s, or the best division of a number of GPUs: how
 many train, how many sample, how far ahead, and in which buckets weights travel.
 
 Invariants:
 - all choices are judged by the same lengths and the same seed;
 - what `mar plan` refuses is not simulated;
-- of a large fleet a part is simulated: so many engines, and as many prompts as are theirs, while
-  trainer and weights take what they take of the whole.
+- of a large fleet a part is simulated: some engines with their prompts, while trainer and weights
+  take what they take of the whole.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ HALVES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A simulated setting, and what comes of it."""
+    """A simulated setting and its result."""
 
     config: Config
     rates: SimulationRates

@@ -12,7 +12,7 @@ which engine gets a request (`flow.lanes.Lanes`). Modelled here is what takes ti
 - an engine that decodes n responses makes a token of each in f(n) seconds, so its next event is the
   end of the response that has the least left: events are responses, never tokens;
 - versions reach the engines' machines one after another, and engines load the newest in turns, as
-  in `flow.updates`; a version is staged once nobody reads the one before the last;
+  in `flow.updates`; a version is staged once no engine reads the version before the last;
 - where trainer and engines share cores, each is slower while the other works, also while the
   trainer takes a batch that is there.
 
@@ -89,7 +89,9 @@ def simulate(
         # What trains out of the store takes the place of a batch that was sampled all the same.
         flow = flow.model_copy(update={"selection": OldestFirst()})
     # Without an end: the end of admission in a run's last steps does not count for its pace.
-    run = _Run(Scheduler(flow), rollout.engines, rates, lengths, np.random.default_rng(seed))
+    run = _SimulatedRun(
+        Scheduler(flow), rollout.engines, rates, lengths, np.random.default_rng(seed)
+    )
     run.barrier, run.may_pause = barrier, max(1, int(max_paused * rollout.engines))
     return run.go(steps, warm=int(flow.async_ratio) + 5)
 
@@ -97,7 +99,7 @@ def simulate(
 class _SimulatedEngine:
     """Decodes what it has, or loads a version. `slot`: what the lanes see of it."""
 
-    def __init__(self, run: _Run, index: int) -> None:
+    def __init__(self, run: _SimulatedRun, index: int) -> None:
         spec: Any = SimpleNamespace(index=index)
         self.run = run
         self.slot = EngineSlot(spec, engine=spec, version=0, serving=True)
@@ -181,7 +183,7 @@ class _SimulatedEngine:
         self.run.on_ended(self, ended)
 
 
-class _Run:
+class _SimulatedRun:
     barrier = False
     may_pause = 1
     """Engines that have work and may load at a time."""
@@ -316,7 +318,7 @@ class _Run:
         self._bring()
 
     def _is_read_before(self, version: int) -> bool:
-        """True while somebody reads an older version where the trainer staged it."""
+        """True while an engine reads an older version from where the trainer staged it."""
         if self.rates.send_s:
             return self._there < self._sent < version
         return any(one.loading is not None and one.loading < version for one in self.engines)

@@ -184,7 +184,8 @@ def death_reason(text: str) -> str:
     )
     who = about.get("name") or about.get("class_name", "an actor")
     reason, guesses, _ = lines[-1].partition(" Some common causes include:")
-    seen = " If nobody killed it, `dmesg` tells whether the kernel did, for want of memory." * bool(
-        guesses
+    seen = (
+        " Unless it was killed on purpose, `dmesg` tells whether the kernel did, for want of"
+        " memory." * bool(guesses)
     )
     return f"{who} (pid {about.get('pid', 'unknown')}). {reason}{seen}"

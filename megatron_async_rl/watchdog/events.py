@@ -3,7 +3,7 @@
 `RUN/events.jsonl`: what happened to the run that a user should know although it went on, such as a
 restarted engine. `RUN/watch/<process>.failure`: what ended a process, one JSON object of fields.
 
-Errors of our own say what they are by their class, and nobody reads their text: `consequence` is
+Errors of our own say what they are by their class, and their text is never parsed: `consequence` is
 true for an error that only reports another process's end, `timed_out` for a wait that was over, and
 `fix` is the advice. Text is read of foreign errors alone (torch, Ray, vLLM), which have no such
 fields.
@@ -72,7 +72,7 @@ def note(run_dir: Path, text: str) -> None:
 
 def read_events(run_dir: Path, newest: int | None = None) -> list[Event]:
     """Every whole line, in the order written; lines that a crash left half written are passed over.
-    `newest`: only those in so many bytes at the end. Raises UserError for a file that cannot be
+    `newest`: only those in this many bytes at the end. Raises UserError for a file that cannot be
     read."""
     path = run_dir / FILE
     try:
@@ -177,7 +177,7 @@ def first_failure(run_dir: Path) -> Failure | None:
 
 
 def timed_out(error: BaseException) -> bool:
-    """True when `error`, or what it came of, is a wait that was over."""
+    """True if `error` or its cause is an expired wait."""
     return any(
         isinstance(one, TimeoutError)
         or bool(getattr(one, "timed_out", False))
@@ -187,8 +187,8 @@ def timed_out(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException) -> MemoryKind | None:
-    """The memory that ran out, where `error` or what it came of is that: a device's by torch's own
-    error or by what vLLM or CUDA report, a host's by Python's, torch's or Ray's."""
+    """The kind of memory that ran out, if `error` or its cause reports that: a device's by torch's
+    own error or by what vLLM or CUDA report, a host's by Python's, torch's or Ray's."""
     return next(filter(None, map(_memory_out, _chain(error))), None)
 
 

@@ -219,7 +219,7 @@ def look_for_kernel_kills() -> None:
 
 def kernel_shortage(pids: Collection[int] = (), *, used: bool = True) -> Shortage | None:
     """Return the recent kills of processes by the kernel for want of memory that explain, or may
-    explain, the death of the process `pids`; None where there are none. `used`: one of them
+    explain, the death of the process `pids`; None if there are none. `used`: one of them
     explains no further death."""
     return _kills.explain(pids, used=used)
 

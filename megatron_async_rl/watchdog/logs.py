@@ -83,8 +83,8 @@ class _Candidate:
 
 
 def redirect_output(path: Path) -> None:
-    """Sends this process's standard output and error to the end of `path`, line by line, whoever
-    writes them.
+    """Sends this process's standard output and error to the end of `path`, line by line, whatever
+    code writes them.
 
     Works on the file descriptors, so output of C++ libraries and of child processes goes there too.
     """

@@ -6,9 +6,9 @@ moves as far as it sees. Everybody else on the node reads that one file, so that
 with its processes and not with their square.
 
 Invariants:
-- the launcher or a rank aggregates; whoever finds the summary missing, or unchanged for STALE_S,
-  takes over, and an aggregator that finds another's fresh summary yields: a dead or stopped one is
-  replaced, and two at once settle on the one who published last;
+- the launcher or a rank aggregates; a process that finds the summary missing, or unchanged for
+  STALE_S, takes over, and an aggregator that finds another's fresh summary yields: a dead or
+  stopped one is replaced, and two at once settle on the one who published last;
 - an aggregator reads every state file that no other node's fresh summary carries, so a node without
   an aggregator of its own (engines alone) is seen too;
 - the run has moved when a mark of any process grew, or a process appeared;
@@ -36,7 +36,7 @@ FOLDER = "watch"
 LAUNCHER = "launcher "
 """Begins the names of the launchers' own states; the number of the node follows."""
 FRESH_S = 10.0
-"""A process whose state changed within so many seconds is alive and runs Python."""
+"""Seconds within which the state of a live process that runs Python changes."""
 STALE_S = 3.0
 """A summary that has not changed for so long has lost its aggregator."""
 
@@ -85,8 +85,8 @@ class NodeSummary:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file that others read while the run goes on: they see the old one or the new one.
-    Raises OSError. A file that a later start depends on is written by `write_file` instead.
+    """Replace a file that others read during the run: they see the old one or the new one. Raises
+    OSError. A file that a later start depends on is written by `write_file` instead.
 
     Its other name, until it is whole, is of this thread alone: a process writes files that differ
     in their endings only, from several threads, and launchers of several machines write the same
@@ -145,7 +145,7 @@ class ProgressMonitor:
         return not self._followed
 
     def look(self) -> None:
-        """Reads this node's summary, and follows it; publishes it where nobody else does."""
+        """Reads this node's summary, and follows it; publishes it unless another process does."""
         self._now = time.monotonic()
         path = self._folder / f"{self._host}.summary"
         summary = self._read_summary(path)
@@ -167,7 +167,7 @@ class ProgressMonitor:
             self.states = others
 
     def silent_s(self, name: str) -> float:
-        """Seconds since the state of process `name` was seen to change; 0 when there is none."""
+        """Seconds since the state of process `name` was seen to change; 0 if there is none."""
         return self._now - self._beats[name][1] if name in self._beats else 0.0
 
     def _follow(self, summary: NodeSummary) -> None:

@@ -164,7 +164,7 @@ def remove_stale_shared_memory(directory: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _unlocked(lock: Path) -> Iterator[bool]:
-    """True where the lock is there and nobody holds it; it is held here then."""
+    """True if the lock exists and is free; it is held here then."""
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:  # not of this package, or another user's

@@ -1,7 +1,7 @@
 """Snapshots that each machine of a run takes of its own processes and publishes for the others.
 
 A process can be looked at on its own machine only: its condition in the kernel, its stacks by a
-signal. Whoever takes the picture of a run (watchdog/stall.py) writes what it sees to
+signal. The process that takes the snapshot of a run (watchdog/stall.py) writes its part to
 `RUN/watch/<host>.snapshot`; the launchers of other machines find it there and write theirs.
 
 Invariants:

@@ -112,7 +112,7 @@ def gather_if_timed_out(run_dir: Path, error: BaseException, timeout_s: float) -
 
 
 def read_summary(run_dir: Path) -> str | None:
-    """The picture of `RUN/stall.txt` without the stacks; None when there is none."""
+    """The picture of `RUN/stall.txt` without the stacks; None if there is none."""
     try:
         return (run_dir / FILE).read_text(encoding="utf-8").partition(_STACKS)[0].rstrip()
     except FileNotFoundError:
@@ -147,7 +147,7 @@ def suspects(processes: Sequence[ProcessSnapshot], still_s: float) -> tuple[str,
     ]
     blamed = (
         live if still_s >= SILENT_S else []
-    )  # in a run that moves, and is ended for another reason, nobody is at fault
+    )  # in a run that moves, and is ended for another reason, no process is at fault
     too_long_s = max(0.5 * still_s, SILENT_S)
     long = [
         (process, one)

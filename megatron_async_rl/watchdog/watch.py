@@ -43,7 +43,7 @@ starts."""
 STOP = "stop"
 """File in the run's directory that asks rank 0 to stop after the step."""
 ENGINES = "engines"
-"""File in the run's directory that asks the controller for so many training engines."""
+"""File in the run's directory that requests a number of training engines of the controller."""
 ActivityKind = Literal["wait", "work", "phase"]
 
 
@@ -69,7 +69,7 @@ _log = logging.getLogger(__name__)
 _MAIN = -1
 _numbers = itertools.count()
 _process = _WatchedProcess()
-_beating: _Heart | None = None
+_beating: _HeartbeatThread | None = None
 
 
 class doing:
@@ -138,7 +138,7 @@ def start(run_dir: Path, name: str, *, end_after_s: float | None = None) -> None
     global _beating
     if _beating is not None and _beating.pid == os.getpid():
         return
-    heart = _Heart(run_dir.resolve() / FOLDER, name, end_after_s)
+    heart = _HeartbeatThread(run_dir.resolve() / FOLDER, name, end_after_s)
     # Only now: processes that this one starts must not join a folder that cannot be used.
     os.environ[INHERITED] = f"{run_dir.resolve()}\n{name}"
     _beating = heart
@@ -203,7 +203,7 @@ def _read(read: Callable[[], Any]) -> Any:
     return value if isinstance(value, int | float | str | None) else str(value)
 
 
-class _Heart(threading.Thread):
+class _HeartbeatThread(threading.Thread):
     """The thread behind `start`."""
 
     def __init__(self, folder: Path, name: str, end_after_s: float | None) -> None:
@@ -215,7 +215,7 @@ class _Heart(threading.Thread):
         self._stopped = False
         self._writing = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
-        # Appending, so that whoever asks for a stack may empty the file first.
+        # Append, so that a process that requests a stack may empty the file first.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
         self._stack = os.open(self._path.with_suffix(".stack"), flags, 0o644)
         faulthandler.register(signal.SIGUSR1, file=self._stack, all_threads=True, chain=False)

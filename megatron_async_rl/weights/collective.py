@@ -10,7 +10,7 @@ Invariants:
 - a version is received while the engine samples, and is there whole and verified, tensor by tensor,
   or `Sender.send` raises. A bucket goes to one worker; the others read it in shared memory;
 - two buckets are on their way at a time: while one is verified the next ones arrive;
-- a communicator that failed is closed on both sides: whoever tries again opens another;
+- a communicator that failed is closed on both sides: a retry opens another;
 - there are two slots: a version is received where the `kept` one is not, which engines may read.
 """
 
@@ -55,7 +55,7 @@ class CollectiveFailed(RuntimeError):
 
 
 @dataclass(eq=False)
-class _Set:
+class _SenderEnd:
     """An engine's communicator, as the sender holds it."""
 
     meeting: Meeting
@@ -74,18 +74,18 @@ class Sender:
         self._device = device
         self._limit_s = limit_s
         self._reader = (carrier or CARRIER()).reader()
-        self._sets: dict[int, _Set] = {}
+        self._sets: dict[int, _SenderEnd] = {}
         """Sender's ends of the communicators by port."""
         self._paths: dict[int, list[str]] = {}
         """Bucket paths of the two newest versions that were sent."""
 
     def open(self, workers: int) -> Meeting:
-        """Return where an engine of so many workers meets it. Raises OSError if the host is not an
-        address of this machine."""
+        """Return the rendezvous for an engine of this many workers. Raises OSError if the host is
+        not an address of this machine."""
         limit = timedelta(seconds=self._limit_s)
         store = serve_store(self._host, 0, limit)
         meeting = Meeting(host=self._host, port=store.port, workers=workers, limit_s=self._limit_s)
-        self._sets[meeting.port] = _Set(meeting, store)
+        self._sets[meeting.port] = _SenderEnd(meeting, store)
         return meeting
 
     def send(self, meeting: Meeting, version: int, manifest: Manifest) -> StagedCopy:
@@ -117,7 +117,7 @@ class Sender:
         if one is not None and one.local is not None:
             one.local.close()
 
-    def _send_buckets(self, one: _Set, version: int, manifest: Manifest) -> None:
+    def _send_buckets(self, one: _SenderEnd, version: int, manifest: Manifest) -> None:
         self._paths = dict(sorted({**self._paths, version: manifest.paths}.items())[-2:])
         self._reader.keep({path for paths in self._paths.values() for path in paths})
         if one.local is None:
@@ -204,7 +204,7 @@ class Receiver:
             if self._store is not None:
                 self._store.set(_key(version, self._worker), json.dumps(answer))
         except RuntimeError as error:  # the sender has gone, or has closed
-            log.warning("nobody heard what became of version %d: %s", version, error)
+            log.warning("the outcome of version %d was not reported: %s", version, error)
 
     def _receive(self, local: Communicator, update: WeightUpdate) -> dict[int, str]:
         """Paths of this worker's buckets, by number."""
@@ -244,7 +244,7 @@ def _key(version: int, worker: int) -> str:
     return f"{version}/{worker}"
 
 
-def _answers(one: _Set, version: int) -> dict[int, str]:
+def _answers(one: _SenderEnd, version: int) -> dict[int, str]:
     """Paths that the workers received a version to, by bucket. Raises CollectiveFailed for a worker
     that did not, and RuntimeError for a worker without an answer."""
     paths: dict[int, str] = {}
@@ -260,7 +260,7 @@ def _answers(one: _Set, version: int) -> dict[int, str]:
     return paths
 
 
-def _refusals(one: _Set, version: int) -> list[str]:
+def _refusals(one: _SenderEnd, version: int) -> list[str]:
     """Reasons of the workers that reported that they did not receive a version."""
     keys = {worker: _key(version, worker) for worker in range(one.meeting.workers)}
     try:

@@ -69,8 +69,8 @@ class Communicator:
         return wait
 
     def close(self) -> None:
-        """Whoever waits for this member fails. gloo closes its connections as soon as nothing
-        holds the group."""
+        """Members that wait for this one fail. gloo closes its connections as soon as nothing holds
+        the group."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()

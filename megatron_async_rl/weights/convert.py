@@ -164,7 +164,7 @@ def _write_weights(buckets: Iterator[Bucket], directory: Path) -> str:
     for bucket in buckets:
         for name, tensor in zip(bucket.names, bucket.tensors, strict=True):
             assert tensor is not None
-            # A copy: what a bucket lends may be the live parameter, or a part of it.
+            # A copy: a bucket's tensor may be the live parameter, or a part of it.
             held[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             dtype = str(tensor.dtype).removeprefix("torch.")
             size += held[name].nbytes

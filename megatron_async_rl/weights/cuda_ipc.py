@@ -12,7 +12,7 @@ same buckets once more. On a CPU the memory is a file in /dev/shm; all else is t
 
 Invariants:
 - of two places on a device one is read while the other is filled; the controller decides which
-  (flow/copies.py), and a place is filled only while nobody reads it;
+  (flow/copies.py), and a place is filled only while no engine reads it;
 - on each device a bucket is whole, so an engine needs to see no other device;
 - digests are of the ranks' parameters, before a bucket is filled;
 - places are released when no engine is loading. A worker lets go of them with its last bucket; a
@@ -98,7 +98,7 @@ CARRIER = CudaIpc
 
 
 class IpcBuckets(Staging):
-    """A version that is lent bucket by bucket, out of the parameters of all `ranks`. Used by one
+    """A version whose buckets are filled on demand from the parameters of all `ranks`. Used by one
     thread of each."""
 
     def __init__(self, carrier: CudaIpc, ranks: StagingRanks | None = None) -> None:
@@ -149,7 +149,7 @@ class IpcBuckets(Staging):
         return replace(ref, path=paths)
 
     def release(self) -> None:
-        """The places' memory is free; nobody reads there any more."""
+        """The places' memory is free; no engine reads there any more."""
         self._writer.keep(())
         for index, made in enumerate(self._memory):
             self._memory[index] = None

@@ -12,7 +12,7 @@ Invariants:
 - a digest is of what was written, read back: of a parameter that stays, when the update ends; of
   memory that something else is made from (a packed or quantised weight), as soon as it is written;
 - a part of a tensor that several workers hold counts once if they hold the same. If they do not, or
-  if nobody took a part, the digest is not the trainer's;
+  if no worker took a part, the digest is not the trainer's;
 - an address identifies the offered tensor of a copy only while that tensor lives and until its
   memory is offered again; nothing here keeps it alive.
 """
@@ -95,7 +95,7 @@ class _TensorMemory:
 
 
 @dataclass(frozen=True)
-class _Offered:
+class _OfferedTensor:
     name: str
     shape: tuple[int, ...]
     memory: _TensorMemory
@@ -118,7 +118,7 @@ class LoadWatch(TorchDispatchMode):
         }
         self._loaded: dict[str, Loaded] = {}
         self._starts: list[int] = []
-        self._offered: list[_Offered] = []
+        self._offered: list[_OfferedTensor] = []
         """Offered parameters in the order of their addresses, `_starts`."""
         self._copy: tuple[_TensorRegion, _TensorMemory, Tensor] | None = None
         """A loader's own copy of a part, which it has not put anywhere yet."""
@@ -143,7 +143,7 @@ class LoadWatch(TorchDispatchMode):
         first, last = bisect_left(starts, memory.start), bisect_left(starts, memory.end)
         starts[first:last] = [memory.start]
         storage = StorageWeakRef(tensor.untyped_storage())
-        self._offered[first:last] = [_Offered(name, shape, memory, storage)]
+        self._offered[first:last] = [_OfferedTensor(name, shape, memory, storage)]
 
     def take(self, part: Tensor) -> None:
         """A kernel reads `part` of an offered tensor where it lies."""

@@ -45,7 +45,7 @@ class BucketRef:
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """One staged version: where its buckets are, and name -> digest of every tensor. `seconds`:
-    what staging took, gathering included. `on_demand`: the buckets are nowhere yet: the ranks fill
+    what staging took, gathering included. `on_demand`: the buckets do not exist yet; the ranks fill
     each as engines come to it (cuda_ipc.py)."""
 
     buckets: tuple[BucketRef, ...]

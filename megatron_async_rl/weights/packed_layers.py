@@ -4,7 +4,7 @@ they get another.
 Invariants:
 - a layer is packed anew once all pieces of its weights came, and never from a part of them;
 - what a piece brings is counted by what vLLM's own loader wrote of it;
-- memory is lent again only when no kernel can refer to it: a packed copy is the kernel's own.
+- memory is reused only when no kernel can refer to it: a packed copy is the kernel's own.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 
 class Scratch:
-    """Memory for weights whose pieces are coming in, kept and lent again. Fresh memory costs more
-    than what is copied to it."""
+    """Memory for weights whose pieces are coming in, kept and reused. Fresh memory costs more than
+    what is copied to it."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
@@ -122,7 +122,7 @@ class AwaitedWeight:
 
 
 class PackedLinear:
-    """A linear layer whose kernel holds a packed copy of the weight, and nobody anything else."""
+    """A linear layer whose kernel holds a packed copy of the weight, the only one."""
 
     def __init__(
         self, name: str, layer: Any, scratch: Scratch, take: Callable[[Tensor], None]

@@ -8,8 +8,8 @@ copies the staged versions into it.
 Invariants:
 - a version is there whole and verified, tensor by tensor, or `fetch` raises;
 - there are two slots, written in turn, as rank 0 has them (staging.py): a fetch leaves the version
-  that came last as it is and takes the place of the one before, which nobody may read any more;
-- a transfer that breaks goes on at the byte where it stood. It fails once no byte has come for
+  that came last as it is and takes the place of the one before, which no engine may read any more;
+- a broken transfer resumes at the byte where it stopped. It fails once no byte has come for
   `silence_s`, however often the connection was made anew;
 - a bucket that arrives damaged is asked for once more, and then the fetch fails.
 """

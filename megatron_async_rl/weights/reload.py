@@ -121,7 +121,7 @@ def _obstacle(model: torch.nn.Module) -> str | None:
 
 class LayerwiseReload:
     """Only layers that receive a tensor are packed by vLLM; a tied output layer receives none, so
-    it is packed here. vLLM holds what came of a layer until it has all of it."""
+    it is packed here. vLLM holds the received parts of a layer until the layer is complete."""
 
     keeps = True
 

@@ -34,7 +34,7 @@ _Own = tuple[ParameterEntry, list[tuple[Cut, slice | Tensor]]]
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankParameters:
     """A rank of the world, as far as the parameters that it holds go."""
 
     rank: int
@@ -58,7 +58,8 @@ class WeightShards:
         layout = exporter.bridge.layout
         own = (layout.pp_rank, layout.tp_rank, layout.ep_rank)
         seats = [
-            Seat(rank, reached[rank], *place) for rank, place in enumerate(layout.gathered(own))
+            RankParameters(rank, reached[rank], *place)
+            for rank, place in enumerate(layout.gathered(own))
         ]
         self._own = [] if not reached[layout.rank] else self._cut(seats, seats[layout.rank])
         self.gathered = not all(_have(seats, entry) for entry in exporter.entries)
@@ -104,7 +105,7 @@ class WeightShards:
                 if tensor is not None:
                     yield ShardSlice.whole(name, tensor)
 
-    def _cut(self, seats: Sequence[Seat], own: Seat) -> list[_Own]:
+    def _cut(self, seats: Sequence[RankParameters], own: RankParameters) -> list[_Own]:
         bridge = self._exporter.bridge
         cuts_of = Cuts(bridge)
         mine: list[_Own] = []
@@ -128,7 +129,7 @@ class WeightShards:
         return mine
 
 
-def _have(seats: Sequence[Seat], entry: ParameterEntry) -> bool:
+def _have(seats: Sequence[RankParameters], entry: ParameterEntry) -> bool:
     holders = [seat for seat in seats if seat.reaches and seat.holds(entry)]
     if entry.partition_dim is None:
         return bool(holders)

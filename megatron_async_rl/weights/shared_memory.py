@@ -6,8 +6,8 @@ Invariants:
 - all ends keep a file mapped: new pages of shared memory cost many times the copy itself, and kept
   ones nothing;
 - a file goes with its `BucketFile`; memory that is mapped already stays valid;
-- its process holds an exclusive `flock` on the file while it lives, so a file nobody holds belongs
-  to a dead process, and `stale_files.remove_stale` deletes exactly those. Process ids are not used:
+- its process holds an exclusive `flock` on the file while it lives, so an unlocked file belongs to
+  a dead process, and `stale_files.remove_stale` deletes exactly those. Process ids are not used:
   containers may share the directory.
 """
 

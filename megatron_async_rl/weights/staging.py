@@ -8,8 +8,8 @@ after a restart, or when it joins.
 
 Invariants:
 - there are two slots, written in turn: staging a version leaves the one before it as it is, for
-  engines that are reading it, and takes the place of the one before that. It begins only once
-  nobody reads that one any more (`when_free`);
+  engines that are reading it, and takes the place of the one before that. It begins only once no
+  engine reads that one any more (`when_free`);
 - a version is there completely or not at all;
 - a digest is taken of the sender's own memory, so that nothing between it and an engine's is
   trusted;

@@ -81,7 +81,7 @@ def register_transfer_engine(backend: str, module: str, name: str) -> None:
 
 def on_output(collector: Any, call: Callable[[Any], None]) -> None:
     """Call `call` with vLLM's output for a request, or the exception that ended it, instead of
-    keeping it for whoever waits. `collector`: the answer of `AsyncLLM.add_request`."""
+    keeping it for the waiting task. `collector`: the answer of `AsyncLLM.add_request`."""
     early, collector.output = collector.output, None
     collector.put = call
     if early is not None:
@@ -115,9 +115,9 @@ async def load_between_steps(
     resume_if: Mapping[str, str] | None,
 ) -> dict[str, str]:
     """Loads one bucket of an update to `version`, which `first` opens and `last` closes. Sampling
-    stops before the first; after the last the weights are numbered, and sampling goes on if their
-    digests are just `resume_if` (None: it does not). All this is one call into vLLM's engine
-    process: several would each wait for their turn there while nothing is sampled.
+    stops before the first; after the last the weights are numbered, and sampling continues if their
+    digests equal `resume_if` (None: it does not). All this is one call into vLLM's engine process:
+    several would each wait for their turn there while nothing is sampled.
 
     Returns, with the last bucket, name -> digest of every tensor of the update as loaded.
     """

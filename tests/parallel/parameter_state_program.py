@@ -40,7 +40,7 @@ from megatron_async_rl.plan.fit import memory_ran_out
 from megatron_async_rl.policy import device, forward, model_blocks
 from megatron_async_rl.policy.adam_view import AdamView, TakenStep, optimizer_parameters
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
-from megatron_async_rl.policy.device_memory import Released
+from megatron_async_rl.policy.device_memory import StateReleased
 from megatron_async_rl.policy.logprobs import vocab_parallel_logprobs
 from megatron_async_rl.policy.megatron_private import gradient_buffers
 from megatron_async_rl.policy.model import DTYPES, build_model
@@ -272,7 +272,7 @@ def with_room(rank: Rank, dtype: str, scratch: Path) -> dict:
         roomy.save(scratch / f"room_{dtype}", version + 1, {}, keep=1)
         try:
             roomy.train_step(received(roomy, rank.batches["a"]))
-        except Released as refused:
+        except StateReleased as refused:
             found["refused"] = str(refused)
         roomy.memory.restore()
         state.append(list(whole_state(roomy)))

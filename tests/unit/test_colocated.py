@@ -49,26 +49,26 @@ def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_party_takes_its_own_steps_in_order_and_knows_whose_memory_each_needs() -> None:
     for party, own in (("policy", POLICY), ("engine", ENGINE)):
-        turns, seen = DevicePhases(party, "generate"), []  # type: ignore[arg-type]
+        phases, seen = DevicePhases(party, "generate"), []  # type: ignore[arg-type]
         do = {
-            step.name: lambda step=step: seen.append((step.name, turns.phase))  # noqa: B023
+            step.name: lambda step=step: seen.append((step.name, phases.phase))  # noqa: B023
             for step in own
         }
         for phase in PHASES:
-            turns.to(phase, do)
-            assert turns.phase == phase
+            phases.to(phase, do)
+            assert phases.phase == phase
         assert seen == [(step.name, step.needs) for step in own]
 
 
 def test_no_phase_is_passed_over_and_none_follows_a_step_that_failed() -> None:
-    turns = DevicePhases("policy", "generate")
+    phases = DevicePhases("policy", "generate")
     for phase in ("publish", "generate"):
         with pytest.raises(PhaseOrderError, match="after which comes train"):
-            turns.to(phase, {})  # type: ignore[arg-type]
+            phases.to(phase, {})  # type: ignore[arg-type]
     with pytest.raises(ZeroDivisionError):
-        turns.to("train", {"sleep": lambda: 1 / 0})
+        phases.to("train", {"sleep": lambda: 1 / 0})
     with pytest.raises(PhaseOrderError, match="phase generate and step sleep"):
-        turns.to("train", {"sleep": lambda: None, "restore": lambda: None})
+        phases.to("train", {"sleep": lambda: None, "restore": lambda: None})
 
 
 # The policy's side
@@ -151,7 +151,7 @@ def test_a_step_of_the_policys_that_fails_ends_the_run_and_is_named_with_its_pha
     told = failure_of(failed.value, tmp_path / "rank_0.log").what
     assert told == f"{type(error).__name__}: {error} (in phase {step.needs}, step {step.name})"
     assert step.name not in parts.done
-    assert rank.turns.phase == step.needs
+    assert rank.phases.phase == step.needs
 
 
 class Lender:

@@ -288,7 +288,7 @@ def test_a_port_in_use_and_a_run_that_is_none_are_refused_with_the_fix(tmp_path:
     assert f"port {port} is already in use on localhost\n  fix: name another one" in result.output
     for arguments, what in (
         ([tmp_path / "none"], "none is not a directory"),
-        ([tmp_path], "is no run, and has 1 in it"),
+        ([tmp_path], "is not a run, and has 1 in it"),
         ([run, run], "named twice"),
         ([run, "--host", "192.0.2.1", "--port", "0"], "192.0.2.1 cannot be listened on"),
         (

@@ -27,8 +27,8 @@ from megatron_async_rl.rollout.environments import (
     EnvironmentRefused,
     Step,
     built_in,
+    checked_content,
     checked_step,
-    checked_words,
     load_factory,
 )
 from megatron_async_rl.rollout.environments.built_in import (
@@ -538,9 +538,9 @@ def test_a_prompt_without_a_task_of_verifiers_is_refused_before_the_start(
 def test_what_is_no_character_is_escaped() -> None:
     step = checked_step(Step(measured={"a\udcff": 1.0}))
     assert step["measured"] == {"a\\udcff": 1.0}
-    assert checked_words("\udcff", "it") == "\\udcff"
+    assert checked_content("\udcff", "it") == "\\udcff"
     said = [{"role": "tool", "content": "a\ud800"}]
-    assert checked_words(said, "it") == [{"role": "tool", "content": "a\\ud800"}]
+    assert checked_content(said, "it") == [{"role": "tool", "content": "a\\ud800"}]
 
 
 FORGETS = TEMPLATE.replace(

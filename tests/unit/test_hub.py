@@ -143,8 +143,8 @@ def test_what_an_evaluation_writes_is_not_put_into_the_cache(
         ("model.path=hf://datasets/me/tiny/x", ("is the name of a data set", "write hf://me/tiny")),
         ("model.path=hf://me/tiny/part", ("is a part of a model", "write hf://me/tiny")),
         ("model.path=hf://me/tiny#train", ("is a part of a model", "write hf://me/tiny")),
-        ("model.path=hf://tiny", ("is no name on a hub", "write hf://OWNER/NAME")),
-        ("model.path=hf://me/ti!ny", ("is no name on a hub", "write hf://OWNER/NAME")),
+        ("model.path=hf://tiny", ("is not a name on a hub", "write hf://OWNER/NAME")),
+        ("model.path=hf://me/ti!ny", ("is not a name on a hub", "write hf://OWNER/NAME")),
         ("run.dir=hf://me/tiny", ("run.dir", "name a local path here")),
     ],
 )

@@ -732,7 +732,9 @@ def test_a_reward_server_where_nobody_listens_is_told_and_not_waited_for(file, m
         port = server.getsockname()[1]
         # A response that was tried would time out, which is a problem.
         (note,) = told(port, timeout_s=0.1)
-        assert note.startswith(f"rollout.reward: nobody answers at 127.0.0.1:{port} (Connection re")
+        assert note.startswith(
+            f"rollout.reward: no server answers at 127.0.0.1:{port} (Connection re"
+        )
         server.listen()  # and never answers
         monkeypatch.setattr("megatron_async_rl.plan.preflight.REWARD_TRIAL_TIMEOUT_S", 0.1)
         assert told(port, timeout_s=30) == []

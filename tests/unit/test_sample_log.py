@@ -25,7 +25,7 @@ from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.sample_log import SampleLog, SampleLogWriter, open_sample_log
 from megatron_async_rl.flow.spec import DataState
 from megatron_async_rl.report.sample_browser import SampleBrowser
-from megatron_async_rl.report.samples import Wanted, choose, newest_trained, samples_section
+from megatron_async_rl.report.samples import SampleQuery, choose, newest_trained, samples_section
 from megatron_async_rl.samples.columns import NUMERIC, batch_of
 from megatron_async_rl.samples.frames import CLOSED, HEADER_BYTES, OPEN, SegmentBroken
 from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
@@ -173,7 +173,7 @@ def test_a_sample_that_a_resumed_run_wrote_again_is_read_once_with_its_newest_re
     assert [one.reward for _, one in load(tmp_path, entries)] == [0.75, 0.5]
     table = read_table(tmp_path, "samples")
     assert (table["id"].to_pylist(), table["reward"].to_pylist()) == (["1-0", "0-0"], [0.5, 0.75])
-    step = choose(tmp_path, Wanted(step=1))
+    step = choose(tmp_path, SampleQuery(step=1))
     assert [(one.id, one.reward) for _, one in step.samples] == [("0-0", 0.75), ("1-0", 0.5)]
     page = samples_section(tmp_path)
     assert (page.count("sample 0-0"), page.count("reward 0.25")) == (1, 0)
@@ -469,29 +469,29 @@ def test_a_closed_file_that_is_renamed_open_and_cut_is_damaged(
 def test_a_log_that_ends_before_its_mark_is_noticed_without_a_checkpoint(tmp_path: Path) -> None:
     segments_of_one_group(tmp_path, 3)
     assert lost_end(tmp_path) is None
-    assert choose(tmp_path, Wanted()).lost is None
+    assert choose(tmp_path, SampleQuery()).lost is None
     mark = read_mark(tmp_path)
     assert mark == LogMark(segment=2, closed=True, samples=1, outcomes=1)
     for path in (tmp_path / FOLDER).glob("*2.segment"):
         path.unlink()
     said = f"{tmp_path / FOLDER} ends with segment 1, and the log had segments up to number 2"
     assert lost_end(tmp_path) == said
-    assert choose(tmp_path, Wanted()).lost == said, "and the rest is shown"
+    assert choose(tmp_path, SampleQuery()).lost == said, "and the rest is shown"
     assert said in samples_section(tmp_path)
     assert said in SampleBrowser(tmp_path).answer({})["words"]
     for path in (tmp_path / FOLDER).iterdir():
         path.unlink()
     with pytest.raises(UserError, match=r"is missing or empty, and the log had segments up to"):
-        choose(tmp_path, Wanted())
+        choose(tmp_path, SampleQuery())
     segments_of_one_group(tmp_path, 1)
     assert lost_end(tmp_path) is None, "the mark is that of what was written last"
     content = (tmp_path / MARK_FILE).read_bytes()
     for damaged in (b"", b"[]", content.replace(b"1", b"0"), content[:-3]):
         (tmp_path / MARK_FILE).write_bytes(damaged)
         with pytest.raises(UserError, match=f"{MARK_FILE}\n  is damaged"):
-            choose(tmp_path, Wanted())
+            choose(tmp_path, SampleQuery())
     (tmp_path / MARK_FILE).write_bytes(content)
-    choose(tmp_path, Wanted())
+    choose(tmp_path, SampleQuery())
 
 
 def test_every_reader_reports_damage_by_the_name_of_the_file(tmp_path: Path) -> None:
@@ -501,8 +501,8 @@ def test_every_reader_reports_damage_by_the_name_of_the_file(tmp_path: Path) -> 
     path = path_of(tmp_path / FOLDER, "samples", 0)
     path.write_bytes(flipped(path.read_bytes(), 4000))
     for read in (
-        lambda: choose(tmp_path, Wanted()),
-        lambda: choose(tmp_path, Wanted(best=1)),
+        lambda: choose(tmp_path, SampleQuery()),
+        lambda: choose(tmp_path, SampleQuery(best=1)),
         lambda: newest_trained(tmp_path),
         lambda: SampleBrowser(tmp_path).answer({}),
         lambda: _read_samples(tmp_path),
@@ -538,7 +538,7 @@ def test_every_reader_and_a_resume_report_a_missing_file(
     browser.answer({})
     path.unlink()
     for read in (
-        lambda: choose(tmp_path, Wanted()),
+        lambda: choose(tmp_path, SampleQuery()),
         lambda: newest_trained(tmp_path),
         lambda: SampleBrowser(tmp_path).answer({}),
         lambda: browser.answer({}),
@@ -613,7 +613,7 @@ def test_a_log_of_a_version_without_checksums_is_refused_by_name(tmp_path: Path)
     with pytest.raises(
         UserError, match=r"samples-000000.arrows\n  was written by an earlier version"
     ):
-        choose(tmp_path, Wanted())
+        choose(tmp_path, SampleQuery())
     assert old.read_bytes() == b"old"
 
 

@@ -20,11 +20,11 @@ import pytest
 
 from megatron_async_rl.rollout.rewards import code as code_module
 from megatron_async_rl.rollout.rewards import sandbox
-from megatron_async_rl.rollout.rewards.code import Starved, code, source_of
+from megatron_async_rl.rollout.rewards.code import ProgramsStarved, code, source_of
 from megatron_async_rl.rollout.rewards.registry import RewardError, load_reward
 from megatron_async_rl.rollout.rewards.sandbox import (
-    Ended,
     Limits,
+    ProgramEnd,
     Sandbox,
     SandboxError,
     Usage,
@@ -47,8 +47,8 @@ ISOLATIONS = pytest.mark.parametrize("isolation", ["namespaces", "rlimits"])
 
 def test_a_program_reads_and_prints_and_may_use_the_standard_library() -> None:
     source = "import decimal, sqlite3, ssl, threading\nprint(int(input()) + 1, __name__)"
-    assert run(source, stdin="41\n") == Ended(code=0, output="42 __main__\n")
-    assert run("raise SystemExit(3)") == Ended(code=3, output="")
+    assert run(source, stdin="41\n") == ProgramEnd(code=0, output="42 __main__\n")
+    assert run("raise SystemExit(3)") == ProgramEnd(code=3, output="")
 
 
 def test_it_sees_no_file_of_the_machine_and_writes_none(tmp_path: Path) -> None:
@@ -864,8 +864,8 @@ def test_a_program_that_sleeps_does_not_compute() -> None:
     os.close(theirs)
 
 
-def usage(cpu_s: float, elapsed_s: float, computing: bool = True) -> Ended:
-    return Ended(
+def usage(cpu_s: float, elapsed_s: float, computing: bool = True) -> ProgramEnd:
+    return ProgramEnd(
         code=None,
         output="",
         timed_out=True,
@@ -889,7 +889,7 @@ def test_code_is_starved_where_it_had_little_of_the_processor(
     cpu_s: float, elapsed_s: float, computing: bool, starved: bool
 ) -> None:
     budget = code_module._Budget(timeout_s=600.0, cpu_s=5.0)
-    with pytest.raises(Starved) if starved else contextlib.nullcontext():
+    with pytest.raises(ProgramsStarved) if starved else contextlib.nullcontext():
         budget.count(usage(cpu_s, elapsed_s, computing))
 
 
@@ -929,7 +929,7 @@ for _ in range(8):
     command = [sys.executable, "-I", "-S", "-c", others]
     burning = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
     try:
-        with pytest.raises(Starved, match="the machine is busy"):
+        with pytest.raises(ProgramsStarved, match="the machine is busy"):
             score(source, tests, timeout_s=1.5)
     finally:
         for pid in burning:

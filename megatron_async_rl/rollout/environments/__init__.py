@@ -40,7 +40,7 @@ UNREAD = "unread_tool_call"
 """Key of a message of the model: why a tool call in it could not be read."""
 UNREAD_CALLS = "unread_tool_calls"
 """Name of their count among what a sample has measured."""
-Words = str | Sequence[Message]
+TurnContent = str | Sequence[Message]
 """The words of an environment: text (of the user's role), or chat messages."""
 
 
@@ -54,7 +54,7 @@ class Step:
     reward: their sums over a sample are shown with it and logged as `reward/part/NAME`.
     """
 
-    observation: Words = ""
+    observation: TurnContent = ""
     reward: float = 0.0
     done: bool = False
     train: bool = True
@@ -64,7 +64,7 @@ class Step:
 class Environment(Protocol):
     """Both methods may be `async`; a method `close()`, where there is one, is called at the end."""
 
-    def reset(self, prompt: Prompt, /) -> Words | Awaitable[Words | None] | None:
+    def reset(self, prompt: Prompt, /) -> TurnContent | Awaitable[TurnContent | None] | None:
         """Begins; what it returns is put behind the prompt."""
         ...
 
@@ -216,7 +216,7 @@ async def settled[Answer](answer: Answer | Awaitable[Answer]) -> Answer:
     return answer
 
 
-def checked_words(content: Any, source: str) -> Words:
+def checked_content(content: Any, source: str) -> TurnContent:
     """Return the content as text that UTF-8 can encode; bytes outside UTF-8, as in a shell's
     output, are escaped. Raises TypeError for anything but text or a list of text messages.
     `source`: the origin of the content, for the error."""
@@ -251,7 +251,7 @@ def checked_step(step: Any) -> dict[str, Any]:
     """The fields of a step. Raises TypeError or ValueError for anything but a Step."""
     if not isinstance(step, Step):
         raise TypeError(f"step returned a {type(step).__name__}, not a Step")
-    content = checked_words(step.observation, "the observation of a step")
+    content = checked_content(step.observation, "the observation of a step")
     reward = float(step.reward)
     measured = {
         str(name).encode(errors="backslashreplace").decode(): float(value)

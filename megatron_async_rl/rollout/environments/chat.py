@@ -22,7 +22,7 @@ from megatron_async_rl.rollout.environments import (
     UNREAD,
     EnvironmentRefused,
     Message,
-    Words,
+    TurnContent,
     require_tool_parser,
 )
 from megatron_async_rl.samples.types import Prompt
@@ -36,11 +36,11 @@ FIX = (
 class FollowUps(Protocol):
     """How words become the tokens between two turns."""
 
-    def opened(self, prompt: Prompt, content: Words) -> Prompt:
+    def opened(self, prompt: Prompt, content: TurnContent) -> Prompt:
         """The prompt with `content` behind it."""
         ...
 
-    def between(self, sampled: Sequence[int], content: Words) -> list[int]:
+    def between(self, sampled: Sequence[int], content: TurnContent) -> list[int]:
         """Tokens after those of a turn, up to where the next one begins."""
         ...
 
@@ -51,12 +51,12 @@ class PlainText:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def opened(self, prompt: Prompt, content: Words) -> Prompt:
+    def opened(self, prompt: Prompt, content: TurnContent) -> Prompt:
         text = shown(content)
         ids = self._tokenizer.encode(text, special_tokens=False)
         return replace(prompt, text=prompt.text + text, token_ids=(*prompt.token_ids, *ids))
 
-    def between(self, sampled: Sequence[int], content: Words) -> list[int]:
+    def between(self, sampled: Sequence[int], content: TurnContent) -> list[int]:
         return self._tokenizer.encode(shown(content), special_tokens=False)
 
 
@@ -79,7 +79,7 @@ class EpisodeMessages:
         self._begin = tokenizer.encode_rendered(self._begun[len(self._prompted) :])
         self._after(self._begun + str(ANSWER["content"]), [QUESTION, ANSWER], "Q")
 
-    def opened(self, prompt: Prompt, content: Words) -> Prompt:
+    def opened(self, prompt: Prompt, content: TurnContent) -> Prompt:
         text = self._after(self._prompted, [QUESTION], content)
         cut = len(prompt.token_ids) - len(self._begin)
         if cut < 0 or list(prompt.token_ids[cut:]) != self._begin:
@@ -93,14 +93,14 @@ class EpisodeMessages:
         ids = self._tokenizer.encode_rendered(text)
         return replace(prompt, text=prompt.text + text, token_ids=(*prompt.token_ids[:cut], *ids))
 
-    def between(self, sampled: Sequence[int], content: Words) -> list[int]:
+    def between(self, sampled: Sequence[int], content: TurnContent) -> list[int]:
         before = self._begun + str(ANSWER["content"])
         ids = self._tokenizer.encode_rendered(self._after(before, [QUESTION, ANSWER], content))
         # A turn's end that was sampled is not written again.
         ended = sampled[-1] in self._tokenizer.eos_ids and ids[:1] == [sampled[-1]]
         return ids[1:] if ended else ids
 
-    def _after(self, before: str, messages: Sequence[Message], content: Words) -> str:
+    def _after(self, before: str, messages: Sequence[Message], content: TurnContent) -> str:
         more = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
         whole = self._tokenizer.render_chat([*messages, *more], answer=True)
         if not whole.startswith(before):
@@ -120,7 +120,7 @@ def follow_ups(settings: EnvironmentConfig, tokenizer: Tokenizer) -> FollowUps:
     return EpisodeMessages(tokenizer) if settings.format == "chat" else PlainText(tokenizer)
 
 
-def shown(content: Words) -> str:
+def shown(content: TurnContent) -> str:
     return content if isinstance(content, str) else "".join(str(one["content"]) for one in content)
 
 
@@ -130,7 +130,7 @@ REASON = 200
 """Characters of a reason that the model reads: a parser may repeat the whole response."""
 
 
-class _Faults(logging.Handler):
+class _ParserReports(logging.Handler):
     """Collect a parser's reports instead of logging them: a policy causes thousands of them."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class _Faults(logging.Handler):
 
 @contextmanager
 def _reported() -> Iterator[list[str]]:
-    faults = _Faults()
+    faults = _ParserReports()
     for logger in PARSERS:
         logger.addHandler(faults)
     try:
@@ -210,7 +210,7 @@ class ToolParser:
         return {"role": "assistant", "content": found.content, "tool_calls": calls}
 
     def request(self, tools: Sequence[Any] | None) -> Any:
-        """A call with `tools`. Raises ValueError for schemas that are none."""
+        """A call with `tools`. Raises ValueError for invalid schemas."""
         return self._request(messages=[QUESTION], model="", tools=list(tools or ()) or None)
 
     def _parse(self, text: str, tools: Sequence[Any]) -> tuple[Any, str | None]:

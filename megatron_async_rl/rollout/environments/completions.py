@@ -34,7 +34,7 @@ TEMPLATE = ("chat_template", "chat_template_kwargs", "documents")
 Decode = Callable[[Sequence[int]], str]
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """A call that cannot be answered; the agent gets the text with `status`, and OpenAI's `code`
     for it."""
 
@@ -80,34 +80,36 @@ class ChatCompletion:
 
 
 def read_call(body: Any, parser: ToolParser) -> ChatCompletion:
-    """Raises Refused for what cannot be answered, or not as it is asked."""
+    """Raises CallRefused for what cannot be answered, or not as it is asked."""
     if not isinstance(body, Mapping):
-        raise Refused("the call is not a JSON object")
+        raise CallRefused("the call is not a JSON object")
     if body.get("n") not in (None, 1):
-        raise Refused("n must be 1: a session is one sample")
+        raise CallRefused("n must be 1: a session is one sample")
     for key in ("max_tokens", "max_completion_tokens"):
         maximum = body.get(key)
         if maximum is not None and (not isinstance(maximum, int) or maximum < 1):
-            raise Refused(f"{key} must be a whole number above 0, not {maximum!r}")
+            raise CallRefused(f"{key} must be a whole number above 0, not {maximum!r}")
     for key, free in FREE.items():
         given = body.get(key)
         given = given.get("type", given) if isinstance(given, Mapping) else given
         if given is not None and given not in free:
-            raise Refused(
+            raise CallRefused(
                 f"{key}: {given!r} forces what the model writes, and a rollout samples it freely;"
                 f" leave it out, or make it {' or '.join(map(repr, free))}"
             )
     _require_own_ways(body)
     if body.get("functions"):
-        raise Refused("functions are OpenAI's old form of tools; give tools")
+        raise CallRefused("functions are OpenAI's old form of tools; give tools")
     stop, tools = body.get("stop") or [], body.get("tools") or None
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(one, str) and one for one in stop):
-        raise Refused(f"stop must be text, or a list of texts, not {stop!r:.80}")
+        raise CallRefused(f"stop must be text, or a list of texts, not {stop!r:.80}")
     try:
         parser.request(tools)
     except (ValueError, TypeError) as error:
-        raise Refused(f"tools must be a list of functions with their schemas: {error}") from None
+        raise CallRefused(
+            f"tools must be a list of functions with their schemas: {error}"
+        ) from None
     options = body.get("stream_options")
     return ChatCompletion(
         messages=_messages(body.get("messages")),
@@ -122,47 +124,47 @@ def read_call(body: Any, parser: ToolParser) -> ChatCompletion:
 
 
 def _require_own_ways(body: Mapping[str, Any]) -> None:
-    """Raises Refused for what would change how the run reads and draws, and may not be passed
+    """Raises CallRefused for what would change how the run reads and draws, and may not be passed
     over."""
     for key in (*GRAMMARS, "logit_bias"):
         if body.get(key):
-            raise Refused(
+            raise CallRefused(
                 f"{key} forces what the model writes, and a rollout samples it freely; leave it out"
             )
     for key in TEMPLATE:
         if body.get(key):
-            raise Refused(
+            raise CallRefused(
                 f"{key}: messages are rendered as the run's are; leave it out, or set"
                 " data.chat_template or data.chat_template_options for all calls"
             )
     for key, own in (("continue_final_message", False), ("add_generation_prompt", True)):
         if body.get(key) not in (None, own):
-            raise Refused(f"{key}: a turn is a message of its own; leave it out")
+            raise CallRefused(f"{key}: a turn is a message of its own; leave it out")
     if body.get("top_logprobs"):
-        raise Refused(
+        raise CallRefused(
             "top_logprobs: of each place the log-prob of the sampled token alone is known; leave it"
             " out, and read that with logprobs: true"
         )
 
 
 def _messages(given: Any) -> list[Message]:
-    """Raises Refused."""
+    """Raises CallRefused."""
     if not isinstance(given, list) or not given:
-        raise Refused("messages must be a list of messages")
+        raise CallRefused("messages must be a list of messages")
     messages: list[Message] = []
     for index, one in enumerate(given):
         if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
-            raise Refused(f"messages[{index}] is not an object with a role")
+            raise CallRefused(f"messages[{index}] is not an object with a role")
         calls = one.get("tool_calls") or []
         if not isinstance(calls, list) or not all(map(_is_call, calls)):
-            raise Refused(
+            raise CallRefused(
                 f"messages[{index}]: tool_calls must be a list of objects with a function, which"
                 " has a name and arguments, both text"
             )
         try:
             content = "" if one.get("content") is None else content_of(one)
         except ValueError as error:
-            raise Refused(f"messages[{index}] {error}") from None
+            raise CallRefused(f"messages[{index}] {error}") from None
         plain = {key: value for key, value in one.items() if value is not None}
         messages.append({**plain, "content": content})
     return messages

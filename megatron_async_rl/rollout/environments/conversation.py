@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.data.tokenizer import Tokenizer
-from megatron_async_rl.rollout.environments import Message, Step, Words
+from megatron_async_rl.rollout.environments import Message, Step, TurnContent
 from megatron_async_rl.rollout.environments.chat import FollowUps, ToolParser, follow_ups, shown
 from megatron_async_rl.rollout.environments.pool import (
     EnvironmentFailed,
@@ -34,16 +34,16 @@ from megatron_async_rl.rollout.environments.transcript import (
 from megatron_async_rl.samples.types import FinishReason, PartialResponse, Prompt
 
 
-class Talker(Protocol):
-    """The environment of one sample (pool.Conversing)."""
+class EpisodeEnvironment(Protocol):
+    """The environment of one sample (pool.EnvironmentSession)."""
 
-    async def reset(self, prompt: Prompt) -> Words: ...
+    async def reset(self, prompt: Prompt) -> TurnContent: ...
     async def step(self, response: str | Message) -> Step: ...
 
 
 async def converse(
     transcript: Transcript,
-    environment: Talker,
+    environment: EpisodeEnvironment,
     sample: SampleTurn,
     follow: FollowUps,
     *,
@@ -92,7 +92,7 @@ CHARACTERS_A_TOKEN = 64
 every response of the engine would wait meanwhile."""
 
 
-def too_long(content: Words, room: int) -> bool:
+def too_long(content: TurnContent, room: int) -> bool:
     """True where the words take more than `room` tokens for certain."""
     return len(shown(content)) > CHARACTERS_A_TOKEN * max(1, room)
 
@@ -149,7 +149,7 @@ class Episode:
 
     async def _sample(self, requested: TurnRequest) -> Turn:
         self._turn = asyncio.get_running_loop().create_future()
-        # An abort in between finds the request in vLLM, or sees to it that it is aborted there.
+        # An abort in between finds the request in vLLM, or ensures that it is aborted there.
         self._requesting = asyncio.create_task(self._request_turn(requested))
         await asyncio.shield(self._requesting)
         tokens, reason = await self._turn

@@ -37,8 +37,8 @@ from megatron_async_rl.rollout.environments import UNREAD, UNREAD_CALLS, Message
 from megatron_async_rl.rollout.environments.chat import EpisodeMessages, ToolParser
 from megatron_async_rl.rollout.environments.completions import (
     MODEL,
+    CallRefused,
     ChatCompletion,
-    Refused,
     completion,
     read_call,
     same,
@@ -138,11 +138,11 @@ class _Session:
         self._own_work.enter_context(self._environments.working_alone(left_s))
 
     async def sample(self, requested: TurnRequest) -> Turn:
-        """Raises Refused once the agent has ended: of a call that it gave up, nothing is in the
+        """Raises CallRefused once the agent has ended: of a call that it gave up, nothing is in the
         sample."""
         turn = None if self.ended else await self._sample(requested)
         if turn is None or self.ended:
-            raise Refused("the session's agent has ended")
+            raise CallRefused("the session's agent has ended")
         return turn
 
     def explained(self, error: str) -> str:
@@ -235,10 +235,10 @@ class Agents:
         return None
 
     def _session(self, request: web.Request) -> _Session:
-        """Raises Refused."""
+        """Raises CallRefused."""
         session = self._sessions.get(request.match_info.get("name", ""))
         if session is None:
-            raise Refused("no such session, or its agent has ended", status=404)
+            raise CallRefused("no such session, or its agent has ended", status=404)
         if self._connections is not None:
             self._connections.admit(request.protocol)
         return session
@@ -247,7 +247,7 @@ class Agents:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron_async_rl"}
         try:
             self._session(request)
-        except Refused as error:
+        except CallRefused as error:
             return error.response
         if "model" in request.match_info:
             return web.json_response(model)
@@ -255,7 +255,7 @@ class Agents:
 
     async def _elsewhere(self, request: web.Request) -> web.Response:
         """Answer 404 to requests for any other path."""
-        error = Refused(
+        error = CallRefused(
             f"{request.method} {request.path}: the endpoint has POST BASE_URL/chat/completions and"
             " GET BASE_URL/models alone, and BASE_URL, which its agent is given, ends with /v1",
             status=404,
@@ -280,7 +280,7 @@ class Agents:
             response = await write(request, answer, requested)
             thread.unread = False
             return response
-        except Refused as error:
+        except CallRefused as error:
             if session is not None:
                 session.refusal = str(error)
             return error.response
@@ -288,7 +288,7 @@ class Agents:
             return web.Response(status=400)
 
     async def _answered(self, session: _Session, requested: ChatCompletion) -> _Thread:
-        """The segment whose last turn answers the call. Raises Refused, before anything is
+        """The segment whose last turn answers the call. Raises CallRefused, before anything is
         sampled."""
         messages, tools = requested.messages, requested.tools
         transcript, limit = session.transcript, self._environments.settings.max_turns
@@ -327,7 +327,7 @@ class Agents:
         thread.history = [*messages, message]
         return thread
 
-    def _full(self, session: _Session, *, turns: bool = False) -> Refused:
+    def _full(self, session: _Session, *, turns: bool = False) -> CallRefused:
         """`turns`: the limit that is met is theirs, and not of tokens."""
         session.transcript.truncated = True
         key = (
@@ -336,10 +336,10 @@ class Agents:
             else f"rollout.sampling.max_tokens: {session.max_tokens}"
         )
         code = "context_length_exceeded"
-        return Refused(f"{code}: the sample is at its limit, {key}", code=code)
+        return CallRefused(f"{code}: the sample is at its limit, {key}", code=code)
 
     def _begun(self, session: _Session, messages: Sequence[Message], tools: Any) -> _Thread:
-        """Raises Refused where the sample has as many segments as it may have."""
+        """Raises CallRefused where the sample has as many segments as it may have."""
         maximum = self._environments.settings.max_segments
         if len(session.threads) == maximum:
             nearest = max(session.threads, key=lambda one: one.repeated(messages))
@@ -349,7 +349,7 @@ class Agents:
                 if where == len(nearest.history) < len(messages)
                 else f"messages[{where}] differs, or nothing follows"
             )
-            raise Refused(
+            raise CallRefused(
                 f"the call does not repeat the earlier messages and add to them: {what}. It would"
                 f" begin segment {maximum + 1} of the sample; rollout.environment.max_segments:"
                 f" {maximum}"
@@ -365,18 +365,19 @@ class Agents:
 
 
 async def _body(request: web.Request) -> Any:
-    """Raises Refused."""
+    """Raises CallRefused."""
     try:
         return await request.json()
     except (ValueError, RecursionError) as error:
-        raise Refused(f"the call is not a JSON object: {error}") from None
+        raise CallRefused(f"the call is not a JSON object: {error}") from None
     except web.HTTPRequestEntityTooLarge:
-        raise Refused(f"the call has more than {LONGEST // 2**20} MiB", status=413) from None
+        raise CallRefused(f"the call has more than {LONGEST // 2**20} MiB", status=413) from None
 
 
 def _rendered[Result](render: Callable[..., Result], *messages: Any, **options: Any) -> Result:
-    """Raises Refused for whatever a template, which is a program, makes of an agent's messages."""
+    """Raises CallRefused for whatever a template, which is a program, makes of an agent's
+    messages."""
     try:
         return render(*messages, **options)
     except Exception as error:
-        raise Refused(f"the messages cannot be rendered: {error}") from error
+        raise CallRefused(f"the messages cannot be rendered: {error}") from error

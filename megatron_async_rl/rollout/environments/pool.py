@@ -26,7 +26,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from megatron_async_rl.config.environment import EnvironmentConfig
-from megatron_async_rl.rollout.environments import Message, Step, Words
+from megatron_async_rl.rollout.environments import Message, Step, TurnContent
 from megatron_async_rl.rollout.environments.process import LENGTH, LONGEST, MAIN, framed
 from megatron_async_rl.samples.types import Prompt
 from megatron_async_rl.watchdog import watch
@@ -119,14 +119,14 @@ class Environments:
                     raise
                 raise EnvironmentStartError("its process ended; see the engine's log") from None
 
-    async def open(self) -> Conversing:
+    async def open(self) -> EnvironmentSession:
         """A process for one sample, once there is room. Raises EnvironmentFailed."""
         name = f"room in the environment {self.settings.name} (rollout.environment.processes)"
         with watch.doing("wait", name) if self._room.locked() else nullcontext():
             await self._room.acquire()
         try:
             process = self._idle.pop() if self._idle else await self._fork()
-            return Conversing(self, process)
+            return EnvironmentSession(self, process)
         except BaseException:
             self._room.release()
             raise
@@ -182,7 +182,7 @@ class Environments:
         self._loop.remove_writer(self._control)
 
     def _drop_orders(self) -> None:
-        """Whoever waits for a process then finds its socket closed."""
+        """Tasks that wait for a process then find its socket closed."""
         if self._orders and self._control is not None:
             self._loop.remove_writer(self._control)
         for _, sent in self._orders:
@@ -200,7 +200,7 @@ class Environments:
             asyncio.get_running_loop().call_later(SHOW_S, lambda: self.kill(process, show=False))
 
     def closing(self, close: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Goes on whoever is cancelled meanwhile, up to the pool's own end."""
+        """Continue even if a waiting task is cancelled, until the pool ends."""
         task = asyncio.create_task(close)
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -240,7 +240,7 @@ class _EnvironmentProcess:
         self.number, self.reader, self.writer = number, reader, writer
 
 
-class Conversing:
+class EnvironmentSession:
     """The environment of one sample: `reset` once, then `step`; `close` in every case."""
 
     def __init__(self, pool: Environments, process: _EnvironmentProcess) -> None:
@@ -248,7 +248,7 @@ class Conversing:
         self._process: _EnvironmentProcess | None = process
         self._busy = False
 
-    async def reset(self, prompt: Prompt) -> Words:
+    async def reset(self, prompt: Prompt) -> TurnContent:
         content: str | Sequence[Message] = (await self._ask("reset", prompt, "reset"))["words"]
         return content
 
@@ -260,8 +260,8 @@ class Conversing:
         return float((await self._ask("run", (prompt, base_url), "run"))["reward"])
 
     async def close(self) -> None:
-        """A process that is still busy is killed: whoever waited for it was cancelled. Whoever is
-        cancelled does not wait for the environment's own `close` either."""
+        """A process that is still busy is killed: the waiting task was cancelled. A cancelled task
+        does not wait for the environment's own `close` either."""
         closing = self._pool.closing(self._close())
         task = asyncio.current_task()
         if task is None or not task.cancelling():

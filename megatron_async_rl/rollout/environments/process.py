@@ -35,8 +35,8 @@ from typing import Any
 from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.rollout.environments import (
     Environment,
+    checked_content,
     checked_step,
-    checked_words,
     load_factory,
     require_finite,
     settled,
@@ -200,7 +200,7 @@ async def _answer(
             if method == "reset":
                 environment = factory()
                 opening = await settled(environment.reset(argument))
-                answer: dict[str, Any] = {"words": checked_words(opening, "what reset returns")}
+                answer: dict[str, Any] = {"words": checked_content(opening, "what reset returns")}
             elif method == "step":
                 assert environment is not None
                 answer = checked_step(await settled(environment.step(argument)))

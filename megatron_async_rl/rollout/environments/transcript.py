@@ -13,7 +13,8 @@ Invariants:
 - sampled tokens keep the log-prob, version and experts they were sampled with; an environment's
   tokens have the version of the token before them (a context's: of the one after), log-prob 0 and
   mask 0;
-- a segment ends with a turn of the model: words that nobody reads are in the sample's text alone;
+- a segment ends with a turn of the model: text that the model does not read is in the sample's text
+  alone;
 - what is put behind a prompt, turns and words together are at most `rollout.sampling.max_tokens`
   tokens in a segment, so none is longer than any other sample of the run.
 """
@@ -95,7 +96,7 @@ class TranscriptSegment:
             self.text.append(f"[environment{reward}] {content}".rstrip())
 
     def put(self, content: Sequence[int], version: int) -> None:
-        """Tokens that nobody sampled."""
+        """Tokens that were not sampled."""
         self._append(words_of(content, version), 0)
 
     def _append(self, tokens: PartialResponse, mask: int) -> None:
@@ -118,7 +119,7 @@ class TranscriptSegment:
 
 
 def words_of(ids: Sequence[int], version: int) -> PartialResponse:
-    """Tokens that nobody sampled."""
+    """Tokens that were not sampled."""
     return PartialResponse(
         response_ids=np.asarray(ids, dtype=np.int32),
         behavior_logprobs=np.zeros(len(ids), dtype=np.float32),

@@ -26,9 +26,9 @@ from megatron_async_rl.config.environment import CODE_CPU_S, CODE_SHARE_OF_TIME
 from megatron_async_rl.rollout.rewards.code_tests import entry_point_of, tests_of
 from megatron_async_rl.rollout.rewards.registry import BuiltInReward, ColumnError, RewardError
 from megatron_async_rl.rollout.rewards.sandbox import (
-    Ended,
     Isolation,
     Limits,
+    ProgramEnd,
     Sandbox,
     SandboxError,
     run,
@@ -83,7 +83,7 @@ def code(
     return float(all(passed))
 
 
-class Starved(RuntimeError):
+class ProgramsStarved(RuntimeError):
     """The time was up for programs that were computing and had had little of the processor: the
     machine was too busy, so there is no result for them."""
 
@@ -101,8 +101,8 @@ class _Budget:
         """Wall-clock seconds left for the next program."""
         return min(WALL_PER_CPU * self._cpu_s, self._deadline - time.monotonic())
 
-    def count(self, ended: Ended) -> None:
-        """Raises Starved."""
+    def count(self, ended: ProgramEnd) -> None:
+        """Raises ProgramsStarved."""
         usage = ended.usage
         if ended.timed_out and not usage.computing:
             return  # it slept: its own fault, whatever the machine did
@@ -113,16 +113,16 @@ class _Budget:
             self.require_fair()
 
     def require_fair(self) -> None:
-        """Raises Starved."""
+        """Raises ProgramsStarved."""
         if self._used_s < STARVED * self._allowed_s:
-            raise Starved(
+            raise ProgramsStarved(
                 f"programs had {self._used_s:.2g} s of the processor and were to have"
                 f" {self._allowed_s:.2g}: the machine is busy"
             )
 
 
 def source_of(response: str) -> str:
-    """The last block between ``` and ``` that is tagged as Python; where there is none the last
+    """The last block between ``` and ``` that is tagged as Python; if there is none the last
     one without a tag; without one all of the response."""
     tagged, untagged = None, None
     lines = iter(response.splitlines(keepends=True))

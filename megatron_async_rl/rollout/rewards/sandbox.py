@@ -1,5 +1,4 @@
-"""A sandbox for Python programs that nobody has read: what a model wrote, or the tests of a data
-set.
+"""A sandbox for unreviewed Python programs: what a model wrote, or the tests of a data set.
 
     run("print(input())", stdin="4\\n")  ->  Ended(code=0, output="4\\n")
 
@@ -16,13 +15,13 @@ It is a wall of the kernel's, not a machine of its own.
 With `isolation: rlimits`, for machines that do not allow namespaces, only the limits, the empty
 environment, the end of all its processes and the refusal of sockets are left: it reaches no network
 and no port of this machine. If root starts it, it is a user of its own, reads what every user can
-and ends nobody else's process; if another user does, it reads what that user can, and only Landlock
-(Linux 6.12 or newer) keeps it from ending that user's processes, the run's and its own launcher
-too. It writes only into a folder of its own, which is removed with whatever it holds: Landlock
-refuses other places (Linux 5.13 or newer; an older kernel does not). The size of that folder, with
-files that the program has removed and still holds open, is checked CHECKS_PER_S times a second, and
-a program that exceeds it is killed. Locks and pools of `multiprocessing` do not work there: they
-are in /dev/shm.
+and cannot end other users' processes; if another user does, it reads what that user can, and only
+Landlock (Linux 6.12 or newer) keeps it from ending that user's processes, the run's and its own
+launcher too. It writes only into a folder of its own, which is removed with whatever it holds:
+Landlock refuses other places (Linux 5.13 or newer; an older kernel does not). The size of that
+folder, with files that the program has removed and still holds open, is checked CHECKS_PER_S times
+a second, and a program that exceeds it is killed. Locks and pools of `multiprocessing` do not work
+there: they are in /dev/shm.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class Usage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class ProgramEnd:
     """How a program ended. `code`: 128 + number of the signal where one ended it; None where its
     time was up, and `timed_out` where that is time by the clock. `output`: what it printed, cut at
     the limit."""
@@ -108,7 +107,7 @@ class Ended:
     usage: Usage = field(compare=False, default=Usage(cpu_s=0.0, elapsed_s=0.0, computing=False))
 
 
-def run(source: str, *, stdin: str = "", limits: Limits | None = None) -> Ended:
+def run(source: str, *, stdin: str = "", limits: Limits | None = None) -> ProgramEnd:
     """Runs `source` as a program. Raises SandboxError."""
     with Sandbox(source, stdin=stdin, limits=limits or Limits()) as sandbox:
         return sandbox.wait()
@@ -168,7 +167,7 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def wait(self, *requested: Sandbox) -> Ended:
+    def wait(self, *requested: Sandbox) -> ProgramEnd:
         """`requested`: those whose programs it waits for; where time is up their usage counts with
         its own."""
         timed_out = not self._ends_before(self._deadline, requested)
@@ -188,7 +187,7 @@ class Sandbox:
             code = None
         maximum = self._limits.file_mib * 2**20
         output = os.pread(self._output, maximum, 0).decode(errors="replace")
-        return Ended(code=code, output=output, timed_out=timed_out, usage=usage)
+        return ProgramEnd(code=code, output=output, timed_out=timed_out, usage=usage)
 
     def close(self) -> None:
         self._end()
@@ -234,8 +233,8 @@ class Sandbox:
         raise SandboxError(f"the sandbox did not start: {why}")
 
     def _map_users(self) -> None:
-        """Root stays root for launcher and init, and the program becomes nobody; another user stays
-        itself."""
+        """Root stays root for launcher and init, and the program becomes the user `nobody`; another
+        user stays itself."""
         folder = Path(f"/proc/{self._process.pid}")
         if os.getuid() == 0:
             for name in ("uid_map", "gid_map"):
@@ -340,8 +339,8 @@ def _exceeds(folder: str, maximum: int, unlinked: Sequence[int]) -> bool:
                     if size > maximum or files > MAX_FILES:
                         return True
         except OSError as error:
-            # Too deep for a path, or without rights: nobody can tell what it holds. Others were
-            # removed or replaced meanwhile.
+            # Too deep for a path, or without rights: its content is unknown. Others were removed or
+            # replaced meanwhile.
             if error.errno in (errno.ENAMETOOLONG, errno.EACCES):
                 return True
     return False

@@ -50,7 +50,7 @@ REFUSED = {
     "aarch64": (194, 190, 186, 279, 447, 97, 268, 180, 425, 217, 218, 219, 30),
 }
 """System calls that hold memory outside of any address space, begin a namespace, in which a program
-could mount some more, read the keys of whoever started it, or hold up its input and output."""
+could mount some more, read the keys of the user who started it, or hold up its input and output."""
 FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 """Kinds of sockets in a network namespace, which others leave (AF_VSOCK, to the host of a virtual
 machine)."""
@@ -261,9 +261,9 @@ def change_user(user: int) -> None:
 
 
 def become_own_user(folder: str) -> None:
-    """Root becomes a user that only this sandbox has, so that limits bind it and it can end nobody
-    else's process; where there is no such user, as inside of a namespace of one, it stays. `folder`
-    becomes that user's."""
+    """Root becomes a user that only this sandbox has, so that limits bind it and it cannot end
+    other users' processes; where there is no such user, as inside of a namespace of one, it stays.
+    `folder` becomes that user's."""
     library = {
         place: os.open(path, os.O_PATH)
         for place, path in enumerate(sys.path)

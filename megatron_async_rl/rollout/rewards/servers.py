@@ -66,7 +66,7 @@ PATTERN = (
     # Not a part of another number, nor the first of a range.
     r"(?![\d.]*\d|[,e]\d|\s*[-\u2013]\s*\d|\s+to\s)"
 )
-"""A line that begins with Score, and quotes nobody, and its number."""
+"""A line that begins with Score, outside quotes, and its number."""
 OWN = ("prompt", "response")
 _FIELD = re.compile(r"\{(\w+)\}")
 _TAG = re.compile(r"</(\w+)>")
@@ -165,7 +165,7 @@ def check_server(*, key: str, url: str, api_key_env: str | None = None, **_: Any
     parts = urlsplit(url)
     try:
         possible = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # a port that is none
+    except ValueError:  # an invalid port
         possible = False
     if not possible:
         fix = "write it as http://HOST:PORT/PATH"

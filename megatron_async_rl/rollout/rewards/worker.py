@@ -206,7 +206,7 @@ async def _serve_async(reward: BoundReward, connection: socket.socket, timeout_s
         if items is not None:
             tasks[number] = asyncio.create_task(work(number, items))
         elif (task := tasks.pop(number, None)) is not None:
-            # It may take its time to end, or refuse to: nobody waits for it any more.
+            # It may take its time to end, or refuse to: it is no longer waited for.
             task.cancel()
             replies.write(_reply({"call": number, "cancelled": True}))
 
