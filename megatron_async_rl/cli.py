@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -26,10 +26,8 @@ from typer.core import TyperGroup
 from megatron_async_rl import __version__
 from megatron_async_rl.config.problem import SHARE, ConfigError, UserError
 from megatron_async_rl.config.read_back import reason
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.schema import Config
-    from megatron_async_rl.launch.peers import Nodes, PeerNodes
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.launch.peers import Nodes, PeerNodes
 
 USER_ERROR = 2
 PIPE_WIDTH = 140

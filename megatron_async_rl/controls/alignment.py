@@ -30,18 +30,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
+from megatron_async_rl.config.controls import AlignmentSettings
 from megatron_async_rl.controls.calibration import CosineCalibration
 from megatron_async_rl.controls.decision import Control, Decision, StepView
 from megatron_async_rl.controls.reference import GradientReference, ReferenceCopies, copies_for
-from megatron_async_rl.gradients import products_with, squared_norm
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.controls import AlignmentSettings
-    from megatron_async_rl.gradients import Gradients
+from megatron_async_rl.gradients import Gradients, products_with, squared_norm
 
 KEEP, PROJECT, SKIP = 0, 1, 2
 """Values of the metric `gac/regime`."""

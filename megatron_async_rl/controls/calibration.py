@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from megatron_async_rl.config.controls import CalibrateConfig
+from megatron_async_rl.config.controls import CalibrateConfig
 
 log = logging.getLogger(__name__)
 

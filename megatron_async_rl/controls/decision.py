@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from megatron_async_rl.gradients import Gradients
+from megatron_async_rl.gradients import Gradients
 
 
 class OptimizerView(Protocol):

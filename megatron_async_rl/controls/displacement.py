@@ -22,14 +22,11 @@ step with D; D is read twice where it acts, once otherwise.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from megatron_async_rl.config.controls import DisplacementControl
 from megatron_async_rl.controls.alignment import component_left
 from megatron_async_rl.controls.decision import Control, UpdateCorrection, UpdateView
 from megatron_async_rl.gradients import products_of
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.controls import DisplacementControl
 
 
 class Displacement(Control):

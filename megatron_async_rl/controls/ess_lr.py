@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_async_rl.config.controls import EssLrControl
 from megatron_async_rl.controls.decision import Control, Decision, StepView
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.controls import EssLrControl
 
 
 def effective_sample_size(log_weights: NDArray[np.float64]) -> float:

@@ -35,14 +35,12 @@ as long as both runs follow the same one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megatron_async_rl.config.controls import Beta1Control, MatchedLrControl
 from megatron_async_rl.controls.alignment import AlignmentControl, Verdict
 from megatron_async_rl.controls.decision import Control, Decision, StepView
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.controls import Beta1Control, MatchedLrControl
-    from megatron_async_rl.gradients import Gradients
+from megatron_async_rl.gradients import Gradients
 
 
 class Gac(AlignmentControl):

@@ -14,13 +14,10 @@ Adam's bias correction follows the beta1 of every step (policy/bias_correction.p
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from megatron_async_rl.config.controls import MomentumByAlignmentControl
 from megatron_async_rl.controls.decision import Control, Decision, StepView
 from megatron_async_rl.gradients import products_with
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.controls import MomentumByAlignmentControl
 
 
 class MomentumByAlignment(Control):

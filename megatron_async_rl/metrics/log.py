@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from pydantic import BaseModel, ValidationError
 
@@ -42,11 +42,8 @@ from megatron_async_rl.metrics.catalogue import (
     Value,
     find_metric,
 )
+from megatron_async_rl.metrics.sinks import Sink
 from megatron_async_rl.metrics.trackers import BackgroundSink
-
-if TYPE_CHECKING:
-    from megatron_async_rl.metrics.sinks import Sink
-
 
 FILE = "metrics.jsonl"
 CUT_FILE = "metrics.cut.jsonl"

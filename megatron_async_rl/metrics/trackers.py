@@ -21,15 +21,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.read_back import reading
 from megatron_async_rl.metrics.catalogue import METRICS, Value
-
-if TYPE_CHECKING:
-    from megatron_async_rl.metrics.sinks import Sink
+from megatron_async_rl.metrics.sinks import Sink
 
 IDENTITIES = "trackers.json"
 END_S = 30.0

@@ -11,15 +11,12 @@ aggregation divides, the kept terms are averaged over the kept terms.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megatron_async_rl.config.losses import Aggregation
 from megatron_async_rl.objectives.batch import SequenceLoss, TokenBatch, TokenLoss
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.losses import Aggregation
 
 
 @dataclass(frozen=True)

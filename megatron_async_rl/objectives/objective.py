@@ -21,11 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.objectives.aggregate import Denominators, aggregate
 from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
 from megatron_async_rl.objectives.method import TokenColumn
@@ -50,10 +50,6 @@ from megatron_async_rl.objectives.terms import (
     value_metrics,
 )
 from megatron_async_rl.samples.rank_batch import RankBatch
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.objective import ObjectiveConfig
-
 
 MOVING: frozenset[TokenColumn] = frozenset({"logp", "sum_p_squared"})
 """Columns of the weights in training that an optimizer step changes. `values` stay those that the

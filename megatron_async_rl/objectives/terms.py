@@ -12,17 +12,15 @@ it, so clipping does nothing there, as PPO's clip of a ratio to the own start we
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ValueConfig
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ValueConfig
 
 
 def shaped_rewards(

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -24,12 +24,10 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, nn
 
+from megatron_async_rl.config.schema import OptimizerConfig as OptimizerSettings
 from megatron_async_rl.gradients import Gradients, GradientShard, blocks
 from megatron_async_rl.policy.megatron_private import optimizer_parts
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.schema import OptimizerConfig as OptimizerSettings
-    from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.policy.parallel import Layout
 
 
 def gradients_of(optimizer: MegatronOptimizer, layout: Layout) -> Gradients:

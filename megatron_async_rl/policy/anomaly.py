@@ -34,26 +34,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from megatron_async_rl.gradients import dot, squared_norm
+from megatron_async_rl.gradients import Gradients, dot, squared_norm
 from megatron_async_rl.policy.adam_view import gradients_of
+from megatron_async_rl.policy.forward import Consume, Schedule
 from megatron_async_rl.policy.megatron_private import gradient_buffers
+from megatron_async_rl.policy.microbatch import MicroBatch
+from megatron_async_rl.policy.model import PolicyModel
+from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameter_state import optimizer_slices
 from megatron_async_rl.policy.parameters import whole_model_names
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer import MegatronOptimizer
-
-    from megatron_async_rl.gradients import Gradients
-    from megatron_async_rl.policy.forward import Consume, Schedule
-    from megatron_async_rl.policy.microbatch import MicroBatch
-    from megatron_async_rl.policy.model import PolicyModel
-    from megatron_async_rl.policy.parallel import Layout
-    from megatron_async_rl.samples.rank_batch import RankBatch
+from megatron_async_rl.samples.rank_batch import RankBatch
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -32,12 +31,10 @@ from torch import Tensor
 
 from megatron_async_rl.metrics.catalogue import METRICS
 from megatron_async_rl.policy.microbatch import MicroBatch, MicroBatchPlan, assign_owners
+from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.samples.columns import as_stream, flat, from_stream
 from megatron_async_rl.samples.rank_batch import NOBODY, RankBatch, numbers_of, tokens_of
 from megatron_async_rl.samples.rows import TrainBatch
-
-if TYPE_CHECKING:
-    from megatron_async_rl.policy.parallel import Layout
 
 
 @dataclass(frozen=True, eq=False)

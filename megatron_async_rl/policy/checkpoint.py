@@ -43,13 +43,15 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_async_rl.config.durable import PARTIAL, publish, sync, write_file
 from megatron_async_rl.policy import model_blocks
+from megatron_async_rl.policy.background import Background
 from megatron_async_rl.policy.checkpoint_folder import (
     ABOUT,
     LATEST,
@@ -68,6 +70,7 @@ from megatron_async_rl.policy.digested_folder import StoredFile, described, file
 from megatron_async_rl.policy.fp8 import delayed_state, restore_delayed_state
 from megatron_async_rl.policy.lora_base import base_entries, refuse_other_base
 from megatron_async_rl.policy.megatron_private import weights_from_masters
+from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.model_blocks import Content, ModelBlocks
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameter_state import (
@@ -79,12 +82,6 @@ from megatron_async_rl.policy.parameter_state import (
     optimizer_state,
     set_adam_steps,
 )
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer import MegatronOptimizer
-
-    from megatron_async_rl.policy.background import Background
-    from megatron_async_rl.policy.model import PolicyModel
 
 log = logging.getLogger(__name__)
 

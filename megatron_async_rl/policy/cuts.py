@@ -13,13 +13,48 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from math import prod
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from megatron_async_rl.policy.parameters import ParameterEntry
+
+@dataclass(frozen=True)
+class ParameterEntry:
+    """One Megatron parameter. `name` is global (layers numbered over the whole model), `local_name`
+    its chunk's own.
+
+    owner: the expert-parallel rank that holds it; None for a parameter that all of them hold.
+    shard_shape: on each tensor-parallel rank. partition_dim: the dimension cut over them, None when
+    replicated. hf_names, hf_shapes: the full tensors it is made of, in the bridge's order.
+    """
+
+    stage: int
+    owner: int | None
+    chunk: int
+    local_name: str
+    name: str
+    dtype: torch.dtype
+    shard_shape: tuple[int, ...]
+    partition_dim: int | None
+    hf_names: tuple[str, ...]
+    hf_shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def shard_elements(self) -> int:
+        return prod(self.shard_shape)
+
+    @property
+    def hf_bytes(self) -> int:
+        return sum(prod(shape) for shape in self.hf_shapes) * self.dtype.itemsize
+
+    def like(self) -> SimpleNamespace:
+        """The attributes of a parameter that the bridge reads when it merges shards."""
+        return SimpleNamespace(
+            tensor_model_parallel=self.partition_dim is not None, partition_dim=self.partition_dim
+        )
 
 
 @dataclass(frozen=True, eq=False)

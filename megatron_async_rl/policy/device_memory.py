@@ -18,21 +18,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
+from megatron_async_rl.controls.decision import Control
 from megatron_async_rl.policy.adam_view import optimizer_parameters
 from megatron_async_rl.policy.fp8 import drop_workspaces, is_quantised
 from megatron_async_rl.policy.megatron_private import gradient_buffers, optimizer_parts
 from megatron_async_rl.policy.optimizer import MOMENTS
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer import MegatronOptimizer
-
-    from megatron_async_rl.controls.decision import Control
-
 
 MEMORY_FREE_TIMEOUT_S, PAUSE_S = 30.0, 0.2
 """Longest wait for the memory of an engine that was killed, and between two looks."""

@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from mbridge.models.llama import LLaMABridge
@@ -27,6 +27,8 @@ from megatron.core.utils import get_te_version
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_async_rl.config.fp8 import Fp8Config
+from megatron_async_rl.config.lora import LoraConfig
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.policy.attention import window_of
 from megatron_async_rl.policy.bridge import PolicyBridge
@@ -34,10 +36,6 @@ from megatron_async_rl.policy.fp8 import megatron_settings, refuse_device
 from megatron_async_rl.policy.layers import LAYERS, GemmaNorm, NormedAdd
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.supported import FAMILIES, RequestedLayers, choose_layers, unsupported
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.fp8 import Fp8Config
-    from megatron_async_rl.config.lora import LoraConfig
 
 log = logging.getLogger(__name__)
 

@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_async_rl.policy.anomaly import named_ids
-
-if TYPE_CHECKING:
-    from megatron_async_rl.policy.parallel import Layout
-    from megatron_async_rl.policy.step import OptimizerStep
+from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.policy.step import OptimizerStep
 
 
 class NonFiniteError(RuntimeError):

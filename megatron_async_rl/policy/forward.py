@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -35,12 +35,10 @@ from megatron_async_rl.policy.megatron_private import (
     set_gathered,
 )
 from megatron_async_rl.policy.microbatch import MicroBatch
+from megatron_async_rl.policy.model import PolicyModel
+from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.policy.routing_replay import RoutingPass, RoutingReplay
 from megatron_async_rl.watchdog import watch
-
-if TYPE_CHECKING:
-    from megatron_async_rl.policy.model import PolicyModel
-    from megatron_async_rl.policy.parallel import Layout
-    from megatron_async_rl.policy.routing_replay import RoutingPass, RoutingReplay
 
 
 @dataclass(frozen=True, eq=False)

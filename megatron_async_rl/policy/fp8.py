@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.fp8_utils import get_fp8_recipe, is_float8tensor
@@ -21,9 +21,7 @@ from torch import Tensor, nn
 
 from megatron_async_rl.config.fp8 import Fp8Config, lacking, needed, version_of
 from megatron_async_rl.config.problem import UserError
-
-if TYPE_CHECKING:
-    from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.policy.parallel import Layout
 
 HISTORY = 1024
 """Passes whose largest value scales a tensor under `delayed`, Transformer Engine's own number."""

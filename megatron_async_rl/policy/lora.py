@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.tensor_parallel import (
@@ -46,11 +46,10 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_async_rl.policy.parameters import ADAPTER, local_entries
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.lora import LoraConfig
-    from megatron_async_rl.policy.bridge import PolicyBridge
+from megatron_async_rl.config.lora import LoraConfig
+from megatron_async_rl.policy.cuts import ParameterEntry
+from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.policy.parameters import ADAPTER
 
 
 @dataclass(frozen=True)
@@ -270,11 +269,15 @@ def freeze_base(chunk: nn.Module) -> None:
 
 
 @torch.no_grad()
-def initialise(bridge: PolicyBridge, chunks: Sequence[nn.Module], seed: int) -> None:
-    """A uniform in +-1 / sqrt(inputs), as PEFT draws it, by `seed` and the matrix's name; B zero.
-    Seeds the generators that dropout draws from."""
-    layout = bridge.layout
-    for entry in local_entries(bridge, chunks, adapters=True):
+def initialise(
+    entries: Iterable[ParameterEntry], chunks: Sequence[nn.Module], layout: Layout, seed: int
+) -> None:
+    """Set A to a uniform draw in +-1 / sqrt(inputs), as PEFT does, by `seed` and the matrix's name,
+    and B to zero. Seeds the generators that dropout draws from.
+
+    entries: the adapters that this rank holds.
+    """
+    for entry in entries:
         parameter = chunks[entry.chunk].get_parameter(entry.local_name)
         (name,), (shape,) = entry.hf_names, entry.hf_shapes
         if not name.endswith("lora_A.weight"):

@@ -17,7 +17,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,11 +26,9 @@ from torch import Tensor
 
 from megatron_async_rl.gradients import block_elements
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
+from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.model_blocks import Block, Content, ModelBlocks
-
-if TYPE_CHECKING:
-    from megatron_async_rl.policy.model import PolicyModel
-    from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.policy.parallel import Layout
 
 _digests: WeakKeyDictionary[PolicyModel, str] = WeakKeyDictionary()
 

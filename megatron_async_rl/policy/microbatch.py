@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,13 +26,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async_rl.objectives.batch import on_device
+from megatron_async_rl.policy.attention import PackedSequences
+from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.sequence_layout import Padded, SequenceLayout, balanced
 from megatron_async_rl.samples.columns import spans
 from megatron_async_rl.samples.rank_batch import RankBatch
-
-if TYPE_CHECKING:
-    from megatron_async_rl.policy.attention import PackedSequences
-    from megatron_async_rl.policy.parallel import Layout
 
 DEFAULT = Padded()
 BY_ROW = ("tokens", "position_ids", "padding", "routed")

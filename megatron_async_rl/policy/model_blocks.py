@@ -33,7 +33,7 @@ from collections.abc import Buffer, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,10 +67,8 @@ from megatron_async_rl.policy.digested_folder import (
     block_fault,
 )
 from megatron_async_rl.policy.fp8 import is_quantised
+from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.parameter_state import Slice, Sliced, replica_part
-
-if TYPE_CHECKING:
-    from megatron_async_rl.policy.model import PolicyModel
 
 BLOCK_BYTES = 64 * 2**20
 STATE = "parameter_state"

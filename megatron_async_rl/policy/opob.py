@@ -34,7 +34,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -45,20 +44,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async_rl.config.advantages import OpobAdvantage
+from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.gradients import dot
 from megatron_async_rl.objectives.advantages.per_response import EPSILON
-from megatron_async_rl.objectives.batch import weighted_means
+from megatron_async_rl.objectives.batch import TokenBatch, weighted_means
+from megatron_async_rl.objectives.targets import StepTargets
 from megatron_async_rl.policy import megatron_private
+from megatron_async_rl.policy.forward import Consume, Schedule
+from megatron_async_rl.policy.microbatch import MicroBatch
+from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameters import trainable
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.objective import ObjectiveConfig
-    from megatron_async_rl.objectives.batch import TokenBatch
-    from megatron_async_rl.objectives.targets import StepTargets
-    from megatron_async_rl.policy.forward import Consume, Schedule
-    from megatron_async_rl.policy.microbatch import MicroBatch
-    from megatron_async_rl.policy.parallel import Layout
-
 
 Build = Callable[[tuple[int, ...]], "MicroBatch"]
 """Sample indices -> the micro-batch of them."""

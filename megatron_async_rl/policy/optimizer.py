@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.distributed import (
@@ -37,6 +37,8 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from torch import Tensor, nn
 
+from megatron_async_rl.config.schema import OptimizerConfig as OptimizerSettings
+from megatron_async_rl.config.schema import PolicyConfig
 from megatron_async_rl.gradients import blocks
 from megatron_async_rl.policy.adam_view import gradient_of
 from megatron_async_rl.policy.cuts import Cuts
@@ -47,12 +49,8 @@ from megatron_async_rl.policy.megatron_private import (
     replace_adam,
     weights_from_masters,
 )
+from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.parameters import HuggingFaceTensors, local_entries
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.schema import OptimizerConfig as OptimizerSettings
-    from megatron_async_rl.config.schema import PolicyConfig
-    from megatron_async_rl.policy.model import PolicyModel
 
 
 def learning_rate(settings: OptimizerSettings, step: int, total_steps: int) -> float:

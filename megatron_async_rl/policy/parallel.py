@@ -22,15 +22,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_async_rl.config.schema import ParallelConfig
 from megatron_async_rl.watchdog.events import timed_out
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.schema import ParallelConfig
 
 LONG_WAIT_TIMEOUT = timedelta(days=7)
 """Deadline of ranks that wait for what rank 0 waits for. Rank 0 knows whether that moves, and the

@@ -22,9 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_async_rl.policy.adam_view import masters_of, moment_of, optimizer_parameters
@@ -34,11 +35,7 @@ from megatron_async_rl.policy.megatron_private import (
     model_slices,
     optimizer_parts,
 )
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer import MegatronOptimizer
-
-    from megatron_async_rl.policy.model import PolicyModel
+from megatron_async_rl.policy.model import PolicyModel
 
 MASTER = "adam.master"
 MOMENT_NAMES = ("adam.exp_avg", "adam.exp_avg_sq")

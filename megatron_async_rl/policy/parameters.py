@@ -25,10 +25,8 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,7 +34,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_async_rl.policy.cuts import Cut, Cuts
+from megatron_async_rl.policy.cuts import Cut, Cuts, ParameterEntry
 from megatron_async_rl.policy.fp8 import is_quantised
 
 NOT_EXPORTED = ("value_head.",)
@@ -53,42 +51,6 @@ BLOCK_ELEMENTS = 2**24
 """Most elements of a file that are read at a time, but for a single row."""
 DERIVED = ("rotary_emb.inv_freq",)
 """Endings of tensors that old checkpoints store although the configuration determines them."""
-
-
-@dataclass(frozen=True)
-class ParameterEntry:
-    """One Megatron parameter. `name` is global (layers numbered over the whole model), `local_name`
-    its chunk's own.
-
-    owner: the expert-parallel rank that holds it; None for a parameter that all of them hold.
-    shard_shape: on each tensor-parallel rank. partition_dim: the dimension cut over them, None when
-    replicated. hf_names, hf_shapes: the full tensors it is made of, in the bridge's order.
-    """
-
-    stage: int
-    owner: int | None
-    chunk: int
-    local_name: str
-    name: str
-    dtype: torch.dtype
-    shard_shape: tuple[int, ...]
-    partition_dim: int | None
-    hf_names: tuple[str, ...]
-    hf_shapes: tuple[tuple[int, ...], ...]
-
-    @property
-    def shard_elements(self) -> int:
-        return prod(self.shard_shape)
-
-    @property
-    def hf_bytes(self) -> int:
-        return sum(prod(shape) for shape in self.hf_shapes) * self.dtype.itemsize
-
-    def like(self) -> SimpleNamespace:
-        """The attributes of a parameter that the bridge reads when it merges shards."""
-        return SimpleNamespace(
-            tensor_model_parallel=self.partition_dim is not None, partition_dim=self.partition_dim
-        )
 
 
 def trainable(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -25,26 +25,23 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
 from megatron_async_rl.gradients import block_elements
 from megatron_async_rl.policy.adam_view import masters_of
 from megatron_async_rl.policy.megatron_private import weights_from_masters
+from megatron_async_rl.policy.model import PolicyModel
+from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameter_state import Slice, Sliced, optimizer_state, replica_part
 from megatron_async_rl.policy.parameters import trainable
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer import MegatronOptimizer
-
-    from megatron_async_rl.policy.model import PolicyModel
-    from megatron_async_rl.policy.parallel import Layout
-    from megatron_async_rl.samples.rank_batch import RankBatch
+from megatron_async_rl.samples.rank_batch import RankBatch
 
 
 class SnapshotMissing(ValueError):

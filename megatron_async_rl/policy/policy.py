@@ -17,21 +17,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_async_rl.config.controls import ControlConfig as ControlConfig
+from megatron_async_rl.config.objective import ObjectiveConfig
+from megatron_async_rl.config.schema import ModelConfig, PolicyConfig
 from megatron_async_rl.controls.decision import Control
 from megatron_async_rl.controls.registry import build_controls
+from megatron_async_rl.gradients import Gradients
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.targets import BatchTargets, StepTargets, valid_samples
 from megatron_async_rl.policy import checkpoint
 from megatron_async_rl.policy.adam_view import optimizer_parameters
 from megatron_async_rl.policy.anomaly import AnomalyReport, NotFinite, Spike
+from megatron_async_rl.policy.background import Background
 from megatron_async_rl.policy.batches import Minibatch, divide, over_steps, receive
 from megatron_async_rl.policy.context_parallel import ContextParallelSlice
 from megatron_async_rl.policy.device_memory import DeviceMemory
@@ -45,6 +51,7 @@ from megatron_async_rl.policy.optimizer import (
     load_masters,
     wrap_for_gradients,
 )
+from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameter_state import MOMENT_NAMES, adam_shards, optimizer_state
 from megatron_async_rl.policy.past_versions import MasterSnapshot, Snapshots, weight_displacement
 from megatron_async_rl.policy.reference_policies import (
@@ -65,16 +72,6 @@ from megatron_async_rl.policy.step import (
 )
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import TrainBatch
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer import MegatronOptimizer
-
-    from megatron_async_rl.config.controls import ControlConfig as ControlConfig
-    from megatron_async_rl.config.objective import ObjectiveConfig
-    from megatron_async_rl.config.schema import ModelConfig, PolicyConfig
-    from megatron_async_rl.gradients import Gradients
-    from megatron_async_rl.policy.background import Background
-    from megatron_async_rl.policy.parallel import Layout
 
 log = logging.getLogger(__name__)
 

@@ -39,40 +39,37 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.objectives.batch import on_device
+from megatron_async_rl.policy.checkpoint import Checkpoint
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
 from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.lora_base import placed_digest
 from megatron_async_rl.policy.microbatch import MicroBatch
+from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.model_blocks import ModelBlocks
 from megatron_async_rl.policy.optimizer import load_masters
+from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.policy.parameter_state import Sliced
 from megatron_async_rl.policy.parameters import load_hf
 from megatron_async_rl.policy.past_versions import (
     MasterSnapshot,
     Snapshots,
     WeightSnapshot,
 )
+from megatron_async_rl.policy.routing_replay import RoutingPass
 from megatron_async_rl.policy.supported import used_window
 from megatron_async_rl.samples.columns import spans
 from megatron_async_rl.samples.rank_batch import RankBatch
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer import MegatronOptimizer
-
-    from megatron_async_rl.config.objective import ObjectiveConfig
-    from megatron_async_rl.policy.checkpoint import Checkpoint
-    from megatron_async_rl.policy.model import PolicyModel
-    from megatron_async_rl.policy.parallel import Layout
-    from megatron_async_rl.policy.parameter_state import Sliced
-    from megatron_async_rl.policy.routing_replay import RoutingPass
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,10 +31,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async_rl.config.problem import UserError
-
-if TYPE_CHECKING:
-    from megatron_async_rl.policy.microbatch import MicroBatch
-    from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.policy.microbatch import MicroBatch
+from megatron_async_rl.policy.parallel import Layout
 
 RoutingPass = Literal["replay", "record", "choose"]
 """The routers' part in a pass over micro-batches."""

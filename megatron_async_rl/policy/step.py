@@ -20,16 +20,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from megatron.core.optimizer import MegatronOptimizer
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_async_rl.config.schema import OptimizerConfig
 from megatron_async_rl.controls.decision import Control, Decision, StepView, UpdateView
 from megatron_async_rl.controls.ess_lr import effective_sample_size
-from megatron_async_rl.gradients import scale, squared_norm, squared_norm_of
+from megatron_async_rl.gradients import Gradients, scale, squared_norm, squared_norm_of
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
 from megatron_async_rl.objectives.objective import BatchLoss, Objective
 from megatron_async_rl.objectives.targets import StepTargets
@@ -40,15 +42,9 @@ from megatron_async_rl.policy.bias_correction import Beta1Product
 from megatron_async_rl.policy.forward import TokenOutputs
 from megatron_async_rl.policy.microbatch import MicroBatch
 from megatron_async_rl.policy.optimizer import learning_rate
+from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.policy.past_versions import WeightDisplacement
 from megatron_async_rl.samples.rank_batch import RankBatch
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer import MegatronOptimizer
-
-    from megatron_async_rl.config.schema import OptimizerConfig
-    from megatron_async_rl.gradients import Gradients
-    from megatron_async_rl.policy.parallel import Layout
-    from megatron_async_rl.policy.past_versions import WeightDisplacement
 
 CLIP_EPSILON = 1e-6
 

@@ -18,7 +18,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -27,10 +26,8 @@ from torch import Tensor
 from megatron_async_rl.config.durable import file_digest, publish
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.policy.digested_folder import DIGESTS, StoredFile, described
+from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.weights.export import Bucket, WeightExporter
-
-if TYPE_CHECKING:
-    from megatron_async_rl.policy.model import PolicyModel
 
 BUCKET_BYTES = 512 * 2**20
 FILE_BYTES = 4 * 2**30

@@ -30,9 +30,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_async_rl.policy.cuts import ParameterEntry
 from megatron_async_rl.policy.fp8 import plain
 from megatron_async_rl.policy.lora import weight_of
-from megatron_async_rl.policy.parameters import ParameterEntry, all_entries, merged
+from megatron_async_rl.policy.parameters import all_entries, merged
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_async_rl.policy.cuts import Cut, Cuts
-from megatron_async_rl.policy.parameters import ParameterEntry
+from megatron_async_rl.policy.cuts import Cut, Cuts, ParameterEntry
 from megatron_async_rl.weights.export import WeightExporter
 from megatron_async_rl.weights.transport import ShardSlice, TensorSpec
 

@@ -7,22 +7,17 @@ head: PPO and A2C.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_async_rl.config.advantages import (
+    GaeAdvantage,
+    ReinforcePpAdvantage,
+    ReinforcePpBaselineAdvantage,
+)
 from megatron_async_rl.objectives.advantages.token_grid import TokenGrid, discounted_sums
 from megatron_async_rl.objectives.batch import Advantages, TokenBatch
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.advantages import (
-        GaeAdvantage,
-        ReinforcePpAdvantage,
-        ReinforcePpBaselineAdvantage,
-    )
-
 
 EPSILON = 1e-8
 

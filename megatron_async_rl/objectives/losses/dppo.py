@@ -7,15 +7,11 @@ total variation or KL.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from megatron_async_rl.config.losses import DppoKlLoss, DppoTvLoss
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch, TokenLoss
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.losses import DppoKlLoss, DppoTvLoss
 
 SMALLEST_REST = 1e-8
 """Least probability of "any other token" inside the KL divergence: keeps its logarithm finite."""

@@ -14,16 +14,13 @@ alike.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megatron_async_rl.config.losses import M2poLoss
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, BatchDecision, TokenBatch, TokenLoss
 from megatron_async_rl.objectives.losses.ppo_clip import clipped_surrogate
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.losses import M2poLoss
 
 
 def decide_m2po(whole: TokenBatch, settings: M2poLoss) -> BatchDecision:

@@ -4,15 +4,11 @@ the rest is importance weight."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from megatron_async_rl.config.losses import ClipBounds, DecoupledPpoLoss
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch, TokenLoss
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.losses import ClipBounds, DecoupledPpoLoss
 
 
 def ppo_clip(batch: TokenBatch, settings: ClipBounds) -> TokenLoss:
