@@ -128,7 +128,7 @@ def main() -> None:
             first.setdefault(name, one["step_s"])
             one["speed_up"] = first[name] / one["step_s"]
         result["ratios"][f"{ratio:g}"] = both
-    print(calibration.in_words())
+    print(calibration.as_text())
     print(json.dumps(result["ratios"], indent=1))
     if args.store is not None:
         stored = {

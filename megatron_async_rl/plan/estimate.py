@@ -105,7 +105,7 @@ class Overlap:
             max(1, math.ceil(round(self.generate_s * self.engines / free, 6))) if free > 0 else None
         )
 
-    def in_words(self) -> str:
+    def as_text(self) -> str:
         speed_up = self.synchronous_s / self.bound_s
         lines = [
             (
@@ -196,7 +196,7 @@ class Estimate:
         waits_s = (1.0 - self.run_ahead) * (self.synchronous_s - self.train_s - self.staged_s)
         return max(self.overlapped_s, self.train_s + self.staged_s + waits_s)
 
-    def in_words(self) -> str:
+    def as_text(self) -> str:
         chip, batch = self.chip, self.batch
         relayed = f", send {_s(self.relayed_s)}" if self.relayed_s is not None else ""
         rates = f"{chip.bfloat16 / 1e12:.0f} TFLOP/s in bfloat16"

@@ -42,7 +42,7 @@ from megatron_async_rl.plan.overhead import (
 )
 from megatron_async_rl.rollout.cluster import object_store_bytes
 from megatron_async_rl.watchdog.events import described, out_of_memory
-from megatron_async_rl.watchdog.host_memory import state_in_words
+from megatron_async_rl.watchdog.host_memory import state_text
 from megatron_async_rl.weights.manifest import IN_FLIGHT
 
 ESTIMATE_ERROR = 0.05
@@ -327,7 +327,7 @@ def memory_ran_out(
     if memory == "host" or on_cpu:
         message = " ".join(described(error).splitlines()[:LINES_SHOWN]).rstrip(".")
         fix = host_fix(config, "cpu" if on_cpu else "cuda")
-        return HostMemoryOut(message, phase, state_in_words(), fix)
+        return HostMemoryOut(message, phase, state_text(), fix)
     share = config.rollout.gpu_memory_utilization if config.rollout is not None else 0.0
     named = [
         f"{key}: {json.dumps(value).strip(chr(34))}"

@@ -75,7 +75,7 @@ def show_plan(
         step_s = _show_speed(plan, config, console, measured_in)
     if plan.totals is not None:
         _heading(console, "totals")
-        _print(console, plan.totals.in_words(step_s))
+        _print(console, plan.totals.as_text(step_s))
     for note in (*plan.warnings, *notes):
         _print(console, Text.assemble(("note: ", "yellow bold"), note))
     if plan.problems:
@@ -171,7 +171,7 @@ def _show_speed(
     if not found:
         return None  # the plan has problems
     _heading(console, "step time")
-    _print(console, found if isinstance(found, str) else found.in_words())
+    _print(console, found if isinstance(found, str) else found.as_text())
     return None if isinstance(found, str) else found.step_s
 
 
@@ -344,7 +344,7 @@ def expected_overlap(config: Config, rates: MeasuredRates, run_dir: Path) -> str
         of += f"; scaled by {factor:.3g} in samples per step"
     if measured and measured["ranks"] != planned["ranks"]:
         of += f"; T_train is of {measured['ranks']} ranks, and there are {planned['ranks']} here"
-    return f"{of}\n{overlap_of(config, rates, run_dir).in_words()}"
+    return f"{of}\n{overlap_of(config, rates, run_dir).as_text()}"
 
 
 def run_sizes(run_dir: Path) -> dict[str, int] | None:

@@ -61,7 +61,7 @@ class Totals:
     def hours(self, step_s: float) -> float:
         return self.steps * step_s / HOUR_S
 
-    def in_words(self, step_s: float | None) -> str:
+    def as_text(self, step_s: float | None) -> str:
         """Lines for a screen. `step_s`: seconds of a step, null where they are not known."""
         lines = [_time(self, step_s)]
         if idle := max(0, self.gpus - self.used):

@@ -118,7 +118,7 @@ def read_details(run_dir: Path) -> dict[int, dict[str, Any]]:
     return details
 
 
-def steps_in_words(steps: Sequence[int]) -> str:
+def steps_text(steps: Sequence[int]) -> str:
     """`3, 7–9, 12`; `steps` grow."""
     runs: list[list[int]] = []
     for step in steps:

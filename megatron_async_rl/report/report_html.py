@@ -26,7 +26,7 @@ from typing import Any
 from megatron_async_rl.config.yaml_tree import write
 from megatron_async_rl.metrics.log import number
 from megatron_async_rl.metrics.status import Status
-from megatron_async_rl.report.anomalies import GRAVE, KINDS, steps_in_words
+from megatron_async_rl.report.anomalies import GRAVE, KINDS, steps_text
 from megatron_async_rl.report.panel import COLOURS, Panel
 from megatron_async_rl.report.panels import panels_of
 from megatron_async_rl.report.run_data import RunData
@@ -198,7 +198,7 @@ def _wrong(run: RunData) -> str:
         found = [anomaly for anomaly in run.anomalies if anomaly.kind == kind]
         if not found:
             continue
-        steps = steps_in_words([anomaly.step for anomaly in found])
+        steps = steps_text([anomaly.step for anomaly in found])
         steps = (
             steps
             if len(steps) <= 60
@@ -278,7 +278,7 @@ def tables_of(run: RunData) -> list[tuple[str, list[tuple[str, str]]]]:
 
     tables = [("Result", result), ("Speed", speed)]
     if run.window is not None:
-        tables.append((f"The last {len(run.window.steps)} steps", run.window.in_words()))
+        tables.append((f"The last {len(run.window.steps)} steps", run.window.as_text()))
     return tables
 
 

@@ -94,7 +94,7 @@ class TimelineWindow:
     tracks: Mapping[str, Sequence[Span]]
     """The spans that touch the window, cut to it; `rank 0` first."""
 
-    def in_words(self) -> list[tuple[str, str]]:
+    def as_text(self) -> list[tuple[str, str]]:
         """(track, activities), the longest activity first."""
         lines = []
         for track, spans in self.tracks.items():

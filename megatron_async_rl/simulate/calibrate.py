@@ -6,7 +6,7 @@
 
 Invariants:
 - the first fifth of the steps does not count, nor the end, when nothing more is admitted;
-- what a run cannot show is assumed, and `RunCalibration.in_words` reports it.
+- what a run cannot show is assumed, and `RunCalibration.as_text` reports it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RunCalibration:
         token_s = self.rates.train_token_s * self.ranks / config.policy.parallel.ranks
         return replace(self.rates, train_token_s=token_s, places=config.rollout.max_concurrent)
 
-    def in_words(self) -> str:
+    def as_text(self) -> str:
         rates = self.rates
         ((fixed, each),) = rates.decode
         trainer, engine = (

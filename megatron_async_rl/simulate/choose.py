@@ -205,7 +205,7 @@ def predict_from_run(
     if problems:
         raise ConfigError("cannot run", problems)
     rates, lengths = calibration.rates_of(config), calibration.lengths
-    _print(console, calibration.in_words())
+    _print(console, calibration.as_text())
     trials = [
         Trial(config=at, rates=rates, lengths=lengths, steps=steps, seed=seed)
         for at in (ahead(config, ratio) for ratio in ratios or [config.flow.async_ratio])

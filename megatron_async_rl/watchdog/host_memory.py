@@ -208,7 +208,7 @@ def _explained(recent: Sequence[LoggedKill], pids: Collection[int]) -> Shortage 
 
 def _shortage(message: str, *, certain: bool) -> Shortage:
     possibly = "" if certain else "This may be why, or have been another process: "
-    return Shortage(f"{possibly}{message}; {state_in_words()}", certain)
+    return Shortage(f"{possibly}{message}; {state_text()}", certain)
 
 
 def look_for_kernel_kills() -> None:
@@ -257,7 +257,7 @@ def _run_of(process: psutil.Process) -> str | None:
         return None
 
 
-def state_in_words() -> str:
+def state_text() -> str:
     """Free and total memory and the largest processes, for a message."""
     free, total = free_bytes() / GIB, total_bytes() / GIB
     largest = "; ".join(largest_processes()) or "not known"

@@ -479,5 +479,5 @@ def test_weights_that_stay_on_the_gpus_pass_no_shared_memory(tmp_path: Path) -> 
     assert lent.staged_s == pytest.approx(lent.version / (8 * READ_SHARE * lent.chip.memory_rate))
     assert lent.loaded_s == pytest.approx(lent.version / LENT_RATE)
     assert lent.publish_s < staged.publish_s / 3
-    assert "60 GB/s of buckets from the ranks to engines on their GPUs" in lent.in_words()
-    assert "between a GPU and shared memory" not in lent.in_words()
+    assert "60 GB/s of buckets from the ranks to engines on their GPUs" in lent.as_text()
+    assert "between a GPU and shared memory" not in lent.as_text()

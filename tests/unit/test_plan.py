@@ -1066,12 +1066,12 @@ def test_totals_of_a_run_are_those_of_its_steps(file):
     shape, _ = read_model(file.parent / "model")
     assert sums.checkpoint == shape.parameters * (4 + 8), "float32 weights and two moments"
     assert sums.hours(36.0) == 0.5
-    words = one_line(sums.in_words(72.0))
+    words = one_line(sums.as_text(72.0))
     assert "1 h for 50 steps; without" in words
     assert "10 of train (20 rows)" in words
     assert "up to 3 at once, one of them being written" in words
     gpus = replace(sums, gpus=8)
-    assert "8 GPU-hours on 8 GPUs" in gpus.in_words(72.0)
+    assert "8 GPU-hours on 8 GPUs" in gpus.as_text(72.0)
 
     assert plan(file, "checkpoint.every=0").totals.checkpoints == 1
     assert plan(file, "run.steps=50", "checkpoint.every=30").totals.checkpoints == 2

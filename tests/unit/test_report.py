@@ -19,7 +19,7 @@ import yaml
 from megatron_async_rl.metrics.log import EvalLog, MetricRow, MetricsLog
 from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.metrics.timeline import Span
-from megatron_async_rl.report.anomalies import Anomaly, AnomalyFinder, steps_in_words
+from megatron_async_rl.report.anomalies import Anomaly, AnomalyFinder, steps_text
 from megatron_async_rl.report.charts import _Short
 from megatron_async_rl.report.panel import POINTS
 from megatron_async_rl.report.panels import panels_of
@@ -425,7 +425,7 @@ def test_every_kind_of_anomaly_is_found_at_its_step(tmp_path: Path) -> None:
             (6, "resumed", "counts began again"),
         )
     ]
-    assert steps_in_words([1, 2, 3, 7, 9, 10]) == "1–3, 7, 9–10"
+    assert steps_text([1, 2, 3, 7, 9, 10]) == "1–3, 7, 9–10"
 
 
 def test_anomalies_are_marked_on_the_curves_and_listed(tmp_path: Path) -> None:
