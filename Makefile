@@ -1,5 +1,5 @@
 # make demo | study-quick | test | lint | setup: each sets up $(VENV) first, and reuses it while requirements/ stays the same.
-# make test-all: the tests, 300 cases of the differential test instead of 20, and as root the network tests; an hour or more.
+# make test-all: the tests, 300 cases of the differential test instead of 20, mutants of the package, and as root the network tests; an hour or more.
 # make network-tests: what goes wrong over two and three machines with a network between them, which are namespaces of this one; needs root.
 # make gpu-tests: on a host with a CUDA device, with $(VENV) where it is there and else with what PYTHONPATH has.
 # make loader-test: Transformer Engine's wheels (190 MB, from the package index) load beside torch with one cuDNN; needs root.
@@ -50,6 +50,7 @@ test: setup
 test-all: setup
 	@cd "$(ROOT)"
 	MAR_DAMAGES=all MAR_DIFFERENTIAL_CASES="$${MAR_DIFFERENTIAL_CASES:-300}" "$$VENV/bin/python" -m pytest --numprocesses=2 --durations=30
+	"$$VENV/bin/python" -m tests.mutation.run
 	[[ "$$(id -u)" != 0 ]] || "$$VENV/bin/python" -m pytest tests/network
 	[[ "$$(id -u)" != 0 ]] || $(MAKE) -f "$(ROOT)/Makefile" loader-test
 

@@ -56,8 +56,12 @@ PACKAGE = "megatron_async_rl"
 SEED = 29
 COUNT = 100
 NEAREST = 6
+WHOLE_LOOP = "tests/loop/test_loop.py"
+"""Its tests execute much of the package: those that execute a mutant's lines run, too."""
 SLOW_S = 20.0
 """Tests longer than this run only for mutants of lines that they execute."""
+PROCESS_S = 0.3
+"""No Python process with the package takes less."""
 FACTOR = 6.0
 EXTRA_S = 30.0
 """A mutant's tests may take FACTOR times as long as without it, and EXTRA_S: then it hangs."""
@@ -318,16 +322,21 @@ class Judge:
         return "killed: time or crash" if found is None else found or "killed: import"
 
     def _order(self, mutant: Mutant) -> list[str]:
-        """Tests of the nearest files: those that execute the mutant's lines, the fast ones first,
-        then the others."""
+        """Tests of the nearest files: those that execute the mutant's lines, the nearest first;
+        then the others of their files, for which fixtures may have executed them; then those long
+        enough to have started a process that may execute them."""
         places = {f"{mutant.file}:{line}" for line in range(mutant.lines[0], mutant.lines[1] + 1)}
+        nearest = self._map.nearest(mutant.file, self._nearest)
         ranked = []
-        for distance, file in enumerate(self._map.nearest(mutant.file, self._nearest)):
+        for distance, file in enumerate(dict.fromkeys([*nearest, WHOLE_LOOP])):
             baseline = self._baseline(file)
+            hits = {test for test, lines in baseline.lines.items() if not places.isdisjoint(lines)}
+            near = bool(hits) or not places.isdisjoint(baseline.imported)
             for test, seconds in baseline.seconds.items():
-                hit = not places.isdisjoint(baseline.lines[test])
-                if hit or seconds < SLOW_S:
-                    ranked.append((not hit, distance if hit else 0, seconds, test))
+                if test in hits:
+                    ranked.append((0, distance, seconds, test))
+                elif file != WHOLE_LOOP and (near or seconds > PROCESS_S) and seconds < SLOW_S:
+                    ranked.append((1 if near else 2, distance, seconds, test))
         ranked.sort()
         return [test for *_, test in ranked]
 
