@@ -213,7 +213,8 @@ def _parts(node: ast.stmt) -> tuple[list[ast.expr], list[list[ast.stmt]]]:
             value = [node.value] if node.value is not None and not duration else []
             return [*calls, *value], []
         case ast.Assign():
-            if any(isinstance(one, ast.Name) and _is_duration(one.id) for one in node.targets):
+            names = [one.id for one in node.targets if isinstance(one, ast.Name)]
+            if any(_is_duration(name) or name in MESSAGES for name in names):
                 return [], []
             return [node.value], []
         case ast.AugAssign() | ast.Expr():
@@ -254,6 +255,10 @@ def _of(node: ast.expr) -> Iterator[tuple[ast.AST, ast.AST | str]]:
     match node:
         case ast.JoinedStr() | ast.Lambda(body=ast.Constant()):
             return
+        case ast.BinOp(left=one, right=other) | ast.IfExp(body=one, orelse=other) if isinstance(
+            one, ast.JoinedStr
+        ) or isinstance(other, ast.JoinedStr):
+            return  # a message in two parts, or one of two messages
         case ast.Call() if _is_log(node):
             return
         case ast.Compare():

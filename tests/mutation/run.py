@@ -4,7 +4,7 @@
     python -m tests.mutation.run --seed 7 --count 100     another one
     python -m tests.mutation.run --only flow/buffer.py    of some files
 
-Prints every mutant with `killed by TEST`, `killed: time`, or `SURVIVED`, and fails when more than
+Prints every mutant with `killed by TEST`, `killed by time or crash`, or `SURVIVED`, and fails when more than
 `--limit` mutants survive that reviewed.txt does not list: those change the behaviour of the package
 and no near test notices.
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import hashlib
 import importlib
@@ -35,7 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ PROCESS_S = 0.3
 """No Python process with the package takes less."""
 FACTOR = 6.0
 EXTRA_S = 30.0
-"""A mutant's tests may take FACTOR times as long as without it, and EXTRA_S: then it hangs."""
+"""A test of a mutant may take FACTOR times as long as without it, and EXTRA_S: then it hangs."""
 
 # The imports of tests/parallel/preloaded.py and of the unit tests; the third parties among what
 # they bring are imported before the first fork.
@@ -134,12 +135,21 @@ class LineRecorder:
 
 
 class ChosenTests:
-    """A pytest plug-in that runs the tests named `order`, in that order, and notes the first that
-    fails."""
+    """A pytest plug-in that runs the tests named in `limits`, in that order, and notes the first
+    that fails. Ends the process if one takes longer than its limit, in seconds."""
 
-    def __init__(self, order: Sequence[str]) -> None:
-        self._order = {test: at for at, test in enumerate(order)}
+    def __init__(self, limits: dict[str, float]) -> None:
+        self._limits = limits
+        self._order = {test: at for at, test in enumerate(limits)}
         self.failed = ""
+        faulthandler.dump_traceback_later(EXTRA_S * FACTOR, exit=True)  # to collect them
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
+        faulthandler.dump_traceback_later(self._limits[item.nodeid], exit=True)
+        result = yield
+        faulthandler.dump_traceback_later(EXTRA_S, exit=True)
+        return result
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -272,7 +282,7 @@ def _become_subreaper() -> None:
 
 def _preload() -> None:
     listed = subprocess.run(
-        [sys.executable, "-c", PRELOADED], stdout=subprocess.PIPE, check=True, text=True
+        [sys.executable, "-c", PRELOADED], capture_output=True, check=True, text=True
     )
     for name in listed.stdout.split():
         if name.split(".")[0] not in (PACKAGE, "__main__", "tests") and name not in sys.modules:
@@ -306,39 +316,51 @@ class Judge:
 
     def verdict(self, mutant: Mutant) -> str:
         """`survived`, or what killed the mutant."""
-        tests = self._order(mutant)
-        if not tests:
-            return "survived (no test)"
-        files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
-        seconds = sum(self._baselines[test.partition("::")[0]].seconds[test] for test in tests)
-        with self._workspace.mutated(mutant):
-
-            def act() -> str:
-                chosen = ChosenTests(tests)
-                code = _pytest(files, chosen, "-x")
-                return chosen.failed if code else "survived"
-
-            found = self._workspace.run(act, FACTOR * seconds + EXTRA_S)
-        return "killed: time or crash" if found is None else found or "killed: import"
-
-    def _order(self, mutant: Mutant) -> list[str]:
-        """Tests of the nearest files: those that execute the mutant's lines, the nearest first;
-        then the others of their files, for which fixtures may have executed them; then those long
-        enough to have started a process that may execute them."""
         places = {f"{mutant.file}:{line}" for line in range(mutant.lines[0], mutant.lines[1] + 1)}
         nearest = self._map.nearest(mutant.file, self._nearest)
-        ranked = []
-        for distance, file in enumerate(dict.fromkeys([*nearest, WHOLE_LOOP])):
+        others: list[str] = []
+        # Most mutants need the baselines of two files only.
+        for files in (nearest[:2], [*nearest[2:], WHOLE_LOOP]):
+            tests, more = self._tests(files, places)
+            others += more
+            if (killer := self._killer(mutant, tests)) is not None:
+                return killer
+        return self._killer(mutant, others) or "survived"
+
+    def _tests(self, files: list[str], places: set[str]) -> tuple[list[str], list[str]]:
+        """Tests that execute one of the lines; and others that may: those whose file has such
+        tests, since fixtures may have executed it, and those long enough to have started a
+        process."""
+        first, others = [], []
+        for file in files:
             baseline = self._baseline(file)
             hits = {test for test, lines in baseline.lines.items() if not places.isdisjoint(lines)}
             near = bool(hits) or not places.isdisjoint(baseline.imported)
-            for test, seconds in baseline.seconds.items():
+            for test, seconds in sorted(baseline.seconds.items(), key=lambda item: item[1]):
                 if test in hits:
-                    ranked.append((0, distance, seconds, test))
+                    first.append(test)
                 elif file != WHOLE_LOOP and (near or seconds > PROCESS_S) and seconds < SLOW_S:
-                    ranked.append((1 if near else 2, distance, seconds, test))
-        ranked.sort()
-        return [test for *_, test in ranked]
+                    others.append(test)
+        return first, others
+
+    def _killer(self, mutant: Mutant, tests: list[str]) -> str | None:
+        """The first of the tests that fails, `time or crash`, or null."""
+        if not tests:
+            return None
+        files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
+        limits = {
+            test: FACTOR * self._baselines[test.partition("::")[0]].seconds[test] + EXTRA_S
+            for test in tests
+        }
+
+        def act() -> str | None:
+            chosen = ChosenTests(limits)
+            code = _pytest(files, chosen, "-x", "-p", "no:faulthandler")
+            return (chosen.failed or "import") if code else ""
+
+        with self._workspace.mutated(mutant):
+            found = self._workspace.run(act, sum(limits.values()) + EXTRA_S * FACTOR)
+        return "time or crash" if found is None else found or None
 
     def _baseline(self, file: str) -> Baseline:
         if file not in self._baselines:
@@ -400,12 +422,11 @@ def main() -> int:
             begin = time.monotonic()
             found = judge.verdict(mutant)
             listed = " (reviewed)" if mutant.key in known else ""
-            word = "SURVIVED" + found.removeprefix("survived") + listed
-            shown = word if found.startswith("survived") else f"killed by {found}"
+            shown = f"SURVIVED{listed}" if found == "survived" else f"killed by {found}"
             place = f"{mutant.file}:{mutant.lines[0]}"
             print(f"{at:3} {place} {mutant.key}", flush=True)
             print(f"      {shown} ({time.monotonic() - begin:.0f} s)", flush=True)
-            if found.startswith("survived"):
+            if found == "survived":
                 survivors.append(mutant)
         os.chdir("/")
     unknown = [mutant for mutant in survivors if mutant.key not in known]

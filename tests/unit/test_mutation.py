@@ -48,6 +48,9 @@ def test_every_operator_edits_its_construct(source, expected):
     [
         '"""Text 1."""',
         "x = f'{1 + 2}'",
+        "x = f'{y}' + ('a' if z else 'b')",
+        "x = f'{y}' if z else 'none'",
+        "what = 'none' if z else 'one'",
         "x: Literal[1] = y",
         "def f(x: Literal[1]) -> Literal[2]: ...",
         "if TYPE_CHECKING:\n  x = 1",
