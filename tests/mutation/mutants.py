@@ -3,8 +3,8 @@
 A mutant is one edit of one node of the syntax tree, applied to the text of its file, so that every
 other line stays where it is. Text is never edited: no test should depend on the wording of a
 message. Neither are annotations (apart from calls in them, such as pydantic's `Field`), log and
-warning calls, arguments of exceptions, `__repr__`, and durations (`*_S`, `timeout=`), since tests
-may not depend on a clock.
+warning calls, arguments of exceptions, `__repr__`, constants that name one number (`WINDOW = 50`;
+tests use the name), and durations (`*_S`, `timeout=`), since tests may not depend on a clock.
 
 Invariant: the key of a mutant names its function and the text of its statement, not its line or
 file, so that a sample and the list of reviewed mutants survive edits elsewhere.
@@ -216,6 +216,8 @@ def _parts(node: ast.stmt) -> tuple[list[ast.expr], list[list[ast.stmt]]]:
             names = [one.id for one in node.targets if isinstance(one, ast.Name)]
             if any(_is_duration(name) or name in MESSAGES for name in names):
                 return [], []
+            if any(name.isupper() for name in names) and _is_one_number(node.value):
+                return [], []
             return [node.value], []
         case ast.AugAssign() | ast.Expr():
             return [node.value], []
@@ -315,6 +317,14 @@ def _is_text(node: ast.BinOp) -> bool:
         isinstance(one, ast.JoinedStr)
         or (isinstance(one, ast.Constant) and isinstance(one.value, str | bytes))
         for one in (node.left, node.right)
+    )
+
+
+def _is_one_number(node: ast.expr) -> bool:
+    return not any(
+        isinstance(one, ast.Name | ast.Call | ast.Tuple | ast.List | ast.Dict | ast.Set)
+        or (isinstance(one, ast.Constant) and isinstance(one.value, bool | str))
+        for one in ast.walk(node)
     )
 
 

@@ -59,12 +59,13 @@ COUNT = 100
 NEAREST = 6
 WHOLE_LOOP = "tests/loop/test_loop.py"
 """Its tests execute much of the package: those that execute a mutant's lines run, too."""
-SLOW_S = 20.0
-"""Tests longer than this run only for mutants of lines that they execute."""
+OTHERS_S = 15.0
+"""Length, in all, of tests that may execute a mutant's lines out of sight: in a fixture of an
+earlier test or in another process."""
 PROCESS_S = 0.3
 """No Python process with the package takes less."""
 FACTOR = 6.0
-EXTRA_S = 30.0
+EXTRA_S = 60.0
 """A test of a mutant may take FACTOR times as long as without it, and EXTRA_S: then it hangs."""
 
 # The imports of tests/parallel/preloaded.py and of the unit tests; the third parties among what
@@ -142,7 +143,7 @@ class ChosenTests:
         self._limits = limits
         self._order = {test: at for at, test in enumerate(limits)}
         self.failed = ""
-        faulthandler.dump_traceback_later(EXTRA_S * FACTOR, exit=True)  # to collect them
+        faulthandler.dump_traceback_later(EXTRA_S * FACTOR, exit=True)  # for imports
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
@@ -318,19 +319,26 @@ class Judge:
         """`survived`, or what killed the mutant."""
         places = {f"{mutant.file}:{line}" for line in range(mutant.lines[0], mutant.lines[1] + 1)}
         nearest = self._map.nearest(mutant.file, self._nearest)
-        others: list[str] = []
-        # Most mutants need the baselines of two files only.
-        for files in (nearest[:2], [*nearest[2:], WHOLE_LOOP]):
+        others: list[tuple[bool, float, str]] = []
+        # Most mutants need the baseline of one file only.
+        for files in (nearest[:1], nearest[1:3], [*nearest[3:], WHOLE_LOOP]):
             tests, more = self._tests(files, places)
             others += more
             if (killer := self._killer(mutant, tests)) is not None:
                 return killer
-        return self._killer(mutant, others) or "survived"
+        left, chosen = OTHERS_S, []
+        for _, seconds, test in sorted(others):
+            left -= seconds
+            if left >= 0.0:
+                chosen.append(test)
+        return self._killer(mutant, chosen) or "survived"
 
-    def _tests(self, files: list[str], places: set[str]) -> tuple[list[str], list[str]]:
-        """Tests that execute one of the lines; and others that may: those whose file has such
-        tests, since fixtures may have executed it, and those long enough to have started a
-        process."""
+    def _tests(
+        self, files: list[str], places: set[str]
+    ) -> tuple[list[str], list[tuple[bool, float, str]]]:
+        """Tests that execute one of the lines; and others that may, as (far, seconds, test): those
+        whose file has such tests, since fixtures may have executed it, and, far, those long enough
+        to have started a process."""
         first, others = [], []
         for file in files:
             baseline = self._baseline(file)
@@ -339,8 +347,8 @@ class Judge:
             for test, seconds in sorted(baseline.seconds.items(), key=lambda item: item[1]):
                 if test in hits:
                     first.append(test)
-                elif file != WHOLE_LOOP and (near or seconds > PROCESS_S) and seconds < SLOW_S:
-                    others.append(test)
+                elif file != WHOLE_LOOP and (near or seconds > PROCESS_S):
+                    others.append((not near, seconds, test))
         return first, others
 
     def _killer(self, mutant: Mutant, tests: list[str]) -> str | None:
