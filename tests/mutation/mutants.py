@@ -1,4 +1,4 @@
-"""Mutants of the package: small edits of its source, each of which some test should notice.
+"""Mutants of the package: small edits of its source. Some test should fail for each.
 
 A mutant is one edit of one node of the syntax tree, applied to the text of its file, so that every
 other line stays where it is. Text is never edited: no test should depend on the wording of a

@@ -4,9 +4,9 @@
     python -m tests.mutation.run --seed 7 --count 100     another one
     python -m tests.mutation.run --only flow/buffer.py    of some files
 
-Prints every mutant with `killed by TEST`, `killed by time or crash`, or `SURVIVED`, and fails when more than
-`--limit` mutants survive that reviewed.txt does not list: those change the behaviour of the package
-and no near test notices.
+Prints every mutant with `killed by TEST`, `killed by time or crash`, or `SURVIVED`, and fails if
+more than `--limit` mutants survive that reviewed.txt does not list: those change the behaviour of
+the package, and no near test notices.
 
 Invariants:
 - the checkout is never edited: mutants live in a copy of it in a temporary folder, which every
