@@ -13,8 +13,6 @@ ranks comes last.
 from __future__ import annotations
 
 import os
-import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.cases import same_numbers
 from tests.thorough import THOROUGH
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -63,10 +62,7 @@ def _same_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """Draws without a generator of their own do not depend on the tests that a worker ran before."""
-    random.seed(0)
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(0)
+    same_numbers()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -35,6 +35,7 @@ from megatron_async_rl.data.files import read_rows
 from megatron_async_rl.data.prompts import Part, Required, nothing_more
 from megatron_async_rl.data.source import Mixture
 from megatron_async_rl.data.tokenizer import load_tokenizer
+from tests.cases import looped
 from tests.characters import TEMPLATE, characters, save_characters
 from tests.train_batches import samples_in
 from tests.unit.test_prompts import Bytes, prompts
@@ -106,7 +107,7 @@ def test_the_name_of_a_folder_is_no_pattern(tmp_path: Path) -> None:
     assert [one.text for one in read(every).prompts] == ["deep"]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("names", "splits"),
     [
         (("train_a", "devices"), None),
@@ -374,7 +375,7 @@ def test_a_folder_and_a_pattern_are_their_files_in_the_order_of_names(tmp_path: 
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "content", "what"),
     [
         ("d.txt", b"a", r"d.txt: ends in .txt, which is no format"),
@@ -598,8 +599,8 @@ def test_tools_may_be_an_option_of_the_template_that_a_call_goes_before(tmp_path
     assert tokenizer.render_chat(asked, answer=False, tools=[{"name": "g"}]) == more
 
 
-@pytest.mark.parametrize("write", [as_jsonl, as_parquet])
-@pytest.mark.parametrize(
+@looped("write", [as_jsonl, as_parquet])
+@looped(
     ("shown", "answer"),
     [
         (lambda tools: tools, {}),
@@ -634,7 +635,7 @@ def test_the_template_is_given_the_tools_that_each_row_has(
     )
 
 
-@pytest.mark.parametrize("none", ["", " ", "null", "[]", [], None])
+@looped("none", ["", " ", "null", "[]", [], None])
 def test_a_row_may_have_no_tools(tmp_path: Path, none: Any) -> None:
     tokenizer = characters(tmp_path / "model", TEMPLATE)
     as_jsonl(tmp_path / "d.jsonl", [{"prompt": turns("q"), "tools": none}, {"prompt": turns("q")}])
@@ -877,7 +878,7 @@ def test_a_mixture_of_one_has_the_state_that_a_file_always_had() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@looped(
     ("data", "what"),
     [
         ({}, "give one of them"),
@@ -981,7 +982,7 @@ def test_a_template_whose_prefixes_do_not_agree_is_refused_with_the_message(
     assert "`train: false` in the others" in caught.value.fix
 
 
-@pytest.mark.parametrize(
+@looped(
     ("messages", "what"),
     [
         (turns("hi"), "has no message of the assistant to train on"),

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grimp
-import pytest
+
+from tests.cases import looped
 
 ROOT = Path(__file__).parents[2]
 LINT = "import sys, importlinter.cli as linter; sys.exit(linter.lint_imports(no_cache=True))"
@@ -22,7 +23,7 @@ def test_every_import_respects_the_walls_of_the_house():
     assert "0 broken" in done.stdout
 
 
-@pytest.mark.parametrize(
+@looped(
     "modules",
     [
         "megatron_async_rl",

@@ -10,9 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from megatron_async_rl.policy import bridge, megatron_private, model
+from tests.cases import looped
 
 PACKAGE = Path(megatron_private.__file__).parents[1]
 FUNCTIONS = [(module, name) for module, names in megatron_private.NAMES.items() for name in names]
@@ -64,18 +63,18 @@ def found(path: str):
         return getattr(importlib.import_module(module), name)
 
 
-@pytest.mark.parametrize(("module", "name"), FUNCTIONS)
+@looped(("module", "name"), FUNCTIONS)
 def test_a_private_name_that_we_use_exists(module, name):
     assert hasattr(found(module), name)
 
 
-@pytest.mark.parametrize(("owner", "name"), METHODS)
+@looped(("owner", "name"), METHODS)
 def test_a_method_that_we_call_or_override_exists(owner, name):
     """One that is gone would make an override that nobody calls."""
     assert hasattr(found(owner), name)
 
 
-@pytest.mark.parametrize(("owner", "name"), ASSIGNED)
+@looped(("owner", "name"), ASSIGNED)
 def test_an_attribute_that_we_read_is_assigned(owner, name):
     wanted = [
         target

@@ -29,6 +29,7 @@ from megatron_async_rl.metrics.log import (
     read_metrics,
     read_newest,
 )
+from tests.cases import looped
 
 PACKAGE = Path(megatron_async_rl.__file__).parent
 
@@ -99,7 +100,7 @@ def test_an_unknown_key_is_refused_and_the_nearest_named(tmp_path: Path) -> None
     assert lines_of(tmp_path / "metrics.jsonl") == []
 
 
-@pytest.mark.parametrize(
+@looped(
     ("key", "value"),
     [
         ("reward/mean", "high"),

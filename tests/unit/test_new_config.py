@@ -29,6 +29,7 @@ from megatron_async_rl.plan.reward_choice import (
     is_environment,
     names_of,
 )
+from tests.cases import looped
 from tests.published_models import write_config
 from tests.written_run import write_model, write_prompts
 
@@ -568,7 +569,7 @@ def test_a_synchronous_run_shares_the_gpus_where_that_fits(tmp_path):
 THINKING = "{% if enable_thinking %}<think>{% endif %}{{ messages }}"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "template", "gpus", "tokens"),
     [
         ("Qwen3-8B", THINKING, 8, 8192),

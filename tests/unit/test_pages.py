@@ -33,6 +33,7 @@ from megatron_async_rl.plan.machine import described_machine
 from megatron_async_rl.rollout.environments import load_factory
 from megatron_async_rl.rollout.rewards.registry import load_reward
 from megatron_async_rl.study import check
+from tests.cases import looped
 from tests.logged_samples import logged_run
 from tests.published_models import PUBLISHED, write_config
 from tests.unit.test_report import sampled_run
@@ -322,7 +323,7 @@ def test_python_on_a_page_imports_what_exists(page: Path, folder: Path) -> None:
             importlib.import_module(title.removesuffix(".py"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@looped("page", PAGES, ids=lambda page: page.stem)
 def test_a_command_in_the_text_of_a_page_has_the_options_it_is_named_with(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     known = typer.main.get_command(app).commands
@@ -331,7 +332,7 @@ def test_a_command_in_the_text_of_a_page_has_the_options_it_is_named_with(page: 
         assert set(re.findall(r"--[a-z-]+", rest)) <= options, name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@looped("page", PAGES, ids=lambda page: page.stem)
 def test_keys_metrics_and_links_on_a_page_exist(page: Path) -> None:
     text = page.read_text()
     if page.name == "coming_from.md":  # other systems have keys that look like ours

@@ -44,6 +44,7 @@ from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.screen import show_plan, size, staleness_law
 from megatron_async_rl.policy.supported import FAMILIES
 from megatron_async_rl.rollout.cluster import object_store_bytes
+from tests.cases import looped
 from tests.tiny_models import save_tiny_model
 from tests.written_run import write_model, write_run
 
@@ -71,8 +72,8 @@ def shape_of(tmp_path: Path, **changes: Any) -> ModelShape:
     return shape
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(
+@looped("tied", [False, True], ids=["untied", "tied"])
+@looped(
     ("family", "settings"),
     [*((family, {}) for family in FAMILIES), ("llama", {"attention_bias": True})],
 )
@@ -299,7 +300,7 @@ MIXTURE = {
 }
 
 
-@pytest.mark.parametrize(
+@looped(
     ("layout", "wrong", "named"),
     [
         (["ranks=2", "expert=2"], [], ""),
@@ -1195,7 +1196,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
 
 
-@pytest.mark.parametrize(
+@looped(
     ("changes", "words"),
     [
         (
@@ -1260,7 +1261,7 @@ def test_a_model_that_the_ranks_would_refuse_is_refused_by_the_plan(tmp_path, ch
     assert words in problem.what
 
 
-@pytest.mark.parametrize(
+@looped(
     "changes",
     [
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "mlp_bias": None},
