@@ -6,12 +6,11 @@ import ast
 import importlib
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from megatron_async_rl.policy import bridge, megatron_private, model
 from tests.cases import looped
+from tests.forked import python
 
 PACKAGE = Path(megatron_private.__file__).parents[1]
 FUNCTIONS = [(module, name) for module, names in megatron_private.NAMES.items() for name in names]
@@ -136,13 +135,7 @@ def test_one_module_names_the_class_that_megatron_deprecates():
 
 
 def test_a_router_multiplies_without_transformer_engine():
-    done = subprocess.run(
-        [sys.executable, "-c", GEMM, "cpu", "cuda"],
-        cwd=PACKAGE.parent,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = python(GEMM, "cpu", "cuda")
     assert done.returncode == 0, done.stderr[-2000:]
     numbers = f"{[[3.0] * 4] * 2} {[[2.0] * 3] * 4}"
     said = [line for line in done.stdout.splitlines() if line.startswith(("cpu ", "cuda "))]
@@ -161,4 +154,5 @@ device.install("cuda")
 assert not torch.backends.cuda.cudnn_sdp_enabled()
 assert torch.backends.cuda.flash_sdp_enabled()
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=600)
+    done = python(program)
+    assert done.returncode == 0, done.stderr

@@ -45,6 +45,7 @@ from megatron_async_rl.plan.screen import show_plan, size, staleness_law
 from megatron_async_rl.policy.supported import FAMILIES
 from megatron_async_rl.rollout.cluster import object_store_bytes
 from tests.cases import looped
+from tests.forked import python
 from tests.tiny_models import save_tiny_model
 from tests.written_run import write_model, write_run
 
@@ -906,10 +907,10 @@ def test_engine_cache_counts_tokens_of_the_models_dtype(file):
 
 
 def test_the_plan_command_takes_less_than_two_seconds(file):
-    """Of processor time, which other work on the machine does not stretch; the best of two, since
-    it shares caches."""
-    seconds = []
-    for _ in range(2):
+    """Of processor time, which other work on the machine does not stretch; or else a second time,
+    since it shares caches."""
+    seconds: list[float] = []
+    while len(seconds) < 2 and not any(one < 2.0 for one in seconds):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [sys.executable, "-m", "megatron_async_rl", "plan", str(file), "--resolved"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
@@ -1522,13 +1523,15 @@ def test_ranks_have_one_queue_where_messages_must_come_before_kernels(
     assert rank_environment(config, LAPTOP) == {}
 
 
+RANK = "import runpy; runpy.run_module('megatron_async_rl.train', run_name='__main__')"
+
+
 def test_ranks_planned_for_a_gpu_that_torch_cannot_use_do_not_run_on_the_cpu(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = rank_environment(load(file, ["policy.device=auto"]), NODE)
     environment = os.environ | planned | {"CUDA_VISIBLE_DEVICES": "", "RANK": "0"}
-    command = [sys.executable, "-m", "megatron_async_rl.train", str(file)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = python(RANK, file, environment=environment)
     assert done.returncode == 1
     (log,) = file.parent.rglob("rank_0.log")
     assert "the policy is to run on CUDA, and torch sees no CUDA device" in log.read_text()
