@@ -21,12 +21,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.cases import same_numbers
-from tests.thorough import THOROUGH
+from tests.thorough import THOROUGH, examples
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_worker_niceness", "0")  # as the launcher does
 settings.register_profile(
     "shared-cores",
+    max_examples=examples(100, 30),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],

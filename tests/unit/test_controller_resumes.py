@@ -19,6 +19,7 @@ from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.spec import DataState
 from megatron_async_rl.watchdog.watch import STOP
 from tests.cases import looped
+from tests.thorough import examples
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.flow_setup import (
     TrainedGroup,
@@ -35,7 +36,7 @@ from tests.unit.flow_setup import (
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40, 20), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     stops=st.lists(st.integers(0, 4), min_size=1, max_size=4),

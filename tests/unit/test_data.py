@@ -37,6 +37,7 @@ from megatron_async_rl.data.source import Mixture
 from megatron_async_rl.data.tokenizer import load_tokenizer
 from tests.cases import looped
 from tests.characters import TEMPLATE, characters, save_characters
+from tests.thorough import examples
 from tests.train_batches import samples_in
 from tests.unit.test_prompts import Bytes, prompts
 
@@ -820,7 +821,7 @@ def source(counts: Sequence[int], weights: Sequence[float]) -> PromptSource:
     return PromptSource(prompts(sum(counts)), seed=3, shuffle=True, parts=parts)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50, 20))
 @given(st.lists(st.tuples(st.integers(1, 5), st.floats(0.1, 9)), min_size=1, max_size=4))
 def test_no_part_is_a_whole_prompt_from_its_share_at_any_moment(
     parts: list[tuple[int, float]],

@@ -34,6 +34,7 @@ from megatron_async_rl.rollout.rewards.worker import call, call_async
 from megatron_async_rl.rollout.scoring import reward_fields
 from megatron_async_rl.samples import Prompt
 from tests.cases import looped
+from tests.thorough import examples
 from tests.unit.test_prompts import Bytes
 
 
@@ -215,7 +216,7 @@ def test_countdown_reads_json_and_refuses_rows_that_cannot_be_won() -> None:
     assert load_reward("countdown").function(as_text, "3*5+7") == 1.0
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50, 20))
 @given(st.data())
 def test_no_countdown_that_can_be_won_is_refused(data: st.DataObject) -> None:
     """`data` draws an expression; its value is a target of its numbers."""
