@@ -110,10 +110,11 @@ def keys() -> set[str]:
     return found
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder of a reader: with the files of a checkout that pages name, and with what
-    words in capitals stand for. No process starts from it."""
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a checkout that pages name, and what words in capitals stand for."""
+    tmp_path = tmp_path_factory.mktemp("reader") / "folder"
+    tmp_path.mkdir()
     for name in ("benchmarks", "launchers", "tests", "Makefile"):
         (tmp_path / name).symlink_to(ROOT / name)
     kept = shutil.ignore_patterns("results", "generated")
@@ -144,6 +145,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     step.mkdir(parents=True)
     (step / "about.json").write_text('{"step": 200}')
     (step.parent / "latest").write_text(step.name)
+    return tmp_path
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder of a reader. No process starts from it."""
+    shutil.copytree(original, tmp_path, symlinks=True, dirs_exist_ok=True)
     for page in (ROOT / "docs" / "one_gpu_node.md", ROOT / "docs" / "ten_minutes.md"):
         write_files(page, tmp_path)
 
