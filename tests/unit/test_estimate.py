@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +28,8 @@ from megatron_async_rl.plan.screen import expected_overlap, planning_rule, stale
 from megatron_async_rl.report.summary import measure, update_per_lr
 from tests.cases import looped
 from tests.combinations import label, pairwise
+from tests.forked import Done
+from tests.mar_command import mar
 from tests.published_models import write_config
 from tests.written_run import config_tree, write_run
 
@@ -233,9 +233,8 @@ def test_nothing_is_in_flight_where_engines_stand_still(tmp_path: Path) -> None:
 def test_the_plan_command_takes_rates_from_a_run_named_or_its_own_and_refuses_what_is_none(
     tmp_path: Path,
 ) -> None:
-    def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "megatron_async_rl", "plan", str(config), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    def plan(*arguments: str) -> Done:
+        return mar("plan", config, *arguments, folder=tmp_path)
 
     config = write_run(tmp_path)
     refused = plan("--from", str(tmp_path / "nothing"))
