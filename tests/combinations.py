@@ -1,8 +1,8 @@
 """A set of runs in which every two methods that go together meet at least once.
 
-The configuration decides which methods go together. To search the set takes seconds, so it is kept
-in tests/data/combinations.json; `python -m tests.combinations` writes it anew, and `make test-all`
-compares.
+The configuration decides which methods can be combined: combinations that its models refuse are
+left out. The search takes seconds, so tests/data/combinations.json stores the set:
+`python -m tests.combinations` writes the file, and `make test-all` compares it with a new search.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tests.written_run import config_tree
 
 STORED = Path(__file__).parent / "data/combinations.json"
 TRIES = 150
-"""Random companions a pair is tried with before it counts as one that does not exist."""
+"""Random companions with which a pair is tried before it counts as impossible."""
 REQUIRED: dict[str, dict[str, Any]] = {
     "reject": {"high": 0.5},
     "matched_lr": {"target_update_norm": 0.01},
 }
-"""For methods with a setting that has no default."""
+"""Settings of methods without a default."""
 
 
 def _names(section: str) -> list[str]:
@@ -38,7 +38,7 @@ def _names(section: str) -> list[str]:
 
 
 def factors() -> dict[str, list[Any]]:
-    """What is varied, and its values; None stands for none, or for the loss's own."""
+    """Factors and their values; None stands for none, or for the loss's own."""
     return {
         "advantage": _names("advantage"),
         "loss": _names("loss"),
@@ -54,8 +54,8 @@ def factors() -> dict[str, list[Any]]:
 
 
 def config_of(chosen: dict[str, Any]) -> Config | None:
-    """The run with these methods and what they ask for beside them; None where the configuration
-    refuses it."""
+    """The run with these methods and their requirements; None where the configuration refuses
+    it."""
     tree = config_tree()
 
     def method(name: str) -> dict[str, Any]:
@@ -140,18 +140,18 @@ def search(seed: int = 0) -> list[dict[str, Any]]:
 
 @cache
 def pairwise() -> tuple[Config, ...]:
-    """All combinations of the set."""
+    """Return all combinations of the set."""
     return tuple(map(_accepted, stored()))
 
 
 @cache
 def trained() -> tuple[Config, ...]:
-    """The combinations that train a policy: all in `make test-all`, and in the gate as many as hold
-    every method once."""
+    """Return the combinations that train a policy: all in `make test-all`; in the gate, enough to
+    contain every choice of every factor once."""
     if THOROUGH:
         return pairwise()
     chosen, met = [], set[tuple[str, Any]]()
-    # Those of many methods first: fewer are needed.
+    # Combinations of many methods first, so that fewer are needed.
     for one in sorted(stored(), key=lambda one: -sum(value is not None for value in one.values())):
         if not met.issuperset(one.items()):
             met.update(one.items())
@@ -166,12 +166,12 @@ def _accepted(chosen: dict[str, Any]) -> Config:
 
 
 def stored() -> list[dict[str, Any]]:
-    """The choice of each factor, for all combinations of the set."""
+    """Return the choice of each factor, for all combinations of the set."""
     return [dict(zip(factors(), row, strict=True)) for row in json.loads(STORED.read_text())]
 
 
 def label(config: Config) -> str:
-    """As a test's name."""
+    """Name of the combination for a test id."""
     objective = config.objective
     parts = [
         objective.advantage.name,

@@ -1,5 +1,5 @@
-"""Python programs in processes forked from one that has imported what they need: most of the time of
-a fresh interpreter would be imports."""
+"""Python programs in processes forked from a process that has imported what they need: most of the
+time of a fresh interpreter would be imports."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def python(
     environment: Mapping[str, str] | None = None,
     stdin: str = os.devnull,
 ) -> Done:
-    """`python -c CODE ARGUMENTS`, to its end, with the tests importable.
+    """Run `python -c CODE ARGUMENTS` to its end, with the tests importable.
 
-    Not for what a fresh interpreter is needed for: which modules are loaded, and the variables that
-    libraries read when they are imported.
+    A test needs a fresh interpreter instead if it checks which modules are loaded, or sets
+    variables that libraries read when they are imported.
     """
     folder = folder or Path()
     return forked(_exec, (code,), arguments, folder=folder, environment=environment, stdin=stdin)
@@ -47,7 +47,7 @@ def forked(
     environment: Mapping[str, str] | None = None,
     stdin: str = os.devnull,
 ) -> Done:
-    """`target(*values)` in a process with these arguments, working directory, environment (this
+    """Run `target(*values)` in a process with these arguments, working directory, environment (this
     process's by default) and standard input (a file)."""
     with tempfile.TemporaryDirectory(prefix="mar-forked-") as name:
         out, err = Path(name) / "out", Path(name) / "err"
@@ -81,7 +81,7 @@ def _be(
     environment: Mapping[str, str],
     streams: tuple[str, Path, Path],
 ) -> None:
-    """A forked process's whole life."""
+    """Main function of the forked process."""
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     os.environ.clear()

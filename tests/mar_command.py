@@ -1,5 +1,5 @@
-"""The `mar` command in a process forked from one that has imported what it needs: most of its time
-is imports, where it refuses a config."""
+"""The `mar` command in a process forked from a process that has imported what it needs: most of the
+time of a command that refuses its config is imports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def mar(
     environment: Mapping[str, str] | None = None,
     stdin: str = os.devnull,
 ) -> Done:
-    """`mar ARGUMENTS` in `folder`, to its end. Raises AssertionError when it does not end."""
+    """Run `mar ARGUMENTS` in `folder` to its end. Raises AssertionError if it does not end."""
     return forked(
         _run,
         ("megatron_async_rl", "mar"),

@@ -1,8 +1,8 @@
 """The tests and cases that only `make test-all` runs.
 
-The gate runs every kind of test on cases that can each fail by themselves; `make test-all` adds what
-takes long and seldom finds more: all pairs of layouts, methods and damages, several machines, Slurm
-and the tables of studies.
+The gate runs every kind of test on cases that can each fail by themselves; `make test-all` adds
+what takes long and seldom finds more: all pairs of layouts, methods and damages, several machines,
+Slurm and the tables of studies.
 """
 
 from __future__ import annotations

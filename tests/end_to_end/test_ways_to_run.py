@@ -38,7 +38,7 @@ ONE_RANK, TWO_RANKS = (
     {"parallel": {"ranks": n, "tensor": n}, "optimizer": {"lr": 1e-3}} for n in (1, 2)
 )
 STILL_S = 30
-"""watchdog.timeout_s of the runs that come to a standstill."""
+"""watchdog.timeout_s of the runs that hang."""
 STILL = {"watchdog": {"timeout_s": STILL_S}}
 SOON = {"unresponsive_s": STILL_S - 2}
 WAYS: dict[str, dict[str, Any]] = {
@@ -84,8 +84,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Orphaned:
-    """A run whose launcher was killed. `refusal`: of another launcher beside its ranks; `left`: names
-    of its processes that still live; `status`: that of the run then."""
+    """A run whose launcher was killed. `refusal`: of another launcher while its ranks live; `left`:
+    names of its processes that still live; `status`: that of the run then."""
 
     pid: int
     refusal: str
@@ -95,8 +95,8 @@ class Orphaned:
 
 @dataclass
 class Ended:
-    """How a run ended. `said`: from the failure on; `pid`: of what was stopped; `left`: names of its
-    processes that still live."""
+    """How a run ended. `said`: from the failure on; `pid`: of what was stopped; `left`: names of
+    its processes that still live."""
 
     code: int
     output: str
@@ -194,7 +194,7 @@ def lags(row: dict[str, Any]) -> list[int]:
 
 
 def test_every_token_of_an_exact_lag_is_exactly_so_old(exact: Ended) -> None:
-    """What the first weights made waits 0, 1, 2, ... updates, as nothing older exists."""
+    """Samples of the first weights wait 0, 1, 2, ... updates, because no older weights exist."""
     assert [row["step"] for row in exact.rows] == list(range(1, len(exact.rows) + 1))
     assert [lags(row) for row in exact.rows] == [
         [min(step, LAG)] for step in range(len(exact.rows))
@@ -205,7 +205,7 @@ def test_every_token_of_an_exact_lag_is_exactly_so_old(exact: Ended) -> None:
 def test_a_run_whose_launcher_is_killed_saves_its_work_and_leaves_nothing(exact: Ended) -> None:
     orphaned = exact.orphaned
     assert orphaned is not None
-    # While its ranks live no other run begins beside them.
+    # No other run starts while its ranks live.
     assert f"(pid {orphaned.pid}) was killed" in orphaned.refusal
     assert orphaned.left == []
     assert orphaned.status["phase"] == "stopped"

@@ -1,8 +1,7 @@
 """`python -m tests.gpu.page`: the part of docs/gpu.md that a run on a GPU decides, from
 docs/gpu.json.
 
-The record is the newest run of `make gpu-tests`, or null where there was none, and the page says
-so.
+The record is the newest run of `make gpu-tests`, or null without a run, which the page states.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/gpu.md says what docs/gpu.json holds."""
+"""docs/gpu.md shows the content of docs/gpu.json."""
 
 import json
 from pathlib import Path

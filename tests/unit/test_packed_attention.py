@@ -23,7 +23,7 @@ from tests.cases import looped
 CPU = torch.device("cpu")
 HEADS, GROUPS, WIDTH = 4, 2, 8
 LENGTHS = (9, 5, 5, 5, 2, 1, 1, 4)
-"""With runs of equal lengths, and one out of order."""
+"""Lengths with runs of equal ones, and one out of order."""
 
 
 class ThdKernel(torch.nn.Module):
