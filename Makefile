@@ -3,6 +3,7 @@
 # make network-tests: failure tests across 2 and 3 network namespaces; needs root.
 # make gpu-tests: tests on a CUDA device, with $(VENV) if it exists and otherwise with the packages on PYTHONPATH.
 # make loader-test: Transformer Engine's wheels (190 MB, from the package index) load into torch's process with one cuDNN; needs root.
+# make durations: the tests, and afterwards the seconds of each file in tests/durations.json, by which workers take long files first.
 # Works from any folder: make -C CHECKOUT demo, or make -f ../Makefile demo.
 # VENV=DIR selects another folder for the environment; PYTHON=... selects the interpreter, a Python 3.12.
 
@@ -17,10 +18,10 @@ export VENV
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo study-quick test test-all gpu-tests network-tests loader-test lint bench-setup
+.PHONY: help setup demo study-quick test test-all durations gpu-tests network-tests loader-test lint bench-setup
 
 help:
-	@sed -n '1,7s/^# //p' "$(ROOT)/Makefile"
+	@sed -n '1,8s/^# //p' "$(ROOT)/Makefile"
 
 setup:
 	@"$(ROOT)/launchers/setup.sh"
@@ -54,6 +55,10 @@ test-all: setup
 	"$$VENV/bin/python" -m tests.mutation.run
 	[[ "$$(id -u)" != 0 ]] || "$$VENV/bin/python" -m pytest tests/network
 	[[ "$$(id -u)" != 0 ]] || $(MAKE) -f "$(ROOT)/Makefile" loader-test
+
+durations: setup
+	@cd "$(ROOT)"
+	"$$VENV/bin/python" -m pytest --numprocesses=2 --record-durations
 
 gpu-tests:
 	@cd "$(ROOT)"

@@ -25,3 +25,8 @@ def chosen[Case](cases: Mapping[str, Case], *in_gate: str) -> dict[str, Case]:
     For tables whose results are computed together, so that the gate does not compute the others.
     """
     return {name: case for name, case in cases.items() if THOROUGH or name in in_gate}
+
+
+def examples(thorough: int, gate: int) -> int:
+    """Return the number of examples that hypothesis tries of a property."""
+    return thorough if THOROUGH else gate

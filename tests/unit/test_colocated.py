@@ -31,6 +31,7 @@ from megatron_async_rl.watchdog.deadline import DeadlineExceeded
 from megatron_async_rl.watchdog.events import described, failure_of, out_of_memory
 from megatron_async_rl.weights.cuda_ipc import CudaIpc, IpcBuckets
 from megatron_async_rl.weights.manifest import BucketRef, WeightMismatch
+from tests.cases import looped
 from tests.staged import parts, specs
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, manifest
 from tests.unit.flow_setup import begin, flow, run, until
@@ -279,10 +280,8 @@ def break_at(engine: FakeEngine, step: str, fault: Callable[[], Any]) -> None:
         engine.before[step] = fault
 
 
-@pytest.mark.parametrize("fault", [raises, hangs])
-@pytest.mark.parametrize(
-    "step", [step for step in ENGINE if step.name != "verify"], ids=lambda step: step.name
-)
+@looped("fault", [raises, hangs])
+@looped("step", [step for step in ENGINE if step.name != "verify"], ids=lambda step: step.name)
 def test_an_engine_that_fails_in_a_step_is_lost_alone_and_step_and_phase_are_named(
     step: Any, fault: Callable[[], Any]
 ) -> None:

@@ -16,6 +16,7 @@ from megatron_async_rl.samples.columns import (
     samples_of,
 )
 from megatron_async_rl.samples.types import Prompt, Sample
+from tests.cases import looped
 
 PROMPT = Prompt(id="p0", text="1+1=", token_ids=(5, 6, 7), fields={"answer": "2", "tags": [1]})
 
@@ -82,7 +83,7 @@ def test_routed_experts_are_a_row_for_each_token_but_the_last(experts: bytes) ->
         sample(0, 2, routed_experts=experts)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("changes", "said"),
     [
         ({"segment_starts": None}, "weight versions decrease"),

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from megatron_async_rl.cli import app
 from megatron_async_rl.conform.cases import read_cases
 from megatron_async_rl.conform.judge import judge
+from tests.cases import looped
 
 GOLDEN = sorted((Path(__file__).parents[1] / "data/golden").glob("*.json"))
 CASES = [
@@ -63,13 +64,13 @@ def conform(tmp_path, content):
     return done.exit_code, done.output
 
 
-@pytest.mark.parametrize("case", CASES)
+@looped("case", CASES)
 def test_a_reference_vector_is_met(case):
     outcome = judge(case)
     assert outcome.passed, outcome.reason
 
 
-@pytest.mark.parametrize("case", CASES)
+@looped("case", CASES)
 def test_a_reference_vector_with_one_number_changed_is_not_met(case):
     for key, values in case.expect.items():
         wrong = {**case.expect, key: values.copy()}
@@ -94,7 +95,7 @@ def test_one_case_that_fails_ends_with_code_1_and_the_largest_error(tmp_path):
     assert "1 of 2 cases failed" in output
 
 
-@pytest.mark.parametrize(
+@looped(
     ("path", "value", "reason"),
     [
         ("kind", "loss", "unknown kind 'loss'"),
@@ -119,7 +120,7 @@ def test_a_case_this_project_does_not_have_fails_with_its_reason_and_the_next_on
     assert "1 of 2 cases failed" in output
 
 
-@pytest.mark.parametrize(
+@looped(
     ("content", "what"),
     [
         ("", "is not JSON"),

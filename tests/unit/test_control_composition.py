@@ -6,6 +6,7 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_async_rl.config.schema import Config
+from tests.cases import looped
 from tests.written_run import config_tree
 
 ESS = {"name": "ess_lr"}
@@ -20,7 +21,7 @@ def build(*controls, **changes):
     )
 
 
-@pytest.mark.parametrize(
+@looped(
     ("controls", "reason"),
     [
         (("gac", "gac"), "each at most once"),

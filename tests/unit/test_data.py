@@ -36,7 +36,9 @@ from megatron_async_rl.data.files import read_rows
 from megatron_async_rl.data.prompts import MixturePart, Required, nothing_more
 from megatron_async_rl.data.source import Mixture
 from megatron_async_rl.data.tokenizer import load_tokenizer
+from tests.cases import looped
 from tests.characters import TEMPLATE, characters, save_characters
+from tests.thorough import examples
 from tests.train_batches import samples_in
 from tests.unit.test_prompts import Bytes, prompts
 
@@ -107,7 +109,7 @@ def test_the_name_of_a_folder_is_no_pattern(tmp_path: Path) -> None:
     assert [one.text for one in read(every).prompts] == ["deep"]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("names", "splits"),
     [
         (("train_a", "devices"), None),
@@ -375,7 +377,7 @@ def test_a_folder_and_a_pattern_are_their_files_in_the_order_of_names(tmp_path: 
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "content", "what"),
     [
         ("d.txt", b"a", r"d.txt: ends in .txt, which is not a supported format"),
@@ -599,8 +601,8 @@ def test_tools_may_be_an_option_of_the_template_that_a_call_goes_before(tmp_path
     assert tokenizer.render_chat(asked, answer=False, tools=[{"name": "g"}]) == more
 
 
-@pytest.mark.parametrize("write", [as_jsonl, as_parquet])
-@pytest.mark.parametrize(
+@looped("write", [as_jsonl, as_parquet])
+@looped(
     ("shown", "answer"),
     [
         (lambda tools: tools, {}),
@@ -635,7 +637,7 @@ def test_the_template_is_given_the_tools_that_each_row_has(
     )
 
 
-@pytest.mark.parametrize("none", ["", " ", "null", "[]", [], None])
+@looped("none", ["", " ", "null", "[]", [], None])
 def test_a_row_may_have_no_tools(tmp_path: Path, none: Any) -> None:
     tokenizer = characters(tmp_path / "model", TEMPLATE)
     as_jsonl(tmp_path / "d.jsonl", [{"prompt": turns("q"), "tools": none}, {"prompt": turns("q")}])
@@ -820,7 +822,7 @@ def source(counts: Sequence[int], weights: Sequence[float]) -> PromptSource:
     return PromptSource(prompts(sum(counts)), seed=3, shuffle=True, parts=parts)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50, 20))
 @given(st.lists(st.tuples(st.integers(1, 5), st.floats(0.1, 9)), min_size=1, max_size=4))
 def test_no_part_is_a_whole_prompt_from_its_share_at_any_moment(
     parts: list[tuple[int, float]],
@@ -878,7 +880,7 @@ def test_a_mixture_of_one_has_the_state_that_a_file_always_had() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@looped(
     ("data", "what"),
     [
         ({}, "give one of them"),
@@ -982,7 +984,7 @@ def test_a_template_whose_prefixes_do_not_agree_is_refused_with_the_message(
     assert "`train: false` in the others" in caught.value.fix
 
 
-@pytest.mark.parametrize(
+@looped(
     ("messages", "what"),
     [
         (turns("hi"), "has no message of the assistant to train on"),

@@ -28,6 +28,7 @@ from megatron_async_rl.policy.past_versions import (
 )
 from megatron_async_rl.policy.reference_policies import ReferencePolicies, passes
 from megatron_async_rl.policy.step import OptimizerStep, StepFacts
+from tests.cases import looped
 from tests.gradients import OneRank, Shard, cosine
 from tests.train_batches import columns_of, groups_of, make_sample, rewards_batch
 from tests.written_run import config_tree
@@ -139,12 +140,12 @@ def noisy(steps, strength=0.3):
     ]
 
 
-@pytest.mark.parametrize(
+@looped(
     "decision",
     [Decision(), Decision(lr_scale=0.3), Decision(beta1=0.2), Decision(gradient_scale=0.1)],
     ids=str,
 )
-@pytest.mark.parametrize(("target", "left"), [("zero", 0.0), ("threshold", 0.25)])
+@looped(("target", "left"), [("zero", 0.0), ("threshold", 0.25)])
 def test_what_the_step_adds_has_the_cosine_asked_for_with_the_displacement_and_is_adams_across_it(
     target, left, decision
 ):
@@ -177,7 +178,7 @@ def test_what_the_step_adds_has_the_cosine_asked_for_with_the_displacement_and_i
     assert metrics["update/norm"] == pytest.approx(float(made.norm()), rel=1e-10)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("settings", "kl", "share"),
     [
         ({"tolerated_kl": 0.02}, 0.08, 0.75),

@@ -32,6 +32,7 @@ from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import PartialResponse
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.weights.vllm_private import call_beginnings
+from tests.cases import looped
 from tests.characters import TEMPLATE, characters, read, save_characters
 
 CALLED = '<tool_call>{"name": "times", "arguments": {"a": 6, "b": 7}}</tool_call>'
@@ -327,7 +328,7 @@ def test_a_stream_tells_the_numbers_of_tokens_to_who_asks_for_them(played: Playe
 CALLS_NOTHING = {"role": "assistant", "tool_calls": [{"id": "1", "function": None}]}
 
 
-@pytest.mark.parametrize(
+@looped(
     ("fields", "what"),
     [
         ({"fault": "silent"}, "ended without a turn of the model"),

@@ -47,6 +47,7 @@ from megatron_async_rl.rollout.environments.transcript import Transcript, Turn, 
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import PartialResponse
 from megatron_async_rl.watchdog.processes import condition
+from tests.cases import looped
 from tests.characters import TEMPLATE, characters, read, save_characters
 
 COUNTING = "tests.engine.environments:Counting"
@@ -352,7 +353,7 @@ def test_no_order_to_the_process_that_forks_is_lost() -> None:
     assert asyncio.run(run()) > 100
 
 
-@pytest.mark.parametrize(
+@looped(
     ("own", "where", "what"),
     [
         ({"name": "verifiers", "settings": {"env": {}}}, "name", "needs the package verifiers"),
@@ -715,7 +716,7 @@ def test_settings_that_no_session_of_an_openenv_server_can_have_are_named(
         asyncio.run(openenv(**settings).reset(prompt_of(**fields)))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("rollout", "what"),
     [
         ({}, "rollout.reward is missing"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,7 +26,10 @@ from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.plan.plan import make_plan
 from megatron_async_rl.plan.screen import expected_overlap, planning_rule, staleness_law
 from megatron_async_rl.report.summary import measure, update_per_lr
+from tests.cases import looped
 from tests.combinations import label, pairwise
+from tests.forked import Done
+from tests.mar_command import mar
 from tests.published_models import write_config
 from tests.written_run import config_tree, write_run
 
@@ -62,8 +63,8 @@ def simulated_step_s(generate: float, train: float, async_ratio: float) -> float
     return (marks[-1] - marks[30]) / 29
 
 
-@pytest.mark.parametrize("async_ratio", [0.0, 0.25, 0.5, 1.0, 2.5])
-@pytest.mark.parametrize(("generate", "train"), [(1.0, 3.0), (3.0, 1.0), (2.0, 2.0)])
+@looped("async_ratio", [0.0, 0.25, 0.5, 1.0, 2.5])
+@looped(("generate", "train"), [(1.0, 3.0), (3.0, 1.0), (2.0, 2.0)])
 def test_the_expected_step_is_that_of_a_simulated_loop(
     generate: float, train: float, async_ratio: float
 ) -> None:
@@ -195,7 +196,7 @@ def test_the_planning_rule_names_its_quantities_and_their_product(tmp_path: Path
     assert "no bound" in planning_rule(load(write_run(tmp_path), ["flow.selection=replay"]), 40.0)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("changes", "words"),
     [
         (("flow.selection=replay",), "lag        no bound: stored responses train at any age"),
@@ -232,9 +233,8 @@ def test_nothing_is_in_flight_where_engines_stand_still(tmp_path: Path) -> None:
 def test_the_plan_command_takes_rates_from_a_run_named_or_its_own_and_refuses_what_is_none(
     tmp_path: Path,
 ) -> None:
-    def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "megatron_async_rl", "plan", str(config), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    def plan(*arguments: str) -> Done:
+        return mar("plan", config, *arguments, folder=tmp_path)
 
     config = write_run(tmp_path)
     refused = plan("--from", str(tmp_path / "nothing"))
@@ -354,8 +354,8 @@ def test_as_many_forward_passes_are_counted_as_the_objective_asks_for() -> None:
         assert forward_passes(config) == asked, label(config)
 
 
-@pytest.mark.parametrize("key", ["policy.parallel.ranks", "rollout.engines"])
-@pytest.mark.parametrize(
+@looped("key", ["policy.parallel.ranks", "rollout.engines"])
+@looped(
     "changes",
     [
         (),
@@ -453,7 +453,7 @@ def test_a_gpu_that_cannot_be_planned_for_is_refused(
     assert words in " ".join(output.split())
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "chip"),
     [
         ("NVIDIA H100 80GB HBM3", "h100"),

@@ -28,6 +28,7 @@ from megatron_async_rl.watchdog.events import (
 from megatron_async_rl.watchdog.logs import DEADLINE, PRIMARY, SECONDARY
 from megatron_async_rl.watchdog.progress_monitor import ProgressMonitor, write_whole
 from megatron_async_rl.watchdog.snapshots import HostSnapshot, publish
+from tests.cases import looped
 from tests.written_run import config_tree
 
 
@@ -35,7 +36,7 @@ class Foreign(RuntimeError):
     """An error as torch or Ray raises it."""
 
 
-@pytest.mark.parametrize(
+@looped(
     ("error", "kind"),
     [
         (RewardFailed("Connection refused by the grader; the reward timed out"), PRIMARY),
@@ -58,7 +59,7 @@ def chained(error: BaseException, cause: BaseException) -> BaseException:
     return error
 
 
-@pytest.mark.parametrize(
+@looped(
     ("error", "over"),
     [
         (DeadlineExceeded("rank 0", "a batch", 5.0), True),

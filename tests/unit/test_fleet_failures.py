@@ -22,6 +22,7 @@ from megatron_async_rl.flow.errors import EngineFailed, RequestGivenUp
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import Aborted, Request
 from megatron_async_rl.watchdog.deadline import ProcessDied
+from tests.cases import looped
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, manifest, partial
 from tests.unit.fleet_harness import FleetHarness, fleet_of, ids, never, requests
 from tests.unit.flow_setup import (
@@ -72,7 +73,7 @@ def aborts_what_nobody_aborted(engine: FakeEngine) -> None:
     engine.say(Aborted(id=engine.asked[0].id, partial=None))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("break_it", "reason"),
     [
         (raises, "RuntimeError: out of memory"),

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from megatron_async_rl.config.fp8 import RECIPES
 from megatron_async_rl.controls.quantize import dequantize, quantize
+from tests.cases import looped
 from tests.float8 import blockwise, restored, tensorwise
 from tests.gpu import test_fp8
 from tests.gpu.fp8_emulation import ROUNDINGS
@@ -41,8 +42,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("dtype", STEP)
-@pytest.mark.parametrize("way", WAYS)
+@looped("dtype", STEP)
+@looped("way", WAYS)
 def test_what_is_restored_is_within_half_a_step_of_each_value(way, dtype):
     matrix = values()
     numbers, scales = WAYS[way](matrix, dtype)

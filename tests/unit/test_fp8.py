@@ -27,6 +27,7 @@ from megatron_async_rl.policy import fp8, model_blocks
 from megatron_async_rl.policy.context_parallel import ContextParallelSlice
 from megatron_async_rl.policy.sequence_layout import LAYOUTS, sequence_layout
 from megatron_async_rl.policy.supported import PINNED, choose_layers
+from tests.cases import looped
 from tests.written_run import write_model, write_run
 
 SIZES = {
@@ -107,7 +108,7 @@ def test_a_configuration_that_cannot_be_is_refused_with_what_would_be_right(file
         load(file, (*BASE, *overrides))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("recipe", "capability", "cuda", "why"),
     [
         ("tensorwise", ADA, (12, 1), ""),
@@ -222,9 +223,9 @@ ROWS = {"tensorwise": (16, 16), "delayed": (16, 16), "blockwise": (16, 128), "mx
 """Recipe -> multiple of a rank's rows, without sequence parallelism and with it."""
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("layout", PARALLEL)
-@pytest.mark.parametrize("recipe", RECIPES)
+@looped("name", LAYOUTS)
+@looped("layout", PARALLEL)
+@looped("recipe", RECIPES)
 def test_a_ranks_rows_are_a_multiple_of_the_recipes_on_every_layout(recipe, layout, name):
     parallel = ParallelConfig(**PARALLEL[layout])
     policy = PolicyConfig(parallel=parallel, fp8=Fp8Config(recipe=recipe))
@@ -249,8 +250,8 @@ def test_without_8_bit_products_rows_are_what_the_layout_divides(layout):
     )
 
 
-@pytest.mark.parametrize("primary", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
+@looped("primary", [False, True])
+@looped("recipe", RECIPES)
 def test_megatron_takes_the_settings_of_every_recipe(recipe, primary):
     kept = 0 if recipe == "delayed" else 1
     asked = Fp8Config(recipe=recipe, primary_weights=primary, first_last_layers_bf16=kept)

@@ -27,6 +27,7 @@ from megatron_async_rl.samples.history import HistoryBroken, account
 from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
 from megatron_async_rl.samples.segments import FOLDER, gaps_in, read_entries, read_table
 from megatron_async_rl.samples.types import Request, Sample
+from tests.cases import looped
 from tests.logged_samples import row, sample
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, manifest
 from tests.unit.flow_setup import WholeRewards, controller_of, flow, position, run, stage, until
@@ -207,7 +208,7 @@ def both() -> list[Any]:
     return [row(sample(0, k)) for k in range(2)]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("write", "fault"),
     [
         (lambda log: log.trained([0], both()[:1], 1), "sample 0-1 waits, and its group does not"),

@@ -30,6 +30,7 @@ from megatron_async_rl.watchdog.deadline import KilledForMemory, ProcessDied, an
 from megatron_async_rl.watchdog.events import failure_of, out_of_memory
 from megatron_async_rl.watchdog.host_memory import KillCount, LoggedKill, kills_in
 from megatron_async_rl.watchdog.logs import PRIMARY, SECONDARY
+from tests.cases import looped
 from tests.written_run import write_run
 
 FROM_RAY = """\
@@ -254,7 +255,7 @@ def test_the_launcher_reports_that_the_kernel_ended_a_rank(
     assert "the kernel has ended a process of this container" in explained()
 
 
-@pytest.mark.parametrize(
+@looped(
     ("error", "memory"),
     [
         (MemoryError(), "host"),
@@ -336,8 +337,8 @@ def test_the_limits_of_a_container_count(tmp_path: Path, monkeypatch: pytest.Mon
     assert host_memory.kernel_kills() == KillCount(7, own=True)
 
 
-@pytest.mark.parametrize("old", [False, True])
-@pytest.mark.parametrize("inner_limit", [None, 64, 2])
+@looped("old", [False, True])
+@looped("inner_limit", [None, 64, 2])
 def test_free_memory_is_that_of_the_tightest_nested_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool, inner_limit: int | None
 ) -> None:

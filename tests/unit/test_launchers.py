@@ -18,6 +18,7 @@ import yaml
 from kubernetes_validate import validate
 
 from tests.ports import free_ports
+from tests.thorough import thorough
 
 LAUNCHERS = Path(__file__).parents[2] / "launchers"
 MAR = """#!/bin/bash
@@ -60,6 +61,11 @@ PYTHON = """#!/bin/bash
 echo "python $*" >> "$ASKED"
 """
 
+SLEEP = """#!/bin/bash
+exec /bin/sleep 0.02
+"""
+"""The launcher's seconds between two looks, shortened."""
+
 
 class Machine:
     """Environment of one machine of a run."""
@@ -70,7 +76,8 @@ class Machine:
         self.port, self.ray_port = free_ports(2)
         commands = folder / "venv" / "bin"
         commands.mkdir(parents=True)
-        for name, text in (("mar", MAR), ("ray", RAY), ("python", PYTHON)):
+        stand_ins = {"mar": MAR, "ray": RAY, "python": PYTHON, "sleep": SLEEP}
+        for name, text in stand_ins.items():
             (commands / name).write_text(text)
             (commands / name).chmod(0o755)
         self.asked.touch()
@@ -190,10 +197,16 @@ def test_a_run_that_was_refused_or_stopped_is_not(machine: Machine, code: int) -
 
 
 @pytest.mark.parametrize(
-    ("number", "told"),
-    [(signal.SIGTERM, "TERM"), (signal.SIGINT, "TERM"), (signal.SIGHUP, "HUP")],
+    ("number", "told", "to_all"),
+    [
+        (signal.SIGTERM, "TERM", False),
+        (signal.SIGINT, "TERM", True),
+        (signal.SIGHUP, "HUP", True),
+        pytest.param(signal.SIGTERM, "TERM", True, marks=thorough),
+        pytest.param(signal.SIGINT, "TERM", False, marks=thorough),
+        pytest.param(signal.SIGHUP, "HUP", False, marks=thorough),
+    ],
 )
-@pytest.mark.parametrize("to_all", [False, True], ids=["script", "process group"])
 def test_a_signal_stops_the_run_and_then_ray(
     machine: Machine, number: signal.Signals, told: str, to_all: bool
 ) -> None:
@@ -226,6 +239,7 @@ def test_a_ray_that_has_died_is_started_again_before_the_run(machine: Machine) -
 def test_a_ray_that_does_not_hear_is_killed_in_the_end(machine: Machine) -> None:
     """While it starts Ray may lose a signal; the passing time does not matter here."""
     hasty = Path(machine.environment["VENV"]) / "bin" / "sleep"
+    hasty.unlink()
     hasty.symlink_to("/bin/true")
     settings = {"NNODES": "2", "NODE_RANK": "0", "TRAINER_NODES": "1", "RAY_DEAF": "1"}
     assert machine.run(0, **settings)[0] == 0
@@ -282,8 +296,8 @@ def test_a_machine_of_engines_joins_machine_0_and_ends_with_it(
     ("given", "mode"),
     [
         ({}, "disabled"),
-        ({"RAY_AUTH_TOKEN": "a" * 64}, "token"),
         ({"RAY_AUTH_TOKEN_PATH": "/token"}, "token"),
+        pytest.param({"RAY_AUTH_TOKEN": "a" * 64}, "token", marks=thorough),
         ({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "a" * 64}, "disabled"),
     ],
 )

@@ -16,6 +16,7 @@ from megatron_async_rl.rollout.rewards.math_answer import read_answer
 from megatron_async_rl.rollout.rewards.mathematics import math
 from megatron_async_rl.rollout.rewards.registry import RewardError, validate_row
 from megatron_async_rl.samples import Prompt
+from tests.cases import looped
 from tests.unit.math_cases import RIGHT, WRONG
 
 ASKED = "What is 9 - 7?"
@@ -221,7 +222,7 @@ def test_a_row_of_a_plain_number_is_validated_without_math_verify(
         validate_row("math", {}, {"answer": answer})
 
 
-@pytest.mark.parametrize(
+@looped(
     ("text", "reason"),
     [
         ("5-7", "is a range or a difference: write its value"),
@@ -245,7 +246,7 @@ def test_an_ambiguous_answer_is_refused_with_the_reason(text: str, reason: str) 
         validate_row("math", {}, {"answer": text})
 
 
-@pytest.mark.parametrize(
+@looped(
     "text",
     [
         "Ann has 3 apples and 4 pears",

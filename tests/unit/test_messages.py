@@ -15,13 +15,14 @@ import yaml
 from megatron_async_rl.config.data import DataConfig
 from megatron_async_rl.data import DataError, SupervisedSource, read_training
 from megatron_async_rl.data.tokenizer import load_tokenizer
+from tests.cases import looped
 from tests.characters import TEMPLATE, characters, save_characters
 from tests.train_batches import samples_in
 from tests.unit.test_data import as_json, as_jsonl, as_parquet, asks, read, turns
 
 
-@pytest.mark.parametrize("key", ["prompt_key", "messages_key"])
-@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+@looped("key", ["prompt_key", "messages_key"])
+@looped("ending", ["jsonl", "csv", "parquet"])
 def test_messages_may_be_json_text(tmp_path: Path, key: str, ending: str) -> None:
     chat = [{"weight": 1, "role": "user", "content": 'a "b", é'}, {"from": "human", "value": "c"}]
     path = tmp_path / f"d.{ending}"
@@ -214,8 +215,8 @@ CONTENTS = {
 """Ways in which templates render the content of a message."""
 
 
-@pytest.mark.parametrize("said", CONTENTS)
-@pytest.mark.parametrize("way", CALLS)
+@looped("said", CONTENTS)
+@looped("way", CALLS)
 def test_arguments_of_a_call_are_written_once_in_whatever_form_they_are_given(
     tmp_path: Path, way: str, said: str
 ) -> None:
@@ -247,7 +248,7 @@ def test_arguments_of_a_call_are_written_once_in_whatever_form_they_are_given(
     assert texts == {f"f{written.get(way, json.dumps(own))}<end>"}
 
 
-@pytest.mark.parametrize(
+@looped(
     ("message", "what"),
     [
         ({"tool_calls": "f(1)"}, "has tool_calls that are not JSON"),
@@ -297,8 +298,8 @@ def test_a_call_that_the_template_leaves_out_is_refused(tmp_path: Path) -> None:
         read_training(DataConfig(train=tmp_path / "d.jsonl"), tokenizer)
 
 
-@pytest.mark.parametrize("key", [{"weight": 0}, {"weight": 0.0}, {"step_loss_mask": 0}])
-@pytest.mark.parametrize("write", [as_jsonl, as_parquet])
+@looped("key", [{"weight": 0}, {"weight": 0.0}, {"step_loss_mask": 0}])
+@looped("write", [as_jsonl, as_parquet])
 def test_a_message_of_weight_zero_is_not_trained_on(
     tmp_path: Path, key: dict[str, Any], write: Any
 ) -> None:
@@ -331,7 +332,7 @@ def end_of(tmp_path: Path, template: str, **data: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("answer", "ended"),
     [
         ("{{ m.content }}<stop>\n", "yes!"),
@@ -392,7 +393,7 @@ def examples_of_other_projects() -> list[Any]:
     return [pytest.param(json.loads(row), yaml.safe_load(keys)) for row, keys in pairs]
 
 
-@pytest.mark.parametrize(("row", "tree"), examples_of_other_projects())
+@looped(("row", "tree"), examples_of_other_projects())
 def test_data_of_other_projects_is_read_with_the_keys_that_the_page_names(
     tmp_path: Path, row: dict[str, Any], tree: dict[str, Any]
 ) -> None:

@@ -28,6 +28,7 @@ from megatron_async_rl.policy.sequence_layout import (
     cheapest_cut,
 )
 from megatron_async_rl.policy.step import RecordedLoss
+from tests.cases import looped
 from tests.train_batches import (
     columns_of,
     grouped,
@@ -63,9 +64,9 @@ def geometric(count, seed):
     ]
 
 
-@pytest.mark.parametrize("data_parallel", [1, 2, 3, 8])
-@pytest.mark.parametrize(("budget", "multiple"), [(32, 1), (100, 4), (100000, 2)])
-@pytest.mark.parametrize("layout", [Padded, Packed])
+@looped("data_parallel", [1, 2, 3, 8])
+@looped(("budget", "multiple"), [(32, 1), (100, 4), (100000, 2)])
+@looped("layout", [Padded, Packed])
 def test_every_sample_is_in_exactly_one_micro_batch_and_no_budget_is_exceeded(
     data_parallel, budget, multiple, layout
 ):
@@ -120,8 +121,8 @@ def test_groups_that_have_to_stay_whole_do():
     assert loads.max() - loads.min() <= max(lengths[group == number].sum() for number in group)
 
 
-@pytest.mark.parametrize("count", [64, 128, 256, 512])
-@pytest.mark.parametrize("data_parallel", [1, 2])
+@looped("count", [64, 128, 256, 512])
+@looped("data_parallel", [1, 2])
 def test_a_tenth_of_the_tokens_is_padding_at_most_where_lengths_are_geometric(count, data_parallel):
     shares, numbers = [], []
     for seed in range(10):
@@ -362,8 +363,8 @@ def test_tensors_are_moved_by_one_copy_per_dtype_and_come_back_whole(monkeypatch
     assert on_device({}, CPU) == {}
 
 
-@pytest.mark.parametrize("kind", [Padded, Packed])
-@pytest.mark.parametrize(("size", "multiple"), [(2, 4), (3, 6), (2, 12)])
+@looped("kind", [Padded, Packed])
+@looped(("size", "multiple"), [(2, 4), (3, 6), (2, 12)])
 def test_parts_of_context_parallel_ranks_make_up_the_whole_rows(kind, size, multiple):
     layouts = [kind(multiple, ContextParallelSlice(rank, size)) for rank in range(size)]
     plan, (batch,) = planned(SAMPLES, budget=96, sequences=layouts[0])

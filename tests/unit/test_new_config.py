@@ -8,7 +8,6 @@ import os
 import pty
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +28,8 @@ from megatron_async_rl.plan.reward_choice import (
     is_environment,
     names_of,
 )
+from tests.cases import looped
+from tests.mar_command import mar
 from tests.published_models import write_config
 from tests.written_run import write_model, write_prompts
 
@@ -212,17 +213,26 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str 
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("template", [True, False], ids=["chat", "text"])
+ANSWERS = [
+    *REWARDS,
+    *ENVIRONMENTS,
+    "asked_files:score",
+    "asked_files:Game",
+    "math + asked_files:score",
+    "tools+arithmetic",
+    "asked_files:Game+judge+math",
+]
+
+
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "template"),
     [
-        *REWARDS,
-        *ENVIRONMENTS,
-        "asked_files:score",
-        "asked_files:Game",
-        "math + asked_files:score",
-        "tools+arithmetic",
-        "asked_files:Game+judge+math",
+        *(pytest.param(answer, True, id=f"{answer}-chat") for answer in ANSWERS),
+        # Without a template, environments alone are asked for in another way.
+        *(
+            pytest.param(answer, False, id=f"{answer}-text")
+            for answer in ("math", *ENVIRONMENTS, "asked_files:Game")
+        ),
     ],
 )
 def test_mar_plan_accepts_what_any_answer_writes(asked, answer, template, tmp_path):
@@ -432,17 +442,13 @@ def test_a_real_terminal_is_asked_and_none_is_not(tmp_path):
     """The command is started as by a user: with a pseudo-terminal, with /dev/null, and with an
     input that stays open and never has a line."""
     model, data = write_model(tmp_path), write_prompts(tmp_path / "data.jsonl")
-    command = [sys.executable, "-m", "megatron_async_rl", "init"]
     reader, writer = os.pipe()
-    for name, stdin in (("null.yaml", subprocess.DEVNULL), ("pipe.yaml", reader)):
-        done = subprocess.run(
-            [*command, name, "--model", model, "--data", data, "--eval", "none"],
-            stdin=stdin,
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            timeout=600,
-        )
+    for name, stdin in (
+        ("null.yaml", os.devnull),
+        ("pipe.yaml", f"/proc/{os.getpid()}/fd/{reader}"),
+    ):
+        given = ["--model", model, "--data", data, "--eval", "none"]
+        done = mar("init", name, *given, folder=tmp_path, stdin=stdin)
         assert done.returncode == 0, done.stderr
         assert "as nothing else was given" in done.stderr
     os.close(reader)
@@ -450,14 +456,7 @@ def test_a_real_terminal_is_asked_and_none_is_not(tmp_path):
 
     master, slave = pty.openpty()
     os.write(master, f"{model}\n{data}\nnone\narithmetic\n0\nclipped\n".encode())
-    done = subprocess.run(
-        [*command, "tty.yaml"],
-        stdin=slave,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=600,
-    )
+    done = mar("init", "tty.yaml", folder=tmp_path, stdin=os.ttyname(slave))
     os.close(slave)
     os.close(master)
     assert done.returncode == 0, done.stderr
@@ -568,7 +567,7 @@ def test_a_synchronous_run_shares_the_gpus_where_that_fits(tmp_path):
 THINKING = "{% if enable_thinking %}<think>{% endif %}{{ messages }}"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "template", "gpus", "tokens"),
     [
         ("Qwen3-8B", THINKING, 8, 8192),

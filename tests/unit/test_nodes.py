@@ -18,6 +18,7 @@ from megatron_async_rl.launch.peers import Nodes, NodesError, rank_address
 from megatron_async_rl.rollout.cluster import software
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE
 from tests.ports import free_ports
+from tests.thorough import thorough
 
 ENDPOINT = "node0:29500"
 CONFIG = """
@@ -104,7 +105,7 @@ def line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline()
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=thorough)])
 def test_nodes_meet_whoever_comes_first_and_agree_on_the_start(start: Start, first: int) -> None:
     nodes = {first: start(2, first, 600)}
     nodes[1 - first] = start(2, 1 - first, 600)
@@ -118,7 +119,7 @@ def test_node_0_names_the_nodes_that_did_not_come(start: Start, tmp_path: Path) 
     assert str(tmp_path / "run") in error
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=thorough), 1])
 def test_a_node_is_not_deceived_by_what_a_killed_launcher_left(
     start: Start, tmp_path: Path, rank: int
 ) -> None:

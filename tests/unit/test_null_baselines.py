@@ -13,6 +13,7 @@ from megatron_async_rl.config.controls import (
     MatchedNormControl,
 )
 from megatron_async_rl.controls.gac import Beta1, Gac, MatchedLr, MatchedNorm
+from tests.cases import looped
 from tests.gradients import OneRank, Optimizer, Shard, aligned, flat, gradient, step
 
 
@@ -20,9 +21,9 @@ def copied(gradients):
     return OneRank([Shard(shard.grad.clone()) for shard in gradients.shards])
 
 
-@pytest.mark.parametrize("reference", ["raw", "applied"])
-@pytest.mark.parametrize("target", ["threshold", "zero"])
-@pytest.mark.parametrize("c", [-0.4, 0.1, 0.3, 0.6, 0.95])
+@looped("reference", ["raw", "applied"])
+@looped("target", ["threshold", "zero"])
+@looped("c", [-0.4, 0.1, 0.3, 0.6, 0.95])
 def test_matched_norm_leaves_the_length_that_gac_leaves_and_the_direction_alone(
     c, target, reference
 ):

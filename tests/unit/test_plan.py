@@ -44,6 +44,8 @@ from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.screen import show_plan, size, staleness_law
 from megatron_async_rl.policy.supported import FAMILIES
 from megatron_async_rl.rollout.cluster import object_store_bytes
+from tests.cases import looped
+from tests.forked import python
 from tests.tiny_models import save_tiny_model
 from tests.written_run import write_model, write_run
 
@@ -71,8 +73,8 @@ def shape_of(tmp_path: Path, **changes: Any) -> ModelShape:
     return shape
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize(
+@looped("tied", [False, True], ids=["untied", "tied"])
+@looped(
     ("family", "settings"),
     [*((family, {}) for family in FAMILIES), ("llama", {"attention_bias": True})],
 )
@@ -299,7 +301,7 @@ MIXTURE = {
 }
 
 
-@pytest.mark.parametrize(
+@looped(
     ("layout", "wrong", "named"),
     [
         (["ranks=2", "expert=2"], [], ""),
@@ -908,10 +910,10 @@ def test_engine_cache_counts_tokens_of_the_models_dtype(file):
 
 
 def test_the_plan_command_takes_less_than_two_seconds(file):
-    """The seconds are processor time, which other work does not stretch; the best of two counts,
-    because caches are shared."""
-    seconds = []
-    for _ in range(2):
+    """The seconds are processor time, which other work does not stretch; a second run counts if the
+    first is slower, because caches are shared."""
+    seconds: list[float] = []
+    while len(seconds) < 2 and not any(one < 2.0 for one in seconds):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [sys.executable, "-m", "megatron_async_rl", "plan", str(file), "--resolved"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
@@ -1198,7 +1200,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
 
 
-@pytest.mark.parametrize(
+@looped(
     ("changes", "words"),
     [
         (
@@ -1263,7 +1265,7 @@ def test_a_model_that_the_ranks_would_refuse_is_refused_by_the_plan(tmp_path, ch
     assert words in problem.what
 
 
-@pytest.mark.parametrize(
+@looped(
     "changes",
     [
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "mlp_bias": None},
@@ -1524,13 +1526,15 @@ def test_ranks_have_one_queue_where_messages_must_come_before_kernels(
     assert rank_environment(config, LAPTOP) == {}
 
 
+RANK = "import runpy; runpy.run_module('megatron_async_rl.train', run_name='__main__')"
+
+
 def test_ranks_planned_for_a_gpu_that_torch_cannot_use_do_not_run_on_the_cpu(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = rank_environment(load(file, ["policy.device=auto"]), NODE)
     environment = os.environ | planned | {"CUDA_VISIBLE_DEVICES": "", "RANK": "0"}
-    command = [sys.executable, "-m", "megatron_async_rl.train", str(file)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = python(RANK, file, environment=environment)
     assert done.returncode == 1
     (log,) = file.parent.rglob("rank_0.log")
     assert "the policy is to run on CUDA, and torch sees no CUDA device" in log.read_text()

@@ -17,6 +17,7 @@ from megatron_async_rl.rollout.rewards.registry import RewardContext, RewardItem
 from megatron_async_rl.rollout.rewards.worker import CallFailed, Scored, call_async
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.samples import Prompt
+from tests.cases import looped
 
 PROMPT = Prompt(
     id="p7", text="6 * 7?", token_ids=(1,), fields={"answer": "42", "hardness": float("nan")}
@@ -102,7 +103,7 @@ def test_a_server_that_fails_for_a_while_is_asked_again() -> None:
     assert scored(answer) == Scored(reward=1.0)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("answer", "said"),
     [
         (saying("no such model", 404), "answered 404 Not Found: 'no such model'"),
@@ -215,7 +216,7 @@ def test_a_judge_is_shown_the_template_filled_in_and_its_last_score_counts() -> 
     assert got == [("/chat/completions", body)]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("line", "reward"),
     [
         ("Score (0-10): 7", 0.7),
@@ -231,7 +232,7 @@ def test_a_judge_s_score_is_read_off_the_last_line_that_gives_one(line: str, rew
     assert scored(chat(line), "judge", model="m") == Scored(reward=reward)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("answer", "said"),
     [
         (chat("Very good!"), "the judge gave no score: 'Very good!'"),

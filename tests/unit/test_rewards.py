@@ -33,6 +33,8 @@ from megatron_async_rl.rollout.rewards.servers import TEMPLATE, _within
 from megatron_async_rl.rollout.rewards.worker import call, call_async
 from megatron_async_rl.rollout.scoring import reward_fields
 from megatron_async_rl.samples import Prompt
+from tests.cases import looped
+from tests.thorough import examples
 from tests.unit.test_prompts import Bytes
 
 
@@ -56,7 +58,7 @@ def test_arithmetic_takes_the_exact_answer(response: str) -> None:
     assert load_reward("arithmetic").function(prompt(answer=46), response) == 1.0
 
 
-@pytest.mark.parametrize(
+@looped(
     "response",
     ["", "4", "465", "046", "46 46", "46.0", "4 6", "= 46", "answer: 46", "４６", "+46", "46\x00"],
 )
@@ -64,7 +66,7 @@ def test_arithmetic_takes_nothing_but_the_exact_answer(response: str) -> None:
     assert load_reward("arithmetic").function(prompt(answer="46"), response) == 0.0
 
 
-@pytest.mark.parametrize(
+@looped(
     "fields",
     [{}, {"answer": None}, {"answer": ""}, {"answer": " "}, {"answer": True}, {"answer": [46]}],
 )
@@ -80,7 +82,7 @@ def test_countdown_takes_any_expression_of_all_numbers_that_hits_the_target(resp
     assert load_reward("countdown").function(prompt(numbers=[3, 5, 7], target=22), response) == 1.0
 
 
-@pytest.mark.parametrize(
+@looped(
     "response",
     [
         "",
@@ -215,7 +217,7 @@ def test_countdown_reads_json_and_refuses_rows_that_cannot_be_won() -> None:
     assert load_reward("countdown").function(as_text, "3*5+7") == 1.0
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50, 20))
 @given(st.data())
 def test_no_countdown_that_can_be_won_is_refused(data: st.DataObject) -> None:
     """`data` draws an expression; its value is a target of its numbers."""
@@ -489,7 +491,7 @@ def test_a_judge_reads_the_fields_that_its_template_names() -> None:
     assert required_fields("judge", settings) == ("rubric", "x")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("settings", "message"),
     [
         ({}, "needs either `name`"),

@@ -27,6 +27,7 @@ from megatron_async_rl.samples.frames import OPEN
 from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
 from megatron_async_rl.samples.segments import FOLDER, path_of
 from megatron_async_rl.samples.types import Sample
+from tests.cases import looped
 from tests.logged_samples import GROUP, STEPS, logged_run, row, sample
 from tests.unit.test_report import sampled_run
 
@@ -256,7 +257,7 @@ def is_one_problem(result: Result, where: Path, what: str) -> bool:
     )
 
 
-@pytest.mark.parametrize(
+@looped(
     ("text", "what"),
     [
         (b"run: [1", "is not YAML"),
@@ -298,7 +299,7 @@ def test_a_page_says_that_settings_and_samples_are_missing(tmp_path: Path) -> No
     assert "holds no config.yaml" in (run_dir / "report.html").read_text()
 
 
-@pytest.mark.parametrize(
+@looped(
     ("file", "line", "what"),
     [
         ("metrics.jsonl", "hello", "is not a line of metrics"),

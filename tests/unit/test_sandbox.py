@@ -32,6 +32,7 @@ from megatron_async_rl.rollout.rewards.sandbox import (
 )
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.watchdog.run_folder import LOCK, VARIABLE
+from tests.cases import looped
 
 
 def printed(source: str, **limits: Any) -> str:
@@ -346,7 +347,7 @@ def test_the_code_of_a_launcher_that_a_signal_ended_is_that_of_a_program() -> No
         assert box.wait().code == 128 + signal.SIGHUP
 
 
-@pytest.mark.parametrize(
+@looped(
     ("source", "code", "most"),
     [
         ("while True: pass", None, 0),
@@ -363,7 +364,7 @@ def test_what_it_takes_is_bounded(source: str, code: int | None, most: int) -> N
     assert (ended.code, len(ended.output)) == (code, most)
 
 
-@pytest.mark.parametrize("file", ["many", "deep", "long", "empty", "removed", "mapped"])
+@looped("file", ["many", "deep", "long", "empty", "removed", "mapped"])
 def test_without_namespaces_all_files_together_are_bounded(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -494,7 +495,7 @@ def grow():
     assert reward(item, source, isolation="rlimits", cpu_s=60.0, timeout_s=600.0) == 0.0
 
 
-@pytest.mark.parametrize(
+@looped(
     "response",
     [
         *("", " ", "...", "```python\n```", "assert True", "pass", "exit()", "f"),
@@ -576,7 +577,7 @@ def test_the_last_block_of_python_is_the_program() -> None:
     assert source_of("1. So:\n   ```py\n   if x:\n       y\n\n   ```") == "if x:\n    y\n\n"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("source", "tests", "reward"),
     [
         ("print(sum(map(int, input().split())))", [("1 2", "3"), ("5 5\n", " 10 \n\n")], 1.0),
@@ -716,10 +717,8 @@ def test_the_code_cannot_replace_what_a_test_judges_with(test: str, names: list[
     assert score(f"{TALK}{forged}{answers}", "assert f(2) == 0.0") == 1.0  # it is listened to
 
 
-@pytest.mark.parametrize(
-    "named", ["check = 0", "def check(c): pass", "def test_f(): pass", "test_f = 1"]
-)
-@pytest.mark.parametrize(
+@looped("named", ["check = 0", "def check(c): pass", "def test_f(): pass", "test_f = 1"])
+@looped(
     "test",
     ["def check(candidate):\n  assert candidate(2) == 4", "def test_f():\n  assert f(2) == 4"],
 )
@@ -728,7 +727,7 @@ def test_the_code_cannot_name_a_test_away(named: str, test: str) -> None:
     assert score(f"{named}\n{SQUARE}", test, "f") == 1.0
 
 
-@pytest.mark.parametrize(
+@looped(
     "source",
     [
         "import os\nos._exit(0)",
@@ -789,7 +788,7 @@ print("expected-" + "4711" if "4711" * 2 in seen + str(sys.argv) + str(gc.get_ob
     assert score(source, [{"input": "x", "output": "expected-47114711"}]) == 0.0
 
 
-@pytest.mark.parametrize(
+@looped(
     "tests",
     [None, "", [], 3, ["f(2)"], [{"input": "1"}], {"fn_name": "f", "inputs": [], "outputs": []}],
 )
@@ -815,7 +814,7 @@ EMPTY = "def f(x): return []"
 RAISES = "def f(x): raise ValueError"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("source", "test", "said"),
     [
         (EMPTY, "for x in f(3):\n  assert x > 0", "no assertion ran"),
@@ -873,7 +872,7 @@ def usage(cpu_s: float, elapsed_s: float, computing: bool = True) -> ProgramEnd:
     )
 
 
-@pytest.mark.parametrize(
+@looped(
     ("cpu_s", "elapsed_s", "computing", "starved"),
     [
         (1.9, 2.0, True, False),  # cut by the deadline of all tests: it had what there was

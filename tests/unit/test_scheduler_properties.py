@@ -24,6 +24,7 @@ from megatron_async_rl.flow.staleness import admitted_limit, is_feasible
 from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Aborted, PartialResponse, Request
+from tests.thorough import examples
 from tests.train_batches import row
 from tests.unit.scheduler_harness import samples_of
 
@@ -512,11 +513,11 @@ def contents(buffer: Buffer) -> list[object]:
     ]
 
 
-World.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
+World.TestCase.settings = settings(max_examples=examples(40, 15), stateful_step_count=30)
 TestWorld = World.TestCase
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300, 60))
 @given(
     flow=flows(),
     steps=st.none() | st.integers(1, 30),

@@ -17,6 +17,7 @@ from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.terms import kl_estimate, token_kl, token_rewards
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.samples.types import Prompt
+from tests.cases import looped
 from tests.token_batches import tokens
 from tests.train_batches import columns, make_sample
 
@@ -40,9 +41,7 @@ def sample(name, length, reward, *, steps=None, mask=None):
 # Overlong responses (DAPO, eq. 13).
 
 
-@pytest.mark.parametrize(
-    ("length", "penalty"), [(1, 0.0), (6, 0.0), (7, 0.5), (8, 1.0), (10, 2.0), (12, 2.0)]
-)
+@looped(("length", "penalty"), [(1, 0.0), (6, 0.0), (7, 0.5), (8, 1.0), (10, 2.0), (12, 2.0)])
 def test_a_response_is_punished_by_how_far_it_is_in_the_buffer(length, penalty):
     config = ObjectiveConfig(
         advantage="none", overlong=OverlongConfig(max_length=10, buffer=4, penalty=2.0)

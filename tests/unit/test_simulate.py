@@ -37,6 +37,7 @@ from megatron_async_rl.simulate.rates import (
     lengths_of,
     rates_of,
 )
+from tests.cases import looped
 from tests.published_models import write_config
 from tests.written_run import write_run
 
@@ -336,7 +337,7 @@ def test_the_command_takes_the_rates_of_a_run(measured: Path) -> None:
     assert simulation(read_run(measured, alone=False)) == []
 
 
-@pytest.mark.parametrize(
+@looped(
     ("arguments", "words"),
     [
         (["--async-ratio", "0,x"], "--async-ratio\n  '0,x' is not a list of numbers from 0 on"),

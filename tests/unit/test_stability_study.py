@@ -19,6 +19,7 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.yaml_tree import read_tree
 from megatron_async_rl.metrics.log import EvalLog, MetricsLog
 from megatron_async_rl.metrics.status import Status, write_status
+from tests.cases import looped
 from tests.written_run import write_run
 
 STUDY = Path(__file__).parents[2] / "examples" / "stability"
@@ -128,7 +129,7 @@ def test_runs_that_have_left_their_directories_keep_their_rows(tmp_path: Path) -
     assert [point for point in points if "seed2" not in point["run"]] == before[1]
 
 
-@pytest.mark.parametrize("grid", sorted(STUDY.glob("*.yaml")), ids=lambda path: path.stem)
+@looped("grid", sorted(STUDY.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_run_of_every_grid_is_a_configuration(grid: Path) -> None:
     if grid.stem in ("base", "sft"):
         load(grid)

@@ -20,6 +20,7 @@ from megatron_async_rl.rollout import expert_recorder
 from megatron_async_rl.weights import vllm_private
 from megatron_async_rl.weights.digest import partial_digest, tensor_digest
 from megatron_async_rl.weights.loaded import Loaded
+from tests.cases import looped
 
 PACKAGE = Path(megatron_async_rl.__file__).parent
 
@@ -52,7 +53,7 @@ def found(name: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", sorted({*vllm_private.NAMES, *expert_recorder.NAMES, *imported()}))
+@looped("name", sorted({*vllm_private.NAMES, *expert_recorder.NAMES, *imported()}))
 def test_the_installed_vllm_has_every_name_we_use(name: str) -> None:
     assert found(name), f"vLLM has no {name}"
 

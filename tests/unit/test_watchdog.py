@@ -25,6 +25,7 @@ from megatron_async_rl.watchdog.progress_monitor import ProcessState, read_state
 from megatron_async_rl.watchdog.snapshots import ProcessSnapshot, is_whole, places
 from megatron_async_rl.watchdog.stall import gather, gather_if_timed_out, read_summary, suspects
 from megatron_async_rl.watchdog.watchdog import Watchdog
+from tests.cases import looped
 
 PROGRAM = """
 import sys, time
@@ -260,7 +261,7 @@ def view(
     )
 
 
-@pytest.mark.parametrize(
+@looped(
     ("views", "named"),
     [
         ([view("rank 0", wait=9), view("rank 1", "stopped"), view("engine-0", None)], ["rank 1"]),
