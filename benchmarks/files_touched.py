@@ -93,8 +93,8 @@ def traced_run(folder: Path, steps: int) -> list[Call]:
     """Run the example in `folder` and return the calls of all its processes by time."""
     runpy.run_path(str(ROOT / "examples" / "arithmetic" / "prepare.py"))["write"](folder, seed=0)
     config = yaml.safe_load((ROOT / "examples" / "arithmetic_cpu.yaml").read_text(encoding="utf-8"))
-    # Synchronous: the windows of consecutive versions do not overlap. The objective and the controls
-    # stay, because they are part of a sample's path.
+    # Synchronous: the windows of consecutive versions do not overlap. The objective and the
+    # controls stay, because they are part of a sample's path.
     config["run"] = {"dir": "run", "steps": steps}
     config["model"]["path"] = "model"
     config["data"] = {"train": "train.jsonl"}

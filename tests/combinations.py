@@ -1,14 +1,17 @@
 """A set of runs in which every two methods that go together meet at least once.
 
-Which methods go together is what the configuration says: a combination that its models refuse is
-not one.
+The configuration decides which methods can be combined: combinations that its models refuse are
+left out. The search takes seconds, so tests/data/combinations.json stores the set:
+`python -m tests.combinations` writes the file, and `make test-all` compares it with a new search.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from functools import cache
 from itertools import combinations
+from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -17,15 +20,17 @@ from megatron_async_rl.config.losses import Aggregation
 from megatron_async_rl.config.objective import Proximal
 from megatron_async_rl.config.schema import Config
 from tests.method_settings import models
+from tests.thorough import THOROUGH
 from tests.written_run import config_tree
 
+STORED = Path(__file__).parent / "data/combinations.json"
 TRIES = 150
-"""Random companions a pair is tried with before it counts as one that does not exist."""
+"""Random companions with which a pair is tried before it counts as impossible."""
 REQUIRED: dict[str, dict[str, Any]] = {
     "reject": {"high": 0.5},
     "matched_lr": {"target_update_norm": 0.01},
 }
-"""For methods with a setting that has no default."""
+"""Settings of methods without a default."""
 
 
 def _names(section: str) -> list[str]:
@@ -33,7 +38,7 @@ def _names(section: str) -> list[str]:
 
 
 def factors() -> dict[str, list[Any]]:
-    """What is varied, and its values; None stands for none, or for the loss's own."""
+    """Factors and their values; None stands for none, or for the loss's own."""
     return {
         "advantage": _names("advantage"),
         "loss": _names("loss"),
@@ -49,8 +54,8 @@ def factors() -> dict[str, list[Any]]:
 
 
 def config_of(chosen: dict[str, Any]) -> Config | None:
-    """The run with these methods and what they ask for beside them; None where the configuration
-    refuses it."""
+    """The run with these methods and their requirements; None where the configuration refuses
+    it."""
     tree = config_tree()
 
     def method(name: str) -> dict[str, Any]:
@@ -96,8 +101,7 @@ def config_of(chosen: dict[str, Any]) -> Config | None:
         return None
 
 
-@cache
-def pairwise(seed: int = 0) -> tuple[Config, ...]:
+def search(seed: int = 0) -> list[dict[str, Any]]:
     """Greedy: each combination starts from a pair not met yet, and takes the companions that bring
     the most new pairs."""
     rng, given = random.Random(seed), factors()
@@ -107,10 +111,10 @@ def pairwise(seed: int = 0) -> tuple[Config, ...]:
         for x in range(len(given[a]))
         for y in range(len(given[b]))
     }
-    chosen: list[Config] = []
+    found: list[dict[str, Any]] = []
     while missing:
         start = min(missing)
-        best: tuple[set[Any], Config] | None = None
+        best: tuple[set[Any], dict[str, Any]] | None = None
         for attempt in range(TRIES):
             index = {name: rng.randrange(len(values)) for name, values in given.items()}
             # Half of the tries leave out most of what may be left out: fewer companions refuse
@@ -124,18 +128,50 @@ def pairwise(seed: int = 0) -> tuple[Config, ...]:
             index |= dict(start)
             met = missing & set(combinations(index.items(), 2))
             if best is None or len(met) > len(best[0]):
-                config = config_of({name: given[name][i] for name, i in index.items()})
-                best = (met, config) if config is not None else best
+                chosen = {name: given[name][i] for name, i in index.items()}
+                best = (met, chosen) if config_of(chosen) is not None else best
         if best is None:
             missing.discard(start)
         else:
             missing -= best[0]
-            chosen.append(best[1])
+            found.append(best[1])
+    return found
+
+
+@cache
+def pairwise() -> tuple[Config, ...]:
+    """Return all combinations of the set."""
+    return tuple(map(_accepted, stored()))
+
+
+@cache
+def trained() -> tuple[Config, ...]:
+    """Return the combinations that train a policy: all in `make test-all`; in the gate, enough to
+    contain every choice of every factor once."""
+    if THOROUGH:
+        return pairwise()
+    chosen, met = [], set[tuple[str, Any]]()
+    # Combinations of many methods first, so that fewer are needed.
+    for one in sorted(stored(), key=lambda one: -sum(value is not None for value in one.values())):
+        if not met.issuperset(one.items()):
+            met.update(one.items())
+            chosen.append(_accepted(one))
     return tuple(chosen)
 
 
+def _accepted(chosen: dict[str, Any]) -> Config:
+    config = config_of(chosen)
+    assert config is not None, f"{chosen} is refused: run python -m tests.combinations"
+    return config
+
+
+def stored() -> list[dict[str, Any]]:
+    """Return the choice of each factor, for all combinations of the set."""
+    return [dict(zip(factors(), row, strict=True)) for row in json.loads(STORED.read_text())]
+
+
 def label(config: Config) -> str:
-    """As a test's name."""
+    """Name of the combination for a test id."""
     objective = config.objective
     parts = [
         objective.advantage.name,
@@ -146,3 +182,12 @@ def label(config: Config) -> str:
     parts += [objective.aggregation_used, *(c.name for c in config.controls)]
     parts += [f"{objective.steps_per_batch}_steps"] if objective.steps_per_batch > 1 else []
     return "-".join(parts + ([f"kl_{objective.kl.where}"] if objective.kl else []))
+
+
+def main() -> None:
+    rows = [json.dumps([*chosen.values()]) for chosen in search()]
+    STORED.write_text("[\n" + ",\n".join(rows) + "\n]\n")
+
+
+if __name__ == "__main__":
+    main()

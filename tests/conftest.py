@@ -1,6 +1,6 @@
-"""For every test: one thread per process, since tests start several; no clock on properties, since
-cores are shared; the same random numbers each time, whatever ran before; and, where pytest-xdist is
-asked for workers, the tests that go to one worker.
+"""Set up every test: one thread per process, since tests start several; no clock on properties,
+since cores are shared; the same random numbers each time, whatever ran before; and, where
+pytest-xdist is asked for workers, the tests that go to one worker.
 
 A worker takes whole files, in the order of `testpaths`, so that what a file sets up is set up once.
 Files that share results stay together. Whole runs (tests/end_to_end, tests/network) go to one
@@ -13,8 +13,6 @@ ranks comes last.
 from __future__ import annotations
 
 import os
-import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,15 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.thorough import THOROUGH
+from tests.cases import same_numbers
+from tests.durations import Recorder, longest_first, stored
+from tests.thorough import THOROUGH, examples
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_worker_niceness", "0")  # as the launcher does
 settings.register_profile(
     "shared-cores",
+    max_examples=examples(100, 30),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
@@ -44,16 +45,16 @@ LAYOUTS = (
     "test_apex",
 )
 MODELS = ("test_checkpoint", "test_export", "test_logprob_parity", "test_model_loading")
-"""Of tests/parallel: what each of these files looks at is computed once, by tests/parallel/layouts.py
-and models.py."""
+"""Files of tests/parallel whose data is computed once, by tests/parallel/layouts.py and
+models.py."""
 ENGINES = ("test_rollout_engine", "test_through_updates")
-"""Of tests/engine: they share engines (conftest.py there)."""
+"""Files of tests/engine that share engines (conftest.py there)."""
 
 
 @pytest.fixture(autouse=True)
 def _same_environment() -> Iterator[None]:
-    """Later tests of a worker start Ray, engines and ranks, which inherit its environment. vLLM, for
-    one, adds libraries to LD_PRELOAD when a test makes a config of it."""
+    """Later tests of a worker start Ray, engines and ranks, which inherit its environment. vLLM,
+    for one, adds libraries to LD_PRELOAD when a test makes a config of it."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
@@ -63,20 +64,50 @@ def _same_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """Draws without a generator of their own do not depend on the tests that a worker ran before."""
-    random.seed(0)
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(0)
+    same_numbers()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record-durations",
+        action="store_true",
+        help="write the seconds of each test file to tests/durations.json",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what only `make test-all` runs (tests/thorough.py)."""
-    if THOROUGH:
-        return
-    left_out = [item for item in items if item.get_closest_marker("thorough")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    """Deselect what only `make test-all` runs (tests/thorough.py), and put long files first for
+    xdist's workers (tests/durations.py)."""
+    if not THOROUGH:
+        left_out = [item for item in items if item.get_closest_marker("thorough")]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    if hasattr(config, "workerinput"):
+        files = list(dict.fromkeys(map(file_of, items)))
+        scopes = {file: scope_of(file) for file in files}
+        places = {file: n for n, file in enumerate(longest_first(files, scopes, stored()))}
+        items.sort(key=lambda item: places[file_of(item)])
+
+
+def file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+def scope_of(file: str) -> str:
+    """Return the name of what a worker takes at once: `file`, or the files that it is together
+    with."""
+    if file.startswith(("tests/end_to_end/", "tests/network/")):
+        return "runs"
+    for together in (LAYOUTS, MODELS, ENGINES):
+        if Path(file).stem in together and file.startswith(("tests/parallel/", "tests/engine/")):
+            return together[0]
+    return file
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -85,15 +116,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class FilesTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            if file.startswith(("tests/end_to_end/", "tests/network/")):
-                return "runs"
-            for together in (LAYOUTS, MODELS, ENGINES):
-                if Path(file).stem in together and file.startswith(
-                    ("tests/parallel/", "tests/engine/")
-                ):
-                    return together[0]
-            return file
+            return scope_of(nodeid.partition("::")[0])
 
     config.option.loadscopereorder = False  # that would sort them by their number of tests
     return FilesTogether(config, log)

@@ -1,8 +1,8 @@
 """The tests and cases that only `make test-all` runs.
 
-The gate runs every kind of test on cases that can each fail by themselves; `make test-all` adds what
-takes long and seldom finds more: all pairs of layouts, methods and damages, several machines, Slurm
-and the tables of studies.
+The gate runs every kind of test on cases that can each fail by themselves; `make test-all` adds
+what takes long and seldom finds more: all pairs of layouts, methods and damages, several machines,
+Slurm and the tables of studies.
 """
 
 from __future__ import annotations
@@ -25,3 +25,8 @@ def chosen[Case](cases: Mapping[str, Case], *in_gate: str) -> dict[str, Case]:
     For tables whose results are computed together, so that the gate does not compute the others.
     """
     return {name: case for name, case in cases.items() if THOROUGH or name in in_gate}
+
+
+def examples(thorough: int, gate: int) -> int:
+    """Return the number of examples that hypothesis tries of a property."""
+    return thorough if THOROUGH else gate

@@ -25,7 +25,7 @@ _MARKERS = frozenset(os.environ.get("MAR_MARKERS", "").split(","))
 """Files and qualified names, as `gpt_model.py:GPTModel.forward`; of any package."""
 _PACKAGE = f"{os.sep}megatron_async_rl{os.sep}"
 _OPTIMIZED = 0x1
-"""Flag of a function's code. The bodies of modules and classes lack it: an import is no call."""
+"""Flag of a function's code. The bodies of modules and classes lack it: an import is not a call."""
 _output: dict[int, int] = {}
 """Open file by process, because forks share the parent's."""
 

@@ -99,7 +99,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
             "MALLOC_MMAP_MAX_": "0",
             "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
         }
-        if spec.rollout.workers > 1:  # binding wants a NUMA node for each worker
+        if spec.rollout.workers > 1:  # binding needs a NUMA node for each worker
             values["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         openmp = Path(sys.prefix, "lib", "libiomp5.so")
         if openmp.is_file():

@@ -1,7 +1,7 @@
-"""A run over three machines with a network between them, by the launcher that users have: the ranks of
-a tensor-parallel policy on the first two, an engine on the third, one that evaluates on the first.
-Where machines cannot be imitated these are skipped, with the reason. What a machine that is lost
-costs: tests/network."""
+"""A run over three machines with a network between them, by the launcher that users have: the ranks
+of a tensor-parallel policy on the first two, an engine on the third, the evaluation engine on the
+first. Where machines cannot be imitated these are skipped, with the reason. What a machine that is
+lost costs: tests/network."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tests.engine.running import (
 
 @pytest.fixture(scope="session")
 def in_ray() -> Iterator[None]:
-    """What starts engines asks for it."""
+    """Ray, for fixtures that start engines."""
     import ray
 
     ray.init(
@@ -37,7 +37,8 @@ def in_ray() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def engines(in_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    """KEEP keeps the key-value cache through an update; RECOMPUTE recomputes it, over two workers."""
+    """KEEP keeps the key-value cache through an update; RECOMPUTE recomputes it, over two
+    workers."""
     root = tmp_path_factory.mktemp("engines")
     of_both = {"sampling": SAMPLING, "reward": {"name": REWARD, "timeout_s": REWARD_S}}
     settings = [of_both, {**of_both, "in_flight": "recompute", "tensor": 2}]

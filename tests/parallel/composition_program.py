@@ -15,7 +15,7 @@ from megatron_async_rl.config.schema import ModelConfig, ParallelConfig
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.parallel import initialise
 from megatron_async_rl.policy.policy import Policy
-from tests.combinations import pairwise
+from tests.combinations import trained
 from tests.train_batches import ragged_batch
 
 VOCABULARY = 48
@@ -47,7 +47,7 @@ def main() -> None:
     device.install("cpu")
     layout = initialise(ParallelConfig(), "cpu", timeout_s=600)
     found = []
-    for config in pairwise():
+    for config in trained():
         try:
             found.append(two_steps(config, model, layout))
         except Exception:  # noqa: BLE001

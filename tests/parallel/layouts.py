@@ -40,18 +40,18 @@ LAYOUTS = {
     "tensor_pipeline": {"ranks": 4, "tensor": 2, "pipeline": 2},
 }
 DISTINCT = {name: LAYOUTS[name] for name in LAYOUTS if name not in ("tensor", "pipeline")}
-"""For the programs that need not see every layout: a tensor's cut and a pipeline by themselves are
-in `sequence`, `virtual_pipeline` and `tensor_pipeline`, too."""
+"""Layouts of programs that need not run on every layout: `sequence`, `virtual_pipeline` and
+`tensor_pipeline` also cover tensor and pipeline parallelism alone."""
 MIXTURE_LAYOUTS = {
     "mixture_single": {"ranks": 1},
     "expert": {"ranks": 2, "expert": 2},
     "expert_replicated_optimizer": {"ranks": 2, "expert": 2, "distributed_optimizer": False},
     "expert_tensor": {"ranks": 4, "expert": 2, "tensor": 2, "sequence": True},
 }
-"""For the model with experts."""
+"""Layouts of the model with experts."""
 ALL_LAYOUTS = {**LAYOUTS, **MIXTURE_LAYOUTS}
 CONTEXT_LAYOUTS = {"context": {"ranks": 2, "context": 2}}
-"""For the tied dense model."""
+"""Layouts of the tied dense model."""
 EVERY_LAYOUT = {**ALL_LAYOUTS, **CONTEXT_LAYOUTS}
 GRADIENT_LAYOUTS = chosen(
     {
@@ -100,22 +100,22 @@ GRADIENT_LAYOUTS = chosen(
 """Two dimensions at a time: what decides where a gradient is counted. `objective_program` measures
 the gradient alone on these. Those named `expert...` run the model with experts.
 
-The gate keeps four. Each part of `GradientShard.counted` decides on at least one of them (rules_of in
-test_gradient_view.py): tied embeddings, context replicas and data replicas of a replicated optimizer
-on the first; replicas of experts on the second; tensor-parallel copies beside slices of a distributed
-optimizer on the third; all of these and experts on the last.
+The gate keeps four. Each part of `GradientShard.counted` decides on at least one of them
+(`rules_of` in test_gradient_view.py): tied embeddings, context replicas and data replicas of a
+replicated optimizer on the first; replicas of experts on the second; tensor-parallel copies with a
+distributed optimizer on the third; and tied embeddings, copies and experts on the last.
 """
 
 
 FEW = ("single", "data_distributed_optimizer", "tensor_pipeline")
-"""For what depends on samples and their log-probs alone: samples divided, and the model divided both
-ways."""
+"""Layouts of results that depend on samples and their log-probs alone: divided samples, and the
+model divided both ways."""
 BEFORE_THE_OPTIMIZER = {
     name: settings
     for name, settings in (DISTINCT | MIXTURE_LAYOUTS | CONTEXT_LAYOUTS).items()
     if settings.get("distributed_optimizer", True)
 }
-"""For the forward and backward pass."""
+"""Layouts of the forward and backward pass."""
 
 
 def _named(*names: str) -> dict[str, dict[str, Any]]:
@@ -416,7 +416,7 @@ def permuted(source: TrainBatch) -> TrainBatch:
 
 
 def with_random_experts(model_path: Path, source: TrainBatch) -> TrainBatch:
-    """Routed experts that no router chose, so that one that lies a place off shows."""
+    """Routed experts that no router chose, so that a shift by one place shows."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(model_path)

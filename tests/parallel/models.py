@@ -1,5 +1,5 @@
-"""What the model tests run on: tiny checkpoints, sequences, and each layout's results, computed
-once per test session."""
+"""Data of the model tests: tiny checkpoints, sequences, and each layout's results, computed once
+per test session."""
 
 from __future__ import annotations
 
@@ -85,8 +85,9 @@ CUT_ALIKE = (
     "llama-llama3-rope",
     "llama-linear-rope",
 )
-"""Models whose tensors are cut as those of other models are: they lack a bias or norms of queries and
-keys, or have another rotation, which no rank divides. The gate runs them on one rank."""
+"""Models whose tensors are cut as those of other models are: they lack a bias or the norms of
+queries and keys, or have another rotation, which no rank divides. The gate runs them on one
+rank."""
 
 
 def models_of(layout: str) -> tuple[str, ...]:
@@ -246,7 +247,7 @@ def directory_of(layout: str) -> Path:
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    """What the safetensors files of a model directory hold."""
+    """Tensors in the safetensors files of a model directory."""
     return {
         name: tensor
         for file in sorted(directory.glob("*.safetensors"))

@@ -77,8 +77,8 @@ DECIDING = chosen(
     "expert",
     "expert_tensor",
 )
-"""Layouts that decide on whole batches. A decision is made before the optimizer, so that the gate does
-without those that differ in that alone."""
+"""Layouts that decide on whole batches. Decisions come before the optimizer step, so the gate
+leaves out layouts that differ only in the optimizer."""
 WHOLE_BATCH = ("m2po", "bapo", *DENSE_OBJECTIVES)
 SKIPPING = ("single", "tensor_pipeline", "mixture_single", "expert_tensor")
 """Layouts that skip an anomalous step; that a skipped step changes nothing is shown on every
@@ -185,8 +185,8 @@ def broken_rules(gradient: ReducedGradient, reference) -> dict[str, tuple]:
 
 
 def measured_gradients(rank: Rank, model: str, a: str, b: str) -> dict:
-    """Of two batches at the same weights, g of b and r of a and b together: <g, r>, |g|^2 and
-    |r|^2, g whole, and what clipping makes of it."""
+    """Gradients of two batches at the same weights, g of b and r of a and b together: <g, r>,
+    |g|^2 and |r|^2, the whole g, and g after clipping."""
     policy = rank.policy(model, controls=(), clip_grad=None)
     reference = ReducedGradient(rank, policy, a).shards()
     gradient = ReducedGradient(rank, policy, b)
@@ -281,7 +281,7 @@ def anomalous(rank: Rank, prefix: str, on_anomaly: str) -> dict:
 
 
 def replayed(rank: Rank, settings: dict) -> dict:
-    """Of experts that came with the samples: log-probs, and the gradient of a step."""
+    """Log-probs, and the gradient of a step, with the experts that came with the samples."""
     policy = rank.policy(
         "mixture",
         objective=REPLAYED,
@@ -308,7 +308,8 @@ def several_steps(rank: Rank, batch: str, replay: str, objective=SEVERAL_STEPS) 
 
 
 def with_own_choice(rank: Rank, name: str) -> None:
-    """Adds the batch `..._own`: with the experts that the model itself chooses, padded and alone."""
+    """Adds the batch `..._own`: with the experts that the model itself chooses, padded and
+    alone."""
     policy = rank.policy("mixture", routing_replay="proximal")
     routing = policy.schedule.routing
     mine = received(policy, scorable(rank.batches[name]))

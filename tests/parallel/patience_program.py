@@ -1,8 +1,9 @@
-"""Rank 0 takes long over something while the other rank waits: a batch, an evaluation, one that a
-checkpoint waits for.
+"""Rank 0 takes long over something while the other rank waits: a batch, an evaluation, and an
+evaluation before a checkpoint.
 
-Arguments: a directory, and `wait` to take longer than any other collective may. Otherwise rank 0 takes
-until the other rank is in the next collective, and requires that its group has PATIENCE.
+Arguments: a directory, and `wait` to take longer than any other collective may. Without `wait`,
+rank 0 takes until the other rank has entered the next collective, whose group must have the timeout
+PATIENCE.
 """
 
 import functools
@@ -45,7 +46,7 @@ def announced(collective: Callable[..., Any]) -> Callable[..., Any]:
         global entered
         entered += 1
         group = kwargs.get("group") or dist.group.WORLD
-        timeout = group._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
         if layout.rank == 1:
             write_file(FOLDER / str(entered), str(timeout == PATIENCE).encode())
         return collective(*args, **kwargs)
@@ -91,7 +92,7 @@ def unasked(batches: object) -> tuple[float, int]:
 
 
 def rank_of_a_run(version: int, folder: Path) -> OtherRank:
-    """As far as it leads from an evaluation to the checkpoint."""
+    """Rank of a run between an evaluation and the checkpoint."""
     config: Any = SimpleNamespace(
         run=SimpleNamespace(dir=folder, steps=STEPS),
         model=SimpleNamespace(path="m"),

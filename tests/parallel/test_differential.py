@@ -40,8 +40,8 @@ pytestmark = pytest.mark.parallel
 
 CASES_PER_START = 40
 IN_GATE = (0, 1, 4, 6, 7, 11, 19, 32)
-"""Seeds of cases that between them have every proximal policy, each kind of control and model, both ways
-to lay out sequences, every dimension of a layout, and both optimizers."""
+"""Seeds of cases that together have every proximal policy, control and kind of model, both ways to
+lay out sequences, every dimension of a layout, and both optimizers."""
 
 
 def chosen_seeds() -> Sequence[int]:

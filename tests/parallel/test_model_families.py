@@ -101,9 +101,9 @@ DIVIDED = {
     "sequence": ("mistral-full", "llama-bias", "qwen2-window", "qwen3-yarn", "gemma3"),
     "pipeline": ("mistral-yarn", "gemma3"),
 }
-"""Models that the gate also divides: for tensor-parallel ranks one with each kind of tensor (biases of all
-or some projections, norms of queries and keys, four norms a layer), for stages those whose layers
-differ or share a rotation."""
+"""Models that the gate also divides: over tensor-parallel ranks, one with each kind of tensor
+(biases of all or some projections, norms of queries and keys, four norms a layer); over stages,
+models whose layers differ or share a rotation."""
 
 
 def models_of(layout: str) -> list[str]:
@@ -213,7 +213,8 @@ def test_a_checkpoint_brings_back_the_trained_weights(layout, model):
 def in_files(
     gradient: dict[str, torch.Tensor], names: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """By the names of the files: transformers puts all experts of a layer into one tensor."""
+    """Gradients under the names of the files; transformers puts all experts of a layer into one
+    tensor."""
     found = {}
     for name, tensor in gradient.items():
         layer, _, fused = name.partition(".experts.")

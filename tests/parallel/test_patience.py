@@ -14,8 +14,8 @@ pytestmark = pytest.mark.parallel
 def test_batches_and_evaluations_that_take_longer_than_a_collective_may_are_waited_for(
     how: str, tmp_path: Path
 ) -> None:
-    """In the gate by the deadlines of the groups in which ranks wait; in `make test-all` for longer than
-    the others'."""
+    """The gate checks the timeouts of the groups in which ranks wait; `make test-all` waits longer
+    than the others' timeout."""
     output = run_ranks(2, "tests.parallel.patience_program", [tmp_path, *how.split()])
     for rank in range(2):
         assert f"rank {rank} has it" in output

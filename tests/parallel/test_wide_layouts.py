@@ -28,8 +28,8 @@ VOCABULARY = 97
 def layouts_of(width: int) -> dict[str, dict[str, Any]]:
     """Each kind of parallelism at this width.
 
-    Three shards have an order of reduction and a stage in the middle already, so the gate tries each
-    kind with three: `sequence` cuts what `tensor` cuts, and more. With four it tries the one kind
+    Three shards already have an order of reduction and a stage in the middle, so the gate tries
+    each kind with three: `sequence` cuts what `tensor` cuts, and more. With four it tries the kind
     whose shards need not end where parameters do.
     """
     layouts = {

@@ -22,6 +22,7 @@ from megatron_async_rl.objectives.advantages.per_response import grpo, opo, rloo
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.registry import UnknownName, advantage_method, loss_method
 from megatron_async_rl.objectives.terms import token_rewards
+from tests.cases import looped
 from tests.token_batches import detached, rewarded, tokens
 from tests.train_batches import columns, rewards_batch
 
@@ -50,7 +51,7 @@ COMPARE = [
 ]
 
 
-@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: c["case"])
+@looped("case", GOLDEN, ids=lambda c: c["case"])
 def test_an_advantage_equals_its_reference_vector(case):
     given = {
         name: torch.tensor(values, dtype=torch.float64).flatten()
@@ -86,8 +87,8 @@ def test_an_advantage_equals_its_reference_vector(case):
     assert not expect
 
 
-@pytest.mark.parametrize(("function", "settings"), COMPARE)
-@pytest.mark.parametrize("reward", [0.1, 1 / 3, -7.7e5])
+@looped(("function", "settings"), COMPARE)
+@looped("reward", [0.1, 1 / 3, -7.7e5])
 def test_equal_rewards_give_exactly_zero(function, settings, reward):
     assert torch.all(function(rewarded([reward] * 7), settings).tokens == 0.0)
 

@@ -12,6 +12,7 @@ from megatron_async_rl.config.aliases import ALIASES
 from megatron_async_rl.config.keys import elsewhere, walk
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError
+from tests.cases import looped
 from tests.written_run import write_run
 
 KEYS = {section for section, _, _ in walk()} | {
@@ -26,7 +27,7 @@ def fix_of(folder: Path, override: str) -> str:
     return problem.fix
 
 
-@pytest.mark.parametrize(
+@looped(
     ("override", "says"),
     [
         ("objective.loss=grpo", "objective.advantage=grpo objective.loss=ppo_clip"),
@@ -60,7 +61,7 @@ def test_a_slip_of_the_pen_is_still_answered_with_the_nearest_name(tmp_path: Pat
     assert fix_of(tmp_path, "flow.group_sice=2") == "did you mean `flow.group_size`?"
 
 
-@pytest.mark.parametrize("name", sorted(ALIASES))
+@looped("name", sorted(ALIASES))
 def test_every_alias_is_something_that_exists(tmp_path: Path, name: str) -> None:
     alias = ALIASES[name]
     assert alias.overrides or alias.keys or alias.note

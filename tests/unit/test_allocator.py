@@ -19,6 +19,7 @@ from megatron_async_rl.rollout.allocator import (
 )
 from megatron_async_rl.rollout.cluster import join_ray
 from megatron_async_rl.rollout.engine import RolloutEngine
+from tests.cases import looped
 from tests.unit.fake_engine import specs
 
 OURS = f"{PAGE_LOCKED},{EXPANDABLE}"
@@ -34,7 +35,7 @@ def test_torch_knows_the_options_that_ranks_get():
     torch._C._accelerator_setAllocatorSettings(before)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("given", "then"),
     [
         ({}, {NEWER: OURS}),

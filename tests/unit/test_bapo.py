@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from megatron_async_rl.config.losses import BapoLoss
 from megatron_async_rl.objectives.losses.bapo import bapo, decide_bapo
+from tests.cases import looped
 from tests.token_batches import detached, tokens
 
 
@@ -52,8 +53,8 @@ def search(batch, settings):
     return low, high, share(batch, low, high)
 
 
-@pytest.mark.parametrize("target", [0.1, 0.4, 0.45, 0.5, 0.9])
-@pytest.mark.parametrize(("drift", "positive"), [(0.0, 0.5), (0.5, 0.45), (-0.3, 0.3), (0.8, 0.9)])
+@looped("target", [0.1, 0.4, 0.45, 0.5, 0.9])
+@looped(("drift", "positive"), [(0.0, 0.5), (0.5, 0.45), (-0.3, 0.3), (0.8, 0.9)])
 def test_the_search_ends_where_the_papers_loop_does(drift, positive, target):
     settings = BapoLoss(target_share=target)
     for seed in range(3):

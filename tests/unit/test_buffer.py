@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the flow: every field comes back, and as much of it is taken up as the
+"""The flow's part of a checkpoint: every field is restored, and as much is used as the staleness
 law permits."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron_async_rl.flow import buffer_file
-from megatron_async_rl.flow.buffer import Buffer, GroupState
+from megatron_async_rl.flow.buffer import EMPTY, Buffer, GroupState
 from megatron_async_rl.flow.buffer_file import PARTIALS, BufferBroken, read, written
 from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.columns import LOGGED
@@ -146,6 +146,12 @@ def test_every_field_comes_back_as_it_was(rows: int, monkeypatch: pytest.MonkeyP
     assert same(read(written(Buffer())), Buffer())
 
 
+def test_a_run_without_a_checkpoint_begins_with_nothing() -> None:
+    nothing = Buffer(groups=(), stored=(), equal=(0, 0), first_versions=())
+    assert same(EMPTY, nothing)
+    assert same(read(written(EMPTY)), nothing)
+
+
 def test_a_file_from_before_samples_had_experts_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     now = full()
     with monkeypatch.context() as then:
@@ -273,8 +279,7 @@ def exact(lag: int, **more: Any) -> SchedulerHarness:
 
 
 def lags_of(harness: SchedulerHarness, first: int, last: int) -> list[int]:
-    """Of the steps first..last-1, each made by the version that it trains, as far as something is
-    asked."""
+    """Lags of the steps first..last-1; requests are answered by the version in training."""
     found = []
     for version in range(first, last):
         harness.scheduler.advance(version)

@@ -12,6 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 from megatron_async_rl import cli
+from tests.cases import looped
 
 COMMANDS = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
 FILE = """
@@ -47,7 +48,7 @@ def test_what_a_user_got_wrong_ends_any_command_with_its_screen_and_code_2() -> 
     assert (done.exit_code, done.output) == (2, "NAME\n  is nobody\n  fix: name somebody\n")
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
+@looped("name", sorted(COMMANDS))
 def test_every_command_shows_its_help_with_every_word_of_it(name: str) -> None:
     """A text in brackets would be read as markup: left out, or refused."""
     done = CliRunner().invoke(cli.app, [name, "--help"], env={"COLUMNS": "400"})

@@ -1,14 +1,16 @@
 """The trainer's GPUs are handed to nobody else, by a Ray of our own and on a cluster that was there
-before. Without a GPU: a Ray that is told it has four, and two on another machine."""
+before. Without a GPU: a Ray that is configured with four, and two on another machine."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,10 +22,12 @@ from megatron_async_rl.config.load import load
 from megatron_async_rl.flow.batches import controller_spec
 from megatron_async_rl.flow.rank0 import OtherRank
 from megatron_async_rl.rollout import cluster
+from megatron_async_rl.rollout import engine as engine_module
 from megatron_async_rl.rollout.cluster import (
     CONNECTIONS,
     FILES,
     ClusterNotJoined,
+    OtherDevices,
     OtherSoftware,
     digest_of,
     inherited,
@@ -34,7 +38,10 @@ from megatron_async_rl.rollout.cluster import (
     software,
     unlike,
 )
+from megatron_async_rl.rollout.engine import RolloutEngine
 from megatron_async_rl.rollout.spec import EngineSpec
+from tests.cases import looped
+from tests.thorough import thorough
 from tests.unit.fake_engine import specs
 from tests.written_run import write_run
 
@@ -48,7 +55,8 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megatron_async_rl.flow.rank0 import OtherRank
 from megatron_async_rl.rollout import cluster
-from megatron_async_rl.rollout.cluster import OtherDevices, TrainerDevicesTaken, join_ray, require_gpus
+from megatron_async_rl.rollout.cluster import OtherDevices, TrainerDevicesTaken
+from megatron_async_rl.rollout.cluster import join_ray, require_gpus
 from megatron_async_rl.rollout.engine import RolloutEngine
 from tests.unit.fake_engine import specs
 
@@ -128,7 +136,7 @@ machines.shutdown()
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, dict[str, object]]:
-    """What became of a trainer with two ranks, by the number of GPUs that others had taken before,
+    """Outcomes of a trainer with two ranks, by the number of GPUs that others had taken before,
     one after the other in one Ray."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, "0", "1", "3"],
@@ -142,12 +150,14 @@ def outcomes() -> dict[str, dict[str, object]]:
     return found
 
 
+@thorough
 def test_an_engine_gets_none_of_the_gpus_that_ranks_use_on_any_machine(
     outcomes: dict[str, dict[str, object]],
 ) -> None:
     assert outcomes["0"] == {"engine": ["2", "3"], "left": 0}
 
 
+@thorough
 @pytest.mark.parametrize(
     ("taken", "reason"),
     [
@@ -161,7 +171,8 @@ def test_a_trainer_whose_gpus_others_have_does_not_start(
     assert reason in str(outcomes[taken]["error"])
 
 
-def test_a_colocated_engine_on_a_gpu_that_no_rank_has_does_not_start(
+@thorough
+def test_a_colocated_engine_that_ray_places_on_no_ranks_gpu_does_not_start(
     outcomes: dict[str, dict[str, object]],
 ) -> None:
     refused = outcomes["colocated"]
@@ -169,6 +180,39 @@ def test_a_colocated_engine_on_a_gpu_that_no_rank_has_does_not_start(
     host = socket.gethostname()
     assert f"Ray placed engine-0 on GPU 1 of {host}, which no rank has" in str(refused["one"])
     assert f"of {host}, which no rank has; the ranks have GPU 0 of second" in str(refused["none"])
+
+
+@looped(
+    ("given", "ranks", "refused"),
+    [
+        (["0", "1"], {"here": ["1", "0"]}, ""),
+        (["0"], {}, ""),
+        (["1"], {"here": ["0"]}, "engine-0 on GPU 1 of here, which no rank has; the ranks have"),
+        (["0"], {"second": ["0"]}, "of here, which no rank has; the ranks have GPU 0 of second"),
+    ],
+)
+def test_a_colocated_engine_on_a_gpu_that_no_rank_has_is_refused_before_vllm_starts(
+    given: list[str],
+    ranks: dict[str, list[str]],
+    refused: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[str] = []
+
+    async def start(engine: RolloutEngine) -> None:
+        started.append(engine.spec.name)
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(cluster, "given_gpus", lambda: given)
+    monkeypatch.setattr(RolloutEngine, "_start", start)
+    watch = SimpleNamespace(phase=lambda *_: nullcontext(), fact=lambda *_: None)
+    monkeypatch.setattr(engine_module, "watch", watch)
+    # Its constructor would take over this process: its output, name and watchdog.
+    engine = object.__new__(RolloutEngine)
+    engine.spec = replace(specs(1)[0], gpus=ranks)
+    with pytest.raises(OtherDevices, match=refused) if refused else nullcontext():
+        asyncio.run(engine.start())
+    assert started == ([] if refused else ["engine-0"])
 
 
 def test_colocated_engines_are_told_the_gpus_of_the_ranks(tmp_path: Path) -> None:
@@ -247,7 +291,7 @@ def test_what_the_run_can_import_can_be_imported_on_the_cluster_before_what_is_t
 
 
 class Nodes:
-    """A cluster of three machines, of which the first of `alive` is rank 0's."""
+    """A cluster of three machines; the first of `alive` is rank 0's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, alive: str, dead: str = "") -> None:
         nodes = [{"NodeID": node * 56, "Alive": node not in dead} for node in alive + dead]

@@ -16,6 +16,7 @@ from megatron_async_rl.samples.columns import (
     samples_of,
 )
 from megatron_async_rl.samples.types import Prompt, Sample
+from tests.cases import looped
 
 PROMPT = Prompt(id="p0", text="1+1=", token_ids=(5, 6, 7), fields={"answer": "2", "tags": [1]})
 
@@ -39,7 +40,8 @@ def sample(k: int, length: int, **changes: object) -> Sample:
 
 
 def segmented(k: int, **changes: object) -> Sample:
-    """Of two segments: the second has a context of two tokens, and older weights began it."""
+    """Sample of two segments; the second has a context of two tokens, and older weights began
+    it."""
     values: dict[str, object] = {
         "versions": np.array([1, 2, 0, 0, 3], dtype=np.int32),
         "loss_mask": np.array([1, 1, 0, 0, 1], dtype=np.uint8),
@@ -81,7 +83,7 @@ def test_routed_experts_are_a_row_for_each_token_but_the_last(experts: bytes) ->
         sample(0, 2, routed_experts=experts)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("changes", "said"),
     [
         ({"segment_starts": None}, "weight versions decrease"),

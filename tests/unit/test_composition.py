@@ -13,7 +13,9 @@ from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.registry import ADVANTAGES, CORRECTIONS, LOSSES
 from megatron_async_rl.objectives.targets import valid_samples
-from tests.combinations import factors, label, pairwise
+from tests.cases import looped
+from tests.combinations import factors, label, pairwise, search, stored, trained
+from tests.thorough import thorough
 from tests.token_batches import part_of
 from tests.train_batches import columns, ragged_batch
 from tests.written_run import write_run
@@ -75,12 +77,18 @@ def test_every_registered_method_is_in_some_combination():
     assert {control.name for config in configs for control in config.controls} == set(
         factors()["first control"]
     ) - {None}
+    assert {config.objective.loss.name for config in trained()} == set(LOSSES)
     assert any(
         len(config.objective.corrections) == 2 and len(config.controls) == 2 for config in configs
     )
 
 
-@pytest.mark.parametrize("config", pairwise(), ids=label)
+@thorough
+def test_the_stored_combinations_are_those_that_a_search_finds():
+    assert search() == stored(), "run python -m tests.combinations"
+
+
+@looped("config", pairwise, ids=label)
 def test_a_combination_has_a_finite_loss_and_gradient_whatever_the_cut(config):
     for seed in (0, 1):
         batch = columns(ragged_batch(groups=2, group_size=3, seed=seed, max_response=6))
@@ -97,7 +105,7 @@ def test_a_combination_has_a_finite_loss_and_gradient_whatever_the_cut(config):
         torch.testing.assert_close(found[0], found[1], atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("overrides", "reasons"),
     [
         (
@@ -135,7 +143,7 @@ def test_a_combination_has_a_finite_loss_and_gradient_whatever_the_cut(config):
         (["objective.advantage=gae"], ["gae", "add value"]),
         (["controls=[gac, matched_norm]"], ["gac", "matched_norm", "one at a time"]),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) and "=" in value[0] else "",
+    ids=lambda value: value[0] if "=" in value[0] else "",
 )
 def test_methods_that_do_not_go_together_are_refused_with_the_reason(
     overrides, reasons, tmp_path, monkeypatch, capsys

@@ -5,6 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_async_rl.config.objective import ObjectiveConfig
+from tests.cases import looped
 
 OPSM = {"name": "opsm"}
 TIS = {"name": "tis"}
@@ -14,7 +15,7 @@ def objective(**settings):
     return ObjectiveConfig.model_validate(settings)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("settings", "reason"),
     [
         ({"advantage": "gae"}, "gae reads the estimates of a value head; add value"),
@@ -70,7 +71,7 @@ def test_what_does_not_go_together_is_refused_with_the_reason(settings, reason):
         objective(**settings)
 
 
-@pytest.mark.parametrize(
+@looped(
     "settings",
     [
         {"advantage": "gae", "value": {}},

@@ -695,3 +695,17 @@ def test_the_page_of_keys_is_up_to_date():
 )
 def test_every_example_follows_the_schema(example):
     load(example)
+
+
+def test_a_path_that_libraries_would_read_otherwise_is_refused(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.getfilesystemencoding", lambda: "latin-1")
+    assert load(file, ["run.dir=/runs/a"]).run.dir == Path("/runs/a")
+    with pytest.raises(ConfigError) as refused:
+        load(file, ["run.dir=/runs/é"])
+    (problem,) = refused.value.problems
+    assert problem.key == "run.dir"
+    assert "/runs/é is not a path that all parts of a run can open in this locale" in problem.what
+    monkeypatch.setattr("sys.getfilesystemencoding", lambda: "utf-8")
+    assert load(file, ["run.dir=/runs/é"]).run.dir == Path("/runs/é")

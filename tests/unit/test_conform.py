@@ -1,4 +1,4 @@
-"""Reference vectors are met, and `mar conform` says so, or what is wrong."""
+"""Reference vectors are met, and `mar conform` reports so, or the differences."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from megatron_async_rl.cli import app
 from megatron_async_rl.conform.cases import read_cases
 from megatron_async_rl.conform.judge import judge
+from tests.cases import looped
 
 GOLDEN = sorted((Path(__file__).parents[1] / "data/golden").glob("*.json"))
 CASES = [
@@ -63,13 +64,13 @@ def conform(tmp_path, content):
     return done.exit_code, done.output
 
 
-@pytest.mark.parametrize("case", CASES)
+@looped("case", CASES)
 def test_a_reference_vector_is_met(case):
     outcome = judge(case)
     assert outcome.passed, outcome.reason
 
 
-@pytest.mark.parametrize("case", CASES)
+@looped("case", CASES)
 def test_a_reference_vector_with_one_number_changed_is_not_met(case):
     for key, values in case.expect.items():
         wrong = {**case.expect, key: values.copy()}
@@ -94,7 +95,7 @@ def test_one_case_that_fails_ends_with_code_1_and_the_largest_error(tmp_path):
     assert "1 of 2 cases failed" in output
 
 
-@pytest.mark.parametrize(
+@looped(
     ("path", "value", "reason"),
     [
         ("kind", "loss", "unknown kind 'loss'"),
@@ -104,7 +105,7 @@ def test_one_case_that_fails_ends_with_code_1_and_the_largest_error(tmp_path):
         ("params.clip_low", {"a": [1]}, "params.clip_low"),
         ("params.aggregation", "mean", "aggregation mean"),
         ("inputs.mask", ..., "inputs.mask is missing"),
-        ("inputs.logp_old", [[0.0, 0.0], [0.0, 0.0]], "inputs.logp_old is no column"),
+        ("inputs.logp_old", [[0.0, 0.0], [0.0, 0.0]], "inputs.logp_old is not a batch's column"),
         ("inputs.advantages", [1.0, 2.0], "inputs.advantages: expected numbers per token"),
         ("expect.entropy", 1.0, "expect.entropy"),
         ("expect.loss", [[1.0, 1.0], [1.0, 1.0]], "has shape [2, 2]"),
@@ -119,7 +120,7 @@ def test_a_case_this_project_does_not_have_fails_with_its_reason_and_the_next_on
     assert "1 of 2 cases failed" in output
 
 
-@pytest.mark.parametrize(
+@looped(
     ("content", "what"),
     [
         ("", "is not JSON"),
@@ -200,8 +201,8 @@ def test_a_float64_reference_is_met_to_1e_6_and_a_float32_one_to_what_float32_gi
 
 
 def test_the_precision_is_the_files_and_not_guessed_from_its_numbers(tmp_path):
-    """3e-6 is within float32's tolerance and not within float64's, whatever the number looks
-    like: here it is one that float32 holds."""
+    """3e-6 is within float32's tolerance and not within float64's, whatever the number looks like:
+    here it is exact in float32."""
     number = float(np.float32(SMALL["expect"]["loss"] + 3e-6))
     wrong = changed("expect.loss", number)
     wrong["expect"] = {"loss": number}

@@ -1,11 +1,12 @@
-"""Which gradient controls go together: what is refused, and that the reason names both and says what to
-do."""
+"""Which gradient controls go together: what is refused, and that the reason names both and the
+fix."""
 
 import pytest
 import yaml
 from pydantic import ValidationError
 
 from megatron_async_rl.config.schema import Config
+from tests.cases import looped
 from tests.written_run import config_tree
 
 ESS = {"name": "ess_lr"}
@@ -20,7 +21,7 @@ def build(*controls, **changes):
     )
 
 
-@pytest.mark.parametrize(
+@looped(
     ("controls", "reason"),
     [
         (("gac", "gac"), "each at most once"),

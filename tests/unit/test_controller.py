@@ -1,5 +1,5 @@
-"""The controller: what is admitted when, what trains when, and what it says of it; with engines
-that are coroutines."""
+"""The controller: what is admitted when, what trains when, and what it reports; with engines that
+are coroutines."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from megatron_async_rl.flow.errors import BatchTimeout, EngineFailed, RewardFail
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.flow.staleness import StalenessViolated
 from megatron_async_rl.report.samples import load, read_entries
+from tests.thorough import examples
 from tests.unit.fake_engine import FakeEngine, manifest
 from tests.unit.flow_setup import (
     WholeRewards,
@@ -101,7 +102,7 @@ SELECTIONS: list[dict[str, Any]] = [
 ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40, 20), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     ratio=st.sampled_from([0.3, 1.0, 1.5, 3.0]),

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_async_rl.samples.types import Request
+from tests.thorough import examples
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.flow_setup import begin, expected_prompts, flow, position, run, train
 
@@ -19,7 +20,7 @@ def equal(which: Callable[[int], bool]) -> Callable[[Request], float]:
     return lambda request: 0.5 if which(request.group) else float(request.k)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30, 15), deadline=None)
 @given(
     ratio=st.sampled_from([0.0, 0.5, 1.0, 2.5]),
     dull=st.sets(st.integers(0, 40), max_size=25),

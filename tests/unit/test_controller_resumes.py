@@ -18,6 +18,8 @@ from megatron_async_rl.flow.buffer_file import read, written
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.spec import DataState
 from megatron_async_rl.watchdog.watch import STOP
+from tests.cases import looped
+from tests.thorough import examples
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.flow_setup import (
     TrainedGroup,
@@ -34,7 +36,7 @@ from tests.unit.flow_setup import (
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40, 20), deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     stops=st.lists(st.integers(0, 4), min_size=1, max_size=4),
@@ -187,8 +189,8 @@ def test_a_resume_with_another_batch_size_keeps_the_lag_bound() -> None:
     run(body)
 
 
-@pytest.mark.parametrize("more", [{}, {"selection": {"name": "exact_lag", "lag": 2}}])
-@pytest.mark.parametrize("stop", [None, 2, 4, 5])
+@looped("more", [{}, {"selection": {"name": "exact_lag", "lag": 2}}])
+@looped("stop", [None, 2, 4, 5])
 def test_fresh_steps_are_synchronous_also_after_a_resume_among_them_and_then_the_ratio_rules(
     stop: int | None, more: dict[str, Any]
 ) -> None:

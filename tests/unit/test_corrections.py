@@ -18,6 +18,7 @@ from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.off_policy import icepop, opsm, reject, tis, token_veto
 from megatron_async_rl.objectives.registry import correction_method
+from tests.cases import looped
 from tests.token_batches import detached, tokens
 from tests.train_batches import columns, ragged_batch, samples_in
 
@@ -37,8 +38,8 @@ def with_log_ratios(log_rho, **more):
     return detached(tokens([0.0] * len(log_rho), prox=log_rho, **more))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: c["case"])
+@looped("dtype", [torch.float32, torch.float64])
+@looped("case", GOLDEN, ids=lambda c: c["case"])
 def test_a_correction_equals_its_reference_vector(case, dtype):
     given = {name: torch.tensor(values) for name, values in case["inputs"].items()}
     mask = given["mask"]
@@ -128,8 +129,8 @@ def test_a_batch_in_which_nothing_is_kept_is_not_divided_by_0():
 STATISTICS = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}
 
 
-@pytest.mark.parametrize("statistic", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("level", ["token", "sequence_sum", "sequence_mean"])
+@looped("statistic", ["k1", "k2", "k3"])
+@looped("level", ["token", "sequence_sum", "sequence_mean"])
 def test_the_interval_is_on_the_statistic_of_the_token_or_its_sequence(statistic, level):
     log_rho = [0.6, -0.1, 0.3, -0.2]
     batch = with_log_ratios(log_rho, sequence=[0, 0, 1, 1])
@@ -184,7 +185,7 @@ def test_the_k_statistics_estimate_the_divergence_of_the_sampling_policy_from_th
         assert mean == pytest.approx(divergence)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("settings", "reason"),
     [
         (
@@ -275,7 +276,7 @@ def test_each_correction_sees_what_the_ones_before_it_kept():
     assert corrected(batch, sequence, outlier) == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
+@looped(
     "settings",
     [
         TisCorrection(level="sequence", cap=1e6),
@@ -297,9 +298,9 @@ def test_a_rejected_token_has_no_say_over_its_sequence(settings):
         torch.testing.assert_close(function(rejected, settings)[1:], function(clean, settings)[1:])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("mask", [[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
-@pytest.mark.parametrize(
+@looped("dtype", [torch.float32, torch.float64])
+@looped("mask", [[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
+@looped(
     "settings",
     [
         *(

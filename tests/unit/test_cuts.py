@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_async_rl.policy import parameters
-from megatron_async_rl.policy.cuts import Cut, Cuts
-from megatron_async_rl.policy.parameters import HuggingFaceTensors, ParameterEntry
+from megatron_async_rl.policy.cuts import Cut, Cuts, ParameterEntry
+from megatron_async_rl.policy.parameters import HuggingFaceTensors
+from tests.cases import looped
 
 Q, K = torch.arange(24.0).reshape(4, 6), 100 + torch.arange(12.0).reshape(2, 6)
 SHARDS = {
@@ -45,8 +46,8 @@ def entry_of(name: str, shard: Tensor, tensors: Mapping[str, Tensor]) -> Paramet
     )
 
 
-@pytest.mark.parametrize("block", [1, 12, 1000])
-@pytest.mark.parametrize("kind", SHARDS)
+@looped("block", [1, 12, 1000])
+@looped("kind", SHARDS)
 def test_every_run_of_elements_is_read_as_it_lies_in_the_shard(
     kind: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,5 @@
-"""No command ends with a traceback for a file of a run that is missing, damaged, unreadable or of another
-kind: it reports the file by name, or goes on where it does not need it.
+"""No command ends with a traceback for a file of a run that is missing, damaged, unreadable or of
+another kind: it reports the file by name, or goes on where it does not need it.
 
 Each command meets each file with one way of damage, another for each pair; MAR_TESTS=all (`make
 test-all`) tries every way.
@@ -93,7 +93,7 @@ REACHED = "all that is read before the model"
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a whole run, and a copy of it beside it: `kept`."""
+    """A folder with a whole run, and a copy next to it: `kept`."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     folder.mkdir()
     damageable_run(folder)
@@ -112,7 +112,7 @@ def run(
     monkeypatch.setattr(launcher, "_kill_leftovers", lambda *_: None)
     monkeypatch.setattr(evaluate, "run", lambda *_: None)
     monkeypatch.setattr(parallel, "initialise", _reached)
-    monkeypatch.setattr(dashboard._Server, "serve_forever", lambda self: None)
+    monkeypatch.setattr(dashboard._DashboardServer, "serve_forever", lambda self: None)
 
     def of(command: str, file: str, damage: str) -> Result:
         restore()
@@ -140,7 +140,7 @@ def _reached(*_: Any, **__: Any) -> None:
 
 
 def _ask(run_dir: Path) -> None:
-    """What a browser asks for; its page shows a UserError."""
+    """Send a browser's requests; a UserError is shown on the page."""
     served = Dashboard([run_dir])
     served.state("0", "")
     try:

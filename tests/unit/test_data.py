@@ -1,4 +1,5 @@
-"""A user's own data: formats, columns, chat options, filters, mixtures, conversations with masks."""
+"""A user's own data: formats, columns, chat options, filters, mixtures, conversations with
+masks."""
 
 from __future__ import annotations
 
@@ -30,12 +31,14 @@ from megatron_async_rl.data import (
     read_training,
 )
 from megatron_async_rl.data.chat_template import ChatTemplate
-from megatron_async_rl.data.conversation import Conversation
+from megatron_async_rl.data.conversation import TrainingConversation
 from megatron_async_rl.data.files import read_rows
-from megatron_async_rl.data.prompts import Part, Required, nothing_more
+from megatron_async_rl.data.prompts import MixturePart, Required, nothing_more
 from megatron_async_rl.data.source import Mixture
 from megatron_async_rl.data.tokenizer import load_tokenizer
+from tests.cases import looped
 from tests.characters import TEMPLATE, characters, save_characters
+from tests.thorough import examples
 from tests.train_batches import samples_in
 from tests.unit.test_prompts import Bytes, prompts
 
@@ -106,7 +109,7 @@ def test_the_name_of_a_folder_is_no_pattern(tmp_path: Path) -> None:
     assert [one.text for one in read(every).prompts] == ["deep"]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("names", "splits"),
     [
         (("train_a", "devices"), None),
@@ -194,7 +197,7 @@ def test_a_folder_with_files_that_would_be_passed_over_is_refused(tmp_path: Path
     as_jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}])
     assert len(read(tmp_path).prompts) == 1, "descriptions of the data are no data"
     (tmp_path / "a.jsonl").unlink()
-    assert "b.jsonl.gz, and .gz is no format" in fault("b.jsonl.gz")
+    assert "b.jsonl.gz, and .gz is not a supported format" in fault("b.jsonl.gz")
     assert "decompress it, or name the other files" in fault("c.jsonl.gz")
     assert "write it as Parquet" in fault("data-00000-of-00001.arrow")
     assert "rename it to .jsonl" in fault("b.ndjson")
@@ -374,10 +377,10 @@ def test_a_folder_and_a_pattern_are_their_files_in_the_order_of_names(tmp_path: 
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "content", "what"),
     [
-        ("d.txt", b"a", r"d.txt: ends in .txt, which is no format"),
+        ("d.txt", b"a", r"d.txt: ends in .txt, which is not a supported format"),
         ("d.json", b"[1, 2", r"d.json: is not JSON"),
         ("d.json", b'[{"prompt": "a"}, 3]', r"d.json:2: is a JSON number, not an object"),
         ("d.parquet", b"PAR?", r"d.parquet: is not Parquet"),
@@ -543,7 +546,7 @@ def test_what_a_message_says_may_be_a_list_of_texts_or_a_call(
         (asks(["a"]), r"content\[0\] of type text: "),
         (asks(7), r"the user has a number as its content"),
         (asks(None), r"the user has no content"),
-        (asks("a\ud83d"), r"a message of the user is no valid Unicode"),
+        (asks("a\ud83d"), r"a message of the user is not valid Unicode"),
     ],
 )
 def test_a_message_that_a_template_would_pass_over_is_refused(
@@ -598,8 +601,8 @@ def test_tools_may_be_an_option_of_the_template_that_a_call_goes_before(tmp_path
     assert tokenizer.render_chat(asked, answer=False, tools=[{"name": "g"}]) == more
 
 
-@pytest.mark.parametrize("write", [as_jsonl, as_parquet])
-@pytest.mark.parametrize(
+@looped("write", [as_jsonl, as_parquet])
+@looped(
     ("shown", "answer"),
     [
         (lambda tools: tools, {}),
@@ -634,7 +637,7 @@ def test_the_template_is_given_the_tools_that_each_row_has(
     )
 
 
-@pytest.mark.parametrize("none", ["", " ", "null", "[]", [], None])
+@looped("none", ["", " ", "null", "[]", [], None])
 def test_a_row_may_have_no_tools(tmp_path: Path, none: Any) -> None:
     tokenizer = characters(tmp_path / "model", TEMPLATE)
     as_jsonl(tmp_path / "d.jsonl", [{"prompt": turns("q"), "tools": none}, {"prompt": turns("q")}])
@@ -645,8 +648,8 @@ def test_a_row_may_have_no_tools(tmp_path: Path, none: Any) -> None:
 @pytest.mark.parametrize(
     ("row", "data", "what", "fix"),
     [
-        ({"tools": "f"}, {}, "`tools` is no list of JSON schemas: 'f'", "data.tools_key: null"),
-        ({"tools": ["f"]}, {}, r"`tools` is no list of JSON schemas: \['f'\]", "data.tools_key"),
+        ({"tools": "f"}, {}, "`tools` is not a list of JSON schemas: 'f'", "data.tools_key: null"),
+        ({"tools": ["f"]}, {}, r"`tools` is not a list of JSON schemas: \['f'\]", "data.tools_key"),
         (
             {"functions": []},
             {"tools_key": "function"},
@@ -815,17 +818,17 @@ def test_the_parts_of_a_mixture_keep_their_own_columns_and_their_ids_apart(tmp_p
 
 def source(counts: Sequence[int], weights: Sequence[float]) -> PromptSource:
     pairs = enumerate(zip(counts, weights, strict=True))
-    parts = [Part(label=str(i), count=count, weight=weight) for i, (count, weight) in pairs]
+    parts = [MixturePart(label=str(i), count=count, weight=weight) for i, (count, weight) in pairs]
     return PromptSource(prompts(sum(counts)), seed=3, shuffle=True, parts=parts)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50, 20))
 @given(st.lists(st.tuples(st.integers(1, 5), st.floats(0.1, 9)), min_size=1, max_size=4))
 def test_no_part_is_a_whole_prompt_from_its_share_at_any_moment(
     parts: list[tuple[int, float]],
 ) -> None:
     mixture = Mixture(
-        [Part(label=str(i), count=n, weight=w) for i, (n, w) in enumerate(parts)],
+        [MixturePart(label=str(i), count=n, weight=w) for i, (n, w) in enumerate(parts)],
         seed=1,
         shuffle=True,
     )
@@ -877,7 +880,7 @@ def test_a_mixture_of_one_has_the_state_that_a_file_always_had() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@looped(
     ("data", "what"),
     [
         ({}, "give one of them"),
@@ -918,7 +921,7 @@ def masked(tmp_path: Path, messages: list[dict[str, Any]]) -> tuple[str, str, st
     """The prompt, and what follows with `.` for what is not trained on."""
     (prompt,) = conversations(tmp_path, messages).prompts
     given = prompt.fields["response"]
-    assert isinstance(given, Conversation)
+    assert isinstance(given, TrainingConversation)
     assert given.prompt_ids == prompt.token_ids
     tokens = ["$" if i == 1 else chr(i - 2) for i in given.ids]
     shown = "".join(one if keep else "." for one, keep in zip(tokens, given.mask, strict=True))
@@ -981,7 +984,7 @@ def test_a_template_whose_prefixes_do_not_agree_is_refused_with_the_message(
     assert "`train: false` in the others" in caught.value.fix
 
 
-@pytest.mark.parametrize(
+@looped(
     ("messages", "what"),
     [
         (turns("hi"), "has no message of the assistant to train on"),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_async_rl.weights import digest
 from megatron_async_rl.weights.digest import digest_text, partial_digest, tensor_digest
+from tests.thorough import examples
 
 BASE = torch.arange(12, dtype=torch.float32).reshape(3, 4)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64]
@@ -30,7 +31,7 @@ def matrices(draw: st.DrawFn) -> Tensor:
 
 
 @given(matrices(), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60, 20), deadline=None)
 def test_digests_of_parts_add_up_to_the_tensors_however_it_is_cut(
     matrix: Tensor, data: st.DataObject
 ) -> None:
@@ -47,7 +48,7 @@ def test_digests_of_parts_add_up_to_the_tensors_however_it_is_cut(
 
 
 @given(matrices(), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40, 20), deadline=None)
 def test_swapped_rows_and_one_changed_bit_change_the_digest(
     matrix: Tensor, data: st.DataObject
 ) -> None:

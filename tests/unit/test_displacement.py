@@ -20,15 +20,15 @@ from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.plan.memory import held_bytes, past_master_bytes
 from megatron_async_rl.policy import step as step_module
 from megatron_async_rl.policy.past_versions import (
+    MasterSnapshot,
     SnapshotMissing,
     Snapshots,
     start_shares,
     weight_displacement,
 )
-from megatron_async_rl.policy.precompute import passes
-from megatron_async_rl.policy.reference_policies import ReferencePolicies
+from megatron_async_rl.policy.reference_policies import ReferencePolicies, passes
 from megatron_async_rl.policy.step import OptimizerStep, StepFacts
-from megatron_async_rl.policy.weight_copies import HeldMasters
+from tests.cases import looped
 from tests.gradients import OneRank, Shard, cosine
 from tests.train_batches import columns_of, groups_of, make_sample, rewards_batch
 from tests.written_run import config_tree
@@ -102,7 +102,7 @@ class Run:
             ObjectiveConfig(snapshots=4),
             frozenset(),
             wrapped,
-            past_masters=Snapshots(lambda: HeldMasters(self.megatron), 4),
+            past_masters=Snapshots(lambda: MasterSnapshot(self.megatron), 4),
         )
         self.version = 0
 
@@ -140,12 +140,12 @@ def noisy(steps, strength=0.3):
     ]
 
 
-@pytest.mark.parametrize(
+@looped(
     "decision",
     [Decision(), Decision(lr_scale=0.3), Decision(beta1=0.2), Decision(gradient_scale=0.1)],
     ids=str,
 )
-@pytest.mark.parametrize(("target", "left"), [("zero", 0.0), ("threshold", 0.25)])
+@looped(("target", "left"), [("zero", 0.0), ("threshold", 0.25)])
 def test_what_the_step_adds_has_the_cosine_asked_for_with_the_displacement_and_is_adams_across_it(
     target, left, decision
 ):
@@ -178,7 +178,7 @@ def test_what_the_step_adds_has_the_cosine_asked_for_with_the_displacement_and_i
     assert metrics["update/norm"] == pytest.approx(float(made.norm()), rel=1e-10)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("settings", "kl", "share"),
     [
         ({"tolerated_kl": 0.02}, 0.08, 0.75),
@@ -322,7 +322,7 @@ def test_weights_kept_for_the_control_are_not_taken_for_the_proximal_policy():
     objective = ObjectiveConfig(proximal="ewma", snapshots=3)
     model = SimpleNamespace(chunks=[Model()], source=None, bridge=None)
     megatron = SimpleNamespace(param_groups=[{"params": list(model.chunks[0].parameters())}])
-    masters = Snapshots(lambda: HeldMasters(megatron), 3)
+    masters = Snapshots(lambda: MasterSnapshot(megatron), 3)
     kept = ReferencePolicies(objective, Objective(objective).needs, model, past_masters=masters)
     for version in range(3):
         kept.begin(version)
@@ -386,7 +386,7 @@ def test_a_bfloat16_models_displacement_is_that_of_the_optimizers_own_weights():
     torch.manual_seed(0)
     masters = torch.nn.Parameter(torch.randn(4000))
     optimizer = SimpleNamespace(param_groups=[{"params": [masters], "lr": 0, "weight_decay": 0}])
-    held = Snapshots(lambda: HeldMasters(optimizer), 2)
+    held = Snapshots(lambda: MasterSnapshot(optimizer), 2)
     held.begin(0)
     before, rounded = masters.detach().clone(), masters.detach().bfloat16().float()
     with torch.no_grad():

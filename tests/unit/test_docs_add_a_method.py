@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from megatron_async_rl.cli import app
 from megatron_async_rl.config.load import load
 from megatron_async_rl.objectives.registry import UnknownName, loss_method
 from megatron_async_rl.plan.new_config import STYLES
+from tests.forked import python
 from tests.written_run import write_model, write_prompts
 
 PAGE = (Path(__file__).parents[2] / "docs" / "add_a_method.md").read_text()
@@ -27,12 +26,12 @@ COMMANDS = re.findall(r"^mar train CONFIG (.*)$", PAGE, flags=re.MULTILINE)
 
 @pytest.fixture
 def ran(tmp_path, monkeypatch):
-    """What the page's code leaves behind, its loss in a file of the current folder."""
+    """Namespace after the page's code has run, with its loss in a file of the current folder."""
     (tmp_path / "farthest_out.py").write_text(FILE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     left: dict = {"__name__": "page"}
-    # A name that is no file: who asks for the source of a frame would read the page as Python.
+    # A name that is not a file: who asks for the source of a frame would read the page as Python.
     exec(compile(USE, "<docs/add_a_method.md>", "exec"), left)
     yield left
     del sys.modules["farthest_out"]
@@ -44,14 +43,9 @@ def test_the_example_makes_good_responses_likelier_and_bad_ones_rarer(ran):
     assert moved[0] < moved[1] < 0 < moved[2] < moved[3]
 
 
-def test_the_example_prints_what_the_page_shows(tmp_path, monkeypatch):
+def test_the_example_prints_what_the_page_shows(tmp_path):
     (tmp_path / "farthest_out.py").write_text(FILE)
-    (tmp_path / "use.py").write_text(USE)
-    command = [sys.executable, "use.py"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
-    )
+    done = python(USE, folder=tmp_path)
     assert (done.returncode, done.stdout) == (0, OUTPUT), done.stderr
 
 

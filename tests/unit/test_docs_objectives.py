@@ -14,6 +14,7 @@ from megatron_async_rl.config.keys import method_name, models_in
 from megatron_async_rl.config.objective import ObjectiveConfig, Proximal
 from megatron_async_rl.controls.registry import CONTROLS
 from megatron_async_rl.objectives.registry import ADVANTAGES, CORRECTIONS, LOSSES
+from tests.cases import looped
 from tests.method_settings import models
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +70,7 @@ def test_every_method_has_its_row_and_no_row_is_of_nothing(section, names):
     assert set(rows(section)) == names
 
 
-@pytest.mark.parametrize(("key", "snippet"), snippets())
+@looped(("key", "snippet"), snippets())
 def test_a_row_shows_every_setting_with_its_default(key, snippet):
     given = snippet.get(key, snippet)
     model = next(model for model in models(key) if method_name(model) == given["name"])

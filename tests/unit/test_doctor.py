@@ -17,6 +17,7 @@ from megatron_async_rl.plan import doctor, model_table
 from megatron_async_rl.plan.machine import GIB, Gpu, Machine
 from megatron_async_rl.policy.supported import EXPECTED, FAMILIES, REFUSED, unsupported
 from megatron_async_rl.rollout.rewards.sandbox import SandboxError
+from tests.cases import looped
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 LAPTOP = Machine(cores=2, memory=16 * GIB, shared_memory=2 * GIB, gpus=())
@@ -261,7 +262,7 @@ def test_the_models_are_told_on_one_screen_from_what_refuses_them():
         assert f"{key}: {words}" in told or f"{key} {words}" in told
 
 
-@pytest.mark.parametrize("model_type", REFUSED)
+@looped("model_type", REFUSED)
 def test_a_refused_family_is_refused_with_the_reason_that_is_listed(model_type):
     found = unsupported({"model_type": model_type})
     assert found is not None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from typer.testing import CliRunner
 
 from megatron_async_rl import cli
 from megatron_async_rl.config.load import load
-from megatron_async_rl.metrics.log import Row
+from megatron_async_rl.metrics.log import MetricRow
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.plan.estimate import (
     LENT_RATE,
@@ -28,7 +26,10 @@ from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.plan.plan import make_plan
 from megatron_async_rl.plan.screen import expected_overlap, planning_rule, staleness_law
 from megatron_async_rl.report.summary import measure, update_per_lr
+from tests.cases import looped
 from tests.combinations import label, pairwise
+from tests.forked import Done
+from tests.mar_command import mar
 from tests.published_models import write_config
 from tests.written_run import config_tree, write_run
 
@@ -62,8 +63,8 @@ def simulated_step_s(generate: float, train: float, async_ratio: float) -> float
     return (marks[-1] - marks[30]) / 29
 
 
-@pytest.mark.parametrize("async_ratio", [0.0, 0.25, 0.5, 1.0, 2.5])
-@pytest.mark.parametrize(("generate", "train"), [(1.0, 3.0), (3.0, 1.0), (2.0, 2.0)])
+@looped("async_ratio", [0.0, 0.25, 0.5, 1.0, 2.5])
+@looped(("generate", "train"), [(1.0, 3.0), (3.0, 1.0), (2.0, 2.0)])
 def test_the_expected_step_is_that_of_a_simulated_loop(
     generate: float, train: float, async_ratio: float
 ) -> None:
@@ -106,10 +107,10 @@ def test_engines_run_ahead_by_async_ratio_unless_something_makes_them_stand_stil
     assert run_ahead(load(write_run(tmp_path), changes)) == ahead
 
 
-def measured_rows(*, stopped_s: float = 0.0) -> list[Row]:
+def measured_rows(*, stopped_s: float = 0.0) -> list[MetricRow]:
     """Steps of 10 s in which two engines, busy for 5 and 10 seconds, finish 1500 tokens; the first
     line is of the start."""
-    rows: list[Row] = []
+    rows: list[MetricRow] = []
     for step in range(1, 8):
         rows.append(
             {
@@ -195,7 +196,7 @@ def test_the_planning_rule_names_its_quantities_and_their_product(tmp_path: Path
     assert "no bound" in planning_rule(load(write_run(tmp_path), ["flow.selection=replay"]), 40.0)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("changes", "words"),
     [
         (("flow.selection=replay",), "lag        no bound: stored responses train at any age"),
@@ -232,9 +233,8 @@ def test_nothing_is_in_flight_where_engines_stand_still(tmp_path: Path) -> None:
 def test_the_plan_command_takes_rates_from_a_run_named_or_its_own_and_refuses_what_is_none(
     tmp_path: Path,
 ) -> None:
-    def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "megatron_async_rl", "plan", str(config), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    def plan(*arguments: str) -> Done:
+        return mar("plan", config, *arguments, folder=tmp_path)
 
     config = write_run(tmp_path)
     refused = plan("--from", str(tmp_path / "nothing"))
@@ -276,8 +276,8 @@ def test_an_estimate_of_a_dense_model_is_the_one_made_by_hand(tmp_path: Path) ->
     # seen; logits of 151,936 x 4096 weights at 2048 tokens.
     layers, attention = 2 * 2304 * 36 * 192_946_432, 2 * 2304 * 36 * 4096 * 2304
     head = 2 * 2048 * 151_936 * 4096
-    # Once forward, twice backward, once again (recompute: full). With one step a batch the log-probs
-    # that `proximal: recompute` and `tis` want are training's own.
+    # Once forward, twice backward, once again (recompute: full). With one step a batch the
+    # log-probs that `proximal: recompute` and `tis` want are training's own.
     operations = 1024 * (4 * (layers + attention) + 3 * head)
     assert found.train_s == pytest.approx(operations / (4 * 0.4 * 989e12))
     assert found.train_s == pytest.approx(91.85, abs=0.01)
@@ -319,7 +319,8 @@ def test_stages_of_an_engine_read_its_weights_once_for_each_batch_on_its_way(
 def test_an_estimate_of_a_mixture_counts_the_experts_that_tokens_visit(tmp_path: Path) -> None:
     """Qwen3-30B-A3B: 8 of 128 experts, so 3.0 G of 30.2 G weights in its layers are active."""
     found = estimated(recipe(tmp_path, "qwen3_30b_a3b", "Qwen3-30B-A3B"), engine_nodes=1)
-    # Of attention, norms and router 19,140,864 weights in each of 48 layers, and 8 experts of 4,718,592.
+    # Of attention, norms and router 19,140,864 weights in each of 48 layers, and 8 experts of
+    # 4,718,592.
     active = 48 * (18_874_368 + 4_352 + 262_144 + 8 * 4_718_592)
     layers, attention = 2 * 2304 * active, 2 * 2304 * 48 * 4096 * 2304
     head = 2 * 2048 * 151_936 * 2048
@@ -353,8 +354,8 @@ def test_as_many_forward_passes_are_counted_as_the_objective_asks_for() -> None:
         assert forward_passes(config) == asked, label(config)
 
 
-@pytest.mark.parametrize("key", ["policy.parallel.ranks", "rollout.engines"])
-@pytest.mark.parametrize(
+@looped("key", ["policy.parallel.ranks", "rollout.engines"])
+@looped(
     "changes",
     [
         (),
@@ -452,7 +453,7 @@ def test_a_gpu_that_cannot_be_planned_for_is_refused(
     assert words in " ".join(output.split())
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "chip"),
     [
         ("NVIDIA H100 80GB HBM3", "h100"),
@@ -478,5 +479,5 @@ def test_weights_that_stay_on_the_gpus_pass_no_shared_memory(tmp_path: Path) -> 
     assert lent.staged_s == pytest.approx(lent.version / (8 * READ_SHARE * lent.chip.memory_rate))
     assert lent.loaded_s == pytest.approx(lent.version / LENT_RATE)
     assert lent.publish_s < staged.publish_s / 3
-    assert "60 GB/s of buckets from the ranks to engines on their GPUs" in lent.in_words()
-    assert "between a GPU and shared memory" not in lent.in_words()
+    assert "60 GB/s of buckets from the ranks to engines on their GPUs" in lent.as_text()
+    assert "between a GPU and shared memory" not in lent.as_text()

@@ -4,8 +4,6 @@ refuses."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from megatron_async_rl.evaluate import EvalJob, resolve, write_responses
 from megatron_async_rl.report import progress as progress_module
 from megatron_async_rl.report.progress import sampling_progress, show_evaluation
 from megatron_async_rl.samples import Prompt
+from tests.mar_command import mar
 from tests.train_batches import make_sample, row
 from tests.written_run import config_tree, write_model, write_prompts
 
@@ -198,17 +197,7 @@ def test_responses_that_cannot_be_written_are_refused_before_the_work(run: Path)
 
 
 def test_the_command_refuses_with_exit_code_2_and_without_a_traceback(run: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_async_rl",
-        "eval",
-        str(run / "checkpoint"),
-        "eval.pass_at=[5]",
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL
-    )
+    done = mar("eval", run / "checkpoint", "eval.pass_at=[5]", folder=run)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "eval.pass_at: 5 needs as many responses per prompt" in done.stderr
     assert "Traceback" not in done.stderr

@@ -28,14 +28,15 @@ from megatron_async_rl.watchdog.events import (
 from megatron_async_rl.watchdog.logs import DEADLINE, PRIMARY, SECONDARY
 from megatron_async_rl.watchdog.progress_monitor import ProgressMonitor, write_whole
 from megatron_async_rl.watchdog.snapshots import HostSnapshot, publish
+from tests.cases import looped
 from tests.written_run import config_tree
 
 
 class Foreign(RuntimeError):
-    """As torch or Ray raises."""
+    """An error as torch or Ray raises it."""
 
 
-@pytest.mark.parametrize(
+@looped(
     ("error", "kind"),
     [
         (RewardFailed("Connection refused by the grader; the reward timed out"), PRIMARY),
@@ -58,7 +59,7 @@ def chained(error: BaseException, cause: BaseException) -> BaseException:
     return error
 
 
-@pytest.mark.parametrize(
+@looped(
     ("error", "over"),
     [
         (DeadlineExceeded("rank 0", "a batch", 5.0), True),
@@ -82,8 +83,8 @@ def failure(process: str, kind: int, at: float) -> Failure:
 def test_files_of_one_name_are_not_written_over_each_other_before_they_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank's heartbeat and its failure, a node's summary and its snapshot: each pair comes from two
-    threads. The picture of a standstill comes from every machine's launcher."""
+    """A rank's heartbeat and its failure, a node's summary and its snapshot: each pair comes from
+    two threads. The snapshot of a stall comes from every machine's launcher."""
     host, replace_file = socket.gethostname(), os.replace
     partial: list[str] = []
 

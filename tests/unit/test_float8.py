@@ -1,6 +1,5 @@
-"""The reference of 8-bit floats has the errors that its numbers have, and is the step controls' own
-where both have blocks of 128 in a row; what docs/models.md says of recipes is what it makes of a
-model."""
+"""The reference of FP8 has the errors that its numbers have, and is the step controls' own where
+both have blocks of 128 in a row; docs/models.md states its effect on a model."""
 
 import functools
 import re
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 
 from megatron_async_rl.config.fp8 import RECIPES
 from megatron_async_rl.controls.quantize import dequantize, quantize
+from tests.cases import looped
 from tests.float8 import blockwise, restored, tensorwise
 from tests.gpu import test_fp8
 from tests.gpu.fp8_emulation import ROUNDINGS
@@ -42,8 +42,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("dtype", STEP)
-@pytest.mark.parametrize("way", WAYS)
+@looped("dtype", STEP)
+@looped("way", WAYS)
 def test_what_is_restored_is_within_half_a_step_of_each_value(way, dtype):
     matrix = values()
     numbers, scales = WAYS[way](matrix, dtype)
@@ -98,8 +98,8 @@ def test_zeros_and_cut_blocks_stay_what_they_are(way):
 
 @functools.cache
 def sampled(directory: Path):
-    """A random model as test_fp8.py has it, in bfloat16 as engines do, and 16 responses of 64 tokens
-    that it sampled after prompts of 8."""
+    """A random model as test_fp8.py has it, in bfloat16 as engines do, and 16 responses of 64
+    tokens that it sampled after prompts of 8."""
     import transformers
 
     sizes = {**test_fp8.SIZES, "tied": True, "vocab_size": 97, "scale": 2.0}
@@ -116,7 +116,7 @@ def sampled(directory: Path):
 
 @torch.no_grad()
 def log_probs(model, tokens):
-    """Of the responses."""
+    """Log-probs of the responses."""
     logits = model(tokens).logits[:, 7:-1].float()
     return logits.log_softmax(-1).gather(-1, tokens[:, 8:, None])[..., 0]
 

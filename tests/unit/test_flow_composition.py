@@ -10,6 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_async_rl.config.schema import Config
+from tests.cases import looped
 from tests.written_run import config_tree
 
 EXACT = {"selection": {"name": "exact_lag", "lag": 2}, "async_ratio": 2}
@@ -26,7 +27,7 @@ def build(
     return Config.model_validate(yaml.safe_load(yaml.safe_dump({**tree, **sections})))
 
 
-@pytest.mark.parametrize(
+@looped(
     ("flow", "sections", "reason"),
     [
         (EXACT | {"async_ratio": 1}, {}, "set flow.async_ratio: 2"),
@@ -100,7 +101,7 @@ def test_engines_that_cannot_do_it_are_refused_with_the_reason(
         build(None, rollout, **sections)
 
 
-@pytest.mark.parametrize(
+@looped(
     "flow",
     [
         EXACT,
@@ -120,7 +121,7 @@ def test_the_others_go_together(flow: dict[str, Any]) -> None:
     assert build(flow).flow.selection.name in ("oldest_first", "windowed", "exact_lag", "replay")
 
 
-@pytest.mark.parametrize(
+@looped(
     "flow",
     [
         {"selection": {"name": "exact_lag", "lag": -1}, "async_ratio": 0},

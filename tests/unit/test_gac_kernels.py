@@ -1,5 +1,5 @@
-"""GAC's kernels without a GPU: by Triton's interpreter the torch path's numbers, by its compiler code
-for sm_90."""
+"""GAC's kernels without a GPU: by Triton's interpreter the torch path's numbers, by its compiler
+code for sm_90."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402 - after the check t
 from triton.compiler import ASTSource  # noqa: E402
 
 from megatron_async_rl.controls import gac_kernels, quantize, reference  # noqa: E402
+from tests.cases import looped  # noqa: E402
 
 KIND = {"fp32": "*fp32", "bf16": "*bf16", "fp8": "*fp8e4nv"}
 
@@ -103,7 +104,7 @@ def compiled(kernel: Any, gradient: str, kept: str, constants: dict[str, Any]) -
         raise
 
 
-@pytest.mark.parametrize(
+@looped(
     ("number_format", "gradient", "masked"),
     [
         ("fp32", "*fp32", False),

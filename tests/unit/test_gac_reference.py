@@ -8,6 +8,7 @@ from megatron_async_rl.config.controls import GacControl
 from megatron_async_rl.controls import alignment
 from megatron_async_rl.controls.gac import Gac
 from megatron_async_rl.controls.quantize import BLOCK, dequantize, quantize, room_for
+from tests.cases import looped
 from tests.gradients import OneRank, Shard, aligned, flat, step
 
 BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4.0 / BLOCK}
@@ -24,8 +25,8 @@ def wild(size, seed=0):
     return values
 
 
-@pytest.mark.parametrize("number_format", ["fp32", "bf16", "fp8"])
-@pytest.mark.parametrize("shape", [(1,), (7, 33), (BLOCK,), (5, BLOCK + 1)])
+@looped("number_format", ["fp32", "bf16", "fp8"])
+@looped("shape", [(1,), (7, 33), (BLOCK,), (5, BLOCK + 1)])
 def test_what_is_read_back_is_within_the_stated_error(number_format, shape):
     values = wild(torch.Size(shape).numel()).view(shape)
     read = dequantize(quantize(values, number_format), values.shape)
@@ -68,10 +69,8 @@ def test_a_reference_takes_the_bytes_that_its_numbers_need(number_format):
     )
 
 
-@pytest.mark.parametrize(
-    ("number_format", "error"), [("fp32", 1e-6), ("bf16", 2e-4), ("fp8", 3e-3)]
-)
-@pytest.mark.parametrize("c", [-0.5, 0.05, 0.3, 0.9])
+@looped(("number_format", "error"), [("fp32", 1e-6), ("bf16", 2e-4), ("fp8", 3e-3)])
+@looped("c", [-0.5, 0.05, 0.3, 0.9])
 def test_the_cosine_with_a_compressed_reference_is_close_to_the_exact_one(number_format, error, c):
     control = Gac(GacControl(reference_dtype=number_format))
     first, second = aligned(c, size=30_000)
@@ -143,8 +142,8 @@ def run(control):
     return metrics, after
 
 
-@pytest.mark.parametrize("reference", ["raw", "applied"])
-@pytest.mark.parametrize("number_format", ["fp32", "bf16", "fp8"])
+@looped("reference", ["raw", "applied"])
+@looped("number_format", ["fp32", "bf16", "fp8"])
 def test_an_offloaded_reference_gives_the_same_bits_however_late_its_copies_are(
     monkeypatch, number_format, reference
 ):
@@ -165,8 +164,8 @@ def test_an_offloaded_reference_gives_the_same_bits_however_late_its_copies_are(
     assert all(torch.isfinite(shard).all() for shard in offloaded.shard_state()["reference"])
 
 
-@pytest.mark.parametrize("offload", ["none", "cpu"])
-@pytest.mark.parametrize("number_format", ["fp32", "bf16", "fp8"])
+@looped("offload", ["none", "cpu"])
+@looped("number_format", ["fp32", "bf16", "fp8"])
 def test_a_reference_survives_a_save_and_load_to_the_bit(number_format, offload):
     settings = GacControl(reference_dtype=number_format, reference_offload=offload)
     through, resumed = Gac(settings), Gac(settings)

@@ -3,6 +3,7 @@ import torch
 
 from megatron_async_rl.config.advantages import GaeAdvantage
 from megatron_async_rl.objectives.advantages.discounted import gae
+from tests.cases import looped
 from tests.token_batches import random_tokens, tokens
 
 EXACT = torch.float64
@@ -15,8 +16,8 @@ def rewarded_tokens(seed=0):
     return batch.replace(token_rewards=rewards)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (0.99, 1.0), (0.7, 0.0)])
+@looped("seed", range(3))
+@looped(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (0.99, 1.0), (0.7, 0.0)])
 def test_the_advantage_is_the_explicit_sum_of_discounted_errors(seed, gamma, lam):
     batch = rewarded_tokens(seed)
     found = gae(batch, GaeAdvantage(gamma=gamma, lam=lam, whiten=False))

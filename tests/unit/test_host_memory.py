@@ -1,4 +1,4 @@
-"""Host memory that runs out is told from a device's, with who holds it and what helps."""
+"""Exhausted host memory is distinguished from a device's, with who holds it and what helps."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from megatron_async_rl.watchdog.deadline import KilledForMemory, ProcessDied, an
 from megatron_async_rl.watchdog.events import failure_of, out_of_memory
 from megatron_async_rl.watchdog.host_memory import KillCount, LoggedKill, kills_in
 from megatron_async_rl.watchdog.logs import PRIMARY, SECONDARY
+from tests.cases import looped
 from tests.written_run import write_run
 
 FROM_RAY = """\
@@ -53,7 +54,7 @@ FROM_TORCH = (
 
 class Kernel:
     """Count of the kernel's kills, in this process's cgroup where `own`; its log, where that can be
-    read; and the clock beside them."""
+    read; and the clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, own: bool = True) -> None:
         self.kills = 0
@@ -89,8 +90,8 @@ def test_rays_memory_monitor_ends_an_engine_for_the_hosts_memory(
     died = answered(ray.exceptions.OutOfMemoryError(FROM_RAY))
     assert str(died) == (
         "Ray's memory monitor ended it, as host memory was nearly out: node 192.0.2.7 had 22.41GB"
-        " used / 23.54GB; largest processes: pid 16631 11.50 GB python another_program.py; pid 17562"
-        " 6.19 GB ray::RolloutEngine.submit"
+        " used / 23.54GB; largest processes: pid 16631 11.50 GB python another_program.py; pid"
+        " 17562 6.19 GB ray::RolloutEngine.submit"
     )
     assert out_of_memory(died) == "host"
     assert failure_of(died, Path("log")).kind == PRIMARY
@@ -254,7 +255,7 @@ def test_the_launcher_reports_that_the_kernel_ended_a_rank(
     assert "the kernel has ended a process of this container" in explained()
 
 
-@pytest.mark.parametrize(
+@looped(
     ("error", "memory"),
     [
         (MemoryError(), "host"),
@@ -336,8 +337,8 @@ def test_the_limits_of_a_container_count(tmp_path: Path, monkeypatch: pytest.Mon
     assert host_memory.kernel_kills() == KillCount(7, own=True)
 
 
-@pytest.mark.parametrize("old", [False, True])
-@pytest.mark.parametrize("inner_limit", [None, 64, 2])
+@looped("old", [False, True])
+@looped("inner_limit", [None, 64, 2])
 def test_free_memory_is_that_of_the_tightest_nested_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool, inner_limit: int | None
 ) -> None:

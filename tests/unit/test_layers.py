@@ -18,12 +18,13 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.plan.machine import GIB, Gpu, Machine, described_machine, this_machine
-from megatron_async_rl.plan.plan import Plan
+from megatron_async_rl.plan.plan import RunPlan
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.policy.families import refuse_mixed
 from megatron_async_rl.policy.layers import CHECKPOINT_KEYS, LAYERS
 from megatron_async_rl.policy.parameters import whole_model_names
 from megatron_async_rl.policy.supported import FAMILIES, PINNED, ChosenLayers, choose_layers
+from tests.cases import looped
 from tests.tiny_models import save_tiny_model
 from tests.written_run import write_run
 
@@ -61,7 +62,7 @@ MODELS = {
 SHARED = {"ranks": 2, "tensor": 2, "sequence": True}
 
 
-@pytest.mark.parametrize(
+@looped(
     ("own", "canonical"),
     [
         (
@@ -126,13 +127,13 @@ def test_keys_in_checkpoints_are_those_of_checkpoints_written_before():
     }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@looped("family", FAMILIES)
 def test_auto_takes_transformer_engine_where_it_computes_the_model(family):
     found = choose_layers("auto", **FITTING | {"model_type": family}).family
     assert found == ("local" if family == "gemma3_text" else "transformer_engine")
 
 
-@pytest.mark.parametrize(("changes", "why"), OBSTACLES)
+@looped(("changes", "why"), OBSTACLES)
 def test_transformer_engine_is_refused_by_name_and_never_stood_in_for(changes, why):
     with pytest.raises(UserError) as refused:
         choose_layers("transformer_engine", **FITTING | changes)
@@ -185,7 +186,7 @@ def test_ranks_with_different_layers_are_refused_by_number():
         refuse_mixed(["transformer_engine", "local"] * 2)
 
 
-def plan(file: Path, *overrides: str, machine: Machine = NODE) -> Plan:
+def plan(file: Path, *overrides: str, machine: Machine = NODE) -> RunPlan:
     config = load(file, ("policy.device=auto", *overrides))
     return preflight(config, all_data=False, machine=machine)
 
@@ -278,8 +279,8 @@ def built(tmp_path_factory):
 
 
 @needs_transformer_engine
-@pytest.mark.parametrize("layout", ["alone", "shared"])
-@pytest.mark.parametrize("model", MODELS)
+@looped("layout", ["alone", "shared"])
+@looped("model", MODELS)
 def test_both_families_have_the_same_parameters_and_write_the_same_blocks(built, model, layout):
     local, fused = (built[model, layout][layers] for layers in LAYERS)
     assert fused["parameters"] == local["parameters"]

@@ -7,9 +7,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_async_rl.plan import memory
-from megatron_async_rl.policy import logit_chunk
+from megatron_async_rl.policy import logprobs as chunked
 from megatron_async_rl.policy import logprobs as logprobs_module
 from megatron_async_rl.policy.logprobs import vocab_parallel_logprobs
+from tests.cases import looped
 
 
 def case(tokens=13, hidden=6, vocab=11, dtype=torch.float64, seed=0):
@@ -28,8 +29,8 @@ def dense(h, w, targets, temperature):
     return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 13, 100])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@looped("chunk", [1, 4, 13, 100])
+@looped("temperature", [1.0, 0.6])
 def test_log_probs_and_entropy_are_those_of_the_dense_softmax(chunk, temperature):
     h, w, targets = case()
     logp, entropy = logprobs(h, w, targets, temperature, chunk)
@@ -145,9 +146,9 @@ class NewMemory(TorchDispatchMode):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """As many blocks of a small case as of a large one."""
-    monkeypatch.setitem(logit_chunk.LOGIT_BLOCK, "cpu", 2 * 3000)
-    monkeypatch.setitem(logit_chunk.WEIGHT_BLOCK, "cpu", 64)
+    """Blocks so small that a small case has as many as a large one."""
+    monkeypatch.setitem(chunked.LOGIT_BLOCK, "cpu", 2 * 3000)
+    monkeypatch.setitem(chunked.WEIGHT_BLOCK, "cpu", 64)
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
@@ -194,10 +195,10 @@ def test_nothing_waits_for_a_device():
     assert not {name.removeprefix("aten::") for name in seen.names} & waiting
 
 
-@pytest.mark.parametrize("padding", [0, 12])
-@pytest.mark.parametrize("chunk", [5, 16, 64])
-@pytest.mark.parametrize("with_entropy", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@looped("padding", [0, 12])
+@looped("chunk", [5, 16, 64])
+@looped("with_entropy", [False, True])
+@looped("dtype", [torch.float32, torch.bfloat16])
 def test_values_and_gradients_are_those_of_float64(dtype, with_entropy, chunk, padding):
     """The stated errors: of log-probs and entropy in nats, of gradients relative to their norm.
     Numbers of bfloat16 have a rounding error of 2^-9; the matrix that is kept, the scaled hidden

@@ -20,9 +20,10 @@ from megatron_async_rl.report.anomalies import KEPT, Anomaly, AnomalyList
 from megatron_async_rl.report.metric_rows import MetricRows
 from megatron_async_rl.report.summary import summarise_run
 from tests.logged_samples import row, sample
+from tests.thorough import examples
 
-LINES = 200_000
-SPIKE_AT = 123_456
+LINES = examples(200_000, 60_000)
+SPIKE_AT = LINES * 3 // 5
 MIB = 2**20
 
 PROGRAM = """
@@ -58,7 +59,7 @@ print(json.dumps(found))
 """
 
 
-def test_a_run_of_200_000_lines_is_resumed_and_reported_in_bounded_memory(tmp_path: Path) -> None:
+def test_a_long_run_is_resumed_and_reported_in_bounded_memory(tmp_path: Path) -> None:
     with open(tmp_path / "metrics.jsonl", "w", encoding="utf-8") as file:
         for step in range(1, LINES + 1):
             norm = 1e4 if step == SPIKE_AT else 1.0 + step % 7
@@ -69,14 +70,14 @@ def test_a_run_of_200_000_lines_is_resumed_and_reported_in_bounded_memory(tmp_pa
                 f' 3, "time/step_s": 2.0, "reward/errors": 1, "lag/histogram": [1, 2],'
                 f' "engine/versions": [{step}, {step}]}}\n'
             )
-        file.write('{"step": 200001, "rew')
+        file.write('{"step": 999999, "rew')
     size = (tmp_path / "metrics.jsonl").stat().st_size
 
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(LINES)]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    assert found["resume_read"] < 12 * MIB < size / 4
+    assert found["resume_read"] < 12 * MIB < 0.7 * size
     assert found["resume_peak"] < 64 * MIB
-    assert found["report_peak"] < 160 * MIB, "as objects, the lines are 400 MiB"
+    assert found["report_peak"] < 80 * MIB < 1500 * LINES, "as objects, a line is 2 KiB"
     assert found["page"] < MIB
     assert found["steps"] == LINES - 100
     assert found["trained"] == 3 * (LINES - 100)

@@ -18,6 +18,7 @@ from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.off_policy import proximal_logp
 from megatron_async_rl.objectives.registry import LOSSES, loss_method
 from megatron_async_rl.objectives.targets import StepTargets
+from tests.cases import looped
 from tests.token_batches import detached, part_of, random_tokens, tokens
 
 DATA = Path(__file__).parents[1] / "data/golden"
@@ -48,8 +49,8 @@ def test_the_reference_vectors_cover_both_files():
     }
 
 
-@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: c["case"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@looped("case", GOLDEN, ids=lambda c: c["case"])
+@looped("dtype", [torch.float64, torch.float32])
 def test_a_loss_and_its_gradient_equal_the_reference_vector(case, dtype):
     inputs = {
         name: torch.tensor(value, dtype=torch.float64) for name, value in case["inputs"].items()
@@ -122,14 +123,12 @@ def configured(loss, **more):
     return Objective(ObjectiveConfig(loss=loss, **given | more))
 
 
-@pytest.mark.parametrize(
+@looped(
     "loss",
     [v for name in LOSSES for v in variants(name)],
     ids=lambda loss: "-".join(map(str, loss.model_dump().values()))[:30],
 )
-@pytest.mark.parametrize(
-    "cut", [[[0, 1], [2, 3, 4, 5]], [[5, 0, 3], [4], [2, 1]], [[0], [1], [2], [3], [4], [5]]]
-)
+@looped("cut", [[[0, 1], [2, 3, 4, 5]], [[5, 0, 3], [4], [2, 1]], [[0], [1], [2], [3], [4], [5]]])
 def test_any_cut_of_a_batch_into_micro_batches_gives_the_same_loss_and_gradient(loss, cut):
     whole = random_tokens(seed=4)
     decide = loss_method(loss.name).decide
@@ -153,8 +152,8 @@ def test_any_cut_of_a_batch_into_micro_batches_gives_the_same_loss_and_gradient(
         assert torch.all(expected[whole.mask == 0] == 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", LOSSES)
+@looped("dtype", [torch.float64, torch.float32])
+@looped("name", LOSSES)
 def test_every_loss_is_finite_for_log_ratios_of_700(name, dtype):
     far = list(product([-700.0, 0.0, 700.0], [-700.0, -1.0], [-1.0, 1.0]))
     logp, other, advantages = zip(*far, strict=True)
@@ -197,9 +196,7 @@ def test_a_loss_said_to_be_linear_in_the_advantage_is(name):
     torch.testing.assert_close(slope(-3.0), -3.0 * slope(1.0))
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in LOSSES if not SETTINGS[name].linear_in_advantage]
-)
+@looped("name", [name for name in LOSSES if not SETTINGS[name].linear_in_advantage])
 def test_a_loss_not_said_to_be_linear_in_the_advantage_is_not(name):
     batch = random_tokens(seed=7)
 
@@ -224,8 +221,8 @@ FACTS = {
 }
 
 
-@pytest.mark.parametrize("fact", FACTS)
-@pytest.mark.parametrize("name", LOSSES)
+@looped("fact", FACTS)
+@looped("name", LOSSES)
 def test_a_loss_reads_exactly_the_columns_its_settings_say(name, fact):
     column, method, settings = FACTS[fact], loss_method(name), SETTINGS[name]()
     batch = random_tokens(seed=7)

@@ -11,6 +11,7 @@ import torch
 from megatron_async_rl.config.losses import M2poLoss
 from megatron_async_rl.objectives.batch import BatchDecision
 from megatron_async_rl.objectives.losses.m2po import decide_m2po, m2po
+from tests.cases import looped
 from tests.token_batches import detached, random_tokens, tokens
 
 BOUNDS = [0.001, 0.04, 0.2, 1.0, 5.0]
@@ -42,9 +43,9 @@ def squares(batch, candidates):
     return found
 
 
-@pytest.mark.parametrize("bound", BOUNDS)
-@pytest.mark.parametrize("candidates", ["harmful", "all"])
-@pytest.mark.parametrize("seed", range(3))
+@looped("bound", BOUNDS)
+@looped("candidates", ["harmful", "all"])
+@looped("seed", range(3))
 def test_the_mask_drops_the_largest_and_no_more_than_it_has_to(seed, candidates, bound):
     batch = batch_of(seed)
     decided = decide_m2po(detached(batch), M2poLoss(candidates=candidates, second_moment=bound))
@@ -62,9 +63,9 @@ def test_the_mask_drops_the_largest_and_no_more_than_it_has_to(seed, candidates,
     )
 
 
-@pytest.mark.parametrize("bound", BOUNDS)
-@pytest.mark.parametrize("candidates", ["harmful", "all"])
-@pytest.mark.parametrize("seed", range(3))
+@looped("bound", BOUNDS)
+@looped("candidates", ["harmful", "all"])
+@looped("seed", range(3))
 def test_the_cap_is_the_water_level_of_the_second_moment(seed, candidates, bound):
     batch = batch_of(seed)
     cap = decide_m2po(

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from megatron_async_rl.rollout.rewards import mathematics
+from megatron_async_rl.rollout.rewards.formula_parser import read
+from megatron_async_rl.rollout.rewards.formula_terms import combination
 from megatron_async_rl.rollout.rewards.math_answer import read_answer
 from megatron_async_rl.rollout.rewards.mathematics import math
 from megatron_async_rl.rollout.rewards.registry import RewardError, validate_row
 from megatron_async_rl.samples import Prompt
+from tests.cases import looped
 from tests.unit.math_cases import RIGHT, WRONG
 
 ASKED = "What is 9 - 7?"
@@ -219,7 +222,7 @@ def test_a_row_of_a_plain_number_is_validated_without_math_verify(
         validate_row("math", {}, {"answer": answer})
 
 
-@pytest.mark.parametrize(
+@looped(
     ("text", "reason"),
     [
         ("5-7", "is a range or a difference: write its value"),
@@ -243,7 +246,7 @@ def test_an_ambiguous_answer_is_refused_with_the_reason(text: str, reason: str) 
         validate_row("math", {}, {"answer": text})
 
 
-@pytest.mark.parametrize(
+@looped(
     "text",
     [
         "Ann has 3 apples and 4 pears",
@@ -329,3 +332,29 @@ def test_a_number_in_text_without_a_fraction_is_a_whole_number() -> None:
         prompt = Prompt(id="p", text="?", token_ids=(1,), fields={"answer": answer})
         assert arithmetic(prompt, "27") == 1.0
     assert score(1.5e-07, r"\boxed{1.5 \times 10^{-7}}") == 1.0
+
+
+def test_numbers_are_calculated_and_roots_simplified_in_terms() -> None:
+    def same(one: str, other: str) -> bool:
+        found = [read(text) for text in (one, other)]
+        return combination(found[0]) == combination(found[1])
+
+    for one, other in (
+        (r"\sqrt{4}", "2"),
+        (r"\sqrt{9}", "3"),
+        (r"\sqrt{12}", r"2\sqrt{3}"),
+        (r"\sqrt{1/2}", r"\sqrt{2}/2"),
+        (r"\sqrt{2}\sqrt{3}", r"\sqrt{6}"),
+        ("x^2 x", "x^3"),
+        ("(x-1)^2", "(1-x)^2"),
+        ("(x-1)^3", "-(1-x)^3"),
+        ("2^{64}", str(2**64)),
+    ):
+        assert same(one, other), (one, other)
+    for one, other in (
+        ("2^{65}", str(2**65)),  # a power that large is not an operation to carry out
+        ("(x-1)^3", "(1-x)^3"),
+        ("x^2 x", "x^2"),
+        (r"\sqrt{3}", "3"),
+    ):
+        assert not same(one, other), (one, other)

@@ -6,13 +6,11 @@ import ast
 import importlib
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
 from megatron_async_rl.policy import bridge, megatron_private, model
+from tests.cases import looped
+from tests.forked import python
 
 PACKAGE = Path(megatron_private.__file__).parents[1]
 FUNCTIONS = [(module, name) for module, names in megatron_private.NAMES.items() for name in names]
@@ -64,18 +62,18 @@ def found(path: str):
         return getattr(importlib.import_module(module), name)
 
 
-@pytest.mark.parametrize(("module", "name"), FUNCTIONS)
+@looped(("module", "name"), FUNCTIONS)
 def test_a_private_name_that_we_use_exists(module, name):
     assert hasattr(found(module), name)
 
 
-@pytest.mark.parametrize(("owner", "name"), METHODS)
+@looped(("owner", "name"), METHODS)
 def test_a_method_that_we_call_or_override_exists(owner, name):
     """One that is gone would make an override that nobody calls."""
     assert hasattr(found(owner), name)
 
 
-@pytest.mark.parametrize(("owner", "name"), ASSIGNED)
+@looped(("owner", "name"), ASSIGNED)
 def test_an_attribute_that_we_read_is_assigned(owner, name):
     wanted = [
         target
@@ -137,13 +135,7 @@ def test_one_module_names_the_class_that_megatron_deprecates():
 
 
 def test_a_router_multiplies_without_transformer_engine():
-    done = subprocess.run(
-        [sys.executable, "-c", GEMM, "cpu", "cuda"],
-        cwd=PACKAGE.parent,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = python(GEMM, "cpu", "cuda")
     assert done.returncode == 0, done.stderr[-2000:]
     numbers = f"{[[3.0] * 4] * 2} {[[2.0] * 3] * 4}"
     said = [line for line in done.stdout.splitlines() if line.startswith(("cpu ", "cuda "))]
@@ -162,4 +154,5 @@ device.install("cuda")
 assert not torch.backends.cuda.cudnn_sdp_enabled()
 assert torch.backends.cuda.flash_sdp_enabled()
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=600)
+    done = python(program)
+    assert done.returncode == 0, done.stderr

@@ -15,13 +15,14 @@ import yaml
 from megatron_async_rl.config.data import DataConfig
 from megatron_async_rl.data import DataError, SupervisedSource, read_training
 from megatron_async_rl.data.tokenizer import load_tokenizer
+from tests.cases import looped
 from tests.characters import TEMPLATE, characters, save_characters
 from tests.train_batches import samples_in
 from tests.unit.test_data import as_json, as_jsonl, as_parquet, asks, read, turns
 
 
-@pytest.mark.parametrize("key", ["prompt_key", "messages_key"])
-@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
+@looped("key", ["prompt_key", "messages_key"])
+@looped("ending", ["jsonl", "csv", "parquet"])
 def test_messages_may_be_json_text(tmp_path: Path, key: str, ending: str) -> None:
     chat = [{"weight": 1, "role": "user", "content": 'a "b", é'}, {"from": "human", "value": "c"}]
     path = tmp_path / f"d.{ending}"
@@ -179,7 +180,7 @@ def test_messages_of_sharegpt_are_read_as_their_own(tmp_path: Path) -> None:
         ({"from": "bot", "value": "x"}, "a chat message is `from` 'bot'"),
         (
             {"from": "function_call", "value": "f(1)"},
-            "a message `from` function_call is no JSON object",
+            "a message `from` function_call is not a JSON object",
         ),
         ({"from": "human"}, "a message of the user has no content"),
         ({"from": "human", "value": ["x"]}, r"content\[0\] of type text"),
@@ -201,7 +202,7 @@ CALLS = {
     "either": "{{ c.function.arguments if c.function.arguments is string"
     " else c.function.arguments | tojson }}",
 }
-"""What templates do with the arguments of a call."""
+"""Ways in which templates render the arguments of a call."""
 
 
 CONTENTS = {
@@ -211,18 +212,19 @@ CONTENTS = {
     "none": "{% if m.tool_calls and m.content is not none %}{{ raise_exception('') }}{% endif %}"
     "{{ m.content or '' }}",
 }
-"""What templates do with the content of a message."""
+"""Ways in which templates render the content of a message."""
 
 
-@pytest.mark.parametrize("said", CONTENTS)
-@pytest.mark.parametrize("way", CALLS)
+@looped("said", CONTENTS)
+@looped("way", CALLS)
 def test_arguments_of_a_call_are_written_once_in_whatever_form_they_are_given(
     tmp_path: Path, way: str, said: str
 ) -> None:
     tokenizer = characters(
         tmp_path / "model",
         f"{{% for m in messages %}}{{{{ m.role }}}}:{CONTENTS[said]}"
-        f"{{% for c in m.tool_calls or () %}}{{{{ c.function.name }}}}{CALLS[way]}{{% endfor %}}<end>"
+        f"{{% for c in m.tool_calls or () %}}{{{{ c.function.name }}}}{CALLS[way]}"
+        "{% endfor %}<end>"
         "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
     )
     own = {"a": 1, "b": "x y", "big": 2**63 + 1}
@@ -246,11 +248,11 @@ def test_arguments_of_a_call_are_written_once_in_whatever_form_they_are_given(
     assert texts == {f"f{written.get(way, json.dumps(own))}<end>"}
 
 
-@pytest.mark.parametrize(
+@looped(
     ("message", "what"),
     [
         ({"tool_calls": "f(1)"}, "has tool_calls that are not JSON"),
-        ({"tool_calls": ["f"]}, r"has tool_calls that are no list of objects: \['f'\]"),
+        ({"tool_calls": ["f"]}, r"has tool_calls that are not a list of objects: \['f'\]"),
         (
             {"tool_calls": [{"function": {"name": "f", "arguments": "a=1"}}]},
             r"has tool_calls\[0\].function.arguments that are not JSON",
@@ -268,7 +270,7 @@ def test_arguments_of_a_call_are_written_once_in_whatever_form_they_are_given(
         ),
         (
             {"tool_calls": [{"function": {"name": "f", "parameters": {"a": 1}}}]},
-            r"has `parameters` in the place of arguments in tool_calls\[0\]",
+            r"has `parameters` instead of arguments in tool_calls\[0\]",
         ),
         (
             {"tool_calls": [{"function": {"name": "f", "arguments": 5}}]},
@@ -296,8 +298,8 @@ def test_a_call_that_the_template_leaves_out_is_refused(tmp_path: Path) -> None:
         read_training(DataConfig(train=tmp_path / "d.jsonl"), tokenizer)
 
 
-@pytest.mark.parametrize("key", [{"weight": 0}, {"weight": 0.0}, {"step_loss_mask": 0}])
-@pytest.mark.parametrize("write", [as_jsonl, as_parquet])
+@looped("key", [{"weight": 0}, {"weight": 0.0}, {"step_loss_mask": 0}])
+@looped("write", [as_jsonl, as_parquet])
 def test_a_message_of_weight_zero_is_not_trained_on(
     tmp_path: Path, key: dict[str, Any], write: Any
 ) -> None:
@@ -330,7 +332,7 @@ def end_of(tmp_path: Path, template: str, **data: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("answer", "ended"),
     [
         ("{{ m.content }}<stop>\n", "yes!"),
@@ -391,14 +393,14 @@ def examples_of_other_projects() -> list[Any]:
     return [pytest.param(json.loads(row), yaml.safe_load(keys)) for row, keys in pairs]
 
 
-@pytest.mark.parametrize(("row", "tree"), examples_of_other_projects())
+@looped(("row", "tree"), examples_of_other_projects())
 def test_data_of_other_projects_is_read_with_the_keys_that_the_page_names(
     tmp_path: Path, row: dict[str, Any], tree: dict[str, Any]
 ) -> None:
     template = (
-        "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ m.role }}:"
-        "{{ m.content or '' }}{% for c in m.tool_calls or () %}{{ c.function | tojson }}{% endfor %}"
-        "<end>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+        "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ m.role }}:{{ m.content or"
+        " '' }}{% for c in m.tool_calls or () %}{{ c.function | tojson }}{% endfor %}<end>{% endfor"
+        " %}{% if add_generation_prompt %}assistant:{% endif %}"
     )
     tokenizer = characters(tmp_path / "model", template)
     supervised = tree.get("objective", {}).get("loss") == "sft"

@@ -6,8 +6,6 @@ import io
 import json
 import math
 import re
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
@@ -29,6 +27,7 @@ from megatron_async_rl.metrics.log import (
     read_metrics,
     read_newest,
 )
+from tests.cases import looped
 
 PACKAGE = Path(megatron_async_rl.__file__).parent
 
@@ -99,7 +98,7 @@ def test_an_unknown_key_is_refused_and_the_nearest_named(tmp_path: Path) -> None
     assert lines_of(tmp_path / "metrics.jsonl") == []
 
 
-@pytest.mark.parametrize(
+@looped(
     ("key", "value"),
     [
         ("reward/mean", "high"),
@@ -240,7 +239,7 @@ def test_a_broken_line_in_the_middle_is_named_by_file_and_line(tmp_path: Path) -
 
 @pytest.mark.parametrize("step", ["2", "1", "2.5"])
 def test_a_step_that_does_not_grow_is_named_by_file_and_line(tmp_path: Path, step: str) -> None:
-    """As damage, or a file put together by hand, leaves it: every step would count twice."""
+    """Damage or a file assembled by hand leaves such lines, and every step would count twice."""
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{{"step": 2}}\n{{"step": {step}}}\n{{"step": 4}}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl:3"):
@@ -375,19 +374,3 @@ def test_one_line_of_the_catalogue_adds_a_metric_everywhere(
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.value for event in events.Scalars("reward/median")] == [0.5]
     assert "| `reward/median` | reward | Median reward of a sample. |" in keys.page()
-
-
-def test_seeing_a_run_needs_no_torch_and_only_its_report_needs_matplotlib() -> None:
-    code = (
-        "import sys, megatron_async_rl.launch.launcher, megatron_async_rl.report.progress,"
-        " megatron_async_rl.metrics.log, megatron_async_rl.metrics.sinks,"
-        " megatron_async_rl.watchdog.deadline, megatron_async_rl.watchdog.logs\n"
-        "heavy = {'torch', 'ray', 'matplotlib', 'tensorflow'}\n"
-        "print(sorted(heavy & sys.modules.keys()))\n"
-        "import megatron_async_rl.report.report\n"
-        "print(sorted(heavy & sys.modules.keys()))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
-    )
-    assert done.stdout.splitlines() == ["[]", "['matplotlib']"]

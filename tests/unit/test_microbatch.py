@@ -12,7 +12,7 @@ from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.targets import StepTargets, whole_batch
 from megatron_async_rl.policy import microbatch
 from megatron_async_rl.policy.batches import split
-from megatron_async_rl.policy.context_parallel import Context
+from megatron_async_rl.policy.context_parallel import ContextParallelSlice
 from megatron_async_rl.policy.forward import TokenOutputs
 from megatron_async_rl.policy.microbatch import (
     SampleTooLong,
@@ -27,7 +27,8 @@ from megatron_async_rl.policy.sequence_layout import (
     Padded,
     cheapest_cut,
 )
-from megatron_async_rl.policy.step_table import RecordedLoss
+from megatron_async_rl.policy.step import RecordedLoss
+from tests.cases import looped
 from tests.train_batches import (
     columns_of,
     grouped,
@@ -63,9 +64,9 @@ def geometric(count, seed):
     ]
 
 
-@pytest.mark.parametrize("data_parallel", [1, 2, 3, 8])
-@pytest.mark.parametrize(("budget", "multiple"), [(32, 1), (100, 4), (100000, 2)])
-@pytest.mark.parametrize("layout", [Padded, Packed])
+@looped("data_parallel", [1, 2, 3, 8])
+@looped(("budget", "multiple"), [(32, 1), (100, 4), (100000, 2)])
+@looped("layout", [Padded, Packed])
 def test_every_sample_is_in_exactly_one_micro_batch_and_no_budget_is_exceeded(
     data_parallel, budget, multiple, layout
 ):
@@ -120,8 +121,8 @@ def test_groups_that_have_to_stay_whole_do():
     assert loads.max() - loads.min() <= max(lengths[group == number].sum() for number in group)
 
 
-@pytest.mark.parametrize("count", [64, 128, 256, 512])
-@pytest.mark.parametrize("data_parallel", [1, 2])
+@looped("count", [64, 128, 256, 512])
+@looped("data_parallel", [1, 2])
 def test_a_tenth_of_the_tokens_is_padding_at_most_where_lengths_are_geometric(count, data_parallel):
     shares, numbers = [], []
     for seed in range(10):
@@ -133,7 +134,7 @@ def test_a_tenth_of_the_tokens_is_padding_at_most_where_lengths_are_geometric(co
 
 
 def test_where_little_is_padding_anyway_few_micro_batches_are_made():
-    """As in the demo: 512 samples of 6 to 13 tokens."""
+    """The demo has such a batch: 512 samples of 6 to 13 tokens."""
     prompt = dataclasses.replace(SAMPLES[0].prompt, token_ids=(1,))
     samples = [make_sample(prompt, str(i), [3] * (6 + i % 8)) for i in range(512)]
     plan, _ = planned(samples, budget=16384)
@@ -256,7 +257,7 @@ def test_what_fills_a_packed_row_up_belongs_to_its_last_sample():
     assert (nobody.samples, len(nobody.rows)) == ((), 1)
 
 
-@pytest.mark.parametrize("layout", [Padded(4), Packed(4), Packed(4, Context(1, 2))])
+@pytest.mark.parametrize("layout", [Padded(4), Packed(4), Packed(4, ContextParallelSlice(1, 2))])
 def test_micro_batches_of_a_plan_are_uploaded_together(monkeypatch, layout):
     plan, (batch,) = planned(SAMPLES, budget=96, sequences=layout)
     cuts = (*plan.ranks[0], ())
@@ -362,10 +363,10 @@ def test_tensors_are_moved_by_one_copy_per_dtype_and_come_back_whole(monkeypatch
     assert on_device({}, CPU) == {}
 
 
-@pytest.mark.parametrize("kind", [Padded, Packed])
-@pytest.mark.parametrize(("size", "multiple"), [(2, 4), (3, 6), (2, 12)])
+@looped("kind", [Padded, Packed])
+@looped(("size", "multiple"), [(2, 4), (3, 6), (2, 12)])
 def test_parts_of_context_parallel_ranks_make_up_the_whole_rows(kind, size, multiple):
-    layouts = [kind(multiple, Context(rank, size)) for rank in range(size)]
+    layouts = [kind(multiple, ContextParallelSlice(rank, size)) for rank in range(size)]
     plan, (batch,) = planned(SAMPLES, budget=96, sequences=layouts[0])
     for rows in (*plan.ranks[0], ()):
         parts = [build_micro_batch(batch, rows, CPU, layout) for layout in layouts]
@@ -401,7 +402,11 @@ def test_context_parallel_ranks_have_the_same_work_under_the_causal_mask(size):
     starts, lengths = np.array([0, 4 * size]), np.array([4 * size, 6 * size])
     layout = Packed(2 * size)
     keys = [
-        int((layout.positions(lengths)[Context(rank, size).own(starts, lengths)] + 1).sum())
+        int(
+            (
+                layout.positions(lengths)[ContextParallelSlice(rank, size).own(starts, lengths)] + 1
+            ).sum()
+        )
         for rank in range(size)
     ]
     assert len(set(keys)) == 1
@@ -421,7 +426,7 @@ def test_a_rank_cannot_feed_tokens_that_another_one_has():
     assert build_micro_batch(second, others, CPU).samples == others
 
 
-@pytest.mark.parametrize("layout", [Padded(2), Packed(2), Packed(4, Context(1, 2))])
+@pytest.mark.parametrize("layout", [Padded(2), Packed(2), Packed(4, ContextParallelSlice(1, 2))])
 def test_a_segment_lies_in_a_micro_batch_as_a_sample_of_its_own(layout):
     """Each trained token is predicted from the same token at the same position, and both cuts have
     all of them."""

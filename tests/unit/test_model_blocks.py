@@ -13,9 +13,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from megatron_async_rl.policy import model_blocks
 from megatron_async_rl.policy.model_blocks import Block, Blocks, boxes
 from megatron_async_rl.policy.parameter_state import ALIGNED, replica_part
+from tests.cases import looped
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (5, 3), (1, 4), (3, 2, 2), (2, 1, 3, 2)])
+@looped("shape", [(), (7,), (5, 3), (1, 4), (3, 2, 2), (2, 1, 3, 2)])
 def test_any_run_of_elements_is_boxes_in_their_order(shape):
     numbers = torch.arange(prod(shape)).view(shape)
     for start, end in combinations_with_replacement(range(prod(shape) + 1), 2):
@@ -36,9 +37,7 @@ def test_no_box_is_larger_than_a_block_unless_a_row_is(monkeypatch):
     assert [size for _, size in boxes((2, 100), 0, 200, itemsize=4)] == [(1, 100)] * 2
 
 
-@pytest.mark.parametrize(
-    ("elements", "replicas"), product((1, 63, 64, 65, 1000, 4096, 100_003), (1, 2, 3, 8))
-)
+@looped(("elements", "replicas"), product((1, 63, 64, 65, 1000, 4096, 100_003), (1, 2, 3, 8)))
 def test_replicas_divide_a_parameter_without_gap_or_overlap(elements, replicas):
     parts = [replica_part(elements, replica, replicas) for replica in range(replicas)]
     assert parts[0][0] == 0
@@ -48,7 +47,7 @@ def test_replicas_divide_a_parameter_without_gap_or_overlap(elements, replicas):
 
 
 def reading(saved, chunks, blocks):
-    planner = model_blocks._Reading(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = model_blocks._LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     properties = torch.distributed.checkpoint.metadata.TensorProperties(torch.float32)
     entry = TensorStorageMetadata(properties, torch.Size(saved), [each.chunk for each in chunks])
     planner.set_up_planner({"w": Blocks(blocks)}, SimpleNamespace(state_dict_metadata={"w": entry}))

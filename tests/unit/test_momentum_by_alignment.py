@@ -5,6 +5,7 @@ import torch
 
 from megatron_async_rl.config.controls import MomentumByAlignmentControl
 from megatron_async_rl.controls.momentum_by_alignment import MomentumByAlignment
+from tests.cases import looped
 from tests.gradients import Optimizer, aligned, gradient, step
 
 
@@ -19,7 +20,7 @@ def decide(c, *, turned=False, beta1=0.9, **settings):
     return decision
 
 
-@pytest.mark.parametrize(
+@looped(
     ("c", "beta1"),
     [(-0.9, 0.9), (0.0, 0.9), (0.2, 0.9), (0.3, 0.7), (0.4, 0.5), (0.6, 0.1), (0.95, 0.1)],
 )

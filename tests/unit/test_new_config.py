@@ -8,7 +8,6 @@ import os
 import pty
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +28,8 @@ from megatron_async_rl.plan.reward_choice import (
     is_environment,
     names_of,
 )
+from tests.cases import looped
+from tests.mar_command import mar
 from tests.published_models import write_config
 from tests.written_run import write_model, write_prompts
 
@@ -212,24 +213,33 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str 
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("template", [True, False], ids=["chat", "text"])
+ANSWERS = [
+    *REWARDS,
+    *ENVIRONMENTS,
+    "asked_files:score",
+    "asked_files:Game",
+    "math + asked_files:score",
+    "tools+arithmetic",
+    "asked_files:Game+judge+math",
+]
+
+
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "template"),
     [
-        *REWARDS,
-        *ENVIRONMENTS,
-        "asked_files:score",
-        "asked_files:Game",
-        "math + asked_files:score",
-        "tools+arithmetic",
-        "asked_files:Game+judge+math",
+        *(pytest.param(answer, True, id=f"{answer}-chat") for answer in ANSWERS),
+        # Without a template, environments alone are asked for in another way.
+        *(
+            pytest.param(answer, False, id=f"{answer}-text")
+            for answer in ("math", *ENVIRONMENTS, "asked_files:Game")
+        ),
     ],
 )
 def test_mar_plan_accepts_what_any_answer_writes(asked, answer, template, tmp_path):
     if not template:
         (tmp_path / "model" / "chat_template.jinja").unlink()
     if answer == "code":  # whether there is a sandbox is this machine's affair
-        asked += ["--setting", "isolation=limits"]
+        asked += ["--setting", "isolation=rlimits"]
     code, told = run("init", "run.yaml", *asked, "--reward", answer)
     if not template and answer in AGENTS:
         assert (code, "has no chat template" in told) == (2, True)
@@ -429,20 +439,16 @@ def test_without_a_terminal_every_question_takes_its_default(tmp_path, monkeypat
 
 
 def test_a_real_terminal_is_asked_and_none_is_not(tmp_path):
-    """As a user starts it: with a pseudo-terminal, with /dev/null, and with an input that stays
-    open and never has a line."""
+    """The command is started as by a user: with a pseudo-terminal, with /dev/null, and with an
+    input that stays open and never has a line."""
     model, data = write_model(tmp_path), write_prompts(tmp_path / "data.jsonl")
-    command = [sys.executable, "-m", "megatron_async_rl", "init"]
     reader, writer = os.pipe()
-    for name, stdin in (("null.yaml", subprocess.DEVNULL), ("pipe.yaml", reader)):
-        done = subprocess.run(
-            [*command, name, "--model", model, "--data", data, "--eval", "none"],
-            stdin=stdin,
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            timeout=600,
-        )
+    for name, stdin in (
+        ("null.yaml", os.devnull),
+        ("pipe.yaml", f"/proc/{os.getpid()}/fd/{reader}"),
+    ):
+        given = ["--model", model, "--data", data, "--eval", "none"]
+        done = mar("init", name, *given, folder=tmp_path, stdin=stdin)
         assert done.returncode == 0, done.stderr
         assert "as nothing else was given" in done.stderr
     os.close(reader)
@@ -450,14 +456,7 @@ def test_a_real_terminal_is_asked_and_none_is_not(tmp_path):
 
     master, slave = pty.openpty()
     os.write(master, f"{model}\n{data}\nnone\narithmetic\n0\nclipped\n".encode())
-    done = subprocess.run(
-        [*command, "tty.yaml"],
-        stdin=slave,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=600,
-    )
+    done = mar("init", "tty.yaml", folder=tmp_path, stdin=os.ttyname(slave))
     os.close(slave)
     os.close(master)
     assert done.returncode == 0, done.stderr
@@ -568,7 +567,7 @@ def test_a_synchronous_run_shares_the_gpus_where_that_fits(tmp_path):
 THINKING = "{% if enable_thinking %}<think>{% endif %}{{ messages }}"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("name", "template", "gpus", "tokens"),
     [
         ("Qwen3-8B", THINKING, 8, 8192),
@@ -625,7 +624,7 @@ def test_a_wrong_answer_is_named_and_nothing_is_written(tmp_path, wrong, named):
 
 
 def test_columns_of_other_names_are_written_down(tmp_path):
-    """Those of the usual names are found; others have to be named."""
+    """Columns with the usual names are found; others must be named."""
     data = tmp_path / "data.csv"
     data.write_text("question,solution\n1+1=,2\n2+2=,4\n")
     out, model = tmp_path / "run.yaml", write_model(tmp_path)

@@ -18,6 +18,7 @@ from megatron_async_rl.launch.peers import Nodes, NodesError, rank_address
 from megatron_async_rl.rollout.cluster import software
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE
 from tests.ports import free_ports
+from tests.thorough import thorough
 
 ENDPOINT = "node0:29500"
 CONFIG = """
@@ -56,8 +57,8 @@ Start = Callable[..., "subprocess.Popen[str]"]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """`start(count, rank, timeout_s, *overrides)`: a launcher that meets the others, prints the id
-    of the start and stays. One that fails tells the others for up to `tell_s` seconds. `before`: code
-    that it runs first; `node_0`: where it looks for node 0, if not where that is."""
+    of the start and stays. One that fails tells the others for up to `tell_s` seconds. `before`:
+    code that it runs first; `node_0`: where it looks for node 0, if not where that is."""
     (tmp_path / "config.yaml").write_text(CONFIG)
     started: list[subprocess.Popen[str]] = []
     endpoint = f"localhost:{free_ports(1)[0]}"
@@ -93,7 +94,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def said(process: subprocess.Popen[str]) -> str:
-    """What it says last, once it has ended."""
+    """Last line of the output, once the process has ended."""
     _, error = process.communicate(timeout=600)
     assert process.returncode == 1
     return error
@@ -104,7 +105,7 @@ def line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline()
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=thorough)])
 def test_nodes_meet_whoever_comes_first_and_agree_on_the_start(start: Start, first: int) -> None:
     nodes = {first: start(2, first, 600)}
     nodes[1 - first] = start(2, 1 - first, 600)
@@ -118,7 +119,7 @@ def test_node_0_names_the_nodes_that_did_not_come(start: Start, tmp_path: Path) 
     assert str(tmp_path / "run") in error
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=thorough), 1])
 def test_a_node_is_not_deceived_by_what_a_killed_launcher_left(
     start: Start, tmp_path: Path, rank: int
 ) -> None:
@@ -196,7 +197,7 @@ def test_ranks_listen_where_gloo_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert rank_address() == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
-    with pytest.raises(NodesError, match=r"ib7 is no interface of .*\n  fix: set it .*: .*lo"):
+    with pytest.raises(NodesError, match=r"ib7 is not an interface of .*\n  fix: set it .*: .*lo"):
         rank_address()
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-machine.invalid")

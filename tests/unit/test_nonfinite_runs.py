@@ -9,6 +9,7 @@ from megatron_async_rl import train as train_module
 from megatron_async_rl.config.load import load
 from megatron_async_rl.policy import checkpoint_folder
 from megatron_async_rl.policy.finite import NonFiniteError, refuse_nonfinite_steps, require_finite
+from tests.cases import looped
 from tests.written_run import write_run
 
 
@@ -63,7 +64,7 @@ class FakeRank0:
     def log(self, batch, metrics):
         self.logged.append(metrics)
 
-    def say(self, *words):
+    def set_status(self, *words):
         self.said.append(words)
 
     def __getattr__(self, name):
@@ -153,8 +154,8 @@ def test_the_checkpoint_before_the_newest_stays_until_a_step_has_proven_the_newe
     assert checkpoint_folder.outdated(steps[3], 3, set(steps)) == [steps[0]]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@looped("bad", [float("nan"), float("inf"), float("-inf")])
+@looped("dtype", [torch.float32, torch.bfloat16])
 def test_numbers_that_are_not_finite_are_refused_by_what_they_are(bad, dtype, monkeypatch):
     monkeypatch.setattr("torch.distributed.all_reduce", lambda *_, **__: None)
     layout = SimpleNamespace(device=torch.device("cpu"), world_group=None)

@@ -1,5 +1,5 @@
-"""What any claim for GAC has to beat: the same gradient norms, the same update norms, a lower
-beta1."""
+"""Null baselines that any claim for GAC has to beat: the same gradient norms, the same update
+norms, a lower beta1."""
 
 import math
 
@@ -13,6 +13,7 @@ from megatron_async_rl.config.controls import (
     MatchedNormControl,
 )
 from megatron_async_rl.controls.gac import Beta1, Gac, MatchedLr, MatchedNorm
+from tests.cases import looped
 from tests.gradients import OneRank, Optimizer, Shard, aligned, flat, gradient, step
 
 
@@ -20,9 +21,9 @@ def copied(gradients):
     return OneRank([Shard(shard.grad.clone()) for shard in gradients.shards])
 
 
-@pytest.mark.parametrize("reference", ["raw", "applied"])
-@pytest.mark.parametrize("target", ["threshold", "zero"])
-@pytest.mark.parametrize("c", [-0.4, 0.1, 0.3, 0.6, 0.95])
+@looped("reference", ["raw", "applied"])
+@looped("target", ["threshold", "zero"])
+@looped("c", [-0.4, 0.1, 0.3, 0.6, 0.95])
 def test_matched_norm_leaves_the_length_that_gac_leaves_and_the_direction_alone(
     c, target, reference
 ):
@@ -42,6 +43,18 @@ def test_matched_norm_leaves_the_length_that_gac_leaves_and_the_direction_alone(
     assert {name: decision.metrics[name] for name in shared} == shared
 
 
+def test_matched_norm_compares_each_gradient_with_the_one_before_as_gac_does():
+    gac, null = Gac(GacControl(c_low=0.15)), MatchedNorm(MatchedNormControl(c_low=0.15))
+    cosines = []
+    for c in (0.6, 0.2, -0.7):
+        for given in aligned(c, seed=int(10 * c) % 7):
+            judged = gac.apply(step(copied(given))).metrics
+            found = null.apply(step(copied(given))).metrics
+            assert found.get("gac/cosine") == judged.get("gac/cosine")
+            cosines.append(found.get("gac/cosine"))
+    assert len(set(cosines)) == 6, "none is judged by an old gradient"
+
+
 def test_matched_norm_skips_where_gac_does():
     null = MatchedNorm(MatchedNormControl(c_high=0.5))
     first, second = aligned(0.9)
@@ -57,7 +70,7 @@ def test_matched_norm_of_a_repeated_gradient_is_nothing_not_a_rounding_below_zer
 
 
 def taken(number, norm):
-    """The optimizer after `number` updates, the last of which had this norm."""
+    """The optimizer after `number` updates; the last had this norm."""
     return Optimizer(updates=number, last_update_norm=norm)
 
 

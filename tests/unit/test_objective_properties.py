@@ -1,4 +1,4 @@
-"""What holds for every loss, advantage and correction that is registered, whatever its formula."""
+"""Properties of every registered loss, advantage and correction, whatever its formula."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ from megatron_async_rl.objectives.registry import (
     loss_method,
 )
 from megatron_async_rl.objectives.terms import token_rewards
+from tests.cases import looped
 from tests.gpu.host_syncs import unordered_sums
 from tests.method_settings import every, label, models
 from tests.token_batches import detached, random_tokens
 
 few = settings(max_examples=5, derandomize=True, deadline=None)
 seeds = st.integers(0, 2**16)
-each_loss = pytest.mark.parametrize("loss", every("loss"), ids=label)
-each_advantage = pytest.mark.parametrize("advantage", every("advantage"), ids=label)
-each_correction = pytest.mark.parametrize("correction", every("corrections"), ids=label)
+each_loss = looped("loss", every("loss"), ids=label)
+each_advantage = looped("advantage", every("advantage"), ids=label)
+each_correction = looped("correction", every("corrections"), ids=label)
 TOKENS = ("logp", "logp_prox", "logp_behavior", "logp_ref")
 PER_SEQUENCE = ("rewards", "group", "score_norms")
 
 
 def whole_batch(seed, *, sequences=6, group_size=3, longest=5, spread=0.3):
-    """As `prepare` hands it to a method. The four policies differ by log-ratios of order
-    `spread`."""
+    """A whole batch as `prepare` passes it to a method. The four policies differ by log-ratios
+    of order `spread`."""
     batch = detached(random_tokens(sequences, seed, group_size=group_size, longest=longest))
     base = -batch.logp.abs() - 0.5
     norms = 0.1 + torch.rand(
@@ -144,9 +145,9 @@ def credit(loss, batch):
     return batch.advantages
 
 
-@each_loss
 @given(seed=seeds)
 @few
+@each_loss
 def test_with_all_policies_equal_the_gradient_is_that_of_reinforce(loss, seed):
     batch = decided(on_policy(seed), loss)
     denominators = Denominators.of(batch)
@@ -200,9 +201,9 @@ def with_held_detach(function, logp):
     return value, again
 
 
-@each_loss
 @given(seed=seeds)
 @few
+@each_loss
 def test_the_gradient_is_the_finite_difference_with_detached_parts_held_still(loss, seed):
     batch = decided(whole_batch(seed, sequences=4, group_size=2, longest=3), loss)
     denominators, step = Denominators.of(batch), 1e-6
@@ -234,9 +235,9 @@ def permuted(batch, generator):
     return moved.replace(group=names[batch.group[order]]), index
 
 
-@each_loss
 @given(seed=seeds, cuts=st.integers(1, 6))
 @few
+@each_loss
 def test_no_cut_and_no_order_of_a_batch_changes_a_loss_or_its_gradient(loss, seed, cuts):
     generator = torch.Generator().manual_seed(seed)
     whole = whole_batch(seed)
@@ -259,9 +260,9 @@ def test_no_cut_and_no_order_of_a_batch_changes_a_loss_or_its_gradient(loss, see
     assert torch.all(gradient[whole.mask == 0] == 0)
 
 
-@each_advantage
 @given(seed=seeds)
 @few
+@each_advantage
 def test_the_order_of_sequences_does_not_change_an_advantage(advantage, seed):
     whole = whole_batch(seed)
     moved, index = permuted(whole, torch.Generator().manual_seed(seed))
@@ -273,9 +274,9 @@ def test_the_order_of_sequences_does_not_change_an_advantage(advantage, seed):
         torch.testing.assert_close(found.returns, expected.returns[index], atol=1e-9, rtol=1e-9)
 
 
-@each_correction
 @given(seed=seeds, cuts=st.integers(1, 6))
 @few
+@each_correction
 def test_no_cut_and_no_order_of_a_batch_changes_a_correction(correction, seed, cuts):
     generator = torch.Generator().manual_seed(seed)
     whole, method = whole_batch(seed), correction_method(correction.name)
@@ -295,9 +296,9 @@ def test_no_cut_and_no_order_of_a_batch_changes_a_correction(correction, seed, c
             torch.testing.assert_close(found, expected[index[tokens]], atol=1e-9, rtol=1e-9)
 
 
-@each_correction
 @given(seed=seeds)
 @few
+@each_correction
 def test_a_correction_does_nothing_where_trainer_and_engine_agree(correction, seed):
     batch = whole_batch(seed)
     batch = batch.replace(
@@ -370,7 +371,7 @@ EXTREMES = (
 
 
 def in_single(batch):
-    """What a micro-batch is: float32 where the whole batch is float64."""
+    """A micro-batch's dtypes: float32 where the whole batch is float64."""
 
     def cast(values):
         return {
@@ -389,7 +390,7 @@ def in_single(batch):
     return dataclasses.replace(batch, **(cast(tensors) | {"group": None, "decided": numbers}))
 
 
-@pytest.mark.parametrize("case", EXTREMES)
+@looped("case", EXTREMES)
 @each_loss
 def test_an_extreme_batch_has_a_finite_loss_and_gradient(loss, case):
     for seed in range(4):
@@ -403,7 +404,7 @@ def test_an_extreme_batch_has_a_finite_loss_and_gradient(loss, case):
             assert value == 0.0 or case != "nothing trained on"
 
 
-@pytest.mark.parametrize("case", EXTREMES)
+@looped("case", EXTREMES)
 @each_advantage
 def test_an_extreme_batch_has_finite_advantages(advantage, case):
     for seed in range(4):
@@ -415,7 +416,7 @@ def test_an_extreme_batch_has_finite_advantages(advantage, case):
             assert torch.isfinite(found.returns).all()
 
 
-@pytest.mark.parametrize("case", EXTREMES)
+@looped("case", EXTREMES)
 @each_correction
 def test_an_extreme_batch_has_finite_corrections(correction, case):
     method = correction_method(correction.name)
@@ -427,9 +428,9 @@ def test_an_extreme_batch_has_finite_corrections(correction, case):
             assert torch.all(factor >= 0)
 
 
-@each_loss
 @given(seed=seeds)
 @few
+@each_loss
 def test_a_group_without_a_trained_token_changes_nothing(loss, seed):
     batch = whole_batch(seed)
     last = batch.group[batch.sequence] == batch.group.max()
@@ -449,14 +450,14 @@ def compares_fully(advantage):
     return advantage.compares_group and not getattr(advantage, "zero_tail", False)
 
 
-each_comparing_advantage = pytest.mark.parametrize(
+each_comparing_advantage = looped(
     "advantage", [a for a in every("advantage") if compares_fully(a)], ids=label
 )
 
 
-@each_comparing_advantage
 @given(seed=seeds, reward=st.sampled_from([0.1, -1 / 3, 7.7e5]))
 @few
+@each_comparing_advantage
 def test_equal_rewards_and_groups_of_one_teach_nothing_to_an_estimator_that_compares(
     advantage, seed, reward
 ):
@@ -467,9 +468,9 @@ def test_equal_rewards_and_groups_of_one_teach_nothing_to_an_estimator_that_comp
     assert torch.all(alone == 0.0)
 
 
-@each_comparing_advantage
 @given(seed=seeds, shift=st.floats(-5.0, 5.0))
 @few
+@each_comparing_advantage
 def test_a_constant_added_to_all_rewards_of_a_group_is_without_effect(advantage, seed, shift):
     batch, function = whole_batch(seed), advantage_method(advantage.name).function
     moved = with_token_rewards(batch.replace(rewards=batch.rewards + shift * (batch.group == 0)))

@@ -18,11 +18,12 @@ from megatron_async_rl.policy.attention import (
     window_of,
 )
 from megatron_async_rl.policy.layers import GemmaNorm, NormedAdd
+from tests.cases import looped
 
 CPU = torch.device("cpu")
 HEADS, GROUPS, WIDTH = 4, 2, 8
 LENGTHS = (9, 5, 5, 5, 2, 1, 1, 4)
-"""With runs of equal lengths, and one out of order."""
+"""Lengths with runs of equal ones, and one out of order."""
 
 
 class ThdKernel(torch.nn.Module):
@@ -165,8 +166,8 @@ def test_rows_of_one_sample_are_not_transformer_engines(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 8, 9, 17, 18, 30, 31, 40])
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 31, 50])
+@looped("window", [None, 1, 3, 8, 9, 17, 18, 30, 31, 40])
+@looped("length", [1, 7, 8, 9, 31, 50])
 def test_a_token_sees_the_last_tokens_however_many_queries_attend_at_once(
     monkeypatch, window, length
 ):

@@ -1,5 +1,5 @@
-"""What the pages tell a reader to type works: commands are run in the order of their page, up to where
-they would start a run or a server; configurations load, and code imports. Keys, metrics, files and
+"""Instructions of the pages work: commands are run in the order of their page, up to where they
+would start a run or a server; configurations load, and code imports. Keys, metrics, files and
 headings that a page names exist."""
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from megatron_async_rl.plan.machine import described_machine
 from megatron_async_rl.rollout.environments import load_factory
 from megatron_async_rl.rollout.rewards.registry import load_reward
 from megatron_async_rl.study import check
+from tests.cases import looped
 from tests.logged_samples import logged_run
 from tests.published_models import PUBLISHED, write_config
 from tests.unit.test_report import sampled_run
@@ -90,7 +91,8 @@ def commands(page: Path) -> list[str]:
 
 
 def words_of(line: str) -> list[str]:
-    """Of a command or of its synopsis: options in brackets are given, and words of MEANT filled in."""
+    """Words of a command or of its synopsis: options in brackets are given, and words of MEANT
+    filled in."""
     if not re.search(r"=\[|'\[", line):
         line = re.sub(r"[][]", " ", line)
     words = [MEANT.get(one, one).removesuffix("...") for one in shlex.split(line)]
@@ -109,10 +111,11 @@ def keys() -> set[str]:
     return found
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder of a reader: with the files of a checkout that pages name, and with what
-    words in capitals stand for. No process starts from it."""
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a checkout that pages name, and what words in capitals stand for."""
+    tmp_path = tmp_path_factory.mktemp("reader") / "folder"
+    tmp_path.mkdir()
     for name in ("benchmarks", "launchers", "tests", "Makefile"):
         (tmp_path / name).symlink_to(ROOT / name)
     kept = shutil.ignore_patterns("results", "generated")
@@ -143,6 +146,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     step.mkdir(parents=True)
     (step / "about.json").write_text('{"step": 200}')
     (step.parent / "latest").write_text(step.name)
+    return tmp_path
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder of a reader. No process starts from it."""
+    shutil.copytree(original, tmp_path, symlinks=True, dirs_exist_ok=True)
     for page in (ROOT / "docs" / "one_gpu_node.md", ROOT / "docs" / "ten_minutes.md"):
         write_files(page, tmp_path)
 
@@ -160,7 +170,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def finish(run: Path) -> None:
-    """What a run leaves behind, as far as reports and samples go."""
+    """Write the files of a run that reports and samples read."""
     logged_run(run)
     sampled_run(run, 5)
 
@@ -322,7 +332,7 @@ def test_python_on_a_page_imports_what_exists(page: Path, folder: Path) -> None:
             importlib.import_module(title.removesuffix(".py"))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@looped("page", PAGES, ids=lambda page: page.stem)
 def test_a_command_in_the_text_of_a_page_has_the_options_it_is_named_with(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     known = typer.main.get_command(app).commands
@@ -331,7 +341,7 @@ def test_a_command_in_the_text_of_a_page_has_the_options_it_is_named_with(page: 
         assert set(re.findall(r"--[a-z-]+", rest)) <= options, name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@looped("page", PAGES, ids=lambda page: page.stem)
 def test_keys_metrics_and_links_on_a_page_exist(page: Path) -> None:
     text = page.read_text()
     if page.name == "coming_from.md":  # other systems have keys that look like ours

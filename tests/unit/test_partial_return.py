@@ -4,6 +4,7 @@ from pydantic import ValidationError
 
 from megatron_async_rl.config.advantages import PartialReturnAdvantage
 from megatron_async_rl.objectives.advantages.partial_return import partial_return
+from tests.cases import looped
 from tests.token_batches import random_tokens, tokens
 
 EXACT = torch.float64
@@ -22,7 +23,7 @@ TURNS = [1, 1, 0, 1, 0, 0, 1, 1, 0, 1]
 REWARDS = [0.0, 1.0, 0.0, 2.0, 0.0, 0.0, 0.0, 4.0, 0.0, 8.0]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("settings", "by_turn"),
     [
         ({"horizon": "full"}, [15.0, 14.0, 12.0, 8.0]),
@@ -62,9 +63,9 @@ def test_as_steps_tokens_reach_over_environment_tokens():
     assert credited(REWARDS, TURNS, horizon="greedy", step="token") == REWARDS
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("step", ["turn", "token"])
-@pytest.mark.parametrize("horizon", ["full", "greedy", "k", "segment"])
+@looped("seed", range(3))
+@looped("step", ["turn", "token"])
+@looped("horizon", ["full", "greedy", "k", "segment"])
 def test_the_credit_is_the_explicit_sum_over_the_subset(seed, step, horizon):
     batch = random_tokens(seed=seed, sequences=4, longest=14)
     rewards = (

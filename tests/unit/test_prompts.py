@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_async_rl.data import DataError, PromptSource, SupervisedSource, read_prompts
 from megatron_async_rl.samples import Prompt
+from tests.cases import looped
 from tests.train_batches import groups_of, samples_in
 
 
@@ -71,7 +72,7 @@ def test_the_limit_takes_the_first_prompts(tmp_path: Path) -> None:
     assert [prompt.text for prompt in read_prompts(path, Bytes(), limit=2)] == ["a", "b"]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("content", "line", "what"),
     [
         ('{"prompt": "a", "answer": 1}\n{"prompt": "b"', 2, "is not JSON"),
@@ -99,9 +100,9 @@ def test_the_limit_takes_the_first_prompts(tmp_path: Path) -> None:
             "is also that of line 1",
         ),
         ('{"prompt": "a", "id": [], "answer": 1}', 1, "`id` is a list"),
-        ('{"prompt": "a", "id": "\\ud83d", "answer": 1}', 1, "is no valid Unicode"),
-        ('{"prompt": "a\\ud83d", "answer": 1}', 1, "`prompt` is no valid Unicode"),
-        ('{"prompt": "a", "answer": "\\ud83d"}', 1, "`answer` is no valid Unicode"),
+        ('{"prompt": "a", "id": "\\ud83d", "answer": 1}', 1, "is not valid Unicode"),
+        ('{"prompt": "a\\ud83d", "answer": 1}', 1, "`prompt` is not valid Unicode"),
+        ('{"prompt": "a", "answer": "\\ud83d"}', 1, "`answer` is not valid Unicode"),
         ("", None, "holds no prompts"),
         ("\n \n", None, "holds no prompts"),
     ],
@@ -293,7 +294,7 @@ def test_held_out_responses_come_once_in_their_order_and_move_no_position() -> N
     assert source.state() == before
 
 
-@pytest.mark.parametrize(
+@looped(
     ("fields", "what"),
     [
         ({}, "`response` is None"),

@@ -9,6 +9,7 @@ from megatron_async_rl.config.ratios import LONG_RESPONSE, engine_ratios, length
 from megatron_async_rl.controls.decision import UpdateView
 from megatron_async_rl.controls.registry import build_controls
 from megatron_async_rl.objectives.registry import advantage_method, correction_method, loss_method
+from tests.cases import looped
 from tests.gradients import Optimizer, aligned, step
 from tests.method_settings import every, label
 from tests.token_batches import detached, random_tokens
@@ -54,7 +55,7 @@ def depends_on(column, section, settings):
     )
 
 
-@pytest.mark.parametrize(
+@looped(
     ("section", "settings"),
     [
         pytest.param(section, settings, id=f"{section}-{label(settings)}")
@@ -81,7 +82,7 @@ class Recorded:
         return getattr(self.given, name)
 
 
-@pytest.mark.parametrize("settings", every("controls"), ids=label)
+@looped("settings", every("controls"), ids=label)
 def test_a_control_declares_exactly_the_ratios_that_it_reads(settings):
     control = build_controls([settings])[settings.name]
     _, gradients = aligned(0.9)
@@ -116,7 +117,7 @@ RECOMPUTE = "objective.proximal=recompute"
 LONG = f"rollout.sampling.max_tokens={LONG_RESPONSE + 1}"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("overrides", "named"),
     [
         (["objective.corrections=[{name: tis, level: sequence}]", RECOMPUTE], "correction tis"),

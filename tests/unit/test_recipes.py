@@ -26,6 +26,7 @@ from megatron_async_rl.plan.estimate import Estimate
 from megatron_async_rl.plan.machine import described_machine
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.samples import Prompt
+from tests.cases import looped
 from tests.ports import free_ports
 from tests.published_models import PUBLISHED, write_config
 
@@ -61,7 +62,7 @@ def test_a_recipe_fits_the_gpus_of_its_machines(checkout: Path, name: str, gigab
     require_fit(file, (), gigabytes, nodes=nodes, trainer_nodes=trainer_nodes, gpus=gpus)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@looped("name", NAMES)
 def test_a_recipe_is_planned_on_a_machine_that_has_nothing(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +179,7 @@ def test_a_prompt_is_a_chat_message_and_its_answer_the_number_behind_the_rule(
     assert message["content"].startswith("How many?\n")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@looped("name", NAMES)
 def test_the_data_of_a_recipe_are_files_that_fetch_writes(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from megatron_async_rl.objectives.advantages.discounted import (
     whitened,
 )
 from megatron_async_rl.objectives.advantages.token_grid import discounted_sums
+from tests.cases import looped
 from tests.token_batches import rewarded, tokens
 
 EXACT = torch.float64
@@ -32,8 +33,8 @@ def test_equal_values_are_whitened_to_exactly_zero(values):
     ] * len(values)
 
 
-@pytest.mark.parametrize("discount", [1.0, 0.9, 0.0])
-@pytest.mark.parametrize("length", [1, 2, 7, 8, 33])
+@looped("discount", [1.0, 0.9, 0.0])
+@looped("length", [1, 2, 7, 8, 33])
 def test_discounted_sums_are_the_backward_recursion(discount, length):
     values = torch.randn(3, length, generator=torch.Generator().manual_seed(length), dtype=EXACT)
     expected, following = torch.zeros_like(values), torch.zeros(3, dtype=EXACT)

@@ -1,5 +1,5 @@
-"""Rewards behind HTTP: a server of rewards and a model as judge. What a server does wrong costs the
-response that asked, in words that name server and answer."""
+"""Rewards behind HTTP: a server of rewards and a model as judge. A server's fault costs the
+response that called it; the error names server and answer."""
 
 import asyncio
 import json
@@ -13,10 +13,11 @@ from aiohttp import web
 
 from megatron_async_rl.config.schema import RewardConfig
 from megatron_async_rl.rollout.rewards import servers
-from megatron_async_rl.rollout.rewards.registry import Context, Item, load_reward
+from megatron_async_rl.rollout.rewards.registry import RewardContext, RewardItem, load_reward
 from megatron_async_rl.rollout.rewards.worker import CallFailed, Scored, call_async
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.samples import Prompt
+from tests.cases import looped
 
 PROMPT = Prompt(
     id="p7", text="6 * 7?", token_ids=(1,), fields={"answer": "42", "hardness": float("nan")}
@@ -41,7 +42,7 @@ async def served(answer: Answer) -> Any:
 
 async def asked(name: str, settings: dict[str, Any], timeout_s: float = 60.0) -> Scored:
     reward = load_reward(name, settings)
-    item = Item(PROMPT, "It is 42.", Context(finish_reason="length", tokens=5))
+    item = RewardItem(PROMPT, "It is 42.", RewardContext(finish_reason="length", tokens=5))
     try:
         (scored,) = await call_async(reward, [item], timeout_s)
     except CallFailed as error:
@@ -102,7 +103,7 @@ def test_a_server_that_fails_for_a_while_is_asked_again() -> None:
     assert scored(answer) == Scored(reward=1.0)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("answer", "said"),
     [
         (saying("no such model", 404), "answered 404 Not Found: 'no such model'"),
@@ -171,7 +172,7 @@ def test_a_response_cannot_end_the_tags_in_which_its_judge_reads_it() -> None:
     async def run() -> None:
         async with served(answer) as url:
             reward = load_reward("judge", {"url": url, "model": "m"})
-            await call_async(reward, [Item(PROMPT, said, Context())], 60.0)
+            await call_async(reward, [RewardItem(PROMPT, said, RewardContext())], 60.0)
             await servers._session().close()
             servers._sessions.clear()
 
@@ -215,7 +216,7 @@ def test_a_judge_is_shown_the_template_filled_in_and_its_last_score_counts() -> 
     assert got == [("/chat/completions", body)]
 
 
-@pytest.mark.parametrize(
+@looped(
     ("line", "reward"),
     [
         ("Score (0-10): 7", 0.7),
@@ -231,7 +232,7 @@ def test_a_judge_s_score_is_read_off_the_last_line_that_gives_one(line: str, rew
     assert scored(chat(line), "judge", model="m") == Scored(reward=reward)
 
 
-@pytest.mark.parametrize(
+@looped(
     ("answer", "said"),
     [
         (chat("Very good!"), "the judge gave no score: 'Very good!'"),

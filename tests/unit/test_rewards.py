@@ -22,9 +22,9 @@ from megatron_async_rl.rollout import rewards
 from megatron_async_rl.rollout.rewards import registry
 from megatron_async_rl.rollout.rewards.answers import evaluate
 from megatron_async_rl.rollout.rewards.registry import (
-    Context,
-    Item,
+    RewardContext,
     RewardError,
+    RewardItem,
     load_reward,
     required_fields,
     validate_row,
@@ -33,6 +33,8 @@ from megatron_async_rl.rollout.rewards.servers import TEMPLATE, _within
 from megatron_async_rl.rollout.rewards.worker import call, call_async
 from megatron_async_rl.rollout.scoring import reward_fields
 from megatron_async_rl.samples import Prompt
+from tests.cases import looped
+from tests.thorough import examples
 from tests.unit.test_prompts import Bytes
 
 
@@ -56,7 +58,7 @@ def test_arithmetic_takes_the_exact_answer(response: str) -> None:
     assert load_reward("arithmetic").function(prompt(answer=46), response) == 1.0
 
 
-@pytest.mark.parametrize(
+@looped(
     "response",
     ["", "4", "465", "046", "46 46", "46.0", "4 6", "= 46", "answer: 46", "４６", "+46", "46\x00"],
 )
@@ -64,7 +66,7 @@ def test_arithmetic_takes_nothing_but_the_exact_answer(response: str) -> None:
     assert load_reward("arithmetic").function(prompt(answer="46"), response) == 0.0
 
 
-@pytest.mark.parametrize(
+@looped(
     "fields",
     [{}, {"answer": None}, {"answer": ""}, {"answer": " "}, {"answer": True}, {"answer": [46]}],
 )
@@ -80,7 +82,7 @@ def test_countdown_takes_any_expression_of_all_numbers_that_hits_the_target(resp
     assert load_reward("countdown").function(prompt(numbers=[3, 5, 7], target=22), response) == 1.0
 
 
-@pytest.mark.parametrize(
+@looped(
     "response",
     [
         "",
@@ -119,7 +121,8 @@ def test_countdown_takes_nothing_else(response: str) -> None:
 
 
 def test_simple_rewards_accept_no_copy_of_the_question_and_no_list_of_numbers() -> None:
-    """docs/rewards.md, "What each built-in reward accepts"; `math` and `code` have files of their own."""
+    """docs/rewards.md, "What each built-in reward accepts"; `math` and `code` have files of their
+    own."""
     tasks = {
         "arithmetic": prompt(answer="46"),
         "countdown": prompt(numbers=[3, 5, 7], target=22),
@@ -214,7 +217,7 @@ def test_countdown_reads_json_and_refuses_rows_that_cannot_be_won() -> None:
     assert load_reward("countdown").function(as_text, "3*5+7") == 1.0
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50, 20))
 @given(st.data())
 def test_no_countdown_that_can_be_won_is_refused(data: st.DataObject) -> None:
     """`data` draws an expression; its value is a target of its numbers."""
@@ -456,8 +459,8 @@ def test_an_async_function_and_one_of_lists_are_known_by_how_they_are_written(
         ("FILE:score", {"tag": 1}, ".settings", "has no setting 'tag'; it takes none"),
         ("arithmetic", {"tag": 1}, ".settings", "arithmetic has no setting 'tag'"),
         ("http", {}, ".settings", "'url' is missing"),
-        ("http", {"url": "localhost:1"}, ".settings.url", "is no address of a server"),
-        ("http", {"url": "http://h:99999"}, ".settings.url", "is no address of a server"),
+        ("http", {"url": "localhost:1"}, ".settings.url", "is not an address of a server"),
+        ("http", {"url": "http://h:99999"}, ".settings.url", "is not an address of a server"),
         ("http", {"url": "http://h", "api_key_env": "NOT_SET"}, ".settings.api_key_env", "not set"),
         ("judge", {}, ".settings", "url and model, and 'url' is missing; write"),
         ("judge", {"url": "http://h"}, ".settings", "'model' is missing"),
@@ -471,6 +474,7 @@ def test_an_async_function_and_one_of_lists_are_known_by_how_they_are_written(
             "0 groups",
         ),
         ("code", {"isolation": "none"}, ".settings.isolation", "got 'none'"),
+        ("code", {"isolation": "limits"}, ".settings.isolation", "isolation: rlimits"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_with_their_key(
@@ -487,7 +491,7 @@ def test_a_judge_reads_the_fields_that_its_template_names() -> None:
     assert required_fields("judge", settings) == ("rubric", "x")
 
 
-@pytest.mark.parametrize(
+@looped(
     ("settings", "message"),
     [
         ({}, "needs either `name`"),
@@ -517,7 +521,7 @@ def test_the_examples_of_the_page_are_rewards_that_work(
         (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    item = Item(prompt(word="cat"), "a cat", Context(tokens=4))
+    item = RewardItem(prompt(word="cat"), "a cat", RewardContext(tokens=4))
     scored = [
         call(load_reward(f"{name}"), [item], 1.0)[0].reward
         for name in ("my_rewards:score", "more_rewards:batched", "more_rewards:complete")

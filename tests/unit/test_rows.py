@@ -8,6 +8,7 @@ import pytest
 from megatron_async_rl.samples.columns import NUMERIC, SCHEMA, batch_of, samples_of
 from megatron_async_rl.samples.rows import TrainBatch, gathered, rescored, rows_of
 from megatron_async_rl.samples.types import Prompt, Sample
+from tests.cases import looped
 from tests.train_batches import joined, make_sample, row
 
 PROMPTS = [Prompt(id=f"p{i}", text=f"{i}?", token_ids=(7,) * (i + 1)) for i in range(3)]
@@ -60,9 +61,7 @@ def test_a_new_reward_is_what_its_steps_sum_to() -> None:
     assert new.sample().reward == float(np.sum(new.sample().step_rewards, dtype=np.float64))
 
 
-@pytest.mark.parametrize(
-    "order", [[0, 1, 2, 3], [3, 0, 2], [1, 0, 0, 2], [3, 2, 1], [2], [1, 1], []]
-)
+@looped("order", [[0, 1, 2, 3], [3, 0, 2], [1, 0, 0, 2], [3, 2, 1], [2], [1, 1], []])
 def test_rows_of_several_reports_are_gathered_in_the_order_asked(order: list[int]) -> None:
     chosen = [SAMPLES[place] for place in order]
     rows = [ROWS[place] for place in order]

@@ -20,11 +20,11 @@ import pytest
 
 from megatron_async_rl.rollout.rewards import code as code_module
 from megatron_async_rl.rollout.rewards import sandbox
-from megatron_async_rl.rollout.rewards.code import Starved, code, source_of
+from megatron_async_rl.rollout.rewards.code import ProgramsStarved, code, source_of
 from megatron_async_rl.rollout.rewards.registry import RewardError, load_reward
 from megatron_async_rl.rollout.rewards.sandbox import (
-    Ended,
     Limits,
+    ProgramEnd,
     Sandbox,
     SandboxError,
     Usage,
@@ -32,6 +32,7 @@ from megatron_async_rl.rollout.rewards.sandbox import (
 )
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.watchdog.run_folder import LOCK, VARIABLE
+from tests.cases import looped
 
 
 def printed(source: str, **limits: Any) -> str:
@@ -42,13 +43,13 @@ def printed(source: str, **limits: Any) -> str:
 
 LANDLOCK = ctypes.CDLL(None).syscall(444, None, 0, 1)
 """The kernel's version of it; negative where it has none."""
-ISOLATIONS = pytest.mark.parametrize("isolation", ["namespaces", "limits"])
+ISOLATIONS = pytest.mark.parametrize("isolation", ["namespaces", "rlimits"])
 
 
 def test_a_program_reads_and_prints_and_may_use_the_standard_library() -> None:
     source = "import decimal, sqlite3, ssl, threading\nprint(int(input()) + 1, __name__)"
-    assert run(source, stdin="41\n") == Ended(code=0, output="42 __main__\n")
-    assert run("raise SystemExit(3)") == Ended(code=3, output="")
+    assert run(source, stdin="41\n") == ProgramEnd(code=0, output="42 __main__\n")
+    assert run("raise SystemExit(3)") == ProgramEnd(code=3, output="")
 
 
 def test_it_sees_no_file_of_the_machine_and_writes_none(tmp_path: Path) -> None:
@@ -63,7 +64,8 @@ def attempt(do):
         return "refused"
 places = ["/etc/passwd", {str(secret)!r}, {os.getcwd()!r} + "/setup.py", "/proc/self/environ"]
 print([attempt(lambda: open(one).read()) for one in places])
-print([attempt(lambda: open(one + "/x", "w")) for one in ("", "/dev", os.path.dirname(os.__file__))])
+folders = ("", "/dev", os.path.dirname(os.__file__))
+print([attempt(lambda: open(one + "/x", "w")) for one in folders])
 print(attempt(lambda: os.mkdir({str(tmp_path)!r} + "/x")), os.getcwd(), os.listdir("."))
 print(attempt(lambda: open("mine", "w").write("ab")))
 print(attempt(lambda: os.open(os.__file__, os.O_RDWR)), os.getuid() == 0)
@@ -183,14 +185,15 @@ ours, theirs = multiprocessing.Pipe()
 theirs.send(7)
 print(ours.recv())
 """
-        said = printed(source, isolation="limits", memory_mib=1024).split()
+        said = printed(source, isolation="rlimits", memory_mib=1024).split()
         os.unlink(path)
     assert said == [*["refused"] * 7, "7"]
 
 
 @pytest.mark.skipif(LANDLOCK < 6, reason="the kernel's Landlock has no scopes")
 def test_without_namespaces_it_ends_and_limits_no_process_of_its_user(tmp_path: Path) -> None:
-    """This process is root's, as is the one that tries, so that no difference of users protects it."""
+    """This process is root's, as is the attacking one, so that no difference of users protects
+    it."""
     source = """
 import os, resource, signal, time
 from megatron_async_rl.rollout.rewards import sandbox_program as program
@@ -302,7 +305,9 @@ for call in (
     lambda: libc.memfd_create(b"x", 0),
     lambda: libc.unshare(0x10000000),
     lambda: libc.unshare(0x00020000),
-    lambda: libc.syscall({"x86_64": 56, "aarch64": 220}[os.uname().machine], 0x10000011, 0, 0, 0, 0),
+    lambda: libc.syscall(
+        {"x86_64": 56, "aarch64": 220}[os.uname().machine], 0x10000011, 0, 0, 0, 0
+    ),
     lambda: libc.setns(0, 0),
 ):
     print(call(), os.strerror(ctypes.get_errno()))
@@ -332,7 +337,7 @@ for pid in (os.getppid(), 1):
     except PermissionError:
         print("refused")
 """
-    said = printed(source, isolation="limits").splitlines()
+    said = printed(source, isolation="rlimits").splitlines()
     assert said == ["True True [] ['mine']", "refused", "refused"]
 
 
@@ -342,7 +347,7 @@ def test_the_code_of_a_launcher_that_a_signal_ended_is_that_of_a_program() -> No
         assert box.wait().code == 128 + signal.SIGHUP
 
 
-@pytest.mark.parametrize(
+@looped(
     ("source", "code", "most"),
     [
         ("while True: pass", None, 0),
@@ -359,7 +364,7 @@ def test_what_it_takes_is_bounded(source: str, code: int | None, most: int) -> N
     assert (ended.code, len(ended.output)) == (code, most)
 
 
-@pytest.mark.parametrize("file", ["many", "deep", "long", "empty", "removed", "mapped"])
+@looped("file", ["many", "deep", "long", "empty", "removed", "mapped"])
 def test_without_namespaces_all_files_together_are_bounded(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,7 +400,7 @@ def test_without_namespaces_all_files_together_are_bounded(
             "time.sleep(300)"
         ),
     }[file]
-    limits = Limits(file_mib=8, cpu_s=300, wall_s=600, isolation="limits")
+    limits = Limits(file_mib=8, cpu_s=300, wall_s=600, isolation="rlimits")
     assert run(source, limits=limits).code == sandbox.TOO_LARGE
     assert list(tmp_path.iterdir()) == []
 
@@ -417,7 +422,7 @@ for place in ("/tmp", "/var/tmp", "/dev/shm"):
 with tempfile.NamedTemporaryFile() as file, open(os.devnull, "w") as nothing:
     print(os.path.dirname(file.name) == os.getcwd(), file.write(b"x"), nothing.write("x"))
 """
-    assert printed(source, isolation="limits").splitlines() == [*["refused"] * 3, "True 1 1"]
+    assert printed(source, isolation="rlimits").splitlines() == [*["refused"] * 3, "True 1 1"]
 
 
 def test_without_namespaces_no_datagram_leaves_its_pair(tmp_path: Path) -> None:
@@ -435,7 +440,7 @@ for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK):
     one.send(b"x")
     print(other.recv(1))
 """
-    said = printed(source, isolation="limits").splitlines()
+    said = printed(source, isolation="rlimits").splitlines()
     assert said == [*["refused"] * 3, *["b'x'"] * 2]
 
 
@@ -456,13 +461,13 @@ def test_a_program_that_ends_as_its_files_exceed_their_limit_is_waited_for(
         return True
 
     monkeypatch.setattr(sandbox, "_exceeds", ended)
-    assert run("", limits=Limits(isolation="limits")).code == sandbox.TOO_LARGE
+    assert run("", limits=Limits(isolation="rlimits")).code == sandbox.TOO_LARGE
 
 
 def test_a_programs_folder_is_in_one_that_a_later_start_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the run's own, or, where the program could not reach that, beside it."""
+    """The folder is in the run's own folder or, if the program could not reach that, next to it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     for one in (tmp_path, *tmp_path.parents):
@@ -486,11 +491,11 @@ def grow():
 """
     fields = {"tests": ["assert grow() is None"]}
     item = Prompt(id="p", text="?", token_ids=(1,), fields=fields)
-    reward = load_reward("code", {"isolation": "limits", "cpu_s": 60.0}).function
-    assert reward(item, source, isolation="limits", cpu_s=60.0, timeout_s=600.0) == 0.0
+    reward = load_reward("code", {"isolation": "rlimits", "cpu_s": 60.0}).function
+    assert reward(item, source, isolation="rlimits", cpu_s=60.0, timeout_s=600.0) == 0.0
 
 
-@pytest.mark.parametrize(
+@looped(
     "response",
     [
         *("", " ", "...", "```python\n```", "assert True", "pass", "exit()", "f"),
@@ -531,7 +536,7 @@ print(started)
 def test_walls_that_cannot_stand_are_said_and_nothing_is_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As where a container forbids namespaces."""
+    """A container that forbids namespaces behaves like this."""
     program = tmp_path / "program.py"
     refuse = "import os\ndef refused(_): raise PermissionError(1, 'Operation not permitted')\n"
     text = Path(sandbox._PROGRAM).read_text()
@@ -539,13 +544,13 @@ def test_walls_that_cannot_stand_are_said_and_nothing_is_run(
     monkeypatch.setattr(sandbox, "_PROGRAM", program)
     with pytest.raises(SandboxError, match="Operation not permitted"):
         run("print(1)")
-    with pytest.raises(RewardError, match=r"isolation: .*--cap-add SYS_ADMIN.*isolation: limits"):
+    with pytest.raises(RewardError, match=r"isolation: .*--cap-add SYS_ADMIN.*isolation: rlimits"):
         load_reward("code")
-    assert load_reward("code", {"isolation": "limits"}).settings == {"isolation": "limits"}
-    assert printed("print(1)", isolation="limits") == "1\n"
+    assert load_reward("code", {"isolation": "rlimits"}).settings == {"isolation": "rlimits"}
+    assert printed("print(1)", isolation="rlimits") == "1\n"
     program.write_text(text.replace('control.sendall(b"ready\\n")', "1 / 0"))
     with pytest.raises(RewardError, match=r"isolation: no program can be run: .*division by zero"):
-        load_reward("code", {"isolation": "limits"})
+        load_reward("code", {"isolation": "rlimits"})
 
 
 ASSERTS = ["assert f(2) == 4", "assert f(3) == 9"]
@@ -572,7 +577,7 @@ def test_the_last_block_of_python_is_the_program() -> None:
     assert source_of("1. So:\n   ```py\n   if x:\n       y\n\n   ```") == "if x:\n    y\n\n"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("source", "tests", "reward"),
     [
         ("print(sum(map(int, input().split())))", [("1 2", "3"), ("5 5\n", " 10 \n\n")], 1.0),
@@ -712,10 +717,8 @@ def test_the_code_cannot_replace_what_a_test_judges_with(test: str, names: list[
     assert score(f"{TALK}{forged}{answers}", "assert f(2) == 0.0") == 1.0  # it is listened to
 
 
-@pytest.mark.parametrize(
-    "named", ["check = 0", "def check(c): pass", "def test_f(): pass", "test_f = 1"]
-)
-@pytest.mark.parametrize(
+@looped("named", ["check = 0", "def check(c): pass", "def test_f(): pass", "test_f = 1"])
+@looped(
     "test",
     ["def check(candidate):\n  assert candidate(2) == 4", "def test_f():\n  assert f(2) == 4"],
 )
@@ -724,7 +727,7 @@ def test_the_code_cannot_name_a_test_away(named: str, test: str) -> None:
     assert score(f"{named}\n{SQUARE}", test, "f") == 1.0
 
 
-@pytest.mark.parametrize(
+@looped(
     "source",
     [
         "import os\nos._exit(0)",
@@ -732,7 +735,8 @@ def test_the_code_cannot_name_a_test_away(named: str, test: str) -> None:
         "def f(x):\n  import os\n  os._exit(0)",
         f"{ALWAYS}def f(x): return A()",
         "class I(int):\n  def __eq__(s, o): return True\ndef f(x): return I(0)",
-        "class I(int):\n  __index__ = __int__ = lambda s: 4\n  __class__ = A = None\ndef f(x): return I(0)",
+        "class I(int):\n  __index__ = __int__ = lambda s: 4\n  __class__ = A = None\ndef f(x):"
+        " return I(0)",
         "class D(dict):\n  def __eq__(s, o): return True\n  __missing__ = lambda s, k: s\n"
         "def f(x): return D()",
         "abs = set = lambda *_: 4\ndef f(x): return 0",
@@ -784,7 +788,7 @@ print("expected-" + "4711" if "4711" * 2 in seen + str(sys.argv) + str(gc.get_ob
     assert score(source, [{"input": "x", "output": "expected-47114711"}]) == 0.0
 
 
-@pytest.mark.parametrize(
+@looped(
     "tests",
     [None, "", [], 3, ["f(2)"], [{"input": "1"}], {"fn_name": "f", "inputs": [], "outputs": []}],
 )
@@ -810,7 +814,7 @@ EMPTY = "def f(x): return []"
 RAISES = "def f(x): raise ValueError"
 
 
-@pytest.mark.parametrize(
+@looped(
     ("source", "test", "said"),
     [
         (EMPTY, "for x in f(3):\n  assert x > 0", "no assertion ran"),
@@ -859,8 +863,8 @@ def test_a_program_that_sleeps_does_not_compute() -> None:
     os.close(theirs)
 
 
-def usage(cpu_s: float, elapsed_s: float, computing: bool = True) -> Ended:
-    return Ended(
+def usage(cpu_s: float, elapsed_s: float, computing: bool = True) -> ProgramEnd:
+    return ProgramEnd(
         code=None,
         output="",
         timed_out=True,
@@ -868,7 +872,7 @@ def usage(cpu_s: float, elapsed_s: float, computing: bool = True) -> Ended:
     )
 
 
-@pytest.mark.parametrize(
+@looped(
     ("cpu_s", "elapsed_s", "computing", "starved"),
     [
         (1.9, 2.0, True, False),  # cut by the deadline of all tests: it had what there was
@@ -884,7 +888,7 @@ def test_code_is_starved_where_it_had_little_of_the_processor(
     cpu_s: float, elapsed_s: float, computing: bool, starved: bool
 ) -> None:
     budget = code_module._Budget(timeout_s=600.0, cpu_s=5.0)
-    with pytest.raises(Starved) if starved else contextlib.nullcontext():
+    with pytest.raises(ProgramsStarved) if starved else contextlib.nullcontext():
         budget.count(usage(cpu_s, elapsed_s, computing))
 
 
@@ -900,7 +904,8 @@ def test_a_late_test_is_wrong_when_the_earlier_ones_had_the_time() -> None:
 def test_code_that_was_starved_is_no_answer(
     source: str, tests: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight others want the one processor that its processes may use once the walls stand."""
+    """Eight other processes compete for the one processor of its processes once the isolation is
+    set up."""
     processor = min(os.sched_getaffinity(0))
     opened = Sandbox._open
 
@@ -923,7 +928,7 @@ for _ in range(8):
     command = [sys.executable, "-I", "-S", "-c", others]
     burning = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
     try:
-        with pytest.raises(Starved, match="the machine is busy"):
+        with pytest.raises(ProgramsStarved, match="the machine is busy"):
             score(source, tests, timeout_s=1.5)
     finally:
         for pid in burning:

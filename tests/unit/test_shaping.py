@@ -17,6 +17,7 @@ from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.terms import kl_estimate, token_kl, token_rewards
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.samples.types import Prompt
+from tests.cases import looped
 from tests.token_batches import tokens
 from tests.train_batches import columns, make_sample
 
@@ -40,9 +41,7 @@ def sample(name, length, reward, *, steps=None, mask=None):
 # Overlong responses (DAPO, eq. 13).
 
 
-@pytest.mark.parametrize(
-    ("length", "penalty"), [(1, 0.0), (6, 0.0), (7, 0.5), (8, 1.0), (10, 2.0), (12, 2.0)]
-)
+@looped(("length", "penalty"), [(1, 0.0), (6, 0.0), (7, 0.5), (8, 1.0), (10, 2.0), (12, 2.0)])
 def test_a_response_is_punished_by_how_far_it_is_in_the_buffer(length, penalty):
     config = ObjectiveConfig(
         advantage="none", overlong=OverlongConfig(max_length=10, buffer=4, penalty=2.0)
@@ -137,8 +136,8 @@ def test_k1_in_the_loss_is_refused_with_what_would_pull_towards_the_reference(lo
 
 
 def weighted_gradient(estimator, cap):
-    """Mean gradient of the weighted estimate as a loss, with samples of a mu that is not pi, and the
-    gradients of the two divergences of pi."""
+    """Mean gradient of the weighted estimate as a loss, with samples of a mu that is not pi, and
+    the gradients of the two divergences of pi."""
     logits, reference = policies()
     behavior = torch.log_softmax(policies(seed=1)[1] * 0.7, 0)
     logp = torch.log_softmax(logits, 0)
@@ -162,8 +161,8 @@ def test_weighted_estimates_of_stale_tokens_have_the_gradients_of_fresh_ones():
 
 
 GOLDEN = {
-    # (estimator, weight, cap) -> value and d/dlogp of each of three tokens, by hand: with l =
-    # (0.5, -1, 0.25) and w = (e^0.2, e^-0.5, e^1.5), of which e^1.5 is above 2.
+    # (estimator, weight, cap) -> value and d/dlogp of each of three tokens, by hand: with l = (0.5,
+    # -1, 0.25) and w = (e^0.2, e^-0.5, e^1.5); e^1.5 is above 2.
     ("k2", "none", 2.0): ([0.125, 0.5, 0.03125], [0.5, -1.0, 0.25]),
     ("k2", "truncated", 2.0): (
         [0.152675344770, 0.303265329856, 0.0625],

@@ -19,6 +19,7 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.yaml_tree import read_tree
 from megatron_async_rl.metrics.log import EvalLog, MetricsLog
 from megatron_async_rl.metrics.status import Status, write_status
+from tests.cases import looped
 from tests.written_run import write_run
 
 STUDY = Path(__file__).parents[2] / "examples" / "stability"
@@ -72,7 +73,7 @@ def write_study(folder: Path, runs: str = "runs") -> Path:
 
 
 def write_ended(grid: Path, seed: int, phase: str, *, steps: int = 4, nonfinite: int = 0) -> None:
-    """What a run of the grid leaves that was evaluated every two steps: 0.25, 0.5, 0.75."""
+    """Write the files of a run of the grid that was evaluated every two steps: 0.25, 0.5, 0.75."""
     read = read_grid(grid)
     [run] = runs_of(read, [f"*-seed{seed}"])
     run.directory.mkdir(parents=True)
@@ -128,7 +129,7 @@ def test_runs_that_have_left_their_directories_keep_their_rows(tmp_path: Path) -
     assert [point for point in points if "seed2" not in point["run"]] == before[1]
 
 
-@pytest.mark.parametrize("grid", sorted(STUDY.glob("*.yaml")), ids=lambda path: path.stem)
+@looped("grid", sorted(STUDY.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_run_of_every_grid_is_a_configuration(grid: Path) -> None:
     if grid.stem in ("base", "sft"):
         load(grid)
@@ -415,7 +416,7 @@ def test_the_fresh_grid_has_each_best_rate_of_the_sweeps_named_and_the_nulls(
     }
     assert re.search(r"^# s8-gac: a near tie", text, re.MULTILINE)
     (tmp_path / "fresh.yaml").write_text(text)
-    # `lags`: two lags, two rates, of which one is chosen already.
+    # `lags`: two lags, two rates, one already chosen.
     assert len(runs_of(read_grid(tmp_path / "fresh.yaml"))) == 5 * (3 + 2 + 3)
 
 

@@ -1,22 +1,22 @@
-"""The staleness law: how much may be admitted, and that no sample is ever older than it says."""
+"""The staleness law: how much may be admitted, and that no sample is ever older than it permits."""
 
 import heapq
 import itertools
 import math
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_async_rl.flow.staleness import admitted_limit, max_lag
+from tests.cases import looped
 
 RATIOS = st.one_of(
     st.just(0.0), st.integers(1, 4).map(float), st.floats(0.01, 4.0).map(lambda x: round(x, 2))
 )
 
 
-@pytest.mark.parametrize(
+@looped(
     ("version", "prompts", "ratio", "limit"),
     [
         (0, 8, 0, 8),
@@ -35,7 +35,7 @@ def test_the_limit_is_a_step_ahead_plus_alpha_steps_rounded_up(
     assert admitted_limit(version, prompts, ratio) == limit
 
 
-@pytest.mark.parametrize(("ratio", "lag"), [(0, 0), (0.1, 1), (1, 1), (1.5, 2), (2, 2), (256, 256)])
+@looped(("ratio", "lag"), [(0, 0), (0.1, 1), (1, 1), (1.5, 2), (2, 2), (256, 256)])
 def test_the_largest_lag_is_alpha_rounded_up(ratio: float, lag: int) -> None:
     assert max_lag(ratio) == lag
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_async_rl.data import DataError, Tokenizer, load_tokenizer, read_prompts
+from tests.cases import looped
 from tests.characters import save_characters
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,8 +127,8 @@ def copy_tokenizer(example: Path, to: Path, **settings: object) -> Tokenizer:
     return load_tokenizer(to)
 
 
-@pytest.mark.parametrize("bos", [True, False, None])
-@pytest.mark.parametrize("eos", [True, False, None])
+@looped("bos", [True, False, None])
+@looped("eos", [True, False, None])
 def test_bos_and_eos_stand_where_transformers_puts_them(
     example: Path, tmp_path: Path, bos: bool | None, eos: bool | None
 ) -> None:

@@ -1,4 +1,4 @@
-"""What we use of vLLM beyond its interface is there, and does what it is used for."""
+"""Private parts of vLLM that we use exist, and do what they are used for."""
 
 import ast
 import importlib
@@ -20,6 +20,7 @@ from megatron_async_rl.rollout import expert_recorder
 from megatron_async_rl.weights import vllm_private
 from megatron_async_rl.weights.digest import partial_digest, tensor_digest
 from megatron_async_rl.weights.loaded import Loaded
+from tests.cases import looped
 
 PACKAGE = Path(megatron_async_rl.__file__).parent
 
@@ -36,8 +37,8 @@ def imported() -> set[str]:
 
 
 def found(name: str) -> bool:
-    """Whether a module has the class or function, or a class the method, or sets the attribute in
-    its `__init__`."""
+    """True if a module has the class or function, or a class has the method, or sets the
+    attribute in its `__init__`."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         try:
@@ -52,7 +53,7 @@ def found(name: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", sorted({*vllm_private.NAMES, *expert_recorder.NAMES, *imported()}))
+@looped("name", sorted({*vllm_private.NAMES, *expert_recorder.NAMES, *imported()}))
 def test_the_installed_vllm_has_every_name_we_use(name: str) -> None:
     assert found(name), f"vLLM has no {name}"
 
@@ -110,8 +111,8 @@ def test_a_name_that_is_gone_is_found_out() -> None:
 
 
 class Core:
-    """vLLM's engine process, as far as an update asks it: what it was told, in order. `idle`: it
-    stops at once, else when `stops` is answered."""
+    """vLLM's engine process, as far as an update asks it: its calls, in order. `idle`: it stops at
+    once, else when `stops` is answered."""
 
     def __init__(self, *, idle: bool, answers: list[dict[str, Loaded]]) -> None:
         self.told: list[Any] = []
@@ -171,7 +172,7 @@ def test_weights_are_not_touched_before_the_step_that_runs_has_ended() -> None:
 
 
 def test_workers_that_hold_other_weights_do_not_sample_on() -> None:
-    """Those that hold the same part, and those that hold one each."""
+    """Workers that hold the same part, and workers that hold one each."""
     wrong = [(part(1.0), part(2.0)), (part(1.0, 0, 1), part(2.0, 1, 1)), (part(1.0, 0, 1),)]
     for answers in wrong:
         core = Core(idle=True, answers=list(answers))
