@@ -3,7 +3,7 @@ evaluation before a checkpoint.
 
 Arguments: a directory, and `wait` to take longer than any other collective may. Without `wait`,
 rank 0 takes until the other rank has entered the next collective, whose group must have the timeout
-PATIENCE.
+LONG_WAIT_TIMEOUT.
 """
 
 import functools
@@ -24,7 +24,7 @@ from megatron_async_rl.flow.evaluation import EvalSchedule
 from megatron_async_rl.flow.rank0 import OtherRank, Rank0
 from megatron_async_rl.flow.spec import DataState
 from megatron_async_rl.policy import device
-from megatron_async_rl.policy.parallel import PATIENCE, initialise
+from megatron_async_rl.policy.parallel import LONG_WAIT_TIMEOUT, initialise
 
 DEADLINE_S = 6.0
 """Longer than a rank on a busy machine comes after the other."""
@@ -48,7 +48,7 @@ def announced(collective: Callable[..., Any]) -> Callable[..., Any]:
         group = kwargs.get("group") or dist.group.WORLD
         timeout = group._get_backend(torch.device("cpu")).options._timeout
         if layout.rank == 1:
-            write_file(FOLDER / str(entered), str(timeout == PATIENCE).encode())
+            write_file(FOLDER / str(entered), str(timeout == LONG_WAIT_TIMEOUT).encode())
         return collective(*args, **kwargs)
 
     return enter
