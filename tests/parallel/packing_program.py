@@ -19,6 +19,9 @@ from tests.parallel.layout_program import CONTROLS, Rank, received, run_each, sa
 from tests.parallel.layouts import BLANK, replaced
 from tests.train_batches import joined, samples_in
 
+BUDGET = 96
+"""Tokens of a packed micro-batch: three of the batch on one rank, and an empty one where their number
+has to be even."""
 OBJECTIVES = {
     "gspo": ObjectiveConfig(loss="gspo"),
     "recompute": ObjectiveConfig(proximal="recompute", aggregation="seq-mean-token-mean"),
@@ -92,12 +95,12 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
             model,
             objective=objective,
             controls=CONTROLS if plain else (),
-            budget=budgets.get(name, 96),
+            budget=budgets.get(name, BUDGET),
             sequence=sequence,
         )
         return rank.train(policy, [a, b])
 
-    policy = rank.policy(model, sequence="packed")
+    policy = rank.policy(model, sequence="packed", budget=BUDGET)
     results = {
         "scores": policy.score(received(policy, scorable(rank.batches[a]))),
         "shapes": [

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.parallel import layouts
-from tests.parallel.packing_program import CONTEXT_PADDED_RUNS, DENSE_RUNS, runs_of
+from tests.parallel.packing_program import BUDGET, CONTEXT_PADDED_RUNS, DENSE_RUNS, runs_of
 from tests.parallel.test_layout_invariance import (
     compare_steps,
     compare_weights,
@@ -121,7 +121,7 @@ def test_a_micro_batch_is_one_row_with_no_more_padding_than_the_layout_asks_for(
     multiple = 2 * context if context > 1 else multiple
     shapes = [(rows, length * context) for rows, length in results(layout)["shapes"]]
     assert {rows for rows, _ in shapes} == {1}
-    assert all(length % multiple == 0 and length <= 96 for _, length in shapes)
+    assert all(length % multiple == 0 and length <= BUDGET for _, length in shapes)
     assert max(length for _, length in shapes) > 60, "several samples were meant to share a row"
     alone = settings["ranks"] == settings.get("tensor", 1) * settings.get("pipeline", 1)
     if alone and multiple == 1 and "virtual_pipeline" not in settings:
