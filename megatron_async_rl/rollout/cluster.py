@@ -29,6 +29,7 @@ from megatron_async_rl.rollout.allocator import without_expandable_segments
 from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import DeadlineExceeded, ray_get
+from megatron_async_rl.watchdog.preloaded import executable
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE
 from megatron_async_rl.watchdog.run_folder import use_run_folder
 
@@ -243,6 +244,9 @@ def join_ray(
 
     ray_constants.ENABLE_RAY_CLUSTER = False
     start_no_monitor()
+    if executable("engines") is not None:
+        # Workers that Ray starts in advance: actors get theirs from the server.
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # Engines inherit what Ray does, and this process may still have to read it.
     of_ranks = os.environ.pop(CONNECTIONS, None)
     try:
@@ -303,6 +307,13 @@ def place_of_engine(spec: EngineSpec) -> Any:
     others.remove(here)
     machines = [*others, here]
     return NodeAffinitySchedulingStrategy(machines[spec.index % len(machines)], soft=False)
+
+
+def preloaded_worker() -> dict[str, Any]:
+    """Options of an actor on this machine: it begins with an engine's imports done, where there is a
+    server of them."""
+    python = executable("engines")
+    return {} if python is None else {"runtime_env": {"py_executable": python}}
 
 
 async def node_of(actor: Any) -> str:

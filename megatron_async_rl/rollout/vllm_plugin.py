@@ -18,6 +18,7 @@ from megatron_async_rl.rollout import expert_recorder
 from megatron_async_rl.rollout.cluster import loopback_interface
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.watchdog import watch
+from megatron_async_rl.watchdog.preloaded import spawn_by_fork
 from megatron_async_rl.watchdog.processes import PARENT, die_with_parent
 from megatron_async_rl.watchdog.run_folder import name_shared_memory
 
@@ -41,6 +42,7 @@ def register() -> None:
     from megatron_async_rl.weights import vllm_private
 
     die_with_parent()
+    spawn_by_fork("engines")
     watch.join()
     name_shared_memory()
     # Python looks through all that was imported for garbage six times while vLLM starts, and once
