@@ -266,11 +266,14 @@ def join_ray(
 
 
 def start_no_monitor() -> None:
-    """Keep Ray's autoscaler monitor from starting with a Ray of our own: a run never adds machines by
-    it, and it serves metrics on port 44217 without a token. `ray.init` has no option for this."""
+    """Keep processes that a run has no use for from starting with a Ray of our own: the autoscaler's
+    monitor, which would add machines and serves metrics on port 44217 without a token; the one that
+    copies logs to drivers; and the dashboard's server. `ray.init` has no option for these."""
     from ray._private.node import Node
 
     Node.start_monitor = lambda node: None
+    Node.start_log_monitor = lambda node: None
+    Node.start_api_server = lambda node, **_: None
 
 
 def inherited(environment: Mapping[str, str], folder: str) -> dict[str, str]:
