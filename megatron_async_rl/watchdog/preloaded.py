@@ -27,6 +27,7 @@ import fcntl
 import json
 import os
 import selectors
+import shlex
 import signal
 import socket
 import struct
@@ -49,8 +50,6 @@ it (watchdog/processes.py)."""
 PACKAGE = __name__.rpartition(".")[0].rpartition(".")[0]
 
 _MOST_DESCRIPTORS = 253  # the kernel's limit for one message
-_ABOVE = 512
-"""Descriptors from here on are free while those of a request get their numbers."""
 _REQUEST_TIMEOUT_S = 30.0
 _SEARCHED = ("PYTHONPATH", "LD_LIBRARY_PATH")
 """Variables by which imports find their files."""
@@ -216,10 +215,13 @@ def spawn_by_fork(kind: Kind) -> None:
 
 
 def executable(kind: Kind) -> str | None:
-    """Command that takes the place of `python` for a process of the server of `kind`; None where
-    there is no server."""
+    """Command, for a shell, that takes the place of `python` for a process of the server of `kind`;
+    None where there is no server."""
     address = address_of(kind)
-    return None if address is None else f"{sys.executable} -I -S {__file__} {address}"
+    if address is None:
+        return None
+    # UTF-8 mode, in which the server is, too: so the variables stay the same bytes.
+    return shlex.join([sys.executable, "-X", "utf8", "-I", "-S", __file__, address])
 
 
 @contextlib.contextmanager
@@ -406,7 +408,9 @@ def _take_over(
         os.setsid()
     else:  # a signal to its group must not reach the server
         os.setpgid(0, 0)
-    above = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _ABOVE) for number in received]
+    # First out of the way of each other's numbers.
+    free = 1 + max([*received, *request["descriptors"]], default=0)
+    above = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, free) for number in received]
     for number in received:
         os.close(number)
     for source, number in zip(above, request["descriptors"], strict=True):

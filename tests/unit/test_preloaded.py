@@ -34,8 +34,8 @@ FOR_EVER = "import time; print('begun', flush=True); time.sleep(600)"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
     """Address of a server, and the environment that names it."""
-    folder = tmp_path_factory.mktemp("preloaded", numbered=False)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OF_ALL": "1"}
+    folder = tmp_path_factory.mktemp("of us", numbered=False)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}
     own = {"OF_SERVER": "1"}
     with preloaded.serving("engines", "wave", environment, own, folder, folder / "log"):
         yield environment[f"{preloaded.VARIABLE}ENGINES"], environment
@@ -51,7 +51,7 @@ def here(server: tuple[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch) ->
     return address
 
 
-def command(name: str = "engines") -> list[str]:
+def command() -> list[str]:
     return shlex.split(preloaded.executable("engines") or sys.executable)
 
 
