@@ -48,7 +48,7 @@ from megatron_async_rl.report.progress import Progress, print_summary
 from megatron_async_rl.rollout.allocator import set_options_of_ranks
 from megatron_async_rl.rollout.cluster import prepare_environment, stay_on_this_machine
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.rollout.vllm_plugin import environment as engine_environment
+from megatron_async_rl.rollout.vllm_plugin import serving_engines
 from megatron_async_rl.samples.segments import FOLDER as SAMPLES
 from megatron_async_rl.watchdog import stall, watch
 from megatron_async_rl.watchdog.events import (
@@ -69,8 +69,7 @@ from megatron_async_rl.watchdog.watchdog import Watchdog
 from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 
 RANK_IMPORTS = "megatron_async_rl.train"
-ENGINE_IMPORTS = "megatron_async_rl.rollout.engine_imports"
-"""Modules of the servers that ranks, and engines, are forked from."""
+"""Module of all that a rank imports."""
 POLL_S = 0.25
 KILL_GRACE_S = 10.0
 CLOSING_S = 30.0
@@ -406,7 +405,9 @@ def _preload(
         return []
     logs = config.run.dir / "logs"
     log = logs / f"preloaded_ranks{ranks.log.stem.removeprefix('torchrun')}.log"
-    servers = [serving("ranks", RANK_IMPORTS, environment, {}, folder, log)]
+    servers: list[contextlib.AbstractContextManager[int]] = [
+        serving("ranks", RANK_IMPORTS, environment, {}, folder, log)
+    ]
     # Engines of a Ray that was there before inherit nothing from this process.
     if config.rollout is not None and not environment.get("RAY_ADDRESS"):
         spec = EngineSpec(
@@ -418,9 +419,8 @@ def _preload(
             device="cpu",
             log_dir=logs,
         )
-        own = engine_environment(spec)
         log = logs / "preloaded_engines.log"
-        servers.append(serving("engines", ENGINE_IMPORTS, environment, own, folder, log))
+        servers.append(serving_engines(spec, environment, folder, log))
     return [held.enter_context(server) for server in servers]
 
 

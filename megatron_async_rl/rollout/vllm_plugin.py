@@ -11,6 +11,8 @@ import gc
 import os
 import re
 import sys
+from collections.abc import MutableMapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from megatron_async_rl.rollout import expert_recorder
 from megatron_async_rl.rollout.cluster import loopback_interface
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.preloaded import spawn_by_fork
+from megatron_async_rl.watchdog.preloaded import serving, spawn_by_fork
 from megatron_async_rl.watchdog.processes import PARENT, die_with_parent
 from megatron_async_rl.watchdog.run_folder import name_shared_memory
 
@@ -31,6 +33,9 @@ BACKEND = "mar_weights"
 
 OPENMP = ("libgomp", "libiomp", "libomp.")
 """First letters of the file names of OpenMP's libraries: GNU's, Intel's and LLVM's."""
+
+IMPORTS = "megatron_async_rl.rollout.engine_imports"
+"""Module of all that an engine imports."""
 
 WORKER_EXTENSION = "megatron_async_rl.weights.receive.WeightLoadingWorker"
 
@@ -107,6 +112,15 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         if openmp.is_file():
             values["LD_PRELOAD"] = _preloaded(openmp, os.environ.get("LD_PRELOAD", ""))
     return values
+
+
+def serving_engines(
+    spec: EngineSpec, variables: MutableMapping[str, str], folder: Path, log: Path
+) -> AbstractContextManager[int]:
+    """Run the server that actors and vLLM's processes of engines like `spec`, on a CPU, are forked
+    from; see `preloaded.serving`."""
+    own = {name: value for name, value in environment(spec).items() if name != PARENT}
+    return serving("engines", IMPORTS, variables, own, folder, log)
 
 
 def _preloaded(openmp: Path, inherited: str) -> str:

@@ -202,6 +202,7 @@ def test_a_run_has_the_servers_that_it_can_use(
         return nullcontext(kind)
 
     monkeypatch.setattr(launcher, "serving", serving)
+    monkeypatch.setattr(launcher, "serving_engines", lambda *_: nullcontext("engines"))
     config = Config.model_validate({**config_tree(), **tree})
     folder = RunFolder(tmp_path, tmp_path, ())
     ranks = Ranks(config, Nodes(), "127.0.0.1", "0", {}, folder, None)
