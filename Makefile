@@ -1,10 +1,10 @@
 # make demo | study-quick | test | lint | setup: each sets up $(VENV) first, and reuses it while requirements/ stays the same.
-# make test-all: the tests, 300 cases of the differential test instead of 20, and as root the network tests; an hour or more.
-# make network-tests: what goes wrong over two and three machines with a network between them, which are namespaces of this one; needs root.
-# make gpu-tests: on a host with a CUDA device, with $(VENV) where it is there and else with what PYTHONPATH has.
-# make loader-test: Transformer Engine's wheels (190 MB, from the package index) load beside torch with one cuDNN; needs root.
+# make test-all: all tests, including every combination of layouts, several machines, Slurm, and as root the network tests; an hour or more.
+# make network-tests: failure tests across 2 and 3 network namespaces; needs root.
+# make gpu-tests: tests on a CUDA device, with $(VENV) if it exists and otherwise with the packages on PYTHONPATH.
+# make loader-test: Transformer Engine's wheels (190 MB, from the package index) load into torch's process with one cuDNN; needs root.
 # Works from any folder: make -C CHECKOUT demo, or make -f ../Makefile demo.
-# VENV=DIR puts the environment elsewhere; PYTHON=... chooses the interpreter, a Python 3.12.
+# VENV=DIR selects another folder for the environment; PYTHON=... selects the interpreter, a Python 3.12.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -49,7 +49,8 @@ test: setup
 
 test-all: setup
 	@cd "$(ROOT)"
-	MAR_DAMAGES=all MAR_DIFFERENTIAL_CASES="$${MAR_DIFFERENTIAL_CASES:-300}" "$$VENV/bin/python" -m pytest --numprocesses=2 --durations=30
+	export MAR_TESTS=all
+	"$$VENV/bin/python" -m pytest --numprocesses=2 --durations=30
 	[[ "$$(id -u)" != 0 ]] || "$$VENV/bin/python" -m pytest tests/network
 	[[ "$$(id -u)" != 0 ]] || $(MAKE) -f "$(ROOT)/Makefile" loader-test
 
@@ -82,6 +83,7 @@ lint: setup
 	"$$VENV/bin/ruff" format --check .
 	"$$VENV/bin/mypy"
 	"$$VENV/bin/lint-imports"
+	"$$VENV/bin/python" lint/style.py
 	"$$VENV/bin/shellcheck" launchers/*.sh launchers/slurm/* examples/recipes/run.sh .ci/run
 	"$$VENV/bin/hadolint" Dockerfile Dockerfile.cpu
 	NO_MKDOCS_2_WARNING=1 "$$VENV/bin/mkdocs" build --quiet -f site/mkdocs.yml

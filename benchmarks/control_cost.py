@@ -1,4 +1,4 @@
-"""What each gradient control costs: time as a share of the optimizer step, bytes moved against a
+"""Cost of each gradient control: time as a share of the optimizer step, bytes moved against a
 memory copy, peak extra memory.
 
 One random model, its gradient put back before every step, so that nothing but the optimizer step is
@@ -6,8 +6,8 @@ timed; the same gradient every time is fully aligned with the one before, so tha
 dearest path (it projects every step). Turns alternate between the step without controls and the
 step with them.
 
-    share        the control's own time over that of the optimizer step without controls, medians
-    beside       what else the step takes longer with a control, over the same; below 0 where the
+    share the control's own time over that of the optimizer step without controls, medians extra
+    what else the step takes longer with a control, over the same; below 0 where the
                  control has measured what the step would have measured without it
     copies       the control's own time over the time of one copy of the gradient (read once,
                  written once)
@@ -49,7 +49,7 @@ from pydantic import TypeAdapter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_async_rl.config.controls import Control
+from megatron_async_rl.config.controls import ControlConfig
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.schema import (
     ModelConfig,
@@ -243,7 +243,9 @@ def main() -> None:
     for text in args.controls if args.memory else ():
         plain = peak_of(timed_step, {})
         resident = _status("VmRSS")
-        controls = build_controls([TypeAdapter(Control).validate_python(yaml.safe_load(text))])
+        controls = build_controls(
+            [TypeAdapter(ControlConfig).validate_python(yaml.safe_load(text))]
+        )
         for _ in range(3):
             timed_step(controls)
         kept = _status("VmRSS") - resident
@@ -256,7 +258,7 @@ def main() -> None:
         print(json.dumps(row), flush=True)
         del controls
     for text in () if args.memory else args.controls:
-        setting = TypeAdapter(Control).validate_python(yaml.safe_load(text))
+        setting = TypeAdapter(ControlConfig).validate_python(yaml.safe_load(text))
         controls = build_controls([setting])
         applied: list[float] = []
         moved: list[float] = []

@@ -1,5 +1,5 @@
-"""The controller under load: engines that are timers, up to 10,000 prompts in flight, on one asyncio
-loop.
+"""The controller under load: engines that are timers, up to 10,000 prompts in flight, on one
+asyncio loop.
 
 Prints, at each number of prompts in flight: responses per second, of the wall and of the processor
 without what the timers take of it, the ratio of the latter to that with the fewest in flight,
@@ -77,7 +77,7 @@ class Timers:
         self.own_s += time.process_time() - began
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """Nobody does, here."""
+        """Unused: no response is aborted here."""
 
     async def update(self, version: int, manifest: Manifest) -> dict[str, str]:
         self.version = version
@@ -249,8 +249,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure_once(in_flight: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """With what an earlier measurement left behind put away; collecting garbage as the controller's
-    own process does."""
+    """Measure once, after the garbage of earlier measurements is collected, with the
+    garbage-collector settings of the controller's process."""
     collect_rarely()
     return asyncio.run(measure(in_flight, arguments.responses, arguments))
 

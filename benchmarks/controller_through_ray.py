@@ -1,11 +1,12 @@
-"""What the controller costs per sample through Ray: the real actor and engine actors that answer at once.
+"""Cost of the controller per sample through Ray: the real actor and engine actors that answer at
+once.
 
 Prints, at each number of prompts in flight: processor time of the controller's process per sample,
 that of the same controller without Ray (`controller_load.py`, the same settings), and the share of
 the whole that the latter is. The difference is Ray: calls, and samples and requests made into bytes
 and back, batches for the trainer included. `garbage`: objects per sample that only Python's
-collector frees. Settings as in `controller_load.py`; `--batch` says how many responses a report has
-at most.
+collector frees. Settings as in `controller_load.py`; `--batch` is the largest number of responses
+in a report.
 """
 
 from __future__ import annotations

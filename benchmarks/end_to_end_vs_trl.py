@@ -32,12 +32,12 @@ SHAPES = {
     0.3: {"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 256, "heads": 4},
     10: {"hidden_size": 320, "num_hidden_layers": 8, "intermediate_size": 1024, "heads": 10},
 }
-"""Of `--constant-reward`, by million parameters."""
+"""Settings of `--constant-reward`, by million parameters."""
 
 
 def write_constant_reward(folder: Path, millions: float) -> None:
-    """The arithmetic example's tokenizer and prompts, a model without a preference, answers that are
-    no text."""
+    """The arithmetic example's tokenizer and prompts, a model without a preference, answers other
+    than text."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

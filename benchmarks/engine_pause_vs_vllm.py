@@ -3,8 +3,8 @@ the same weights.
 
 In the same engine, in turns: ours through Ray from another process, with a digest of every tensor
 compared before the engine goes on; vLLM's `pause_generation`, `reload_weights` from safetensors in
-memory, `resume_generation`, called beside it and proving nothing. `bare`: the same without the 20
-ms that vLLM sleeps when it pauses. Medians; ratios = ours / vLLM's.
+memory, `resume_generation`, called next to it, without proof. `bare`: the same without the 20 ms
+that vLLM sleeps when it pauses. Medians; ratios = ours / vLLM's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BenchedEngine(RolloutEngine):
 def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
     import ray
 
-    from megatron_async_rl.weights.transport import Part, TensorSpec
+    from megatron_async_rl.weights.transport import ShardSlice, TensorSpec
 
     tensors = random_model.weights(model)
     engine = random_model.spec(model, dtype, model / "logs")
@@ -50,7 +50,7 @@ def measure(model: Path, dtype: str, rounds: int) -> dict[str, Any]:
         specs = [TensorSpec.of(name, tensor) for name, tensor in tensors.items()]
         publisher = random_model.Publisher(handle, [specs])
         for version in range(1, rounds + 3):
-            parts = (Part.whole(name, tensor) for name, tensor in tensors.items())
+            parts = (ShardSlice.whole(name, tensor) for name, tensor in tensors.items())
             pause_s = publisher.publish(version, parts).paused_s
             with_sleep, without = ray.get(handle.reload.remote(str(model)), timeout=300)
             if version > 2:

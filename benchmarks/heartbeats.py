@@ -1,6 +1,6 @@
-"""What a look at the run's progress takes, and how much it reads, with many processes: state files of
-`--ranks` ranks and `--engines` engines (each with vLLM's process), eight to a machine, whose contents
-are those of a run.
+"""Cost of one look at the run's progress, and the bytes it reads, with many processes: state files
+of `--ranks` ranks and `--engines` engines (each with vLLM's process), eight to a machine, whose
+contents are those of a run.
 
 Prints processor time of one look: of the process that looks for its machine (the aggregator, which
 also publishes), and of any other on it. Both happen once a second.

@@ -2,10 +2,11 @@
 batch barrier.
 
 By default a table of simulations (simulate/model.py): two engines of 32 places, which each make a
-token per unit of time whatever the others do; new weights are there at once. `--real`: one real vLLM engine under
-the real controller, lengths drawn log-normal, against a batch at a time: share of the engine's
-places that are taken, and tokens per second that train, in one run. Training takes no time in the
-real run: the barrier is not charged for it, and asynchrony gains by filling engines alone.
+token per unit of time whatever the others do; new weights are there at once. `--real`: one real
+vLLM engine under the real controller, lengths drawn log-normal, against a batch at a time: share of
+the engine's places that are taken, and tokens per second that train, in one run. Training takes no
+time in the real run: the barrier is not charged for it, and asynchrony gains by filling engines
+alone.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import numpy as np
 
 from megatron_async_rl.config.schema import FlowConfig, RewardConfig, RolloutConfig, SamplingConfig
 from megatron_async_rl.rollout.spec import HERE
-from megatron_async_rl.simulate.model import Outcome, simulate
-from megatron_async_rl.simulate.rates import Lengths, Rates
+from megatron_async_rl.simulate.model import SimulationResult, simulate
+from megatron_async_rl.simulate.rates import ResponseLengths, SimulationRates
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = ROOT / "examples" / "arithmetic" / "generated"
@@ -59,7 +60,7 @@ def drawn(median: float, longest: int, chance: np.random.Generator) -> int:
 
 def simulated(
     settings: dict[str, Any], *, train_time: float, steps: int, seed: int, barrier: bool = False
-) -> Outcome:
+) -> SimulationResult:
     """Times are in tokens of one place."""
     chance = np.random.default_rng([3, seed])
     groups = [tuple(drawn(200.0, 4096, chance) for _ in range(8)) for _ in range(400)]
@@ -68,8 +69,8 @@ def simulated(
         RolloutConfig(
             engines=2, sampling=SamplingConfig(max_tokens=4096), reward=RewardConfig(name="math")
         ),
-        Rates(decode=((1.0, 0.0),), places=32, train_s=train_time),
-        Lengths(groups=tuple(groups), prompts=(1,) * len(groups)),
+        SimulationRates(decode=((1.0, 0.0),), places=32, train_s=train_time),
+        ResponseLengths(groups=tuple(groups), prompts=(1,) * len(groups)),
         steps=steps,
         seed=seed,
         barrier=barrier,

@@ -1,4 +1,4 @@
-"""What each loss costs, forward and backward from the last hidden states, against a plain
+"""Cost of each loss, forward and backward from the last hidden states, against a plain
 cross-entropy on the same logits.
 
 The plain side makes the whole logits [N, V] and calls torch's cross-entropy; ours makes them in

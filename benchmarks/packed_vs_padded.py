@@ -8,9 +8,9 @@ packed       one row, samples end to end
 padded       rows of like length share a micro-batch, as the planner cuts them
 one_bucket   every row padded to the longest of the batch
 fixed        as many tokens in as many samples, all of one length, padded: nothing to pad
-prompt_once  packed, and of each group one sample has the prompt and the others its last token: no less
-             could be computed if the samples of a group shared their prompt (they would attend to it,
-             besides), so that 1 / ratio bounds what sharing would gain
+prompt_once  packed; one sample of each group has the prompt and the others its last token: the
+             least work if the samples of a group shared their prompt (they would also attend to
+             it), so 1 / ratio bounds the gain of sharing
 
 Ratio = seconds of the other / packed seconds, per trained token: above 1, packed is faster. Seconds
 are the process's own CPU time: one thread, so that other programs on the machine weigh little.

@@ -1,5 +1,5 @@
-"""Where the time of a publish goes: stopwatches in the trainer, in the engine's actor and in vLLM's
-process.
+"""Breakdown of the time of a publish: stopwatches in the trainer, in the engine's actor and in
+vLLM's process.
 
 The parts do not overlap and add up to the publish: what a caller waits for is counted without what
 the one it called counts.
@@ -18,9 +18,9 @@ from typing import Any
 from megatron_async_rl.rollout.engine import RolloutEngine
 
 _seconds: dict[str, float] = defaultdict(float)
-"""Of this process, by part, since they were last taken."""
+"""Seconds of this process by part, since they were last taken."""
 _within = 0.0
-"""Seconds of timed functions called by the one that runs."""
+"""Seconds of timed functions called by the running one."""
 
 WORKER = ("worker", "digest", "pieces", "pack")
 """Parts of a load in vLLM's process."""

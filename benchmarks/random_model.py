@@ -146,8 +146,8 @@ def join_ray() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """Seconds: staging alone, gathering included; that and all that follows; the engine's update, in
-    which it stood still, as seen from here. brought_s: by collective, before that, while it
+    """Seconds: staging alone, gathering included; that and all that follows; the engine's update,
+    in which it stood still, as seen from here. brought_s: by collective, before that, while it
     samples."""
 
     staged_s: float
@@ -171,27 +171,28 @@ class Publisher:
         self._lending: Any = None
 
     def connect(self, logs: Path) -> None:
-        """What is published from now on comes to the engine by collective."""
+        """Connect the engine to a collective, which carries all later versions."""
         import ray
 
-        from megatron_async_rl.flow.communicators import Communicator, SenderActor
+        from megatron_async_rl.flow.communicators import EngineCommunicator, SenderActor
         from megatron_async_rl.rollout.engine_process import RemoteEngine
 
         sender = ray.remote(num_cpus=0)(SenderActor).remote("127.0.0.1", logs, 60.0, None)
         meeting = ray.get(sender.open.remote(1), timeout=60)
-        self._communicator = Communicator("here", sender, RemoteEngine(self._handle), meeting)
+        self._communicator = EngineCommunicator("here", sender, RemoteEngine(self._handle), meeting)
 
     def lend(self, version: int, shards: Any) -> Published:
-        """By cuda_ipc: bucket by bucket, each filled while the engine loads the one before."""
+        """Publish by cuda_ipc: bucket by bucket, each filled while the engine loads the previous
+        one."""
         from dataclasses import replace
 
         import torch
 
-        from megatron_async_rl.weights.cuda_ipc import CudaIpc, Lending
+        from megatron_async_rl.weights.cuda_ipc import CudaIpc, IpcBuckets
         from megatron_async_rl.weights.manifest import IN_FLIGHT, require_equal
 
         if self._lending is None:
-            self._lending = Lending(CudaIpc(torch.device("cpu")))
+            self._lending = IpcBuckets(CudaIpc(torch.device("cpu")))
         lending, last = self._lending, len(shards.buckets) - 1
         manifest = lending.stage(version, shards.buckets, shards.parts())
         began = time.perf_counter()
@@ -203,7 +204,7 @@ class Publisher:
                 ahead = number + 1
                 following = lending.fill(ahead, ahead % IN_FLIGHT, shards.parts(ahead))
             loaded = self._answer(call)
-        lending.give_back()
+        lending.release()
         require_equal("engine-0", manifest.digests, loaded)
         spent_s = time.perf_counter() - began
         return Published(

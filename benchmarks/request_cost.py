@@ -1,5 +1,5 @@
-"""What the engine itself costs per request, beside vLLM: submit, collect, score and report, with a
-vLLM that answers at once.
+"""Cost of the engine per request on top of vLLM: submit, collect, score and report, with a vLLM
+that answers at once.
 
 CPU time of this process, the median over rounds of 512 requests for four tokens each. Not in it:
 what vLLM does, and the way through Ray to the controller (`controller_through_ray.py`).
@@ -23,7 +23,7 @@ TOKENS = [5, 6, 7, 8]
 
 
 class AnswersAtOnce:
-    """In place of vLLM: keeps the collector of each request for the benchmark to fill."""
+    """Stand-in for vLLM that keeps the collector of each request for the benchmark to fill."""
 
     def __init__(self) -> None:
         self.collectors: list[Any] = []

@@ -163,7 +163,8 @@ def bare(args: argparse.Namespace, logs: Path) -> dict[str, float]:
     for number in range(1, args.rounds + 1):
         tokens += one_round(number)
     seconds = time.perf_counter() - started
-    llm.llm_engine.engine_core.shutdown()  # at exit Python would wait for the engine process, which nobody tells to end
+    # At exit Python would wait for the engine process, which nothing else ends.
+    llm.llm_engine.engine_core.shutdown()
     return {"tokens_per_s": tokens / seconds, "tokens": tokens, "seconds": seconds}
 
 

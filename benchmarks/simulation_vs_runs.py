@@ -1,10 +1,10 @@
 """Runs of one config at several `async_ratio`s against what `mar simulate` predicts for all of them
 from some.
 
-The runs are made in turns, `--rounds` times, as the machine may be at something else; those that are
-in FOLDER already are taken as they are. Predicted and measured: seconds of a step, the speed-up over
-the first ratio, the share of the time in which the engine samples, and the start lags. The first
-fifth of the steps does not count, nor do the last ones, after which nothing more is admitted.
+The runs are made in turns, `--rounds` times, as the machine may be at something else; those that
+are in FOLDER already are taken as they are. Predicted and measured: seconds of a step, the speed-up
+over the first ratio, the share of the time in which the engine samples, and the start lags. The
+first fifth of the steps does not count, nor do the last ones, after which nothing more is admitted.
 `--store` keeps the calibration and what was measured, for tests/unit/test_simulate.py.
 """
 
@@ -28,7 +28,7 @@ from megatron_async_rl.samples.segments import read_table
 from megatron_async_rl.simulate.calibrate import calibrate
 from megatron_async_rl.simulate.choose import ahead
 from megatron_async_rl.simulate.model import simulate
-from megatron_async_rl.simulate.rates import Rates
+from megatron_async_rl.simulate.rates import SimulationRates
 
 SEEDS = 3
 GROUPS = 200
@@ -66,7 +66,7 @@ def measured(run: Path, ratio: float) -> dict[str, Any]:
     }
 
 
-def predicted(config: Any, ratio: float, rates: Rates, lengths: Any) -> dict[str, Any]:
+def predicted(config: Any, ratio: float, rates: SimulationRates, lengths: Any) -> dict[str, Any]:
     flow = ahead(config, ratio).flow
     outcomes = [
         simulate(flow, config.rollout, rates, lengths, steps=40, seed=seed) for seed in range(SEEDS)
@@ -128,7 +128,7 @@ def main() -> None:
             first.setdefault(name, one["step_s"])
             one["speed_up"] = first[name] / one["step_s"]
         result["ratios"][f"{ratio:g}"] = both
-    print(calibration.in_words())
+    print(calibration.as_text())
     print(json.dumps(result["ratios"], indent=1))
     if args.store is not None:
         stored = {

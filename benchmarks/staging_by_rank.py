@@ -1,5 +1,5 @@
-"""Work of each rank that stages a version, over 1, 2 and 4 ranks that hold the weights; and how fast a
-digest is beside a memory copy.
+"""Work of each rank that stages a version, over 1, 2 and 4 ranks that hold the weights; and the
+speed of a digest relative to a memory copy.
 
 A random model, of 100 million parameters unless asked otherwise, divided over tensor- and
 data-parallel ranks of this machine. Every figure is processor time, so that ranks may share a core;

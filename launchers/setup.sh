@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes the CPU environment in $VENV (default: .venv of the checkout) from requirements/, once per content of that folder.
-# Needs Python 3.12 with venv, and a package registry. PYTHON chooses the interpreter; TORCH_CPU_INDEX a mirror of
-# PyTorch's index of CPU wheels; an empty DEV leaves out what only tests and lint need.
+# Create the CPU environment in $VENV (default: .venv of the checkout) from requirements/, again only if that folder changes.
+# Needs Python 3.12 with venv, and a package index. PYTHON selects the interpreter, TORCH_CPU_INDEX a mirror of
+# PyTorch's index of CPU wheels; an empty DEV omits packages that only tests and lint need.
 set -euo pipefail
 cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/.."
 VENV="${VENV:-.venv}"
@@ -17,7 +17,7 @@ find_python() {
     echo "setup: PYTHON=$PYTHON is not Python 3.12 with venv and ensurepip" >&2
     return 1
   fi
-  # A shim of pyenv exists for every version it has, and fails for those that are not switched on: so its own folder too.
+  # pyenv has a shim for every installed version, which fails for inactive ones, so its own folders are searched, too.
   local candidate
   for candidate in python3.12 python3 python "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python; do
     is_fit "$candidate" && echo "$candidate" && return
@@ -47,7 +47,7 @@ echo "Setting up $VENV with $("$python" --version) (once, a few minutes)"
 pip=("$VENV/bin/python" -m pip -qq --disable-pip-version-check --no-input install --no-deps --progress-bar off)
 from_cpu_index=(--index-url "$TORCH_CPU_INDEX")
 quickly=(--timeout 10 --retries 1) # an index that is out of reach must not hold up the set-up
-# Beside torch, which is most of what is to be fetched and unpacked.
+# In parallel with torch, the largest download.
 "${pip[@]}" -r <(grep -v '^torch==' requirements/cpu.txt) "${dev[@]}" &
 others=$!
 trap 'kill "$others" 2>/dev/null || true' EXIT

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# One machine's share of a run over several: launchers/torchrun_multinode.sh CONFIG [dotted.key=value ...]
-# The same command on every machine. They are told apart by the environment, with the names that torchrun's jobs have:
-#   NNODES         machines in all
-#   NODE_RANK      number of this one, from 0
-#   MASTER_ADDR    machine 0, as the others reach it
-#   MASTER_PORT    a free port on it (29500)
-#   TRAINER_NODES  machines that have trainer ranks, the first ones (all); the others have engines alone
-#   RAY_PORT       a second free port on machine 0 (6379), where there are machines of engines alone
-#   RESTARTS       how often a run that failed is started again, from its last checkpoint; on a machine of engines how often Ray is (3)
-#   START_S        how long Ray may take to start on machine 0, and a machine of engines waits for it, in seconds (600)
-#   REJOIN_S       how long it waits for machine 0's Ray to come again, once it has ended (120)
-#   RAY_AUTH_TOKEN a secret, the same on all machines, where there are machines of engines alone: without it whoever reaches
-#                  Ray's ports runs code as this user (openssl rand -hex 32); RAY_AUTH_TOKEN_PATH names a file that holds it
-# Exit code: that of `mar train` (0 finished, 1 failed, 2 refused, 130 stopped); on a machine of engines 0 once the run is over.
+# The part of a multi-machine run that belongs to this machine:
+#   launchers/torchrun_multinode.sh CONFIG [dotted.key=value ...]
+# Run the same command on every machine. The environment distinguishes them, with torchrun's names:
+#   NNODES         number of machines
+#   NODE_RANK      number of this machine, from 0
+#   MASTER_ADDR    address of machine 0, the head node, as the others reach it
+#   MASTER_PORT    a free port on the head node (29500)
+#   TRAINER_NODES  number of machines with trainer ranks, the first ones (all); the others are rollout nodes
+#   RAY_PORT       a second free port on the head node (6379), used if there are rollout nodes
+#   RESTARTS       restarts of a failed run from its last checkpoint; on a rollout node restarts of Ray (3)
+#   START_S        seconds for Ray to start on the head node, and for a rollout node to wait for it (600)
+#   REJOIN_S       seconds for which a rollout node waits for a new Ray on the head node after Ray has ended (120)
+#   RAY_AUTH_TOKEN a secret, the same on all machines, needed if there are rollout nodes: without it anyone who reaches
+#                  Ray's ports can run code as this user (openssl rand -hex 32); RAY_AUTH_TOKEN_PATH names a file with it
+# Exit code: that of `mar train` (0 finished, 1 failed, 2 refused, 130 stopped); on a rollout node 0 once the run is over.
 set -euo pipefail
 
 refuse() {
@@ -65,7 +66,7 @@ over() { # HOST: it is there, and nothing listens on its Ray's port. bash has no
   [[ "$(LC_ALL=C timeout 5 bash -c "exec 3<>/dev/tcp/$1/$RAY_PORT" 2>&1)" == *"Connection refused"* ]]
 }
 
-# Ray and the run have sessions of their own: what a terminal or a scheduler sends to all of a process group comes to this script alone.
+# Ray and the run have separate sessions, so that signals to the process group reach this script only.
 ray=()
 ray_runs() {
   ((${#ray[@]})) && kill -0 "${ray[0]}" 2>/dev/null
@@ -79,7 +80,7 @@ stop_ray() { # it drains for up to 30 s, and may lose a signal that comes while 
   done
   kill -KILL -- "-${ray[0]}" 2>/dev/null || true # its session, and with it what it has started
 }
-# Ray's session, in a folder that goes at the end; one that a killed launcher left goes at the next start. Ray holds the lock on it, too.
+# Folder of Ray's session, removed at the end, or at the next start if the launcher was killed. Ray holds the lock on it, too.
 make_folder() {
   local base="${RAY_TMPDIR:-${TMPDIR:-/tmp}}" new
   ((${#base} <= 26)) || base=/tmp # sockets have paths of at most 107 bytes (watchdog/run_folder.py)
@@ -99,15 +100,15 @@ trap 'exit 130' INT
 trap 'exit 129' HUP
 
 if ((NODE_RANK >= TRAINER_NODES)); then
-  # Engines alone: this machine works as long as machine 0 has a Ray, and for the next one if it comes again.
-  # What an engine that was killed here leaves: only the next one would remove it.
+  # Rollout node: serves the head node's Ray while it runs, and the next one if Ray returns.
+  # Remove the files of killed engines, which otherwise only the next engine would remove.
   trap 'clean_up; python -m megatron_async_rl.weights.stale_files || true' EXIT
   python -m megatron_async_rl.weights.stale_files || true
   make_folder
   within=$START_S found="" lost=0 address="" said=""
   while :; do
     until=$((SECONDS + within))
-    # As numbers: Ray asks a name server for a name, also where /etc/hosts has it. A machine that is started may not have its name yet.
+    # Use the numeric address: Ray queries a name server even if /etc/hosts has the name, and a starting machine may not have its name yet.
     until read -r address _ < <(getent ahostsv4 "$MASTER_ADDR") && reachable "$address"; do
       if ((SECONDS >= until)); then
         if [[ -n "$found" ]]; then
@@ -125,13 +126,13 @@ if ((NODE_RANK >= TRAINER_NODES)); then
       sleep 1
     done
     if [[ -n "$found" ]]; then
-      # Ray has ended here. Machine 0 has one: the same, which has lost this machine, or its next.
+      # Ray has ended here. The head node has one: the same, which lost this machine, or the next.
       ((lost++ < RESTARTS)) || { echo "torchrun_multinode.sh: Ray has ended $lost times on machine $NODE_RANK, and not on machine 0 (RESTARTS=$RESTARTS); its words are above" >&2; exit 1; }
       echo "torchrun_multinode.sh: machine $NODE_RANK joins machine 0's Ray again ($lost of RESTARTS=$RESTARTS)" >&2
     fi
     setsid ray start --address="$address:$RAY_PORT" --temp-dir="$folder/ray" --disable-usage-stats --block &
     ray=($!)
-    # By itself it would look for machine 0's for a minute more, with the machine, and end with hundreds of lines about itself.
+    # Otherwise Ray would search for the head node for another minute and end with hundreds of log lines.
     for ((refused = 0; refused < 5;)); do
       ray_runs || break
       if over "$address"; then ((++refused)); else refused=0; fi
@@ -163,7 +164,7 @@ start_ray() {
     sleep 1
   done
   export RAY_ADDRESS="127.0.0.1:$RAY_PORT"
-  # Once: a machine that is lost later costs its engines, and not the start after.
+  # Only once: losing a machine later costs its engines, but must not delay a later start.
   wait_for_engines=1
 }
 
@@ -200,7 +201,7 @@ for ((start = 0; ; start++)); do
   trap 'stop HUP' HUP # the first alone counts
   code=0
   train "$@" || code=$?
-  # 1: it failed. 0: finished; 2: refused, which it would be again; 130: stopped by somebody.
+  # Restart only a failure (1), not 0 (finished), 2 (would be refused again) or 130 (stopped).
   ((code == 1)) && [[ -z "$stopping" ]] || exit "$code"
   ((start < RESTARTS)) || { echo "torchrun_multinode.sh: failed $((RESTARTS + 1)) times; RESTARTS=$RESTARTS" >&2; exit 1; }
   echo "torchrun_multinode.sh: machine $NODE_RANK starts the run again from its last checkpoint ($((start + 1)) of RESTARTS=$RESTARTS)" >&2

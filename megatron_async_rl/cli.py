@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -26,10 +26,8 @@ from typer.core import TyperGroup
 from megatron_async_rl import __version__
 from megatron_async_rl.config.problem import SHARE, ConfigError, UserError
 from megatron_async_rl.config.read_back import reason
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.schema import Config
-    from megatron_async_rl.launch.peers import Nodes, PeerNodes
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.launch.peers import Nodes, PeerNodes
 
 USER_ERROR = 2
 PIPE_WIDTH = 140
@@ -38,8 +36,8 @@ NAME_A_RUN = "name a run directory, the `run.dir` of its config"
 
 
 class Commands(TyperGroup):
-    """Ends any command that a user error stops with that error's screen and exit code 2; likewise for
-    a file that cannot be read or written."""
+    """Ends any command that a user error stops with that error's screen and exit code 2; likewise
+    for a file that cannot be read or written."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -48,7 +46,8 @@ class Commands(TyperGroup):
             _print_error(error)
             raise typer.Exit(USER_ERROR) from None
         except OSError as error:
-            # The caller of last resort: an error without a file, such as a socket's, is not the user's.
+            # The caller of last resort: an error without a file, such as a socket's, is not the
+            # user's.
             if error.filename is None:
                 raise
             fix = "check the file, its folder and their permissions, or name another one"
@@ -80,7 +79,7 @@ NodeCount = Annotated[
 
 
 def console(*, stderr: bool = False) -> Console:
-    """As wide as the terminal, and wide enough not to break lines in a pipe."""
+    """Console as wide as the terminal; outside a terminal, wide enough that no line is broken."""
     made = Console(stderr=stderr)
     return made if made.is_terminal else Console(stderr=stderr, width=PIPE_WIDTH)
 
@@ -168,7 +167,7 @@ def _train_loaded(
     from megatron_async_rl.plan.preflight import preflight
     from megatron_async_rl.plan.resume import conflicts, differences
 
-    # Node 0 alone looks at what the directory holds: it is the one that writes there.
+    # Node 0 alone looks at what the directory holds: only that process writes there.
     refused = conflicts(loaded) if nodes.rank == 0 else []
     # A finished run needs no model, no data and no memory any more.
     finished = finished_before if nodes.rank == 0 else already_finished
@@ -176,11 +175,11 @@ def _train_loaded(
         return 0
     machine = this_machine(nodes.count)
     plan = preflight(loaded, all_data=True, machine=machine)
-    # What its checkpoint was made with can differ, too: the same key, told once.
-    told = {one.key for one in refused}
+    # What its checkpoint was made with can differ, too: the same key, reported once.
+    reported = {one.key for one in refused}
     # Not of `mar plan`: other programs may have ended by the time of the run.
     crowded = free_memory_problems(loaded, machine, plan.device, plan.hosts, nodes.rank)
-    problems = [*refused, *(one for one in plan.problems if one.key not in told), *crowded]
+    problems = [*refused, *(one for one in plan.problems if one.key not in reported), *crowded]
     if problems:
         raise ConfigError(f"{config}: cannot run", problems)
     taken = taken_gpus(loaded, machine, nodes.rank)
@@ -282,8 +281,9 @@ def init(
         ),
     ] = None,
 ) -> None:
-    """Ask for model, data, held-out data, reward, GPUs and style, and write a config that `mar plan`
-    accepts. Options answer without being asked; without a terminal the others take defaults."""
+    """Ask for model, data, held-out data, reward, GPUs and style, and write a config that `mar
+    plan` accepts. Options answer without being asked; without a terminal the others take
+    defaults."""
     from megatron_async_rl.plan import interview
     from megatron_async_rl.plan.new_config import write_config
 
@@ -385,7 +385,7 @@ def plan(
     gpus: Annotated[
         int | None,
         typer.Option(
-            "--gpus", min=1, help="Plan for machines with so many GPUs each, not for this one."
+            "--gpus", min=1, help="Plan for machines with this many GPUs each, not for this one."
         ),
     ] = None,
     gpu_memory: Annotated[
@@ -407,7 +407,8 @@ def plan(
         typer.Option(
             "--host-memory",
             min=1.0,
-            help="Host memory of each machine, in GiB; default: this machine's, with --gpus unchecked.",
+            help="Host memory of each machine, in GiB; default: this machine's, with --gpus"
+            " unchecked.",
         ),
     ] = None,
     resolved: Annotated[
@@ -415,7 +416,8 @@ def plan(
     ] = False,
 ) -> None:
     """Show a config's layout, memory, batch, staleness, step time and totals, here or on the GPUs
-    named. Starts nothing, and needs no weights of a published model; exit code 2 if it cannot run."""
+    named. Starts nothing, and needs no weights of a published model; exit code 2 if it cannot
+    run."""
     from megatron_async_rl.config.load import load
     from megatron_async_rl.data.hub import located
     from megatron_async_rl.plan.machine import CHIPS, GIB, described_machine, this_machine
@@ -495,9 +497,7 @@ def simulate(
     ] = "",
     gpus: Annotated[
         str,
-        typer.Option(
-            "--gpus", metavar="LIST", help="Such as 64,256: divide so many at their best."
-        ),
+        typer.Option("--gpus", metavar="LIST", help="Such as 64,256: divide this many optimally."),
     ] = "",
     grow: Annotated[
         bool, typer.Option("--grow", help="With --gpus: prompts_per_step grows with the GPUs.")
@@ -515,8 +515,8 @@ def simulate(
         Path | None, typer.Option(metavar="FOLDER", help="Where the curves of --gpus go.")
     ] = None,
 ) -> None:
-    """Predict a config's speed, busy shares and lags, and what binds; with --gpus the best division.
-    Starts nothing."""
+    """Predict a config's speed, busy shares and lags, and what binds; with --gpus the best
+    division. Starts nothing."""
     from megatron_async_rl.config.load import load
     from megatron_async_rl.data.hub import located
     from megatron_async_rl.simulate.choose import predict_from_hardware, predict_from_run
@@ -570,10 +570,10 @@ def report(
 
 @app.command()
 def engines(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run that goes on.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a running run.")],
     count: Annotated[int, typer.Argument(metavar="N", min=1, help="Training engines.")],
 ) -> None:
-    """Give a run more or fewer engines while it goes on. Those that join start from the newest
+    """Give a run more or fewer engines while it runs. Those that join start from the newest
     weights; those that leave hand on what they had begun."""
     from megatron_async_rl.launch.run_lock import ask_for_engines
 
@@ -587,7 +587,7 @@ def dashboard(
         list[Path], typer.Argument(metavar="RUN...", help="A run directory, or several.")
     ],
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="To listen on; 0: one that is free.")
+        int, typer.Option(min=0, max=65535, help="To listen on; 0: a free port.")
     ] = 8470,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0: every one of this machine.")
@@ -634,11 +634,13 @@ def samples(
         bool, typer.Option("--json", help="Whole samples, one JSON object per line.")
     ] = False,
 ) -> None:
-    """Print samples of a run, also while it goes on: prompt, response, reward, versions. By default
+    """Print samples of a run, also while it runs: prompt, response, reward, versions. By default
     the newest few."""
-    from megatron_async_rl.report.samples import Wanted, choose, print_samples
+    from megatron_async_rl.report.samples import SampleQuery, choose, print_samples
 
-    wanted = Wanted(step=step, worst=worst, best=best, random=random, seed=seed, held_out=held_out)
+    wanted = SampleQuery(
+        step=step, worst=worst, best=best, random=random, seed=seed, held_out=held_out
+    )
     print_samples(choose(run, wanted), console(), as_json=as_json)
 
 
@@ -662,7 +664,7 @@ def convert(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError.of("OUT", f"{out} already exists", "name a new directory")
     with warnings.catch_warnings():
-        # Libraries say what they lack as they load; `mar doctor` says it, and what it means.
+        # Libraries say what they lack as they load; `mar doctor` reports it with its meaning.
         warnings.simplefilter("ignore")
         from megatron_async_rl.weights.convert import convert as convert_checkpoint
 
@@ -712,7 +714,8 @@ def conform(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="JSON lists of reference vectors; `mar examples` copies some, in tests/data/golden.",
+            help="JSON lists of reference vectors; `mar examples` copies some, in"
+            " tests/data/golden.",
         ),
     ],
 ) -> None:
@@ -765,14 +768,14 @@ def options(
     """Asynchronous RL post-training: Megatron-Core policies, vLLM rollouts."""
 
 
-def _numbers(text: str, option: str, least: float) -> list[float]:
+def _numbers(text: str, option: str, minimum: float) -> list[float]:
     """Numbers of a comma-separated list, smallest first. Raises UserError."""
     try:
         found = sorted({float(part) for part in text.split(",")}) if text else []
     except ValueError:
         found = [-1.0]
-    if not all(least <= one < float("inf") for one in found):
-        what = f"{text!r} is not a list of numbers from {least:g} on"
+    if not all(minimum <= one < float("inf") for one in found):
+        what = f"{text!r} is not a list of numbers from {minimum:g} on"
         raise UserError.of(option, what, "write such as 64,256")
     return found
 

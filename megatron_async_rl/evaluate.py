@@ -34,7 +34,7 @@ from megatron_async_rl.config.schema import Config, RolloutConfig
 from megatron_async_rl.data import DataError
 from megatron_async_rl.data.hub import fetch, located, name_of, parse
 from megatron_async_rl.flow.evaluation import (
-    Answers,
+    EvalResponses,
     EvalResult,
     HeldOut,
     evaluate,
@@ -67,7 +67,7 @@ STOP_ENGINES_S = 15.0
 
 
 class EvaluationFailed(Exception):
-    """The request was valid and the evaluation failed; the message says why."""
+    """The request was valid and the evaluation failed; the message has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class EvalTarget:
     version: int
     """Optimizer steps behind it; 0 for a Hugging Face directory."""
     result: Path
-    """Where the result goes."""
+    """File of the result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class EvalJob:
     device: Device
     timeout_s: float
     responses: Path | None = None
-    """Where every response goes; null: nowhere."""
+    """File of all responses; null writes none."""
 
 
 def resolve(
@@ -216,12 +216,12 @@ def _config(target: EvalTarget, file: Path | None, overrides: Sequence[str]) -> 
         )
         file = run_dir / "config.yaml"
         if not file.is_file() or not (run_dir / "metrics.jsonl").is_file():
-            what = f"{run_dir} is not a run's folder: no config.yaml of a run is beside the model"
+            what = f"{run_dir} is not a run's folder: it has no config.yaml of a run"
             raise _refused(
                 target,
                 "--config",
                 what,
-                "name the config that says how to sample: --config CONFIG",
+                "name the config with the sampling settings: --config CONFIG",
             )
     return located(load(file, overrides))[0]
 
@@ -281,7 +281,7 @@ def run(job: EvalJob, console: Console) -> None:
     with tempfile.TemporaryDirectory(prefix="mar-eval-") as folder:
         model = job.model
         if target.checkpoint is not None:
-            _say(console, f"converting {target.checkpoint}")
+            _report(console, f"converting {target.checkpoint}")
             model = Path(folder) / "hf"
             _convert(target.checkpoint, model, job.timeout_s)
         result = _sample(job, model, console)
@@ -291,7 +291,8 @@ def run(job: EvalJob, console: Console) -> None:
 
 
 def _convert(checkpoint: Path, out: Path, timeout_s: float) -> None:
-    """In a process of its own, whose memory is free again before the engines start."""
+    """Convert a checkpoint in a child process, whose memory is free again before the engines
+    start."""
     command = [sys.executable, "-m", "megatron_async_rl", "convert", str(checkpoint), str(out)]
     try:
         done = subprocess.run(
@@ -308,8 +309,8 @@ def _convert(checkpoint: Path, out: Path, timeout_s: float) -> None:
             " or `mar convert` it yourself"
         ) from None
     if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines()
-        raise EvaluationFailed(f"{checkpoint} cannot be converted: " + "\n".join(said[-6:]))
+        output = (done.stderr or done.stdout).strip().splitlines()
+        raise EvaluationFailed(f"{checkpoint} cannot be converted: " + "\n".join(output[-6:]))
 
 
 def _sample(job: EvalJob, model: Path, console: Console) -> EvalResult:
@@ -320,7 +321,7 @@ def _sample(job: EvalJob, model: Path, console: Console) -> EvalResult:
 
     rollout = job.rollout
     count = "1 engine" if rollout.engines == 1 else f"{rollout.engines} engines"
-    _say(console, f"starting {count} on the {'GPU' if job.device == 'cuda' else 'CPU'}")
+    _report(console, f"starting {count} on the {'GPU' if job.device == 'cuda' else 'CPU'}")
     specs = [
         EngineSpec(
             index=index,
@@ -384,7 +385,7 @@ async def _evaluate(
         await fleet.close(STOP_ENGINES_S)
 
 
-def write_responses(job: EvalJob, answers: Answers) -> None:
+def write_responses(job: EvalJob, answers: EvalResponses) -> None:
     """One JSON object per response, in the order of the prompts: a file of data (docs/data.md) with
     the columns of each prompt's row, and the response's."""
     if job.responses is None:
@@ -434,5 +435,5 @@ def _settings(one: EvalSet) -> dict[str, Any]:
     }
 
 
-def _say(console: Console, text: str) -> None:
+def _report(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -79,8 +79,8 @@ def dot(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _pieces(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """As `blocks`, those longer than SHORT in float32; on the CPU as many at a time as
-    `_sums_of_products` adds, where nothing has to be converted."""
+    """Iterate over `blocks`, converting those longer than SHORT to float32. On the CPU, tensors
+    that need no conversion are split into the sizes that `_sums_of_products` adds at a time."""
     if left.device.type == "cpu" and left.dtype == right.dtype == torch.float32:
         size = TERMS * CPU_BLOCK
         yield from zip(left.reshape(-1).split(size), right.reshape(-1).split(size), strict=True)
@@ -168,7 +168,7 @@ def three_products(
 
 
 Products = Callable[[Iterable[tuple[Tensor, Any]], bool, torch.device], Tensor]
-"""What is called like `three_products`."""
+"""A function with the signature of `three_products`."""
 
 
 def products_with(
@@ -181,7 +181,7 @@ def products_with(
     """(<g, r>, |g|^2, |r|^2) over the model; one all-reduce of three scalars.
 
     reference: for every shard what `products` takes for it, else a tensor of the shard's size; read
-    once, in order. reference_square: |r|^2, where it is known already.
+    once, in order. reference_square: |r|^2, if it is already known.
     """
     grads = (shard.grad for shard in gradients.shards)
     return products_of(gradients, grads, reference, reference_square, products)
@@ -195,8 +195,8 @@ def products_of(
     products: Products = three_products,
 ) -> tuple[float, float, float]:
     """(<l, r>, |l|^2, |r|^2) of tensors like the shards of `gradients`, each counted where its
-    shard is; one all-reduce of three scalars. Both are read once, in order. right_square: |r|^2,
-    where it is known already."""
+    shard is; one all-reduce of three scalars. Both are read once, in order. right_square: |r|^2, if
+    it is already known."""
     known = right_square is not None
     counted = (
         (one, other)

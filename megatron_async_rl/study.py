@@ -8,8 +8,8 @@ Invariants:
 - one study at a time works on a runs folder; no `mar train` of it outlives it, unless it is killed,
   and then holds the folder until its end;
 - every run is checked before the first one starts; a directory with other settings is refused;
-- a run that finished or failed is not repeated, one that was stopped goes on as `mar train` lets
-  it; a failure is counted and kept, and stops no other run.
+- a run that finished or failed is not repeated, a stopped run is resumed as `mar train` permits; a
+  failure is counted and kept, and stops no other run.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ from megatron_async_rl.report.summary import span
 from megatron_async_rl.watchdog.logs import find_cause
 
 FILE = "study.json"
-"""In each run's directory: its settings by axis, and the seconds and exit code of its last start."""
+"""File of each run directory with its settings by axis, and the seconds and exit code of its
+last start."""
 LOG = "study.log"
-"""In each run's directory: the words of `mar train`."""
+"""File of each run directory with the output of `mar train`."""
 TRAIN = (sys.executable, "-m", "megatron_async_rl", "train")
 POLL_S = 0.25
 PLAIN_EVERY_S = 30.0
@@ -58,14 +59,14 @@ INTERRUPTED = 130
 ENDING = ((signal.SIGINT, 120.0), (signal.SIGINT, 20.0), (signal.SIGKILL, 20.0))
 """How runs whose study breaks off are ended: signals, and the seconds that each is given."""
 
-State = Literal["waiting", "running", "finished", "failed", "stopped"]
+RunState = Literal["waiting", "running", "finished", "failed", "stopped"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a run stands, as its directory says."""
+class StudyOutcome:
+    """State of a run according to its directory."""
 
-    state: State
+    state: RunState
     step: int
     why: str = ""
     """Why it failed, or what was odd about its end."""
@@ -73,22 +74,22 @@ class Outcome:
     """Reward, or loss where responses are given, before the first step and after the last."""
 
 
-def outcome_of(run: StudyRun) -> Outcome:
-    """The state that the run's directory shows while nobody works on it. One that failed before its
-    first step is `waiting`, with its reason. Raises UserError for a status that is none."""
+def outcome_of(run: StudyRun) -> StudyOutcome:
+    """The state that the run's directory shows while no process works on it. One that failed before
+    its first step is `waiting`, with its reason. Raises UserError for an invalid status."""
     status = read_status(run.directory)
     if status is None:
-        return Outcome(state="waiting", step=0)
+        return StudyOutcome(state="waiting", step=0)
     ends = [status.before, status.after]
-    words = " → ".join("?" if one is None else f"{one:.3f}" for one in ends)
-    held_out = "" if ends == [None, None] else f"{status.measure} {words}"
+    lines = " → ".join("?" if one is None else f"{one:.3f}" for one in ends)
+    held_out = "" if ends == [None, None] else f"{status.measure} {lines}"
     if status.phase == "finished":
-        return Outcome(state="finished", step=status.step, held_out=held_out)
+        return StudyOutcome(state="finished", step=status.step, held_out=held_out)
     if status.phase == "failed":
-        state: State = "failed" if status.step else "waiting"
+        state: RunState = "failed" if status.step else "waiting"
         why = (status.error or "").split("\n")[0]
-        return Outcome(state=state, step=status.step, why=why, held_out=held_out)
-    return Outcome(state="stopped", step=status.step, held_out=held_out)
+        return StudyOutcome(state=state, step=status.step, why=why, held_out=held_out)
+    return StudyOutcome(state="stopped", step=status.step, held_out=held_out)
 
 
 def check(grid: Grid, runs: Sequence[StudyRun], *, jobs: int) -> dict[str, Config]:
@@ -124,8 +125,8 @@ def check(grid: Grid, runs: Sequence[StudyRun], *, jobs: int) -> dict[str, Confi
     return configs
 
 
-class _Started:
-    """A `mar train` of the study that goes on. `lock`: of the runs folder, which it holds too."""
+class _StartedRun:
+    """A running `mar train` of the study. `lock`: of the runs folder, which it holds too."""
 
     def __init__(self, run: StudyRun, base: Path, steps: int, *, jobs: int, lock: int) -> None:
         self.run, self.steps, self._jobs = run, steps, jobs
@@ -157,14 +158,14 @@ class _Started:
         return ""
 
     def look(self) -> None:
-        """Reads the newest row; passes over one that cannot be read."""
+        """Reads the newest row; skips a run that cannot be read."""
         with suppress(UserError, OSError):
             for news in self.rows.blocks():
                 self.last = news.rows[-1] if news.rows else {}
 
-    def ended(self, *, asked: bool) -> Outcome:
-        """Writes what is known of the start, and says how it ended, as the directory shows. Without
-        a last status, or refused, the run has failed, unless it was `asked` to stop."""
+    def ended(self, *, requested: bool) -> StudyOutcome:
+        """Record the start, and return its outcome according to the directory. Without a last
+        status, or refused, the run has failed, unless it was `requested` to stop."""
         code = self.process.returncode
         about: dict[str, Any] = {"settings": dict(self.run.settings)}
         about |= {"seconds": round(self.seconds, 2), "exit_code": code, "jobs": self._jobs}
@@ -173,24 +174,24 @@ class _Started:
             outcome = outcome_of(self.run)
         except UserError as error:
             why = error.problems[0].what
-            return Outcome(state="failed", step=int(number(self.last, "step") or 0), why=why)
+            return StudyOutcome(state="failed", step=int(number(self.last, "step") or 0), why=why)
         if code in (0, INTERRUPTED) or outcome.state == "failed":
             return outcome
         if outcome.state == "finished":
             return replace(outcome, why=f"`mar train` ended with code {code} afterwards")
-        if asked:
+        if requested:
             return replace(outcome, state="stopped")
         return replace(outcome, state="failed", why=outcome.why or self._last_words())
 
     def _last_words(self) -> str:
         cause = find_cause(self.run.directory / "logs")
-        words = (
+        lines = (
             (self.run.directory / LOG)
             .read_text(errors="replace", encoding="utf-8")
             .strip()
             .splitlines()
         )
-        return cause.message.splitlines()[0] if cause else words[-1] if words else "no words"
+        return cause.message.splitlines()[0] if cause else lines[-1] if lines else "no words"
 
 
 def study(
@@ -204,7 +205,7 @@ def study(
     grid = read_grid(path)
     runs = runs_of(grid, only)
     configs = check(grid, runs, jobs=jobs)
-    at_work: list[_Started] = []
+    at_work: list[_StartedRun] = []
     took: list[float] = []
     sent = 0
     with ExitStack() as stack:
@@ -223,8 +224,8 @@ def study(
             while left and len(at_work) < jobs and not interrupts:
                 run = left.pop(0)
                 steps = configs[run.name].run.steps
-                at_work.append(_Started(run, grid.base, steps, jobs=jobs, lock=lock))
-                outcomes[run.name] = Outcome(state="running", step=0)
+                at_work.append(_StartedRun(run, grid.base, steps, jobs=jobs, lock=lock))
+                outcomes[run.name] = StudyOutcome(state="running", step=0)
             # One at a time: two signals that are sent together arrive as one.
             if len(interrupts) > sent:
                 sent += 1
@@ -241,10 +242,10 @@ def study(
             for one in at_work:
                 one.look()
             for one in [one for one in at_work if one.process.poll() is not None]:
-                outcomes[one.run.name] = outcome = one.ended(asked=bool(interrupts))
+                outcomes[one.run.name] = outcome = one.ended(requested=bool(interrupts))
                 at_work.remove(one)
                 took.append(one.seconds)
-                _say(console, one, outcome)
+                _report(console, one, outcome)
     console.print(_summary(runs, outcomes))
     console.print(_counts(outcomes, left, took, jobs), highlight=False)
     if interrupts:
@@ -253,20 +254,20 @@ def study(
     return 1 if any(one.state == "failed" for one in outcomes.values()) else 0
 
 
-def _end(at_work: Sequence[_Started], interrupts: Sequence[int]) -> None:
+def _end(at_work: Sequence[_StartedRun], interrupts: Sequence[int]) -> None:
     """Ends what a study that breaks off has at work. Ctrl-C makes the waits shorter."""
-    for what, patience in ENDING:
-        until, asked = time.monotonic() + patience, len(interrupts)
+    for what, timeout_s in ENDING:
+        until, requested = time.monotonic() + timeout_s, len(interrupts)
         for one in at_work:
             if one.process.poll() is None:
                 one.process.send_signal(what)
         while any(one.process.poll() is None for one in at_work):
-            if time.monotonic() > until or len(interrupts) > asked:
+            if time.monotonic() > until or len(interrupts) > requested:
                 break
             time.sleep(POLL_S)
 
 
-def _say(console: Console, one: _Started, outcome: Outcome) -> None:
+def _report(console: Console, one: _StartedRun, outcome: StudyOutcome) -> None:
     parts = [f"{one.run.name}: {outcome.state} at step {outcome.step} in {span(one.seconds)}"]
     parts += [one.learned] if one.learned else []
     parts += [outcome.why] if outcome.why else []
@@ -274,7 +275,7 @@ def _say(console: Console, one: _Started, outcome: Outcome) -> None:
 
 
 def _counts(
-    outcomes: Mapping[str, Outcome], left: Sequence[StudyRun], took: Sequence[float], jobs: int
+    outcomes: Mapping[str, StudyOutcome], left: Sequence[StudyRun], took: Sequence[float], jobs: int
 ) -> str:
     states = [one.state for one in outcomes.values()]
     parts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
@@ -284,9 +285,9 @@ def _counts(
 
 
 def _live_table(
-    at_work: Sequence[_Started],
+    at_work: Sequence[_StartedRun],
     left: Sequence[StudyRun],
-    outcomes: Mapping[str, Outcome],
+    outcomes: Mapping[str, StudyOutcome],
     took: Sequence[float],
     jobs: int,
 ) -> Table:
@@ -305,10 +306,10 @@ def _live_table(
     return table
 
 
-def _summary(runs: Sequence[StudyRun], outcomes: Mapping[str, Outcome]) -> Table:
+def _summary(runs: Sequence[StudyRun], outcomes: Mapping[str, StudyOutcome]) -> Table:
     table = Table("run", "state", "step", "held out", "why", box=None)
     for run in runs:
         one = outcomes[run.name]
-        # A reason may hold brackets, which are no markup.
+        # A reason may hold brackets, which are not markup.
         table.add_row(run.name, one.state, str(one.step), one.held_out, Text(one.why))
     return table

@@ -42,10 +42,10 @@ from megatron_async_rl.weights.export import WeightExporter
 COLLECTIVE_GRACE_S = 60.0
 """Ranks wait in a collective while rank 0 starts engines or waits for a batch; those waits have
 deadlines of their own, so a collective's comes after them."""
-END_ALONE = 1.5
+RANK_END_SHARE = 1.5
 """Share of watchdog.timeout_s: after it a rank of a run that does not move ends itself, where no
 launcher watches."""
-SETTLE = 0.8
+WRITE_WAIT_SHARE = 0.8
 """Share of the time without progress that a failed run waits for the checkpoint being written."""
 
 
@@ -95,11 +95,11 @@ def train(config: Config, layout: Layout, rank0: OtherRank, writing: Background)
                     background=writing if config.checkpoint.asynchronous else None,
                 )
             saved = version
-            rank0.say("training")
+            rank0.set_status("training")
 
     rank0.publish(version)
     rank0.evaluate(policy.mean_loss)
-    rank0.say("training")
+    rank0.set_status("training")
     collect_rarely()
     while version < config.run.steps:
         writing.check()
@@ -125,16 +125,16 @@ def train(config: Config, layout: Layout, rank0: OtherRank, writing: Background)
     with watch.phase("writing the last checkpoint", quiet_s(config)):
         writing.finish()
     if version < config.run.steps:
-        rank0.say("stopped")
+        rank0.set_status("stopped")
         return
 
-    rank0.say("exporting", "Hugging Face checkpoint")
+    rank0.set_status("exporting", "Hugging Face checkpoint")
     with watch.phase("exporting the model", quiet_s(config)):
         files = WeightExporter(policy.model.bridge, policy.model.chunks)
         export_hf(files, config.model.path, directory / "hf")
         export_adapter(policy.model, directory / "adapter")
     lost = policy.step.nonfinite
-    rank0.say("finished", f"{lost} optimizer steps were not finite" if lost else "")
+    rank0.set_status("finished", f"{lost} optimizer steps were not finite" if lost else "")
 
 
 def quiet_s(config: Config) -> float:
@@ -150,7 +150,7 @@ def main(config_path: Path) -> int:
     redirect_output(log)
     name_this_process(f"rank {rank}")
     name_shared_memory()
-    watch.start(directory, f"rank {rank}", end_after_s=END_ALONE * timeout_s)
+    watch.start(directory, f"rank {rank}", end_after_s=RANK_END_SHARE * timeout_s)
     device_type = device.install(os.environ.get(PLANNED_DEVICE, config.policy.device))
     # Python collects garbage at its end: what is imported by now need not be looked through.
     gc.freeze()
@@ -164,13 +164,13 @@ def main(config_path: Path) -> int:
             train(config, layout, rank0, writing)
         except BaseException as error:
             traceback.print_exc()
-            told = _told(error, config, rank0, device_type)
-            record_failure(directory, failure_of(told, log))
-            # The launcher ends what is left of the run soon after it is told. Not as long as a
-            # standstill, should another rank be gone.
+            explained = _explained(error, config, rank0, device_type)
+            record_failure(directory, failure_of(explained, log))
+            # The launcher ends the rest of the run soon after it is notified. The wait is shorter
+            # than the stall limit, in case another rank is gone.
             with watch.phase("writing a checkpoint", quiet_s(config)):
-                writing.settle(SETTLE * quiet_s(config))
-            rank0.failed(told)
+                writing.settle(WRITE_WAIT_SHARE * quiet_s(config))
+            rank0.failed(explained)
             gather_if_timed_out(directory, error, timeout_s)
             raise
         finally:
@@ -180,14 +180,14 @@ def main(config_path: Path) -> int:
     return 0
 
 
-def _told(
+def _explained(
     error: BaseException, config: Config, rank0: OtherRank, device_type: str
 ) -> BaseException:
-    """The error to report for `error`: for memory that ran out, one that names what held it."""
+    """The error to report for `error`: for exhausted memory, an error that names its holders."""
     try:
         return (
             memory_ran_out(
-                error, config, rank0.turns.phase, rank0.held, on_cpu=device_type == "cpu"
+                error, config, rank0.phases.phase, rank0.held, on_cpu=device_type == "cpu"
             )
             or error
         )

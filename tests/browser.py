@@ -17,7 +17,7 @@ from typing import Any
 DRIVER = shutil.which("chromedriver")
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 MISSING = "no chromium and chromedriver here: apt-get install chromium chromium-driver"
-PATIENCE_S = 120.0
+ANSWER_TIMEOUT_S = 120.0
 
 
 class Browser:
@@ -33,7 +33,7 @@ class Browser:
 
     def wait_for(self, condition: str) -> Any:
         """The value of an expression as soon as it is true. Raises AssertionError."""
-        end = time.monotonic() + PATIENCE_S
+        end = time.monotonic() + ANSWER_TIMEOUT_S
         while not (value := self.run(f"return {condition}")):
             assert time.monotonic() < end, f"it did not come true: {condition}"
             time.sleep(0.05)
@@ -54,7 +54,7 @@ class Browser:
 
     @property
     def complaints(self) -> list[str]:
-        """What the browser's console holds of errors and warnings."""
+        """Errors and warnings in the browser's console."""
         entries = self._post("se/log", {"type": "browser"})
         return [one["message"] for one in entries if one["level"] in ("SEVERE", "WARNING")]
 
@@ -71,7 +71,7 @@ class Browser:
 def _ask(url: str, body: dict[str, Any] | None, method: str | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, method=method)
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+    with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
         return json.load(answer)["value"]
 
 
@@ -103,7 +103,7 @@ def browser(folder: Path) -> Iterator[Browser]:
 
 
 def _wait_for_port(port: int) -> None:
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + ANSWER_TIMEOUT_S
     while True:
         try:
             socket.create_connection(("127.0.0.1", port)).close()

@@ -1,5 +1,5 @@
-"""A tokenizer of one token a character, whose number is the character's, on disk; `<end>` is token 1
-and ends a turn."""
+"""A tokenizer of one token a character, whose number is the character's, on disk; `<end>` is token
+1 and ends a turn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<end>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""Of chats; what a tool is called with stands in no message of it."""
+"""Chat template without tools: the arguments of tool calls appear in no message."""
 
 
 def save_characters(directory: Path, special: Sequence[str] = ()) -> Path:
@@ -50,5 +50,5 @@ def characters(directory: Path, template: str = TEMPLATE) -> Tokenizer:
 
 
 def read(ids: object) -> str:
-    """What stands there, `<end>` as \\x01."""
+    """Text of the ids, with `<end>` as \\x01."""
     return "".join(map(chr, ids))  # type: ignore[arg-type, call-overload]

@@ -1,7 +1,7 @@
 """A set of runs in which every two methods that go together meet at least once.
 
-Which methods go together is what the configuration says: a combination that its models refuse is
-not one.
+The configuration decides which methods can be combined: combinations that its models refuse are
+left out.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tests.method_settings import models
 from tests.written_run import config_tree
 
 TRIES = 150
-"""Random companions a pair is tried with before it counts as one that does not exist."""
+"""Random companions with which a pair is tried before it counts as impossible."""
 REQUIRED: dict[str, dict[str, Any]] = {
     "reject": {"high": 0.5},
     "matched_lr": {"target_update_norm": 0.01},
 }
-"""For methods with a setting that has no default."""
+"""Settings of methods without a default."""
 
 
 def _names(section: str) -> list[str]:
@@ -33,7 +33,7 @@ def _names(section: str) -> list[str]:
 
 
 def factors() -> dict[str, list[Any]]:
-    """What is varied, and its values; None stands for none, or for the loss's own."""
+    """Factors and their values; None stands for none, or for the loss's own."""
     return {
         "advantage": _names("advantage"),
         "loss": _names("loss"),
@@ -49,8 +49,8 @@ def factors() -> dict[str, list[Any]]:
 
 
 def config_of(chosen: dict[str, Any]) -> Config | None:
-    """The run with these methods and what they ask for beside them; None where the configuration
-    refuses it."""
+    """The run with these methods and their requirements; None where the configuration refuses
+    it."""
     tree = config_tree()
 
     def method(name: str) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def pairwise(seed: int = 0) -> tuple[Config, ...]:
 
 
 def label(config: Config) -> str:
-    """As a test's name."""
+    """Name of the combination for a test id."""
     objective = config.objective
     parts = [
         objective.advantage.name,

@@ -1,6 +1,6 @@
-"""For every test: one thread per process, since tests start several; no clock on properties, since
-cores are shared; the same random numbers each time, whatever ran before; and, where pytest-xdist is
-asked for workers, the tests that go to one worker.
+"""Set up every test: one thread per process, since tests start several; no clock on properties,
+since cores are shared; the same random numbers each time, whatever ran before; and, where
+pytest-xdist is asked for workers, the tests that go to one worker.
 
 A worker takes whole files, in the order of `testpaths`, so that what a file sets up is set up once.
 Files that share results stay together. Whole runs (tests/end_to_end, tests/network) go to one
@@ -22,6 +22,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.thorough import THOROUGH
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_worker_niceness", "0")  # as the launcher does
 settings.register_profile(
@@ -42,16 +44,16 @@ LAYOUTS = (
     "test_apex",
 )
 MODELS = ("test_checkpoint", "test_export", "test_logprob_parity", "test_model_loading")
-"""Of tests/parallel: what each of these files looks at is computed once, by tests/parallel/layouts.py
-and models.py."""
+"""Files of tests/parallel whose data is computed once, by tests/parallel/layouts.py and
+models.py."""
 ENGINES = ("test_rollout_engine", "test_through_updates")
-"""Of tests/engine: they share engines (conftest.py there)."""
+"""Files of tests/engine that share engines (conftest.py there)."""
 
 
 @pytest.fixture(autouse=True)
 def _same_environment() -> Iterator[None]:
-    """Later tests of a worker start Ray, engines and ranks, which inherit its environment. vLLM, for
-    one, adds libraries to LD_PRELOAD when a test makes a config of it."""
+    """Later tests of a worker start Ray, engines and ranks, which inherit its environment. vLLM,
+    for one, adds libraries to LD_PRELOAD when a test makes a config of it."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
@@ -61,10 +63,21 @@ def _same_environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """Draws without a generator of their own do not depend on the tests that a worker ran before."""
+    """Draws without a generator of their own do not depend on the tests that a worker ran
+    before."""
     random.seed(0)
     if (torch := sys.modules.get("torch")) is not None:
         torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what only `make test-all` runs (tests/thorough.py)."""
+    if THOROUGH:
+        return
+    left_out = [item for item in items if item.get_closest_marker("thorough")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -25,8 +25,8 @@ STEPS = 5
 
 
 def damageable_run(folder: Path) -> Path:
-    """Write a run of STEPS steps that was stopped, with a checkpoint, samples and an exported model;
-    return its config file. Its directory is `out`, beside the config."""
+    """Write a run of STEPS steps that was stopped, with a checkpoint, samples and an exported
+    model; return its config file. Its directory is `out`, next to the config."""
     config = write_run(folder)
     loaded = load(config, ["run.steps=9", "checkpoint.every=2"])
     config.write_text(dump(loaded))

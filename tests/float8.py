@@ -1,5 +1,5 @@
-"""Reference of 8-bit float tensors, in torch's own types: one scale for a tensor, or one for each
-block of a matrix. Layers in 8-bit floats are compared with it."""
+"""Reference of FP8 tensors, in torch's own types: one scale for a tensor, or one for each block of
+a matrix. FP8 layers are compared with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_async_rl.controls.quantize import scales_of
 
 def tensorwise(values: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
     """(numbers, scale): of any shape, and a scalar; values are about numbers x scale. The largest
-    value becomes the largest number of `dtype`, so that the scale is no power of two: values are
+    value becomes the largest number of `dtype`, so that the scale is not a power of two: values are
     multiplied by its inverse, as Transformer Engine does, since a division rounds some of those
     that lie halfway between two numbers to the other one."""
     largest = values.float().abs().amax()

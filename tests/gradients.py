@@ -19,7 +19,7 @@ class Shard:
 
 @dataclass
 class OneRank:
-    """What Gradients is to one rank; counts the all-reduces."""
+    """Gradients of a single rank, which count the all-reduces."""
 
     shards: list[Shard]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -32,7 +32,7 @@ class OneRank:
 
 @dataclass
 class Optimizer:
-    """What a control may read of it, as given."""
+    """Optimizer with given values of everything that a control may read."""
 
     beta1: float = 0.9
     updates: int = 0

@@ -1,5 +1,5 @@
-"""The `mar` command in a process forked from one that has imported what it needs: most of its time
-is imports, where it refuses a config."""
+"""The `mar` command in a process forked from a template that has imported what it needs: most of
+its time is imports, where it refuses a config."""
 
 from __future__ import annotations
 

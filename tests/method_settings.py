@@ -16,7 +16,7 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.settings_model import Strict
 
 TRIED = (3.0, 0.5)
-"""For settings that are off by default, and for those without a default."""
+"""Values of settings that are off by default or have no default."""
 
 
 def models(section: str) -> tuple[type[Strict], ...]:
@@ -97,7 +97,7 @@ def every(section: str) -> list[Any]:
 
 
 def label(settings: Any) -> str:
-    """As a test's name: the method and what differs from its defaults."""
+    """Name for a test id: the method and its settings that differ from the defaults."""
     changed = [
         f"{name}={getattr(settings, name)}"
         for name, f in type(settings).model_fields.items()

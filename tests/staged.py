@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_async_rl.weights.manifest import Manifest
 from megatron_async_rl.weights.staging import Staging
-from megatron_async_rl.weights.transport import Part, TensorSpec
+from megatron_async_rl.weights.transport import ShardSlice, TensorSpec
 
 Bucket = Mapping[str, Tensor]
 
@@ -17,8 +17,8 @@ def specs(buckets: Iterable[Bucket]) -> list[list[TensorSpec]]:
     return [[TensorSpec.of(name, tensor) for name, tensor in b.items()] for b in buckets]
 
 
-def parts(buckets: Iterable[Bucket]) -> Iterator[Part]:
-    return (Part.whole(name, tensor) for bucket in buckets for name, tensor in bucket.items())
+def parts(buckets: Iterable[Bucket]) -> Iterator[ShardSlice]:
+    return (ShardSlice.whole(name, tensor) for bucket in buckets for name, tensor in bucket.items())
 
 
 def stage(staging: Staging, version: int, buckets: Sequence[Bucket]) -> Manifest:
@@ -26,7 +26,7 @@ def stage(staging: Staging, version: int, buckets: Sequence[Bucket]) -> Manifest
 
 
 def flip_a_bit(manifest: Manifest, name: str) -> None:
-    """Of the staged tensor of that name; its version is in one bucket."""
+    """Flip a bit of the staged tensor `name`, whose version is in one bucket."""
     (staged,) = manifest.buckets
     (entry,) = (entry for entry in staged.entries if entry.name == name)
     with open(staged.path, "r+b") as file:

@@ -73,8 +73,8 @@ def tokens(
 
 
 def rewarded(rewards, *, group=None, lengths=None, mask=None) -> TokenBatch:
-    """A whole batch of which only rewards, groups and lengths matter; one group and one token each
-    by default."""
+    """A whole batch whose rewards, groups and lengths alone matter; one group and one token each by
+    default."""
     lengths = torch.as_tensor(lengths if lengths is not None else [1] * len(rewards))
     sequence = torch.repeat_interleave(torch.arange(len(rewards)), lengths)
     group = group if group is not None else [0] * len(rewards)
@@ -116,5 +116,5 @@ def random_tokens(
 
 
 def detached(batch: TokenBatch) -> TokenBatch:
-    """As a whole batch is: nothing carries a gradient."""
+    """The batch without gradients, as a whole batch is."""
     return batch.replace(logp=batch.logp.detach())

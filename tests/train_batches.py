@@ -17,7 +17,7 @@ PER_TOKEN = ("response_ids", "behavior_logprobs", "versions", "loss_mask")
 
 
 def columns(batch: TrainBatch) -> RankBatch:
-    """As the ranks of a run without data parallelism see it."""
+    """The batch as the ranks of a run without data parallelism receive it."""
     return split(batch, 1).of(0)
 
 

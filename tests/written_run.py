@@ -56,7 +56,7 @@ def write_prompts(file: Path, prompts: int = 8) -> Path:
 
 
 def config_tree() -> dict[str, Any]:
-    """What `write_run` writes, as a tree to change."""
+    """Config of `write_run`, as a tree to change."""
     return {
         "run": {"dir": "out", "steps": 4},
         "model": {"path": "model", "dtype": "float32"},

@@ -2,7 +2,7 @@
 
     python examples/arithmetic/curve.py
 
-draws `curve.svg` from `curve.csv`, both beside this file: the reward of the training batches as a
+draws `curve.svg` from `curve.csv`, both next to this file: the reward of the training batches as a
 moving average, and held-out accuracy as diamonds. `curve.csv` has the rewards of two runs of the
 demo from the same warm-up, and names the commands that made them. After running these commands,
 

@@ -1,11 +1,11 @@
-"""Keeps a run of the demo, small enough for the repository, to stand beside later ones
+"""Keeps a run of the demo, small enough for the repository, to be compared with later ones
 (`observe.beside`).
 
     mar train examples/arithmetic_cpu.yaml run.dir=runs/without_control \\
         'controls=[{name: gac, c_low: 0.999}]'
     python examples/arithmetic/keep_run.py runs/without_control
 
-writes `without_control/` beside this file: the metrics that a report or a comparison draws, to
+writes `without_control/` next to this file: the metrics that a report or a comparison draws, to
 five digits, the evaluations, how it ended, and the settings without paths.
 """
 
@@ -31,7 +31,7 @@ SETTINGS = ("flow", "objective", "controls", "policy", "eval")
 
 
 def keep(run_dir: Path, folder: Path) -> None:
-    """`folder` is made if it is missing. Raises UserError for what is no run."""
+    """`folder` is made if it is missing. Raises UserError for anything but a run."""
     rows = read_metrics(run_dir)
     config = read_config(run_dir)
     status = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))

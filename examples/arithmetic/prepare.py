@@ -3,7 +3,7 @@
 
     python examples/arithmetic/prepare.py [--seed N]
 
-Everything lands in `generated/` beside this file, from the seed alone, without network; a second
+Everything lands in `generated/` next to this file, from the seed alone, without network; a second
 run writes the same.
 - model/       randomly initialised, float32, character vocabulary
 - sft.jsonl    sums with answers, for the supervised warm start

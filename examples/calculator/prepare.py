@@ -3,7 +3,7 @@ products of two numbers below 100, which it is too small to learn by heart.
 
     python examples/calculator/prepare.py [--seed N]
 
-Everything lands in `generated/` beside this file, from the seed alone, without network; a second
+Everything lands in `generated/` next to this file, from the seed alone, without network; a second
 run writes the same.
 - model/       randomly initialised, float32
 - sft.jsonl    for the supervised warm start: calls of the calculator, and what follows its answers
@@ -21,7 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CHARACTERS = "".join(map(chr, range(32, 127)))
-"""Those of what is wrong with a call, too."""
+"""Characters of the prompts, the answers and the error messages of the tools."""
 EVAL_PRODUCTS = 256
 
 

@@ -4,7 +4,7 @@ tokenizer.model, and its tasks.
     python examples/countdown/prepare.py [--seed N]
 
 A task gives three numbers and a target: `use 3 5 7 for 22:` is answered by `3*5+7`. Every number is
-used exactly once. Everything lands in `generated/` beside this file, from the seed alone, without
+used exactly once. Everything lands in `generated/` next to this file, from the seed alone, without
 network; a second run writes the same.
 - model/       randomly initialised, float32
 - sft.jsonl    tasks with one answer each, for the supervised warm start

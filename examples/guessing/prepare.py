@@ -3,7 +3,7 @@ prompt for each number.
 
     python examples/guessing/prepare.py [--seed N]
 
-Everything lands in `generated/` beside this file, from the seed alone, without network; a second
+Everything lands in `generated/` next to this file, from the seed alone, without network; a second
 run writes the same.
 - model/       randomly initialised, float32
 - train.jsonl  the prompt `?`, once for each number

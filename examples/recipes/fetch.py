@@ -2,9 +2,10 @@
 
     python examples/recipes/fetch.py RECIPE.yaml
 
-The model named by the last part of `model.path` comes from Qwen's pages of the Hugging Face hub, the data named by the
-folder of `data.train` from those of DATA. Prompts are chat messages, so that the model's own template is used. Files that
-exist stay. HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are the hub library's.
+The model named by the last part of `model.path` comes from Qwen's pages of the Hugging Face hub,
+the data named by the folder of `data.train` from those of DATA. Prompts are chat messages, so that
+the model's own template is used. Files that exist stay. HF_HOME, HF_TOKEN, HF_ENDPOINT and
+HF_HUB_OFFLINE are the hub library's.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def whole_number(answer: str) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """A Parquet file of a data set on the hub, its columns of problems and answers, and how to read an answer."""
+    """A Parquet file of a data set on the hub, its columns of problems and answers, and how to read
+    an answer."""
 
     repository: str
     file: str
@@ -56,7 +58,8 @@ DATA: Mapping[str, Mapping[str, Table]] = {
             "openai/gsm8k", "main/test-00000-of-00001.parquet", "question", "answer", after_rule
         ),
     },
-    "dapo_math_17k": {  # 14,116 problems of contests, in English and without duplicates; and the 30 of AIME 2024
+    # 14,116 contest problems in English, without duplicates, and the 30 of AIME 2024.
+    "dapo_math_17k": {
         "train.jsonl": Table(
             "open-r1/DAPO-Math-17k-Processed",
             "en/train-00000-of-00001.parquet",
@@ -121,7 +124,8 @@ def main() -> None:
     except OSError as error:  # the hub library's own errors, of the network and of the disk
         sys.exit(
             f"fetch.py: {type(error).__name__}: {error}\n"
-            f"Without the hub, put the model into {model.resolve()} (and an empty file {READY} beside it) and the data into"
+            f"Without the hub, put the model into {model.resolve()} (and an empty file {READY}"
+            " next to it) and the data into"
             f" {data.resolve().parent}"
         )
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# A recipe from nothing to a trained model: examples/recipes/run.sh NAME [dotted.key=value ...]
-# Fetches model and data into models/ and data/ of the checkout, shows the plan, trains, evaluates the last checkpoint, and writes the model as
-# a Hugging Face directory beside the run. Again, it goes on from where it stood.
-# On several machines the same command runs on each, with NNODES, TRAINER_NODES, NODE_RANK and MASTER_ADDR as launchers/torchrun_multinode.sh has
-# them; all of them see the checkout. Machine 0 fetches, evaluates and converts; the others wait for the model, FETCH_S seconds at most (7200).
+# Train a model with a recipe: examples/recipes/run.sh NAME [dotted.key=value ...]
+# Downloads model and data into models/ and data/ of the checkout, shows the plan, trains, evaluates the last checkpoint,
+# and writes the model as a Hugging Face directory next to the run. The same command resumes after an interruption.
+# On several machines run the same command on each, with NNODES, TRAINER_NODES, NODE_RANK and MASTER_ADDR as in
+# launchers/torchrun_multinode.sh, in a shared checkout. Machine 0 downloads, evaluates and converts; the others wait
+# for the model, at most FETCH_S seconds (7200).
 set -euo pipefail
 here="$(dirname "$(realpath "${BASH_SOURCE[0]}")")"
 root="$(realpath "$here/../..")"

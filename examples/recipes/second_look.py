@@ -1,5 +1,5 @@
-"""A second turn for problems with one answer: the model is asked to look at its work again, whatever
-it has answered. It is told nothing of the answer; `rollout.reward` judges the last turn."""
+"""A second turn for problems with one answer: the model is asked to look at its work again,
+whatever it has answered. It gets no hint on the answer; `rollout.reward` judges the last turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SecondLook:
         self.looks = looks
 
     def reset(self, prompt: Prompt) -> None:
-        """Nothing is said before the first turn."""
+        """Return nothing: the first turn has no opening."""
 
     def step(self, response: str) -> Step:
         self.looks -= 1

@@ -22,8 +22,8 @@ def alignment(
     learner: str,
     floor: float = 10.0,
 ) -> list[float]:
-    """max(0, 1 + l / floor), l the learner's mean log-prob per token of the response after the row's
-    `question`, in nats: 1 for what it is sure of, 0 from -floor on. `learner`: a Hugging Face
+    """max(0, 1 + l / floor), l the learner's mean log-prob per token of the response after the
+    row's `question`, in nats: 1 for what it is sure of, 0 from -floor on. `learner`: a Hugging Face
     directory."""
     if not Path(learner, "config.json").is_file():
         raise FileNotFoundError(f"learner: {learner} holds no model; train base.yaml first")

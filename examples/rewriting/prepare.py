@@ -8,7 +8,7 @@ the running sums, modulo 10, `3,8,5,7`, whose last one is the result. `M` takes 
 `N` the smallest, `D` the difference. The learner separates its numbers by `,`, `;` or a space, the
 same one throughout an answer. The expert writes letters: `d:i:b:j.` is 3, 8, 1, 9.
 
-Everything lands in `generated/` beside this file, from the seed alone, without network; a second
+Everything lands in `generated/` next to this file, from the seed alone, without network; a second
 run writes the same.
 - model/                randomly initialised, float32
 - base.jsonl            what the learner starts from: S, M and N in its own style, and letters read
@@ -45,7 +45,7 @@ SEPARATED = 0.2
 
 
 def steps(operation: str, digits: Sequence[int]) -> list[int]:
-    """What is written down: the first digit, and the value after each further one."""
+    """The written steps: the first digit, and the value after each further one."""
     values = [digits[0]]
     for digit in digits[1:]:
         values.append(OPERATIONS[operation](values[-1], digit))

@@ -1,5 +1,5 @@
-"""What a rewrite is worth, without a model: whether it says what the demonstration says, and how
-unlike the other rewrites of the same demonstration it is written. alignment.py has the third part.
+"""Reward of a rewrite, without a model: its consistency with the demonstration, and its difference
+from the other rewrites of the same demonstration. alignment.py has the third part.
 
     reward = consistent * (alignment + 0.25 * diversity)          rewriter.yaml
 """

@@ -7,9 +7,10 @@ Run it from the folder that holds examples/. Each seed has a folder of its own u
 
 1. prepare.py writes model and data, and base.yaml trains the learner;
 2. rewriter.yaml trains the rewriter, from the learner;
-3. `mar eval --responses` has the learner itself, merely asked to, and the rewriter restate every
+3. `mar eval --responses` has the untrained learner and the trained rewriter restate every
    demonstration four times; the first that is consistent is kept, else the demonstration;
-4. finetune.yaml trains the learner on the demonstrations, on its own rewrites and on the rewriter's;
+4. finetune.yaml trains the learner on the demonstrations, on its own rewrites and on the
+   rewriter's;
 5. evaluate.yaml measures each of the four models on the new operation and on the known ones.
 """
 
@@ -31,11 +32,11 @@ HERE = Path(__file__).resolve().parent
 RUNS = Path("runs/rewriting")
 ARMS = {
     "base": "none",
-    "demonstrations": "demonstrations as they stand",
-    "asked": "rewrites of the learner, merely asked",
+    "demonstrations": "unchanged demonstrations",
+    "asked": "rewrites of the untrained learner",
     "rewriter": "rewrites of the trained rewriter",
 }
-"""What the learner is fine-tuned on, by the name of its folder."""
+"""Data on which the learner is fine-tuned, by the name of its folder."""
 SKILLS = {"new": "new operation", "known": "known operations", "S": "sums"}
 SKILLS |= {"M": "maxima", "N": "minima", "working": "whole workings"}
 TAUGHT = {"consistent": "consistent", "alignment": "alignment", "diversity": "diversity"}
@@ -142,8 +143,8 @@ def skills(answers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def verified(responses: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each demonstration its first response that is consistent with it, as a row to learn from;
-    the demonstration itself where there is none."""
+    """Training rows: for each demonstration, its first consistent response, or the demonstration
+    itself if there is none."""
     kept: dict[str, dict[str, Any]] = {}
     for one in responses:
         fallback = {"prompt": one["question"], "response": one["demonstration"], "rewritten": False}
@@ -155,9 +156,9 @@ def verified(responses: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def described(data: Path, learner: Path) -> dict[str, float]:
-    """Of the rows to learn from: nats per token under the learner, how many forms they have in
-    effect, and the share that are rewrites. The form of a response is what is left of it without
-    its numbers; in effect: the exponential of the entropy of forms."""
+    """Statistics of the training rows: nats per token under the learner, how many forms they
+    have in effect, and the share that are rewrites. The form of a response is what is left of it
+    without its numbers; in effect: the exponential of the entropy of forms."""
     sys.path.insert(0, str(HERE.parents[1]))
     from examples.rewriting.alignment import mean_logprobs
     from examples.rewriting.rewards import VALUES

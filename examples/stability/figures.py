@@ -1,10 +1,10 @@
 """Figures of a study from its CSV (results.py), as SVG: the same bytes for the same CSV.
 
-- curves-GROUP.svg   held-out accuracy and gradient cosine over the steps, a line for each method and
-                     lag at its best learning rate: mean over the seeds, those that decide where they
-                     were run, the range as a shade
-- rates-GROUP.svg    area under the accuracy curve by learning rate, a row for each method and lag, on
-                     the scan's seeds, the plateau in bold; only where there are several rates
+- curves-GROUP.svg   held-out accuracy and gradient cosine over the steps, a line for each method
+                     and lag at its best learning rate: mean over the seeds (the deciding seeds if
+                     they were run), the range as a shade
+- rates-GROUP.svg    area under the accuracy curve by learning rate, a row for each method and lag,
+                     on the scan's seeds, the plateau in bold; only if there are several rates
 GROUP is the task and batch, where the study has them.
 """
 

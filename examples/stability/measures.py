@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from megatron_async_rl.config.grid import StudyRun, read_grid, runs_of
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.metrics.log import Row as MetricsRow
+from megatron_async_rl.metrics.log import MetricRow as MetricsRow
 from megatron_async_rl.metrics.log import read_evaluations, read_metrics
 from megatron_async_rl.report.anomalies import AnomalyFinder
 from megatron_async_rl.report.run_data import read_config
@@ -49,7 +49,7 @@ Floats = NDArray[np.float64]
 def collect(grids: Sequence[Path], out: Path) -> None:
     """Writes `out`/runs.csv and curves.csv, with a run that is in several grids once. A run of the
     grids that has left its directory (it ran on another machine, say) keeps the rows that `out` has
-    of it. Raises UserError for two runs of one name, whose rows could not be told apart."""
+    of it. Raises UserError for two runs of one name, whose rows could not be distinguished."""
     rows: list[dict[str, object]] = []
     curves: list[dict[str, object]] = []
     axes: list[str] = []

@@ -9,11 +9,11 @@ and seed)
 - decided_at(setting, lr) those at this rate
 - verdict(words, setting) of a comparison of questions.py, its words: .difference, .p (after Holm's
                           correction) and .holds
-- width(setting, by=SETTING)  highest over lowest rate of its plateau, in words; `by`: measured by
+- width(setting, by=SETTING)  highest over lowest rate of its plateau, as text; `by`: measured by
                           the largest area of another
-- collapse_rate(setting)  in words
-- seconds(setting, lr)    in steps up to accuracy 0.8, of the scan's runs that had the machine alone,
-                          in words
+- collapse_rate(setting) the lowest rate that collapses, as text
+- seconds(setting, lr)    seconds of the steps up to accuracy 0.8, in the scan's runs that had the
+                          machine alone, as text
 - count(STATE, ...)       runs in these states; hours, of all runs
 and the filters `n` (so many digits) and `rate` (2e-4).
 A setting without runs is an error, not a gap.
@@ -47,7 +47,7 @@ class Verdict:
 
 
 class Facts:
-    """What the template may ask of the runs."""
+    """Facts about the runs that the template may use."""
 
     def __init__(self, rows: Sequence[Row], curves: Sequence[Row]) -> None:
         self._rows = rows
@@ -102,7 +102,7 @@ class Facts:
 
     def verdict(self, words: str, setting: str) -> Verdict:
         if (words, setting) not in self._verdicts:
-            what = f"{words} at {setting} lacks seeds, or is no comparison of questions.py"
+            what = f"{words} at {setting} lacks seeds, or is not a comparison of questions.py"
             raise UserError.of("page.md", what, "run what `choose` writes, or mend the words")
         return self._verdicts[words, setting]
 

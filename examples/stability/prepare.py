@@ -7,7 +7,7 @@ model (227,168 parameters, one token per character).
 - add        `37+5=` is answered by `42`: sums of two numbers of one or two digits
 - countdown  `use 3 5 7 for 22:` is answered by `3*5+7`; the tasks of examples/countdown
 
-Everything lands in `generated/TASK/` beside this file, from the seed alone, without network; a
+Everything lands in `generated/TASK/` next to this file, from the seed alone, without network; a
 second run writes the same.
 - model/       randomly initialised, float32, the same vocabulary for every task
 - sft.jsonl    prompts with answers, for the supervised warm start

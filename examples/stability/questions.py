@@ -131,7 +131,8 @@ def comparisons(rows: Sequence[Row]) -> list[Comparison]:
             for name in methods:
                 for rival in rivals:
                     if rival == MATCHED_LR:
-                        rival = null_of(name, [group[method] for group in best if at(group, method="") == place])  # fmt: skip
+                        here = [group[method] for group in best if at(group, method="") == place]
+                        rival = null_of(name, here)
                     found.append(
                         Comparison(
                             family=family, where=where, words=f"{name} > {rival}", measure="area",
@@ -151,8 +152,9 @@ def comparisons(rows: Sequence[Row]) -> list[Comparison]:
                 other = f"{rival} at s0" if changed else rival
                 found.append(
                     Comparison(
-                        family=family, where=f"{where} {name}", words=f"{name} ≥ {other}, less {MARGIN:g}",
-                        measure="area", mine=mine, theirs=best.get(at(place, method=rival, **changed)),
+                        family=family, where=f"{where} {name}",
+                        words=f"{name} ≥ {other}, less {MARGIN:g}", measure="area",
+                        mine=mine, theirs=best.get(at(place, method=rival, **changed)),
                         margin=MARGIN,
                     )
                 )  # fmt: skip

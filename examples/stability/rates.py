@@ -31,9 +31,9 @@ class Measured:
     """Values of the axes other than `rate` and `seed`."""
     lr: float
     runs: Sequence[Row]
-    """Those that count: finished, or diverged."""
+    """Runs that count: finished, or diverged."""
     missing: int
-    """Those that failed or have not ended."""
+    """Number of runs that failed or have not ended."""
 
     def values(self, measure: str) -> list[float]:
         return [float(run[measure]) for run in self.runs if run[measure]]
@@ -78,7 +78,8 @@ def group_axes(rows: Sequence[Row]) -> list[str]:
 
 
 def measured(rows: Sequence[Row]) -> list[Measured]:
-    """In the order in which the groups first stand in the CSV, learning rates ascending."""
+    """Measurements in the order in which the groups first appear in the CSV, by ascending
+    learning rate."""
     if not rows:
         return []
     axes = group_axes(rows)
@@ -115,9 +116,9 @@ def plateau(
     rates: Sequence[Measured], by: float | None = None
 ) -> tuple[Measured, float, float | None]:
     """Three facts on one group at several learning rates, ascending: the rate of largest mean area;
-    the width of its plateau, highest rate over lowest, through rates next to each other of which no
-    run is missing; and the lowest rate at which at least half of the seeds collapsed, None where
-    there is none.
+    the width of its plateau, highest rate over lowest, through neighbouring rates without a missing
+    run; and the lowest rate at which at least half of the seeds collapsed, None where there is
+    none.
 
     by: the area that rates are measured by, else the group's own largest; a group that comes
     nowhere near it has a plateau of width 0.
@@ -139,8 +140,8 @@ def plateau(
 
 
 def near_tie(rates: Sequence[Measured]) -> list[Measured]:
-    """The two best rates where they are within NEAR_TIE and one of them has a single seed, ascending
-    by rate; else none."""
+    """The two best rates where they are within NEAR_TIE and one of them has a single seed,
+    ascending by rate; else none."""
     best = sorted((one for one in rates if math.isfinite(one.area)), key=lambda one: -one.area)[:2]
     if len(best) < 2 or best[0].area - best[1].area >= NEAR_TIE:
         return []

@@ -10,9 +10,10 @@
 - runs.csv     one row per run: its settings by axis, learning rate, steps, and its measures
 - curves.csv   one row per run and evaluation: held-out accuracy, and the means since the evaluation
                before of cosine, ESS ratio, entropy and reward trained on
-`choose` prints a grid that runs each method at its best learning rate on fresh seeds, or one that
-parts near ties (choose.py). `show` writes tables.md (tables.py, questions.py) and figures
-(figures.py) from the CSV, the same bytes for the same CSV. `page` writes docs/stability.md (page.py).
+`choose` prints a grid that runs each method at its best learning rate on fresh seeds, or a grid
+that separates near ties (choose.py). `show` writes tables.md (tables.py, questions.py) and figures
+(figures.py) from the CSV, the same bytes for the same CSV. `page` writes docs/stability.md
+(page.py).
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ def best_rates(rows: Sequence[Row]) -> list[str]:
 
 
 def widths(rows: Sequence[Row]) -> list[str]:
-    """Plateaus of the second round's variants, beside those of the losses that they are to widen."""
+    """Plateaus of the second round's variants, next to those of the losses that they are to
+    widen."""
     groups = by_group(rows)
     if not groups or "method" not in (axes := group_axes(rows)):
         return []
@@ -112,9 +113,9 @@ def questions(rows: Sequence[Row]) -> list[str]:
     lines = [
         "## What PLAN.md asks, on the seeds that decide",
         "",
-        f"`>`: area larger by at least {LEAST_GAIN:g}. `≥`: not worse by {MARGIN:g}, one-sided. `≠`:"
-        f" different. Each by exact permutation, p < {P_VALUE:g} after Holm's correction over the"
-        " comparisons of its question at its setting.",
+        f"`>`: area larger by at least {LEAST_GAIN:g}. `≥`: not worse by {MARGIN:g}, one-sided."
+        f" `≠`: different. Each by exact permutation, p < {P_VALUE:g} after Holm's correction over"
+        " the comparisons of its question at its setting.",
         "",
         *_header("question", "setting", "comparison", "of", "difference", "p", "p (Holm)", "holds"),
     ]

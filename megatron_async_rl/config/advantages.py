@@ -107,8 +107,8 @@ class OtbAdvantage(AdvantageSettings):
 
     name: Literal["otb"] = "otb"
     zero_tail: bool = False
-    """Where one response goes on alone, the baseline is 0 (A = its reward); false: the reward
-    itself (A = 0)."""
+    """Baseline of the tokens that only one response of the group still has: 0 (A = its reward)
+    if true, the reward itself (A = 0) if false."""
     importance: Literal["token", "sequence"] | None = None
     """Weights also hold the square of min(pi_prox / pi_behavior, cap), as correction `tis` of this
     level multiplies the loss by it; null: they do not."""
@@ -133,11 +133,11 @@ class OpobAdvantage(AdvantageSettings):
 
     name: Literal["opob"] = "opob"
     mode: Literal["exact", "cheap"] = "cheap"
-    """Where |s| comes from. `exact`: measured, one backward pass per sequence. `cheap`: estimated
-    from the probabilities of the response's tokens, one forward pass."""
+    """Source of |s|. `exact`: measured, one backward pass per sequence. `cheap`: estimated from
+    the probabilities of the response's tokens, one forward pass."""
     cap: PositiveFloat = 8.0
-    """Mode `cheap`: w is cut to it; as the loss or the correction beside it cuts. `exact` measures
-    what they do."""
+    """Mode `cheap`: w is cut to it; as the loss or the correction clips them. `exact` measures what
+    they do."""
     normalize_std: bool = False
     """Divide by the group's standard deviation of rewards + 1e-6."""
 

@@ -1,7 +1,7 @@
 """Names that users of other libraries look for, and what each is here. One table.
 
-A method is given as the overrides that make it, a key as the keys to use instead; what this project
-does not do is said in words. Tests load every override and find every key.
+A method is given as the overrides that make it, a key as the keys to use instead; a note states
+what this project does not do. Tests load every override and find every key.
 """
 
 from __future__ import annotations
@@ -252,6 +252,6 @@ ALIASES = {
 
 
 def alias_fix(name: str) -> str | None:
-    """The meaning of `name` here, in words; null for a name that is not in the table."""
+    """The meaning of `name` here, as text; null for a name that is not in the table."""
     alias = ALIASES.get(name.lower().replace("-", "_"))
     return alias.fix(name) if alias is not None else None

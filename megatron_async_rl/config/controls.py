@@ -98,7 +98,7 @@ class AlignmentSettings(ControlSettings):
     """Numbers the previous gradient is kept in: 4, 2 or about 1 byte per parameter. The cosine
     moves by at most 0.002 (bf16) or 0.06 (fp8), and usually by far less."""
     reference_offload: Literal["none", "cpu"] = "none"
-    """`cpu` keeps it in page-locked host memory, copied beside the optimizer's step; on a CPU it
+    """`cpu` keeps it in page-locked host memory, copied during the optimizer's step; on a CPU it
     changes nothing."""
 
     @property
@@ -226,7 +226,7 @@ class DisplacementControl(ControlSettings):
         return frozenset({"pi/mu"} if self.tolerated_kl > 0.0 else ())
 
 
-Control = Annotated[
+ControlConfig = Annotated[
     Annotated[
         Union[
             GacControl,

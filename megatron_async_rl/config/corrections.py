@@ -116,7 +116,7 @@ class RejectCorrection(CorrectionSettings):
 
     name: Literal["reject"] = "reject"
     statistic: Literal["ratio", "k1", "k2", "k3"] = "k3"
-    """What is measured on each token."""
+    """Statistic of each token."""
     level: Literal[
         "token", "sequence_sum", "sequence_mean", "sequence_product", "sequence_geometric"
     ] = "sequence_mean"

@@ -11,7 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_async_rl.config.settings_model import OnlyJson, Strict, TextOrFile
 
-Column = Annotated[str, Field(min_length=1)]
+DataColumn = Annotated[str, Field(min_length=1)]
 TOOLS_COLUMN = "tools"
 
 OWN_TEMPLATE_OPTIONS = (
@@ -26,7 +26,7 @@ OWN_TEMPLATE_OPTIONS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns:
+class DataColumns:
     """The columns of one file. `messages`: of chat messages; null where `prompt` is read."""
 
     prompt: str = "prompt"
@@ -42,14 +42,14 @@ class FileConfig(Strict):
     """One file or folder of data, and its columns where they are not those of `data`."""
 
     path: Path
-    """As data.train."""
-    prompt_key: Column | None = None
+    """File or folder, as in data.train."""
+    prompt_key: DataColumn | None = None
     """Null: data.prompt_key, unless messages_key is given here."""
-    answer_key: Column | None = None
+    answer_key: DataColumn | None = None
     """Null: data.answer_key."""
-    messages_key: Column | None = None
+    messages_key: DataColumn | None = None
     """Null: data.messages_key, unless prompt_key is given here."""
-    tools_key: Column | None = None
+    tools_key: DataColumn | None = None
     """Null: data.tools_key."""
     system_prompt: str | None = None
     """Null: data.system_prompt."""
@@ -68,13 +68,13 @@ class FileConfig(Strict):
 
 
 class SourceConfig(FileConfig):
-    """A part of a mixture."""
+    """One source of a mixture."""
 
-    name: Column | None = None
-    """Goes before the ids of its prompts; null: the file's or folder's name."""
+    name: DataColumn | None = None
+    """Prefix of the ids of its prompts; null: the file's or folder's name."""
     weight: PositiveFloat = 1.0
-    """Its share of the prompts is weight / sum of weights, at every moment: the next prompt comes
-    from the source that is furthest behind its share."""
+    """Relative share of the prompts: weight / sum of weights. The next prompt always comes from
+    the source that is furthest behind its share."""
 
     @property
     def label(self) -> str:
@@ -82,7 +82,7 @@ class SourceConfig(FileConfig):
 
 
 class DataConfig(Strict):
-    """The prompts."""
+    """Training and held-out prompts."""
 
     train: Path | None = None
     """JSONL, JSON (a list), Parquet or CSV, by its ending; a folder or a pattern such as
@@ -91,43 +91,43 @@ class DataConfig(Strict):
     named. Each row has a prompt and whatever the reward reads; with `loss: sft` a response and
     optionally a `weight`. Null: `sources`."""
     sources: tuple[SourceConfig, ...] = ()
-    """A mixture, in the place of `train`."""
+    """A mixture that replaces `train`."""
     eval: Path | None = None
     """Held-out prompts, as `train`, with `loss: sft` and their responses; several sets are
     `eval.sets`."""
     shuffle: bool = True
-    """A new seeded order every epoch, of each source."""
-    prompt_key: Column = "prompt"
-    """Column of the prompt: text, or a list of chat messages, which may be JSON text. This key and the
-    three below may name a value inside a column: `extra_info.question`."""
-    answer_key: Column | None = None
+    """Shuffle each source anew in every epoch, by the seed."""
+    prompt_key: DataColumn = "prompt"
+    """Column of the prompt: text, or a list of chat messages, which may be JSON text. This key and
+    the three below may name a value inside a column: `extra_info.question`."""
+    answer_key: DataColumn | None = None
     """Column that becomes `answer`, which rewards read; with `loss: sft` it becomes `response`.
     Null: columns keep their names."""
-    messages_key: Column | None = None
+    messages_key: DataColumn | None = None
     """Column of chat messages, in place of prompt_key. With `loss: sft` they are whole
     conversations: the loss is on the assistant's messages, except for those with `train: false` or
     `weight: 0`."""
-    tools_key: Column | None = TOOLS_COLUMN
-    """Column of JSON schemas of the functions that a row's chat messages may call, a list or its JSON,
-    which the chat template is given. Rows may lack the column `tools`, but not one of another name.
-    Null: none is read."""
+    tools_key: DataColumn | None = TOOLS_COLUMN
+    """Column of JSON schemas of the functions that a row's chat messages may call, a list or its
+    JSON, which the chat template is given. Rows may lack the column `tools`, but not one of another
+    name. Null: none is read."""
     system_prompt: str | None = None
-    """System message put before messages that have none."""
+    """System message that is prepended to messages without one."""
     as_chat: bool = False
     """True makes a text prompt one message of the user, which the chat template renders; false
-    gives the model the text as it stands. A response to a chat (`loss: sft`) ends with the template's
-    end of a turn, and one to plain text with the tokenizer's end of sequence."""
+    gives the model the text as it stands. A response to a chat (`loss: sft`) ends with the
+    template's end of a turn, and one to plain text with the tokenizer's end of sequence."""
     chat_template: TextOrFile | None = None
-    """A Jinja file, or the template itself; null: the model's."""
+    """Chat template: a Jinja file or the template itself; null: the model's."""
     chat_template_options: Mapping[str, Any] = {}
     """Variables of the template, such as `enable_thinking: false`."""
     max_prompt_tokens: PositiveInt | None = None
     """Longer prompts are left out, and counted in the plan and the log; null: a prompt that leaves
     no room for a response is an error."""
     max_tokens: PositiveInt | None = None
-    """With `loss: sft`: rows that have more tokens, prompt, response and its end together, are left
-    out, and counted in the plan and the log; null: a row that the model or a micro-batch does not
-    take is an error."""
+    """Longest row with `loss: sft`, in tokens of prompt, response and end-of-sequence together.
+    Longer rows are left out and counted in the plan and the log. Null: a row that exceeds the
+    model's context or a micro-batch is an error."""
 
     @model_validator(mode="after")
     def _makes_sense(self) -> DataConfig:
@@ -158,12 +158,12 @@ class DataConfig(Strict):
         """The mixture; `train` alone is a mixture of one."""
         return self.sources if self.train is None else (SourceConfig(path=self.train),)
 
-    def columns(self, file: FileConfig) -> Columns:
-        """Those of `file`, and `data`'s where it is silent."""
+    def columns(self, file: FileConfig) -> DataColumns:
+        """Columns of `file`; those it does not name are the ones of `data`."""
         messages = file.messages_key
         if messages is None and file.prompt_key is None:
             messages = self.messages_key
-        return Columns(
+        return DataColumns(
             prompt=file.prompt_key or self.prompt_key,
             answer=file.answer_key or self.answer_key,
             messages=messages,

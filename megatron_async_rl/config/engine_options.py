@@ -1,5 +1,5 @@
-"""Arguments of vLLM's engine that a user may not set in `rollout.vllm`: those that another key sets,
-and those that would break what the system does with an engine. All others are vLLM's affair.
+"""Arguments of vLLM's engine that a user may not set in `rollout.vllm`: those that another key
+sets, and those that would break what the system does with an engine. All others are vLLM's affair.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ OWNED: Mapping[str, str] = {
 _WEIGHTS = "new weights are loaded, and their digests taken, by code that knows engines without it"
 _MODEL = "policy and engines must be one model, as the files in model.path have it"
 _COPIES = (
-    "vLLM's data parallelism is engines behind a coordinator of its own: set rollout.engines, each of"
-    " which is filled, updated and started again by itself"
+    "vLLM's data parallelism is engines behind a coordinator of its own: set rollout.engines, each"
+    " each filled, updated and restarted by itself"
 )
 _ONE_MACHINE = (
     "an engine's workers are processes of one machine, and this is set for them; rollout.tensor and"
@@ -53,8 +53,8 @@ _CONTEXT = (
     "weights are updated over workers of rollout.tensor and rollout.pipeline: raise one of these"
 )
 _EXPERTS = (
-    "enable_expert_parallel divides whole experts over the workers of rollout.tensor, and new weights"
-    " come to where they lie then: they must not move, nor be held twice"
+    "enable_expert_parallel divides whole experts over the workers of rollout.tensor, and new"
+    " weights come to where they lie then: they must not move, nor be held twice"
 )
 _LOGPROBS = "log-probs of what is sampled must be those of the policy's own distribution"
 _PREFIX = (
@@ -62,11 +62,11 @@ _PREFIX = (
 )
 _CACHE = "a weight update could not clear keys and values of old weights that lie elsewhere"
 QUANTISED_AS_LOADED = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
-"""Values of `quantization` with which vLLM quantises all linear layers, and experts, as it loads the
-policy's weights, at the start and in each update. Of the first its CPU kernels know, too."""
+"""Values of `quantization` with which vLLM quantises all linear layers, and experts, as it loads
+the policy's weights, at the start and in each update. Of the first its CPU kernels know, too."""
 _QUANTISED = (
     "new weights come as the policy has them; set `quantization` to one of"
-    f" {', '.join(QUANTISED_AS_LOADED)}, by which vLLM quantises them as it loads them"
+    f" {', '.join(QUANTISED_AS_LOADED)}, with which vLLM quantises them as it loads them"
 )
 
 BREAKS: Mapping[str, str] = {
@@ -158,7 +158,7 @@ BREAKS_ON_CPU: Mapping[str, str] = {
 }
 
 _PLAIN = {"Any": Any, "Literal": Literal}
-"""Names in the types of arguments, beside Python's own."""
+"""Names in the types of arguments, besides Python's own."""
 
 
 def refused_options(
@@ -181,7 +181,7 @@ def refused_options(
 
 
 def unknown_option(name: str, known: Collection[str]) -> Problem:
-    """The problem of a name that is none of vLLM's, `known`."""
+    """The problem of a name that vLLM, `known`, does not have."""
     near = difflib.get_close_matches(name.lower(), sorted(known), n=1)
     fix = "remove it, or look its name up in vLLM's `AsyncEngineArgs`"
     if near:
@@ -192,7 +192,9 @@ def unknown_option(name: str, known: Collection[str]) -> Problem:
             else (f"did you mean {near[0]}?")
         )
     return Problem(
-        key=f"rollout.vllm.{name}", what="is no argument of the installed vLLM's engine", fix=fix
+        key=f"rollout.vllm.{name}",
+        what="is not an argument of the installed vLLM's engine",
+        fix=fix,
     )
 
 
@@ -201,8 +203,9 @@ def _matching(reasons: Mapping[str, str], argument: str) -> str | None:
 
 
 def wrong_value(name: str, value: Any, wanted: str) -> Problem | None:
-    """The problem of a value that vLLM would not take. wanted: the argument's type as vLLM's source has
-    it; where that names a type of vLLM's own, or the value is null, its engine says so as it starts."""
+    """The problem of a value that vLLM would not take. wanted: the argument's type as vLLM's source
+    has it; if that names a type of vLLM's own, or the value is null, its engine reports the problem
+    as it starts."""
     if value is None:  # the default of some that are declared without it
         return None
     try:
@@ -215,15 +218,15 @@ def wrong_value(name: str, value: Any, wanted: str) -> Problem | None:
     except ValidationError:
         return Problem(
             key=f"rollout.vllm.{name}",
-            what=f"is {value!r}, and the installed vLLM's engine wants {wanted}",
+            what=f"is {value!r}, and the installed vLLM's engine takes {wanted}",
             fix="set it to one of that type, or remove it",
         )
     return None
 
 
 def vllm_arguments() -> dict[str, str]:
-    """Names of vLLM's `AsyncEngineArgs` and their types. Empty where vLLM is not installed, or keeps
-    them elsewhere: an engine asks vLLM itself as it starts."""
+    """Names of vLLM's `AsyncEngineArgs` and their types. Empty where vLLM is not installed, or
+    keeps them elsewhere: an engine asks vLLM itself as it starts."""
     return {
         field.target.id: ast.unparse(field.annotation).strip("'")
         for node in _vllm_source("engine/arg_utils.py")

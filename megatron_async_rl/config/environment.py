@@ -23,13 +23,14 @@ AT_ONCE = ("arithmetic", "countdown", OWN_REWARD)
 CODE_CPU_S = 5.0
 """Processor time of a program of the reward `code`, where its settings have no cpu_s."""
 CODE_SHARE_OF_TIME = 0.8
-"""Share of `rollout.reward.timeout_s` that the reward `code` gives its programs: what takes longer is
-wrong, not an error."""
+"""Share of `rollout.reward.timeout_s` that the reward `code` gives its programs: what takes longer
+is wrong, not an error."""
 
 
 class EnvironmentConfig(Strict):
-    """The partner that answers each turn of the model; null: a response is one turn. `rollout.sampling.max_tokens`
-    bounds all turns of a sample together, the environment's tokens included."""
+    """The partner that answers each turn of the model; null: a response is one turn.
+    `rollout.sampling.max_tokens` bounds all turns of a sample together, the environment's tokens
+    included."""
 
     name: str
     """`module:factory`, whose result has reset(prompt) and step(response); `tools`: functions that
@@ -39,25 +40,26 @@ class EnvironmentConfig(Strict):
     settings: Mapping[str, Any] = {}
     """Keyword arguments of the factory."""
     format: Literal["chat", "text"] = "chat"
-    """How the environment's words become tokens. `chat`: as messages, by the chat template that
-    also renders the prompts; `text`: as they are."""
+    """Conversion of the environment's output into tokens. `chat`: as messages, by the chat
+    template that also renders the prompts; `text`: as plain text."""
     max_turns: PositiveInt = 8
-    """Turns of the model in a sample."""
+    """Largest number of turns of the model in a sample."""
     max_segments: PositiveInt = 1
-    """Sequences that a sample of `agent` or `verifiers` is made of. A call that does not go on where
-    the agent was (it has compacted its context, or begun a sub-agent) begins another one, of up to the
-    tokens of any sample; with as many as this it is refused."""
+    """Largest number of sequences in a sample of `agent` or `verifiers`. A call that does not
+    continue an earlier one (the agent has compacted its context, or begun a sub-agent) begins
+    another sequence, with the same token limit as any sample; a call beyond the limit is
+    refused."""
     tool_parser: str = "hermes"
     """vLLM's parser of the model's tool calls, by its name there, for `tools`, `agent` and
     `verifiers`."""
     timeout_s: PositiveFloat = 60.0
-    """Longest time of one reset or step, below watchdog.timeout_s, or of an agent's whole run; over it
-    the environment's process is killed, and the sample counts as an error."""
+    """Time limit of one reset or step, or of an agent's whole run; below watchdog.timeout_s.
+    Beyond it the environment's process is killed, and the sample counts as an error."""
     processes: PositiveInt = 64
-    """Most samples of each engine that are in an environment at a time: each has a process of its
-    own meanwhile. The others wait to begin."""
+    """Largest number of samples per engine that are in an environment at a time, each with its
+    own process. Other samples wait."""
     memory_mib: PositiveInt | None = None
-    """Most memory (address space, MiB) of each process; null: no limit."""
+    """Memory limit (address space, MiB) of each process; null: no limit."""
 
 
 def environment_conflicts(config: Config) -> Iterator[str]:
@@ -69,8 +71,8 @@ def environment_conflicts(config: Config) -> Iterator[str]:
     turns, limit_s = rollout.environment, config.watchdog.timeout_s
     if turns is not None and turns.name == TOOLS and rollout.reward.name == OWN_REWARD:
         yield (
-            "rollout.reward is missing, and the environment tools rewards nothing by itself; name the"
-            " reward of the last turn, such as rollout.reward.name: math"
+            "rollout.reward is missing, and the environment tools rewards nothing by itself; name"
+            " the reward of the last turn, such as rollout.reward.name: math"
         )
     if turns is not None and turns.name not in AGENTS and turns.max_segments > 1:
         yield (
@@ -117,8 +119,8 @@ def _reward_conflicts(rollout: RolloutConfig) -> Iterator[str]:
         if part.gate and rollout.environment is not None and rollout.environment.name != TOOLS:
             yield (
                 f"{key}.gate: a gate multiplies the parts of rollout.reward, and what"
-                f" rollout.environment ({rollout.environment.name}) gives is added beside them; remove"
-                " gate, and give 0 in the environment"
+                f" rollout.environment ({rollout.environment.name}) gives is added to them;"
+                " remove gate, and give 0 in the environment"
             )
         if part.name == "code":
             cpu_s = part.settings.get("cpu_s", CODE_CPU_S)

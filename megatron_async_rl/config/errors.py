@@ -142,7 +142,7 @@ def _unknown(key: str, parts: Sequence[str | int], parents: Sequence[type[Strict
     if known is not None:
         return known
     homes, match = elsewhere(given), nearest(given, valid)
-    # A key that exists is no slip of the pen.
+    # A key that exists is not a typing error.
     if match and not homes:
         return f"did you mean `{section + '.' if section else ''}{match}`?"
     owners = [
@@ -172,7 +172,8 @@ def _choose(given: str, names: Sequence[str]) -> str:
 
 
 def _expected(parts: Sequence[str | int], tree: Mapping[str, Any]) -> str:
-    """In words, what the place takes; an entry of a list is described by its list."""
+    """Description of the values that the key accepts; an entry of a list is described by its
+    list."""
     *section, last = parts
     if isinstance(last, int) and not models_at(parts, tree):
         *section, last = section
@@ -188,9 +189,9 @@ def _expected(parts: Sequence[str | int], tree: Mapping[str, Any]) -> str:
         return f"a list of: {names}" if is_list(field.annotation) else f"one of: {names}"
     if inner:
         return f"a section with the keys {', '.join(valid_keys(inner))}"
-    words = describe(field)
+    kind = describe(field)
     meaning = " ".join((field.description or "").split()).rstrip(".")
-    return f"{words} ({meaning})" if meaning and len(meaning) < 100 else words
+    return f"{kind} ({meaning})" if meaning and len(meaning) < 100 else kind
 
 
 def _show(value: Any) -> str:

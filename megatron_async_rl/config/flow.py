@@ -1,5 +1,6 @@
 """Settings of selection, one small model per rule, chosen by its `name`; and settings of flow,
-engines and evaluation that do not go together. Each conflict says what, why, and what to change.
+engines and evaluation that do not go together. Each conflict states the combination, the reason,
+and the fix.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class OldestFirst(Strict):
-    """Groups train in the order they were admitted."""
+    """Train groups in the order of their admission."""
 
     name: Literal["oldest_first"] = "oldest_first"
 
 
 class Windowed(Strict):
-    """Groups train in the order they finish, as far as the law permits, from among the oldest that
-    are not trained yet."""
+    """Train groups in the order in which they finish, as far as the staleness law permits, from
+    among the oldest untrained ones."""
 
     name: Literal["windowed"] = "windowed"
     window: NonNegativeFloat = 1.0
@@ -35,9 +36,9 @@ class Windowed(Strict):
 
 
 class ExactLag(Strict):
-    """Every sample trains exactly `lag` updates after it was made, and is made by one weight
-    version: the controlled experiment of M2PO and GAC. Samples made before the first update wait up
-    to `lag` steps. Needs flow.async_ratio to be the same number."""
+    """Train every sample exactly `lag` updates after it was sampled, by a single weight version:
+    the controlled experiment of M2PO and GAC. Samples from before the first update wait up to
+    `lag` steps. Needs flow.async_ratio to be the same number."""
 
     name: Literal["exact_lag"] = "exact_lag"
     lag: NonNegativeInt
@@ -82,7 +83,7 @@ def _selection(config: Config) -> Iterator[str]:
         if flow.async_ratio != selection.lag:
             yield (
                 f"flow.selection: exact_lag trains every sample {selection.lag} updates after it"
-                f" was made, and flow.async_ratio: {flow.async_ratio:g} says how far rollouts run"
+                f" was made, and flow.async_ratio: {flow.async_ratio:g} states how far rollouts run"
                 f" ahead; set flow.async_ratio: {selection.lag}"
             )
         if flow.late == "drop":
@@ -100,7 +101,7 @@ def _selection(config: Config) -> Iterator[str]:
         if kept:
             yield (
                 f"flow.selection: replay trains on samples of any age, and {' and '.join(kept)}"
-                " looks at the weights that sampled them, of which only objective.snapshots are"
+                " reads the weights that sampled them, and only objective.snapshots of them are"
                 " kept; choose another selection"
             )
 

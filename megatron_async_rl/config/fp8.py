@@ -1,5 +1,4 @@
-"""Settings of matrix products in 8-bit floats, what each recipe needs, and what they do not go
-with."""
+"""Settings of FP8 GEMMs, the requirements of each recipe, and incompatible settings."""
 
 from __future__ import annotations
 
@@ -65,19 +64,20 @@ NO_MXFP8_FROM = (12, 0)
 
 
 class Fp8Config(Strict):
-    """Products of the layers in 8-bit floats, on Transformer Engine's layers: inputs, weights and
-    gradients are rounded, and sums are not. Embedding, output layer, router, norms and attention
-    between its projections stay in bfloat16, and gradients and optimizer state are what they are
-    without it. Null, the default, computes everything in bfloat16."""
+    """FP8 GEMMs of the layers, with Transformer Engine's layers: inputs, weights and gradients are
+    rounded, and sums are not. Embedding, output layer, router, norms and attention between its
+    projections stay in bfloat16, and gradients and optimizer state are what they are without it.
+    Null, the default, computes everything in bfloat16."""
 
     recipe: Recipe
-    """How numbers are scaled. `tensorwise`: a tensor by its own largest value. `blockwise`: blocks
-    of 1 x 128 activations and 128 x 128 weights by theirs; Hopper and later, CUDA 12.9. `delayed`:
-    a tensor by the largest of its last 1024 passes, at first by 1, so that the first steps are
-    coarse and log-probs computed twice differ. `mxfp8`: blocks of 32; Blackwell."""
+    """Scaling recipe. `tensorwise`: one scale per tensor, from its largest value. `blockwise`:
+    one scale per 1 x 128 activations and 128 x 128 weights; Hopper and later, CUDA 12.9.
+    `delayed`: one scale per tensor, from the largest value of its last 1024 passes and at first
+    1, so that the first steps are coarse and log-probs computed twice differ. `mxfp8`: one scale
+    per 32 numbers; Blackwell."""
     primary_weights: bool = False
-    """The layers' weights are kept in 8 bits and have no bfloat16 copy; what Adam updates are the
-    float32 weights, as ever. Needs distributed_optimizer, and `tensorwise` or `blockwise`."""
+    """Keep the layers' weights in FP8 without a bfloat16 copy; Adam updates the float32 weights
+    as usual. Needs distributed_optimizer, and `tensorwise` or `blockwise`."""
     first_last_layers_bf16: NonNegativeInt = 0
     """Layers at each end of the model that compute in bfloat16; not with `delayed`."""
 
@@ -89,8 +89,8 @@ class Fp8Config(Strict):
 def lacking(
     recipe: Recipe, capability: tuple[int, int] | None, cuda: tuple[int, int] | None
 ) -> str:
-    """The lack of a device of that compute capability, under that CUDA, for the recipe, in words;
-    empty where there is none. Null: not known, and not held against it."""
+    """The lack of a device of that compute capability, under that CUDA, for the recipe, as text;
+    empty if there is none. Null: not known, and not held against it."""
     facts = RECIPES[recipe]
     if capability is not None and capability < facts.capability:
         return (
@@ -105,7 +105,7 @@ def lacking(
 
 
 def needed(recipe: Recipe) -> str:
-    """The recipe's demands on a device, in words."""
+    """Text on the recipe's demands on a device."""
     facts = RECIPES[recipe]
     above = f" and below {_dotted(NO_MXFP8_FROM)}" if recipe == "mxfp8" else ""
     return (
@@ -115,7 +115,7 @@ def needed(recipe: Recipe) -> str:
 
 
 def version_of(text: str | None) -> tuple[int, int] | None:
-    """(major, minor) of a version of CUDA or a compute capability; null for what is none."""
+    """(major, minor) of a version of CUDA or a compute capability; null for anything else."""
     major, _, rest = (text or "").partition(".")
     minor = rest.partition(".")[0]
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
@@ -139,10 +139,7 @@ def fp8_conflicts(config: Config) -> Iterator[str]:
     if fp8 is None:
         return
     if policy.device == "cpu":
-        yield (
-            "policy.fp8: products in 8-bit floats are CUDA's; set policy.device: cuda, or"
-            " policy.fp8: null"
-        )
+        yield ("policy.fp8: FP8 GEMMs need CUDA; set policy.device: cuda, or policy.fp8: null")
     if policy.layers == "local":
         yield (
             "policy.fp8 is for Transformer Engine's layers, and policy.layers is local; set"
@@ -155,7 +152,7 @@ def fp8_conflicts(config: Config) -> Iterator[str]:
         )
     if policy.lora is not None:
         yield (
-            "policy.fp8 is for Transformer Engine's layers, and policy.lora puts adapters beside"
+            "policy.fp8 is for Transformer Engine's layers, and policy.lora adds adapters to"
             " Megatron's own; set one of the two to null"
         )
     if fp8.recipe == "delayed" and fp8.first_last_layers_bf16:

@@ -4,7 +4,8 @@ torch.
 Invariants:
 - nothing a user wrote is ignored: unknown keys, axes and values raise ConfigError with the nearest
   one;
-- a run's name says its value on every axis, so that two runs with other settings have two names;
+- a run's name contains its value on every axis, so that two runs with other settings have two
+  names;
 - relative paths in a grid start at its folder.
 """
 
@@ -28,7 +29,7 @@ from megatron_async_rl.config.load import as_written, resolve_paths
 from megatron_async_rl.config.problem import ConfigError, Problem, UserError, shipped
 from megatron_async_rl.config.settings_model import Strict
 from megatron_async_rl.config.yaml_tree import (
-    Place,
+    KeyPath,
     YamlDocument,
     YamlFault,
     is_null,
@@ -37,7 +38,7 @@ from megatron_async_rl.config.yaml_tree import (
     unquoted_below,
 )
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]
+StudyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]
 
 
 class Grid(Strict):
@@ -47,9 +48,9 @@ class Grid(Strict):
     """The configuration that every run changes."""
     runs: Path
     """Folder of the runs' directories."""
-    axes: dict[Name, dict[Name, dict[str, Any]]]
+    axes: dict[StudyName, dict[StudyName, dict[str, Any]]]
     """Axis -> name of a value -> the overrides that make it: dotted key -> value."""
-    sweeps: dict[Name, dict[Name, tuple[Name, ...]]]
+    sweeps: dict[StudyName, dict[StudyName, tuple[StudyName, ...]]]
     """Sweep -> axis -> the values it takes: a sweep is their product, and an axis that it does not
     name takes all of its values. Sweeps run in the order of the file, each run once."""
 
@@ -78,7 +79,7 @@ class StudyRun:
     settings: Mapping[str, str]
     """Axis -> name of its value."""
     sweeps: Sequence[str]
-    """Those that it is part of, in their order."""
+    """Names of the sweeps that contain the run, in the order of the file."""
     directory: Path
     overrides: Sequence[str]
 
@@ -123,7 +124,7 @@ def _as_written(tree: dict[str, Any], document: YamlDocument, path: Path) -> dic
     takes. Raises ConfigError."""
     problems: list[Problem] = []
 
-    def settled(value: Any, place: Place) -> Any:
+    def settled(value: Any, place: KeyPath) -> Any:
         if len(place) == 4 and place[0] == "axes":
             key = tuple(place[3].split("."))
             below = unquoted_below(document.unquoted, place)
@@ -174,7 +175,7 @@ def _override(value: Any) -> str:
 
 def runs_of(grid: Grid, only: Sequence[str] = ()) -> list[StudyRun]:
     """The runs in the order in which they start. `only`: names of sweeps, or names of runs with
-    `*`; empty takes all. Raises UserError for one that names nothing."""
+    `*`; empty takes all. Raises UserError for a pattern that names nothing."""
     found: dict[str, StudyRun] = {}
     for sweep, chosen in grid.sweeps.items():
         for values in itertools.product(*(chosen.get(axis, grid.axes[axis]) for axis in grid.axes)):

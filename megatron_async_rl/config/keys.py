@@ -26,7 +26,7 @@ NAMED = "NAME"
 
 
 @dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """One leaf of the schema. `key` is dotted, `[]` standing for an index, `NAME` for a name of the
     user's own and `(name)` for a method."""
 
@@ -40,15 +40,15 @@ class Key:
 
 def walk(
     model: type[Strict] = Config, prefix: str = ""
-) -> Iterator[tuple[str, type[Strict], list[Key]]]:
+) -> Iterator[tuple[str, type[Strict], list[ConfigKey]]]:
     """Every section in order: its dotted key, its model, its own leaves. Sections inside it
     follow."""
-    leaves: list[Key] = []
+    leaves: list[ConfigKey] = []
     sections: list[tuple[str, type[Strict]]] = []
     for name, field in model.model_fields.items():
         inner = models_in(field.annotation)
         if not inner:
-            leaves.append(Key(prefix + name, field))
+            leaves.append(ConfigKey(prefix + name, field))
         methods = is_method(inner)
         for one in inner:
             label = f"({one.model_fields['name'].default})" if methods else ""
@@ -231,8 +231,8 @@ def nearest_anywhere(given: str) -> str | None:
 
 
 def _plain(key: str) -> str:
-    """As a user writes it: without the method it belongs to, and with an index for a list's
-    entry."""
+    """Form of the key that a user writes: without the method's name, and with an index for a
+    list entry."""
     return re.sub(r"\(\w+\)", "", key).replace("[]", ".0")
 
 
@@ -246,7 +246,7 @@ def _all_keys() -> list[str]:
 
 
 def describe(field: FieldInfo) -> str:
-    """The values that a leaf takes, in words: `whole number, at least 1`; `one of: auto, never`."""
+    """Text on the values that a leaf takes: `whole number, at least 1`; `one of: auto, never`."""
     return _describe(field.annotation, field.metadata)
 
 
@@ -276,7 +276,7 @@ def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return f"list of {len(parts)}: each {_describe(parts[0])}"
     if origin is Mapping:
         return "mapping of names to values"
-    bounds = [words for words in (_bound(one) for one in _flatten(metadata)) if words]
+    bounds = [text for text in (_bound(one) for one in _flatten(metadata)) if text]
     return ", ".join(
         [_WORDS.get(annotation, getattr(annotation, "__name__", str(annotation))), *bounds]
     )
@@ -313,7 +313,8 @@ ELSEWHERE_ONLY = {
 
 REMOVED = {
     "flow.extra_responses": (
-        "over-sampling is of groups: set flow.oversample, such as 0.5, with flow.selection: windowed"
+        "over-sampling is of groups: set flow.oversample, such as 0.5, with flow.selection:"
+        " windowed"
     ),
     "flow.requeue_cut": (
         "no response is cut any more, an unfinished group goes on: remove it, and see"

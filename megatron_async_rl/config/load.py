@@ -3,11 +3,12 @@
 Invariants:
 - nothing a user wrote is ignored: unknown keys, keys given twice and values of the wrong type raise
   ConfigError;
-- nothing a user wrote is changed: a key that takes text or a path gets the text as written, whatever
-  YAML would read it as (`run.dir=2024-01-01`, `data.system_prompt=Answer after ####`); elsewhere,
-  text that YAML versions read differently (`010`, `on`) and text that YAML would cut are refused;
-- every path is absolute, so that all processes of a run mean the same file: relative paths in a file
-  are taken from the file's folder, those in an override from the current folder;
+- nothing a user wrote is changed: a key that takes text or a path gets the text as written,
+  whatever YAML would read it as (`run.dir=2024-01-01`, `data.system_prompt=Answer after ####`);
+  elsewhere, text that YAML versions read differently (`010`, `on`) and text that YAML would cut are
+  refused;
+- every path is absolute, so that all processes of a run mean the same file: relative paths in a
+  file are taken from the file's folder, those in an override from the current folder;
 - `load` of what `dump` wrote gives an equal Config, and text that was written reads back as it was.
 """
 
@@ -36,7 +37,7 @@ from megatron_async_rl.config.problem import ConfigError, Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import (
     NO_VALUE,
-    Place,
+    KeyPath,
     YamlDocument,
     YamlFault,
     doubt,
@@ -91,8 +92,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         _override(tree, override, origins)
     try:
-        # As JSON, strict: a list is a tuple and text is a path, but "3" is no number and true is no
-        # 1.
+        # As JSON, strict: a list is a tuple and text is a path, but "3" is not a number and true is
+        # not 1.
         return Config.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
         raise ConfigError(str(path), explain(error, tree, origins)) from error
@@ -116,8 +117,8 @@ def _look_near(path: Path) -> str:
 
 def as_written(
     value: Any,
-    unquoted: Mapping[Place, str],
-    place: Place,
+    unquoted: Mapping[KeyPath, str],
+    place: KeyPath,
     tree: Tree,
     origins: Origins,
     problems: list[Problem],
@@ -201,8 +202,8 @@ def _absolute(key: str, value: Any, folder: Path) -> Any:
 
 
 def _path(key: str, value: str, folder: Path) -> Path:
-    """The absolute path that `value` means from `folder`. Raises ConfigError for one that cannot be a
-    file's, or that libraries would read as another."""
+    """The absolute path that `value` means from `folder`. Raises ConfigError for a path that cannot
+    be a file's, or that libraries would read as another."""
     try:
         if "\0" in value:
             raise RuntimeError("no path holds a NUL character")
@@ -276,7 +277,7 @@ def _override(tree: Tree, override: str, origins: Origins) -> None:
         holder[last] = value
 
 
-def _override_value(place: Place, text: str, tree: Tree) -> YamlDocument:
+def _override_value(place: KeyPath, text: str, tree: Tree) -> YamlDocument:
     """The value that `text` gives to the key at `place`. Raises YamlFault."""
     if not text.strip():
         raise YamlFault(*NO_VALUE)

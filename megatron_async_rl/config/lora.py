@@ -31,9 +31,9 @@ def _distinct(targets: Sequence[Target]) -> Sequence[Target]:
 
 
 class LoraConfig(Strict):
-    """Low-rank adapters (arXiv 2106.09685): the model's own weights stay as they are, and beside
-    each target W a product of two small matrices is trained, y = W x + alpha / rank B A x. Null,
-    the default, trains every weight. Adapters want about ten times the learning rate."""
+    """Low-rank adapters (arXiv 2106.09685): the model's own weights stay as they are, and a product
+    of two small matrices is trained for each target W, y = W x + alpha / rank B A x. Null, the
+    default, trains every weight. Adapters want about ten times the learning rate."""
 
     rank: PositiveInt = 16
     """Rows of A and columns of B; at most the smaller side of the smallest target."""
@@ -44,13 +44,13 @@ class LoraConfig(Strict):
     of its own. Experts of a mixture have no adapters: name q_proj, k_proj, v_proj and o_proj
     there."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Share of an adapter's inputs left out in training passes. Log-probs of proximal and reference
-    policies and the engines' weights have none, so above 0 the ratio pi / pi_prox is not 1 at a
-    batch's first step and the policy gradient is that of another model than the one that sampled;
-    masks differ between parallel layouts."""
+    """Dropout rate of an adapter's inputs in training passes. Log-probs of proximal and
+    reference policies and the engines' weights have none, so above 0 the ratio pi / pi_prox is
+    not 1 at a batch's first step and the policy gradient is that of another model than the
+    sampling one; masks differ between parallel layouts."""
     merge: Literal["model", "float32"] = "model"
-    """Precision of the weights, adapters merged in, that engines load. `model`: model.dtype; in
-    bfloat16 rounding loses nearly all of a product that is still small. `float32`: the exact sum, in
+    """Precision of the merged weights that engines load. `model`: model.dtype; in bfloat16
+    rounding loses nearly all of a product that is still small. `float32`: the exact sum, in
     engines that compute in float32 (twice the bytes per weight and cached token, and slower)."""
 
 
@@ -61,8 +61,8 @@ def lora_conflicts(config: Config) -> Iterator[str]:
     if config.policy.lora.merge == "float32":
         if config.model.dtype == "float32":
             yield (
-                "policy.lora.merge: float32 keeps what bfloat16 would round away, and model.dtype is"
-                " float32 already; remove it"
+                "policy.lora.merge: float32 keeps what bfloat16 would round away, and model.dtype"
+                " is float32 already; remove it"
             )
         if config.rollout is not None and config.rollout.quantised:
             yield (
@@ -74,6 +74,6 @@ def lora_conflicts(config: Config) -> Iterator[str]:
     if reference is not None and reference.path is not None:
         yield (
             "objective.reference.path names a model of its own, and with policy.lora ranks hold one"
-            " set of whole weights, the base model's; leave it out (the reference is then model.path"
-            " without adapters), or set policy.lora: null"
+            " set of whole weights, the base model's; leave it out (the reference is then"
+            " model.path without adapters), or set policy.lora: null"
         )

@@ -76,7 +76,7 @@ class ReinforceLoss(LossSettings):
 
 
 class ClipBounds(LossSettings):
-    """What `ppo_clip` takes."""
+    """Clip bounds of PPO's ratio."""
 
     uses_proximal: ClassVar[bool] = True
 
@@ -140,9 +140,9 @@ class GmpoLoss(LossSettings):
 
     name: Literal["gmpo"] = "gmpo"
     clip_low: PositiveFloat = 0.4
-    """Where A < 0 a log-ratio is cut at -clip_low."""
+    """Lower bound of the log-ratio, applied where A < 0: -clip_low."""
     clip_high: PositiveFloat = 0.4
-    """Where A > 0 a log-ratio is cut at clip_high."""
+    """Upper bound of the log-ratio, applied where A > 0."""
 
 
 class SapoLoss(LossSettings):
@@ -172,8 +172,8 @@ class DppoTvLoss(LossSettings):
 
 
 class DppoKlLoss(LossSettings):
-    """As `dppo_tv`, by the two-outcome KL divergence of the token's probability (arXiv
-    2602.04879)."""
+    """Variant of `dppo_tv` whose mask uses the two-outcome KL divergence of the token's
+    probability (arXiv 2602.04879)."""
 
     against_behavior: ClassVar[bool] = True
 
@@ -286,9 +286,9 @@ class AspoLoss(LossSettings):
 
     name: Literal["aspo"] = "aspo"
     clip_low: PositiveFloat = 0.2
-    """Where A < 0 a ratio below 1 - clip_low has no gradient."""
+    """Lower bound: ratios below 1 - clip_low have no gradient where A < 0."""
     clip_high: PositiveFloat = 0.2
-    """Where A > 0 a ratio above 1 + clip_high has no gradient."""
+    """Upper bound: ratios above 1 + clip_high have no gradient where A > 0."""
     dual_clip: Annotated[float, Field(gt=1.0)] = 3.0
     """Largest gradient weight; larger ones are cut to it and keep their gradient."""
 
@@ -302,9 +302,9 @@ class MinirlLoss(LossSettings):
 
     name: Literal["minirl"] = "minirl"
     clip_low: PositiveFloat = 0.2
-    """Where A < 0 a token with r < 1 - clip_low is left out."""
+    """Lower bound: tokens with r < 1 - clip_low are masked where A < 0."""
     clip_high: PositiveFloat = 0.27
-    """Where A > 0 a token with r > 1 + clip_high is left out."""
+    """Upper bound: tokens with r > 1 + clip_high are masked where A > 0."""
     cap: PositiveFloat = 5.0
     """Larger weights are cut to it."""
 
@@ -338,8 +338,8 @@ def _rising(bounds: tuple[float, float, float]) -> tuple[float, float, float]:
 
 
 def _as_tuple(value: Any) -> Any:
-    """A method's settings come through a Python function (config/settings_model.py), after which strict
-    refuses the file's list for a tuple."""
+    """A method's settings come through a Python function (config/settings_model.py), after which
+    strict refuses the file's list for a tuple."""
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -30,9 +30,9 @@ class KlConfig(ReadsRatios):
     """Added to the loss, with gradient; or taken from the reward of each token, without. k1 goes
     with `reward` alone: its gradient in the loss is 0 in the mean."""
     weight: Literal["none", "truncated"] = "none"
-    """`truncated`: each token's estimate is multiplied by min(w, cap), w = pi / mu without gradient,
-    since stale tokens were not sampled by the policy whose divergence is estimated. `none`: it is
-    not, as in released code."""
+    """`truncated`: each token's estimate is multiplied by min(w, cap), w = pi / mu without
+    gradient, since stale tokens were not sampled by the policy whose divergence is estimated.
+    `none`: it is not, as in released code."""
     cap: PositiveFloat = 2.0
     """Largest weight of `weight: truncated`."""
 
@@ -54,8 +54,8 @@ class KlConfig(ReadsRatios):
             )
         if self.weight == "none" and self.cap != type(self).model_fields["cap"].default:
             raise ValueError(
-                f"cap: {self.cap:g} bounds the weights of weight: truncated, and weight is none; set"
-                " weight: truncated, or remove cap"
+                f"cap: {self.cap:g} bounds the weights of weight: truncated, and weight is none;"
+                " set weight: truncated, or remove cap"
             )
         return self
 
@@ -112,13 +112,13 @@ class OverlongConfig(Strict):
 
 
 class ObjectiveConfig(Strict):
-    """What the loss is."""
+    """The training objective: advantage, loss, corrections and penalties."""
 
     minibatches: PositiveInt = 1
-    """Parts that a batch is divided into, each one optimizer step, of whole groups drawn at random
-    by the version; at most flow.prompts_per_step. Weights are published after the last."""
+    """Number of parts of a batch, each one optimizer step, of whole groups drawn at random by
+    the version; at most flow.prompts_per_step. Weights are published after the last."""
     epochs: PositiveInt = 1
-    """Times that each batch is gone through, the same minibatches in the same order."""
+    """Number of passes over each batch, with the same minibatches in the same order."""
     advantage: Advantage = GrpoAdvantage()
     loss: Loss = PpoClipLoss()
     corrections: tuple[Correction, ...] = ()
@@ -128,24 +128,24 @@ class ObjectiveConfig(Strict):
     denominators at the level that the aggregation divides at: tokens of the batch for `token-mean`;
     tokens of each sequence, and then the sequences that keep any, for `seq-mean-token-mean`."""
     proximal: Proximal = "behavior"
-    """The policy a ratio r is taken against. `behavior`: the one that sampled. `recompute`: the
+    """The policy a ratio r is taken against. `behavior`: the sampling policy. `recompute`: the
     trainer's weights at the start of the batch (with one optimizer step per batch the current ones,
-    so r is 1). `loglinear`: between the two in log space, by the token's lag d, at 1 - 1/d (A-3PO). `ewma`:
-    an exponential average of the trainer's weights. `snapshot`: the trainer's own log-probs under
-    the version that sampled the token (arXiv 2605.12070)."""
+    so r is 1). `loglinear`: between the two in log space, by the token's lag d, at 1 - 1/d (A-3PO).
+    `ewma`: an exponential average of the trainer's weights. `snapshot`: the trainer's own log-probs
+    under the version that sampled the token (arXiv 2605.12070)."""
     ewma_decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.9
     """Decay per step of `proximal: ewma`."""
     snapshots: PositiveInt = 8
     """Past weight versions that `proximal: snapshot` and the control `displacement` keep in host
     memory and in checkpoints; at least the largest lag + 1."""
     aggregation: Aggregation | None = None
-    """How token losses become one number; the denominators are those of the whole optimizer-step
-    batch. null: the loss's own."""
+    """Aggregation of the token losses, with denominators from the whole optimizer-step batch.
+    Null: the loss's own."""
     norm_length: PositiveInt | None = None
     """Constant divisor per sequence for `seq-mean-token-sum-norm` (Dr.GRPO); tokens."""
     kl: KlConfig | None = None
     entropy_bonus: NonNegativeFloat = 0.0
-    """Factor of the mean token entropy, which is taken from the loss."""
+    """Factor of the mean token entropy, which is subtracted from the loss."""
     reference: ReferenceConfig | None = None
     """Null: kept only where something needs it."""
     value: ValueConfig | None = None

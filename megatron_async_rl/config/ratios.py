@@ -1,8 +1,8 @@
 """Ratios of policies that a method reads, as a fact about its settings.
 
-Three policies give a token a log-prob: the one in training (pi), the proximal one and the one that
-sampled (mu). A rule that depends on a ratio (config/sampling.py, config/rules.py) looks at this fact
-and never at a method's name, so a new method or a plug-in is covered by what it declares.
+Three policies give a token a log-prob: the policy in training (pi), the proximal one, and the
+sampling one (mu). A rule that depends on a ratio (config/sampling.py, config/rules.py) looks at
+this fact and never at a method's name, so a new method or a plug-in is covered by what it declares.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ NATS_PER_ROOT_TOKEN = 0.03
 """Spread of the logarithm of a response's ratio over the square root of its length, by a public fit
 of the mismatch between trainers and engines alone; staleness adds to it."""
 LONG_RESPONSE = 512
-"""Tokens at which that spread, 0.68 nats, is a factor of 2: the default cap of `tis`. The studies of
-this project had answers of 6 to 14 tokens."""
+"""Tokens at which that spread, 0.68 nats, is a factor of 2: the default cap of `tis`. The studies
+of this project had answers of 6 to 14 tokens."""
 
 Ratio = Literal["pi/mu", "prox/mu", "pi/prox"]
 

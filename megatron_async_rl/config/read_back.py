@@ -1,9 +1,8 @@
-"""Files that an earlier command left, read back: one that cannot be read is an error of the user's,
-with the file's name and what to do.
+"""Files that an earlier command left, read back: an unreadable file is a UserError, with the file's
+name and what to do.
 
-Invariant: a file that is absent is not one that cannot be read. Callers decide what absence means;
-everything else (a folder in the file's place, no permission, a loop of links, a stale file handle)
-raises UserError.
+Invariant: an absent file is not unreadable. Callers decide what absence means; everything else (a
+folder in the file's place, no permission, a loop of links, a stale file handle) raises UserError.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Methods that do not go together. Each conflict says what was combined, why that is wrong, and
-what to change.
+"""Methods that do not go together. Each conflict states the combination, the reason, and the fix.
 
 `objective_conflicts` looks at the objective alone, `run_conflicts` at the objective and the
 gradient controls within a run. The facts about each method are class attributes of its settings
@@ -20,7 +19,7 @@ from megatron_async_rl.config.lora import lora_conflicts
 from megatron_async_rl.config.sampling import eval_conflicts, sampling_conflicts
 
 if TYPE_CHECKING:
-    from megatron_async_rl.config.controls import Control
+    from megatron_async_rl.config.controls import ControlConfig
     from megatron_async_rl.config.objective import ObjectiveConfig
     from megatron_async_rl.config.schema import Config
 
@@ -203,7 +202,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
         if config.policy.parallel.virtual_pipeline > 1:
             yield (
                 "objective.advantage: opob, mode: exact runs one sequence at a time, and"
-                " policy.parallel.virtual_pipeline > 1 wants at least as many micro-batches as"
+                " policy.parallel.virtual_pipeline > 1 needs at least as many micro-batches as"
                 " there are stages; set it to 1, or mode: cheap"
             )
         if config.policy.parallel.overlap_grad_reduce:
@@ -252,7 +251,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
 
 
 def _gather(config: Config) -> Iterator[str]:
-    """Reasons why weights cannot be gathered beside a forward pass; none: they can."""
+    """Reasons why weights cannot be gathered during a forward pass; none: they can."""
     policy, key = config.policy, "policy.parallel.overlap_param_gather"
     if not policy.parallel.overlap_param_gather:
         return
@@ -274,7 +273,7 @@ def _gather(config: Config) -> Iterator[str]:
     if policy.lora is not None:
         yield (
             f"{key} waits for the weights of a layer where the layer begins, and adapters"
-            " (policy.lora) are read by the layers beside them; remove one of the two"
+            " (policy.lora) are read by the layers that they adapt; remove one of the two"
         )
 
 
@@ -286,23 +285,23 @@ def _engines(config: Config) -> Iterator[str]:
     if rollout.pipeline > 1 and config.policy.routing_replay == "rollout":
         yield (
             f"rollout.pipeline: {rollout.pipeline}, and vLLM records the experts of"
-            " policy.routing_replay: rollout where one stage has all layers; set rollout.pipeline: 1"
-            " and a larger rollout.tensor, or policy.routing_replay: none or proximal"
+            " policy.routing_replay: rollout where one stage has all layers; set rollout.pipeline:"
+            " 1 and a larger rollout.tensor, or policy.routing_replay: none or proximal"
         )
     if rollout.vllm.get("enable_expert_parallel") and rollout.tensor == 1:
         yield (
-            "rollout.vllm.enable_expert_parallel divides experts over the workers of rollout.tensor,"
-            " and that is 1; set it to more, or remove the option"
+            "rollout.vllm.enable_expert_parallel divides experts over the workers of"
+            " rollout.tensor, and that is 1; set it to more, or remove the option"
         )
     if rollout.quantised and config.model.dtype == "float32":
         yield (
-            f"rollout.vllm.quantization: {rollout.vllm['quantization']} multiplies in 8 bits what is"
-            " bfloat16 else, and model.dtype is float32; set model.dtype: bfloat16, or remove it"
+            f"rollout.vllm.quantization: {rollout.vllm['quantization']} multiplies in 8 bits what"
+            " is bfloat16 else, and model.dtype is float32; set model.dtype: bfloat16, or remove it"
         )
 
 
 def _transport(config: Config) -> Iterator[str]:
-    """Reasons why weights cannot travel as the configuration says; none: they can."""
+    """Reasons why weights cannot travel as configured; none: they can."""
     transport = config.weights.transport
     if transport == "shared_memory":
         return
@@ -326,8 +325,8 @@ def _transport(config: Config) -> Iterator[str]:
         }[transport]
         yield (
             f"weights.transport: {transport} {why}, and rollout.placement: colocated has the"
-            " engines on the policy's own devices; set weights.transport: shared_memory or cuda_ipc,"
-            " or rollout.placement: disaggregated"
+            " engines on the policy's own devices; set weights.transport: shared_memory or"
+            " cuda_ipc, or rollout.placement: disaggregated"
         )
 
 
@@ -337,7 +336,8 @@ def _routing(config: Config) -> Iterator[str]:
     if config.samples.experts and replay != "rollout":
         yield (
             "samples.experts keeps the experts that policy.routing_replay: rollout has the engines"
-            f" record, and it is {replay}; remove samples.experts, or set policy.routing_replay: rollout"
+            f" record, and it is {replay}; remove samples.experts, or set policy.routing_replay:"
+            " rollout"
         )
     if replay == "none":
         return
@@ -411,12 +411,13 @@ def _controls(config: Config) -> Iterator[str]:
         if config.supervised and control.needs_sampled:
             yield (
                 f"controls: {control.name} looks at pi / pi_behavior, and objective.loss: sft"
-                " learns from given responses, which nobody sampled; remove it"
+                " learns from given responses, which were not sampled; remove it"
             )
         if config.supervised and control.needs_past_weights:
             yield (
                 f"controls: {control.name} compares with the weights that sampled the batch, and"
-                " objective.loss: sft learns from given responses, which nobody sampled; remove it"
+                " objective.loss: sft learns from given responses, which were not sampled; remove"
+                " it"
             )
         if control.fresh_steps >= config.optimizer_steps:
             yield (
@@ -427,7 +428,7 @@ def _controls(config: Config) -> Iterator[str]:
         yield from _beta1(config, control)
 
 
-def _beta1(config: Config, control: Control) -> Iterator[str]:
+def _beta1(config: Config, control: ControlConfig) -> Iterator[str]:
     own = config.policy.optimizer.betas[0]
     if control.name == "beta1" and control.beta1 == own:
         yield (
@@ -459,9 +460,9 @@ def _precision(config: Config) -> Iterator[str]:
             if beta > BFLOAT16_BETA:
                 yield (
                     f"{key}: {beta:g} does not go with policy.optimizer.moment_dtype: bfloat16: a"
-                    f" step changes a moment by {1.0 - beta:.2g} of itself, and bfloat16 rounds by up"
-                    " to 2^-8 = 0.0039 of it, so that it would stay where it is; set it to at most"
-                    " 0.996, or moment_dtype: float32"
+                    f" step changes a moment by {1.0 - beta:.2g} of itself, and bfloat16 rounds by"
+                    " up to 2^-8 = 0.0039 of it, so that it would stay where it is; set it to at"
+                    " most 0.996, or moment_dtype: float32"
                 )
 
 

@@ -36,45 +36,47 @@ COLDEST = 0.01
 def _drawn(temperature: float) -> float:
     if 0 < temperature < COLDEST:
         raise ValueError(
-            f"{temperature:g} is below {COLDEST}, the lowest that vLLM draws at; set {COLDEST}, or 0 for"
-            " the likeliest token (held-out prompts only)"
+            f"{temperature:g} is below {COLDEST}, the lowest that vLLM draws at; set {COLDEST}, or"
+            " 0 for the likeliest token (held-out prompts only)"
         )
     return temperature
 
 
 Temperature = Annotated[float, Field(ge=0.0, le=2.0), AfterValidator(_drawn)]
-Share = Annotated[float, Field(gt=0.0, le=1.0)]
+PositiveShare = Annotated[float, Field(gt=0.0, le=1.0)]
 MinShare = Annotated[float, Field(ge=0.0, lt=1.0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Text = Annotated[str, Field(min_length=1)]
 
 
 class SamplingConfig(Strict):
-    """How responses are drawn."""
+    """Sampling of responses."""
 
     temperature: Temperature = 1.0
-    """Divides the logits when sampling, and in the trainer's log-probs too, from 0.01 to
-    2. 0, the likeliest token alone, is for held-out prompts."""
+    """Divisor of the logits in sampling and in the trainer's log-probs, from 0.01 to 2. The value
+    0, which selects the likeliest token, is for held-out prompts only."""
     max_tokens: PositiveInt
-    """Response tokens; longer ones end with finish reason `length`."""
+    """Largest number of response tokens; longer responses end with finish reason `length`."""
     stop: tuple[Text, ...] = ()
     """Strings that end a response; the end-of-sequence tokens of the model always do."""
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
-    """Tokens that end a response, besides."""
-    top_p: Share = 1.0
-    """Draws from the fewest tokens that have this probability together; 1: from all."""
+    """Further tokens that end a response."""
+    top_p: PositiveShare = 1.0
+    """Draw from the smallest set of likeliest tokens with at least this total probability; 1:
+    from all."""
     top_k: NonNegativeInt = 0
-    """Draws from so many likeliest tokens; 0: from all."""
+    """Draw from this number of likeliest tokens; 0: from all."""
     min_p: MinShare = 0.0
-    """Draws from tokens with at least this share of the likeliest one's probability; 0: from
+    """Draw from tokens with at least this share of the likeliest token's probability; 0: from
     all."""
     repetition_penalty: PositiveFloat = 1.0
-    """Divides positive logits, and multiplies negative ones, of tokens of the prompt and of the
-    response so far; 1: does not."""
+    """Divisor of the positive logits, and factor of the negative ones, of tokens in the prompt
+    and in the response so far; 1 has no effect."""
     presence_penalty: Penalty = 0.0
-    """Taken from the logits of tokens that the response has so far."""
+    """Amount subtracted from the logits of tokens in the response so far."""
     frequency_penalty: Penalty = 0.0
-    """The same times how often it has them."""
+    """Amount subtracted from the logits of tokens in the response so far, times their number of
+    occurrences."""
     bad_words: tuple[Text, ...] = ()
     """Strings whose last token is never drawn after the others."""
 
@@ -109,8 +111,8 @@ SAMPLED_ONLY = ("sampling", "samples_per_prompt", "pass_at", "pass_reward", "eng
 
 
 class EvalSampling(SamplingConfig):
-    """Sampling for held-out prompts, after `EvalSamplingConfig` went over training's. Nobody trains on what
-    is drawn, so it need not be the trainer's distribution."""
+    """Sampling for held-out prompts, after `EvalSamplingConfig` went over training's. The samples
+    are not trained on, so they need not follow the trainer's distribution."""
 
     json_schema: Mapping[str, Any] | None = None
     regex: str | None = None
@@ -131,7 +133,7 @@ class EvalSamplingConfig(Strict):
     """Strings that end a response."""
     stop_token_ids: tuple[NonNegativeInt, ...] | None = None
     """Tokens that end a response, besides the model's own."""
-    top_p: Share | None = None
+    top_p: PositiveShare | None = None
     """1: from all tokens."""
     top_k: NonNegativeInt | None = None
     """0: from all tokens."""
@@ -169,7 +171,7 @@ class EvalSamplingConfig(Strict):
             try:
                 re.compile(self.regex)
             except re.error as error:
-                raise ValueError(f"regex: {self.regex!r} is no expression: {error}") from error
+                raise ValueError(f"regex: {self.regex!r} is not an expression: {error}") from error
         return self
 
     def over(self, training: SamplingConfig) -> EvalSampling:
@@ -182,7 +184,7 @@ class EvalSetConfig(FileConfig):
     """One set of held-out prompts. What is null is as in `eval`."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
-    """In its metrics: `eval/NAME/mean`."""
+    """Name of the set in its metrics, such as `eval/NAME/mean`."""
     samples_per_prompt: PositiveInt | None = None
     """Null: eval.samples_per_prompt."""
     pass_at: tuple[PositiveInt, ...] | None = None
@@ -195,14 +197,14 @@ class EvalSetConfig(FileConfig):
 
 class EvalConfig(Strict):
     """Held-out reward before, during and after; without this section there is none. With
-    objective.loss: sft it is the loss of held-out responses, and `sets` and `every` are all there is
-    to say."""
+    objective.loss: sft it is the loss of held-out responses, and `sets` and `every` are all there
+    is to say."""
 
     sets: tuple[EvalSetConfig, ...] = ()
-    """Several sets of held-out prompts, each with its own sampling, in the place of data.eval. The
-    first is the one that the report and the live display show."""
+    """Several sets of held-out prompts, each with its own sampling, instead of data.eval. The
+    report and the live display show the first."""
     sampling: EvalSamplingConfig = EvalSamplingConfig()
-    """Sampling of every set that has none of its own."""
+    """Sampling of every set without its own."""
     samples_per_prompt: PositiveInt = 4
     """Responses to each prompt."""
     every: NonNegativeInt = 0
@@ -214,8 +216,8 @@ class EvalConfig(Strict):
     pass_reward: float = 1.0
     """Reward from which a response counts as passed."""
     engines: NonNegativeInt = 0
-    """Engines that do nothing but evaluate, while training goes on; 0: the training engines, and
-    training waits."""
+    """Engines that only evaluate, while training continues; 0: the training engines, and training
+    waits."""
 
     @model_validator(mode="after")
     def _one_name_each(self) -> EvalConfig:
@@ -225,8 +227,8 @@ class EvalConfig(Strict):
             raise ValueError(f"eval.sets: two are called {twice[0]}; give each a name of its own")
         if "part" in names:
             raise ValueError(
-                "eval.sets: none can be called `part`: `eval/part/NAME` is the mean of a part of the"
-                " reward"
+                "eval.sets: none can be called `part`: `eval/part/NAME` is the mean of a part of"
+                " the reward"
             )
         return self
 
@@ -254,7 +256,7 @@ class EvalSet(HeldOutFile):
     pass_reward: float
     sampling: EvalSampling
     max_tokens_key: str
-    """Where its sampling.max_tokens comes from."""
+    """Config key that set sampling.max_tokens."""
 
 
 def _named_sets(config: Config, evaluation: EvalConfig) -> list[tuple[str, EvalSetConfig]]:
@@ -266,7 +268,7 @@ def _named_sets(config: Config, evaluation: EvalConfig) -> list[tuple[str, EvalS
 
 
 def held_out_files(config: Config, evaluation: EvalConfig) -> list[HeldOutFile]:
-    """Where held-out rows are, sampled or given."""
+    """Files of the held-out sets, in order, for sampled and given responses alike."""
     return [
         HeldOutFile(key=key, name=one.name, file=one)
         for key, one in _named_sets(config, evaluation)
@@ -309,11 +311,11 @@ def eval_conflicts(config: Config) -> Iterator[str]:
         yield from _sampled_only(evaluation)
     for one in eval_sets(config, evaluation):
         place = one.key
-        most = max(one.pass_at, default=1)
-        if most > one.samples_per_prompt:
+        maximum = max(one.pass_at, default=1)
+        if maximum > one.samples_per_prompt:
             yield (
-                f"{place}.pass_at: {most} needs as many responses per prompt; set"
-                f" {place}.samples_per_prompt to at least {most}"
+                f"{place}.pass_at: {maximum} needs as many responses per prompt; set"
+                f" {place}.samples_per_prompt to at least {maximum}"
             )
         if one.sampling.temperature == 0 and one.samples_per_prompt > 1:
             yield (
@@ -360,9 +362,9 @@ def sampling_conflicts(config: Config) -> Iterator[str]:
     )
     name = sampling.renormalised[0].partition(":")[0]
     off = f"set {name}: {_shown(SamplingConfig.model_fields[name].default)}"
-    for key, method, told in _readers(config):
+    for key, method, template in _readers(config):
         if not method.weighs_each_token and engine_ratios(method, objective.proximal):
-            yield f"{what} {key} {told.format(off=off)}"
+            yield f"{what} {key} {template.format(off=off)}"
 
 
 def _readers(config: Config) -> Iterator[tuple[str, ReadsRatios, str]]:
@@ -394,17 +396,17 @@ def _readers(config: Config) -> Iterator[tuple[str, ReadsRatios, str]]:
     )
     for correction in objective.corrections:
         if "pi/prox" in correction.ratios:
-            told = (
+            template = (
                 f"compares with objective.proximal: {proximal}, which holds the engines' log-probs:"
                 " it would act on the difference; set objective.proximal: recompute with several"
                 " optimizer steps per batch, or {off}"
             )
         else:
-            told = (
+            template = (
                 "multiplies or averages the difference over a whole response: its weight would fall"
                 " with the length; give it level: token, or {off}"
             )
-        yield f"correction {correction.name}", correction, told
+        yield f"correction {correction.name}", correction, template
     for control in config.controls:
         yield (
             f"controls: {control.name}",

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_async_rl.config.controls import Control
+from megatron_async_rl.config.controls import ControlConfig
 from megatron_async_rl.config.data import DataConfig
 from megatron_async_rl.config.engine_options import refused_options
 from megatron_async_rl.config.environment import OWN_REWARD, EnvironmentConfig
@@ -45,40 +45,40 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class RunConfig(Strict):
-    """Where a run lives and how it starts."""
+    """Directory, length and seed of the run."""
 
     dir: Path
-    """Holds metrics, logs, checkpoints and the report."""
+    """Run directory, which holds metrics, logs, checkpoints and the report."""
     steps: PositiveInt
     """Batches in the whole run, resumes included; each makes objective.minibatches x
     objective.epochs optimizer steps and one version of the weights."""
     seed: NonNegativeInt = 1234
-    """Of the data order, sampling and initialisation."""
+    """Seed of the data order, sampling and initialisation."""
     resume: Literal["auto", "never"] = "auto"
     """`auto` continues from the newest checkpoint in `dir`; `never` refuses a directory that
     already holds a run."""
 
 
 class ModelConfig(Strict):
-    """The model to train: the engines start from the same directory."""
+    """The model to train. The engines start from the same directory."""
 
     path: Path
     """A Hugging Face model directory: config.json, safetensors, tokenizer.json or
     tokenizer.model."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Parameters and activations of the policy and the engines; gradients and optimizer state are
-    float32, unless policy.optimizer keeps them in fewer bits."""
+    """Precision of the parameters and activations of policy and engines. Gradients and optimizer
+    state are float32 unless policy.optimizer lowers their precision."""
 
 
 class ParallelConfig(Strict):
-    """How the policy's ranks divide the model. Data parallelism takes the ranks that are left."""
+    """Parallel layout of the policy. Data parallelism uses the remaining ranks."""
 
     ranks: PositiveInt = 1
-    """Trainer processes in all: tensor x context x pipeline x data."""
+    """Number of trainer processes: tensor x context x pipeline x data."""
     tensor: PositiveInt = 1
     """Ranks that share every layer; divides heads, key-value heads and MLP columns."""
     pipeline: PositiveInt = 1
-    """Stages the layers are cut into; divides the number of layers."""
+    """Pipeline stages; divides the number of layers."""
     context: PositiveInt = 1
     """Ranks that share every sequence: each holds 1/context of its tokens, and attends to the keys
     and values of all. For long sequences; lengths are rounded up to a multiple of 2 x context."""
@@ -95,12 +95,11 @@ class ParallelConfig(Strict):
     distributed_optimizer: bool = True
     """Shard optimizer state over data- and context-parallel ranks."""
     overlap_grad_reduce: bool = False
-    """Reduce gradients over data- and context-parallel ranks bucket by bucket, as soon as the last
-    micro-batch's backward pass has made them, and not after it. For fast networks between them;
-    the last stage holds a float32 gradient of the output layer's weight besides, and its copy in
-    BF16."""
+    """Reduce gradients over data- and context-parallel ranks bucket by bucket during the last
+    micro-batch's backward pass, instead of after it. Useful with fast networks. The last stage
+    also holds a float32 gradient of the output layer's weight and its copy in BF16."""
     overlap_param_gather: bool = False
-    """Gather the weights that each rank has updated beside the next optimizer step's forward pass,
+    """Gather the weights that each rank has updated during the next optimizer step's forward pass,
     bucket by bucket, and not after each step. For batches that make several steps
     (objective.minibatches x objective.epochs): after a batch's last one they are gathered at once,
     since they are published. Needs distributed_optimizer and overlap_grad_reduce, whose buckets
@@ -127,65 +126,65 @@ class OptimizerConfig(Strict):
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Decay of the first and second moment."""
     eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
+    """Term added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled; not applied to norms and biases."""
+    """Decoupled weight decay; not applied to norms and biases."""
     clip_grad: PositiveFloat | None = 1.0
-    """Global gradient norm; null never clips."""
+    """Largest global gradient norm; null disables clipping."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How lr goes from its value to min_lr by the run's last optimizer step; `constant` stays."""
+    """Decay of lr to min_lr by the run's last optimizer step; `constant` does not decay."""
     warmup_steps: NonNegativeInt = 0
-    """Optimizer steps of linear increase from 0: a batch makes objective.minibatches x
-    objective.epochs of them."""
+    """Optimizer steps of linear increase from 0; a batch makes objective.minibatches x
+    objective.epochs optimizer steps."""
     min_lr: NonNegativeFloat = 0.0
-    """Where `linear` and `cosine` end."""
+    """Final learning rate of the `linear` and `cosine` schedules."""
     log_update_norm: bool = False
-    """Logs `update/norm` and `staleness/drift`, for which Adam's state is swept once more."""
+    """Log `update/norm` and `staleness/drift`, at the cost of one more pass over Adam's state."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which gradients are summed over micro-batches and ranks. `bfloat16`, for a model in
-    bfloat16: half the buffer and half of what ranks send, and each addition rounds. Controls,
-    clipping and Adam read float32 either way, of a copy of what the rank's optimizer updates: 2 + 4 /
-    sharding bytes per parameter in the place of 4."""
+    """Precision in which gradients are summed over micro-batches and ranks. `bfloat16`, for a
+    bfloat16 model, halves the buffer and the traffic, and rounds each addition. Controls,
+    clipping and Adam read a float32 copy of the rank's own shard in both cases, which takes 2 +
+    4 / sharding bytes per parameter instead of 4."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which Adam's moments are kept; it computes in float32. `bfloat16`: 4 bytes per
-    parameter in the place of 8. Each step rounds, so a moment may be off by 2^-8 / (1 - beta) of
-    its recent size at worst (8 % at 0.95), and betas above 0.996 are refused: what decays by less in
-    a step would round back to where it was."""
+    """Precision in which Adam's moments are stored; Adam computes in float32. `bfloat16`: 4
+    bytes per parameter instead of 8. Each step rounds, so a moment may be off by 2^-8 / (1 -
+    beta) of its recent size at worst (8 % at 0.95), and betas above 0.996 are refused: what
+    decays by less in a step would round back to where it was."""
     moment_offload: Literal["none", "cpu"] = "none"
-    """`cpu` keeps the moments in page-locked host memory, which go to the device and back a block
-    at a time while the step computes. Results differ from those of a fused Adam by rounding. On a
-    CPU it changes nothing."""
+    """Memory of the moments. `cpu` keeps them in page-locked host memory and moves them to the
+    device and back block by block during the step. Results differ from those of a fused Adam by
+    rounding. It has no effect on a CPU."""
 
 
 class PolicyConfig(Strict):
-    """The trainer."""
+    """The trained model and its training."""
 
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig | None = None
     """Null trains every weight; with adapters nothing else is trained but a value head."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Of policy and engines; `auto` takes CUDA where there is a GPU."""
+    """Device of policy and engines; `auto` selects CUDA if there is a GPU."""
     layers: Literal["auto", "local", "transformer_engine"] = "auto"
-    """The kernels of the policy's layers. `local`: Megatron's own layers on torch's kernels.
+    """Kernels of the policy's layers. `local`: Megatron's own layers on torch's kernels.
     `transformer_engine`: NVIDIA's, on CUDA in bfloat16 without adapters, with fused norms, gates
-    and rotations and with grouped experts. `auto`: those where they can be had. Weights, files and
-    checkpoints are the same; numbers differ by rounding."""
+    and rotations and with grouped experts. `auto`: those where they can be had. Weights, files
+    and checkpoints are the same; numbers differ by rounding."""
     fp8: Fp8Config | None = None
     """Null computes products in model.dtype."""
     sequence: Literal["padded", "packed"] = "padded"
-    """How samples lie in a micro-batch. `padded`: one in each row, padded to the longest. `packed`:
-    all in one row, end to end, with no attention from one to another; nothing is padded. The same
-    numbers come out, up to rounding."""
+    """Layout of the samples in a micro-batch. `padded`: one sample per row, padded to the
+    longest. `packed`: all samples in one row, end to end, without padding and without attention
+    between samples. Results agree up to rounding."""
     tokens_per_micro_batch: PositiveInt = 16384
     """Budget of prompt + response tokens, padding included, of one micro-batch, which the ranks of
     parallel.context share."""
     logprob_chunk_tokens: PositiveInt = 1024
-    """Tokens whose vocabulary logits exist at one time."""
+    """Number of tokens whose vocabulary logits exist at a time."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that the backward pass computes again instead of keeping them, as Megatron does
-    it: of attention between its projections (`selective`), or of each whole layer (`full`, one
-    more forward pass). No gradient changes."""
+    """Activations that the backward pass recomputes instead of storing, as in Megatron: those of
+    attention between its projections (`selective`), or those of each layer (`full`, one more
+    forward pass). Gradients do not change."""
     routing_replay: Literal["none", "proximal", "rollout"] = "none"
     """The experts that a mixture's tokens go to in passes of the policy. `none`: those that each
     pass chooses. `rollout` (R3, arXiv 2510.11370): those that the engine chose as it sampled, which
@@ -197,12 +196,12 @@ class PolicyConfig(Strict):
     """A gradient norm over 20 times the median of the last 50 steps, and over
     policy.optimizer.clip_grad (null: over the largest median so far), is logged and kept in
     RUN/anomalies.jsonl, with the parameter that holds most of it and the samples that made it, for
-    which the batch's gradient is taken about twice more. Then the step goes on (`report`, clipped
-    as ever) or not (`skip`)."""
+    which the batch's gradient is taken about twice more. Then the step is taken (`report`, clipped
+    as usual) or not (`skip`)."""
     max_nonfinite_steps: PositiveInt = 5
-    """Optimizer steps in a row whose loss or gradient is infinite or not a number, after which the
-    run fails. None of them changes a weight; RUN/anomalies.jsonl names the samples that made them.
-    Checkpoints wait for the next finite step, so the last good one stays."""
+    """Number of successive optimizer steps with an infinite or nan loss or gradient after which
+    the run fails. Such steps change no weights; RUN/anomalies.jsonl names the samples that made
+    them. Checkpoints wait for the next finite step, so the last good one stays."""
 
     @property
     def row_multiple(self) -> int:
@@ -219,19 +218,20 @@ class RewardPart(Strict):
     log."""
 
     name: str
-    """As `rollout.reward.name`."""
+    """Name of the reward, as in `rollout.reward.name`."""
     weight: float = 1.0
     """The response's reward is the sum of its parts times their weights; 0 only shows the part."""
     gate: bool = False
-    """The part multiplies that sum instead of adding to it: 0 where a response must get nothing."""
+    """Multiply that sum by the part instead of adding it, so that a part of 0 makes the reward
+    0."""
     settings: Mapping[str, Any] = {}
-    """As `rollout.reward.settings`."""
+    """Settings of the reward, as in `rollout.reward.settings`."""
     per: Literal["response", "group"] = "response"
-    """As `rollout.reward.per`."""
+    """Unit of one call, as in `rollout.reward.per`."""
     where: Annotated[Mapping[str, Any], OnlyJson] = {}
-    """The prompts that it is a part for, by their columns: `{kind: math}`, or one of several,
-    `{kind: [math, physics]}`. Empty: of all. `fields` of a source or a held-out set gives all of a
-    file's rows a column."""
+    """Prompts to which the part applies, by their columns: `{kind: math}`, or one of several
+    values, `{kind: [math, physics]}`. Empty: all prompts. `fields` of a source or a held-out set
+    adds a column to all rows of a file."""
 
     def applies(self, fields: Mapping[str, Any]) -> bool:
         """`fields`: those of a prompt."""
@@ -243,7 +243,7 @@ class RewardPart(Strict):
 
 
 class RewardConfig(Strict):
-    """What a response is worth."""
+    """The reward of a response."""
 
     name: str | None = None
     """`arithmetic`, `countdown`, `math`, `code`, `http`, `judge`, `environment`
@@ -251,28 +251,31 @@ class RewardConfig(Strict):
     -> float). Null: `parts`."""
     settings: Mapping[str, Any] = {}
     """Keyword arguments of the reward, such as `url` of `http` and `judge` (docs/rewards.md); of a
-    function of your own, those that it takes beside prompt and response."""
+    function of your own, its parameters besides prompt and response."""
     parts: Mapping[str, RewardPart] = {}
-    """Several rewards by a name of your own, in the place of `name`: each with a weight."""
+    """Several rewards by names of your own, instead of `name`: each with a weight."""
     per: Literal["response", "group"] = "response"
-    """`group`: called once for all responses to a prompt, function(prompt, responses) -> a number
-    for each, when the last of them has come. The controller calls it, on its machine."""
+    """Unit of one call. `group`: one call with all responses to a prompt, function(prompt,
+    responses) -> a number for each, once the last has finished. The controller makes the call,
+    on its machine."""
     on_error: Literal["drop", "stop"] = "drop"
-    """A reward that raises or is not finite: `drop` logs, counts and leaves the sample out of
-    training; `stop` ends the run."""
+    """Treatment of a reward that raises or is not finite: `drop` logs and counts the sample and
+    leaves it out of training; `stop` ends the run."""
     timeout_s: PositiveFloat = 30.0
-    """Longest time for one call of one reward; over it the response counts as an error. The process
-    of a plain function is killed; the call of an `async` one is cancelled. Below watchdog.timeout_s."""
+    """Time limit of one call of one reward; beyond it the response counts as an error. The
+    process of a plain function is killed; the call of an `async` one is cancelled. Below
+    watchdog.timeout_s."""
     workers: PositiveInt = 4
-    """Most processes of each engine that call a reward, and of the controller for one `per: group`;
-    they start when responses wait. The built-in `arithmetic` and `countdown` need none."""
+    """Largest number of processes that call rewards, per engine and, for `per: group`, of the
+    controller; they start when responses wait. The built-in `arithmetic` and `countdown` need
+    none."""
     concurrency: PositiveInt = 64
-    """Calls of an `async` reward, such as `http` and `judge`, that each process has under way."""
+    """Number of concurrent calls of an `async` reward, such as `http` and `judge`, per process."""
     batch: PositiveInt = 32
-    """Most responses of one call of a reward that takes lists, `function(prompts, responses)`: what
-    waits when a process is free."""
+    """Largest number of responses in one call of a reward that takes lists, `function(prompts,
+    responses)`; a free process takes the waiting ones."""
     memory_mib: PositiveInt | None = None
-    """Most memory (address space, MiB) of each of them; null: no limit."""
+    """Memory limit (address space, MiB) of each process; null: no limit."""
 
     @model_validator(mode="after")
     def _name_or_parts(self) -> RewardConfig:
@@ -305,7 +308,8 @@ class RewardConfig(Strict):
         return self
 
     def total(self, parts: Mapping[str, float]) -> float:
-        """The reward of a response, of its `parts` by their names; others than these are only shown."""
+        """The reward of a response, of its `parts` by their names; others than these are only
+        shown."""
         own = {name: part for name, part in self.parts.items() if name in parts}
         added = sum(part.weight * parts[name] for name, part in own.items() if not part.gate)
         return added * math.prod(parts[name] for name, part in own.items() if part.gate)
@@ -322,48 +326,50 @@ class RolloutConfig(Strict):
     """The vLLM engines; absent with `objective.loss: sft`."""
 
     placement: Literal["disaggregated", "colocated"] = "disaggregated"
-    """`disaggregated`: engines have devices of their own and sample while the policy trains.
-    `colocated`: engines and policy take turns on the same devices: generate, sleep, train, load the
-    new weights, wake. While engines generate the policy keeps its parameters alone on the device;
-    its optimizer state waits in host memory."""
+    """`disaggregated`: engines have their own devices and sample while the policy trains.
+    `colocated`: engines and policy share devices in alternating phases: generate, sleep, train,
+    load the new weights, wake. While engines generate, only the policy's parameters stay on the
+    device; its optimizer state is in host memory."""
     engines: PositiveInt = 1
-    """vLLM engines, each holding the whole model."""
+    """Number of vLLM engines, each with the whole model."""
     tensor: PositiveInt = 1
     """Workers that share every layer of one engine (vLLM's tensor parallelism); divides heads and
     key-value heads."""
     pipeline: PositiveInt = 1
-    """Stages of one engine, each with some of the layers (vLLM's pipeline parallelism); an engine has
-    `tensor` times as many workers, each on a device of its own. At most the model's layers."""
+    """Stages of one engine, each with some of the layers (vLLM's pipeline parallelism); an engine
+    has `tensor` times as many workers, each on a device of its own. At most the model's layers."""
     in_flight: Literal["keep", "recompute"] = "keep"
-    """Effect of a weight update on running responses. `keep`: they go on over the key-value cache
-    of the old weights. `recompute`: the cache is cleared, so the new weights read prompt and
-    response so far again. Log-probs of tokens already sampled stay as sampled either way."""
+    """Effect of a weight update on running responses. `keep`: they continue on the key-value
+    cache of the old weights. `recompute`: the cache is cleared, and the new weights read prompt
+    and response again. Log-probs of tokens that were already sampled do not change in either
+    case."""
     restarts_per_hour: NonNegativeInt = 3
-    """Times within an hour that each engine is started again after it died or stopped answering;
-    then the run goes on with the others."""
+    """Restarts of each engine per hour after it died or stopped answering; after that the run
+    continues with the others."""
     unresponsive_s: PositiveFloat = 60.0
-    """An engine whose vLLM process answers nothing for so long is taken for dead; below
+    """Seconds without an answer of its vLLM process after which an engine counts as dead; below
     watchdog.timeout_s."""
     sampling: SamplingConfig
     environment: EnvironmentConfig | None = None
     reward: RewardConfig = RewardConfig(name=OWN_REWARD)
     max_concurrent: PositiveInt = 256
-    """Responses one engine decodes at a time."""
+    """Number of responses that one engine decodes at a time."""
     kv_cache_gib: PositiveFloat = 1.0
-    """On the CPU, per engine; on a GPU `gpu_memory_utilization` rules."""
+    """Size of the key-value cache of an engine on the CPU; on a GPU, set
+    `gpu_memory_utilization`."""
     gpu_memory_utilization: Fraction = 0.85
-    """Share of its GPU an engine takes."""
+    """Share of its GPU's memory that an engine takes."""
     max_context: PositiveInt | None = None
-    """Prompt + response tokens; null takes the model's own limit."""
+    """Largest number of prompt and response tokens; null takes the model's own limit."""
     start_timeout_s: PositiveFloat = 600.0
-    """Longest wait for an engine to start."""
+    """Time limit for the start of an engine."""
     vllm: Mapping[str, Any] = {}
     """More arguments of vLLM's engine by their names in `AsyncEngineArgs`, such as
     `max_num_batched_tokens: 16384`, handed on as they are. `enable_expert_parallel: true` divides a
-    mixture's experts, whole, over the `tensor` workers of a stage; `quantization: fp8_per_channel` (or
-    `fp8_per_tensor`, `fp8_per_block`) has vLLM quantise the weights of every update as it loads them. One
-    that another key sets, or that would break the loading of weights or the log-probs, is refused
-    with the reason."""
+    mixture's experts, whole, over the `tensor` workers of a stage; `quantization: fp8_per_channel`
+    (or `fp8_per_tensor`, `fp8_per_block`) has vLLM quantise the weights of every update as it loads
+    them. An argument that another key sets, or that would break the loading of weights or the
+    log-probs, is refused with the reason."""
 
     @property
     def quantised(self) -> bool:
@@ -390,11 +396,10 @@ class RolloutConfig(Strict):
 
 
 class FlowConfig(Strict):
-    """Which samples train when."""
+    """Flow of samples from the engines to training."""
 
     prompts_per_step: PositiveInt
-    """Prompts whose groups one batch holds: what is trained from one version of the weights to the
-    next."""
+    """Number of prompts per batch, which is trained between two versions of the weights."""
     group_size: PositiveInt
     """Responses per prompt."""
     async_ratio: NonNegativeFloat = 1.0
@@ -403,18 +408,18 @@ class FlowConfig(Strict):
     selection: Selection = OldestFirst()
     """Which finished groups a step trains on: a name, or a mapping with `name` and its settings."""
     late: Literal["wait", "drop"] = "wait"
-    """When a group that must train now, by the law, is still running: `wait` for it, or `drop` it
-    if enough others have finished. Dropping favours short responses; the report compares what was
-    dropped with what was trained on, and for that the dropped responses run to their end: cut ones
-    would have neither length nor reward. So `drop` saves waiting, not engine time."""
+    """Treatment of a group that must train now by the staleness law and is still running: `wait`
+    for it, or `drop` it if enough others have finished. Dropping favours short responses. The
+    report compares dropped with trained responses; dropped ones therefore run to their end,
+    because cut ones have neither length nor reward. So `drop` saves waiting, not engine time."""
     oversample: NonNegativeFloat = 0.0
-    """Groups in flight beyond async_ratio's, as a share of prompts_per_step: with `selection:
-    windowed` those that finish first train, and an unfinished one goes on. The bound stays
-    ceil(async_ratio), so it needs a fraction there, such as 0.5."""
+    """Groups in flight in addition to async_ratio's, as a share of prompts_per_step: with
+    `selection: windowed` those that finish first train, and unfinished ones continue. The bound
+    stays ceil(async_ratio), so it needs a fraction there, such as 0.5."""
     dynamic_sampling: bool = False
-    """DAPO's dynamic sampling (arXiv 2503.14476): a group whose rewards are all equal is dropped,
-    and one more prompt is asked in its place; up to ten batches' worth for one batch, then such
-    groups are taken as they are."""
+    """DAPO's dynamic sampling (arXiv 2503.14476): drop each group whose rewards are all equal,
+    and sample one more prompt for it. After ten batches' worth of drops for one batch, such
+    groups are used."""
 
 
 Transport = Literal["shared_memory", "relay", "collective", "cuda_ipc"]
@@ -429,19 +434,19 @@ class WeightsConfig(Strict):
     the ranks wrote there. `cuda_ipc`, for `rollout.placement: colocated`: engines load from the
     devices that they share with the policy, two buckets at a time, and nothing passes through host
     memory. With the others engines run on any machine of the Ray cluster. `relay`: an agent on each
-    machine but rank 0's copies every version into its shared memory, over TCP. `collective`: a sender
-    on rank 0's machine gives every version to one engine after the other, each over a communicator of
-    its own (NCCL between GPUs, gloo between CPUs), and its workers put it into their machine's shared
-    memory."""
+    machine but rank 0's copies every version into its shared memory, over TCP. `collective`: a
+    sender on rank 0's machine gives every version to one engine after the other, each over a
+    communicator of its own (NCCL between GPUs, gloo between CPUs), and its workers put it into
+    their machine's shared memory."""
     bucket_mib: PositiveInt = 256
     """Bytes of weights that an engine takes at one time."""
     max_paused: Fraction = 0.5
-    """Largest share of the engines that may stand still at a time to load new weights, while the
+    """Largest share of the engines that may pause at the same time to load new weights, while the
     others serve; one always may, and 1 lets all load together."""
 
 
 class CheckpointConfig(Strict):
-    """What a stop or a crash cannot lose."""
+    """Checkpoints of the run."""
 
     every: NonNegativeInt = 100
     """Steps; 0 saves only at the end and when stopped."""
@@ -449,7 +454,7 @@ class CheckpointConfig(Strict):
     """Newest checkpoints that stay. With 1 the one before it stays too, until the next is written:
     no step has shown yet that the newest one's weights are good."""
     asynchronous: bool = True
-    """Training goes on while a checkpoint is written. Its state is copied first: each rank needs
+    """Training continues while a checkpoint is written. Its state is copied first: each rank needs
     host memory for a copy of what it writes, which `mar plan` counts."""
 
 
@@ -458,31 +463,31 @@ class WatchdogConfig(Strict):
 
     timeout_s: PositiveFloat = 600.0
     """Longest time without progress anywhere in the run, and longest wait for one named thing (a
-    batch, a weight load, a rank), before the run ends and says who waited for what. Starts,
+    batch, a weight load, a rank), before the run ends and reports who waited for what. Starts,
     checkpoints and exports may take rollout.start_timeout_s."""
 
 
 class ObserveConfig(Strict):
-    """Where metrics go besides RUN/metrics.jsonl, and what they are shown with."""
+    """Outputs of the metrics besides RUN/metrics.jsonl."""
 
     tensorboard: bool = True
-    """Write RUN/tensorboard beside RUN/metrics.jsonl."""
+    """Write RUN/tensorboard in addition to RUN/metrics.jsonl."""
     prometheus_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Rank 0 serves the newest metrics at http://HOST:PORT/metrics; 0 takes a free port and logs
     it; null serves nothing."""
     prometheus_host: str = "127.0.0.1"
-    """Address that it listens at, without a password: by default one that only rank 0's machine
-    reaches; 0.0.0.0 is every address of that machine."""
+    """Address that it listens at, without a password: by default an address that only rank 0's
+    machine reaches; 0.0.0.0 is every address of that machine."""
     trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
-    """Experiment trackers that get the same numbers, each by its own library, which is installed beside
-    this package, and its own environment variables (`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`).
-    A resumed run goes on in the same run of the tracker. The run waits for none of them, and one that
-    fails three times in a row, as TensorBoard may on a full disk, gets no more."""
+    """Experiment trackers that get the same numbers, each by its own library, which is installed
+    separately, and its own environment variables (`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`). A
+    resumed run continues the same run of the tracker. The run does not wait for them, and a tracker
+    that fails three times in a row, as TensorBoard may on a full disk, gets no more."""
     project: str = "megatron_async_rl"
     """The trackers' project, or experiment; the run's name there is that of `run.dir`."""
     beside: Path | None = None
     """Directory of another run, whose reward, effective sample size and cosine the report draws
-    beside this one's, under that directory's name; null draws none."""
+    next to this one's, under that directory's name; null draws none."""
 
     @model_validator(mode="after")
     def _host_of_a_port(self) -> ObserveConfig:
@@ -507,8 +512,9 @@ class SamplesConfig(Strict):
     segment_mib: PositiveInt = 64
     """A new file is begun at this size; at most half of keep_mib."""
     experts: bool = False
-    """With policy.routing_replay: rollout: keep the experts that the engines chose, too. They are
-    nearly all of a mixture's log, and without them no step can be computed again from it."""
+    """Also log the experts that the engines chose (with policy.routing_replay: rollout). They
+    make up most of a mixture-of-experts model's log; without them no step can be recomputed from
+    the log."""
 
     @model_validator(mode="after")
     def _at_least_two_segments(self) -> SamplesConfig:
@@ -532,7 +538,7 @@ class Config(Strict):
     policy: PolicyConfig = PolicyConfig()
     rollout: RolloutConfig | None = None
     objective: ObjectiveConfig = ObjectiveConfig()
-    controls: tuple[Control, ...] = ()
+    controls: tuple[ControlConfig, ...] = ()
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -567,7 +573,7 @@ class Config(Strict):
 
     @property
     def fresh_steps(self) -> int:
-        """Batches at the run's beginning that are synchronous whatever flow.async_ratio says:
+        """Batches at the run's beginning that are synchronous whatever flow.async_ratio is:
         controls calibrate on their optimizer steps."""
         wanted = max((control.fresh_steps for control in self.controls), default=0)
         return math.ceil(wanted / self.objective.steps_per_batch)

@@ -1,4 +1,5 @@
-"""Text that a reader can see: characters without a glyph make no answer, no test and no question."""
+"""Text that a reader can see: characters without a glyph make no answer, no test and no
+question."""
 
 from __future__ import annotations
 

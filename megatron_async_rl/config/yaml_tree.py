@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-Place = tuple[str, ...]
+KeyPath = tuple[str, ...]
 """Keys and indices from the root of a tree."""
 
 _NULL = re.compile(r"~|null|Null|NULL|")
@@ -61,16 +61,16 @@ class YamlFault(Exception):
 class YamlDocument:
     """A tree and how it was written.
 
-    `lines`: the line of each dotted key. `unquoted`: the text of every scalar without quotes that is
-    not read as text, or that YAML versions read differently (`doubt`). `cut`: what follows a scalar
-    without quotes on its line and is a comment to YAML, yet has no blank after its `#`, as in
-    `End with #### and the number`.
+    `lines`: the line of each dotted key. `unquoted`: the text of every scalar without quotes that
+    is not read as text, or that YAML versions read differently (`doubt`). `cut`: what follows a
+    scalar without quotes on its line and is a comment to YAML, yet has no blank after its `#`, as
+    in `End with #### and the number`.
     """
 
     value: Any
     lines: dict[str, int] = field(default_factory=dict)
-    unquoted: dict[Place, str] = field(default_factory=dict)
-    cut: dict[Place, str] = field(default_factory=dict)
+    unquoted: dict[KeyPath, str] = field(default_factory=dict)
+    cut: dict[KeyPath, str] = field(default_factory=dict)
 
 
 def read_document(text: str, *, comments: bool = True) -> YamlDocument:
@@ -197,7 +197,8 @@ class _NoComments(_Composer):
         # Only blanks and comments lie between two tokens.
         if "#" in self.buffer[start : self.pointer]:
             raise YamlFault(
-                "holds `#` after a blank, which begins a comment in YAML: the rest would be dropped",
+                "holds `#` after a blank, which begins a comment in YAML: the rest would be"
+                " dropped",
                 "put the text into quotes, or remove the comment",
             )
 
@@ -207,12 +208,12 @@ class _Builder:
 
     def __init__(self, text: str) -> None:
         self.lines: dict[str, int] = {}
-        self.unquoted: dict[Place, str] = {}
-        self.cut: dict[Place, str] = {}
+        self.unquoted: dict[KeyPath, str] = {}
+        self.cut: dict[KeyPath, str] = {}
         self._text = text
         self._around: list[yaml.Node] = []
 
-    def build(self, node: yaml.Node, place: Place) -> Any:
+    def build(self, node: yaml.Node, place: KeyPath) -> Any:
         if any(node is one for one in self._around):
             raise YamlFault("holds an anchor that contains itself", "write it out")
         if isinstance(node, yaml.ScalarNode):
@@ -227,11 +228,11 @@ class _Builder:
         finally:
             self._around.pop()
 
-    def _entry(self, node: yaml.Node, place: Place) -> Any:
+    def _entry(self, node: yaml.Node, place: KeyPath) -> Any:
         self.lines[".".join(place)] = _line(node)
         return self.build(node, place)
 
-    def _scalar(self, node: yaml.ScalarNode, place: Place) -> Any:
+    def _scalar(self, node: yaml.ScalarNode, place: KeyPath) -> Any:
         if node.tag == _TEXT:
             return node.value
         _require_tag(node, _PLAIN)
@@ -242,7 +243,7 @@ class _Builder:
             self.unquoted[place] = node.value
         return value
 
-    def _mapping(self, node: yaml.MappingNode, place: Place) -> dict[str, Any]:
+    def _mapping(self, node: yaml.MappingNode, place: KeyPath) -> dict[str, Any]:
         own: dict[str, Any] = {}
         merged: list[yaml.Node] = []
         for key_node, value_node in node.value:
@@ -268,9 +269,9 @@ class _Builder:
             self._merge(one, own, place)
         return own
 
-    def _merge(self, node: yaml.Node, own: dict[str, Any], place: Place) -> None:
-        """Adds the keys of `node` that `own` lacks: the mapping's own keys, and the first of several
-        merged mappings, win."""
+    def _merge(self, node: yaml.Node, own: dict[str, Any], place: KeyPath) -> None:
+        """Adds the keys of `node` that `own` lacks: the mapping's own keys, and the first of
+        several merged mappings, win."""
         if not isinstance(node, yaml.MappingNode):
             fix = "write `<<: *name` of an anchor on a mapping"
             raise YamlFault("merges what is not a mapping", fix, line=_line(node))
@@ -337,7 +338,7 @@ def write(value: Any, *, one_line: bool = False) -> str:
     return str(text)
 
 
-def unquoted_below(unquoted: Mapping[Place, str], place: Place) -> dict[Place, str]:
+def unquoted_below(unquoted: Mapping[KeyPath, str], place: KeyPath) -> dict[KeyPath, str]:
     """The entries of `unquoted` at `place` and inside it, by their place from there."""
     depth = len(place)
     return {at[depth:]: text for at, text in unquoted.items() if at[:depth] == place}

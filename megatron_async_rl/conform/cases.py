@@ -1,9 +1,9 @@
 """Files of reference vectors, read and checked before any of them is run.
 
 A file is a JSON list of cases (`case`, `kind`, `name`, `params`, `inputs`, `expect`). Tensors over
-tokens are [sequence][token], padded with mask 0, tensors over sequences [sequence]. A case says in
-`dtype` what its expected numbers were computed in; one that does not is taken for float32, which
-asks for less.
+tokens are [sequence][token], padded with mask 0, tensors over sequences [sequence]. `dtype` of a
+case is the precision of its expected numbers; without it, float32 is assumed, which has wider
+tolerances.
 """
 
 from __future__ import annotations

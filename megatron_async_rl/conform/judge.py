@@ -1,10 +1,10 @@
 """Cases judged, and shown.
 
 Every case runs in float64. A float64 reference has to be met to 1e-6 absolute plus 1e-6 relative. A
-reference of float32 numbers holds float32's rounding, which heavy tails enlarge: if the method is
-one that runs per micro-batch, the case runs in float32 too, and each number has to be met in one of
-the two, to 1e-5 absolute plus 1e-4 relative. A sum carries the rounding of its terms, so that 1e-5
-of their magnitudes is allowed where it is more.
+reference of float32 numbers holds float32's rounding, which heavy tails enlarge: if the method runs
+per micro-batch, the case runs in float32 too, and each number has to be met in one of the two, to
+1e-5 absolute plus 1e-4 relative. A sum carries the rounding of its terms, so that 1e-5 of their
+magnitudes is allowed where it is more.
 
 Invariant: whatever a case holds, it ends as an outcome with a reason, and the cases after it are
 still run.
@@ -26,7 +26,7 @@ from rich.progress import Progress
 from rich.text import Text
 
 from megatron_async_rl.conform.cases import Case, Numbers
-from megatron_async_rl.conform.methods import Found, run_case
+from megatron_async_rl.conform.methods import CaseValues, run_case
 
 TOLERANCE = {"float64": (1e-6, 1e-6), "float32": (1e-5, 1e-4)}
 """dtype of the reference -> (absolute, relative)."""
@@ -34,7 +34,7 @@ OF_TERMS = 1e-5
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseResult:
     """error: the largest absolute difference, nan where nothing could be compared. reason: why it
     failed, empty if it passed."""
 
@@ -48,18 +48,18 @@ class Outcome:
         return not self.reason
 
 
-def judge(case: Case) -> Outcome:
+def judge(case: Case) -> CaseResult:
     method = f"{case.kind} {case.name}"
     try:
-        return Outcome(case.case, method, *_compare(case))
+        return CaseResult(case.case, method, *_compare(case))
     except ValidationError as error:
         wrong = [
             f"params.{'.'.join(map(str, one['loc'])) or case.name}: {one['msg']}"
             for one in error.errors()
         ]
-        return Outcome(case.case, method, math.nan, "; ".join(wrong))
+        return CaseResult(case.case, method, math.nan, "; ".join(wrong))
     except ValueError as error:
-        return Outcome(case.case, method, math.nan, _line(error))
+        return CaseResult(case.case, method, math.nan, _line(error))
     except (
         TypeError,
         LookupError,
@@ -68,7 +68,7 @@ def judge(case: Case) -> Outcome:
         ArithmeticError,
         RuntimeError,
     ) as error:
-        return Outcome(case.case, method, math.nan, f"{type(error).__name__}: {_line(error)}")
+        return CaseResult(case.case, method, math.nan, f"{type(error).__name__}: {_line(error)}")
 
 
 def _line(error: Exception) -> str:
@@ -100,7 +100,7 @@ def _compare(case: Case) -> tuple[float, str]:
     return largest, reason
 
 
-def _value(case: Case, key: str, found: Found) -> Numbers:
+def _value(case: Case, key: str, found: CaseValues) -> Numbers:
     if key not in found.values:
         raise ValueError(
             f"expect.{key}: {case.kind} {case.name} gives {', '.join(sorted(found.values))}"
@@ -112,7 +112,7 @@ def _value(case: Case, key: str, found: Found) -> Numbers:
 
 
 def _error(expected: Numbers, got: Numbers) -> Numbers:
-    """Absolute; inf where one of the two is no finite number and the other is not the same."""
+    """Absolute; inf if one of the two is not finite and differs from the other."""
     with np.errstate(invalid="ignore"):
         return np.where(got == expected, 0.0, np.nan_to_num(np.abs(got - expected), nan=np.inf))
 

@@ -65,7 +65,7 @@ def batch_of(case: Case) -> TokenBatch:
     for key, values in case.inputs.items():
         if key not in COLUMNS:
             raise ValueError(
-                f"inputs.{key} is no column of a batch; nearest: {nearest(key, COLUMNS) or 'none'}"
+                f"inputs.{key} is not a batch's column; nearest: {nearest(key, COLUMNS) or 'none'}"
             )
         if (values.ndim == 1) != (key in PER_SEQUENCE) or not values.ndim:
             raise ValueError(
@@ -168,7 +168,7 @@ SCALARS: Mapping[str, Callable[[Case], dict[str, float]]] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class CaseValues:
     """values: what came out, under the names that `expect` uses.
 
     scales: for a sum, the sum of its terms' magnitudes, which its rounding goes by.
@@ -178,7 +178,7 @@ class Found:
     scales: Mapping[str, float] = field(default_factory=dict)
 
 
-def run_case(case: Case, dtype: torch.dtype) -> Found | None:
+def run_case(case: Case, dtype: torch.dtype) -> CaseValues | None:
     """None where the method runs in float64 only. Raises ValueError for what this project does not
     have."""
     return find("kind", case.kind, KINDS)(case, dtype)
@@ -190,7 +190,7 @@ def _padded(values: Tensor, batch: TokenBatch) -> Numbers:
     return np.asarray(kept.reshape(batch.sequences, -1).numpy())
 
 
-def _policy_loss(case: Case, dtype: torch.dtype) -> Found:
+def _policy_loss(case: Case, dtype: torch.dtype) -> CaseValues:
     method, params = loss_method(case.name), dict(case.params)
     aggregation, norm_length = params.pop("aggregation", None), params.pop("norm_length", None)
     settings: Any = settings_of("loss", case.name, params)
@@ -218,10 +218,10 @@ def _policy_loss(case: Case, dtype: torch.dtype) -> Found:
         ),
         "keep": _padded(~losses.clipped, part),
     }
-    return Found(values, {"loss": magnitude.item()})
+    return CaseValues(values, {"loss": magnitude.item()})
 
 
-def _advantage(case: Case, dtype: torch.dtype) -> Found | None:
+def _advantage(case: Case, dtype: torch.dtype) -> CaseValues | None:
     if dtype != torch.float64:
         return None
     method, whole = advantage_method(case.name), batch_of(case)
@@ -231,10 +231,10 @@ def _advantage(case: Case, dtype: torch.dtype) -> Found | None:
         values["returns"] = _padded(found.returns, whole)
     if found.baselines is not None:
         values["baselines"] = np.asarray(found.baselines.double().numpy())
-    return Found(values)
+    return CaseValues(values)
 
 
-def _correction(case: Case, dtype: torch.dtype) -> Found | None:
+def _correction(case: Case, dtype: torch.dtype) -> CaseValues | None:
     method = correction_method(case.name)
     settings = settings_of("corrections", case.name, case.params)
     if dtype != torch.float64 and method.whole(settings):
@@ -243,17 +243,17 @@ def _correction(case: Case, dtype: torch.dtype) -> Found | None:
     factor = method.function(
         whole if method.whole(settings) else micro_batch(whole, dtype), settings
     )
-    return Found({"weights": _padded(factor, whole), "mask": _padded(factor != 0, whole)})
+    return CaseValues({"weights": _padded(factor, whole), "mask": _padded(factor != 0, whole)})
 
 
-def _scalar(case: Case, dtype: torch.dtype) -> Found | None:
+def _scalar(case: Case, dtype: torch.dtype) -> CaseValues | None:
     if dtype != torch.float64:
         return None
     values = find("scalar", case.name, SCALARS)(case)
-    return Found({key: np.array(value, dtype=np.float64) for key, value in values.items()})
+    return CaseValues({key: np.array(value, dtype=np.float64) for key, value in values.items()})
 
 
-KINDS: Mapping[str, Callable[[Case, torch.dtype], Found | None]] = {
+KINDS: Mapping[str, Callable[[Case, torch.dtype], CaseValues | None]] = {
     "policy_loss": _policy_loss,
     "advantage": _advantage,
     "weights": _correction,

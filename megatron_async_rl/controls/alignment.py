@@ -8,13 +8,13 @@ With g the reduced gradient before clipping, u the direction of the reference, a
     c > c_high            skip                  after max_consecutive_skips of them, project instead
     not yet calibrated    keep                  (`calibrate`: see calibration.py)
 
-Where c is 1 within rounding, what is left of g across u is rounding too: the projection is then to
-zero whatever the target, and says so. An anomalous gradient (policy/anomaly.py) is kept as it is
-and is nobody's reference.
+If c is 1 within rounding, the remainder of g orthogonal to u is rounding, too: the projection is
+then to zero whatever the target, which a metric reports. An anomalous gradient (policy/anomaly.py)
+is left as it is and never becomes the reference.
 
 The reference is the raw gradient of the previous step, also after a skip, or (`reference: applied`)
-the last gradient that was applied; it is dropped after a gradient that is not finite. It is kept as
-`reference_dtype` and `reference_offload` say, and c is the cosine with what was kept:
+the last gradient that was applied; it is dropped after a gradient that is not finite. It is stored
+with `reference_dtype` and `reference_offload`, and c is the cosine with the stored reference:
 reference.py bounds the difference.
 
 What follows from the regime is the control's own: GAC projects, its null baseline only shortens.
@@ -30,24 +30,21 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
-from megatron_async_rl.controls.calibration import Calibration
+from megatron_async_rl.config.controls import AlignmentSettings
+from megatron_async_rl.controls.calibration import CosineCalibration
 from megatron_async_rl.controls.decision import Control, Decision, StepView
-from megatron_async_rl.controls.reference import Copies, GradientReference, copies_for
-from megatron_async_rl.gradients import products_with, squared_norm
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.controls import AlignmentSettings
-    from megatron_async_rl.gradients import Gradients
+from megatron_async_rl.controls.reference import GradientReference, ReferenceCopies, copies_for
+from megatron_async_rl.gradients import Gradients, products_with, squared_norm
 
 KEEP, PROJECT, SKIP = 0, 1, 2
 """Values of the metric `gac/regime`."""
 PARALLEL = 2.0**-20
-"""Cosines are exact to about 1e-6 (1e-7 of the products, and the gradient's own rounding): a 1 - c
-below this says nothing about the direction of what is left."""
+"""Cosines are exact to about 1e-6 (1e-7 of the products, and the gradient's own rounding): below
+this 1 - c, the direction of the remainder is noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +83,7 @@ class AlignmentControl(Control, ABC):
     def __init__(self, settings: AlignmentSettings) -> None:
         self.settings = settings
         self.calibration = (
-            Calibration(settings.calibrate) if settings.calibrate is not None else None
+            CosineCalibration(settings.calibrate) if settings.calibrate is not None else None
         )
         self.reference: GradientReference | None = None
         self.reference_square: float | None = None
@@ -95,12 +92,12 @@ class AlignmentControl(Control, ABC):
         self.cosines = [0, 0, 0]
         self.cosine_sums = [0.0, 0.0, 0.0]
         self.consecutive_skips = 0
-        self._copies: Copies | None = None
+        self._copies: ReferenceCopies | None = None
         self._restored: list[Tensor] | None = None
 
     @abstractmethod
     def act(self, gradients: Gradients, verdict: Verdict) -> Decision:
-        """What this control does about the verdict. Calls `sweep` when there is a cosine."""
+        """Decide about the step by its verdict. Calls `sweep` if there is a cosine."""
 
     @property
     def c_low(self) -> float | None:
@@ -165,8 +162,8 @@ class AlignmentControl(Control, ABC):
         if not math.isfinite(square):
             self.reset()
             return kept
-        # A zero gradient has no direction, and one far outside the run's history says nothing about
-        # the next: the reference stays what it was.
+        # A zero gradient has no direction, and a gradient far outside the run's history does not
+        # predict the next: the reference does not change.
         if square == 0.0 or step.is_anomaly(kept.norm):
             return kept
         if reference_square == 0.0:

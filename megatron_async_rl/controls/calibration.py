@@ -1,23 +1,22 @@
 """GAC's lower threshold, taken from the run itself: a quantile of the cosines that fresh data
 shows.
 
-Fresh: the batch of this step and the one that made the reference were sampled by the weights they
+Fresh: the batch of this step and the batch of the reference were sampled by the weights they
 trained (lag 0). A run that asks for calibration trains synchronously for its first `steps` + 1
-steps (flow/staleness.py), the first of which has no cosine. Should some of those steps have none
-either (a gradient that is not finite, an empty batch), then the first stale step takes the quantile
-of what there is, provided it is at least half; with less, calibration waits for more fresh steps.
+steps (flow/staleness.py); the first step has no cosine. Should some of those steps have none either
+(a gradient that is not finite, an empty batch), then the first stale step takes the quantile of
+what there is, provided it is at least half; with less, calibration waits for more fresh steps.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from megatron_async_rl.config.controls import CalibrateConfig
+from megatron_async_rl.config.controls import CalibrateConfig
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +24,7 @@ BOUND = 0.999
 """Bound of a calibrated threshold: at 1 there is nothing to project to."""
 
 
-class Calibration:
+class CosineCalibration:
     """`threshold`: null until there is one; then it does not change."""
 
     def __init__(self, settings: CalibrateConfig) -> None:

@@ -1,18 +1,16 @@
-"""The interface of gradient controls: what one sees of the step that is about to be taken, and what
-it decides."""
+"""The interface of gradient controls: a control's view of the coming step, and its decision."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from megatron_async_rl.gradients import Gradients
+from megatron_async_rl.gradients import Gradients
 
 
 class OptimizerView(Protocol):
@@ -21,17 +19,17 @@ class OptimizerView(Protocol):
 
     @property
     def beta1(self) -> float:
-        """Of the configuration; the value that a step uses when no control sets another."""
+        """Adam's beta1 of the configuration, used by steps for which no control sets another."""
         ...
 
     @property
     def updates(self) -> int:
-        """Optimizer steps taken so far in the run; a skipped step is none."""
+        """Optimizer steps taken so far in the run; a skipped step does not count."""
         ...
 
     def momentum(self) -> Sequence[Tensor] | None:
-        """Adam's first moment, to be read; None on every rank before the first step. A tensor that is
-        not kept in float32 on the device is made when it is asked for."""
+        """Adam's first moment, to be read; None on every rank before the first step. A tensor that
+        is not kept in float32 on the device is made when it is asked for."""
         ...
 
     def last_update(self) -> Sequence[Tensor] | None:
@@ -45,7 +43,7 @@ class OptimizerView(Protocol):
 
     @property
     def last_update_norm(self) -> float | None:
-        """|last_update| over the model; None before the first step, and where no control has said
+        """|last_update| over the model; None before the first step, and if no control has set
         `needs_update_norm` and the configuration does not log it."""
         ...
 
@@ -81,8 +79,8 @@ class Decision:
 
     gradient_scale: factor on the gradient after clipping, this step. beta1: of this one step; None
     keeps it. norm_before, norm_after: |g| over the model as the control found the gradient and as
-    it leaves it, so that nobody measures it again; None where it did not look. A control that
-    changes gradients in place says both.
+    it leaves it, so that it is not measured again; None where it did not look. A control that
+    changes gradients in place sets both.
     """
 
     skip: bool = False
@@ -104,7 +102,7 @@ class UpdateView:
     began under (the mean over trained tokens where they differ); null on every rank where those are
     the same, or the run keeps no past weights. Tensors of both are computed when they are read,
     each time anew. gradients: after clipping, not to be changed any more. kl: estimate k2 of the
-    divergence of the policy from the one that sampled, mean over trained tokens of (log(pi / mu))^2
+    divergence of the policy from the sampling policy, mean over trained tokens of (log(pi / mu))^2
     / 2, nats per token, the same on every rank; 0 for given responses.
     """
 

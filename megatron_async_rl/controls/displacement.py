@@ -9,10 +9,10 @@ cos(u, D):
     c > c_low     u' = u + a D      target "zero":       a = -c |u| / |D|, so u' is orthogonal to D
                                     target "threshold":  a so that cos(u', D) = c_low
 
-Of what is taken away so, tolerated_kl spares a part, where it is above 0: what is taken is
-max(0, 1 - tolerated_kl / KL) of it, KL the divergence of the policy from the one that sampled the
-batch (estimate k2, nats per token). So a policy that has hardly moved goes on as without the
-control, at rates at which the control alone would be slow.
+Of what is taken away so, tolerated_kl spares a part, where it is above 0: what is taken is max(0, 1
+- tolerated_kl / KL) of it, KL the divergence of the policy from the batch's sampling policy
+(estimate k2, nats per token). So a policy that has hardly moved trains as without the control, at
+rates at which the control alone would be slow.
 
 A batch that the present weights sampled has D = 0, and nothing happens. Nothing is stored: past
 weights come from the store that `proximal: snapshot` uses too. One all-reduce of three scalars per
@@ -22,14 +22,11 @@ step with D; D is read twice where it acts, once otherwise.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from megatron_async_rl.config.controls import DisplacementControl
 from megatron_async_rl.controls.alignment import component_left
 from megatron_async_rl.controls.decision import Control, UpdateCorrection, UpdateView
 from megatron_async_rl.gradients import products_of
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.controls import DisplacementControl
 
 
 class Displacement(Control):

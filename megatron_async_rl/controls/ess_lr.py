@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_async_rl.config.controls import EssLrControl
 from megatron_async_rl.controls.decision import Control, Decision, StepView
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.controls import EssLrControl
 
 
 def effective_sample_size(log_weights: NDArray[np.float64]) -> float:
@@ -74,8 +72,8 @@ class EssLr(Control):
         return self.on_policy_sum / self.on_policy_steps if self.on_policy_steps else 1.0
 
     def apply(self, step: StepView) -> Decision:
-        """Metrics: ess_lr/scale, ess_lr/ess_ratio (of the weights used), and ess_lr/reference_ratio,
-        absent until it is known."""
+        """Metrics: ess_lr/scale, ess_lr/ess_ratio (of the weights used), and
+        ess_lr/reference_ratio, absent until it is known."""
         log_weights = step.log_weights
         if len(log_weights) == 0:
             return Decision()

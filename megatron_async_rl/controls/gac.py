@@ -1,5 +1,5 @@
-"""GAC, gradient alignment control (arXiv 2603.01501), and the null baselines that a claim for it has
-to beat.
+"""GAC, gradient alignment control (arXiv 2603.01501), and the null baselines that a claim for it
+has to beat.
 
 The paper's observation: with stale samples, consecutive policy gradients stay aligned where
 synchronous training has nearly orthogonal ones, and that alignment precedes divergence. The regimes
@@ -16,8 +16,8 @@ constants and the exact projection are this project's own.
 `matched_norm`: the gradient is made as short as GAC would make it, in its own direction. Every step
 is judged as GAC with the same settings would judge it (alignment.py). Where GAC projects, the
 gradient is scaled by |g'| / |g| = sqrt(1 - c^2 + (k c)^2) after clipping, so that clipping cannot
-undo it; where GAC skips, so does this. Adam undoes a constant factor, so what is left is the change
-of length from step to step: what GAC does beyond it, it owes to the direction.
+undo it; where GAC skips, so does this. Adam undoes a constant factor, so only the change of length
+from step to step remains: what GAC does beyond it, it owes to the direction.
 
 `matched_lr`: the learning rate is scaled so that updates are, in the mean, as long as the control's
 were:
@@ -35,19 +35,17 @@ as long as both runs follow the same one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megatron_async_rl.config.controls import Beta1Control, MatchedLrControl
 from megatron_async_rl.controls.alignment import AlignmentControl, Verdict
 from megatron_async_rl.controls.decision import Control, Decision, StepView
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.controls import Beta1Control, MatchedLrControl
-    from megatron_async_rl.gradients import Gradients
+from megatron_async_rl.gradients import Gradients
 
 
 class Gac(AlignmentControl):
-    """Projects the gradients in place. Metric of its own: gac/removed, |g - g'| / |g|, absent without
-    a previous gradient."""
+    """Projects the gradients in place. Metric of its own: gac/removed, |g - g'| / |g|, absent
+    without a previous gradient."""
 
     def act(self, gradients: Gradients, verdict: Verdict) -> Decision:
         if verdict.cosine is None:

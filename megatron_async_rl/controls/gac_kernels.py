@@ -136,7 +136,7 @@ def project_kernel(
         scale = (exponent << 23).to(tl.float32, bitcast=True)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         kept = kept * inverse[:, None]
-        # The last block is written to its end: what is beyond the gradient is 0.
+        # The last block is written to its end: elements beyond the gradient are 0.
         inside = (row_inside[:, None]) & (at >= 0)
         _store(scales, row, scale, row_inside, masked)
     _store(numbers, at, kept, inside, masked)

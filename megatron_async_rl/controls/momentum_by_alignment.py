@@ -3,24 +3,21 @@
 
 With c the cosine of this step's gradient and Adam's first moment before the step (`against:
 momentum`), or of the descent direction and the last update (`against: last_update`: -<g, update>,
-so that positive says "the same way again"):
+so that positive means "the same way again"):
 
     beta1 = beta1_max - (beta1_max - beta1_min) clip((c - c_low) / (c_high - c_low), 0, 1)
 
-beta1_max where there is nothing to compare with. The gradient is the one that earlier controls
-left. Adam's bias correction follows the beta1 of every step (policy/bias_correction.py).
+beta1_max where there is nothing to compare with. The gradient is as earlier controls left it.
+Adam's bias correction follows the beta1 of every step (policy/bias_correction.py).
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from megatron_async_rl.config.controls import MomentumByAlignmentControl
 from megatron_async_rl.controls.decision import Control, Decision, StepView
 from megatron_async_rl.gradients import products_with
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.controls import MomentumByAlignmentControl
 
 
 class MomentumByAlignment(Control):

@@ -1,4 +1,4 @@
-"""Number formats of a gradient reference. 8-bit floats of a block share a scale that is a power of
+"""Number formats of a gradient reference. FP8 numbers of a block share a scale that is a power of
 two, so that scaling rounds nothing."""
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ LARGEST = 448.0
 SMALLEST_EXPONENT = -126
 
 
-Written = tuple[Tensor, ...]
+QuantizedTensors = tuple[Tensor, ...]
 """One flat tensor, or 8-bit numbers [blocks, BLOCK] and their scales [blocks, 1]."""
 
 
-def room_for(elements: int, dtype: ReferenceDtype, device: torch.device) -> Written:
+def room_for(elements: int, dtype: ReferenceDtype, device: torch.device) -> QuantizedTensors:
     """New tensors, not initialised."""
     if dtype != "fp8":
         number = torch.float32 if dtype == "fp32" else torch.bfloat16
@@ -31,7 +31,7 @@ def room_for(elements: int, dtype: ReferenceDtype, device: torch.device) -> Writ
     )
 
 
-def write(values: Tensor, written: Written) -> None:
+def write(values: Tensor, written: QuantizedTensors) -> None:
     """`written` becomes `values` (of its size, finite)."""
     flat = values.detach().reshape(-1)
     if len(written) == 1:
@@ -44,7 +44,7 @@ def write(values: Tensor, written: Written) -> None:
     numbers.copy_(blocks / scales)
 
 
-def quantize(values: Tensor, dtype: ReferenceDtype) -> Written:
+def quantize(values: Tensor, dtype: ReferenceDtype) -> QuantizedTensors:
     """New tensors that hold `values` (any shape, finite)."""
     written = room_for(values.numel(), dtype, values.device)
     write(values, written)
@@ -59,12 +59,12 @@ def scales_of(largest: Tensor, limit: float) -> Tensor:
     return torch.ldexp(torch.ones_like(mantissa), exponent)
 
 
-def dequantize(written: Written, shape: torch.Size) -> Tensor:
-    """float32 of `shape`; the tensor itself, not a copy, where that is what was kept."""
+def dequantize(written: QuantizedTensors, shape: torch.Size) -> Tensor:
+    """float32 of `shape`; the stored tensor itself, not a copy, if it has that dtype."""
     if len(written) == 1:
         return written[0].float().view(shape)
     numbers, scales = written
-    # Sign, exponent and fraction of an 8-bit float, moved apart, are those of the float16 that is
+    # Sign, exponent and fraction of an FP8 number, moved apart, are those of the float16 that is
     # 2^8 times smaller. Torch's own conversion takes five times as long on a CPU.
     halves = (numbers.view(torch.int8).to(torch.int16) << 7).bitwise_and_(~(1 << 14))
     values = halves.view(torch.float16).float().mul_(2.0**8).mul_(scales)

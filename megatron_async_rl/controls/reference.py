@@ -2,27 +2,28 @@
 
 `for shard in reference` reads float32 tensors in the order of the gradient's shards, one at a time:
 a compressed or offloaded reference never exists whole in float32. Offloaded, the next shard is on
-its way while the present one is used, and what `put` was given is copied out beside the optimizer's
+its way while the present one is used, and what `put` was given is copied out during the optimizer's
 step; on CUDA that takes device memory of the reference's size until the copies are through, at a
 time when there are no activations.
 
-Numbers. float32, bfloat16, or 8-bit floats with a scale per block. What is read back differs from
-what was written, element by element, by at most
+Numbers. float32, bfloat16, or FP8 with a scale per block. The numbers read differ from the numbers
+written, element by element, by at most
     bf16    2^-9 of the element
     fp8     2^-4 of the element (e4m3 has 3 bits after the point), and for elements below 2^-14 of
             their block's largest by at most 2^-18 of that largest
 so a cosine taken against it moves by at most |error| / |reference|: 2^-9 and about 2^-4; and by far
 less for errors that do not line up with the other gradient (of order c |error|^2 / 2 plus the same
 over the root of the number of elements). A block's scale is the smallest power of two that brings
-its largest element within e4m3's 448. Scaling is then exact, and writing again what was read gives
-the same bits.
+its largest element within e4m3's 448. Scaling is then exact, and writing the read numbers again
+gives the same bits.
 
 Sweeps. On CUDA, products, projection and writing are Triton's kernels (gac_kernels.py), which read
 and write each number once; elsewhere torch's operations, block by block.
 
-Memory. On CUDA a stream of its own copies between device and host beside the work that is running,
-after the work that made the source; elsewhere a copy is a copy, at once. Copies are made in the
-order they were started, so one that reads a place another writes comes after it.
+Memory. On CUDA a stream of its own copies between device and host concurrently with the work that
+is running, after the work that made the source; elsewhere a copy is a copy, at once. Copies are
+made in the order they were started, so a copy that reads a place comes after the copy that writes
+it.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from torch import Tensor
 
 from megatron_async_rl.controls.quantize import (
     BLOCK,
+    QuantizedTensors,
     ReferenceDtype,
-    Written,
     dequantize,
     room_for,
     write,
@@ -47,7 +48,7 @@ from megatron_async_rl.gradients import block_elements, three_products
 Wait = Callable[[], None]
 
 
-class Copies(Protocol):
+class ReferenceCopies(Protocol):
     def start(self, source: Tensor, target: Tensor) -> Wait:
         """Begins target <- source (same shape and dtype). What is returned holds back the device's
         later work until it is done.
@@ -62,7 +63,7 @@ class Copies(Protocol):
         memory."""
         ...
 
-    def host_room(self, elements: int, dtype: ReferenceDtype) -> Written:
+    def host_room(self, elements: int, dtype: ReferenceDtype) -> QuantizedTensors:
         """The room that `room_for` gives, in host memory."""
         ...
 
@@ -88,18 +89,17 @@ class CudaCopies:
     def finish(self) -> None:
         self._stream.synchronize()
 
-    def host_room(self, elements: int, dtype: ReferenceDtype) -> Written:
+    def host_room(self, elements: int, dtype: ReferenceDtype) -> QuantizedTensors:
         return tuple(part.pin_memory() for part in room_for(elements, dtype, torch.device("cpu")))
 
 
-def copies_for(device: torch.device) -> Copies | None:
+def copies_for(device: torch.device) -> ReferenceCopies | None:
     """Null where the device is the host."""
     return CudaCopies(device) if device.type == "cuda" else None
 
 
 def kernels_for(device: torch.device, dtype: ReferenceDtype) -> Any:
-    """The module gac_kernels where it can run, else None. 8-bit floats need compute capability
-    8.9."""
+    """The module gac_kernels where it can run, else None. FP8 needs compute capability 8.9."""
     if device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
         return None
     if dtype == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
@@ -110,11 +110,11 @@ def kernels_for(device: torch.device, dtype: ReferenceDtype) -> Any:
 
 
 class BlockSweeps:
-    """Those of the module gac_kernels that write, by torch's operations, on blocks that stay in the
-    cache: all that is done to a block costs one transfer from memory."""
+    """The writing sweeps of gac_kernels in torch operations. They work on blocks that fit the
+    cache, so all operations on a block cost one transfer from memory."""
 
     @staticmethod
-    def project(gradient: Tensor, written: Written, factor: float, *, raw: bool) -> None:
+    def project(gradient: Tensor, written: QuantizedTensors, factor: float, *, raw: bool) -> None:
         for g, r in _blocks(gradient, written):
             kept = g.clone() if raw else g
             # In float32: of two bfloat16 tensors torch would round the product, too.
@@ -122,14 +122,16 @@ class BlockSweeps:
             write(kept, r)
 
     @staticmethod
-    def keep(gradient: Tensor, written: Written) -> None:
+    def keep(gradient: Tensor, written: QuantizedTensors) -> None:
         for g, r in _blocks(gradient, written):
             write(g, r)
 
 
-def _blocks(gradient: Tensor, written: Written) -> Iterator[tuple[Tensor, Written]]:
+def _blocks(
+    gradient: Tensor, written: QuantizedTensors
+) -> Iterator[tuple[Tensor, QuantizedTensors]]:
     size = block_elements(gradient.device)
-    # The numbers of 8-bit floats are rows of BLOCK, and so are their scales.
+    # FP8 numbers are rows of BLOCK, and so are their scales.
     parts = [part.split(size // BLOCK if len(written) == 2 else size) for part in written]
     return zip(gradient.view(-1).split(size), zip(*parts, strict=True), strict=True)
 
@@ -146,7 +148,7 @@ class GradientReference:
         self,
         dtype: ReferenceDtype,
         device: torch.device,
-        copies: Copies | None,
+        copies: ReferenceCopies | None,
         shapes: Sequence[torch.Size],
     ) -> None:
         self._dtype = dtype
@@ -179,7 +181,7 @@ class GradientReference:
             self._write_out(index, written)
 
     def products(
-        self, pairs: Iterable[tuple[Tensor, Written]], known: bool, device: torch.device
+        self, pairs: Iterable[tuple[Tensor, QuantizedTensors]], known: bool, device: torch.device
     ) -> Tensor:
         """[3] float64: (<g, r>, |g|^2, |r|^2) over shards of a gradient and those of `written`;
         known: |r|^2 is left at 0."""
@@ -228,11 +230,11 @@ class GradientReference:
             g.add_(old.float(), alpha=factor)
         self._kept, self._start = places, start
 
-    def _places(self, start: int) -> list[Written]:
+    def _places(self, start: int) -> list[QuantizedTensors]:
         sizes = [shape.numel() for shape in self._shapes]
         return [(part,) for part in self._room[start : start + sum(sizes)].split(sizes)]
 
-    def _write_out(self, index: int, written: Written) -> None:
+    def _write_out(self, index: int, written: QuantizedTensors) -> None:
         if self._copies is not None:
             for part, host in zip(written, self._kept[index], strict=True):
                 self._copies.start(part, host)
@@ -243,9 +245,9 @@ class GradientReference:
         for written, shape in zip(self.written(), self._shapes, strict=True):
             yield dequantize(written, shape)
 
-    def written(self) -> Iterator[Written]:
-        """Shards on the gradient's device, in the numbers they are kept in; the reference itself
-        where it is kept there."""
+    def written(self) -> Iterator[QuantizedTensors]:
+        """Shards on the gradient's device, in the numbers they are kept in; the reference itself if
+        it is stored there."""
         if self._copies is None:
             yield from self._kept
             return
@@ -258,7 +260,7 @@ class GradientReference:
                 wait()
             yield written
 
-    def _fetch(self, index: int) -> tuple[Written, list[Wait]]:
+    def _fetch(self, index: int) -> tuple[QuantizedTensors, list[Wait]]:
         assert self._copies is not None
         hosts = self._kept[index]
         written = tuple(
@@ -269,7 +271,7 @@ class GradientReference:
         ]
 
     def on_device(self) -> list[Tensor]:
-        """The tensors that it is kept in, where that is the gradient's memory."""
+        """The tensors that hold it, if they are on the gradient's device."""
         return [] if self._copies is not None else [part for kept in self._kept for part in kept]
 
     def shards(self) -> list[Tensor]:

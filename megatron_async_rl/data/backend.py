@@ -1,4 +1,5 @@
-"""Backends of a tokenizer: transformers' `AutoTokenizer`, and tokenizer.json alone where it is the same.
+"""Backends of a tokenizer: transformers' `AutoTokenizer`, and tokenizer.json alone where it is the
+same.
 
 Invariants:
 - `AutoTokenizer` defines ids and text: it may rebuild the tokenizer for a model's class, add tokens
@@ -23,7 +24,8 @@ PLAIN_SETTINGS = {
     *("tokenizer_class", "chat_template", "model_max_length", "padding_side", "truncation_side"),
     *PLAIN_TOKENS,
 }
-"""Keys of tokenizer_config.json that change no id and no text, once the named tokens are checked."""
+"""Keys of tokenizer_config.json that change no id and no text, once the named tokens are
+checked."""
 OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "tokenizer.model", "tekken.json")
 """Files next to tokenizer.json from which transformers may take tokens."""
 PATCHED_SIZE = 100_000
@@ -83,7 +85,8 @@ class TransformersBackend:
         tokenizer.backend_tokenizer.no_padding()
         self._tokenizer = tokenizer
         own = type(tokenizer)._encode_plus
-        # A class with rules of its own, such as Code Llama's infilling, applies them to a single text.
+        # A class with rules of its own, such as Code Llama's infilling, applies them to a single
+        # text.
         self._in_batches = own is PreTrainedTokenizerFast._encode_plus
 
     def vocabulary(self) -> Mapping[str, int]:

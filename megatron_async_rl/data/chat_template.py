@@ -4,7 +4,8 @@ Invariants:
 - a message never loses a part silently: a role, a tool call, an option or tools that the template
   does not write are refused;
 - the arguments of a tool call reach the template in the form that it writes once: as an object for
-  templates that apply `tojson` or read single arguments, as JSON text for templates that print them.
+  templates that apply `tojson` or read single arguments, as JSON text for templates that print
+  them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def tool_calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     if calls is None:
         return []
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise ValueError(f"has tool_calls that are no list of objects: {calls!r:.80}")
+        raise ValueError(f"has tool_calls that are not a list of objects: {calls!r:.80}")
     return [_with_object(call, f"tool_calls[{index}]") for index, call in enumerate(calls)]
 
 
@@ -146,7 +147,7 @@ class ChatTemplate:
             raise DataError(
                 self._dir,
                 None,
-                "is to be told of other tools than those of rollout.environment",
+                "is to be given other tools than those of rollout.environment",
                 "remove them from the data, or set data.tools_key: null",
             )
         written = [self._written(message) for message in messages]
@@ -274,7 +275,7 @@ class ChatTemplate:
                     None,
                     "has a chat template that does not write `tool_calls`, here of"
                     f" {function_name(call)!r}",
-                    "give data.chat_template one that does, or write the call as content",
+                    "give data.chat_template a template that does, or write the call as content",
                 )
 
     def _require_template(self) -> None:
@@ -293,7 +294,8 @@ class ChatTemplate:
         self._checked = True
 
     def _require_options(self, template: Any) -> None:
-        """Raise DataError for an option that the template does not read: it would have no effect."""
+        """Raise DataError for an option that the template does not read: it would have no
+        effect."""
         self._reads = read = _variables(template)
         if read is None:
             return
@@ -316,8 +318,9 @@ class ChatTemplate:
             raise DataError(
                 self._dir,
                 None,
-                "has a chat template that does not read `tools`, so that the model would know of none",
-                "give data.chat_template one that does, or say in the prompts which tools there are,"
+                "has a chat template that does not read `tools`, so that the model would know of"
+                " none",
+                "give data.chat_template a template that does, or describe the tools in the prompts"
                 " as plain text (those of the data: data.tools_key: null)",
             )
 

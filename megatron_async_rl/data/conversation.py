@@ -28,7 +28,7 @@ from megatron_async_rl.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Conversation:
+class TrainingConversation:
     """`prompt`: text and tokens before the first trained message. `ids` int32 and `mask` uint8,
     [T]: all that follows, 1 where it is trained on; `text`: as it was rendered."""
 
@@ -45,9 +45,9 @@ def conversation(
     messages: Sequence[Mapping[str, Any]],
     tokenizer: Tokenizer,
     tools: Sequence[Any],
-) -> Conversation:
-    """`tools`: schemas of functions that the assistant may call. Raises DataError, naming the message,
-    for one that cannot be told from the others."""
+) -> TrainingConversation:
+    """`tools`: schemas of functions that the assistant may call. Raises DataError, naming the
+    message, for a message that cannot be separated from the others."""
     trained = _trained(file, place, messages)
     plain = [{key: one[key] for key in one if key not in TRAINED_KEYS} for one in messages]
     last = trained[-1]
@@ -60,11 +60,11 @@ def conversation(
     first = 0
     for index in trained:
         before = render(plain[:index], answer=True)
-        upto = whole if index == last else render(plain[: index + 1], answer=False)
-        if upto == before:
+        limit = whole if index == last else render(plain[: index + 1], answer=False)
+        if limit == before:
             what = f"messages[{index}] is empty, and the chat template writes nothing for it"
-            raise DataError(file, place, what, "write what the assistant says, or remove the row")
-        begin, end = tokenizer.encode_rendered(before), tokenizer.encode_rendered(upto)
+            raise DataError(file, place, what, "write the assistant's content, or remove the row")
+        begin, end = tokenizer.encode_rendered(before), tokenizer.encode_rendered(limit)
         if not starts:
             first = len(begin)
         starts.append(before)
@@ -73,9 +73,9 @@ def conversation(
                 file,
                 place,
                 f"the chat template writes what is before or in messages[{index}] in another way"
-                " when more follows, so that its tokens cannot be told from the others",
+                " when more follows, so that its tokens cannot be separated from the others",
                 "train on the last message alone (`train: false` in the others), or give"
-                " data.chat_template one that writes a message in one way",
+                " data.chat_template a template that writes a message in one way",
             )
         stop = len(end)
         while stop > len(begin) and tokens[stop - 1] not in ends:
@@ -86,7 +86,7 @@ def conversation(
     marks = mask[first:length].tolist()
     if ids[-1] not in ends:
         ids, marks = [*ids, tokenizer.eos_ids[0]], [*marks, 1]
-    return Conversation(
+    return TrainingConversation(
         prompt=starts[0],
         prompt_ids=tuple(tokens[:first]),
         ids=np.asarray(ids, dtype=np.int32),
@@ -102,8 +102,8 @@ def answered(
     response: str,
     tokenizer: Tokenizer,
     tools: Sequence[Any],
-) -> Conversation:
-    """Return a response to chat messages, every token of which is trained on.
+) -> TrainingConversation:
+    """Return a response to chat messages; all of its tokens are trained on.
 
     The response is the text as it is given, and ends as the chat template ends a turn: with the
     template's own token, or with the tokenizer's end of sequence where the template writes none.
@@ -115,9 +115,9 @@ def answered(
     before, found, after = whole.rpartition(PROBE_ANSWER)
     if not found:
         what = "the chat template leaves out the assistant's messages"
-        raise DataError(file, place, what, "give data.chat_template one that writes them")
-    # Llama 2's template writes a space before an answer; thoughts that a template adds are no part
-    # of the given response.
+        raise DataError(file, place, what, "give data.chat_template a template that writes them")
+    # Llama 2's template writes a space before an answer; thoughts that a template adds do not
+    # belong to the given response.
     lead = before.removeprefix(prompt) if before.startswith(prompt) else ""
     lead = lead if lead.isspace() else ""
     ends = set(tokenizer.eos_ids)
@@ -132,7 +132,7 @@ def answered(
         ids = tokenizer.encode_rendered(lead + response)
     end = tail[:length] if length else [tokenizer.eos_ids[0]]
     tokens = np.asarray([*ids, *end], dtype=np.int32)
-    return Conversation(
+    return TrainingConversation(
         prompt=prompt,
         prompt_ids=tuple(prompt_ids),
         ids=tokens,

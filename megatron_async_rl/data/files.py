@@ -27,7 +27,7 @@ from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.data.patterns import alternatives_of, matches, one_pattern, paths_matching
 from megatron_async_rl.data.splits import files_by_split, names_split, split_of
 
-Row = tuple[Path, int, dict[str, Any]]
+DataRow = tuple[Path, int, dict[str, Any]]
 """File, place, columns."""
 
 HELD_OUT = ("validation", "test")
@@ -52,7 +52,7 @@ NO_DATA = re.compile(r"(^|/)(\.|__|(config|dataset_infos?|dataset_dict|state)\.j
 """Hidden files and folders, and descriptions of a data set; in a path inside it."""
 
 
-def read_rows(location: Path, limit: int | None = None) -> Iterator[Row]:
+def read_rows(location: Path, limit: int | None = None) -> Iterator[DataRow]:
     """At most `limit` rows of a file, or of a folder's or a pattern's files. Raises DataError with
     file, place, fault and fix."""
     return islice(_every_row(location), limit)
@@ -79,14 +79,14 @@ def _count(file: Path) -> int:
         raise _unreadable(file, error) from error
 
 
-def _every_row(location: Path) -> Iterator[Row]:
+def _every_row(location: Path) -> Iterator[DataRow]:
     for file in data_files(location):
         for place, row in FORMATS[file.suffix.lower()](file):
             yield file, place, row
 
 
 def data_files(location: Path) -> list[Path]:
-    """Raises DataError where there is none, where one is not there or has no known format, and
+    """Raises DataError if there is none, where one is not there or has no known format, and
     where they are of several splits."""
     files = sorted(set(_files_at(location)))
     if not files:
@@ -97,7 +97,7 @@ def data_files(location: Path) -> list[Path]:
         except OSError as error:
             raise _unreadable(file, error) from error
         if file.suffix.lower() not in FORMATS:
-            what = f"ends in {file.suffix or 'nothing'}, which is no format that is read here"
+            what = f"ends in {file.suffix or 'nothing'}, which is not a supported format"
             fix = NOT_READ.get(file.suffix.lower(), "name it by its format")
             raise DataError(file, None, what, f"{fix}; the formats are {', '.join(FORMATS)}")
     splits = files_by_split(files)
@@ -122,10 +122,11 @@ def require_training_files(location: Path) -> None:
     for split in HELD_OUT:
         held_out = splits.get(split, [])
         whole = (split_of(folder.name), split_of(folder.stem))
-        asked = split in whole or names_split(pattern, split)
-        if held_out and not asked:
+        requested = split in whole or names_split(pattern, split)
+        if held_out and not requested:
             others = [file for file in files if file not in held_out]
-            fix = f"name the files to train on, such as {_pattern_of(split, others or held_out, files)}"
+            example = _pattern_of(split, others or held_out, files)
+            fix = f"name the files to train on, such as {example}"
             what = f"is to be trained on and holds {split} data: {held_out[0].name}"
             raise DataError(location, None, what, fix)
 
@@ -143,7 +144,7 @@ def _pattern_of(split: str, files: list[Path], among: list[Path]) -> Path:
 def _files_at(location: Path) -> list[Path]:
     """Return the files of a folder or a pattern; the location itself where it names one file,
     whether it exists or not."""
-    # Brackets and braces in the name of a folder that exists are no pattern.
+    # Brackets and braces in the name of an existing folder are not a pattern.
     folder, rest = _literal(location)
     if not rest:
         return _data_in(folder) if folder.is_dir() else [folder]
@@ -160,7 +161,8 @@ def _files_at(location: Path) -> list[Path]:
 
 
 def _data_in(folder: Path) -> list[Path]:
-    """Return the data files of a folder. A link to nothing is among them: reading it is an error."""
+    """Return the data files of a folder. A link to nothing is among them: reading it is an
+    error."""
     try:
         inside = [one for one in folder.iterdir() if not NO_DATA.search(one.name)]
     except OSError as error:
@@ -170,7 +172,7 @@ def _data_in(folder: Path) -> list[Path]:
     # Rows of a file that is passed over would be missing without a message.
     unread = next((one for one in files if one.suffix.lower() in NOT_READ), None)
     if unread is not None:
-        what = f"holds {unread.name}, and {unread.suffix} is no format that is read here"
+        what = f"holds {unread.name}, and {unread.suffix} is not a supported format"
         fix = NOT_READ[unread.suffix.lower()]
         if found:
             fix += f", or name the other files: {folder}/*{found[0].suffix}"
@@ -277,7 +279,8 @@ def _parsed(path: Path, line: int | None, text: str) -> Any:
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line by line, so that the first rows of a large file cost no more than those of a small one."""
+    """Line by line, so that the first rows of a large file cost no more than those of a small
+    one."""
     try:
         with open(path, "rb") as file:
             for line, raw in enumerate(file, start=1):
@@ -302,8 +305,8 @@ def _json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _refuse_one_object(path: Path, content: bytes) -> None:
-    """Raise DataError for a file that is an object as a whole, such as {"data": [...]}: written over
-    several lines, or with nothing in it but a list of objects that are no chat messages."""
+    """Raise DataError for a file that is an object as a whole, such as {"data": [...]}: written
+    over several lines, or with nothing in it but a list of objects other than chat messages."""
     try:
         whole = json.loads(content.decode())
     except (ValueError, RecursionError):
@@ -336,7 +339,7 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         other = next((sign for sign in ";\t|" if len(header) == 1 and sign in header[0]), None)
         if other is not None:
             what = f"has no comma in its first line, {header[0][:60]!r}"
-            fix = f"save it with commas in the place of {other!r}"
+            fix = f"save it with commas instead of {other!r}"
             raise DataError(path, reader.line_num, what, fix)
         _require_unique(path, reader.line_num, header)
         for cells in reader:
@@ -344,7 +347,7 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             if len(cells) != len(header):
                 what = f"has {len(cells)} cells, and the first line names {len(header)} columns"
-                fix = 'write one cell for each; put one that holds a comma into "quotes"'
+                fix = 'write one cell for each; put a value that holds a comma into "quotes"'
                 raise DataError(path, reader.line_num, what, fix)
             yield reader.line_num, dict(zip(header, cells, strict=True))
     except csv.Error as error:
@@ -353,7 +356,7 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Without columns of bytes, which are no text; times and decimals as text, since fields go into
+    """Drop columns of bytes, which are not text; times and decimals as text, since fields go into
     the samples as JSON."""
     from pyarrow import parquet
 

@@ -5,10 +5,10 @@ Invariants:
 - a name is resolved once, by the command, before anything is checked or started; what starts knows
   local paths alone;
 - the local path is a folder of the hub's cache that names the commit, and it is what stands in
-  RUN/config.yaml: a run that goes on reads the bytes it began with, also when the name has moved;
-- without a network, or with HF_HUB_OFFLINE, the cache answers, and one that lacks a file is refused:
-  the hub's client compares it with the commit's list of files where the cache has one, and data
-  in numbered pieces says itself how many there are;
+  RUN/config.yaml: a running run reads the bytes it began with, also when the name has moved;
+- without a network, or with HF_HUB_OFFLINE, the cache answers, and a cached folder that lacks a
+  file is refused: the hub's client compares it with the commit's list of files where the cache has
+  one, and the names of numbered pieces contain their number;
 - which files are a split is for the data set's card to say, or else for their names.
 """
 
@@ -37,12 +37,12 @@ NAME = re.compile(
     r"hf:/{1,2}(?P<data>datasets/)?(?P<id>[^/@#]+/[^/@#]+)(@(?P<revision>[^/#]+))?"
     r"(/(?P<path>.+)|#((?P<part>[^/]+)/)?(?P<split>[^/]+))?"
 )
-"""A path that went through pathlib has one slash in the place of two."""
+"""A path that went through pathlib has one slash instead of two."""
 SNAPSHOT = re.compile(
     r"(?P<kind>models|datasets)--(?P<owner>.+?)--(?P<name>.+)/snapshots/(?P<commit>[0-9a-f]{40})"
 )
 PIECE = re.compile(r"(?P<before>.*-)\d+-of-(?P<of>\d+)(?P<after>\..+)")
-"""The name of one of so many files, as the hub's libraries write them."""
+"""The name of one of several numbered files, as the hub's libraries write them."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 WEIGHTS = "*.safetensors"
@@ -72,7 +72,7 @@ class HubName:
 
 
 def parse(path: Path) -> HubName | None:
-    """Null for what is no name on a hub."""
+    """Null for text that is not a name on a hub."""
     text = str(path)
     if not text.startswith("hf:/"):
         return None
@@ -82,7 +82,7 @@ def parse(path: Path) -> HubName | None:
             "write hf://OWNER/NAME, hf://datasets/OWNER/NAME/FILE or hf://datasets/OWNER/NAME#SPLIT;"
             " @REVISION may follow NAME"
         )
-        raise UserError.of(text, "is no name on a hub", fix)
+        raise UserError.of(text, "is not a name on a hub", fix)
     return HubName(
         id=found["id"],
         is_data=found["data"] is not None,
@@ -163,7 +163,7 @@ def _replaced[Model: Strict](model: Model, prefix: str, place: Any) -> Model:
 
 
 def _earlier(run_dir: Path) -> Mapping[str, Any]:
-    """The configuration that the run in this directory has; empty where there is none."""
+    """The configuration that the run in this directory has; empty if there is none."""
     try:
         return read_tree((run_dir / "config.yaml").read_text(encoding="utf-8"))[0]
     except (OSError, ValueError, YamlFault):
@@ -256,7 +256,7 @@ def _path_of_split(key: str, name: HubName, folder: Path) -> str:
     files = _listed(key, name, folder)
     part, splits = _splits(key, name, folder / CARD, files)
     if not splits:
-        what = f"{whole} says neither in its card nor by names which of its files are a split"
+        what = f"{whole} states neither in its card nor by names which of its files are a split"
         raise UserError.of(key, what, _name_a_file(whole, files))
     training = key == "data.train" or key.startswith("data.sources.")
     split = name.split or ("train" if training else None)
@@ -268,8 +268,8 @@ def _path_of_split(key: str, name: HubName, folder: Path) -> str:
 
 
 def _files_on_hub(name: HubName, folder: Path) -> list[str]:
-    """Every file of the commit, as the client has listed it or the hub lists it. Raises the client's
-    errors; where the hub cannot be reached, at the first attempt."""
+    """Every file of the commit, as the client has listed it or the hub lists it. Raises the
+    client's errors; where the hub cannot be reached, at the first attempt."""
     import huggingface_hub as client
 
     with contextlib.suppress(Exception):  # clients of the first version keep no list
@@ -282,7 +282,7 @@ def _files_on_hub(name: HubName, folder: Path) -> list[str]:
 
 
 def _listed(key: str, name: HubName, folder: Path) -> list[str]:
-    """Every file of the commit; where nobody can list them those in the cache, if the card is among
+    """Every file of the commit; if they cannot be listed, those in the cache, if the card is among
     them."""
     try:
         return _files_on_hub(name, folder)
@@ -355,7 +355,7 @@ def _missing_pieces(folder: Path, wanted: str) -> list[str]:
 
 
 def _every_piece(there: Iterable[str]) -> set[str]:
-    """The names of all pieces of which some are there."""
+    """The names of all pieces of the sets that have some here."""
     sets = {(f["before"], f["of"], f["after"]) for one in there if (f := PIECE.fullmatch(one))}
     return {
         f"{before}{number:0{len(of)}}-of-{of}{after}"
@@ -365,7 +365,7 @@ def _every_piece(there: Iterable[str]) -> set[str]:
 
 
 def _explained(name: HubName, error: Exception) -> tuple[str, str]:
-    """The error, in words, and its fix."""
+    """Text of the error, and its fix."""
     from huggingface_hub import constants, errors
 
     where = constants.ENDPOINT
@@ -382,7 +382,7 @@ def _explained(name: HubName, error: Exception) -> tuple[str, str]:
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{name.id} has no revision {name.revision!r}", "name a branch, a tag or a commit"
     if isinstance(error, errors.HFValidationError):
-        return f"{name} is no name on a hub: {_first_line(error)}", "write hf://OWNER/NAME"
+        return f"{name} is not a name on a hub: {_first_line(error)}", "write hf://OWNER/NAME"
     if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{where} cannot be reached"
         return (

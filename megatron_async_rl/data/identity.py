@@ -1,8 +1,8 @@
-"""Digests of prompts, by which a resume recognizes its data, whatever the files are called.
+"""Digests of prompts, with which a resume recognizes its data, whatever the files are called.
 
 Invariants:
 - the digests cover what a row gives to training: text, columns, tokens, and the order of the rows;
-- they do not cover ids, which contain the name of the file where the data has none of its own.
+- they do not cover ids, which contain the name of the file if the data has no ids.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_async_rl.config.durable import Digest
-from megatron_async_rl.data.conversation import Conversation
+from megatron_async_rl.data.conversation import TrainingConversation
 from megatron_async_rl.samples.types import Prompt
 
 
@@ -28,7 +28,9 @@ class DataIdentity:
     tokens: str
 
     @classmethod
-    def of(cls, prompts: Sequence[Prompt], given: Sequence[Conversation] = ()) -> DataIdentity:
+    def of(
+        cls, prompts: Sequence[Prompt], given: Sequence[TrainingConversation] = ()
+    ) -> DataIdentity:
         """given: the responses to `prompts` that are trained on, if any."""
         rows, tokens = Digest(), Digest()
         for index, prompt in enumerate(prompts):
@@ -69,4 +71,4 @@ class DataIdentity:
 
 def _plain(value: object) -> str:
     """Text for a value of a column that JSON does not have, such as a date."""
-    return value.text if isinstance(value, Conversation) else repr(value)
+    return value.text if isinstance(value, TrainingConversation) else repr(value)

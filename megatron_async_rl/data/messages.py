@@ -1,10 +1,11 @@
-"""Chat messages as data sets write them, to messages with `role` and `content`, which templates read.
+"""Chat messages as data sets write them, to messages with `role` and `content`, which templates
+read.
 
 Invariants:
-- messages may be JSON text, since every cell of CSV is text; text that begins as messages is read as
-  messages or refused, and never reaches a model as plain text;
-- ShareGPT's `from` and `value` become `role` and `content`, in any combination, its names of roles the
-  usual ones, and its `function_call` becomes `tool_calls`.
+- messages may be JSON text, since every cell of CSV is text; text that begins as messages is read
+  as messages or refused, and never reaches a model as plain text;
+- ShareGPT's `from` and `value` become `role` and `content`, in any combination, its names of roles
+  the usual ones, and its `function_call` becomes `tool_calls`.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def _has_role(value: Any) -> bool:
 
 
 def _is_attributed(value: Any) -> bool:
-    """Return whether a value is an object with a role, known or not, and something said."""
+    """Return whether a value is an object with a role, known or not, and content."""
     return (
         isinstance(value, Mapping)
         and any(isinstance(value.get(key), str) for key in SPEAKER)
@@ -146,7 +147,7 @@ def _begins_as_messages(text: str) -> bool:
         return False
     with contextlib.suppress(ValueError, RecursionError):
         beginning, _ = json.JSONDecoder().raw_decode(text)
-        try:  # a question about data begins with JSON and goes on in words
+        try:  # a question about data begins with JSON and continues as text
             return _conversation_in(beginning) is not None
         except MessagesFault:
             return True
@@ -206,12 +207,12 @@ def _require_names(calls: Sequence[Mapping[str, Any]]) -> None:
             raise ValueError(f"has no name of a function in tool_calls[{index}]")
         function = call if call.get("function") is None else call["function"]
         if "parameters" in function and not function["arguments"]:
-            raise ValueError(f"has `parameters` in the place of arguments in tool_calls[{index}]")
+            raise ValueError(f"has `parameters` instead of arguments in tool_calls[{index}]")
 
 
 def _with_role_and_content(file: Path, place: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message with `role` and `content`, where it may have `from` or `value`, and with the
-    usual name of its role. A role that is not known stays: the template may read it."""
+    """Return the message with `role` and `content`, where it may have `from` or `value`, and with
+    the usual name of its role. A role that is not known stays: the template may read it."""
     key = "role" if message.get("role") is not None else "from"
     given = message.get(key)
     if not isinstance(given, str):
@@ -237,8 +238,8 @@ def _with_role_and_content(file: Path, place: int, message: Mapping[str, Any]) -
 
 
 def _with_calls(file: Path, place: int, message: Mapping[str, Any], given: str) -> dict[str, Any]:
-    """Return a message of ShareGPT's role `function_call`, whose content is a call or a list of them,
-    as the assistant's with `tool_calls`."""
+    """Return a message of ShareGPT's role `function_call`, whose content is a call or a list of
+    them, as the assistant's with `tool_calls`."""
     value = message.get("content")
     calls: Any
     try:
@@ -247,7 +248,7 @@ def _with_calls(file: Path, place: int, message: Mapping[str, Any], given: str) 
         calls = str(error)
     calls = [calls] if isinstance(calls, Mapping) else calls
     if not calls or not is_messages(calls) or not all(function_name(one) for one in calls):
-        what = f"a message `from` {given} is no JSON object with a name: {value!r:.80}"
+        what = f"a message `from` {given} is not a JSON object with a name: {value!r:.80}"
         raise DataError(file, place, what, 'write {"name": ..., "arguments": {...}}')
     functions = [
         dict(one) if "function" in one else {"type": "function", "function": dict(one)}
@@ -291,7 +292,7 @@ def is_unicode(value: str) -> bool:
 
 
 def half_a_pair(file: Path, place: int, which: str) -> DataError:
-    what = f"{which} is no valid Unicode: it has one half of a surrogate pair"
+    what = f"{which} is not valid Unicode: it has one half of a surrogate pair"
     return DataError(file, place, what, "write the character whole, or leave it out")
 
 

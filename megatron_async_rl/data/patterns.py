@@ -1,7 +1,7 @@
 """Patterns of file names, as in a shell: `*`, `**`, `[ab]` and `{a,b}`.
 
 Invariants:
-- a name that exists as it is written is no pattern;
+- a name that exists as written is not a pattern;
 - paths inside a data set on a hub are text with `/`, whatever the machine.
 """
 
@@ -16,8 +16,8 @@ from pathlib import Path, PurePosixPath
 
 
 def paths_matching(folder: Path, pattern: str) -> list[Path]:
-    """Return the paths under `folder` that match: a name that exists as it is written is no
-    pattern, and brackets that match nothing are part of the name."""
+    """Return the paths under `folder` that match: a name that exists as written is not a pattern,
+    and brackets that match nothing are part of the name."""
     found = [folder]
     for name in PurePosixPath(pattern).parts:
         inside: list[Path] = []
@@ -40,8 +40,8 @@ def matches(path: str, pattern: str) -> bool:
 
 
 def one_pattern(wanted: Collection[str], among: Collection[str]) -> str:
-    """One that matches these paths and no other: with a `*` in some names where that does, else with
-    such a pattern for each folder, or the names, as alternatives."""
+    """One that matches these paths and no other: with a `*` in some names where that does, else
+    with such a pattern for each folder, or the names, as alternatives."""
     whole = _starred(wanted, among)
     if whole is not None:
         return whole

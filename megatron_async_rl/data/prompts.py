@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_async_rl.config.data import (
     TOOLS_COLUMN,
-    Columns,
+    DataColumns,
     DataConfig,
     FileConfig,
     SourceConfig,
@@ -19,13 +19,13 @@ from megatron_async_rl.config.data import (
 from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.config.visible_text import is_blank
 from megatron_async_rl.data.conversation import (
-    Conversation,
+    TrainingConversation,
     answered,
     conversation,
     loss_weight,
     response_text,
 )
-from megatron_async_rl.data.files import Row, a_kind, read_rows, require_training_files
+from megatron_async_rl.data.files import DataRow, a_kind, read_rows, require_training_files
 from megatron_async_rl.data.messages import (
     MessagesFault,
     as_conversation,
@@ -57,18 +57,19 @@ class Required:
     """Further columns that the row must have; None if no part of the reward is for it."""
     fault: Callable[[Mapping[str, Any]], tuple[str, str, str] | None] = lambda fields: None
     """(column, what is wrong with it, fix) if a reward cannot use a value of the row, which has all
-    `columns`. The column is the reward's name of it; empty if the fault is not that of one column."""
+    `columns`. The column is the reward's name of it; empty if the fault is not that of one
+    column."""
 
 
 nothing_more = Required()
-Asked = str | list[dict[str, Any]]
+PromptQuery = str | list[dict[str, Any]]
 """The prompt of a row: text, or chat messages."""
 AT_A_TIME = 4096
 """Texts that are tokenized in one call."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class MixturePart:
     """One source of a mixture: how many prompts it has, and its weight. `too_long`: rows above
     data.max_prompt_tokens or data.max_tokens, which are not among them."""
 
@@ -83,7 +84,7 @@ class PromptSet:
     """The prompts of all parts, part after part."""
 
     prompts: tuple[Prompt, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[MixturePart, ...]
 
     @property
     def too_long(self) -> int:
@@ -140,7 +141,7 @@ def read_set(
     limit: int | None = None,
     supervised: bool = False,
 ) -> PromptSet:
-    """The prompts of one file or folder, as `data` says. Raises DataError."""
+    """The prompts of one file or folder, read as `data` configures. Raises DataError."""
     if isinstance(file, SourceConfig):  # held-out sets are of another class
         require_training_files(file.path)
     columns = data.columns(file)
@@ -162,7 +163,7 @@ def read_set(
         chat_keys=[key for key, value in chat.items() if value],
         supervised=supervised,
     )
-    part = Part(count=len(prompts), too_long=too_long)
+    part = MixturePart(count=len(prompts), too_long=too_long)
     return PromptSet(prompts=tuple(prompts), parts=(part,))
 
 
@@ -184,7 +185,7 @@ def read_prompts(
     prompts, _ = _read(
         path,
         tokenizer,
-        Columns(),
+        DataColumns(),
         required=Required(lambda fields: required),
         room=max_prompt_tokens,
         limit=limit,
@@ -195,7 +196,7 @@ def read_prompts(
 def _read(
     path: Path,
     tokenizer: Tokenizer,
-    columns: Columns,
+    columns: DataColumns,
     *,
     required: Required,
     room: int | None = None,
@@ -216,13 +217,13 @@ def _read(
         raise DataError(path, None, what, "remove data.answer_key, or data.messages_key")
     given_fields = _with_fields(read_rows(path, limit), columns)
     rows = _checked(given_fields, columns, field, required)
-    asked = ((row, _messages_or_text(row, columns, as_chat, chat_keys)) for row in rows)
+    queries = ((row, _messages_or_text(row, columns, as_chat, chat_keys)) for row in rows)
     prompts: list[Prompt] = []
     places: dict[str, tuple[Path, int]] = {}
     too_long = 0
     response_column = columns.answer or "response"
-    for (file, place, values), prompt, encoded in _encoded(tokenizer, asked):
-        given: Conversation | None = None
+    for (file, place, values), prompt, encoded in _encoded(tokenizer, queries):
+        given: TrainingConversation | None = None
         text: str
         ids: Sequence[int]
         if isinstance(prompt, str):
@@ -274,11 +275,11 @@ def _read(
 
 
 def _encoded(
-    tokenizer: Tokenizer, asked: Iterator[tuple[Row, Asked]]
-) -> Iterator[tuple[Row, Asked, list[int]]]:
+    tokenizer: Tokenizer, queries: Iterator[tuple[DataRow, PromptQuery]]
+) -> Iterator[tuple[DataRow, PromptQuery, list[int]]]:
     """Each row and its prompt, with the tokens of a text. Some at a time: a tokenizer's own account
     of a text takes many times the room of its tokens."""
-    for some in batched(asked, AT_A_TIME):
+    for some in batched(queries, AT_A_TIME):
         texts = [(row, prompt) for row, prompt in some if isinstance(prompt, str)]
         places = [(file, place) for (file, place, _), _ in texts]
         encoded = iter(encode_rows(tokenizer, [text for _, text in texts], places.__getitem__))
@@ -298,7 +299,7 @@ def _identity(
         raise DataError(file, place, f"`id` is {a_kind(given)}", fix)
     name = f"{file.name}:{place}" if given is None else str(given)
     if not is_unicode(name):
-        what = f"`id` {name!r} is no valid Unicode"
+        what = f"`id` {name!r} is not valid Unicode"
         raise DataError(file, place, what, "use other characters")
     if name in places:
         other, line = places[name]
@@ -308,13 +309,13 @@ def _identity(
     return name
 
 
-def _fields(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+def _fields(values: Mapping[str, Any], columns: DataColumns) -> dict[str, Any]:
     """The columns of a row that become fields of its prompt under their own names."""
     taken = (columns.messages or columns.prompt, "id")
     return {key: value for key, value in values.items() if key not in taken}
 
 
-def _with_fields(rows: Iterator[Row], columns: Columns) -> Iterator[Row]:
+def _with_fields(rows: Iterator[DataRow], columns: DataColumns) -> Iterator[DataRow]:
     """The rows with the columns that the configuration gives all of them."""
     for file, place, values in rows:
         for name, value in columns.fields.items():
@@ -326,8 +327,8 @@ def _with_fields(rows: Iterator[Row], columns: Columns) -> Iterator[Row]:
 
 
 def _checked(
-    rows: Iterator[Row], columns: Columns, field: str, required: Required
-) -> Iterator[Row]:
+    rows: Iterator[DataRow], columns: DataColumns, field: str, required: Required
+) -> Iterator[DataRow]:
     """The rows, each with the columns that are read of it."""
     prompt = columns.messages or columns.prompt
     always = {("messages" if columns.messages else "prompt"): prompt}
@@ -373,15 +374,15 @@ def _checked(
 def _unusable(
     file: Path, place: int, column: str, what: str, fix: str, *, own: Mapping[str, str]
 ) -> DataError:
-    """Return the error for a value that a reward cannot use, with the user's name of its column. `own`:
-    that name for the columns that a key of the configuration names."""
+    """Return the error for a value that a reward cannot use, with the user's name of its column.
+    `own`: that name for the columns that a key of the configuration names."""
     if column:
         return DataError(file, place, f"`{own.get(column, column)}` {what}", fix)
     renamed = [f"`{role}` is the column `{name}`" for role, name in own.items() if role != name]
     return DataError(file, place, "; ".join((what, *renamed)), fix)
 
 
-def _prompt_value(file: Path, place: int, values: Mapping[str, Any], columns: Columns) -> Any:
+def _prompt_value(file: Path, place: int, values: Mapping[str, Any], columns: DataColumns) -> Any:
     """The prompt of a row; messages that are JSON text as a list."""
     column = columns.messages or columns.prompt
     try:
@@ -391,7 +392,9 @@ def _prompt_value(file: Path, place: int, values: Mapping[str, Any], columns: Co
         raise DataError(file, place, f"`{column}` {error.what}", fix) from error
 
 
-def _messages_or_text(row: Row, columns: Columns, as_chat: bool, chat_keys: Sequence[str]) -> Asked:
+def _messages_or_text(
+    row: DataRow, columns: DataColumns, as_chat: bool, chat_keys: Sequence[str]
+) -> PromptQuery:
     """The prompt as chat messages, whose faults are named; text that no template renders as text,
     for which `chat_keys` would be without effect."""
     file, place, values = row
@@ -420,7 +423,7 @@ def _given_response(
     response: Any,
     tokenizer: Tokenizer,
     tools: Sequence[Any],
-) -> Conversation:
+) -> TrainingConversation:
     """The response to chat messages, which is text, a number or, as TRL has it, messages."""
     value = _messages_or_value(file, place, response)
     if value and is_messages(value):
@@ -444,8 +447,8 @@ def _messages_or_value(file: Path, place: int, response: Any) -> Any:
 
 
 def _require_response(file: Path, place: int, response: Any) -> None:
-    """Raise DataError for a response to a plain text that is none, or that is messages, which would be
-    learned as text."""
+    """Raise DataError for a response to a plain text that is not text, or is messages, which would
+    be learned as text."""
     value = _messages_or_value(file, place, response)
     if value and is_messages(value):
         what = "`response` holds chat messages, and the prompt is plain text"
@@ -453,7 +456,7 @@ def _require_response(file: Path, place: int, response: Any) -> None:
     response_text(file, place, response)
 
 
-def _tools(file: Path, place: int, values: Mapping[str, Any], columns: Columns) -> list[Any]:
+def _tools(file: Path, place: int, values: Mapping[str, Any], columns: DataColumns) -> list[Any]:
     """Schemas of the functions that the row's messages may call."""
     if columns.tools is None:
         return []
@@ -464,7 +467,7 @@ def _tools(file: Path, place: int, values: Mapping[str, Any], columns: Columns) 
         return []
     found = [without_nulls(read_json(one)) for one in found] if isinstance(found, list) else found
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        what = f"`{columns.tools}` is no list of JSON schemas: {found!r:.80}"
+        what = f"`{columns.tools}` is not a list of JSON schemas: {found!r:.80}"
         fix = (
             'write [{"type": "function", "function": {"name": ...}}]; or, for a column of something'
             " else, set data.tools_key: null"

@@ -74,7 +74,10 @@ def missing_column(
     fix = f"add `{column}` to every row"
     if key is not None:
         named_column = "COLUMN" if found is None else found
-        fix += f", or name its column: data.{key}={named_column} (of a source or a set: {key}, by its path)"
+        fix += (
+            f", or name its column: data.{key}={named_column} (of a source or a set: {key}, by its"
+            " path)"
+        )
     elif found is not None:
         fix = f"did you mean `{found}`? {fix}"
     left_out = columns_of_bytes(file)

@@ -1,5 +1,4 @@
-"""Where the next prompt, or the next batch of given responses, comes from: one file, or a mixture of
-several.
+"""Sources of prompts and of batches of given responses: one file, or a mixture of several.
 
 Invariants:
 - every prompt of a source is handed out exactly once per epoch of that source;
@@ -7,9 +6,9 @@ Invariants:
   given, so a saved position continues with the very same sequence; it has the digests of its
   prompts, and is refused by a source of others;
 - of a mixture, no source is ever a whole prompt ahead of its share;
-- a given response (`loss: sft`) is tokenized once, at the start, and ends with end-of-sequence; of a
-  conversation the assistant's messages are trained on. Its log-probs are zeros, which the `sft` loss
-  never reads.
+- a given response (`loss: sft`) is tokenized once, at the start, and ends with end-of-sequence; of
+  a conversation the assistant's messages are trained on. Its log-probs are zeros, which the `sft`
+  loss never reads.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from megatron_async_rl.config.problem import DataError
-from megatron_async_rl.data.conversation import Conversation, loss_weight, response_text
+from megatron_async_rl.data.conversation import TrainingConversation, loss_weight, response_text
 from megatron_async_rl.data.identity import DataIdentity
-from megatron_async_rl.data.prompts import Part, PromptSet
+from megatron_async_rl.data.prompts import MixturePart, PromptSet
 from megatron_async_rl.data.tokenizer import Tokenizer, encode_rows
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.samples.types import Prompt, Sample
@@ -97,7 +96,7 @@ class Mixture:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[MixturePart],
         *,
         seed: int,
         shuffle: bool,
@@ -154,7 +153,9 @@ def _other_data(label: str, what: str) -> DataError:
 
 
 def _identities(
-    prompts: Sequence[Prompt], parts: Sequence[Part], given: Sequence[Conversation] = ()
+    prompts: Sequence[Prompt],
+    parts: Sequence[MixturePart],
+    given: Sequence[TrainingConversation] = (),
 ) -> list[DataIdentity]:
     """Identity of each part."""
     ends = list(accumulate(part.count for part in parts))
@@ -174,10 +175,10 @@ class PromptSource:
         *,
         seed: int,
         shuffle: bool,
-        parts: Sequence[Part] | None = None,
+        parts: Sequence[MixturePart] | None = None,
     ) -> None:
         self._prompts = tuple(prompts)
-        parts = parts or [Part(count=len(prompts))]
+        parts = parts or [MixturePart(count=len(prompts))]
         self.identities = _identities(self._prompts, parts)
         """Identity of each part."""
         self._order = Mixture(parts, seed=seed, shuffle=shuffle, identities=self.identities)
@@ -226,9 +227,10 @@ def fitting(rows: PromptSet, tokenizer: Tokenizer, longest: int | None) -> Promp
 class SupervisedSource:
     """Endless batches of `prompts_per_step` given responses, with a resumable position.
 
-    `prompts`: each with `fields["response"]` (text, or a Conversation) and optionally `fields["weight"]` (>= 0, the
-    sample's loss weight); `parts` as for PromptSource. Raises DataError, naming the prompt, for a response that is missing, not
-    text, or too long for `max_context` (prompt + response + end-of-sequence tokens).
+    `prompts`: each with `fields["response"]` (text, or a TrainingConversation) and optionally
+    `fields["weight"]` (>= 0, the sample's loss weight); `parts` as for PromptSource. Raises
+    DataError, naming the prompt, for a response that is missing, not text, or too long for
+    `max_context` (prompt + response + end-of-sequence tokens).
     """
 
     def __init__(
@@ -240,7 +242,7 @@ class SupervisedSource:
         seed: int,
         shuffle: bool,
         max_context: int | None,
-        parts: Sequence[Part] | None = None,
+        parts: Sequence[MixturePart] | None = None,
     ) -> None:
         self._prompts = tuple(prompts)
         self._prompts_per_step = prompts_per_step
@@ -264,7 +266,7 @@ class SupervisedSource:
                     " model and a micro-batch",
                     f"leave such rows out (data.max_tokens={max_context}), or shorten this one",
                 )
-        parts = parts or [Part(count=len(prompts))]
+        parts = parts or [MixturePart(count=len(prompts))]
         self.identities = _identities(self._prompts, parts, self._given)
         """Identity of each part."""
         self._order = Mixture(parts, seed=seed, shuffle=shuffle, identities=self.identities)
@@ -313,26 +315,28 @@ class SupervisedSource:
         self._consumed = int(state["consumed"])
 
 
-def _given(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[Conversation]:
+def _given(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[TrainingConversation]:
     """A response alone is a conversation whose every token is trained on."""
     found = [prompt.fields.get("response") for prompt in prompts]
     plain = [
         prompt
         for prompt, one in zip(prompts, found, strict=True)
-        if not isinstance(one, Conversation)
+        if not isinstance(one, TrainingConversation)
     ]
     texts = [response_text(prompt.id, None, prompt.fields.get("response")) for prompt in plain]
     ids = encode_rows(tokenizer, texts, lambda index: (plain[index].id, None), special_tokens=False)
     encoded = zip(texts, ids, strict=True)
     return [
-        one if isinstance(one, Conversation) else _alone(prompt, *next(encoded), tokenizer)
+        one if isinstance(one, TrainingConversation) else _alone(prompt, *next(encoded), tokenizer)
         for prompt, one in zip(prompts, found, strict=True)
     ]
 
 
-def _alone(prompt: Prompt, text: str, ids: Sequence[int], tokenizer: Tokenizer) -> Conversation:
+def _alone(
+    prompt: Prompt, text: str, ids: Sequence[int], tokenizer: Tokenizer
+) -> TrainingConversation:
     tokens = np.asarray([*ids, tokenizer.eos_ids[0]], dtype=np.int32)
-    return Conversation(
+    return TrainingConversation(
         prompt=prompt.text,
         prompt_ids=prompt.token_ids,
         ids=tokens,

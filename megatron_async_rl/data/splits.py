@@ -41,7 +41,8 @@ _WHOLE_NAME = re.compile(
 
 
 def files_by_split(files: Sequence[Path]) -> dict[str, list[Path]]:
-    """Return the files of each split that their names stand for; the others under the empty name."""
+    """Return the files of each split that their names stand for; the others under the empty
+    name."""
     found = {file: split_of(file.stem) or "" for file in files}
     twins: dict[str, dict[str, list[Path]]] = {}
     for file in files:
@@ -68,8 +69,8 @@ def names_split(name: str, split: str) -> bool:
 
 
 def _rests(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield each split that a word of the file's name stands for, with the name without the word and
-    without its place among several files: splits have different numbers of them."""
+    """Yield each split that a word of the file's name stands for, with the name without the word
+    and without its place among several files: splits have different numbers of them."""
     parts = re.split(r"([^a-z]+)", _PIECE.sub("", _spaced(file.stem)))
     for index, word in enumerate(parts):
         if word in _SPLIT_OF:
@@ -85,8 +86,8 @@ def _spaced(name: str) -> str:
 def splits_by_name(paths: Collection[str]) -> dict[str, list[str]]:
     """Return the files of a data set on a hub by their split, by the rules of `datasets`.
 
-    The split of pieces in the folder `data` is the beginning of the name, else a word in the name of
-    a folder, else one in that of the file. Where no name has one, all files are for training.
+    The split of pieces in the folder `data` is the beginning of the name, else a word in the name
+    of a folder, else one in that of the file. Where no name has one, all files are for training.
     """
     files = [PurePosixPath(path) for path in sorted(paths)]
     found: dict[str, list[str]] = {}

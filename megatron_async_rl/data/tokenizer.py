@@ -5,8 +5,8 @@ Invariants:
 - every id that `encode*` returns has a row in the model: a tokenizer may have more entries than the
   model (Gemma 3's image token, an added pad token), and text with such a token is refused;
 - `decode` takes every id that the model can sample, also rows without a token;
-- importing this file imports neither torch nor transformers; chat templates, and tokenizers that are
-  more than a plain tokenizer.json, load transformers;
+- importing this file imports neither torch nor transformers; chat templates, and tokenizers that
+  are more than a plain tokenizer.json, load transformers;
 - `eos_ids[0]` is the tokenizer's own end-of-sequence token; every id in `eos_ids` ends a sampled
   response, the chat template's end of a turn included.
 """
@@ -38,8 +38,8 @@ FILES = ("tokenizer.json", "tokenizer.model")
 
 
 def content_of(message: Mapping[str, Any]) -> str | None:
-    """The text of a chat message, whose content may be a list of texts; null beside `tool_calls`.
-    Raises ValueError for what no text model reads, as what the message has."""
+    """The text of a chat message, whose content may be a list of texts; null for a message with
+    `tool_calls`. Raises ValueError for what no text model reads, as what the message has."""
     content = message.get("content")
     if isinstance(content, list):
         for index, part in enumerate(content):
@@ -100,9 +100,9 @@ def load_tokenizer(
     options: Mapping[str, Any] | None = None,
     tools: Sequence[Any] = (),
 ) -> Tokenizer:
-    """`template`: of chat prompts, null takes the model's; `options`: its variables; `tools`: schemas
-    of functions that every chat prompt names. Raises DataError if the directory has no tokenizer,
-    names no end-of-sequence token, or names one without a row in the model."""
+    """`template`: of chat prompts, null takes the model's; `options`: its variables; `tools`:
+    schemas of functions that every chat prompt names. Raises DataError if the directory has no
+    tokenizer, names no end-of-sequence token, or names one without a row in the model."""
     model_dir = Path(model_dir)
     if not any((model_dir / name).is_file() for name in FILES):
         raise DataError(
@@ -117,7 +117,7 @@ def load_tokenizer(
 
 
 def tokenizer_of(model_dir: Path, data: DataConfig, tools: Sequence[Any] = ()) -> Tokenizer:
-    """With the chat template and the options that `data` names, and `tools`."""
+    """Load the model's tokenizer with the chat template and options of `data`, and `tools`."""
     return load_tokenizer(model_dir, data.chat_template, data.chat_template_options, tools)
 
 
@@ -196,7 +196,8 @@ class ModelTokenizer:
                     self._dir,
                     None,
                     f"has no row for token {index} ({text!r}): its vocab_size is {self._rows}",
-                    f"remove {text!r} from the text, or use the tokenizer that belongs to this model",
+                    f"remove {text!r} from the text, or use the tokenizer that belongs to this"
+                    " model",
                 )
 
     def render_chat(self, messages: ChatMessages, *, answer: bool, tools: Any = None) -> str:
@@ -311,8 +312,8 @@ def _eos_listed(model_dir: Path) -> list[int]:
 
 
 def _eos_ids(model_dir: Path, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
-    """Every id that ends a sequence. The tokenizer's own eos comes first: for most chat models it
-    is the one that ends a turn."""
+    """Every id that ends a sequence. The tokenizer's own eos comes first: most chat models end a
+    turn with it."""
     own = _eos_text(model_dir)
     named = [vocabulary[own]] if own is not None and own in vocabulary else []
     found = tuple(dict.fromkeys((*named, *_eos_listed(model_dir))))

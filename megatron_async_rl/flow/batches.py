@@ -1,10 +1,10 @@
-"""Where rank 0's batches come from: the controller and its engines, or given responses.
+"""Sources of rank 0's batches: the controller and its engines, or given responses.
 
 Both keep one contract with the loop:
 - `state()` is asked for only when everything that was handed out is trained on; it is what to
   checkpoint with the weights of that version;
-- `next_batch(version)` returns None once `RUN/stop` exists and no batch is taken: one that is taken
-  is handed out, and trains.
+- `next_batch(version)` returns None once `RUN/stop` exists and no batch is taken: a batch that is
+  taken is handed out, and trains.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_async_rl.data import (
     tokenizer_of,
 )
 from megatron_async_rl.flow.controller import STOP_ENGINES_S, start_controller
-from megatron_async_rl.flow.copies import Fill
+from megatron_async_rl.flow.copies import BufferRequest
 from megatron_async_rl.flow.evaluation import EvalResult, HeldOut, read_held_out
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.lanes import capacity_of
@@ -49,33 +49,33 @@ from megatron_async_rl.watchdog.deadline import ray_get
 from megatron_async_rl.weights.manifest import BucketRef, Manifest
 
 DAY_S = 86400.0
-"""For what the controller watches itself: it ends a batch, a sleep or an evaluation of which nothing
-comes."""
+"""Time limit of calls that the controller watches itself: it fails a batch, a sleep or an
+evaluation that makes no progress."""
 
 
-class Batches(Protocol):
+class BatchSource(Protocol):
     def next_batch(self, version: int) -> Handout | None:
         """The batch that trains `version`; None when the user asked the run to stop."""
 
     def sleep(self) -> None:
-        """Colocated: returns when the engines have given up their memory, which they take again with
-        the next version."""
+        """Colocated: returns when the engines have given up their memory, which they take again
+        with the next version."""
 
     def until_loaded(self, version: int) -> None:
-        """Returns when every engine that is there holds `version`, which is lent."""
+        """Wait until every present engine holds `version`, whose buckets are filled on demand."""
 
-    def next_fill(self, made: Future[Any]) -> Fill | None:
-        """Returns what the ranks are to do next with the buckets that engines want; null once `made` is
-        done."""
+    def next_buffer_request(self, made: Future[Any]) -> BufferRequest | None:
+        """Returns what the ranks are to do next with the buckets that engines want; null once
+        `made` is done."""
 
-    def filled(self, done: BucketRef | None) -> None:
+    def buffer_filled(self, done: BucketRef | None) -> None:
         """The ranks have done it; `done`: where the bucket is."""
 
     def until_released(self, version: int) -> None:
         """Returns when no engine reads the weights whose place `version` takes."""
 
     def publish(self, version: int, manifest: Manifest) -> None:
-        """`version` is staged; the engines load it while the loop goes on."""
+        """`version` is staged; the engines load it while the loop continues."""
 
     def held_out(self, place: int, version: int) -> Iterator[TrainBatch]:
         """Supervised: the responses of held-out set number `place`, once, for the weights
@@ -109,9 +109,9 @@ class RolloutBatches:
         self._controller: Any = None
         self._released: Any = None
         """Answered once no engine reads a version before the one staged last."""
-        self._fill: Any = None
+        self._buffer_request: Any = None
         """Answered with what the ranks are to do next."""
-        self._filled: BucketRef | None = None
+        self._buffer_filled: BucketRef | None = None
         self._evaluation: Any = None
         self._results: list[EvalResult] = []
         spec = controller_spec(config, device_type, gpus)
@@ -162,19 +162,21 @@ class RolloutBatches:
         loaded = self._controller.loaded.remote(version)
         ray_get(loaded, f"the engines to load version {version}", DAY_S)
 
-    def next_fill(self, made: Future[Any]) -> Fill | None:
-        if self._fill is None:
-            self._fill = self._controller.next_fill.remote(self._filled)
-        wanted = self._fill.future()
+    def next_buffer_request(self, made: Future[Any]) -> BufferRequest | None:
+        if self._buffer_request is None:
+            self._buffer_request = self._controller.next_buffer_request.remote(self._buffer_filled)
+        wanted = self._buffer_request.future()
         wait((made, wanted), return_when=FIRST_COMPLETED)
         if not wanted.done():
             return None
-        fill: Fill = ray_get(self._fill, "the next bucket to fill", self._timeout_s)
-        self._fill = None
+        fill: BufferRequest = ray_get(
+            self._buffer_request, "the next bucket to fill", self._timeout_s
+        )
+        self._buffer_request = None
         return fill
 
-    def filled(self, done: BucketRef | None) -> None:
-        self._filled = done
+    def buffer_filled(self, done: BucketRef | None) -> None:
+        self._buffer_filled = done
 
     def until_released(self, version: int) -> None:
         if self._released is not None:
@@ -223,7 +225,8 @@ class RolloutBatches:
 
 
 class GivenResponses:
-    """Supervised; no engines, nobody to publish to. Held-out responses are measured by the ranks."""
+    """Supervised; no engines, and nothing to publish. Held-out responses are measured by the
+    ranks."""
 
     def __init__(self, config: Config, position: DataState | None) -> None:
         tokenizer = tokenizer_of(config.model.path, config.data)
@@ -258,23 +261,23 @@ class GivenResponses:
         return Handout(batch=self._source.next_batch(version), metrics={})
 
     def sleep(self) -> None:
-        """There is nobody to sleep."""
+        """Nothing to do: there are no engines."""
 
     def until_loaded(self, version: int) -> None:
-        """There is nobody to load."""
+        """Nothing to do: there are no engines."""
 
-    def next_fill(self, made: Future[Any]) -> Fill | None:
-        """Nobody wants a bucket."""
+    def next_buffer_request(self, made: Future[Any]) -> BufferRequest | None:
+        """Unused: a supervised run has no engines."""
         return None
 
-    def filled(self, done: BucketRef | None) -> None:
-        """Nobody wants a bucket."""
+    def buffer_filled(self, done: BucketRef | None) -> None:
+        """Unused: a supervised run has no engines."""
 
     def until_released(self, version: int) -> None:
-        """Nobody reads."""
+        """Return at once: no engine reads the weights of a supervised run."""
 
     def publish(self, version: int, manifest: Manifest) -> None:
-        """There is nobody to send to."""
+        """Nothing to do: there are no engines."""
 
     def held_out(self, place: int, version: int) -> Iterator[TrainBatch]:
         return self._held_out[place].once(version)
@@ -310,9 +313,9 @@ def open_batches(
     device_type: str,
     position: DataState | None,
     gpus: Mapping[str, Sequence[str]],
-) -> Batches:
-    """The batches that `config` asks for, from `position` (None: the beginning). `gpus`: those of the
-    trainer's ranks, by host name."""
+) -> BatchSource:
+    """The batches that `config` asks for, from `position` (None: the beginning). `gpus`: those of
+    the trainer's ranks, by host name."""
     if config.supervised:
         return GivenResponses(config, position)
     return RolloutBatches(config, device_type, position, gpus)
@@ -321,7 +324,7 @@ def open_batches(
 def controller_spec(
     config: Config, device_type: str, gpus: Mapping[str, Sequence[str]]
 ) -> ControllerSpec:
-    """`gpus`: of the ranks, by host name. Colocated engines share them, as far as there are so many."""
+    """`gpus`: of the ranks, by host name. Colocated engines share them, as far as they suffice."""
     rollout = config.rollout
     assert rollout is not None
     shares = rollout.placement == "colocated"

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class SampleGroup:
     """The finished responses to one prompt. `index` is the order of admission, from 0 over the
     whole run."""
 
@@ -52,10 +52,10 @@ class GroupState:
     dropped: str = ""
     """Why; empty: it is not."""
 
-    def group(self) -> Group:
+    def group(self) -> SampleGroup:
         """The finished group, its samples in the order in which they were asked."""
         samples = sorted(self.samples, key=lambda sample: int(sample.id.rpartition("-")[2]))
-        return Group(self.index, self.prompt, tuple(samples))
+        return SampleGroup(self.index, self.prompt, tuple(samples))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

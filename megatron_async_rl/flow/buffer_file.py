@@ -54,7 +54,7 @@ class BufferBroken(UserError):
 
 
 def earlier() -> BufferBroken:
-    """For a checkpoint whose buffer is of an earlier version."""
+    """The error for a checkpoint whose buffer has an earlier file format."""
     return BufferBroken.of(
         "run.dir",
         f"{EARLIER_NAME} of the checkpoint is of an earlier version and cannot be read",
@@ -129,8 +129,8 @@ def read(content: bytes) -> Buffer:
         raise BufferBroken.of(
             "run.dir",
             f"{NAME} of the checkpoint cannot be read ({type(error).__name__}: {error})",
-            "resume with the release that wrote it; in a checkpoint without digests you may remove the"
-            " file, and what it held is sampled again",
+            "resume with the release that wrote it; in a checkpoint without digests you may remove"
+            " the file, and what it held is sampled again",
         ) from error
 
 
@@ -175,7 +175,7 @@ def _group(
     beginnings: Iterator[PartialResponse],
 ) -> GroupState:
     prompt, index = prompts[one["prompt"]], one["index"]
-    asked = [
+    requested = [
         Request(group=index, k=k, prompt=prompt, prefix=next(beginnings) if begun else None)
         for k, begun in one["open"]
     ]
@@ -186,7 +186,7 @@ def _group(
         deadline=one["deadline"],
         finished=one["finished"],
         samples=[next(rows) for _ in range(one["samples"])],
-        open={request.id: request for request in asked},
+        open={request.id: request for request in requested},
     )
 
 
@@ -198,7 +198,7 @@ class _Prompts:
         self._places: dict[str, list[int]] = {}
 
     def place(self, prompt: Prompt) -> int:
-        """Where it is in `all`."""
+        """Index of the prompt in `all`; appends it if it is new."""
         places = self._places.setdefault(prompt.id, [])
         for place in places:
             if self.all[place] == prompt:

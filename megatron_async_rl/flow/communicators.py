@@ -4,8 +4,8 @@
                --send-----> sender, a process on rank 0's machine ==communicator==> workers
 
 Invariants:
-- one that is lost is closed at the sender, and its engine's workers then give it up, too; others
-  are not touched;
+- a lost one is closed at the sender, and its engine's workers then give it up, too; others are not
+  touched;
 - the sender has a process of its own: it loads torch, and on a GPU holds memory of rank 0's. One
   that has died or does not answer is replaced with the next communicator.
 """
@@ -32,7 +32,7 @@ from megatron_async_rl.watchdog.deadline import (
     name_this_process,
 )
 from megatron_async_rl.watchdog.logs import redirect_output
-from megatron_async_rl.weights.manifest import Copy, Delivery, Manifest, Meeting
+from megatron_async_rl.weights.manifest import Manifest, Meeting, StagedCopy, WeightUpdate
 
 NAME = "sender"
 
@@ -57,7 +57,7 @@ class SenderActor:
     async def open(self, workers: int) -> Meeting:
         return await asyncio.to_thread(self._sender.open, workers)
 
-    async def send(self, meeting: Meeting, version: int, manifest: Manifest) -> Copy:
+    async def send(self, meeting: Meeting, version: int, manifest: Manifest) -> StagedCopy:
         with watch.doing("work", f"sending version {version}"):
             return await asyncio.to_thread(self._sender.send, meeting, version, manifest)
 
@@ -69,7 +69,7 @@ class SenderActor:
 
 
 @dataclass
-class Communicator:
+class EngineCommunicator:
     """A `Relay` whose memory is the engine's own."""
 
     where: str
@@ -79,11 +79,11 @@ class Communicator:
     held: int | None = None
     """The version that came last."""
 
-    async def fetch(self, version: int, manifest: Manifest) -> Copy:
+    async def fetch(self, version: int, manifest: Manifest) -> StagedCopy:
         await self.engine.receive(
-            Delivery(meeting=self.meeting, version=version, manifest=manifest, kept=self.held)
+            WeightUpdate(meeting=self.meeting, version=version, manifest=manifest, kept=self.held)
         )
-        copy: Copy = await answer_of(self.sender.send.remote(self.meeting, version, manifest))
+        copy: StagedCopy = await answer_of(self.sender.send.remote(self.meeting, version, manifest))
         self.held = version
         return copy
 
@@ -128,13 +128,13 @@ class Communicators:
         except asyncio.CancelledError:
             opening.add_done_callback(functools.partial(_close, sender))
             raise
-        return Communicator(slot.name, sender, slot.engine, meeting)
+        return EngineCommunicator(slot.name, sender, slot.engine, meeting)
 
     def stage(self, version: int, manifest: Manifest) -> None:
-        """Nothing is to be done: what is to be sent is told with the call."""
+        """Nothing is to be done: the call names what is to be sent."""
 
     def release(self, version: int) -> None:
-        """What is sent no more is not called for."""
+        """Nothing to do: receivers wait only for announced versions."""
 
     def close(self) -> None:
         sender, self._sender = self._sender, None
@@ -152,7 +152,8 @@ class Communicators:
             if self._sender is None:
                 sender = self._start()
                 try:
-                    # It loads torch first: that may take as long as a start, and longer than an answer.
+                    # It loads torch first: that may take as long as a start, and longer than an
+                    # answer.
                     await answer_of(sender.alive.remote())
                 except BaseException:
                     _kill(sender)
@@ -179,6 +180,6 @@ def _kill(sender: Any) -> None:
 
 
 def _close(sender: Any, opening: asyncio.Future[Meeting]) -> None:
-    """Nobody is to meet there."""
+    """Close the sender's end of a communicator that no engine will join."""
     if not opening.cancelled() and opening.exception() is None:
         sender.close.remote(opening.result())

@@ -22,8 +22,8 @@ Invariants:
 - a sample is taken in at one place, `on_sample`; with a reward per group it is logged, and its
   group finished, once that is there (`_score`);
 - `state()` has the prompts that are admitted and not consumed, and what there already is of their
-  responses: a resume goes on with them and asks for the rest again, so nothing is lost and nothing
-  made twice;
+  responses: a resume continues with them and requests the rest again, so nothing is lost and
+  nothing made twice;
 - what goes wrong for good (no engine left, a reward that must not fail, weights that are not the
   trainer's) ends the call that waits at once, or the next one, with its cause;
 - held-out evaluation uses the same fleet and touches neither the source nor the scheduler.
@@ -38,9 +38,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.flow.buffer import EMPTY, Buffer, Group
+from megatron_async_rl.flow.buffer import EMPTY, Buffer, SampleGroup
 from megatron_async_rl.flow.buffer_file import prompt_fields, prompt_of, read, written
-from megatron_async_rl.flow.copies import Fill
+from megatron_async_rl.flow.copies import BufferRequest
 from megatron_async_rl.flow.engine_task import Launch
 from megatron_async_rl.flow.errors import (
     BatchTimeout,
@@ -58,7 +58,7 @@ from megatron_async_rl.flow.relays import NoRelays, Relays, relays_of
 from megatron_async_rl.flow.requests import Listener
 from megatron_async_rl.flow.sample_log import SampleLog, open_sample_log
 from megatron_async_rl.flow.scheduler import Scheduler
-from megatron_async_rl.flow.spec import ControllerSpec, DataState, Handout, Source
+from megatron_async_rl.flow.spec import ControllerSpec, DataState, Handout, PromptProvider
 from megatron_async_rl.flow.summary import Ages, FlowCounts, engine_counts, summarise_dropped
 from megatron_async_rl.flow.updates import cancel_all
 from megatron_async_rl.rollout.cluster import preloaded_worker
@@ -84,7 +84,9 @@ class Controller(Listener):
     """A Ray actor named `controller`; all methods run on its one asyncio loop. `launch`: starts an
     engine. Rank 0 calls `start`, then `staged`, `next_batch`, `evaluate` and `state`."""
 
-    def __init__(self, source: Source, spec: ControllerSpec, launch: Launch = start_engine) -> None:
+    def __init__(
+        self, source: PromptProvider, spec: ControllerSpec, launch: Launch = start_engine
+    ) -> None:
         self._source = source
         self._spec = spec
         self._launch = launch
@@ -161,17 +163,17 @@ class Controller(Listener):
         self._require_no_failure()
 
     async def loaded(self, version: int) -> None:
-        """Returns once every engine that is there holds `version`, which is lent."""
+        """Wait until every present engine holds `version`, whose buckets are filled on demand."""
         self._require_no_failure()
         with watch.doing("wait", f"engines to load version {version}"):
             await self._fleet.updates.until_staged(version)
             await self._fleet.updates.until_loaded(version)
         self._require_no_failure()
 
-    async def next_fill(self, done: BucketRef | None) -> Fill:
-        """Returns what the ranks are to do next with the buckets of a version that is lent; `done`: where they
-        put the one that they were to fill."""
-        return await self._fleet.updates.next_fill(done)
+    async def next_buffer_request(self, done: BucketRef | None) -> BufferRequest:
+        """Return the ranks' next request about the buckets of an on-demand version; `done`: where
+        they put the requested bucket."""
+        return await self._fleet.updates.next_buffer_request(done)
 
     def on_version(self, version: int) -> None:
         """The first version begins the run; a newer one lets more be admitted."""
@@ -233,7 +235,7 @@ class Controller(Listener):
 
     async def sleep(self) -> None:
         """Colocated: engines sleep from here on, until they get the weights that the batch makes.
-        Returns when all have given up their memory; one that does not is lost. Raises
+        Returns when all have given up their memory; an engine that does not is lost. Raises
         DeadlineExceeded where one starts or loads for too long."""
         await self._fleet.sleep(max(self._spec.timeout_s, self._spec.start_timeout_s))
         self._require_no_failure()
@@ -258,7 +260,7 @@ class Controller(Listener):
                 raise self._timed_out(version)
             await _at_most(self._progress.wait(), min(left, STOP_POLL_S))
 
-    def _batch(self, groups: Sequence[Group], version: int) -> TrainBatch:
+    def _batch(self, groups: Sequence[SampleGroup], version: int) -> TrainBatch:
         """Makes the train batch, without text: a group's number is its place."""
         numbered = [
             (sample, place) for place, group in enumerate(groups) for sample in group.samples
@@ -287,7 +289,7 @@ class Controller(Listener):
         held = [slot.version for slot in self._fleet.slots]
         return batch_timeout(version, self._spec.timeout_s, late, held)
 
-    # What the fleet says
+    # Events of the fleet
 
     def on_sample(self, sample: SampleRow, request: Request) -> None:
         self._counts.add(sample, request)
@@ -306,7 +308,7 @@ class Controller(Listener):
         if group is not None:
             self._rewards.begin(group, self._on_scored, self.on_error)
 
-    def _on_scored(self, group: Group, samples: Sequence[SampleRow]) -> None:
+    def _on_scored(self, group: SampleGroup, samples: Sequence[SampleRow]) -> None:
         """The group may have been dropped meanwhile."""
         failed_before = {one.id for one in group.samples if not one.valid}
         failed = [one for one in samples if not one.valid and one.id not in failed_before]
@@ -395,7 +397,7 @@ class Controller(Listener):
         one staged last: engines of their own, where there are some, take it for that. One
         evaluation at a time.
 
-        Null where it could not be done and training goes on without: the reason is noted.
+        Null if it failed and training continues without it; the reason is noted.
         """
         self._require_no_failure()
         fleet = self._fleet
@@ -443,7 +445,7 @@ class Controller(Listener):
 
     async def remove_engine(self, index: int) -> None:
         """The engine takes no more requests, and those it has go on elsewhere. Raises ValueError
-        where it is not there, or is the only one that serves."""
+        where it is not there, or is the only serving one."""
         await self._fleet.remove(index, self._spec.timeout_s)
 
     # Position and counts
@@ -519,7 +521,7 @@ class Controller(Listener):
         await asyncio.to_thread(self._sample_log.close)
 
 
-def start_controller(source: Source, spec: ControllerSpec) -> Any:
+def start_controller(source: PromptProvider, spec: ControllerSpec) -> Any:
     """The actor's handle, on this machine. Ray must be initialised."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

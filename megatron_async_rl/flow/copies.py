@@ -1,15 +1,15 @@
-"""Staged versions, who reads them, which of them the memory of machines other than rank 0's holds, or
-an engine's own by collective, which counts as a machine; and which buckets of a version that is lent
-are where. State alone: who waits for it does so in `updates.py`.
+"""Staged versions, who reads them, which of them the memory of machines other than rank 0's holds,
+or an engine's own by collective, which counts as a machine; and where the buckets of an on-demand
+version are. State alone: who waits for it does so in `updates.py`.
 
 Invariants:
 - a copy is here once it is whole and verified, until its place is taken or its machine's relay is
   lost;
-- a machine has two at most; the next takes the place of all but the one that came last, as the
-  agent has it (weights/relay.py);
-- of a version that is lent a place is filled only while nobody reads it. An engine that is behind is
-  waited for, so that each bucket is filled once for all that load; whoever is lost is waited for no
-  more.
+- a machine has two at most; the next replaces all but the newest, as in the agent
+  (weights/relay.py);
+- a place of an on-demand version is filled only while no engine reads it. An engine that is behind
+  is waited for, so that each bucket is filled once for all that load; a lost engine is no longer
+  waited for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from megatron_async_rl.weights.manifest import IN_FLIGHT, BucketRef, Copy, Manifest
+from megatron_async_rl.weights.manifest import IN_FLIGHT, BucketRef, Manifest, StagedCopy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +28,14 @@ class Staged:
     """When it was staged; monotonic seconds."""
 
 
-class Reader(Protocol):
+class VersionReader(Protocol):
     """An engine, as far as its weights go."""
 
     @property
     def index(self) -> int: ...
     @property
     def evaluates(self) -> bool:
-        """True for one that only evaluates."""
+        """True for an engine that only evaluates."""
 
     @property
     def version(self) -> int:
@@ -49,11 +49,11 @@ class Reader(Protocol):
     def serving(self) -> bool: ...
     @property
     def busy(self) -> bool:
-        """True while it samples, and would stand still to load."""
+        """True while it samples, and would have to pause to load."""
 
     @property
     def machine(self) -> str:
-        """Where it reads weights; HERE where it is not there yet."""
+        """Machine from which the engine reads weights; HERE before the engine has started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,12 +77,12 @@ class Relayed:
     nbytes: int
 
 
-class Copies:
-    """By machine; rank 0's is none of them."""
+class VersionCopies:
+    """The staged copies of weight versions on other machines than rank 0's, by machine."""
 
     def __init__(self) -> None:
         self._held: dict[str, dict[int, Staged]] = {}
-        """The one that came last is last."""
+        """Copies by version, the newest last."""
         self.sending: dict[str, int] = {}
         """Version on its way, read from rank 0's memory."""
         self.last: Relayed | None = None
@@ -109,7 +109,7 @@ class Copies:
         """Nothing is on its way there any more."""
         self.sending.pop(machine, None)
 
-    def add(self, machine: str, staged: Staged, arrived: Copy) -> None:
+    def add(self, machine: str, staged: Staged, arrived: StagedCopy) -> None:
         """`staged` is whole in that machine's memory, as `arrived` has it."""
         copy = replace(staged, manifest=arrived.manifest)
         self._held.setdefault(machine, {})[staged.version] = copy
@@ -126,7 +126,7 @@ class Copies:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fill:
+class BufferRequest:
     """An order to all ranks: put bucket `number` of a version into a place, or, with null, give the
     memory of all places back."""
 
@@ -135,50 +135,50 @@ class Fill:
     place: int = 0
 
 
-class LentBuckets:
-    """The buckets of one version. An engine wants a bucket, reads it once it is in a place, and then wants the
-    next."""
+class IpcBucketQueue:
+    """The buckets of one version. An engine requests a bucket, reads it once it is in a place, and
+    then requests the next."""
 
     def __init__(self, version: int, count: int) -> None:
         self.version = version
         self._count = count
-        self._wants: dict[int, int] = {}
+        self._requested: dict[int, int] = {}
         self._reads: dict[int, int] = {}
         """Bucket by engine."""
         self._there: list[int | None] = [None] * IN_FLIGHT
         self._refs: dict[int, BucketRef] = {}
         """Buckets that are there, by their numbers."""
-        self._filling: Fill | None = None
+        self._filling: BufferRequest | None = None
         self._taken = False
         """The ranks hold memory for places."""
 
-    def want(self, engine: int, number: int) -> None:
-        self._wants[engine] = number
+    def request(self, engine: int, number: int) -> None:
+        self._requested[engine] = number
 
     def take(self, engine: int) -> BucketRef | None:
-        """The bucket that it wants, which it reads from now on; null while it is not there."""
-        ref = self._refs.get(self._wants[engine])
+        """The bucket that it requested, which it reads from now on; null while it is not there."""
+        ref = self._refs.get(self._requested[engine])
         if ref is not None:
-            self._reads[engine] = self._wants.pop(engine)
+            self._reads[engine] = self._requested.pop(engine)
         return ref
 
     def leave(self, engine: int) -> None:
-        """It neither reads nor wants anything."""
-        self._wants.pop(engine, None)
+        """Record that it neither reads nor requests anything."""
+        self._requested.pop(engine, None)
         self._reads.pop(engine, None)
 
-    def next_fill(self) -> Fill | None:
+    def next_buffer_request(self) -> BufferRequest | None:
         """Returns what the ranks are to do now; null: nothing."""
         if self._filling is not None:
             return None
         reads = set(self._reads.values())
-        soon = reads | {n for n in self._wants.values() if n in self._refs}
-        ahead = {*self._wants.values(), *(n + 1 for n in soon if n + 1 < self._count)}
-        if not self._wants and not reads:
+        soon = reads | {n for n in self._requested.values() if n in self._refs}
+        ahead = {*self._requested.values(), *(n + 1 for n in soon if n + 1 < self._count)}
+        if not self._requested and not reads:
             if not self._taken:
                 return None
             self._taken, self._there, self._refs = False, [None] * IN_FLIGHT, {}
-            return Fill(version=self.version, number=None)
+            return BufferRequest(version=self.version, number=None)
         free = [place for place, n in enumerate(self._there) if n not in ahead | reads]
         missing = ahead.difference(self._there)
         if not free or not missing:
@@ -188,10 +188,10 @@ class LentBuckets:
         if gone is not None:
             del self._refs[gone]
         self._there[place], self._taken = None, True
-        self._filling = Fill(version=self.version, number=number, place=place)
+        self._filling = BufferRequest(version=self.version, number=number, place=place)
         return self._filling
 
-    def filled(self, ref: BucketRef | None) -> None:
+    def buffer_filled(self, ref: BucketRef | None) -> None:
         """The ranks have done what they were to do."""
         fill, self._filling = self._filling, None
         if fill is not None and fill.number is not None and ref is not None:

@@ -10,11 +10,11 @@ Invariants:
   known here only;
 - an engine is lost when a call fails, when its reports stop for `unresponsive_s`, when its vLLM is
   silent for so long, or when it answers what it was not asked. It is killed at once, its requests
-  are given back, and nothing that it says later is heard;
+  are returned, and its later reports are ignored;
 - starts follow each other after a growing, random delay, at most `restarts_per_hour` within an
   hour; after that the engine is dead for good;
 - the first start of an engine of the configuration must succeed: it shows that the settings work;
-- one that sleeps takes a version step by step, in the order of `colocated.py`;
+- a sleeping engine takes a version step by step, in the order of `colocated.py`;
 - weights that differ from the trainer's end the run.
 """
 
@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from megatron_async_rl.flow.colocated import DeviceTurns, Phase
+from megatron_async_rl.flow.colocated import DevicePhases, Phase
 from megatron_async_rl.flow.copies import Staged
 from megatron_async_rl.flow.updates import WeightUpdates, cancel_all
 from megatron_async_rl.rollout.engine_process import Engine, EngineStartError
@@ -40,7 +40,7 @@ from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import await_named
 from megatron_async_rl.watchdog.events import described, out_of_memory, with_notes
-from megatron_async_rl.watchdog.host_memory import Memory
+from megatron_async_rl.watchdog.host_memory import MemoryKind
 from megatron_async_rl.weights.manifest import Manifest, WeightMismatch, require_equal
 
 log = logging.getLogger(__name__)
@@ -57,16 +57,16 @@ LOOK_S = 10.0
 
 
 class Launch(Protocol):
-    """Starts an engine; `again`: in place of one that is gone."""
+    """Starts an engine; `again`: replacing an engine that is gone."""
 
     def __call__(self, spec: EngineSpec, *, again: bool) -> Awaitable[Engine]: ...
 
 
 class EngineLost(RuntimeError):
-    """The engine is of no more use. `suspect`: one of its requests may be the reason. It is not where
-    the engine was removed, where something else ended it (a preemption, Ray's memory monitor), where
-    its machine has left the cluster, and where it failed at loading weights, sleeping, or at naming
-    the request that it answers."""
+    """The engine is of no more use. `suspect`: one of its requests may be the reason. It is not
+    where the engine was removed, where something else ended it (a preemption, Ray's memory
+    monitor), where its machine has left the cluster, and where it failed at loading weights,
+    sleeping, or at naming the request that it answers."""
 
     def __init__(self, reason: str, *, suspect: bool = True) -> None:
         super().__init__(reason)
@@ -74,26 +74,27 @@ class EngineLost(RuntimeError):
 
 
 @dataclass(eq=False)
-class Asked:
-    """A request and who may answer it: engines that hold at least version `least`. `answer`: of an
-    evaluation's request, which only engines that hold just that version may answer. `losses`:
-    engines that were lost while they had it, and for which it may be the reason."""
+class PendingRequest:
+    """A request and who may answer it: engines that hold at least version `minimum_version`.
+    `answer`: of an evaluation's request, which only engines that hold just that version may answer.
+    `losses`: engines that were lost while they had it, and for which it may be the reason."""
 
     request: Request
-    least: int
+    minimum_version: int
     answer: asyncio.Future[SampleRow] | None = None
     losses: int = 0
 
     @property
     def alone(self) -> bool:
-        """True if it runs alone on its engine, so that the next loss shows whether it is the reason."""
+        """True if it runs alone on its engine, so that the next loss shows whether it is the
+        reason."""
         return self.losses >= LOSSES_BEFORE_ALONE
 
 
 @dataclass(eq=False)
 class EngineSlot:
-    """One engine's place in the fleet: what it holds, what it was asked, and what it said last.
-    Written by its task and the fleet, read by everybody."""
+    """One engine's place in the fleet: its version, its requests, and its last report. Written by
+    its task and the fleet, read by everybody."""
 
     spec: EngineSpec
     evaluates: bool = False
@@ -105,15 +106,15 @@ class EngineSlot:
     asleep: bool = False
     """Colocated: from a batch until it has loaded newer weights, which wake it."""
     dead: bool = False
-    """For good."""
+    """True once the engine will not be restarted."""
     lost: str = ""
     """Why it is not there."""
-    memory_out: tuple[Phase, Memory] | None = None
+    memory_out: tuple[Phase, MemoryKind] | None = None
     """The phase, and the memory that ran out in it, where that is why."""
     restarts: int = 0
-    held: dict[str, Asked] = field(default_factory=dict)
+    held: dict[str, PendingRequest] = field(default_factory=dict)
     aborting: set[str] = field(default_factory=set)
-    """Those held that it was told to stop."""
+    """Ids of the held requests that the engine was requested to abort."""
     report: EngineReport | None = None
 
     @property
@@ -137,8 +138,8 @@ class EngineSlot:
         return HERE if self.engine is None else self.engine.machine
 
 
-class Owner(Protocol):
-    """The fleet, which hears what becomes of an engine."""
+class EngineOwner(Protocol):
+    """The fleet, which is notified of an engine's events."""
 
     def take_in(self, slot: EngineSlot, report: EngineReport) -> None:
         """Raises EngineLost where the engine answers what it was not asked."""
@@ -190,7 +191,7 @@ class EngineTask:
     def __init__(
         self,
         slot: EngineSlot,
-        owner: Owner,
+        owner: EngineOwner,
         updates: WeightUpdates,
         launch: Launch,
         *,
@@ -211,7 +212,7 @@ class EngineTask:
         self._must_start = must_start
         self._comes = "" if must_start else "has joined"
         self._failed: asyncio.Future[None] | None = None
-        self._turns = DeviceTurns("engine", "generate")
+        self._phases = DevicePhases("engine", "generate")
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """The first start; raises EngineStartError."""
         self.task = asyncio.create_task(self._run(), name=slot.name)
@@ -231,15 +232,15 @@ class EngineTask:
             self._failed.set_exception(lost)
 
     async def sleep(self, timeout_s: float) -> None:
-        """Colocated: the engine gives up its memory, until it takes newer weights; one that does not
-        is lost, and has ended before this returns: the policy counts on its memory."""
+        """Colocated: the engine gives up its memory, until it takes newer weights; an engine that
+        does not is lost, and has ended before this returns: the policy counts on its memory."""
         engine, what = self.slot.engine, f"{self.slot.name} to sleep"
         if engine is None:  # lost at this very moment
             return
         self.slot.asleep = True
         sleep = partial(await_named, what, engine.sleep(), timeout_s)
         try:
-            await self._turns.await_to("train", {"sleep": sleep})
+            await self._phases.await_to("train", {"sleep": sleep})
         except Exception as error:  # noqa: BLE001 - whatever it is, this engine is of no more use
             reason = f"it failed to sleep: {described(error)}"
             self.fail(engine, reason, suspect=False, cause=error)
@@ -272,7 +273,7 @@ class EngineTask:
             async with self._updates.starting():
                 engine = slot.engine = await self._launch(slot.spec, again=again)
             self._failed = asyncio.get_running_loop().create_future()
-            self._turns = DeviceTurns("engine", "generate")
+            self._phases = DevicePhases("engine", "generate")
             if not self.started.done():
                 self.started.set_result(None)
             if slot.spec.first_version >= 0:
@@ -284,7 +285,7 @@ class EngineTask:
         except Exception as error:  # noqa: BLE001 - whatever it is, another may do better
             suspect = isinstance(error, EngineLost) and error.suspect
             slot.engine, slot.serving, slot.asleep, slot.version = None, False, False, -1
-            phase = error.phase if isinstance(error, EngineStartError) else self._turns.phase
+            phase = error.phase if isinstance(error, EngineStartError) else self._phases.phase
             memory = out_of_memory(error)
             slot.memory_out = (phase, memory) if memory is not None else None
             self._updates.forget(slot.index)
@@ -305,7 +306,7 @@ class EngineTask:
             return False
 
     async def _end(self, engine: Engine) -> None:
-        """Whoever takes its devices next counts on their memory."""
+        """The next owner of its devices relies on their memory."""
         engine.kill()
         try:
             await await_named(
@@ -315,7 +316,7 @@ class EngineTask:
             self._note(str(error))
 
     async def _wait_for_restart(self, error: Exception) -> bool:
-        """False where there is none."""
+        """False if there is none."""
         slot, number = self.slot, self._restarts.begin()
         if not number:
             slot.dead = True
@@ -355,17 +356,17 @@ class EngineTask:
             self._serve(staged.version)
 
     async def _take(self, engine: Engine, staged: Staged) -> None:
-        """The engine holds the version when this returns, and may sample with it. Raises EngineLost,
-        and WeightMismatch after nobody can load this version any more."""
+        """The engine holds the version when this returns, and may sample with it. Raises
+        EngineLost, and WeightMismatch after no engine can load this version any more."""
         slot, version = self.slot, f"take weights of version {staged.version}"
         loaded: dict[str, str] = {}
 
         async def load() -> None:
-            if staged.manifest.lent:
+            if staged.manifest.on_demand:
                 loaded.update(await self._load_lent(engine, staged))
             else:
                 call = engine.update(staged.version, staged.manifest)
-                loaded.update(await self._asked(version, call))
+                loaded.update(await self._request(version, call))
 
         async def verify() -> None:
             try:
@@ -378,38 +379,41 @@ class EngineTask:
             await load()
             await verify()
             return
-        await self._turns.await_to("publish", {})
-        await self._turns.await_to(
+        await self._phases.await_to("publish", {})
+        await self._phases.await_to(
             "generate",
             {
-                "wake weights": lambda: self._asked("wake its weights", engine.wake(("weights",))),
+                "wake weights": lambda: self._request(
+                    "wake its weights", engine.wake(("weights",))
+                ),
                 "load": load,
                 "verify": verify,
-                "wake cache": lambda: self._asked("wake its cache", engine.wake()),
+                "wake cache": lambda: self._request("wake its cache", engine.wake()),
             },
         )
 
     async def _load_lent(self, engine: Engine, staged: Staged) -> dict[str, str]:
-        """Bucket by bucket, each given back as soon as it is loaded; one that the engine holds up for
-        `unresponsive_s` costs it, for others wait."""
+        """Load bucket by bucket, and release each as soon as it is loaded; an engine that holds a
+        bucket for `unresponsive_s` is lost, because others wait for it."""
         updates, index, manifest = self._updates, self.slot.index, staged.manifest
         last = len(manifest.buckets) - 1
         answer: dict[str, str] = {}
         for number in range(last + 1):
             what = f"bucket {number} of version {staged.version}"
             try:
-                ref = await self._asked(f"get {what}", updates.borrow(index, number))
+                ref = await self._request(f"get {what}", updates.acquire(index, number))
                 part = Manifest(buckets=(ref,), digests=manifest.digests if number == last else {})
                 call = engine.update(staged.version, part, number == 0, number == last)
-                answer = await self._asked(f"load {what}", call, self._unresponsive_s)
+                answer = await self._request(f"load {what}", call, self._unresponsive_s)
             finally:
-                updates.give_back(index)
+                updates.release(index)
         return answer
 
-    async def _asked[Result](
+    async def _request[Result](
         self, what: str, call: Awaitable[Result], limit_s: float | None = None
     ) -> Result:
-        """Returns what the engine answers, within `update_timeout_s` or another limit. Raises EngineLost."""
+        """Returns what the engine answers, within `update_timeout_s` or another limit. Raises
+        EngineLost."""
         try:
             limit_s = limit_s or self._update_timeout_s
             return await await_named(f"{self.slot.name} to {what}", call, limit_s)
@@ -429,21 +433,21 @@ class EngineTask:
 
     async def _listen(self, engine: Engine) -> None:
         """Takes in reports until the engine is of no more use; raises why."""
-        slot, patience_s = self.slot, self._unresponsive_s
-        wait = min(REPORT_S, patience_s / 4)
+        slot, limit_s = self.slot, self._unresponsive_s
+        wait = min(REPORT_S, limit_s / 4)
         while True:
             try:
-                with watch.doing("wait", f"a report of {slot.name}", patience_s):
-                    async with asyncio.timeout(patience_s):
+                with watch.doing("wait", f"a report of {slot.name}", limit_s):
+                    async with asyncio.timeout(limit_s):
                         report = await engine.report(wait)
             except TimeoutError:
                 raise EngineLost(
-                    f"it did not answer for {patience_s:g} s (rollout.unresponsive_s)"
+                    f"it did not answer for {limit_s:g} s (rollout.unresponsive_s)"
                 ) from None
             except Exception as error:
                 suspect = not getattr(error, "outside", False)
                 raise EngineLost(f"{type(error).__name__}: {error}", suspect=suspect) from error
-            if report.silent_s > patience_s:
+            if report.silent_s > limit_s:
                 raise EngineLost(
                     f"its vLLM process did not answer for {report.silent_s:.0f} s"
                     " (rollout.unresponsive_s)"

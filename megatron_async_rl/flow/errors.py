@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_async_rl.flow.colocated import Phase
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Sample
-from megatron_async_rl.watchdog.host_memory import Memory
+from megatron_async_rl.watchdog.host_memory import MemoryKind
 
 LATE_SHOWN = 8
 """Late groups that a message names."""
@@ -17,7 +17,7 @@ ERRORS_SHOWN = 3
 
 
 class FlowError(RuntimeError):
-    """Samples cannot keep flowing; the message says who, where and why."""
+    """Samples cannot keep flowing; the message names who, where and why."""
 
 
 class BatchTimeout(FlowError):
@@ -30,7 +30,7 @@ class EngineFailed(FlowError):
     """No engine is left that could be asked."""
 
     timed_out = True
-    """Engines are given up when they do not answer; who waits for what says why."""
+    """Engines are given up when they do not answer; the waits of the processes explain why."""
 
 
 class EngineMemoryOut(EngineFailed):
@@ -39,7 +39,7 @@ class EngineMemoryOut(EngineFailed):
 
     timed_out = False
 
-    def __init__(self, message: str, phase: Phase, memory: Memory = "device") -> None:
+    def __init__(self, message: str, phase: Phase, memory: MemoryKind = "device") -> None:
         super().__init__(message, phase, memory)
         self.message = message
         self.phase = phase
@@ -84,7 +84,7 @@ def batch_timeout(
 
 
 class RewardFailed(FlowError):
-    """A reward failed and the configuration says to stop, or every reward of a batch failed."""
+    """A reward failed and the configuration requests to stop, or every reward of a batch failed."""
 
 
 def reward_failed(samples: Sequence[SampleRow]) -> RewardFailed:

@@ -1,13 +1,13 @@
-"""Held-out evaluation: the engines of training, nothing of training's data, order or numbering. Each
-set of prompts has its own sampling. Of given responses (`loss: sft`) the ranks measure the loss
-(`rank0.py`); here is its result.
+"""Held-out evaluation: the engines of training, nothing of training's data, order or numbering.
+Each set of prompts has its own sampling. Of given responses (`loss: sft`) the ranks measure the
+loss (`rank0.py`); here is its result.
 
 Invariants:
 - requests have negative group numbers, so that no scheduler mistakes one for training's: prompt i,
   counted over all sets, is group -1 - i;
 - every token comes from the version that is evaluated, or there is no result;
-- a prompt's seeds follow from the run's seed and its place among the prompts: the same weights give the
-  same responses again.
+- a prompt's seeds follow from the run's seed and its place among the prompts: the same weights give
+  the same responses again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_async_rl.flow.group_rewards import GroupRewards
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Prompt, Request
 
-Answers = Sequence[tuple[Prompt, Sequence[SampleRow]]]
+EvalResponses = Sequence[tuple[Prompt, Sequence[SampleRow]]]
 """The prompts, each with its samples."""
 
 
@@ -98,17 +98,17 @@ class PromptResult:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalResult:
-    """Of one set of prompts."""
+    """Result of one set of prompts."""
 
     version: int
     mean_reward: float
     """Mean over prompts of their means; prompts without one are left out, and nan where none has
     one."""
     pass_at: Mapping[int, float]
-    """k -> estimate of the share of prompts of which at least one of k responses passes, over the
+    """k -> estimate of the share of prompts with at least one passing response among k, over the
     prompts that have k responses with a reward; nan if there are none."""
     per_prompt: tuple[PromptResult, ...]
-    """In the order of the file."""
+    """Results by prompt, in the order of the file."""
     truncated: float
     """Share of responses cut at the token limit."""
     samples: int
@@ -116,17 +116,18 @@ class EvalResult:
     reward_errors: int
     seconds: float
     parts: Mapping[str, float] = field(default_factory=dict)
-    """With `rollout.reward.parts`: each part's mean, as `mean_reward`, before it is weighted."""
+    """Mean of each part of the reward (`rollout.reward.parts`) before it is weighted, averaged
+    as `mean_reward`."""
     name: str = ""
     others: tuple[EvalResult, ...] = ()
-    """Of the sets after the first, which this is."""
+    """Results of the other sets; this is the first set's."""
 
     @property
     def prompts(self) -> int:
         return len(self.per_prompt)
 
     def metrics(self) -> dict[str, float]:
-        """Of this result, in which the set has no name."""
+        """Metrics of this result under the keys of an unnamed set."""
         return {
             # Absent where every reward failed: a share of passed ones is known even then.
             **({"eval/mean": self.mean_reward} if math.isfinite(self.mean_reward) else {}),
@@ -136,7 +137,7 @@ class EvalResult:
         }
 
     def metrics_of_set(self) -> dict[str, float]:
-        """The same, with SET in the place of the name."""
+        """The same, with SET for the name."""
         return {
             "eval/SET/mean": self.mean_reward,
             "eval/SET/truncated": self.truncated,
@@ -173,7 +174,7 @@ class EvalResult:
 
 @dataclass(frozen=True, kw_only=True)
 class LossResult:
-    """Of one set of given responses. `loss`: nats per token that is trained on, as
+    """Result of one set of given responses. `loss`: nats per token that is trained on, as
     `Policy.mean_loss`; `seconds`: of all sets together."""
 
     version: int
@@ -182,7 +183,7 @@ class LossResult:
     seconds: float
     name: str = ""
     others: tuple[LossResult, ...] = ()
-    """Of the sets after the first, which this is."""
+    """Results of the other sets; this is the first set's."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON, a number that is not finite as null."""
@@ -196,11 +197,11 @@ class LossResult:
         }
 
     def metrics(self) -> dict[str, float]:
-        """As EvalResult's."""
+        """See EvalResult."""
         return {"eval/loss": self.loss}
 
     def metrics_of_set(self) -> dict[str, float]:
-        """As EvalResult's."""
+        """See EvalResult."""
         return {"eval/SET/loss": self.loss}
 
 
@@ -217,7 +218,7 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 
 def summarise_evaluation(
-    answers: Answers,
+    answers: EvalResponses,
     *,
     version: int,
     seconds: float,
@@ -266,7 +267,7 @@ def _mean_pass_at(k: int, per_prompt: Sequence[PromptResult]) -> float:
     return sum(every) / len(every) if every else math.nan
 
 
-def _part_means(answers: Answers) -> dict[str, float]:
+def _part_means(answers: EvalResponses) -> dict[str, float]:
     """Means over the prompts that have the part of their responses' means."""
     means: dict[str, list[float]] = {}
     for _, samples in answers:
@@ -288,7 +289,7 @@ async def evaluate(
     on_reward_error: Literal["drop", "stop"],
     rewards: GroupRewards | None = None,
     on_progress: Callable[[int, int], None] = lambda prompts, tokens: None,
-    on_answers: Callable[[Answers], None] = lambda answers: None,
+    on_answers: Callable[[EvalResponses], None] = lambda answers: None,
 ) -> EvalResult:
     """The responses to every prompt of `sets`, from engines that hold `version`; the result is that
     of the first, and has the others'. `timeout_s`: longest time in which no response grows; a long
@@ -298,20 +299,20 @@ async def evaluate(
     Raises EngineFailed, RequestGivenUp, RewardFailed (with `on_reward_error: stop`), BatchTimeout,
     WeightsMoved, and ValueError without prompts.
     """
-    asked = [(one, prompt) for one in sets for prompt in one.prompts]
-    if not asked:
+    requested = [(one, prompt) for one in sets for prompt in one.prompts]
+    if not requested:
         raise ValueError("evaluation needs at least one prompt")
-    prompts = [prompt for _, prompt in asked]
+    prompts = [prompt for _, prompt in requested]
     started = time.monotonic()
     finished: asyncio.Queue[int] = asyncio.Queue()
     tasks: list[asyncio.Task[list[SampleRow]]] = []
-    for index, (one, prompt) in enumerate(asked):
+    for index, (one, prompt) in enumerate(requested):
         requests = [
             Request(group=-1 - index, k=k, prompt=prompt, sampling=one.name) for k in range(one.n)
         ]
         answer = _answer(fleet, prompt, requests, version, rewards)
         tasks.append(asyncio.create_task(answer, name=f"held-out prompt {prompt.id}"))
-        tasks[-1].add_done_callback(partial(_tell, finished, index))
+        tasks[-1].add_done_callback(partial(_report_finished, finished, index))
     try:
         tokens = 0
         for answered in range(len(prompts)):
@@ -377,7 +378,9 @@ async def _next_answered(
             continue
 
 
-def _tell(finished: asyncio.Queue[int], index: int, task: asyncio.Task[list[SampleRow]]) -> None:
+def _report_finished(
+    finished: asyncio.Queue[int], index: int, task: asyncio.Task[list[SampleRow]]
+) -> None:
     if not task.cancelled():
         # Looked at, so that asyncio does not report those after the first as never retrieved.
         task.exception()

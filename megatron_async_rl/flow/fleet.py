@@ -2,10 +2,10 @@
 (requests.py).
 
 Invariants:
-- engines join and leave while the others work; one that leaves gives its requests back with their
-  tokens;
-- a call to an engine has a limit, and one that fails costs the engine;
-- the mistakes of whoever listens end the run and are blamed on no engine.
+- engines join and leave while the others work; an engine that leaves returns its requests with
+  their tokens;
+- a call to an engine has a time limit, and a failed call costs the engine;
+- errors of the listener end the run and are not attributed to an engine.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Fleet:
             slot = task.slot
             if slot.machine != machine or slot.engine is None:
                 continue
-            if all_engines or self.updates.wants(slot.index):
+            if all_engines or self.updates.is_requested(slot.index):
                 task.fail(slot.engine, reason, suspect=False)
 
     async def sleep(self, timeout_s: float) -> None:
@@ -156,7 +156,7 @@ class Fleet:
         await asyncio.gather(*(task.sleep(timeout_s) for task in awake))
 
     async def close(self, timeout_s: float) -> None:
-        """Ends every engine; one that does not stop within `timeout_s` is killed."""
+        """Ends every engine; an engine that does not stop within `timeout_s` is killed."""
         await cancel_all([*(task.task for task in self.tasks), *self._background])
         await self._stop_engines(self.slots, timeout_s)
 
@@ -180,12 +180,12 @@ class Fleet:
 
     def prepare_evaluation(self, version: int) -> None:
         """Has the engines that only evaluate, if there are some, load `version`, which is the one
-        staged last. Raises EngineFailed where none of them is there."""
+        staged last. Raises EngineFailed if all of them are gone."""
         if self._separate:
             there = [one.index for one in self._engines(True) if one.engine is not None]
             if not there:
                 raise all_lost(self.slots, True)
-            self.updates.want(there, version)
+            self.updates.request_version(there, version)
 
     # What the tasks of the engines say
 
@@ -195,7 +195,7 @@ class Fleet:
 
     def on_version(self, slot: EngineSlot) -> None:
         if not slot.evaluates:
-            self.tell(lambda: self._listener.on_version(slot.version))
+            self.notify(lambda: self._listener.on_version(slot.version))
         self.requests.served()
 
     def on_lost(self, slot: EngineSlot, reason: str, *, suspect: bool) -> None:
@@ -203,7 +203,7 @@ class Fleet:
         slot.lost, slot.report = reason, None
         self.requests.take_back(slot, reason, suspect=suspect)
         if slot.evaluates and not any(
-            one.serving or self.updates.wants(one.index) for one in self._engines(True)
+            one.serving or self.updates.is_requested(one.index) for one in self._engines(True)
         ):
             self.requests.fail_evaluations(all_lost(self.slots, True))
         self.requests.dispatch()
@@ -228,7 +228,7 @@ class Fleet:
 
     # For the requests
 
-    def tell(self, call: Callable[[], object]) -> None:
+    def notify(self, call: Callable[[], object]) -> None:
         """Calls the listener. Its mistakes are not the engine's: they end the run."""
         try:
             call()
@@ -237,7 +237,7 @@ class Fleet:
             self.on_error(error)
 
     def send(self, slot: EngineSlot, call: Callable[[], Awaitable[None]], what: str) -> None:
-        """Begins a call to the slot's engine; one that fails costs the engine."""
+        """Begins a call to the slot's engine; a failed call costs the engine."""
         assert slot.engine is not None
         work = self._send(self.tasks[slot.index], slot.engine, call, what)
         task = asyncio.get_running_loop().create_task(work)

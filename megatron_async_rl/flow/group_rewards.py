@@ -1,5 +1,5 @@
-"""Rewards of whole groups: a part of the reward that is called `per: group` takes all responses to a
-prompt at once, so it is called here, where a group comes together, and not where each is sampled.
+"""Rewards of whole groups: a part of the reward that is called `per: group` takes all responses to
+a prompt at once, so it is called here, where a group comes together, and not where each is sampled.
 
     engine: parts per response --sample--> controller or evaluation: parts per group --> reward
 
@@ -21,14 +21,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_async_rl.config.schema import RewardConfig
-from megatron_async_rl.flow.buffer import Group
-from megatron_async_rl.rollout.rewards.registry import Context, Item
+from megatron_async_rl.flow.buffer import SampleGroup
+from megatron_async_rl.rollout.rewards.registry import RewardContext, RewardItem
 from megatron_async_rl.rollout.rewards.worker import Scored
 from megatron_async_rl.rollout.scoring import FailureLog, Scorer
 from megatron_async_rl.samples.rows import SampleRow, rescored
 from megatron_async_rl.samples.types import Prompt, Sample
 
-Done = Callable[[Group, list[SampleRow]], None]
+OnGroupScored = Callable[[SampleGroup, list[SampleRow]], None]
 LOG = "controller.reward_errors.jsonl"
 
 
@@ -65,16 +65,20 @@ class GroupRewards:
         """Groups that wait for their reward."""
         return len(self._tasks)
 
-    def begin(self, group: Group, done: Done, fail: Callable[[BaseException], None]) -> None:
-        """Has `group` scored, then calls `done` with its samples; `fail` for a mistake of ours, which
-        must end the run, not a task."""
+    def begin(
+        self, group: SampleGroup, done: OnGroupScored, fail: Callable[[BaseException], None]
+    ) -> None:
+        """Has `group` scored, then calls `done` with its samples; `fail` for a mistake of ours,
+        which must end the run, not a task."""
         task = asyncio.create_task(
             self._score(group, done, fail), name=f"reward of group {group.index}"
         )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _score(self, group: Group, done: Done, fail: Callable[[BaseException], None]) -> None:
+    async def _score(
+        self, group: SampleGroup, done: OnGroupScored, fail: Callable[[BaseException], None]
+    ) -> None:
         try:
             samples = await self.of(group.prompt, group.samples)
             done(group, samples)
@@ -89,7 +93,7 @@ class GroupRewards:
         if not rows or not self._scorer.scores(prompt):
             return list(samples)
         shown = [row.sample() for row in rows]
-        items = [Item(prompt, one.text, _context(one, held_out)) for one in shown]
+        items = [RewardItem(prompt, one.text, _context(one, held_out)) for one in shown]
         scored = await self._scorer.score_all(items)
         whole = [self._whole(row, one) for row, one in zip(rows, scored, strict=True)]
         for one, result in zip(shown, whole, strict=True):
@@ -120,8 +124,8 @@ class GroupRewards:
         return Scored(reward=total, parts=parts or None)
 
 
-def _context(sample: Sample, held_out: bool) -> Context:
-    return Context(
+def _context(sample: Sample, held_out: bool) -> RewardContext:
+    return RewardContext(
         finish_reason=sample.finish_reason,
         tokens=sample.length,
         seconds=sample.finished_at - sample.started_at,

@@ -1,5 +1,5 @@
-"""Where every admitted group is, what has come of it, and the counts: kept by the scheduler
-(scheduler.py), which decides.
+"""Table of the admitted groups, their states and their counts. The scheduler (scheduler.py)
+decides; the table keeps the books.
 
     enter --> running --on_sample--> finished --consume--> trained
                  +---------------------+---------drop----> dropped, with a reason
@@ -11,10 +11,11 @@ Invariants:
 - every group that entered is waiting (running or finished), consumed, or dropped with a reason:
   `counts` balance at any time, and `on_group_dropped` is called once for each that is dropped, when
   that is decided;
-- every request is answered or given up exactly once; one that is aborted stays open and is asked
+- every request is answered or given up exactly once; an aborted request stays open and is sent
   again, with its tokens;
-- with dynamic sampling, at most PATIENCE batches' worth of equal groups are dropped for one batch's
-  worth that is kept; after that equal groups are kept as well, so that no run waits for ever;
+- with dynamic sampling, at most EQUAL_BATCHES_LIMIT batches' worth of equal groups are dropped for
+  one batch's worth that is kept; after that equal groups are kept as well, so that no run waits
+  forever;
 - what an answer costs does not depend on how many groups are waiting.
 """
 
@@ -26,7 +27,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_async_rl.config.schema import FlowConfig
-from megatron_async_rl.flow.buffer import Buffer, Group, GroupState, snapshot
+from megatron_async_rl.flow.buffer import Buffer, GroupState, SampleGroup, snapshot
 from megatron_async_rl.samples.rows import SampleRow, rescored
 from megatron_async_rl.samples.types import Aborted, Request
 
@@ -42,10 +43,10 @@ OnDropped = Callable[[SampleRow, str, bool], None]
 """Called for each response that will not train, with the reason and whether its group had
 finished."""
 OnGroupDropped = Callable[[int, str], None]
-"""Called for each group that will not train, with its number and the reason, before the calls for its
-responses. It may have none yet."""
+"""Called for each group that will not train, with its number and the reason, before the calls for
+its responses. It may have none yet."""
 
-PATIENCE = 10
+EQUAL_BATCHES_LIMIT = 10
 """Counted by the groups kept, not consumed: far ahead of the trainer, many batches are made before
 one trains."""
 
@@ -63,7 +64,7 @@ class DynamicSampling:
     def drops(self, index: int, samples: Iterable[SampleRow]) -> bool:
         """True where group `index`, which has just finished, is to be dropped. Counts it."""
         equal = len({sample.reward for sample in samples if sample.valid}) <= 1
-        if equal and self.dropped < PATIENCE * self.prompts_per_step:
+        if equal and self.dropped < EQUAL_BATCHES_LIMIT * self.prompts_per_step:
             self.dropped += 1
             return True
         if equal:
@@ -112,7 +113,7 @@ class GroupTable:
         self.ready = self.open = 0
         """Groups that are finished and wait; requests that are not answered."""
         self.finished = 0
-        """Groups that have finished, whatever became of them."""
+        """Groups that have finished, consumed and dropped ones included."""
 
     def load(self, buffer: Buffer) -> None:
         """Groups come most urgent first."""
@@ -145,7 +146,7 @@ class GroupTable:
         elif len(entry.samples) == self._group_size and not self._scored_whole:
             self._finish(entry)
 
-    def unscored(self, group: int) -> Group | None:
+    def unscored(self, group: int) -> SampleGroup | None:
         """`group`, where it has all its responses and waits for its reward."""
         entry = self._waiting.get(group)
         waits = entry is not None and not entry.open and entry.finished is None
@@ -158,8 +159,7 @@ class GroupTable:
         self._finish(entry)
 
     def on_abort(self, aborted: Aborted, group: int) -> Request:
-        """The request to ask in place of one that was aborted: it goes on after the tokens that it
-        has."""
+        """The request that continues an aborted one after its tokens."""
         entry = self._answering.get(group)
         if entry is None or aborted.id not in entry.open:
             raise self._unexpected(aborted.id, group)
@@ -169,8 +169,8 @@ class GroupTable:
         return again
 
     def on_give_up(self, request: str, group: int) -> bool:
-        """The request will not be asked again, so its group cannot be completed. Returns whether the
-        group is dropped for it: another one's end may have come first."""
+        """The request will not be asked again, so its group cannot be completed. Returns whether
+        the group is dropped for it: another one's end may have come first."""
         entry = self._close(request, group)
         self.counts["given_up"] += 1
         if entry.dropped:
@@ -241,7 +241,7 @@ class GroupTable:
         return self._waiting.values()
 
     def running(self) -> Iterable[GroupState]:
-        """Those whose responses have not all come."""
+        """Groups that still miss responses."""
         return (entry for entry in self._waiting.values() if entry.finished is None)
 
     def is_waiting(self, group: int) -> bool:

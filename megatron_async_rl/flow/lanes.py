@@ -9,9 +9,9 @@ Invariants:
   the version that a request needs, it takes no more than its share: they will have room;
 - training and evaluation requests go to the engines of their kind; without evaluation engines both
   kinds share;
-- a request that is to run alone (`Asked.alone`) goes to an engine that has nothing, and that engine
-  takes nothing else meanwhile. For the first that waits, the engine that has the least empties
-  itself.
+- a request that is to run alone (`PendingRequest.alone`) goes to an engine that has nothing, and
+  that engine takes nothing else meanwhile. For the first that waits, the engine that has the least
+  empties itself.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence, Sized
 from typing import Protocol
 
-from megatron_async_rl.flow.engine_task import Asked, EngineSlot
+from megatron_async_rl.flow.engine_task import EngineSlot, PendingRequest
 from megatron_async_rl.samples.types import Request
 
 AFFINITY_LEAST = 8
-"""Requests by which an engine that knows the prompt may be fuller than the least loaded one, at the
-least."""
+"""Smallest number of requests that an engine that knows the prompt may have more than the least
+loaded engine."""
 LOOKAHEAD = 4
 """An engine is given max_concurrent / LOOKAHEAD requests more than it decodes at a time, so that
-none of its places is empty."""
+all its slots stay busy."""
 GROUPS_REMEMBERED = 4096
 """Newest groups whose engine is remembered, for its prefix cache."""
 
 LaneKey = tuple[bool, int]
 """Training requests (else an evaluation's), and the version: lanes are served in this order."""
-Lane = OrderedDict[str, Asked]
-Batches = dict[int, list[Request]]
-"""By engine."""
+Lane = OrderedDict[str, PendingRequest]
+RequestBatches = dict[int, list[Request]]
+"""Requests to send, by the engine's index."""
 
 
 def capacity_of(places: int) -> int:
@@ -45,7 +45,7 @@ def capacity_of(places: int) -> int:
     return places + max(1, places // LOOKAHEAD)
 
 
-class Place(Protocol):
+class EngineCandidate(Protocol):
     """An engine that could take a request."""
 
     @property
@@ -63,7 +63,7 @@ class Router:
         self._slack = max(AFFINITY_LEAST, capacity // 16)
         self._last: OrderedDict[int, int] = OrderedDict()
 
-    def choose[P: Place](self, slots: Sequence[P], group: int, limit: int) -> P | None:
+    def choose[P: EngineCandidate](self, slots: Sequence[P], group: int, limit: int) -> P | None:
         """Null where none holds fewer than `limit`; of several that are as empty, the first.
         Remembers where the group went."""
         least = min(slots, key=lambda slot: len(slot.held), default=None)
@@ -87,27 +87,29 @@ class Lanes:
         self._router = Router(capacity)
         self._separate = separate
         self._lanes: dict[LaneKey, Lane] = {}
-        self._alone: dict[str, Asked] = {}
+        self._alone: dict[str, PendingRequest] = {}
         """Requests that wait for an engine of their own, in order."""
 
-    def add(self, asked: Asked, *, first: bool = False) -> None:
+    def add(self, pending: PendingRequest, *, first: bool = False) -> None:
         """`first`: before those that wait already."""
-        if asked.alone:
-            self._alone[asked.request.id] = asked
+        if pending.alone:
+            self._alone[pending.request.id] = pending
             return
-        lane = self._lanes.setdefault((asked.answer is None, asked.least), OrderedDict())
-        lane[asked.request.id] = asked
+        lane = self._lanes.setdefault(
+            (pending.answer is None, pending.minimum_version), OrderedDict()
+        )
+        lane[pending.request.id] = pending
         if first:
-            lane.move_to_end(asked.request.id, last=False)
+            lane.move_to_end(pending.request.id, last=False)
 
-    def forget(self, requests: Iterable[Asked]) -> None:
-        """Those of them that still wait, wait no longer."""
-        for asked in requests:
+    def forget(self, requests: Iterable[PendingRequest]) -> None:
+        """Remove the requests from their lanes; those already sent are not affected."""
+        for pending in requests:
             for lane in (*self._lanes.values(), self._alone):
-                if lane.get(asked.request.id) is asked:
-                    del lane[asked.request.id]
+                if lane.get(pending.request.id) is pending:
+                    del lane[pending.request.id]
 
-    def take_alone(self, group: int) -> list[Asked]:
+    def take_alone(self, group: int) -> list[PendingRequest]:
         """Removes the requests of a group that wait for an engine of their own; returns them."""
         taken = [one for one in self._alone.values() if one.request.group == group]
         self.forget(taken)
@@ -115,39 +117,41 @@ class Lanes:
 
     def waiting(self) -> int:
         """Training requests that no engine has yet."""
-        alone = sum(asked.answer is None for asked in self._alone.values())
+        alone = sum(pending.answer is None for pending in self._alone.values())
         return alone + sum(len(lane) for (training, _), lane in self._lanes.items() if training)
 
-    def place(self, slots: Sequence[EngineSlot]) -> Batches:
+    def place(self, slots: Sequence[EngineSlot]) -> RequestBatches:
         """Gives engines what they have room for and may answer; each `held` has it from now on."""
-        batches: Batches = {}
+        batches: RequestBatches = {}
         reserved = self._place_alone(slots, batches)
         for key in sorted(self._lanes):
             lane = self._lanes[key]
             able, limit = self._eligible(key, slots)
             able = [one for one in able if one.index not in reserved]
             while lane:
-                asked = next(iter(lane.values()))
+                pending = next(iter(lane.values()))
                 # What an evaluation that was given up left there ends before its id is asked again.
-                free = able if key[0] else [one for one in able if asked.request.id not in one.held]
-                slot = self._router.choose(free, asked.request.group, limit)
+                free = (
+                    able if key[0] else [one for one in able if pending.request.id not in one.held]
+                )
+                slot = self._router.choose(free, pending.request.group, limit)
                 if slot is None:
                     break
                 lane.popitem(last=False)
-                slot.held[asked.request.id] = asked
-                batches.setdefault(slot.index, []).append(asked.request)
+                slot.held[pending.request.id] = pending
+                batches.setdefault(slot.index, []).append(pending.request)
             if not lane:
                 del self._lanes[key]
         return batches
 
-    def _place_alone(self, slots: Sequence[EngineSlot], batches: Batches) -> set[int]:
+    def _place_alone(self, slots: Sequence[EngineSlot], batches: RequestBatches) -> set[int]:
         """Indices of the engines that take nothing else: they have a request that runs alone, get
         one now, or empty themselves for one."""
         reserved = {
-            slot.index for slot in slots if any(asked.alone for asked in slot.held.values())
+            slot.index for slot in slots if any(pending.alone for pending in slot.held.values())
         }
-        for name, asked in list(self._alone.items()):
-            able, _ = self._eligible((asked.answer is None, asked.least), slots)
+        for name, pending in list(self._alone.items()):
+            able, _ = self._eligible((pending.answer is None, pending.minimum_version), slots)
             free = [one for one in able if one.index not in reserved]
             if not free:
                 continue
@@ -156,13 +160,13 @@ class Lanes:
             if slot.held:
                 break  # one engine at a time empties itself
             del self._alone[name]
-            slot.held[name] = asked
-            batches.setdefault(slot.index, []).append(asked.request)
+            slot.held[name] = pending
+            batches.setdefault(slot.index, []).append(pending.request)
         return reserved
 
     def _eligible(self, key: LaneKey, slots: Sequence[EngineSlot]) -> tuple[list[EngineSlot], int]:
-        """The engines that may answer a lane's requests, and how many requests one of them may hold:
-        the same for all of the lane, since what is placed waits no longer and is held."""
+        """The engines that may answer a lane's requests, and how many requests one of them may
+        hold: the same for all of the lane, since what is placed waits no longer and is held."""
         training, version = key
         evaluates = not training and self._separate
         there = [

@@ -4,8 +4,8 @@ null twin, so that the loop is the same on every rank.
 Invariants:
 - a method whose docstring begins with "Collective" is called by all ranks at the same point; it
   differs by rank only inside `Layout.from_rank_zero`;
-- weights that are lent are filled while rank 0 waits for the controller, by the ranks' main threads:
-  no other collective of theirs can be under way (`_meanwhile`);
+- on-demand buckets are filled while rank 0 waits for the controller, by the ranks' main threads: no
+  other collective of theirs can be under way (`_meanwhile`);
 - `status.json` has the last state of the run, whatever ended it.
 """
 
@@ -26,9 +26,9 @@ from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.plug_in_code import code_digests
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow import buffer_file
-from megatron_async_rl.flow.batches import Batches, open_batches
-from megatron_async_rl.flow.colocated import DeviceTurns
-from megatron_async_rl.flow.copies import Fill
+from megatron_async_rl.flow.batches import BatchSource, open_batches
+from megatron_async_rl.flow.colocated import DevicePhases
+from megatron_async_rl.flow.copies import BufferRequest
 from megatron_async_rl.flow.evaluation import EvalResult, EvalSchedule, LossResult
 from megatron_async_rl.flow.spec import DataState, Handout
 from megatron_async_rl.flow.staleness import max_lag
@@ -51,7 +51,7 @@ from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.events import described
-from megatron_async_rl.weights.cuda_ipc import CudaIpc, Lending
+from megatron_async_rl.weights.cuda_ipc import CudaIpc, IpcBuckets
 from megatron_async_rl.weights.export import WeightExporter
 from megatron_async_rl.weights.manifest import BucketRef, Manifest
 from megatron_async_rl.weights.shards import WeightShards
@@ -70,23 +70,22 @@ class OtherRank:
         self.layout = layout
         self.version = 0
         self.schedule: EvalSchedule | None = None
-        self.turns = DeviceTurns("policy", "train")
+        self.phases = DevicePhases("policy", "train")
         """A policy is built, and a checkpoint loaded, with all of its memory."""
         self.memory: DeviceMemory | None = None
-        """Of the policy, once that is built."""
+        """Device memory of the policy; null until it is built."""
         self._makes_room = config.rollout is not None and config.rollout.placement == "colocated"
         self._staging: Staging | None = None
         self._shards: WeightShards | None = None
         self._gpus: dict[str, list[str]] = {}
-        """Those of the ranks, by host name: Ray must not hand them out."""
+        """GPUs of the ranks by host name; Ray must not assign them to engines."""
 
     def stage_from(self, exporter: WeightExporter) -> None:
-        """Collective: what `publish` takes the weights from. A supervised run has nobody to send
-        to."""
+        """Collective: what `publish` takes the weights from. A supervised run has no receivers."""
         if self.config.rollout is not None:
             weights, layout = self.config.weights, self.layout
             if weights.transport == "cuda_ipc":
-                self._staging = Lending(CudaIpc(layout.device), layout)
+                self._staging = IpcBuckets(CudaIpc(layout.device), layout)
             else:
                 self._staging = Staging(carrier(weights.transport), layout)
             max_bytes = weights.bucket_mib * 2**20
@@ -94,10 +93,11 @@ class OtherRank:
 
     def begin(self, version: int, resumed: Mapping[str, Any] | None, oldest: int) -> None:
         """Collective: the run is at `version`; `resumed`: what the checkpoint holds. `oldest`: the
-        oldest version whose tokens may train. Engines start beside a policy that made room."""
+        oldest version whose tokens may train. Engines start while the policy has released its
+        training state."""
         self.version = version
         # Still part of the start, also in the timeline: what follows is the start of the engines.
-        self.turns.to("publish", {"release": self._make_room})
+        self.phases.to("publish", {"release": self._make_room})
         evaluation = self.config.eval
         if evaluation is not None:
             means = {} if resumed is None else resumed["evaluated"]
@@ -116,30 +116,32 @@ class OtherRank:
         """On rank 0."""
 
     def next_batch(self) -> TrainBatch | None:
-        """On rank 0, after `await_batch`: what trains this version; None when the user asked the run
-        to stop."""
+        """On rank 0, after `await_batch`: what trains this version; None when the user asked the
+        run to stop."""
         raise RuntimeError("only rank 0 takes batches")
 
     def take_devices(self) -> None:
-        """Collective. Colocated: the engines sleep, then the policy gets back its training state."""
-        self.turns.to("train", {"sleep": self._sleep_engines, "restore": self._restore})
+        """Collective. Colocated: the engines sleep, then the policy gets back its training
+        state."""
+        self.phases.to("train", {"sleep": self._sleep_engines, "restore": self._restore})
 
     def give_devices(self) -> None:
         """Collective. Colocated: on every rank the policy keeps its parameters alone."""
-        self.turns.to("publish", {"release": self._release})
+        self.phases.to("publish", {"release": self._release})
 
     def publish(self, version: int) -> None:
-        """Collective: every rank stages what it holds; the engines load while the loop goes on."""
+        """Collective: every rank stages what it holds; the engines load while the loop
+        continues."""
         self.version = version
         self.enter("publishing")
-        self.turns.to("generate", {"stage": self._stage})
+        self.phases.to("generate", {"stage": self._stage})
 
     def _sleep_engines(self) -> None:
         if self._makes_room:
             self.enter("waiting", "engines to sleep")
             self._meanwhile(self._until_asleep)
-            if isinstance(self._staging, Lending):
-                self._staging.give_back()
+            if isinstance(self._staging, IpcBuckets):
+                self._staging.release()
 
     def _until_asleep(self) -> None:
         """On rank 0."""
@@ -164,31 +166,33 @@ class OtherRank:
         if self._staging is not None and self._shards is not None:
             buckets, parts = self._shards.buckets, self._shards.parts()
             self._staged(self._staging.stage(self.version, buckets, parts, self._until_released))
-            if isinstance(self._staging, Lending):
+            if isinstance(self._staging, IpcBuckets):
                 self._meanwhile(self._until_loaded)
 
     def _meanwhile(self, wait: Callable[[], None]) -> None:
-        """Collective: `wait` runs on rank 0, as in `Layout.from_rank_zero`; until it returns, all ranks
-        fill the buckets of the weights that engines want."""
-        if not isinstance(self._staging, Lending):
+        """Collective: `wait` runs on rank 0, as in `Layout.from_rank_zero`; until it returns, all
+        ranks fill the buckets of the weights that engines want."""
+        if not isinstance(self._staging, IpcBuckets):
             self.layout.from_rank_zero(wait)
             return
         waiting = self._begin(wait)
-        while (fill := self.layout.from_rank_zero(lambda: self._next_fill(waiting))) is not None:
-            self._fill(self._staging, fill)
+        while (
+            fill := self.layout.from_rank_zero(lambda: self._next_buffer_request(waiting))
+        ) is not None:
+            self._buffer_request(self._staging, fill)
         self.layout.from_rank_zero(waiting.result)
 
     def _begin(self, wait: Callable[[], None]) -> Future[None]:
         """On rank 0 `wait`, begun in a thread."""
         return Future()
 
-    def _next_fill(self, waiting: Future[None]) -> Fill | None:
+    def _next_buffer_request(self, waiting: Future[None]) -> BufferRequest | None:
         """On rank 0."""
         return None
 
-    def _fill(self, staging: Lending, fill: Fill) -> BucketRef | None:
+    def _buffer_request(self, staging: IpcBuckets, fill: BufferRequest) -> BucketRef | None:
         if fill.number is None:
-            staging.give_back()
+            staging.release()
         elif fill.version == self.version and self._shards is not None:
             return staging.fill(fill.number, fill.place, self._shards.parts(fill.number))
         return None
@@ -204,7 +208,7 @@ class OtherRank:
 
     def evaluate(self, mean_loss: MeanLoss) -> None:
         """Collective where this version is evaluated or is the last one, whose result is waited
-        for: while rank 0 sees to that, the others wait as long as it takes. `mean_loss`: measures
+        for: while rank 0 does that, the others wait as long as it takes. `mean_loss`: measures
         given responses, on all ranks."""
         if self.schedule is None:
             return
@@ -221,7 +225,7 @@ class OtherRank:
     def _measure(self, mean_loss: MeanLoss) -> None:
         """Collective: the loss of every held-out set of given responses."""
         self.enter("evaluating")
-        self.say("evaluating", f"held-out responses, version {self.version}")
+        self.set_status("evaluating", f"held-out responses, version {self.version}")
         started, measured = time.monotonic(), []
         for place, one in enumerate(self.config.held_out_files):
             loss, tokens = mean_loss(partial(next, self._held_out(place), None))
@@ -245,9 +249,9 @@ class OtherRank:
         """One line of metrics for the step that has just ended."""
 
     def state(self) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Collective: what a checkpoint of this version holds beside the policy, and its further
+        """Collective: what a checkpoint of this version holds besides the policy, and its further
         files. Evaluations of older versions are waited for: their weights will be gone."""
-        self.say("checkpointing")
+        self.set_status("checkpointing")
         self.enter("checkpointing")
         if self.schedule is not None:
             unfinished = self.schedule.unfinished(self.version)
@@ -277,10 +281,10 @@ class OtherRank:
         return None
 
     def _record_of(self, position: DataState | None) -> dict[str, Any]:
-        """Return what the run's own files must hold when it goes on from here."""
+        """Return the content that the run's own files must have at a resume from here."""
         return {}
 
-    def say(self, phase: str, detail: str = "") -> None:
+    def set_status(self, phase: str, detail: str = "") -> None:
         """Writes the run's status."""
 
     def failed(self, error: BaseException) -> None:
@@ -309,7 +313,7 @@ class Rank0(OtherRank):
         self._timeline = Timeline(config.run.dir, "rank 0")
         self._log: MetricsLog | None = None
         self._eval_log: EvalLog | None = None
-        self._batches: Batches | None = None
+        self._batches: BatchSource | None = None
         self._code: dict[str, str] = {}
         """Digests of the Python files that the configuration names, as they were at the start."""
         self._handout: Handout | None = None
@@ -323,7 +327,7 @@ class Rank0(OtherRank):
     def begin(self, version: int, resumed: Mapping[str, Any] | None, oldest: int) -> None:
         super().begin(version, resumed, oldest)
         config = self.config
-        self.say("starting", "Ray, engines and controller" if config.rollout else "data")
+        self.set_status("starting", "Ray, engines and controller" if config.rollout else "data")
         self._code = code_digests(config.model_dump(mode="json"))
         self._log = MetricsLog(
             config.run.dir,
@@ -347,7 +351,7 @@ class Rank0(OtherRank):
         self._batches = open_batches(config, self.layout.device_type, position, self._gpus)
 
     @property
-    def _open(self) -> Batches:
+    def _open(self) -> BatchSource:
         assert self._batches is not None, "begin comes first"
         return self._batches
 
@@ -376,12 +380,12 @@ class Rank0(OtherRank):
         threading.Thread(target=work, name="wait", daemon=True).start()
         return waiting
 
-    def _next_fill(self, waiting: Future[None]) -> Fill | None:
-        return self._open.next_fill(waiting)
+    def _next_buffer_request(self, waiting: Future[None]) -> BufferRequest | None:
+        return self._open.next_buffer_request(waiting)
 
-    def _fill(self, staging: Lending, fill: Fill) -> BucketRef | None:
-        ref = super()._fill(staging, fill)
-        self._open.filled(ref)
+    def _buffer_request(self, staging: IpcBuckets, fill: BufferRequest) -> BucketRef | None:
+        ref = super()._buffer_request(staging, fill)
+        self._open.buffer_filled(ref)
         return ref
 
     def _until_loaded(self) -> None:
@@ -400,7 +404,7 @@ class Rank0(OtherRank):
         if due and self.schedule is not None:
             self.schedule.begin(self.version)
             self.enter("evaluating")
-            self.say("evaluating", f"held-out prompts, version {self.version}")
+            self.set_status("evaluating", f"held-out prompts, version {self.version}")
             self._open.evaluate(self.version)
         self._take_evaluations(wait=wait)
 
@@ -436,7 +440,7 @@ class Rank0(OtherRank):
             norm * self.config.objective.steps_per_batch if isinstance(norm, float) else None,
         )
         self._log.log(self.version, {**metrics, **seen, **self._flow_metrics, **self._step_times()})
-        self.say("training")
+        self.set_status("training")
 
     def _step_times(self) -> dict[str, float]:
         """Seconds of each part since the batch was asked for."""
@@ -464,7 +468,7 @@ class Rank0(OtherRank):
             "code": self._code,
         }
 
-    def say(self, phase: str, detail: str = "", error: str | None = None) -> None:
+    def set_status(self, phase: str, detail: str = "", error: str | None = None) -> None:
         run = self.config.run
         write_status(
             run.dir,
@@ -485,7 +489,7 @@ class Rank0(OtherRank):
 
     def failed(self, error: BaseException) -> None:
         try:
-            self.say("failed", error=described(error))
+            self.set_status("failed", error=described(error))
         except OSError:  # such as a full disk, which then is the error itself
             traceback.print_exc()
 

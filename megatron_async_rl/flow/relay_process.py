@@ -1,10 +1,10 @@
-"""Agents in processes of their own (weights/relay.py): the calls of one, and how it is started on its
-machine.
+"""Agents in processes of their own (weights/relay.py): the calls of one, and how it is started on
+its machine.
 
 Invariants:
 - what a call raised in the agent is raised here as itself;
-- an agent that did not start leaves nothing running; one that starts clears away what a killed one
-  left in its machine's memory.
+- an agent that did not start leaves nothing running; a new agent removes what a killed one left in
+  its machine's memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import answer_of, name_this_process
 from megatron_async_rl.watchdog.logs import redirect_output
-from megatron_async_rl.weights.manifest import Copy, Manifest
+from megatron_async_rl.weights.manifest import Manifest, StagedCopy
 from megatron_async_rl.weights.relay_server import Address, RelayFailed, RelayServer
 from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 
@@ -41,11 +41,11 @@ class RelaySpec:
 
 
 class Relay(Protocol):
-    """A running agent. `where`: its machine, in words."""
+    """A running agent. `where`: text that names its machine."""
 
     where: str
 
-    async def fetch(self, version: int, manifest: Manifest) -> Copy: ...
+    async def fetch(self, version: int, manifest: Manifest) -> StagedCopy: ...
     async def alive(self) -> None:
         """Answers at once."""
 
@@ -62,14 +62,14 @@ class RelayActor:
         name_this_process(spec.name)
         watch.join(spec.name)
         remove_stale(SHARED_MEMORY)
-        from megatron_async_rl.weights.relay import Agent
+        from megatron_async_rl.weights.relay import WeightAgent
 
-        self._agent = Agent(address, silence_s=spec.silence_s)
+        self._agent = WeightAgent(address, silence_s=spec.silence_s)
 
     async def where(self) -> str:
         return socket.gethostname()
 
-    async def fetch(self, version: int, manifest: Manifest) -> Copy:
+    async def fetch(self, version: int, manifest: Manifest) -> StagedCopy:
         with watch.doing("work", f"fetching version {version}"):
             return await asyncio.to_thread(self._agent.fetch, version, manifest)
 
@@ -87,8 +87,8 @@ class RemoteRelay:
     actor: Any
     where: str = ""
 
-    async def fetch(self, version: int, manifest: Manifest) -> Copy:
-        copy: Copy = await self._call("fetch", version, manifest)
+    async def fetch(self, version: int, manifest: Manifest) -> StagedCopy:
+        copy: StagedCopy = await self._call("fetch", version, manifest)
         return copy
 
     async def alive(self) -> None:
@@ -103,7 +103,7 @@ class RemoteRelay:
         ray.kill(self.actor)
 
     async def look(self) -> None:
-        """Returns once it is there; `where` says on which machine."""
+        """Returns once it is there; `where` names its machine."""
         self.where = await self._call("where")
 
     async def _call(self, method: str, *arguments: object) -> Any:
@@ -112,7 +112,7 @@ class RemoteRelay:
 
 async def start_relay(spec: RelaySpec, address: Address) -> Relay:
     """A running agent on its machine, which fetches from `address`. Ray must be initialised. Raises
-    what keeps it from starting; one that is cancelled leaves nothing running."""
+    what keeps it from starting; a cancelled call leaves nothing running."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -128,8 +128,8 @@ async def start_relay(spec: RelaySpec, address: Address) -> Relay:
 
 
 def serve_here(silence_s: float) -> RelayServer:
-    """A server at the address by which the other Ray nodes know this machine. Raises RelayFailed
-    where it cannot listen there."""
+    """A server at this machine's address in the Ray cluster. Raises RelayFailed where it cannot
+    listen there."""
     import ray
 
     host = ray.util.get_node_ip_address()
@@ -137,6 +137,6 @@ def serve_here(silence_s: float) -> RelayServer:
         return RelayServer(host, silence_s)
     except OSError as error:
         raise RelayFailed(
-            f"the weights' server cannot listen at {host}, by which Ray knows this machine: {error};"
-            " start its Ray node with another --node-ip-address"
+            f"the weights' server cannot listen at {host}, Ray's address of this machine:"
+            f" {error}; start its Ray node with another --node-ip-address"
         ) from error

@@ -5,11 +5,11 @@ counts as a machine of its own: its agent is its communicator, and ends with it 
          +------------------------------------------------------------+
          v                                                            |
     start --> send what an engine there needs and has no copy of --> lost: kill what is left, wait
-              (updates.py says which version, and when)               for its readers, back off
+              (updates.py decides which version, and when)               for its readers, back off
 
 Invariants:
-- an agent is lost when a call fails, when it does not answer for `unresponsive_s`, or when a version
-  does not arrive within `send_timeout_s`; no wait here has no end;
+- an agent is lost when a call fails, when it does not answer for `unresponsive_s`, or when a
+  version does not arrive within `send_timeout_s`; no wait here has no end;
 - a lost agent costs the run nothing but time, as long as it may start again: `restarts_per_hour`.
   Beyond that it costs the engines of its machine, which start again as they would after any loss;
   an engine that was to evaluate a version is lost at once, for rank 0 waits to overwrite that;
@@ -44,7 +44,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class RelaySettings:
     """The configuration's. `unresponsive_s`: also the longest time without a byte. `at_once`:
-    machines that are sent to at a time. `with_engines`: an agent ends with its machine's engines."""
+    machines that are sent to at a time. `with_engines`: an agent ends with its machine's
+    engines."""
 
     log_dir: Path
     unresponsive_s: float = 60.0
@@ -55,8 +56,8 @@ class RelaySettings:
     with_engines: bool = False
 
 
-class Source(Protocol):
-    """Where agents get versions from."""
+class WeightSource(Protocol):
+    """The source from which agents fetch versions."""
 
     def stage(self, version: int, manifest: Manifest) -> None:
         """`version` can be sent from now on."""
@@ -68,7 +69,7 @@ class Source(Protocol):
 
 
 class RelayListener(Protocol):
-    """The controller, which hears what becomes of relays."""
+    """The controller, which is notified of the relays' events."""
 
     def note(self, text: str) -> None: ...
     def on_machine_lost(self, machine: str, reason: str, *, all_engines: bool) -> None:
@@ -83,7 +84,7 @@ class Relays:
     def __init__(
         self,
         updates: WeightUpdates,
-        source: Source,
+        source: WeightSource,
         launch: Callable[[RelaySpec], Awaitable[Relay]],
         listener: RelayListener,
         settings: RelaySettings,
@@ -94,7 +95,7 @@ class Relays:
         self._listener = listener
         self._settings = settings
         self._running: dict[str, Relay] = {}
-        """By machine."""
+        """Running relays by machine."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._begun = 0
         self._task = asyncio.create_task(self._guarded(self._look()), name="relays")
@@ -108,8 +109,8 @@ class Relays:
         self._source.release(version)
 
     async def close(self, timeout_s: float) -> None:
-        """Ends every agent, which takes its copies along; one that does not stop within `timeout_s`
-        is killed."""
+        """Ends every agent, which takes its copies along; an agent that does not stop within
+        `timeout_s` is killed."""
         await cancel_all([self._task, *self._tasks.values()])
         closings = [asyncio.ensure_future(relay.close()) for relay in self._running.values()]
         if closings:
@@ -219,10 +220,10 @@ class Relays:
             watch.progress("versions relayed")
 
     async def _listen(self, spec: RelaySpec, relay: Relay) -> None:
-        patience_s = self._settings.unresponsive_s
+        limit_s = self._settings.unresponsive_s
         while True:
-            await await_named(f"{spec.name} to answer", relay.alive(), patience_s)
-            await asyncio.sleep(min(REPORT_S, patience_s / 4))
+            await await_named(f"{spec.name} to answer", relay.alive(), limit_s)
+            await asyncio.sleep(min(REPORT_S, limit_s / 4))
 
 
 class NoRelays:

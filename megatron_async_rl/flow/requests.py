@@ -6,12 +6,12 @@ Invariants:
   front of its lane again;
 - a request is given up only on evidence. A loss counts against the requests that the engine had if
   one of them may be the reason (engine_task.EngineLost). After LOSSES_BEFORE_ALONE such losses a
-  request runs alone on an engine, and only where that engine is lost as well, it is given up: a long
-  response shares many engines, and is not the reason for their end;
+  request runs alone on an engine, and only where that engine is lost as well, it is given up: a
+  long response shares many engines, and is not the reason for their end;
 - a request that goes on with tokens of its own needs the version that sampled the last of them, or
   a newer one;
-- the requests that a slot holds, and those it was told to abort, are written here and by the lanes
-  only; which engines there are, and whether they serve, is the fleet's.
+- the requests that a slot holds, and those it was requested to abort, are written here and by the
+  lanes only; which engines there are, and whether they serve, is the fleet's.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import Protocol
 
 from megatron_async_rl.flow.engine_task import (
     LOSSES_BEFORE_ALONE,
-    Asked,
     EngineLost,
     EngineSlot,
+    PendingRequest,
 )
 from megatron_async_rl.flow.errors import EngineFailed, EngineMemoryOut, RequestGivenUp
 from megatron_async_rl.flow.lanes import Lanes
@@ -59,7 +59,7 @@ class Listener:
         """The run cannot go on."""
 
     def note(self, text: str) -> None:
-        """For the user."""
+        """Show `text` to the user."""
 
 
 class Engines(Protocol):
@@ -68,9 +68,9 @@ class Engines(Protocol):
     @property
     def slots(self) -> Sequence[EngineSlot]: ...
     def send(self, slot: EngineSlot, call: Callable[[], Awaitable[None]], what: str) -> None:
-        """Begins a call to the slot's engine; one that fails costs the engine."""
+        """Begins a call to the slot's engine; a failed call costs the engine."""
 
-    def tell(self, call: Callable[[], object]) -> None:
+    def notify(self, call: Callable[[], object]) -> None:
         """Calls the listener; an error of it ends the run."""
 
 
@@ -85,7 +85,7 @@ class Requests:
         self._listener = listener
         self._separate = separate
         self._lanes = Lanes(capacity, separate=separate)
-        self._evaluations: set[Asked] = set()
+        self._evaluations: set[PendingRequest] = set()
         self._emptied = Signal()
         self._moved_at = time.monotonic()
 
@@ -101,8 +101,10 @@ class Requests:
         """Hands training requests of groups admitted under `version` out, in order, as engines have
         room."""
         for request in requests:
-            least = version if request.prefix is None else int(request.prefix.versions[-1])
-            self._lanes.add(Asked(request, max(version, least)))
+            minimum_version = (
+                version if request.prefix is None else int(request.prefix.versions[-1])
+            )
+            self._lanes.add(PendingRequest(request, max(version, minimum_version)))
         self.dispatch()
 
     async def run(self, requests: Sequence[Request], version: int) -> list[SampleRow]:
@@ -117,21 +119,21 @@ class Requests:
         if all(slot.engine is None if self._separate else slot.dead for slot in peers):
             raise all_lost(slots, self._separate)
         answers = [asyncio.get_running_loop().create_future() for _ in requests]
-        evaluation = [Asked(*one) for one in zip(requests, repeat(version), answers)]
+        evaluation = [PendingRequest(*one) for one in zip(requests, repeat(version), answers)]
         self._evaluations.update(evaluation)
         try:
-            for asked in evaluation:
-                self._lanes.add(asked)
+            for pending in evaluation:
+                self._lanes.add(pending)
             self.dispatch()
             return list(await asyncio.gather(*answers))
         finally:
             self._forget(evaluation)
 
     def fail_evaluations(self, error: BaseException) -> None:
-        """Nobody is left to answer: whoever waits in `run` gets `error`."""
-        for asked in self._evaluations:
-            if asked.answer is not None and not asked.answer.done():
-                asked.answer.set_exception(error)
+        """Raise `error` in all waiting `run` calls; no engine is left to answer them."""
+        for pending in self._evaluations:
+            if pending.answer is not None and not pending.answer.done():
+                pending.answer.set_exception(error)
 
     def waiting(self) -> int:
         """Training requests that no engine has yet."""
@@ -142,10 +144,10 @@ class Requests:
         return [
             slot.index
             for slot in self._engines.slots
-            if any(asked.request.group == group for asked in slot.held.values())
+            if any(pending.request.group == group for pending in slot.held.values())
         ]
 
-    # What becomes of the engines
+    # Events of the engines
 
     def served(self) -> None:
         """An engine holds a version that it did not hold before."""
@@ -153,8 +155,7 @@ class Requests:
         self.dispatch()
 
     def take_in(self, slot: EngineSlot, report: EngineReport) -> None:
-        """Hands on what the engine says. Raises EngineLost where it answers what it was not
-        asked."""
+        """Process an engine's report. Raises EngineLost where it answers what it was not asked."""
         answers = report.finished.num_rows + len(report.aborted)
         if answers or report.sampling:
             self._moved_at = time.monotonic()
@@ -162,26 +163,24 @@ class Requests:
             watch.progress("responses", answers)
 
         for sample in rows_of(report.finished):
-            asked = slot.held.get(sample.id)
-            if asked is None or sample.prompt_id != asked.request.prompt.id:
+            pending = slot.held.get(sample.id)
+            if pending is None or sample.prompt_id != pending.request.prompt.id:
                 raise EngineLost(
                     f"it answered {sample.id}, prompt {sample.prompt_id}, which it was not asked",
                     suspect=False,
                 )
             self._release(slot, sample.id)
-            if asked.answer is None:
-                self._engines.tell(partial(self._listener.on_sample, sample, asked.request))
-            elif not asked.answer.done():
-                asked.answer.set_result(sample)
+            if pending.answer is None:
+                self._engines.notify(partial(self._listener.on_sample, sample, pending.request))
+            elif not pending.answer.done():
+                pending.answer.set_result(sample)
 
         for aborted in report.aborted:
-            asked = slot.held.get(aborted.id)
-            if asked is None or aborted.id not in slot.aborting:
-                raise EngineLost(
-                    f"it aborted {aborted.id}, which it was not told to", suspect=False
-                )
+            pending = slot.held.get(aborted.id)
+            if pending is None or aborted.id not in slot.aborting:
+                raise EngineLost(f"it aborted {aborted.id}, which was not requested", suspect=False)
             self._release(slot, aborted.id)
-            self._engines.tell(partial(self._ask_again, asked, aborted))
+            self._engines.notify(partial(self._ask_again, pending, aborted))
         self.dispatch()
 
     def take_back(self, slot: EngineSlot, reason: str, *, suspect: bool) -> None:
@@ -191,17 +190,17 @@ class Requests:
         slot.aborting.clear()
         log.error("%s is lost, %d requests are asked again: %s", slot.name, len(held), reason)
         counts = suspect and not slot.leaving
-        for asked in reversed(held):
-            asked.losses += counts
-            if counts and len(held) == 1 and asked.losses >= LOSSES_BEFORE_ALONE:
-                self._give_up(asked, reason)
-            elif asked.answer is None or not asked.answer.done():
-                self._lanes.add(asked, first=True)
+        for pending in reversed(held):
+            pending.losses += counts
+            if counts and len(held) == 1 and pending.losses >= LOSSES_BEFORE_ALONE:
+                self._give_up(pending, reason)
+            elif pending.answer is None or not pending.answer.done():
+                self._lanes.add(pending, first=True)
         self._emptied.fire()
 
     async def until_given_back(self, slot: EngineSlot, engine: Engine, timeout_s: float) -> None:
-        """Has the engine give its requests back with their tokens; waits until it has, or is
-        gone, `timeout_s` at the most."""
+        """Has the engine give its requests back with their tokens; waits until it has, or is gone,
+        for at most `timeout_s`."""
         self._abort(slot, slot.held.values())
         with (
             watch.doing("wait", f"{slot.name} to give its requests back", timeout_s),
@@ -219,15 +218,17 @@ class Requests:
             assert engine is not None
             self._engines.send(slots[index], partial(engine.submit, requests), "take requests")
 
-    def _ask_again(self, asked: Asked, aborted: Aborted) -> None:
-        if asked.answer is not None:
-            if not asked.answer.done():
-                self._lanes.add(asked, first=True)
+    def _ask_again(self, pending: PendingRequest, aborted: Aborted) -> None:
+        if pending.answer is not None:
+            if not pending.answer.done():
+                self._lanes.add(pending, first=True)
             return
-        asked.request = self._listener.on_abort(aborted, asked.request)
+        pending.request = self._listener.on_abort(aborted, pending.request)
         if aborted.partial is not None:
-            asked.least = max(asked.least, int(aborted.partial.versions[-1]))
-        self._lanes.add(asked, first=True)
+            pending.minimum_version = max(
+                pending.minimum_version, int(aborted.partial.versions[-1])
+            )
+        self._lanes.add(pending, first=True)
 
     def _release(self, slot: EngineSlot, request: str) -> None:
         del slot.held[request]
@@ -235,32 +236,32 @@ class Requests:
         if not slot.held:
             self._emptied.fire()
 
-    def _give_up(self, asked: Asked, reason: str) -> None:
-        request = asked.request
+    def _give_up(self, pending: PendingRequest, reason: str) -> None:
+        request = pending.request
         text = (
-            f"request {request.id} (prompt {request.prompt.id}) is given up:"
-            f" {asked.losses} engines were lost while they had it, the last one while it had nothing"
-            f" else, as {reason.splitlines()[0] if reason else 'it ended'}"
+            f"request {request.id} (prompt {request.prompt.id}) is given up: {pending.losses}"
+            " engines were lost while they had it, the last one while it had nothing else, as"
+            f" {reason.splitlines()[0] if reason else 'it ended'}"
         )
-        if asked.answer is None:
+        if pending.answer is None:
             # Nothing trains on the rest of its group: no engine is risked for its other suspects.
-            for one in (asked, *self._lanes.take_alone(request.group)):
-                self._engines.tell(partial(self._listener.on_give_up, one.request, text))
-        elif not asked.answer.done():
-            asked.answer.set_exception(RequestGivenUp(text))
+            for one in (pending, *self._lanes.take_alone(request.group)):
+                self._engines.notify(partial(self._listener.on_give_up, one.request, text))
+        elif not pending.answer.done():
+            pending.answer.set_exception(RequestGivenUp(text))
 
-    def _forget(self, evaluation: Sequence[Asked]) -> None:
-        """Stops what has not been answered yet: nobody waits for it any more."""
+    def _forget(self, evaluation: Sequence[PendingRequest]) -> None:
+        """Stops what has not been answered yet: it is no longer waited for."""
         self._evaluations.difference_update(evaluation)
-        for asked in evaluation:
-            assert asked.answer is not None
-            asked.answer.cancel()
+        for pending in evaluation:
+            assert pending.answer is not None
+            pending.answer.cancel()
         self._lanes.forget(evaluation)
         for slot in self._engines.slots:
             self._abort(slot, [one for one in evaluation if slot.held.get(one.request.id) is one])
 
-    def _abort(self, slot: EngineSlot, held: Iterable[Asked]) -> None:
-        ids, engine = [asked.request.id for asked in held], slot.engine
+    def _abort(self, slot: EngineSlot, held: Iterable[PendingRequest]) -> None:
+        ids, engine = [pending.request.id for pending in held], slot.engine
         if engine is not None and ids:
             slot.aborting.update(ids)
             self._engines.send(slot, partial(engine.abort, ids), "abort requests")

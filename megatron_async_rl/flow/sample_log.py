@@ -1,18 +1,19 @@
-"""The sample log's writer, in the controller's process: what was admitted, what finished, and what
-became of it.
+"""The sample log's writer, in the controller's process: admissions, finished samples, and their
+outcomes.
 
-    controller --admitted / finished / trained / dropped / evaluated--> queue --thread--> RUN/samples/
+    controller --admitted, finished, trained, dropped, evaluated--> queue --thread--> RUN/samples/
 
 Invariants, in addition to those of the files (samples/segments.py):
-- the controller's loop appends to a queue and does nothing else; one thread reads, converts, writes;
+- the controller's loop appends to a queue and does nothing else; one thread reads, converts,
+  writes;
 - the log never slows or ends the run: a full queue or a full disk loses rows of the log, which is
   noted once in the run's events, and writing is tried again later;
 - rows queued FLUSH_S ago are in the file; all rows that a checkpoint's `position` counts are on the
   disk (fsync) before the checkpoint is;
 - `begin(position)` removes the outcomes of a history that the checkpoint does not know, so no
   sample counts as trained in two histories; the samples themselves stay;
-- the log's mark (samples/log_mark.py) counts only what is on the disk, and a file that has less than
-  its mark is not closed as if it were whole;
+- the log's mark (samples/log_mark.py) counts only what is on the disk, and a file that has less
+  than its mark is not closed as if it were whole;
 - a damaged or missing file, and a gap in `seq`, is noted in the run's events, and what is there
   stays as it is: only a torn tail is cut off;
 - an evaluation of one version stands there once, however often it was begun;
@@ -50,7 +51,7 @@ from megatron_async_rl.samples.segments import (
     FOLDER,
     OUTCOMES,
     TABLES,
-    Outcome,
+    SampleOutcome,
     file_of,
     gaps_in,
     is_new,
@@ -74,8 +75,8 @@ QUEUED = 100_000
 ROWS, TOKENS = 256, 2**18
 """Limits of one record batch: the thread holds the interpreter only for so long."""
 
-Item = Callable[[], None]
-OutcomeRow = tuple[int, int, str | None, float | None, Outcome, int, str | None]
+LogWrite = Callable[[], None]
+OutcomeRow = tuple[int, int, str | None, float | None, SampleOutcome, int, str | None]
 """Row of OUTCOMES."""
 
 
@@ -96,9 +97,10 @@ class SampleLog:
         return None
 
     def begin(self, position: int, after: int = -1) -> None:
-        """Continues from a checkpoint's `position`; 0: from the run's beginning. `after`: the segment
-        of the checkpoint's mark, behind which new ones are numbered, also where the user moved the
-        log away: one that begins anew is then not taken for one that has lost its end."""
+        """Continues from a checkpoint's `position`; 0: from the run's beginning. `after`: the
+        segment of the checkpoint's mark, behind which new ones are numbered, also where the user
+        moved the log away: a log that begins anew is then not taken for a log that has lost its
+        end."""
         self._next_seq = max(self._next_seq, position)
 
     def admitted(self, group: int, step: int) -> None:
@@ -139,7 +141,7 @@ class SampleLogWriter(SampleLog):
         self._keep = settings.keep_mib * 2**20
         self._segment_size = settings.segment_mib * 2**20
         self._schema = SCHEMA if settings.experts else LOGGED
-        self._queue: deque[Item] = deque()
+        self._queue: deque[LogWrite] = deque()
         self._wake, self._closing = threading.Event(), False
         self._thread = threading.Thread(target=self._write_on, name="sample log", daemon=True)
 
@@ -147,7 +149,7 @@ class SampleLogWriter(SampleLog):
         self._samples: list[SampleRow] = []
         self._outcomes: list[OutcomeRow] = []
         self._tokens = 0
-        self._segment: _Segment | None = None
+        self._segment: _SampleLogSegment | None = None
         self._evaluated_before = set[int]()
         self._retry_at: float | None = None
         self._noted = False
@@ -203,8 +205,8 @@ class SampleLogWriter(SampleLog):
         self._wake.set()
         if self._thread.is_alive() and not written.wait(CHECKPOINT_WAIT_S):
             self._note(
-                f"the sample log was not on the disk within {CHECKPOINT_WAIT_S:g} s: after a crash of"
-                " the machine it may lack rows that the checkpoint counts"
+                f"the sample log was not on the disk within {CHECKPOINT_WAIT_S:g} s: after a crash"
+                " of the machine it may lack rows that the checkpoint counts"
             )
 
     def close(self) -> None:
@@ -213,7 +215,7 @@ class SampleLogWriter(SampleLog):
         if self._thread.is_alive():
             self._thread.join(CHECKPOINT_WAIT_S)
 
-    def _put(self, item: Item, *, rows: int = 0) -> None:
+    def _put(self, item: LogWrite, *, rows: int = 0) -> None:
         """`rows`: what is lost where there is no place left; 0: there always is."""
         if rows == 0 or len(self._queue) < QUEUED:
             self._queue.append(item)
@@ -223,7 +225,7 @@ class SampleLogWriter(SampleLog):
             self._wake.set()
 
     def _put_outcomes(
-        self, subjects: Iterable[_Subject], outcome: Outcome, step: int, reason: str | None
+        self, subjects: Iterable[_Subject], outcome: SampleOutcome, step: int, reason: str | None
     ) -> None:
         rows: list[OutcomeRow] = [
             (seq, group, name, finished_at, outcome, step, reason)
@@ -283,9 +285,9 @@ class SampleLogWriter(SampleLog):
         gaps = gaps_in(seqs, first=0 if whole else None, end=position)
         if gaps:
             self._note_apart(
-                f"the sample log ({self._folder}) lacks outcomes {gaps}, which the checkpoint counts:"
-                " files were deleted, rows could not be written, or the log was off; samples may be"
-                " missing, or shown as waiting or lost"
+                f"the sample log ({self._folder}) lacks outcomes {gaps}, which the checkpoint"
+                " counts: files were deleted, rows could not be written, or the log was off;"
+                " samples may be missing, or shown as waiting or lost"
             )
 
     def _finish_open(self) -> None:
@@ -338,8 +340,8 @@ class SampleLogWriter(SampleLog):
         """Change the outcomes of every segment but the present one; return the `seq` of each that
         is left.
 
-        Reads batch by batch, and replaces only files that change. A damaged file stays as it is: its
-        readable part is not the file.
+        Reads batch by batch, and replaces only files that change. A damaged file stays as it is:
+        its readable part is not the file.
         """
         evaluated = set[int]()
         seqs: list[np.ndarray] = []
@@ -404,7 +406,7 @@ class SampleLogWriter(SampleLog):
         except OSError as error:
             self._failed(error, 0)
 
-    def _close_segment(self, segment: _Segment) -> None:
+    def _close_segment(self, segment: _SampleLogSegment) -> None:
         mark = segment.mark(closed=True)
         segment.close()
         self._segment = None
@@ -417,7 +419,7 @@ class SampleLogWriter(SampleLog):
         write_file(self._run_dir / MARK_FILE, mark.text())
         self._mark = mark
 
-    def _next_segment(self) -> _Segment:
+    def _next_segment(self) -> _SampleLogSegment:
         """A new one, after the oldest have made room for it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._finish_open()  # what could not be closed before
@@ -430,7 +432,7 @@ class SampleLogWriter(SampleLog):
                     path.unlink(missing_ok=True)
             del sizes[old.pop(0)]
         self._highest = max(self._highest, old[-1] if old else -1) + 1
-        return _Segment(self._folder, self._highest, self._schema)
+        return _SampleLogSegment(self._folder, self._highest, self._schema)
 
     def _failed(self, error: Exception, lost: int) -> None:
         """Closes the present segment after its last whole batch, and tries again later."""
@@ -441,8 +443,8 @@ class SampleLogWriter(SampleLog):
         if segment is not None:
             segment.abandon()
         self._note(
-            f"the sample log ({self._folder}) cannot be written: {error}; the run goes on without,"
-            f" and tries again every {RETRY_S:g} s"
+            f"the sample log ({self._folder}) cannot be written: {error}; the run continues without"
+            f" it, and tries again every {RETRY_S:g} s"
         )
 
     def _note_damage(self, error: SegmentBroken) -> None:
@@ -452,7 +454,7 @@ class SampleLogWriter(SampleLog):
         self._damaged.add(error.path)
         log.error("%s %s", error.path, error.what)
         self._note_apart(
-            f"{error.path} {error.what}; the log goes on in a new segment: {error.fix}"
+            f"{error.path} {error.what}; the log continues in a new segment: {error.fix}"
         )
 
     def _note_apart(self, text: str) -> None:
@@ -468,12 +470,12 @@ class SampleLogWriter(SampleLog):
         try:
             note(self._run_dir, text)
             self._noted = True
-        except OSError as error:  # the same full disk: said with the next attempt
+        except OSError as error:  # the same full disk: reported with the next attempt
             log.warning("%s (and not noted: %s)", text, error)
 
 
 def open_sample_log(run_dir: Path, settings: SamplesConfig) -> SampleLog:
-    """The log as the configuration wants it; nothing is touched before `begin`."""
+    """The log that the configuration requests; nothing is touched before `begin`."""
     return SampleLogWriter(run_dir, settings) if settings.keep_mib else SampleLog()
 
 
@@ -487,7 +489,7 @@ def _subject(sample: SampleRow) -> _Subject:
     return int(name.rpartition("-")[0]), name, sample.finished_at
 
 
-class _Segment:
+class _SampleLogSegment:
     """The two files that are being written."""
 
     def __init__(self, folder: Path, number: int, schema: pa.Schema) -> None:

@@ -24,22 +24,22 @@ from dataclasses import replace
 
 from megatron_async_rl.config.flow import ExactLag, Replay, Windowed
 from megatron_async_rl.config.schema import FlowConfig
-from megatron_async_rl.flow.buffer import EMPTY, Buffer, Group, GroupState, restorable
+from megatron_async_rl.flow.buffer import EMPTY, Buffer, GroupState, SampleGroup, restorable
 from megatron_async_rl.flow.group_table import GroupTable, OnDropped, OnGroupDropped
 from megatron_async_rl.flow.selection import ReplayStore, oldest_first, windowed
 from megatron_async_rl.flow.staleness import admitted_limit, check_lags, deadline
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Aborted, Prompt, Request
 
-Place = tuple[int, Prompt]
+NumberedPrompt = tuple[int, Prompt]
 """A group's number and its prompt."""
 
 
 class Scheduler:
     """`steps`: optimizer steps of the whole run, so that nothing is admitted that no step will
     consume; null admits without end. `fresh_steps`: the run's first steps that are synchronous
-    whatever `flow.async_ratio` says. `seed`: of replay. `scored_whole`: a group finishes once it
-    has a reward of its own (`on_scored`), after its last response."""
+    whatever `flow.async_ratio` is. `seed`: of replay. `scored_whole`: a group finishes once it has
+    a reward of its own (`on_scored`), after its last response."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Scheduler:
         self._base = 0
         self._version: int | None = None
         self._next_index = 0
-        self._pending: deque[Place] = deque()
+        self._pending: deque[NumberedPrompt] = deque()
         self._table = GroupTable(flow, on_dropped, on_group_dropped, scored_whole=scored_whole)
         self._limit = 0
         self._worth_at = 0
@@ -82,7 +82,7 @@ class Scheduler:
         self,
         version: int,
         next_index: int = 0,
-        pending: Sequence[Place] = (),
+        pending: Sequence[NumberedPrompt] = (),
         buffer: Buffer = EMPTY,
         oldest: int = 0,
     ) -> list[tuple[Request, int]]:
@@ -172,7 +172,7 @@ class Scheduler:
         """Takes in a response of `group`."""
         self._table.on_sample(sample, group)
 
-    def unscored(self, group: int) -> Group | None:
+    def unscored(self, group: int) -> SampleGroup | None:
         """`group`, where it has all its responses and waits for its reward."""
         return self._table.unscored(group)
 
@@ -181,7 +181,7 @@ class Scheduler:
         self._table.on_scored(group, samples)
 
     def on_abort(self, aborted: Aborted, group: int) -> Request:
-        """The request to ask in place of one that its engine stopped, and that goes on."""
+        """The continuation of a request that its engine stopped."""
         return self._table.on_abort(aborted, group)
 
     def on_give_up(self, request: str, group: int) -> bool:
@@ -202,8 +202,9 @@ class Scheduler:
         """The version that the next batch trains."""
         return self._base + self._table.counts["consumed"] // self._flow.prompts_per_step
 
-    def take(self, version: int) -> tuple[Group, ...] | None:
-        """The groups, in admission order, of the batch that trains `version`, the trainer's; null while it has to wait.
+    def take(self, version: int) -> tuple[SampleGroup, ...] | None:
+        """The groups, in admission order, of the batch that trains `version`, the trainer's; null
+        while it has to wait.
 
         Raises ValueError for another batch than the next, StalenessViolated should a sample break
         the law.
@@ -244,8 +245,8 @@ class Scheduler:
         ) and not self._must_stand_still(version)
 
     def _late(self, version: int) -> set[GroupState]:
-        """With `late: drop`, what would have to train now and is running: no batch waits for it,
-        and the next leaves it out."""
+        """Groups that are due at `version` and still running, with `late: drop`: no batch waits
+        for them, and the next batch leaves them out. Empty with `late: wait`."""
         if self._flow.late == "wait":
             return set()
         return {entry for entry in self._table.running() if entry.deadline <= version}
@@ -268,7 +269,7 @@ class Scheduler:
             return windowed(groups, count, version, selection.window)
         return oldest_first(groups, count)
 
-    def _consume(self, taken: Sequence[GroupState], version: int) -> tuple[Group, ...]:
+    def _consume(self, taken: Sequence[GroupState], version: int) -> tuple[SampleGroup, ...]:
         groups = tuple(entry.group() for entry in taken)
         every = (sample for group in groups for sample in group.samples)
         check_lags(every, version, self._flow, self._first_versions, self._fresh_steps)
@@ -280,7 +281,7 @@ class Scheduler:
 
     # What is where
 
-    def pending(self) -> list[Place]:
+    def pending(self) -> list[NumberedPrompt]:
         """GroupState and not consumed, oldest first: what a resume has to ask again."""
         own = [(entry.index, entry.prompt) for entry in self._table.waiting()]
         return sorted([*own, *self._pending], key=lambda place: place[0])
@@ -300,7 +301,7 @@ class Scheduler:
         """Groups that are neither consumed nor dropped, oldest first."""
         return sorted(entry.index for entry in self._table.waiting())
 
-    def running(self) -> list[Place]:
+    def running(self) -> list[NumberedPrompt]:
         """Groups whose responses have not all come, oldest first."""
         return [(entry.index, entry.prompt) for entry in self._table.running()]
 

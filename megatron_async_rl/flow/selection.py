@@ -5,8 +5,8 @@ Invariants:
 - a selection is a pure function, which answers fewer than `count` while the step has to wait;
 - what is left after a batch is taken can still train in time (`staleness.is_feasible` at the next
   step), given that it could before;
-- an answer with k too few stays too short until k groups more have finished or been dropped: nobody
-  needs to ask before;
+- an answer with k too few stays too short until k groups more have finished or been dropped: no
+  earlier check is needed;
 - of a prompt the store keeps the newest `per_prompt` distinct responses; two responses with the
   same tokens are one, the newer;
 - what a step gets of the store depends on the seed, the version and what is stored, on nothing
@@ -24,7 +24,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_async_rl.config.flow import Replay
-from megatron_async_rl.flow.buffer import Group
+from megatron_async_rl.flow.buffer import SampleGroup
 from megatron_async_rl.flow.staleness import as_written
 from megatron_async_rl.samples.rows import SampleRow, gathered, rows_of
 from megatron_async_rl.samples.types import Prompt
@@ -42,7 +42,7 @@ class Waiting(Protocol):
 
 
 def oldest_first[G: Waiting](groups: Iterable[G], count: int) -> list[G]:
-    """Those of the first `count` of `groups`, which come most urgent first, that have finished."""
+    """The finished groups among the first `count` of `groups`, which are sorted by urgency."""
     return [group for group in islice(groups, count) if group.finished is not None]
 
 
@@ -78,7 +78,7 @@ def windowed[G: Waiting](groups: Sequence[G], count: int, step: int, window: flo
 
 
 class ReplayStore:
-    """In host memory; `content` goes into checkpoints."""
+    """The replay buffer, in host memory; `content` goes into checkpoints."""
 
     def __init__(self, settings: Replay, seed: int) -> None:
         self._settings = settings
@@ -86,8 +86,8 @@ class ReplayStore:
         self._stored: dict[str, tuple[Prompt, OrderedDict[bytes, SampleRow]]] = {}
 
     def exchange(
-        self, arrived: Sequence[Group], version: int, group_size: int
-    ) -> tuple[tuple[Group, ...], int]:
+        self, arrived: Sequence[SampleGroup], version: int, group_size: int
+    ) -> tuple[tuple[SampleGroup, ...], int]:
         """Stores `arrived`; returns what trains `version`, as many groups, and how many stored
         responses are among it.
 
@@ -131,8 +131,8 @@ class ReplayStore:
 
     def _draw(
         self, prompt: str, index: int, version: int, count: int, chance: np.random.Generator
-    ) -> Group:
-        asked, stored = self._stored[prompt]
+    ) -> SampleGroup:
+        prompt_asked, stored = self._stored[prompt]
         samples = list(stored.values())
         scores = self._settings.inverse_temperature * np.array(
             [sample.reward for sample in samples]
@@ -143,4 +143,4 @@ class ReplayStore:
             samples[which].renamed(f"{samples[which].id}@{version}.{index}-{k}")
             for k, which in enumerate(drawn)
         ]
-        return Group(index, asked, tuple(own))
+        return SampleGroup(index, prompt_asked, tuple(own))

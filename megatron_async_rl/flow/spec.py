@@ -1,5 +1,5 @@
-"""Things that rank 0 and the controller hand each other: the controller's settings, where the data stands,
-and a batch. Plain data, which crosses processes.
+"""Things that rank 0 and the controller hand each other: the controller's settings, where the data
+stands, and a batch. Plain data, which crosses processes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.samples.types import Prompt
 
 
-class Source(Protocol):
-    """Where training prompts come from (data.PromptSource)."""
+class PromptProvider(Protocol):
+    """Provider of the training prompts (data.PromptSource)."""
 
     def next(self) -> Prompt: ...
     def state(self) -> dict[str, Any]: ...
@@ -30,10 +30,10 @@ class Source(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DataState:
-    """Where the data stands. `state`: plain JSON. `buffer`: what waits (flow/buffer_file.py); null
-    where nothing can. `oldest`: the oldest version whose tokens may train when the run goes on.
-    `data`: digests of the prompts (batches.data_digests), for the checkpoint. `log`: how far the
-    sample log is on the disk; null where there is none."""
+    """Position of the data for a checkpoint. `state`: plain JSON. `buffer`: the waiting groups
+    (flow/buffer_file.py); null for supervised runs. `oldest`: the oldest version whose tokens
+    may train after a resume. `data`: digests of the prompts (batches.data_digests). `log`:
+    extent of the sample log on the disk; null without a log."""
 
     state: Mapping[str, Any]
     buffer: bytes | None = None

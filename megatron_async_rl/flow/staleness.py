@@ -1,4 +1,4 @@
-"""The staleness law: how many prompt groups may have been admitted, and by which step each must
+"""The staleness law: how many prompt groups may have been admitted, and the step at which each must
 have trained.
 
 B = prompts per step, alpha = async_ratio (may be fractional), A = ceil(alpha). Step c trains
@@ -11,7 +11,7 @@ and a group admitted under v has the deadline v + A: the last step that may trai
 engines that hold v or newer weights are asked for it, then and after a loss, and an engine's
 weights only move forward, so its first token comes from a version start >= v, whether or not
 weights change while it is being sampled; a group consumed by its deadline has lag c - start <= A.
-Engines need not hold the same version: one that is slower is asked for older groups only.
+Engines need not hold the same version: a slower engine gets requests of older groups only.
 
 Why every deadline can be met. Say the plan is feasible at step c when for every c' >= c at most
 (c' - c + 1) B groups that are not consumed yet have a deadline <= c'. Then some choice of B groups
@@ -55,7 +55,7 @@ from megatron_async_rl.samples.rows import SampleRow
 
 
 class StalenessViolated(RuntimeError):
-    """A sample is older than the law permits. The proof above says this cannot happen: it means a
+    """A sample is older than the law permits. By the proof above this cannot happen: it means a
     wrong version stamp."""
 
 
@@ -123,9 +123,9 @@ def check_lags(
             start != sample.last_version or (version != due and start not in first_versions)
         ):
             raise StalenessViolated(
-                f"sample {sample.id} has tokens of versions {start} to {sample.last_version} and trains {version};"
-                f" flow.selection: exact_lag wants all of them to be of one version, {due - start}"
-                " before"
+                f"sample {sample.id} has tokens of versions {start} to {sample.last_version} and"
+                f" trains {version}; flow.selection: exact_lag needs all of them to be of one"
+                f" version, {due - start} before"
             )
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a batch of samples (rewards, lengths, lags), of what was dropped beside it, and of
+"""Metrics of a batch of samples (rewards, lengths, lags), of what was dropped meanwhile, and of
 what engines and controller did between two steps."""
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ def engine_metrics(
     """Metrics of the `seconds` between `before` and `now`; engines that `before` lacks have joined
     since.
 
-    Counts of an engine are since it started: one that has fewer than before was started again, and
-    all it has is new.
+    Counts of an engine are since it started: an engine with fewer than before was restarted, and
+    all its counts are new.
     """
     new = EngineCounts(alive=True, version=0, in_flight=0, tokens=0, busy_s=0.0, restarts=0)
     earlier = [*before, *[new] * (len(now) - len(before))]
@@ -206,12 +206,12 @@ def counted(
     """The `before` of the next `engine_metrics`: what an engine reports late, more than `seconds`,
     counts then."""
     earlier = [*(old.busy_s for old in before), *[0.0] * (len(now) - len(before))]
-    most = [
+    limits = [
         old + seconds if new.busy_s >= old else seconds
         for new, old in zip(now, earlier, strict=True)
     ]
     return [
-        replace(new, busy_s=min(new.busy_s, limit)) for new, limit in zip(now, most, strict=True)
+        replace(new, busy_s=min(new.busy_s, limit)) for new, limit in zip(now, limits, strict=True)
     ]
 
 
@@ -289,6 +289,6 @@ class Ages:
         return time.monotonic() - self._admitted_at[group]
 
     def oldest(self, groups: Iterable[int]) -> float:
-        """0 where there are none."""
+        """0 if there are none."""
         now = time.monotonic()
         return now - min((self._admitted_at[group] for group in groups), default=now)

@@ -1,19 +1,20 @@
-"""Which version of the weights is staged, who reads it, and who may stand still to load it.
+"""Which version of the weights is staged, who reads it, and which engines may pause to load it.
 
     rank 0 --stage--> newest ---------------loading--> engines of its machine, each in its turn
                          +--sending--> copy --loading--> engines of another machine
-    rank 0 <--until_released-- nobody reads an older version: its slot may be written again
+    rank 0 <--until_released-- no engine reads an older version: its slot may be written again
 
 Invariants:
 - an engine loads the newest version that is staged, or, where it only evaluates, the one it is to
   evaluate; on a machine other than rank 0's, of those that its machine has a copy of (`copies.py`);
 - a machine's copy, as rank 0's slot, is written again only when no engine reads it;
-- of the engines that have work, at most `max_paused` stand still at a time, and one may always; one
-  without work, asleep, or not serving yet, loads at once;
+- of the engines that have work, at most `max_paused` pause at a time, and always at least one may;
+  one without work, asleep, or not serving yet, loads at once;
 - all waits are for a version number or for a turn: what has been reached stays reached;
-- colocated: while the policy has the devices no engine starts, loads or wakes; and of a version that
-  is lent none loads while one starts, which measures the free memory of its device;
-- after `halt` nothing is loaded any more, and whoever waits for a version is told why.
+- colocated: while the policy has the devices no engine starts, loads or wakes; and of a version
+  that is filled on demand, none loads while one starts, which measures the free memory of its
+  device;
+- after `halt` nothing is loaded any more, and every wait for a version raises the reason.
 """
 
 from __future__ import annotations
@@ -24,15 +25,22 @@ from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterat
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from megatron_async_rl.flow.copies import Copies, Fill, LentBuckets, Reader, Staged, Transfer
+from megatron_async_rl.flow.copies import (
+    BufferRequest,
+    IpcBucketQueue,
+    Staged,
+    Transfer,
+    VersionCopies,
+    VersionReader,
+)
 from megatron_async_rl.flow.errors import FlowError
 from megatron_async_rl.rollout.spec import HERE
-from megatron_async_rl.weights.manifest import BucketRef, Copy, Manifest
+from megatron_async_rl.weights.manifest import BucketRef, Manifest, StagedCopy
 
 
 class Signal:
-    """Wakes whoever waits for a condition, each time that something it may depend on has changed.
-    For one event loop."""
+    """Wake the tasks that wait for a condition, each time that something it may depend on has
+    changed. For one event loop."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -59,10 +67,10 @@ async def cancel_all(works: Iterable[asyncio.Future[Any]]) -> None:
 class WeightUpdates:
     """`engines`: all there are. `max_paused`: share of the serving engines."""
 
-    def __init__(self, engines: Callable[[], Iterable[Reader]], max_paused: float) -> None:
+    def __init__(self, engines: Callable[[], Iterable[VersionReader]], max_paused: float) -> None:
         self._engines = engines
         self._max_paused = max_paused
-        self._wanted: dict[int, Staged] = {}
+        self._requested: dict[int, Staged] = {}
         """Versions that evaluation engines are to load, by index."""
         self._loading: dict[int, tuple[str, int]] = {}
         """Machine and version that is being read there, by engine."""
@@ -72,9 +80,9 @@ class WeightUpdates:
         self._policy_has_devices = False
         self._halted: BaseException | None = None
         self._changed = Signal()
-        self._lent: LentBuckets | None = None
-        """Buckets of the newest version, where that is lent."""
-        self.copies = Copies()
+        self._ipc_buckets: IpcBucketQueue | None = None
+        """Buckets of the newest version, if they are filled on demand."""
+        self.copies = VersionCopies()
         self.newest: Staged | None = None
         self.last: Transfer | None = None
         """The newest version that an engine has loaded; none before the first."""
@@ -88,7 +96,9 @@ class WeightUpdates:
                 " grow"
             )
         self.newest = Staged(version=version, manifest=manifest, at=time.monotonic())
-        self._lent = LentBuckets(version, len(manifest.buckets)) if manifest.lent else None
+        self._ipc_buckets = (
+            IpcBucketQueue(version, len(manifest.buckets)) if manifest.on_demand else None
+        )
         self._policy_has_devices = False
         self._changed.fire()
 
@@ -105,7 +115,7 @@ class WeightUpdates:
             raise self._halted
 
     async def until_released(self, version: int) -> None:
-        """Returns when nobody reads, or is still to read, a version before `version`. Raises what
+        """Wait until no engine reads, or is still to read, a version before `version`. Raises what
         `halt` was given: then some may be reading still."""
         await self._changed.until(
             lambda: self._halted is not None or min(self._in_use(), default=version) >= version
@@ -118,30 +128,30 @@ class WeightUpdates:
         yield from (version for machine, version in self._loading.values() if machine == HERE)
         yield from self.copies.sending.values()
         machines = {one.index: one.machine for one in self._engines()}
-        for index, wanted in self._wanted.items():
+        for index, wanted in self._requested.items():
             if self.copies.find(machines.get(index, HERE), wanted.version) is None:
                 yield wanted.version
 
-    def want(self, indices: Iterable[int], version: int) -> None:
+    def request_version(self, indices: Iterable[int], version: int) -> None:
         """Evaluation engines are to load `version`, which is the newest. Raises FlowError where it
         is another."""
         if self.newest is None or self.newest.version != version:
             staged = "none" if self.newest is None else self.newest.version
             raise FlowError(f"version {version} is to be evaluated, and staged is {staged}")
         holds = {one.index for one in self._engines() if one.version == version}
-        self._wanted |= dict.fromkeys(set(indices) - holds, self.newest)
+        self._requested |= dict.fromkeys(set(indices) - holds, self.newest)
         self._changed.fire()
 
-    def wants(self, index: int) -> bool:
+    def is_requested(self, index: int) -> bool:
         """True while the engine is to load a version to evaluate it, and has not yet."""
-        return index in self._wanted
+        return index in self._requested
 
     def forget(self, index: int) -> None:
         """The engine is lost, or leaves: it reads nothing any more."""
-        self._wanted.pop(index, None)
+        self._requested.pop(index, None)
         self._loading.pop(index, None)
         self._paused.discard(index)
-        self.give_back(index)
+        self.release(index)
 
     def halt(self, error: BaseException) -> None:
         """Something is wrong with the weights: no engine is given any."""
@@ -149,7 +159,7 @@ class WeightUpdates:
         self._changed.fire()
 
     @asynccontextmanager
-    async def loading(self, engine: Reader) -> AsyncIterator[Staged]:
+    async def loading(self, engine: VersionReader) -> AsyncIterator[Staged]:
         """Waits until there is something to load for `engine`, and its turn; the body loads it."""
         await self._changed.until(lambda: self._may_load(engine))
         staged = self._target(engine)
@@ -162,14 +172,14 @@ class WeightUpdates:
             yield staged
             self._note(staged, began)
         finally:
-            wanted = self._wanted.get(engine.index)
+            wanted = self._requested.get(engine.index)
             if wanted is not None and wanted.version == staged.version:
-                del self._wanted[engine.index]
+                del self._requested[engine.index]
             self._loading.pop(engine.index, None)
             self._paused.discard(engine.index)
             self._changed.fire()
 
-    def _target(self, engine: Reader) -> Staged | None:
+    def _target(self, engine: VersionReader) -> Staged | None:
         """The version it can load, from its machine's memory."""
         aim, machine = self._aim(engine), engine.machine
         if aim is None or machine == HERE:
@@ -179,13 +189,13 @@ class WeightUpdates:
         copy = self.copies.newest(machine)
         return copy if copy is not None and copy.version > engine.version else None
 
-    def _aim(self, engine: Reader) -> Staged | None:
+    def _aim(self, engine: VersionReader) -> Staged | None:
         """The version it is to load."""
-        staged = self._wanted.get(engine.index) if engine.evaluates else self.newest
+        staged = self._requested.get(engine.index) if engine.evaluates else self.newest
         return staged if staged is not None and staged.version > engine.version else None
 
-    def _may_load(self, engine: Reader) -> bool:
-        starts = self._lent is not None and self._starting > 0
+    def _may_load(self, engine: VersionReader) -> bool:
+        starts = self._ipc_buckets is not None and self._starting > 0
         held_back = self._halted is not None or self._policy_has_devices or starts
         if held_back or self._target(engine) is None:
             return False
@@ -240,7 +250,7 @@ class WeightUpdates:
     @asynccontextmanager
     async def sending(self, machine: str, at_once: float) -> AsyncIterator[Staged]:
         """Waits until an engine there needs a version that is not there, for room, and until fewer
-        than `at_once` machines are being sent to; the body sends it and says that it arrived."""
+        than `at_once` machines are being sent to; the body sends it and reports its arrival."""
         await self._changed.until(
             lambda: len(self.copies.sending) < at_once and self._may_send(machine)
         )
@@ -253,7 +263,7 @@ class WeightUpdates:
             self.copies.end(machine)
             self._changed.fire()
 
-    def arrived(self, machine: str, staged: Staged, copy: Copy) -> None:
+    def arrived(self, machine: str, staged: Staged, copy: StagedCopy) -> None:
         """The version that was being sent is there."""
         self.copies.add(machine, staged, copy)
         self._changed.fire()
@@ -280,7 +290,7 @@ class WeightUpdates:
         needed |= {
             wanted.version
             for one in self._engines()
-            if one.machine == machine and (wanted := self._wanted.get(one.index)) is not None
+            if one.machine == machine and (wanted := self._requested.get(one.index)) is not None
         }
         return needed.isdisjoint(self.copies.replaced(machine))
 
@@ -290,7 +300,7 @@ class WeightUpdates:
     async def starting(self) -> AsyncIterator[None]:
         """The body starts an engine; it begins only while the devices are the engines'."""
         await self._changed.until(
-            lambda: not self._policy_has_devices and not (self._lent and self._loading)
+            lambda: not self._policy_has_devices and not (self._ipc_buckets and self._loading)
         )
         self._starting += 1
         try:
@@ -310,17 +320,18 @@ class WeightUpdates:
             self._changed.fire()
 
     async def give_devices_to_policy(self) -> None:
-        """Until the next version is staged. Returns when no engine is starting, loading or ending."""
+        """Until the next version is staged. Returns when no engine is starting, loading or
+        ending."""
         self._policy_has_devices = True
         await self._changed.until(
             lambda: not self._starting and not self._loading and not self._ending
         )
 
-    # Buckets that are lent
+    # Buckets filled on demand
 
     async def until_loaded(self, version: int) -> None:
-        """Returns once every engine that is there holds `version`, or a newer one. Raises what `halt`
-        was given."""
+        """Returns once every engine that is there holds `version`, or a newer one. Raises what
+        `halt` was given."""
         await self._changed.until(
             lambda: (
                 self._halted is not None
@@ -334,37 +345,42 @@ class WeightUpdates:
         """An engine holds another version than before."""
         self._changed.fire()
 
-    async def borrow(self, engine: int, number: int) -> BucketRef:
+    async def acquire(self, engine: int, number: int) -> BucketRef:
         """A bucket of the version that the engine is loading, once it is there; the engine reads it
         until it gives it back."""
-        lent = self._lent
-        assert lent is not None, "a version that is lent is loading"
-        lent.want(engine, number)
+        ipc_buckets = self._ipc_buckets
+        assert ipc_buckets is not None, "an on-demand version is loading"
+        ipc_buckets.request(engine, number)
         self._changed.fire()
         found: list[BucketRef] = []
 
         def there() -> bool:
-            found.extend(ref for ref in (lent.take(engine),) if ref is not None)
+            found.extend(ref for ref in (ipc_buckets.take(engine),) if ref is not None)
             return bool(found)
 
         await self._changed.until(there)
         return found[0]
 
-    def give_back(self, engine: int) -> None:
+    def release(self, engine: int) -> None:
         """The engine neither reads a bucket nor waits for one any more."""
-        if self._lent is not None:
-            self._lent.leave(engine)
+        if self._ipc_buckets is not None:
+            self._ipc_buckets.leave(engine)
         self._changed.fire()
 
-    async def next_fill(self, done: BucketRef | None) -> Fill:
-        """Returns what the ranks are to do next; `done`: where they put the bucket that they were to fill."""
-        if self._lent is not None:
-            self._lent.filled(done)
+    async def next_buffer_request(self, done: BucketRef | None) -> BufferRequest:
+        """Returns what the ranks are to do next; `done`: where they put the bucket that they were
+        to fill."""
+        if self._ipc_buckets is not None:
+            self._ipc_buckets.buffer_filled(done)
             self._changed.fire()
-        found: list[Fill] = []
+        found: list[BufferRequest] = []
 
         def wanted() -> bool:
-            found.extend(fill for fill in (self._lent and self._lent.next_fill(),) if fill)
+            found.extend(
+                fill
+                for fill in (self._ipc_buckets and self._ipc_buckets.next_buffer_request(),)
+                if fill
+            )
             return bool(found)
 
         await self._changed.until(wanted)

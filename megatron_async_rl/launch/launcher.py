@@ -69,7 +69,7 @@ from megatron_async_rl.watchdog.watchdog import Watchdog
 from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 
 RANK_IMPORTS = "megatron_async_rl.train"
-"""Module of all that a rank imports."""
+"""Module that imports everything that a rank imports."""
 POLL_S = 0.25
 KILL_GRACE_S = 10.0
 CLOSING_S = 30.0
@@ -77,7 +77,7 @@ CLOSING_S = 30.0
 START_S = 600.0
 """Longest start of a run without engines; with engines their `rollout.start_timeout_s` counts."""
 FULL_BYTES = 2**20
-"""With less room than this, what a process had to say was perhaps not written."""
+"""Free bytes below which a process may have failed to write its error message."""
 INTERRUPTED = 130
 LAST_LINES = 100
 """Lines of torchrun's log: more than the traceback with which it ends."""
@@ -95,7 +95,7 @@ def launch(
     """Runs `config`, this machine's share of it, to its end, to Ctrl-C or to its failure; returns
     the process exit code.
 
-    `rank_environment`: variables of the ranks, where nobody has set them.
+    `rank_environment`: default values of the ranks' environment variables.
 
     0: finished; 1: failed; 130: stopped by Ctrl-C, cleanly by the first (so that a script does not
     go on without it). SIGTERM is a Ctrl-C, and so is a terminal that is closed. Raises
@@ -124,7 +124,7 @@ def launch(
             )
         start = rendezvous(nodes, config, start_s, peers)
         peers.close()
-        ranks = Ranks(config, nodes, peers.address, start, rank_environment, folder, lock)
+        ranks = LocalRanks(config, nodes, peers.address, start, rank_environment, folder, lock)
         exit_code = _run(ranks, console, start_s)
     if exit_code == 0:
         ended = read_status(run_dir)
@@ -197,7 +197,7 @@ def already_finished(config: Config, console: Console) -> bool:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class LocalRanks:
     """Start of this machine's ranks. `address`: of node 0. `lock`: a descriptor that
     torchrun holds, too, so that the directory is taken for as long as there are ranks."""
 
@@ -215,11 +215,11 @@ class Ranks:
         return self.config.run.dir / "logs" / name
 
 
-def _run(ranks: Ranks, console: Console, start_s: float) -> int:
+def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
     """From the start of the ranks to the end of the last process."""
     config, nodes = ranks.config, ranks.nodes
     run_dir, run_id = config.run.dir, uuid.uuid4().hex  # each machine ends its own processes
-    earlier, standstill, exit_code, error = read_status(run_dir), None, 1, None
+    earlier, stall_found, exit_code, error = read_status(run_dir), None, 1, None
     with deferred() as interrupts, contextlib.ExitStack() as held:
         try:
             process = _start_ranks(ranks, run_id, held)
@@ -234,7 +234,7 @@ def _run(ranks: Ranks, console: Console, start_s: float) -> int:
                 nodes=nodes.count,
             )
             with contextlib.closing(progress):
-                exit_code, standstill = _watch(
+                exit_code, stall_found = _watch(
                     process, progress, watchdog, run_dir, console, nodes, interrupts
                 )
             if exit_code == 1 and (failure := _killed(process, ranks.log)) is not None:
@@ -248,8 +248,8 @@ def _run(ranks: Ranks, console: Console, start_s: float) -> int:
             # Now that no rank writes a status of its own. A full, lost or damaged disk keeps the
             # status as it is; what happened is shown on the terminal all the same.
             with contextlib.suppress(OSError, UserError):
-                if standstill is not None:
-                    _record_failure(run_dir, standstill)
+                if stall_found is not None:
+                    _record_failure(run_dir, stall_found)
                 _record_end(ranks, exit_code, earlier, error, interrupts)
             watch.stop()
     if error is not None:
@@ -270,10 +270,10 @@ def _killed(process: subprocess.Popen[bytes], log: Path) -> Failure | None:
     if process.returncode < 0:
         number = -process.returncode
     else:  # of others than SIGKILL it ends its ranks first, and itself by an exception
-        said = _SIGNALLED.findall("\n".join(tail(log, LAST_LINES)))
-        if not said:
+        reported = _SIGNALLED.findall("\n".join(tail(log, LAST_LINES)))
+        if not reported:
             return None
-        number = int(said[-1])
+        number = int(reported[-1])
     return Failure(
         process="launcher",
         what=f"torchrun (pid {process.pid}), which holds the ranks, was ended by {_name(number)}",
@@ -291,7 +291,7 @@ def _name(number: int) -> str:
 
 
 def _record_end(
-    ranks: Ranks,
+    ranks: LocalRanks,
     exit_code: int,
     earlier: Status | None,
     error: BaseException | None,
@@ -348,8 +348,8 @@ def _prepare_directory(config: Config) -> None:
 def environment_of_ranks(
     given: Mapping[str, str], run_id: str, wanted: Mapping[str, str], *, nodes: int = 1
 ) -> dict[str, str]:
-    """`given`, with what ranks need; `wanted`: variables that this machine's want, where nobody has
-    set them. `nodes`: machines that have ranks."""
+    """`given`, with what ranks need; `wanted`: default values of the variables that this machine's
+    ranks need. `nodes`: machines that have ranks."""
     environment = {**wanted, **given, RUN_ID_VARIABLE: run_id}
     for name in [one for one in environment if one.startswith(PRELOADED)]:
         del environment[name]  # servers of another run, whose forks would carry its id
@@ -365,8 +365,10 @@ def environment_of_ranks(
     return environment
 
 
-def _start_ranks(ranks: Ranks, run_id: str, held: contextlib.ExitStack) -> subprocess.Popen[bytes]:
-    """Start torchrun. `held` has what the ranks need until they have ended."""
+def _start_ranks(
+    ranks: LocalRanks, run_id: str, held: contextlib.ExitStack
+) -> subprocess.Popen[bytes]:
+    """Start torchrun. `held`: closed after the ranks have ended."""
     config, nodes = ranks.config, ranks.nodes
     command = [
         sys.executable,
@@ -394,12 +396,12 @@ def _start_ranks(ranks: Ranks, run_id: str, held: contextlib.ExitStack) -> subpr
 
 
 def _preload(
-    ranks: Ranks, environment: MutableMapping[str, str], held: contextlib.ExitStack
+    ranks: LocalRanks, environment: MutableMapping[str, str], held: contextlib.ExitStack
 ) -> list[int]:
-    """Start the servers that ranks and engines are forked from, side by side, and name them in
-    `environment`. Returns descriptors that keep them alive.
+    """Start the servers that ranks and engines are forked from, in parallel, and set their
+    addresses in `environment`. Returns descriptors that keep the servers alive.
 
-    On a CPU alone: some imports initialise CUDA where there is a GPU, and no fork could use it."""
+    GPU runs have no servers: some imports initialise CUDA, which a fork could not use."""
     config, folder = ranks.config, ranks.folder.path
     if environment.get(PLANNED_DEVICE) == "cuda":
         return []
@@ -465,8 +467,8 @@ def _watch(
             failed_at = min(failed_at, time.monotonic())
             if time.monotonic() - failed_at > CLOSING_S:
                 return 1, None
-        elif (standstill := watchdog.look()) is not None:
-            return 1, standstill
+        elif (stall_found := watchdog.look()) is not None:
+            return 1, stall_found
         time.sleep(POLL_S)
     progress.update()
     return (0 if process.returncode == 0 else 1), None
@@ -478,18 +480,18 @@ def _over(run_dir: Path) -> bool:
     return status is not None and status.phase in FINAL
 
 
-def _record_failure(run_dir: Path, standstill: stall.Stall) -> None:
+def _record_failure(run_dir: Path, stall_found: stall.Stall) -> None:
     last = read_status(run_dir) or Status(phase="starting", step=0, steps=0, time=0.0)
     log, now = str(run_dir / stall.FILE), time.time()
-    write_status(run_dir, replace(last, phase="failed", time=now, error=standstill.error, log=log))
-    kind = SECONDARY if standstill.consequence else PRIMARY
-    failure = Failure(process="launcher", what=standstill.error, where=log, kind=kind, time=now)
+    write_status(run_dir, replace(last, phase="failed", time=now, error=stall_found.error, log=log))
+    kind = SECONDARY if stall_found.consequence else PRIMARY
+    failure = Failure(process="launcher", what=stall_found.error, where=log, kind=kind, time=now)
     record_failure(run_dir, failure)
 
 
 def _kill_leftovers(run_id: str) -> None:
-    """Kills every process of the run, and gives back the memory that its weights took. A stopped
-    process would not react to SIGTERM."""
+    """Kills every process of the run, and releases the memory of its weights. A stopped process
+    would not react to SIGTERM."""
     for send in (psutil.Process.terminate, psutil.Process.kill):
         alive = of_run(run_id)
         for process in alive:
@@ -511,8 +513,8 @@ def _report(run_dir: Path, console: Console) -> None:
 
 
 def _cause(run_dir: Path) -> tuple[str, str]:
-    """The cause of a failure, and its file. Rank 0's own words are the fullest, unless what it met was
-    another process's death."""
+    """The cause of a failure, and its file. Rank 0's own words are the fullest, unless what it met
+    was another process's death."""
     failure = first_failure(run_dir)
     cause = None
     if failure is None or failure.kind != PRIMARY:
@@ -537,11 +539,11 @@ def _explain_failure(run_dir: Path, console: Console) -> None:
     console.print(message, markup=False, highlight=False, soft_wrap=True)
     console.print(f"Log: {place}", markup=False, highlight=False, soft_wrap=True)
     if shutil.disk_usage(run_dir).free < FULL_BYTES:
-        words = (
+        text = (
             f"The file system that holds {run_dir} is full, and logs may lack their last lines.\n "
             " fix: make room there"
         )
-        console.print(words, markup=False, highlight=False, soft_wrap=True)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     picture = stall.read_summary(run_dir)
     if picture is not None:
         console.print(

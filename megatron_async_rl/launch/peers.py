@@ -5,15 +5,16 @@
     node n is ready: n --address of its ranks--> 0, which tries it --address of its own--> n, which
     tries that
 
-They go through node 0's endpoint: a node that cannot read its config, or does not see the file system,
-does not know the run's directory.
+They go through node 0's endpoint: a node that cannot read its config, or does not see the file
+system, does not know the run's directory.
 
 Invariants:
 - node 0 listens from its first moment on, and gives the port back before its ranks start: they need
   it;
-- a node that does not start ends at the latest TELL_S after it said so to its user, heard or not;
-- no rank starts on a node that node 0 does not reach, or that does not reach node 0, by the addresses
-  that the ranks will give each other;
+- a node that does not start ends at most TELL_S after it reported so to its user, whether or not
+  the others heard it;
+- no rank starts on a node that node 0 does not reach, or that does not reach node 0, by the
+  addresses that the ranks will give each other;
 - what a stranger sends to the port is not taken for a node's;
 - nothing listens at an address that node 0's endpoint and the ranks do not need.
 """
@@ -47,7 +48,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 RENDEZVOUS = "bound"
 """Name of the rendezvous of torchrun.py in torchrun's registry."""
 STRANGERS = 128
-"""Connections beside those of the nodes that node 0 holds: the oldest are closed."""
+"""Limit of the connections at node 0 besides the nodes' own; the oldest are closed."""
 LOOPBACK = "127.0.0.1"
 _LONGEST = 2**16
 """Bytes of a message."""
@@ -99,8 +100,8 @@ class Nodes:
     def torchrun(self, ranks: int, start: str, address: str = LOOPBACK) -> list[str]:
         """Return torchrun's arguments for this node's share of the ranks.
 
-        `start`: the id that `rendezvous` returned. `address`: of node 0, as this node reaches it; on
-        node 0 the address at which its store listens.
+        `start`: the id that `rendezvous` returned. `address`: of node 0, as this node reaches it;
+        on node 0 the address at which its store listens.
         """
         host = f"[{address}]" if ":" in address else address
         return [
@@ -114,7 +115,7 @@ class Nodes:
 
 
 class PeerNodes:
-    """The nodes beside this one, until their ranks start. A single node has none."""
+    """The other nodes, until their ranks start. A single node has none."""
 
     def __init__(self, nodes: Nodes) -> None:
         """Raises NodesError where node 0 cannot listen at its endpoint."""
@@ -125,19 +126,20 @@ class PeerNodes:
         self._listener = _listen(nodes, self.address) if first else None
         self._ranks: socket.socket | None = None
         """Listens where the ranks of this node will, for others to try the address."""
-        self._connections: list[_Connection] = []
+        self._connections: list[_PeerConnection] = []
         self._unreached = ""
-        self._untold = nodes.count - 1 if nodes.rank == 0 else 1
+        self._unnotified = nodes.count - 1 if nodes.rank == 0 else 1
 
     def refusal(self) -> NodesError | None:
-        """The error of a node that does not start, if one sent it; blocks for CONNECT_S at most. Node 0
-        also tries the addresses of those that are ready, up to REACH_S each: raises NodesError."""
+        """The error of a node that does not start, if one sent it; blocks for CONNECT_S at most.
+        Node 0 also tries the addresses of those that are ready, up to REACH_S each: raises
+        NodesError."""
         self._reach()
         for connection in list(self._connections):
             message = connection.read()
             if "why" in message:
-                self._untold -= 1
-                self._connections.remove(connection)  # nobody reads there any more
+                self._unnotified -= 1
+                self._connections.remove(connection)  # the peer no longer reads
                 connection.close()
                 return refused(message["node"], message["host"], message["why"])
             if "address" in message and self._nodes.rank == 0:
@@ -150,7 +152,7 @@ class PeerNodes:
         """On a node other than 0, with node 0 there: returns once each of the two has reached the
         address of the other's ranks. Raises NodesError, Unreached where node 0 hears nothing."""
         deadline, connect_by = time.monotonic() + timeout_s, time.monotonic() + REACH_S
-        greeted: _Connection | None = None
+        greeted: _PeerConnection | None = None
         while True:
             self._reach()
             for connection in self._connections:
@@ -178,13 +180,13 @@ class PeerNodes:
     def refuse(self, why: str, within_s: float = TELL_S) -> None:
         """Tells the others that this node does not start: those that are there, and who comes
         `within_s` seconds."""
-        deadline, message, told = time.monotonic() + within_s, self._message(why=why), 0
+        deadline, message, notified = time.monotonic() + within_s, self._message(why=why), 0
         with watch.doing(
             "wait", "the other nodes, to tell them that this one does not start", within_s
         ):
-            while told < self._untold:
+            while notified < self._unnotified:
                 self._reach()
-                told += sum(connection.send(message) for connection in self._connections)
+                notified += sum(connection.send(message) for connection in self._connections)
                 self._hang_up()
                 if time.monotonic() > deadline:
                     break
@@ -192,15 +194,16 @@ class PeerNodes:
         self.close()
 
     def close(self) -> None:
-        """Gives the port back. From now on nobody is heard or told."""
+        """Gives the port back. Stop sending and receiving."""
         self._hang_up()
         for listener in (self._listener, self._ranks):
             if listener is not None:
                 listener.close()
-        self._listener, self._ranks, self._untold = None, None, 0
+        self._listener, self._ranks, self._unnotified = None, None, 0
 
-    def _hello(self, connection: _Connection) -> bytes:
-        """Where the ranks of this node will listen; by which interface it reaches the other."""
+    def _hello(self, connection: _PeerConnection) -> bytes:
+        """The message to a peer: the address at which this node's ranks will listen, and the
+        network interface of the connection."""
         if self._ranks is None:
             address = rank_address()
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -218,10 +221,10 @@ class PeerNodes:
             socket.create_connection((host, port), REACH_S).close()
         except OSError as error:
             loopback = ipaddress.ip_address(host).is_loopback
-            words = ", which is every machine's own address" if loopback else ""
+            detail = ", which is every machine's own address" if loopback else ""
             raise NodesError.of(
                 whose,
-                f"its ranks will listen at {host}{words}, and node {self._nodes.rank}"
+                f"its ranks will listen at {host}{detail}, and node {self._nodes.rank}"
                 f" ({socket.gethostname()}) does not reach that: {error}",
                 f"set {INTERFACE} there to the network that all nodes have (such as"
                 f" {hello['interface']}), and NCCL_SOCKET_IFNAME on GPUs; open all ports in it",
@@ -241,13 +244,13 @@ class PeerNodes:
         try:
             if self._listener is not None:
                 while True:
-                    self._connections.append(_Connection(self._listener.accept()[0]))
+                    self._connections.append(_PeerConnection(self._listener.accept()[0]))
                     if len(self._connections) > STRANGERS + self._nodes.count:
                         # A node whose connection this was calls again.
                         self._connections.pop(0).close()
             elif self._nodes.rank > 0 and not self._connections:
                 self._connections.append(
-                    _Connection(
+                    _PeerConnection(
                         socket.create_connection((self._nodes.host, self._nodes.port), CONNECT_S)
                     )
                 )
@@ -255,7 +258,7 @@ class PeerNodes:
             self._unreached = str(error)
 
 
-class _Connection:
+class _PeerConnection:
     """A connection, read without waiting."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -266,7 +269,7 @@ class _Connection:
 
     @property
     def interface(self) -> str:
-        """Of this machine, by which the connection goes."""
+        """Name of this machine's network interface that carries the connection."""
         here = self._connection.getsockname()[0].removeprefix("::ffff:")
         return next(
             (
@@ -307,8 +310,9 @@ class _Connection:
 
 
 def rank_address() -> str:
-    """The address that ranks of this machine give to the others, by gloo's rule: that of the interface
-    in GLOO_SOCKET_IFNAME, else the first that this machine's name has. Raises NodesError."""
+    """The address that ranks of this machine give to the others, by gloo's rule: that of the
+    interface in GLOO_SOCKET_IFNAME, else the first that this machine's name has. Raises
+    NodesError."""
     if names := os.environ.get(INTERFACE):
         interfaces = psutil.net_if_addrs()
         of_internet = (socket.AF_INET, socket.AF_INET6)
@@ -318,7 +322,7 @@ def rank_address() -> str:
                     return one.address.partition("%")[0]
         raise NodesError.of(
             INTERFACE,
-            f"{names} is no interface of {socket.gethostname()} with an address",
+            f"{names} is not an interface of {socket.gethostname()} with an address",
             f"set it there to one of: {', '.join(interfaces)}",
         )
     return next(_own_addresses(socket.gethostname()), LOOPBACK)
@@ -326,7 +330,8 @@ def rank_address() -> str:
 
 def listening_address(nodes: Nodes) -> str:
     """Return the address at which node 0 accepts the other nodes: that of its endpoint where it is
-    one of this machine, else that of its ranks. Raises NodesError where the others cannot reach it."""
+    one of this machine, else that of its ranks. Raises NodesError where the others cannot reach
+    it."""
     named = list(_own_addresses(nodes.host))
     outward = [address for address in named if not ipaddress.ip_address(address).is_loopback]
     if outward:

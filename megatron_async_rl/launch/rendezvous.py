@@ -6,8 +6,8 @@
 They meet in the run's directory, which all of them see, and through node 0's endpoint (peers.py).
 
 Invariants:
-- no rank starts before the launcher of every node is there, with the same config, the same number of
-  nodes and the same software, and within reach;
+- no rank starts before the launcher of every node is there, with the same config, the same number
+  of nodes and the same software, and within reach;
 - what an earlier start left in the directory is not taken for node 0: its state must be seen to
   change.
 """
@@ -65,8 +65,8 @@ def _meet(nodes: Nodes, run_dir: Path, timeout_s: float, peers: PeerNodes) -> No
             peers.greet(timeout_s)
     except Unreached as error:
         # Node 0 hears nothing from here, and still reads the directory.
-        said = str(error)
-        watch.fact(_UNREACHED, lambda: said)
+        message = str(error)
+        watch.fact(_UNREACHED, lambda: message)
         watch.start(run_dir, f"{LAUNCHER}{nodes.rank}")
         raise
 
@@ -120,9 +120,9 @@ def _find(nodes: Nodes, config: Config, timeout_s: float, peers: PeerNodes) -> s
             f"has other versions than node 0 ({zero.host}): {differs}",
             "install the same environment on all nodes",
         )
-    theirs, ours = (run_dir / "config.yaml").read_text(encoding="utf-8"), dump(config)
-    if theirs != ours:
-        lines = zip(theirs.splitlines(), ours.splitlines(), strict=False)
+    remote, local = (run_dir / "config.yaml").read_text(encoding="utf-8"), dump(config)
+    if remote != local:
+        lines = zip(remote.splitlines(), local.splitlines(), strict=False)
         there, here = next((pair for pair in lines if pair[0] != pair[1]), ("", ""))
         raise NodesError.of(
             "CONFIG",
@@ -134,12 +134,12 @@ def _find(nodes: Nodes, config: Config, timeout_s: float, peers: PeerNodes) -> s
 
 
 def _has_joined(run_dir: Path, number: int, start: str) -> bool:
-    """Raises NodesError where it says that it cannot reach node 0."""
+    """Raises NodesError if it reports that it cannot reach node 0."""
     launcher = _launcher(run_dir, number)
     if launcher is None or launcher.facts.get(_START) != start:
         return False
-    if (said := launcher.facts.get(_UNREACHED)) is not None:
-        raise refused(number, launcher.host, str(said))
+    if (message := launcher.facts.get(_UNREACHED)) is not None:
+        raise refused(number, launcher.host, str(message))
     return True
 
 

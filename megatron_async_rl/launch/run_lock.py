@@ -1,9 +1,9 @@
 """One run at a time in a run's directory, and one study in its runs' folder.
 
 Invariant: the directory is taken from before anything in it is changed until the launcher and the
-ranks it started have ended, however they end: the kernel gives the lock back, and torchrun holds it
-beside the launcher. On a file system without locks, as Lustre may be mounted, that is the user's to
-see to, and said.
+ranks it started have ended, however they end: the kernel releases the lock, and torchrun holds it
+together with the launcher. On a file system without locks, as Lustre may be mounted, that is the
+user's responsibility, and a message reports it.
 """
 
 from __future__ import annotations
@@ -94,13 +94,13 @@ def refuse_taken(run_dir: Path) -> None:
 
 
 def ask_for_engines(run_dir: Path, count: int) -> None:
-    """The run in `run_dir` is to have so many training engines; it notes what becomes of that.
+    """Request this number of training engines of the run in `run_dir`; the run notes the result.
 
     Raises RunDirectoryError where none runs there, and for one whose engines cannot join or leave.
     """
     config_file = run_dir / "config.yaml"
     if not config_file.is_file():
-        raise RunDirectoryError.at(run_dir, "has no config.yaml: it is no run", "name a run.dir")
+        raise RunDirectoryError.at(run_dir, "has no config.yaml: it is not a run", "name a run.dir")
     rollout = load(config_file).rollout
     if rollout is None or rollout.placement == "colocated":
         why = "has no engines" if rollout is None else "has engines on the policy's devices"
@@ -108,7 +108,7 @@ def ask_for_engines(run_dir: Path, count: int) -> None:
         raise RunDirectoryError.at(run_dir, why, fix)
     if not _is_taken(run_dir):
         fix = "set rollout.engines, and start it"
-        raise RunDirectoryError.at(run_dir, "is not running: nobody would hear of it", fix)
+        raise RunDirectoryError.at(run_dir, "is not running: no run would read it", fix)
     with usable(run_dir):
         write_whole(run_dir / watch.ENGINES, str(count))
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Literal
 
-Kind = Literal["number", "total", "counts", "doubling counts", "per engine"]
-"""`number`: a float or an integer; `total`: one that only grows until the process starts again;
+MetricKind = Literal["number", "total", "counts", "doubling counts", "per engine"]
+"""`number`: a float or an integer; `total`: a count that only grows until the process restarts;
 `counts`: a list of integers, one per bin from 0; `doubling counts`: the same, bin i for values from
 2^i up to, and not including, 2^(i + 1); `per engine`: a list of numbers, the first for engine 0."""
 
@@ -24,7 +25,7 @@ OverSteps = Literal["mean", "sum", "largest", "first", "last"]
 """Number of a batch from those of its optimizer steps, where objective.minibatches x
 objective.epochs make several."""
 
-_EXPECTED: Mapping[Kind, str] = {
+_EXPECTED: Mapping[MetricKind, str] = {
     "number": "a number",
     "total": "a number",
     "counts": "a list of integers",
@@ -41,7 +42,7 @@ class MetricsError(Exception):
 class Metric:
     unit: str
     meaning: str
-    kind: Kind = "number"
+    kind: MetricKind = "number"
     steps: OverSteps = "mean"
 
     @property
@@ -70,7 +71,7 @@ MU = "behaviour policy (the engine that sampled)"
 
 GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
     "Reward": (
-        "Of the samples this step trains on whose reward did not fail.",
+        "Over the samples of this step whose reward did not fail.",
         {
             "reward/mean": Metric("reward", "Mean reward of a sample."),
             "reward/std": Metric("reward", "Standard deviation over the samples."),
@@ -79,40 +80,41 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "reward/equal_groups": Metric(
                 "share",
-                "Groups of several samples whose samples all have the same reward: they teach"
-                " nothing.",
+                "Share of the groups of several samples whose samples all have the same reward:"
+                " they give no gradient.",
             ),
             "reward/part/NAME": Metric(
                 "reward",
-                "Mean of what has that name: a part of `rollout.reward.parts`, before it is weighted, or a"
-                " number that the environment measured, such as `tool_errors` and, of these,"
-                " `unread_tool_calls`: calls that the model wrote and vLLM's parser could not read.",
+                "Mean of the value NAME: a part of `rollout.reward.parts` before weighting, or a"
+                " number that the environment measured, such as `tool_errors` or"
+                " `unread_tool_calls` (tool calls of the model that vLLM's parser could not read).",
             ),
         },
     ),
     "Responses": (
-        "Of the samples this step trains on.",
+        "Over the samples of this step.",
         {
             "response/length_mean": Metric("tokens", "Mean response length."),
             "response/length_max": Metric("tokens", "Longest response."),
             "response/truncated": Metric(
-                "share", "Responses cut at `rollout.sampling.max_tokens`."
+                "share", "Share of the responses cut at `rollout.sampling.max_tokens`."
             ),
             "response/mixed_versions": Metric(
-                "share", "Responses sampled by more than one weight version."
+                "share", "Share of the responses sampled by more than one weight version."
             ),
             "response/turns_mean": Metric(
                 "turns",
-                "Where a sample has several, by `rollout.environment` or as given: those that are"
-                " trained on.",
+                "Mean number of trained turns per sample, if samples have several turns.",
             ),
             "response/segments_mean": Metric(
                 "segments",
-                "Where a sample has several, by `rollout.environment.max_segments`: sequences of each.",
+                "Mean number of sequences per sample, if `rollout.environment.max_segments` permits"
+                " several.",
             ),
             "response/environment_share": Metric(
                 "share",
-                "There: response tokens that are not trained on, such as an environment's.",
+                "Share of the response tokens that are not trained on, such as an environment's, if"
+                " samples have several turns.",
             ),
         },
     ),
@@ -130,34 +132,34 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "policy/grad_anomaly": Metric(
                 "factor",
-                "Gradient norm before the controls over the median of the last 50 steps; absent"
-                " unless it is more than 20 and the norm is above clip_grad. What made it is in"
-                " `anomalies.jsonl`.",
+                "Gradient norm before the controls over the median of the last 50 steps; present"
+                " only if it is above 20 and the norm is above clip_grad. `anomalies.jsonl` has the"
+                " causes.",
                 steps="largest",
             ),
             "policy/lr": Metric("per step", "Learning rate of the scheduler."),
             "policy/lr_scale": Metric(
                 "factor",
-                "What the gradient controls multiplied the learning rate by, this step only.",
+                "Factor of the gradient controls on the learning rate of this step.",
             ),
-            "policy/beta1": Metric("factor", "Decay of Adam's first moment, this step."),
+            "policy/beta1": Metric("factor", "Decay of Adam's first moment in this step."),
             "policy/micro_batches": Metric(
-                "micro-batches", "Of one data-parallel rank.", steps="sum"
+                "micro-batches", "Number of micro-batches of one data-parallel rank.", steps="sum"
             ),
-            "policy/padding_share": Metric("share", "Padding among all tokens computed."),
+            "policy/padding_share": Metric("share", "Share of padding among all computed tokens."),
             "policy/rerouted": Metric(
                 "share",
-                "With policy.routing_replay: of the replayed choices of experts, one for each token"
-                " and layer, those that the router would not have made itself.",
+                "Share of the replayed choices of experts, one per token and layer, that the router"
+                " would have made differently (with policy.routing_replay).",
             ),
             "policy/skipped": Metric(
                 "0 or 1",
-                "1: no optimizer step (a control said so, the gradient was not finite, or the batch"
-                " was empty). Of several steps the share that was not made.",
+                "1: no optimizer step was taken (a control skipped it, the gradient was not finite,"
+                " or the batch was empty). Over several steps: the share of skipped ones.",
             ),
             "policy/nonfinite": Metric(
                 "steps",
-                "Skipped so far because the loss or the gradient was not finite;"
+                "Number of steps skipped so far because the loss or the gradient was not finite;"
                 " policy.max_nonfinite_steps of them in a row end the run.",
                 "total",
             ),
@@ -168,7 +170,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
         },
     ),
     "Ratios": (
-        f"Between the trained policy before this step and the {MU}, on the tokens trained on.",
+        f"Comparisons of the trained policy before this step with the {MU}, on trained tokens.",
         {
             "ratio/ess": Metric(
                 "samples", "Effective sample size (Σw)²/Σw² of the untruncated sequence weights."
@@ -196,20 +198,21 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "ratio/logp_diff_lag0_max": Metric(
                 "nats",
-                "The same over responses sampled wholly by the version trained: it should be"
-                " rounding. Absent where there are none.",
+                "The same over responses sampled entirely by the trained version, where it should"
+                " be rounding only. Absent without such responses.",
                 steps="first",
             ),
             "ratio/prox_diff_max": Metric(
                 "nats",
-                "`proximal: ewma` or `snapshot`: largest |logp_prox - logp_behavior| of a token."
-                " With `snapshot` and `rollout.in_flight: recompute` it should be rounding.",
+                "Largest |logp_prox - logp_behavior| of a token, with `proximal: ewma` or"
+                " `snapshot`. With `snapshot` and `rollout.in_flight: recompute` it should be"
+                " rounding only.",
             ),
         },
     ),
     "Loss terms": (
         (
-            "What is added to the objective's loss, each with its factor; all are part of"
+            "Terms added to the objective's loss, each with its factor; all are part of"
             " `policy/loss`."
         ),
         {
@@ -229,32 +232,34 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             " absent without tokens of that sign."
         ),
         {
-            "clip/positive": Metric("share", "Of the tokens with a positive advantage."),
-            "clip/negative": Metric("share", "Of the tokens with a negative advantage."),
-            "clip/rejected": Metric("share", "Of all trained tokens: rejected by corrections."),
+            "clip/positive": Metric("share", "Share among the tokens with a positive advantage."),
+            "clip/negative": Metric("share", "Share among the tokens with a negative advantage."),
+            "clip/rejected": Metric(
+                "share", "Share of all trained tokens that corrections rejected."
+            ),
             "clip/weight_mean": Metric(
                 "factor", "Mean weight of a trained token after all corrections."
             ),
         },
     ),
     "Objective decisions": (
-        (
-            "What a loss decided from the whole batch before the step. Each is there for the losses"
-            " named."
-        ),
+        ("Decisions of a loss from the whole batch before the step, present for the named losses."),
         {
             "objective/second_moment": Metric(
                 "nats²", "`m2po`: mean (log w)² over the candidate tokens, before any is cut."
             ),
             "objective/log_ratio_cap": Metric(
                 "nats",
-                "`m2po`, mode cap: |log w| is clipped here; the largest one where the bound holds"
-                " without.",
+                "`m2po`, mode cap: bound at which |log w| is clipped; the largest |log w| if no"
+                " clipping is needed.",
             ),
-            "objective/clip_low": Metric("ratio", "`bapo`: lower bound of the ratio, this step."),
-            "objective/clip_high": Metric("ratio", "`bapo`: upper bound of the ratio, this step."),
+            "objective/clip_low": Metric("ratio", "`bapo`: lower bound of the ratio in this step."),
+            "objective/clip_high": Metric(
+                "ratio", "`bapo`: upper bound of the ratio in this step."
+            ),
             "objective/positive_share": Metric(
-                "share", "`bapo`: of tokens with a positive advantage in the loss's magnitude."
+                "share",
+                "`bapo`: share of the loss's magnitude from tokens with a positive advantage.",
             ),
             "objective/log_z": Metric(
                 "nats",
@@ -269,24 +274,26 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "opob/baseline": Metric("reward", "Mean over samples of their group's baseline."),
             "opob/shift": Metric(
                 "reward",
-                "Mean over samples of |b - mean reward of the group|: what the measured weights"
-                " change.",
+                "Mean over samples of |b - mean reward of the group|: the effect of the measured"
+                " weights.",
             ),
         },
     ),
     "Gradient alignment control": (
-        "Present when `controls` has `gac`, or `matched_norm`, which says what gac would do.",
+        "Present when `controls` has `gac`, or `matched_norm`, which reports what gac would do.",
         {
             "gac/cosine": Metric(
-                "cosine", "Between this step's gradient and the previous one, over the whole model."
+                "cosine",
+                "Cosine between this step's gradient and the previous one, over the whole model.",
             ),
             "gac/regime": Metric(
-                "code", "What was done: 0 kept, 1 projected, 2 skipped.", steps="largest"
+                "code", "Decision: 0 kept, 1 projected, 2 skipped.", steps="largest"
             ),
-            "gac/skips": Metric("steps", "Skipped so far in the run.", "total"),
+            "gac/skips": Metric("steps", "Number of steps skipped so far in the run.", "total"),
             "gac/removed": Metric(
                 "share",
-                "Length of what projection took away, over the gradient's own: |g - g'| / |g|.",
+                "Length of the part that projection removed, over the gradient's own length: |g -"
+                " g'| / |g|.",
             ),
             "gac/c_low": Metric(
                 "cosine", "Threshold in force; absent until calibrated.", steps="last"
@@ -299,76 +306,86 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             "gac/to_zero": Metric(
                 "0 or 1",
                 "1: the gradient was parallel to its predecessor within rounding, so that the"
-                " aligned component was removed whatever `target` says.",
+                " aligned component was removed whatever the `target`.",
             ),
-            "gac/kept": Metric("steps", "Kept so far in the run.", "total"),
-            "gac/projected": Metric("steps", "Projected so far in the run.", "total"),
-            "gac/cosine_kept": Metric("cosine", "Mean so far over the steps kept.", steps="last"),
+            "gac/kept": Metric("steps", "Number of steps kept so far in the run.", "total"),
+            "gac/projected": Metric(
+                "steps", "Number of steps projected so far in the run.", "total"
+            ),
+            "gac/cosine_kept": Metric(
+                "cosine", "Mean cosine so far over the kept steps.", steps="last"
+            ),
             "gac/cosine_projected": Metric(
-                "cosine", "Mean so far over the steps projected.", steps="last"
+                "cosine", "Mean cosine so far over the projected steps.", steps="last"
             ),
             "gac/cosine_skipped": Metric(
-                "cosine", "Mean so far over the steps skipped.", steps="last"
+                "cosine", "Mean cosine so far over the skipped steps.", steps="last"
             ),
         },
     ),
     "Other controls": (
         (
-            "Each present when `controls` has the control it is named after, `update/norm` with"
-            " `matched_lr` and where `policy.optimizer.log_update_norm` asks for it."
+            "Each is present if `controls` has the control in its name. `update/norm` is present"
+            " with `matched_lr` and with `policy.optimizer.log_update_norm`."
         ),
         {
             "update/norm": Metric(
                 "L2 norm",
-                "Length of what the optimizer added to the weights, decay apart; 0 for no step.",
+                "Length of the optimizer's update, without weight decay; 0 without a step.",
             ),
             "matched_norm/scale": Metric(
-                "factor", "On the clipped gradient: |g'| / |g| of the projection not made."
+                "factor",
+                "Factor on the clipped gradient: |g'| / |g| of the projection that gac would make.",
             ),
             "matched_lr/scale": Metric(
-                "factor", "On the learning rate, to make the mean update as long as the target."
+                "factor",
+                "Factor on the learning rate that makes the mean update as long as the target.",
             ),
             "momentum/cosine": Metric(
                 "cosine",
-                "Between the gradient and Adam's first moment, or the last update turned round.",
+                "Cosine between the gradient and Adam's first moment, or the negative last update.",
             ),
             "displacement/cosine": Metric(
                 "cosine",
-                "Of the coming update with the way from the weights that sampled its batch.",
+                "Cosine between the coming update and the displacement from the weights that"
+                " sampled its batch.",
             ),
             "displacement/removed": Metric(
-                "share", "Length of what was taken from the update, over its own: |u - u'| / |u|."
+                "share",
+                "Length of the part removed from the update, over the update's own length: |u - u'|"
+                " / |u|.",
             ),
             "ess_lr/scale": Metric(
-                "factor", "On the learning rate, from the effective sample size."
+                "factor", "Factor on the learning rate from the effective sample size."
             ),
             "ess_lr/ess_ratio": Metric(
-                "share", "Effective sample size over the number of samples, of the weights it uses."
+                "share",
+                "Effective sample size of the control's weights over the number of samples.",
             ),
             "ess_lr/reference_ratio": Metric(
-                "share", "`ess_lr/ess_ratio` at which the learning rate is whole."
+                "share", "`ess_lr/ess_ratio` at which the learning rate is not reduced."
             ),
         },
     ),
     "Lag": (
         "Weight version trained minus weight version that sampled.",
         {
-            "lag/start_mean": Metric("versions", "Mean over samples, of their first token."),
+            "lag/start_mean": Metric("versions", "Mean lag of the samples' first tokens."),
             "lag/start_max": Metric(
                 "versions",
-                "Largest over samples, of their first token: the number the staleness law bounds.",
+                "Largest lag of the samples' first tokens, which the staleness law bounds.",
             ),
-            "lag/mean": Metric("versions", "Mean over response tokens."),
-            "lag/max": Metric("versions", "Largest over response tokens."),
+            "lag/mean": Metric("versions", "Mean lag of the response tokens."),
+            "lag/max": Metric("versions", "Largest lag of the response tokens."),
             "lag/histogram": Metric(
-                "tokens", "Response tokens per lag: the first entry has lag 0.", "counts"
+                "tokens", "Number of response tokens per lag, from lag 0.", "counts"
             ),
             "staleness/drift": Metric(
                 "L2 norm",
                 "S·η·G of the planning rule (arXiv 2607.01083): `lag/start_max` times"
-                " `update/norm`, which is η·G, times the optimizer steps of a batch. How far the"
-                " policy went since the oldest sample, had every update been as long as this one"
-                " and gone the same way.",
+                " `update/norm`, which is η·G, times the optimizer steps of a batch. It bounds the"
+                " distance of the policy from the oldest sample's, if every update had been as long"
+                " as this one.",
             ),
         },
     ),
@@ -377,21 +394,22 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
         {
             "tokens/generated": Metric(
                 "tokens",
-                "Response tokens the training engines sampled for training since the last step, as"
-                " far as they have reported; of aborted responses too, not an environment's.",
+                "Response tokens that the training engines sampled for training since the last"
+                " step, as far as reported; tokens of aborted responses count, an environment's do"
+                " not.",
             ),
-            "tokens/trained": Metric("tokens", "Response tokens with loss, this step."),
+            "tokens/trained": Metric("tokens", "Response tokens with loss in this step."),
             "tokens/prompt": Metric("tokens", "Prompt tokens of this step's samples."),
         },
     ),
     "Time": (
-        "Of rank 0.",
+        "Seconds on rank 0.",
         {
-            "time/wait_batch_s": Metric("s", "Waiting for the batch."),
+            "time/wait_batch_s": Metric("s", "Wait for the batch."),
             "time/train_s": Metric("s", "Forward, backward and optimizer steps."),
             "time/precompute_s": Metric(
                 "s",
-                "Part of `time/train_s`: log-probs and other numbers of the whole batch, where"
+                "Part of `time/train_s`: log-probs and other numbers of the whole batch, if"
                 " needed.",
                 steps="sum",
             ),
@@ -403,166 +421,178 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Metric]]] = {
             ),
             "time/publish_s": Metric(
                 "s",
-                "Handing the new weights over: waiting for their place, digests, copies; with"
-                " `weights.transport: cuda_ipc` until the engines have loaded them.",
+                "Publication of the new weights: waiting for their place, digests, copies; with"
+                " `weights.transport: cuda_ipc`, until the engines have loaded them.",
             ),
             "time/sleep_s": Metric(
-                "s", "Colocated: waiting until every engine sleeps and has given up its memory."
+                "s", "Colocated: wait until every engine sleeps and has released its memory."
             ),
             "time/make_room_s": Metric(
                 "s",
-                "Colocated: the policy takes its training state back from host memory, and after"
-                " the step moves it there.",
+                "Colocated: time to restore the policy's training state from host memory, and to"
+                " move it back after the step.",
             ),
             "time/step_s": Metric(
                 "s",
-                "The whole step, from asking for the batch on; evaluation and checkpoint apart.",
+                "The whole step from the request for the batch, without evaluation and checkpoint.",
             ),
         },
     ),
     "Weights": (
         (
-            "The newest version that an engine had loaded when the batch was taken. Engines load while"
-            " the batch before trains, so a version may be in two lines."
+            "The newest version that an engine had loaded when the batch was taken. Engines load"
+            " while the batch before trains, so a version may be in two lines."
         ),
         {
-            "weights/publish_s": Metric("s", "From the first bucket to the last engine's answer."),
-            "weights/publish_bytes": Metric("bytes", "Sent to each engine."),
+            "weights/publish_s": Metric(
+                "s", "Time from the first bucket to the last engine's answer."
+            ),
+            "weights/publish_bytes": Metric("bytes", "Bytes sent to each engine."),
             "weights/pause_s": Metric("s", "Longest pause of an engine."),
             "weights/relay_s": Metric(
                 "s",
-                "With `weights.transport: relay` or `collective`: until the newest version that"
-                " reached another machine, or an engine's own memory, was there, whole and verified;"
-                " of the one that took longest.",
+                "Time until the newest version was complete and verified on another machine, or in"
+                " an engine's own memory, for the slowest of them (with `weights.transport: relay`"
+                " or `collective`).",
             ),
             "weights/relay_bytes": Metric(
-                "bytes", "Received for it by all of them, what came twice included."
+                "bytes", "Bytes that all of them received for it, repeated transfers included."
             ),
         },
     ),
     "Evaluation": (
         (
-            "Of the held-out evaluation that ended since the last step, if one did, and of the last"
-            " one if several did. TensorBoard shows each at the version evaluated; `RUN/eval.jsonl`"
-            " has every evaluation, prompt by prompt where prompts were sampled."
+            "Results of the last held-out evaluation that ended since the last step, if any did."
+            " TensorBoard shows each at the evaluated version. `RUN/eval.jsonl` has every"
+            " evaluation, prompt by prompt if prompts were sampled."
         ),
         {
             "eval/mean": Metric("reward", "Mean over prompts of their responses' mean reward."),
             "eval/loss": Metric(
                 "nats per token",
-                "With `loss: sft`: -log p of the held-out responses, over the tokens that would be"
-                " trained on, each row by its weight; on the training data it would be `policy/loss`"
-                " with `aggregation: token-mean`.",
+                "-log p of the held-out responses (with `loss: sft`) over the tokens that would be"
+                " trained on, each row by its weight; on the training data it would be"
+                " `policy/loss` with `aggregation: token-mean`.",
             ),
             "eval/pass@k": Metric(
                 "share",
-                "Prompts that one of k responses passes (unbiased estimate); a key for each k of"
-                " `eval.pass_at`, such as `eval/pass@4`.",
+                "Share of the prompts for which at least one of k responses passes (unbiased"
+                " estimate); one key for each k of `eval.pass_at`, such as `eval/pass@4`.",
             ),
             "eval/part/NAME": Metric(
                 "reward",
-                "With `rollout.reward.parts`: the same of the part of that name, before it is"
-                " weighted.",
+                "Mean of the part NAME of `rollout.reward.parts` before weighting.",
             ),
             "eval/SET/mean": Metric(
                 "reward",
-                "With `eval.sets`: of the set of that name. What has no name is the first set's.",
+                "`eval/mean` of the set SET, with `eval.sets`. Keys without a set are the first"
+                " set's.",
             ),
-            "eval/SET/loss": Metric("nats per token", "The same of the held-out loss."),
-            "eval/SET/pass@k": Metric("share", "The same of pass@k."),
-            "eval/SET/part/NAME": Metric("reward", "The same of a part of the reward."),
-            "eval/SET/truncated": Metric("share", "The same of the truncated share."),
-            "eval/version": Metric("version", "Weights evaluated."),
-            "eval/truncated": Metric("share", "Responses cut at `rollout.sampling.max_tokens`."),
+            "eval/SET/loss": Metric("nats per token", "`eval/loss` of the set SET."),
+            "eval/SET/pass@k": Metric("share", "`eval/pass@k` of the set SET."),
+            "eval/SET/part/NAME": Metric("reward", "`eval/part/NAME` of the set SET."),
+            "eval/SET/truncated": Metric("share", "`eval/truncated` of the set SET."),
+            "eval/version": Metric("version", "Version of the evaluated weights."),
+            "eval/truncated": Metric(
+                "share", "Share of the responses cut at `rollout.sampling.max_tokens`."
+            ),
             "eval/seconds": Metric(
-                "s", "From the first request to the last response, or over all held-out responses."
+                "s",
+                "Time from the first request to the last response, or of the loss over all held-out"
+                " responses.",
             ),
         },
     ),
     "Flow": (
-        "When the step ended.",
+        "State at the end of the step.",
         {
-            "flow/in_flight": Metric("responses", "Given to an engine and not yet finished."),
-            "flow/waiting": Metric("responses", "Admitted and not yet given to an engine."),
-            "flow/buffer": Metric("groups", "Complete and waiting to be trained on."),
+            "flow/in_flight": Metric(
+                "responses", "Responses given to an engine and not yet finished."
+            ),
+            "flow/waiting": Metric(
+                "responses", "Responses admitted and not yet given to an engine."
+            ),
+            "flow/buffer": Metric("groups", "Complete groups that wait to be trained on."),
             "flow/admitted": Metric(
                 "groups",
-                "Admitted since the run was started or resumed; what a resume took up counts.",
+                "Groups admitted since the run was started or resumed; groups that a resume"
+                " restored count.",
                 "total",
             ),
-            "flow/consumed": Metric("groups", "Trained on, since then too.", "total"),
+            "flow/consumed": Metric("groups", "Groups trained on since then.", "total"),
             "flow/dropped_equal": Metric(
-                "groups", "Dropped by `flow.dynamic_sampling`, since then too.", "total"
+                "groups", "Groups dropped by `flow.dynamic_sampling` since then.", "total"
             ),
             "flow/dropped_late": Metric(
-                "groups", "Dropped by `flow.late: drop`, since then too.", "total"
+                "groups", "Groups dropped by `flow.late: drop` since then.", "total"
             ),
             "flow/dropped_failed": Metric(
                 "groups",
-                "Dropped as one of its requests ended engines, the last one alone, since then too.",
+                "Groups dropped since then because one of their requests ended engines, the last"
+                " time as the only request.",
                 "total",
             ),
             "flow/aborted": Metric(
                 "responses",
-                "Stopped on an engine that left, and continued on another, since then too.",
+                "Responses stopped since then on an engine that left, and continued on another.",
                 "total",
             ),
             "flow/replayed": Metric(
-                "responses", "Trained on out of the store of `replay`, since then too.", "total"
+                "responses", "Responses trained on since then from the store of `replay`.", "total"
             ),
         },
     ),
     "Engines": (
         (
-            "Of the time between taking the batch before and taking this one, or of the moment it"
-            " was taken, as far as the engines had reported, which they do every second at least."
-            " Lists have one number for each engine, the first for"
-            " engine 0."
+            "State when the batch was taken, or statistics of the time since the previous batch was"
+            " taken, according to the engines' reports, which come at least every second. Lists"
+            " have one number per engine, starting with engine 0."
         ),
         {
             "engine/busy_share": Metric(
                 "share",
-                "Time an engine sampled, mean over engines: at least one response, not paused.",
+                "Share of the time in which an engine sampled (at least one response, not paused),"
+                " mean over the engines.",
             ),
-            "engine/busy_shares": Metric("share", "The same of each engine.", "per engine"),
+            "engine/busy_shares": Metric("share", "The same for each engine.", "per engine"),
             "engine/tokens": Metric(
                 "tokens",
-                "Response tokens each engine sampled, for training and evaluation.",
+                "Response tokens that each engine sampled, for training and evaluation.",
                 "per engine",
             ),
             "engine/in_flight": Metric(
-                "responses", "Given to each engine and not yet finished.", "per engine"
+                "responses", "Responses given to each engine and not yet finished.", "per engine"
             ),
             "engine/versions": Metric(
                 "version",
-                "Weights each engine samples with; -1 for one that is gone.",
+                "Version of the weights that each engine samples with; -1 for an engine that is"
+                " gone.",
                 "per engine",
             ),
-            "engine/alive": Metric("engines", "That take responses."),
+            "engine/alive": Metric("engines", "Number of engines that take responses."),
             "engine/restarts": Metric(
-                "restarts", "Of all engines, since the run was started or resumed.", "total"
+                "restarts", "Restarts of all engines since the run was started or resumed.", "total"
             ),
         },
     ),
     "Dropped against trained": (
         (
-            "Of this step's samples and, where any were dropped since the last step, of the"
-            " finished responses of dropped groups: a rule that drops late groups drops long"
-            " responses."
+            "Comparison of this step's samples with the finished responses of groups dropped since"
+            " the last step, if any: a rule that drops late groups drops long responses."
         ),
         {
             "trained/length_histogram": Metric(
                 "responses",
-                "Trained on, by length in tokens: 1, 2 to 3, 4 to 7, 8 to 15, ...",
+                "Trained responses by length in tokens: 1, 2 to 3, 4 to 7, 8 to 15, ...",
                 "doubling counts",
             ),
             "dropped/length_histogram": Metric(
-                "responses", "Dropped, in the same bins.", "doubling counts"
+                "responses", "Dropped responses in the same bins.", "doubling counts"
             ),
-            "dropped/responses": Metric("responses", "Dropped."),
-            "dropped/length_mean": Metric("tokens", "Mean length of those dropped."),
+            "dropped/responses": Metric("responses", "Number of dropped responses."),
+            "dropped/length_mean": Metric("tokens", "Mean length of the dropped responses."),
             "dropped/reward_mean": Metric(
-                "reward", "Mean reward of those dropped whose reward did not fail."
+                "reward", "Mean reward of the dropped responses whose reward did not fail."
             ),
         },
     ),
@@ -575,7 +605,7 @@ METRICS: Mapping[str, Metric] = {
 
 def find_metric(name: str) -> Metric | None:
     """The entry of `name`, a number after `@` standing for k, the name of a held-out set for SET
-    and that of a part of the reward for NAME; None where there is none."""
+    and that of a part of the reward for NAME; None if there is none."""
     name = re.sub(r"@[1-9]\d*$", "@k", name)
     named = re.sub(r"(^reward/|^eval/|^eval/[^/]+/)part/[^/]+$", r"\1part/NAME", name)
     named = re.sub(r"^eval/(?!part/)[^/]+/", "eval/SET/", named)
@@ -598,7 +628,7 @@ Every line has:
 | --- | --- | --- |
 | `step` | steps | Batches trained on, this one included: the first line has 1. |
 | `version` | | Weight version this step produced; it trained on the one before. |
-| `time` | Unix seconds | When the line was written: after the step, and after an evaluation that training waited for. |
+| `time` | Unix seconds | Time of writing: after the step and an evaluation it waited for. |
 
 A key that does not apply to a step (no reward in a supervised run, no cosine on the first step) is
 absent from its line. A value that is not finite is written as the string `"nan"`, `"inf"` or
@@ -623,6 +653,7 @@ def page() -> str:
     for title, (about, keys) in GROUPS.items():
         parts.append(f"## {title}\n")
         if about:
+            about = textwrap.fill(about, 100, break_long_words=False, break_on_hyphens=False)
             parts.append(f"{about}\n")
         rows = "\n".join(
             f"| `{name}` | {key.unit} | {key.meaning.replace('|', chr(92) + '|')}{_several(key)} |"

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from pydantic import BaseModel, ValidationError
 
@@ -42,11 +42,8 @@ from megatron_async_rl.metrics.catalogue import (
     Value,
     find_metric,
 )
+from megatron_async_rl.metrics.sinks import Sink
 from megatron_async_rl.metrics.trackers import BackgroundSink
-
-if TYPE_CHECKING:
-    from megatron_async_rl.metrics.sinks import Sink
-
 
 FILE = "metrics.jsonl"
 CUT_FILE = "metrics.cut.jsonl"
@@ -60,7 +57,7 @@ CHECKED_BYTES = 4096
 SCALARS = frozenset({"number", "total"})
 """Kinds of metrics that are one number."""
 
-Row = dict[str, Value]
+MetricRow = dict[str, Value]
 """One line as it is read: `step`, `version`, `time` and the keys of the catalogue; a value that was
 not finite is a float again."""
 
@@ -86,7 +83,7 @@ class MetricsLog:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._sinks: list[Sink] = list(trackers)
         if prometheus_port is not None or tensorboard:
-            # Their libraries take a second to load, and whoever only reads a run needs neither.
+            # Their libraries take a second to load, and readers of a run need neither.
             from megatron_async_rl.metrics.sinks import Prometheus, TensorBoard
 
             if prometheus_port is not None:
@@ -137,7 +134,7 @@ class MetricsLog:
 
     def sync(self) -> dict[str, Any] | None:
         """Wait until the lines are on the disk. Return step and digest of the last line of this
-        process, by which a resume tells that they are of the run of a checkpoint."""
+        process. A resume compares them to check that the log and a checkpoint belong to one run."""
         os.fsync(self._file.fileno())
         return None if self._last is None else {"step": self._last[0], "digest": self._last[1]}
 
@@ -148,8 +145,8 @@ class MetricsLog:
 
 
 def digest_of_step(run_dir: Path, step: int) -> str | None:
-    """Digest of the line of `step`, as `MetricsLog.sync` returned it; None where no line has it. Reads
-    the file from its end. Raises UserError, FileNotFoundError."""
+    """Digest of the line of `step`, as `MetricsLog.sync` returned it; None where no line has it.
+    Reads the file from its end. Raises UserError, FileNotFoundError."""
     path = run_dir / FILE
     with reading(path), open(path, "rb") as file:
         for _, line in _lines_backwards(file):
@@ -160,8 +157,9 @@ def digest_of_step(run_dir: Path, step: int) -> str | None:
 
 
 def begins_after(run_dir: Path, step: int) -> bool:
-    """Return whether the file has no line of a step up to `step`, and its first line, if it has one, is
-    of a later step: it was begun by a run that went on from `step` without it. Raises UserError."""
+    """Return whether the file has no line of a step up to `step`, and its first line, if it has
+    one, is of a later step: it was begun by a run that went on from `step` without it. Raises
+    UserError."""
     path = run_dir / FILE
     try:
         with reading(path), open(path, "rb") as file:
@@ -180,9 +178,9 @@ def cut_from(run_dir: Path, first_step: int) -> int:
 
 
 def cut_unreadable(run_dir: Path) -> dict[str, int]:
-    """Move lines at the end that are no metrics, or no evaluations, such as one that a crash cut in
-    the middle, to metrics.cut.jsonl and eval.cut.jsonl. Return how many, by file, where there are
-    any. Such a line before others is damage, which readers report."""
+    """Move lines at the end that are not metrics, or not evaluations, such as a line that a crash
+    cut, to metrics.cut.jsonl and eval.cut.jsonl. Return how many, by file, where there are any.
+    Such a line before others is damage, which readers report."""
     cut = {
         FILE: cut_from(run_dir, sys.maxsize),
         EVAL_FILE: cut_lines(
@@ -193,7 +191,7 @@ def cut_unreadable(run_dir: Path) -> dict[str, int]:
 
 
 def cut_lines(path: Path, aside: Path, keeps: Callable[[dict[str, Any]], bool]) -> int:
-    """Cuts the end of a file of JSON objects off: all lines after the last one that `keeps` accepts.
+    """Cuts the end of a file of JSON objects off: all lines after the last that `keeps` accepts.
     They go to the end of `aside`; returns how many.
 
     A crash in here loses no line; it may leave lines in both files.
@@ -258,7 +256,7 @@ def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         yield 0, tail
 
 
-def number(row: Row, key: str) -> float | None:
+def number(row: MetricRow, key: str) -> float | None:
     """The number under `key`; None where the row has none."""
     value = row.get(key)
     return value if isinstance(value, int | float) else None
@@ -267,7 +265,7 @@ def number(row: Row, key: str) -> float | None:
 class GrowingFile:
     """A file of lines that another process appends to; each is read once, when it is whole.
 
-    `newest`: begin so many bytes before the end, for a file whose older lines nobody needs.
+    `newest`: begin this many bytes before the end, for a file whose older lines are not needed.
     """
 
     def __init__(self, path: Path, newest: int | None = None) -> None:
@@ -280,11 +278,12 @@ class GrowingFile:
         self._inode = -1
         self._offset = 0
         self._last = b""
-        """The last bytes before `_offset`: others there show that the file was cut and grew again."""
+        """The last bytes before `_offset`: others there show that the file was cut and grew
+        again."""
 
     def new_lines(self, limit: int | None = None) -> tuple[list[bytes], bool]:
         """Lines since the last call, and True where the file was replaced or cut, so that those of
-        earlier calls are to be forgotten. No lines while there is no file. `limit`: about so many
+        earlier calls are to be forgotten. No lines while there is no file. `limit`: about this many
         bytes of them, and the rest with the next calls. Raises UserError for a file that cannot be
         read, and, with a limit, for a line of more than LONGEST_LINE bytes."""
         try:
@@ -324,7 +323,7 @@ class GrowingFile:
         return lines, restarted
 
     def where(self, line: int) -> str:
-        """File and number of a line, where that is known."""
+        """File and number of a line, if known."""
         return f"{self.path}:{line}" if self.whole else f"{self.path}, near its end"
 
     def _is_continued(self, file: BinaryIO) -> bool:
@@ -334,13 +333,13 @@ class GrowingFile:
 
 @dataclass(frozen=True)
 class NewRows:
-    rows: list[Row]
+    rows: list[MetricRow]
     restarted: bool
     """True: forget every row read before."""
 
 
 class MetricsReader:
-    """`newest`: begin so many bytes before the end."""
+    """`newest`: begin this many bytes before the end."""
 
     def __init__(self, run_dir: Path, newest: int | None = None) -> None:
         self._file = GrowingFile(run_dir / FILE, newest)
@@ -359,7 +358,7 @@ class MetricsReader:
 
         Raises UserError, with file and line, for a whole line that is not an object with a step.
         """
-        rows: list[Row] = []
+        rows: list[MetricRow] = []
         restarted = False
         for news in self.blocks():
             if news.restarted:
@@ -381,9 +380,9 @@ class MetricsReader:
             if not lines:
                 return
 
-    def _row(self, line: bytes, place: int) -> Row:
+    def _row(self, line: bytes, place: int) -> MetricRow:
         try:
-            row: Row = json.loads(line)
+            row: MetricRow = json.loads(line)
             # Most values are numbers as they stand; a long run has millions of them.
             others = [
                 (key, value)
@@ -412,8 +411,8 @@ class MetricsReader:
         return row
 
     def _value(self, name: str, value: Any) -> Value | None:
-        """A value of a line; None where it is of another kind than the catalogue has, as of another
-        version. Raises MetricsError, ValueError for what is of no kind."""
+        """A value of a line; None if it has another kind than in the catalogue, as in a file of
+        another version. Raises MetricsError, ValueError for a value of no kind."""
         if name not in self._metrics:
             metric = self._metrics[name] = find_metric(name)
             if metric is None or metric.kind in SCALARS:
@@ -426,13 +425,13 @@ class MetricsReader:
         return _read(name, value, metric)
 
 
-def read_metrics(run_dir: Path) -> list[Row]:
-    """Every row of a run, in order of steps; empty when nothing was logged. For runs of some thousand
-    steps."""
+def read_metrics(run_dir: Path) -> list[MetricRow]:
+    """Every row of a run, in order of steps; empty when nothing was logged. For runs of some
+    thousand steps."""
     return MetricsReader(run_dir).new_rows().rows
 
 
-def read_newest(run_dir: Path, count: int) -> list[Row]:
+def read_newest(run_dir: Path, count: int) -> list[MetricRow]:
     """The last `count` rows of a run, in order of steps. Reads the end of the file alone. Raises
     UserError."""
     path = run_dir / FILE
@@ -448,7 +447,7 @@ def read_newest(run_dir: Path, count: int) -> list[Row]:
 
 
 def _checked(name: str, value: object) -> Value:
-    """The value as plain Python, of the kind the catalogue says."""
+    """The value as plain Python, of the catalogue's kind."""
     metric = find_metric(name)
     if metric is None:
         near = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.0)

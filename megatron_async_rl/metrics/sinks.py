@@ -40,7 +40,7 @@ from megatron_async_rl.metrics.catalogue import METRICS, Value, find_metric
 from megatron_async_rl.watchdog.limited_server import LimitedThreads
 
 ADDRESS_FILE = "prometheus.txt"
-"""In the run directory: where Prometheus can scrape, while it can."""
+"""File of the run directory with the address of the Prometheus endpoint, while it is served."""
 
 
 class Sink(Protocol):
@@ -109,8 +109,8 @@ class _Scrape(WSGIRequestHandler):
 
 
 class Prometheus:
-    """The newest line over HTTP, from a thread of this process: a gauge `mar_<key>` for each number, a
-    counter `mar_<key>_total` for each count so far."""
+    """The newest line over HTTP, from a thread of this process: a gauge `mar_<key>` for each
+    number, a counter `mar_<key>_total` for each count so far."""
 
     def __init__(self, run_dir: Path, port: int, host: str = "127.0.0.1") -> None:
         """`port` 0 takes a free one; the address is in RUN/prometheus.txt and in this process's
@@ -180,7 +180,7 @@ def _unavailable(host: str, port: int, error: OSError) -> UserError:
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return UserError.of(
             "observe.prometheus_host",
-            f"{host} is no address of this machine: {error.strerror or error}",
+            f"{host} is not an address of this machine: {error.strerror or error}",
             "name one, such as 127.0.0.1, or 0.0.0.0 for all of them",
         )
     return UserError.of(

@@ -40,7 +40,7 @@ class Status:
     after: float | None = None
     """The same after the last step."""
     measure: Literal["reward", "loss"] = "reward"
-    """What those are."""
+    """Quantity of `before` and `after`."""
     error: str | None = None
     log: str | None = None
     """The file that has the rest of `error`."""

@@ -2,7 +2,7 @@
 
 Invariants:
 - a track is written by one process, and its spans follow each other: one ends when the next begins;
-- a span is on disk when `enter` or `close` returns; the one that is going on is not there yet;
+- a span is on disk when `enter` or `close` returns; the span in progress is not there yet;
 - a span that cannot be written, as on a full disk, is lost, and that is logged once: a process's
   work does not depend on its timeline;
 - a resumed run, or a restarted engine, appends to the track; the time between is in no span.
@@ -124,8 +124,8 @@ class Timeline:
 
 
 def read_timeline(run_dir: Path) -> dict[str, list[Span]]:
-    """Track -> its spans in order of time; `rank 0` first. Lines that are no spans, as a crash
-    leaves them, are passed over. Raises UserError for a file that cannot be read."""
+    """Track -> its spans in order of time; `rank 0` first. Lines that are not spans, as a crash
+    leaves them, are skipped. Raises UserError for a file that cannot be read."""
     tracks: dict[str, list[Span]] = {}
     for path in _tracks(run_dir):
         with reading(path):
@@ -137,7 +137,7 @@ def read_timeline(run_dir: Path) -> dict[str, list[Span]]:
 
 
 class TimelineReader:
-    """The newest spans of each track while the run goes on, each line read once."""
+    """The newest spans of each track while the run continues, each line read once."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -145,7 +145,8 @@ class TimelineReader:
         self._spans: dict[Path, deque[Span]] = {}
 
     def read(self) -> dict[str, list[Span]]:
-        """As `read_timeline`, without the spans before the newest NEWEST_BYTES or SPANS_KEPT."""
+        """Spans of each track, as `read_timeline` returns them, limited to the newest
+        NEWEST_BYTES and SPANS_KEPT."""
         tracks: dict[str, list[Span]] = {}
         for path in _tracks(self._run_dir):
             file = self._files.setdefault(path, GrowingFile(path, NEWEST_BYTES))

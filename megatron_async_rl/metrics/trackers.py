@@ -1,12 +1,12 @@
-"""Experiment trackers as sinks of metrics: Weights & Biases, MLflow, trackio, each by its own library
-and its own environment variables.
+"""Experiment trackers as sinks of metrics: Weights & Biases, MLflow, trackio, each by its own
+library and its own environment variables.
 
 Invariants:
-- a tracker that cannot be opened is refused at the start; one that fails, hangs or is slow later costs
-  its own lines and nothing of the run, which never waits for it;
-- a resumed run goes on in the tracker's same run: its identity is in RUN/trackers.json;
-- without a server, what is tracked lies in the run directory (Weights & Biases with
-  WANDB_MODE=offline, MLflow) or where the tracker keeps it (trackio).
+- a tracker that cannot be opened is refused at the start; a tracker that fails, hangs or is slow
+  later loses its own lines and nothing of the run, which never waits for it;
+- a resumed run continues the tracker's same run: its identity is in RUN/trackers.json;
+- without a server, the data is in the run directory (Weights & Biases with WANDB_MODE=offline,
+  MLflow) or where the tracker keeps it (trackio).
 """
 
 from __future__ import annotations
@@ -21,19 +21,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.read_back import reading
 from megatron_async_rl.metrics.catalogue import METRICS, Value
-
-if TYPE_CHECKING:
-    from megatron_async_rl.metrics.sinks import Sink
+from megatron_async_rl.metrics.sinks import Sink
 
 IDENTITIES = "trackers.json"
 END_S = 30.0
-PATIENCE = 3
+FAILURES_LIMIT = 3
 """Failures in a row, after which a sink is left alone."""
 MOST_LINES = 1000
 """Lines that a sink is behind, at which it is left alone."""
@@ -57,52 +55,53 @@ class BackgroundSink:
         self._put(version, lambda: self._sink.write_evaluation(version, time, values))
 
     def close(self) -> None:
-        """Waits END_S at most: what a server that is away did not get by then stays with the library."""
+        """Waits END_S at most: what a server that is away did not get by then stays with the
+        library."""
         self._calls.put(None)
         self._thread.join(END_S)
         if self._thread.is_alive():
-            self._tell(f"was not closed within {END_S:.0f} s")
+            self._report(f"was not closed within {END_S:.0f} s")
 
     def _put(self, step: int, call: Callable[[], None]) -> None:
         if self._left:
             return
         if self._calls.qsize() == MOST_LINES:
             self._left = True
-            self._tell(f"is {MOST_LINES} lines behind at step {step}; it gets no more")
+            self._report(f"is {MOST_LINES} lines behind at step {step}; it gets no more")
         else:
             self._calls.put((step, call))
 
     def _work(self) -> None:
         failures = 0
         for step, call in iter(self._calls.get, None):
-            if failures == PATIENCE:
+            if failures == FAILURES_LIMIT:
                 continue
             try:
                 call()
                 failures = 0
             except Exception as error:  # noqa: BLE001 - a sink must not end a run
                 failures += 1
-                self._left |= failures == PATIENCE
-                then = "; it gets no more" if failures == PATIENCE else ""
-                self._tell(f"did not take step {step}{then}: {error!r}")
+                self._left |= failures == FAILURES_LIMIT
+                then = "; it gets no more" if failures == FAILURES_LIMIT else ""
+                self._report(f"did not take step {step}{then}: {error!r}")
         try:
             self._sink.close()
         except Exception as error:  # noqa: BLE001 - a sink must not end a run
-            self._tell(f"was not closed: {error!r}")
+            self._report(f"was not closed: {error!r}")
 
-    def _tell(self, what: str) -> None:
+    def _report(self, what: str) -> None:
         sys.stderr.write(f"{self.name} {what}\n")
 
 
 class Tracker(ABC):
-    """A sink of numbers. Histograms are left to `RUN/metrics.jsonl` and TensorBoard; what every engine has is
-    one number for each."""
+    """A sink of numbers. Histograms are left to `RUN/metrics.jsonl` and TensorBoard; what every
+    engine has is one number for each."""
 
     name: str
     package: str
     """The library to install, as pip knows it."""
     offline: str
-    """How to track without a server, in words."""
+    """Advice on how to track without a server."""
 
     def __init__(self, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
         try:
@@ -114,7 +113,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def open(self, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
-        """Begins the tracker's run, or goes on with the one that RUN/trackers.json names."""
+        """Begins the tracker's run, or continues the run that RUN/trackers.json names."""
 
     @abstractmethod
     def send(self, step: int, time: float, numbers: Mapping[str, float]) -> None: ...
@@ -130,8 +129,9 @@ class Tracker(ABC):
 
 
 class WandB(Tracker):
-    """wandb's steps only grow, so an evaluation, which may be of an older version, goes with the newest step
-    and has its `eval/version`; steps that a crashed run repeats stay as they were first sent."""
+    """wandb's steps only grow, so an evaluation, which may be of an older version, goes with the
+    newest step and has its `eval/version`; steps that a crashed run repeats stay as they were first
+    sent."""
 
     name, package = "wandb", "wandb"
     offline = "log in with `wandb login`, or set WANDB_MODE=offline and `wandb sync` later"
@@ -161,14 +161,14 @@ class WandB(Tracker):
 
 
 class MLflow(Tracker):
-    """In RUN/mlruns where MLFLOW_TRACKING_URI names no server. MLflow allows no `@` in a name: pass@k is
-    pass_at_k there."""
+    """MLflow; it writes RUN/mlruns unless MLFLOW_TRACKING_URI names a server. MLflow permits no
+    `@` in a name, so pass@k becomes pass_at_k."""
 
     name, package = "mlflow", "mlflow-skinny"
     offline = "unset MLFLOW_TRACKING_URI to track in RUN/mlruns"
 
     def open(self, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
-        # Files need no database and no server; MLflow asks to be told that one wants them.
+        # Files need no database and no server; MLflow requires an explicit opt-in.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
@@ -203,7 +203,7 @@ class MLflow(Tracker):
 
 
 class Trackio(Tracker):
-    """In trackio's own folder (TRACKIO_DIR); `trackio show` draws it."""
+    """trackio; it writes its own folder (TRACKIO_DIR), which `trackio show` displays."""
 
     name, package = "trackio", "trackio"
     offline = "unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL to track on this machine"
@@ -242,7 +242,8 @@ def lacking(names: Sequence[str]) -> list[Problem]:
             fix=f"pip install {TRACKERS[name].package}, or leave it out",
         )
         for name in names
-        # A folder of a tracker's files in the current one, such as wandb/, is a package without a file.
+        # A folder of a tracker's files in the current one, such as wandb/, is a package without a
+        # file.
         if (found := find_spec(name)) is None or found.origin is None
     ]
 

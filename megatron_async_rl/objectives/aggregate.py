@@ -4,22 +4,19 @@ Denominators are those of the whole optimizer-step batch, over all data-parallel
 micro-batches, so the sum of `aggregate` over any cut of the batch into micro-batches is the loss of
 the batch, and its gradient does not depend on the cut. Nothing is ever divided by a padded width.
 
-A rejected token counts as a zero. With `renormalize` it does not count: at each level that the
-aggregation divides at, what is left is averaged over what is left.
+A rejected token counts as a zero. With `renormalize` it does not count: at each level at which the
+aggregation divides, the kept terms are averaged over the kept terms.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megatron_async_rl.config.losses import Aggregation
 from megatron_async_rl.objectives.batch import SequenceLoss, TokenBatch, TokenLoss
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.losses import Aggregation
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,8 @@ class Denominators:
 
     @property
     def of_all(self) -> Denominators:
-        """For what is not corrected: a penalty has the batch's own denominators."""
+        """Denominators of terms without corrections, such as penalties: all tokens and sequences
+        count."""
         return replace(self, kept=None)
 
 
@@ -59,7 +57,7 @@ def aggregate(
     `seq-mean-token-mean` sum_s (mean_t l) / B (the original GRPO); `seq-mean-token-sum-norm` sum_s
     (sum_t l m / norm_length) / B (Dr.GRPO, arXiv 2503.20783); `seq-mean` sum_s l_s / B for the
     losses that are one number l_s per sequence, weighted by the mean of its tokens' weights. With
-    `denominators.kept`, N, B and the means over t are those of what is not rejected.
+    `denominators.kept`, N, B and the means over t count only tokens that are not rejected.
     """
     if denominators.kept is not None:
         batch, denominators = batch.replace(mask=batch.kept()), denominators.kept

@@ -8,10 +8,10 @@ Invariants:
   add up runs, in one order: `index_add` has none on CUDA, and a run would not repeat its bits;
 - a sequence is never split over two TokenBatches; a group may be split over micro-batches, never
   over whole batches;
-- only `logp` (and `entropy`, `values`, where a loss term wants them) carries a gradient, and in a
+- only `logp` (and `entropy`, `values`, where a loss term needs them) carries a gradient, and in a
   whole batch nothing does;
-- a tensor that nobody asked for is None: `require` names what is missing instead of computing with
-  nothing.
+- a tensor that was not requested is None: `require` names the missing tensor instead of computing
+  without it.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class TokenBatch:
 
     def sequence_sum(self, values: Tensor) -> Tensor:
         """[N] -> [S]: sum of `values` over each sequence's trained tokens, differentiable."""
-        # Left out by selection, not multiplied by 0: what is not trained on may hold anything, inf
-        # and nan included.
+        # Left out by selection, not multiplied by 0: tokens that are not trained on may hold any
+        # value, inf and nan included.
         kept = torch.where(self.mask > 0, values * self.mask, 0.0)
         # Unsafe: without a look at the offsets, for which the host would wait for the device.
         return torch.segment_reduce(kept, "sum", offsets=self._starts, unsafe=True)
@@ -220,7 +220,7 @@ class Advantages:
 def on_device[Name: Hashable](
     tensors: Mapping[Name, Tensor], device: torch.device
 ) -> dict[Name, Tensor]:
-    """Copies of host tensors on `device`, by one upload per dtype, which nobody waits for."""
+    """Copies of host tensors on `device`, by one asynchronous upload per dtype."""
     found: dict[Name, Tensor] = {}
     for dtype in {tensor.dtype for tensor in tensors.values()}:
         alike = {name: each for name, each in tensors.items() if each.dtype == dtype}

@@ -1,4 +1,4 @@
-"""What a registry line holds: the function of a method, and what it has to be given.
+"""Contents of a registry line: the function of a method and its inputs.
 
 A method that decides from the whole optimizer-step batch (a threshold, a group's mean log-prob,
 whitening) does so in a pure function of a whole TokenBatch, which every rank holds after one
@@ -22,20 +22,20 @@ from megatron_async_rl.objectives.batch import (
     TokenLoss,
 )
 
-Column = Literal["logp", "sum_p_squared", "values", "logp_ref", "logp_prox"]
+TokenColumn = Literal["logp", "sum_p_squared", "values", "logp_ref", "logp_prox"]
 """Per-token numbers of the whole batch that a precompute pass (a forward pass before the training
 pass) brings."""
 
 
-def _nothing(settings: Any) -> frozenset[Column]:
+def _nothing(settings: Any) -> frozenset[TokenColumn]:
     return frozenset()
 
 
-Needs = Callable[[Any], frozenset[Column]]
+Needs = Callable[[Any], frozenset[TokenColumn]]
 """settings -> columns of the whole batch the method reads before training starts."""
 
 
-def columns(*names: Column) -> Needs:
+def columns(*names: TokenColumn) -> Needs:
     """Needs that do not depend on settings."""
     return lambda settings: frozenset(names)
 
@@ -66,7 +66,7 @@ class CorrectionMethod:
 
     Works on a micro-batch and on a whole batch alike, unless `whole(settings)`: then it is given
     the whole batch only. needs: columns besides `logp_prox` that it reads, which a precompute pass
-    has to bring where it is given a whole batch.
+    must supply if it is given a whole batch.
     """
 
     function: Callable[[TokenBatch, Any], Tensor]

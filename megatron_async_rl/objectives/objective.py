@@ -1,10 +1,10 @@
-"""A configured objective: what it must be told about a batch, what it decides from it, and the loss
-of any part of it.
+"""A configured objective: the columns it needs of a batch, its decisions, and the loss of any part
+of it.
 
     needs        which per-token columns of the whole batch are precomputed before training (often
                  none)
     prepare      once per batch: reward shaping, the proximal policy, advantages
-    needs_again  which of the columns an optimizer step wants under its own weights, where others
+    needs_again  the columns that an optimizer step needs under its own weights, where others
                  have moved them since the batch began
     decide       once per optimizer step, from its whole minibatch: corrections that need all of it,
                  the loss's decisions, denominators
@@ -21,14 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.objectives.aggregate import Denominators, aggregate
 from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
-from megatron_async_rl.objectives.method import Column
+from megatron_async_rl.objectives.method import TokenColumn
 from megatron_async_rl.objectives.off_policy import (
     columns_for_proximal,
     proximal_logp,
@@ -51,11 +51,7 @@ from megatron_async_rl.objectives.terms import (
 )
 from megatron_async_rl.samples.rank_batch import RankBatch
 
-if TYPE_CHECKING:
-    from megatron_async_rl.config.objective import ObjectiveConfig
-
-
-MOVING: frozenset[Column] = frozenset({"logp", "sum_p_squared"})
+MOVING: frozenset[TokenColumn] = frozenset({"logp", "sum_p_squared"})
 """Columns of the weights in training that an optimizer step changes. `values` stay those that the
 batch began with: value clipping is from there."""
 
@@ -120,8 +116,8 @@ class Objective:
         """Everything about an optimizer step on `batch`, a minibatch or all of one, that does not
         need gradients; the same on every rank.
 
-        current: the columns of `needs_again` under the step's own weights, in the place of those
-        that the batch began with.
+        current: the columns of `needs_again` under the step's own weights, replacing those with
+        which the batch began.
         """
         whole = batch.whole.replace(
             **{name: column.double() for name, column in (current or {}).items()}
@@ -157,11 +153,11 @@ class Objective:
         corrected: bool = True,
         with_terms: bool = True,
     ) -> BatchLoss:
-        """Of one micro-batch whose `logp` carries the gradient.
+        """Loss of one micro-batch whose `logp` carries the gradient.
 
         `logp_prox` may still be nan where a batch is one optimizer step: it is filled in here,
         exactly, from the detached `logp`. corrected: the batch's weights already hold the
-        corrections. with_terms: false leaves out what is added to the loss.
+        corrections. with_terms: false leaves out the terms that are added to the loss.
         """
         config = self.config
         if config.steps_per_batch == 1 and config.proximal in ("recompute", "loglinear"):
@@ -174,8 +170,8 @@ class Objective:
         parts = aggregate(losses, batch, used, denominators, config.norm_length)
         terms = {}
         for name, coefficient, values in self._terms(batch) if with_terms else ():
-            # A term per token beside a loss per sequence is averaged over tokens. Corrections do
-            # not weigh it.
+            # A term per token is averaged over tokens even if the loss is per sequence. Corrections
+            # do not weigh it.
             plain = batch.replace(weights=torch.ones_like(batch.weights))
             average = "token-mean" if used == "seq-mean" else used
             term = coefficient * aggregate(
@@ -189,7 +185,7 @@ class Objective:
         return BatchLoss(parts, losses.clipped, (batch.weights == 0) & (batch.mask > 0), terms)
 
     def _terms(self, batch: TokenBatch) -> list[tuple[str, float, Tensor]]:
-        """(name, factor, [N] values with gradient) of what is added to the loss."""
+        """(name, factor, [N] values with gradient) of each term added to the loss."""
         config, found = self.config, []
         if config.kl is not None and config.kl.where == "loss":
             found.append(("kl", config.kl.coef, token_kl(batch, config.kl)))
@@ -207,16 +203,16 @@ class Objective:
             )
         return batch.replace(weights=detached.weights)
 
-    def _of_a_step(self) -> set[Column]:
+    def _of_a_step(self) -> set[TokenColumn]:
         """Columns that corrections and loss read, besides the proximal policy's."""
-        wanted: set[Column] = set(self._loss.needs(self.config.loss))
+        wanted: set[TokenColumn] = set(self._loss.needs(self.config.loss))
         if self._correct_whole:
             wanted.update(*(method.needs(c) for method, c in self._corrections))
         return wanted
 
-    def _needs(self) -> frozenset[Column]:
+    def _needs(self) -> frozenset[TokenColumn]:
         config = self.config
-        wanted: set[Column] = {*self._advantage.needs(config.advantage), *self._of_a_step()}
+        wanted: set[TokenColumn] = {*self._advantage.needs(config.advantage), *self._of_a_step()}
         if self._correct_whole:
             wanted.add("logp_prox")
         if config.kl is not None:

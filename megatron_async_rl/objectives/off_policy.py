@@ -22,30 +22,27 @@ Invariant: sequence statistics run over the tokens that corrections before this 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from megatron_async_rl.config.corrections import (
+    IcepopCorrection,
+    OpsmCorrection,
+    RejectCorrection,
+    TisCorrection,
+    TokenVetoCorrection,
+)
+from megatron_async_rl.config.objective import Proximal
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
-from megatron_async_rl.objectives.method import Column
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.corrections import (
-        IcepopCorrection,
-        OpsmCorrection,
-        RejectCorrection,
-        TisCorrection,
-        TokenVetoCorrection,
-    )
-    from megatron_async_rl.config.objective import Proximal
-
+from megatron_async_rl.objectives.method import TokenColumn
 
 SMALLEST_MEAN = 1e-8
 """A mean weight below it is not divided by."""
 
 
-def columns_for_proximal(proximal: Proximal) -> set[Column]:
+def columns_for_proximal(proximal: Proximal) -> set[TokenColumn]:
     """The columns that have to be precomputed to know logp_prox over the whole batch."""
     if proximal == "behavior":
         return set()

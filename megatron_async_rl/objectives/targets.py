@@ -30,7 +30,7 @@ PER_SEQUENCE = ("rewards", "score_norms")
 have."""
 
 
-Kind = Literal["batch", "tokens", "sequences"]
+TargetKind = Literal["batch", "tokens", "sequences"]
 """A field of the TokenBatch, or a decision by token or by sequence."""
 
 
@@ -63,7 +63,7 @@ class StepTargets:
     """One optimizer step. samples: the valid ones of its minibatch. whole: their tokens, in order.
 
     corrected: `whole.weights` already hold the corrections; otherwise each micro-batch computes its
-    own. metrics: what was decided, for the log.
+    own. metrics: the decisions, for the log.
     """
 
     samples: RankBatch
@@ -91,14 +91,14 @@ class StepTargets:
     def _gathered(self, owner: int) -> OwnedTargets:
         whole, samples = self.whole, self.samples
         owned = torch.from_numpy(samples.owner[samples.rows] == owner)
-        kinds: dict[Kind, Mapping[str, Tensor]] = {
+        kinds: dict[TargetKind, Mapping[str, Tensor]] = {
             "batch": {
                 name: each for name, each in _tensors(whole) if name not in ("group", "sequence")
             },
             "tokens": whole.decided.tokens,
             "sequences": whole.decided.sequences,
         }
-        numbers: dict[tuple[Kind, str], Tensor] = {}
+        numbers: dict[tuple[TargetKind, str], Tensor] = {}
         for kind, tensors in kinds.items():
             for name, each in tensors.items():
                 if not _by_sequence(kind, name):
@@ -110,9 +110,9 @@ class StepTargets:
 @dataclass(frozen=True, eq=False)
 class OwnedTargets:
     """A step's numbers: those of its samples, in order, or of the tokens of one owner's, and behind
-    them a 0 of nobody."""
+    them a 0 for padding."""
 
-    numbers: Mapping[tuple[Kind, str], Tensor]
+    numbers: Mapping[tuple[TargetKind, str], Tensor]
     scalars: Mapping[str, float]
 
     def placed(self, dtype: torch.dtype, device: torch.device) -> OwnedTargets:
@@ -125,12 +125,12 @@ class OwnedTargets:
 
     def part(self, tokens: Tensor, samples: Tensor, sequence: Tensor) -> TokenBatch:
         """One micro-batch. tokens [N], samples [S]: int64, on the device, places among the owner's
-        tokens and the step's samples; -1 is nobody's, with which a micro-batch without samples is
-        filled. sequence: [N], the token's place in `samples`.
+        tokens and the step's samples; -1 is the padding of a micro-batch without samples. sequence:
+        [N], the token's place in `samples`.
 
         `logp` (and `logp_prox`, where it was not precomputed) is nan until the caller replaces it.
         """
-        taken: dict[Kind, dict[str, Any]] = {"batch": {}, "tokens": {}, "sequences": {}}
+        taken: dict[TargetKind, dict[str, Any]] = {"batch": {}, "tokens": {}, "sequences": {}}
         for (kind, name), values in self.numbers.items():
             taken[kind][name] = values[samples if _by_sequence(kind, name) else tokens]
         taken["batch"] |= {"sequence": sequence, "sequences": len(samples)}
@@ -138,7 +138,7 @@ class OwnedTargets:
         return TokenBatch(**taken["batch"], decided=decided)
 
 
-def _by_sequence(kind: Kind, name: str) -> bool:
+def _by_sequence(kind: TargetKind, name: str) -> bool:
     return kind == "sequences" or (kind == "batch" and name in PER_SEQUENCE)
 
 

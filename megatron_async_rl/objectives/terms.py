@@ -1,5 +1,5 @@
-"""Terms beside the loss itself: what shapes the reward (length, a KL penalty per token) or is added
-to the loss (a KL penalty, the value head's own loss).
+"""Terms besides the loss itself: what shapes the reward (length, a KL penalty per token) or is
+added to the loss (a KL penalty, the value head's own loss).
 
 The value head learns the returns that the advantage estimator made from its own estimates:
 
@@ -12,17 +12,15 @@ it, so clipping does nothing there, as PPO's clip of a ratio to the own start we
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ValueConfig
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ValueConfig
 
 
 def shaped_rewards(
@@ -66,7 +64,7 @@ def token_rewards(batch: TokenBatch, penalty: Tensor) -> Tensor:
     with, 0 where the mask is 0. Sums to `rewards` minus the penalty [N].
 
     A step reward on an environment token goes to the trained token before it, or to the first one
-    where there is none. The rest of the sequence's reward (all of it without step rewards; what
+    if there is none. The rest of the sequence's reward (all of it without step rewards; what
     shaping has changed) goes to its last trained token. A sequence without trained tokens has no
     rewards.
     """

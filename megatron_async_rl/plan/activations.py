@@ -1,6 +1,6 @@
 """Bytes of what a rank's layers keep of a micro-batch for its backward pass: within 5 % of what
-autograd is seen to keep of local layers on a CPU; by reading of the kernels on a GPU, of Transformer
-Engine's layers and of products in 8 bits, and compared with nothing there.
+autograd is seen to keep of local layers on a CPU; by reading of the kernels on a GPU, of
+Transformer Engine's layers and of products in 8 bits, and compared with nothing there.
 
 Attention is torch's fused kernel, which keeps no scores; only float32 with grouped-query heads on a
 GPU has no such kernel. With policy.fp8 inputs of products are counted in 8 bits (layers.py).
@@ -68,9 +68,9 @@ def context_masks(
     config: Config, tokens: int, longest: int, *, on_gpu: bool, layers: LayerFamily, count: int
 ) -> int:
     """Bytes of the masks of torch's attention under context parallelism on a GPU, where Transformer
-    Engine's kernel wants none: of the two parts of a row that a rank has, [part, tokens up to its
-    end] each. Padded rows and all layers share them; each of several samples in a row has its own in
-    each of `count` layers."""
+    Engine's kernel needs none: of the two parts of a row that a rank has, [part, tokens up to its
+    end] each. Padded rows and all layers share them; each of several samples in a row has its own
+    in each of `count` layers."""
     context = config.policy.parallel.context
     if not on_gpu or context == 1 or layers == "transformer_engine":
         return 0
@@ -100,8 +100,8 @@ def stores_scores(config: Config, shape: ModelShape, *, on_gpu: bool) -> bool:
 
 
 def _norm_bytes(config: Config, shape: ModelShape, *, on_gpu: bool) -> int:
-    """Bytes that a norm keeps of each number. One kernel, on GPUs, keeps its input; torch's on a CPU
-    that and, for a weight that is trained, the normalised one, both in float32."""
+    """Bytes that a norm keeps of each number. One kernel, on GPUs, keeps its input; torch's on a
+    CPU that and, for a weight that is trained, the normalised one, both in float32."""
     if not on_gpu:
         return FLOAT32 if config.policy.lora is not None else 2 * FLOAT32
     return FLOAT32 if shape.family.float32_norms else value_bytes(config)
@@ -163,7 +163,8 @@ def layer_activations(
     rotation = 4 * shape.head_dim * own * places
     narrow = 0
     if lora is not None:
-        # What adapters' second matrices take: beside column-parallel products of all tokens.
+        # What adapters' second matrices take: in addition to column-parallel products of all
+        # tokens.
         columns = sum(target not in ROW_PARALLEL for target in lora.targets)
         narrow = lora.rank * own * columns
         whole += lora.rank * own * (len(lora.targets) - columns)
@@ -177,8 +178,8 @@ def layer_activations(
 
 def _input_bytes(lora: LoraConfig | None, own: int, *matrices: Target, on_gpu: bool) -> int:
     """Bytes kept of each number that a product takes, of these matrices together. A frozen one
-    keeps none: the adapters beside it keep one for all, or with dropout each what it was left, and
-    its mask."""
+    keeps none: its adapters keep one for all, or with dropout each what it was left, and its
+    mask."""
     if lora is None:
         return own
     count = len(set(matrices) & set(lora.targets))

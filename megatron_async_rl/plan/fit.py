@@ -8,7 +8,7 @@ Invariants:
 - a plan is refused only above the memory that is there; within the error of the estimate it gets a
   note;
 - a key is named in a plan only with a value that this config and machine can run with, and that
-  needs less; where memory ran out, with one that the config may have.
+  needs less; where memory ran out, with a value that the config may have.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ from megatron_async_rl.plan.overhead import (
 )
 from megatron_async_rl.rollout.cluster import object_store_bytes
 from megatron_async_rl.watchdog.events import described, out_of_memory
-from megatron_async_rl.watchdog.host_memory import state_in_words
+from megatron_async_rl.watchdog.host_memory import state_text
 from megatron_async_rl.weights.manifest import IN_FLIGHT
 
 ESTIMATE_ERROR = 0.05
 PARTS_SHOWN = 3
 HOLDERS_SHOWN = 5
 LINES_SHOWN = 2
-"""Of an error: that an engine did not start, and its cause."""
+"""Lines of an error that are shown: that an engine did not start, and the cause."""
 LESS = 0.1
 """Off the share of a GPU that an engine has, where memory ran out."""
 KEYS_SHOWN = 6
 
-Needed = Phase | Literal["engine"]
+GpuNeedPhase = Phase | Literal["engine"]
 """A phase, or the share of a GPU that an engine has."""
 RanksOf = Callable[[Config], Sequence[RankMemory]]
 """Memory of the ranks, one per stage; none for a config that cannot run on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Need:
-    """Bytes that one GPU must hold at one time. `has`: bytes there are for it, in words `of`."""
+class GpuNeed:
+    """Bytes that one GPU must hold at one time. `has`: bytes available, described by `of`."""
 
     key: str
     what: str
@@ -80,7 +80,7 @@ class Need:
 
     @property
     def largest(self) -> str:
-        """The largest parts, in words."""
+        """Text on the largest parts."""
         shown = sorted(self.parts, key=lambda part: -part[1])[:PARTS_SHOWN]
         return ", ".join(f"{name} {_gib(count)}" for name, count in shown if count)
 
@@ -93,9 +93,9 @@ class Need:
 
 def gpu_memory(
     config: Config, machine: Machine, engine: EngineMemory | None, ranks_of: RanksOf
-) -> tuple[list[Problem], list[str], dict[Phase, Need]]:
-    """Problems of what does not fit, notes on what only just does, and where engines and policy take
-    turns, the peak of each phase, in their order."""
+) -> tuple[list[Problem], list[str], dict[Phase, GpuNeed]]:
+    """Problems of what does not fit, notes on what only just does, and where engines and policy
+    take turns, the peak of each phase, in their order."""
     problems, notes = [], []
     needs = _needs(config, machine, engine, ranks_of(config))
     for phase, need in needs.items():
@@ -110,16 +110,16 @@ def gpu_memory(
 
 def _needs(
     config: Config, machine: Machine, engine: EngineMemory | None, ranks: Sequence[RankMemory]
-) -> dict[Needed, Need]:
+) -> dict[GpuNeedPhase, GpuNeed]:
     """The largest of each phase."""
     has = _gpu_bytes(machine)
-    found: dict[Needed, Need] = {}
+    found: dict[GpuNeedPhase, GpuNeed] = {}
     rollout = config.rollout
     shared = rollout is not None and rollout.placement == "colocated"
     asleep = of_sleeping_engine(rollout) if rollout is not None and shared else ()
     if ranks:
         largest = max(ranks, key=lambda rank: rank.total + _sender(config, rank))
-        found["train"] = Need(
+        found["train"] = GpuNeed(
             key="policy.parallel",
             what=f"each rank{_of_stage(largest, ranks)}, training",
             parts=(
@@ -138,7 +138,7 @@ def _needs(
     if rollout is None or engine is None:
         return found
     share = int(rollout.gpu_memory_utilization * has)
-    found["engine"] = Need(
+    found["engine"] = GpuNeed(
         key="rollout.gpu_memory_utilization",
         what="each GPU of an engine",
         parts=(("weights", engine.of_worker(rollout)),),
@@ -152,9 +152,9 @@ def _needs(
         )
         stages = {rank_coordinates(config, rank)[-1] for rank in range(beside)}
         kept = max((rank for rank in ranks if rank.stage in stages), key=_kept)
-        found["publish"] = Need(
+        found["publish"] = GpuNeed(
             key="rollout.tensor",
-            what=f"an engine, loading beside a rank{_of_stage(kept, ranks)}",
+            what=f"an engine, loading next to a rank{_of_stage(kept, ranks)}",
             parts=(
                 ("the engine's weights", engine.of_worker(rollout)),
                 ("the policy's parameters", _kept(kept)),
@@ -164,10 +164,10 @@ def _needs(
             ),
             has=has,
         )
-        found["generate"] = Need(
+        found["generate"] = GpuNeed(
             key="rollout.gpu_memory_utilization",
-            what=f"an engine, generating beside a rank{_of_stage(kept, ranks)}",
-            # One that has started again takes weights beside its cache.
+            what=f"an engine, generating next to a rank{_of_stage(kept, ranks)}",
+            # A restarted engine holds new weights in addition to its cache.
             parts=(
                 ("the engine", share),
                 ("the policy's parameters", _kept(kept)),
@@ -193,16 +193,16 @@ def _kept(rank: RankMemory) -> int:
 
 
 def lent_bytes(config: Config, engine: EngineMemory) -> int:
-    """Bytes of the buckets from which an engine loads on a device that it shares with the policy: each of at
-    most weights.bucket_mib, or of one tensor that is larger."""
+    """Bytes of the buckets from which an engine loads on a device that it shares with the policy:
+    each of at most weights.bucket_mib, or of one tensor that is larger."""
     if config.weights.transport != "cuda_ipc":
         return 0
     return IN_FLIGHT * min(max(config.weights.bucket_mib * MIB, engine.largest), engine.weights)
 
 
 def _sender(config: Config, rank: RankMemory) -> int:
-    """Bytes of the process that sends engines their weights by `collective`, which has rank 0's GPU:
-    its CUDA context, and the buckets on their way to each engine."""
+    """Bytes of the process that sends engines their weights by `collective`, which has rank 0's
+    GPU: its CUDA context, and the buckets on their way to each engine."""
     if config.rollout is None or config.weights.transport != "collective" or rank.stage > 0:
         return 0
     return CONTEXT_BYTES + engine_count(config) * IN_FLIGHT * config.weights.bucket_mib * MIB
@@ -217,10 +217,10 @@ def _fix(
     machine: Machine,
     engine: EngineMemory | None,
     ranks_of: RanksOf,
-    phase: Needed,
-    needs: dict[Needed, Need],
+    phase: GpuNeedPhase,
+    needs: dict[GpuNeedPhase, GpuNeed],
 ) -> str:
-    """Changes that help, the one that helps most first."""
+    """Changes that help, the most helpful first."""
     helpful = []
     share = _share(config, machine, phase, needs[phase])
     for key, value in _changes(config, phase, share):
@@ -245,7 +245,7 @@ def _fix(
 
 
 def _changes(
-    config: Config, phase: Needed, share: float | None = None
+    config: Config, phase: GpuNeedPhase, share: float | None = None
 ) -> Iterator[tuple[str, Any]]:
     """Changes that may help; the caller sees which do. share: of a GPU, for an engine."""
     policy, rollout = config.policy, config.rollout
@@ -273,7 +273,7 @@ def _changes(
         yield "policy.parallel.ranks", 2 * policy.parallel.ranks
 
 
-def _share(config: Config, machine: Machine, phase: Needed, need: Need) -> float | None:
+def _share(config: Config, machine: Machine, phase: GpuNeedPhase, need: GpuNeed) -> float | None:
     """The share of a GPU at which an engine would fit."""
     if config.rollout is None:
         return None
@@ -282,14 +282,15 @@ def _share(config: Config, machine: Machine, phase: Needed, need: Need) -> float
 
 
 class DeviceMemoryOut(RuntimeError):
-    """A device's memory ran out. `phase`: in which; `held`: bytes by holder; `fix`: keys that help."""
+    """A device's memory ran out. `phase`: in which; `held`: bytes by holder; `fix`: keys that
+    help."""
 
-    def __init__(self, said: str, phase: Phase, held: Mapping[str, int], fix: str) -> None:
+    def __init__(self, message: str, phase: Phase, held: Mapping[str, int], fix: str) -> None:
         largest = sorted(held.items(), key=lambda part: -part[1])[:HOLDERS_SHOWN]
         parts = ", ".join(f"{name} {_size(count)}" for name, count in largest if count)
         super().__init__(
             f"a device's memory ran out in phase {phase}; this rank's holds {parts or 'nothing'}."
-            f" It was: {said}"
+            f" It was: {message}"
         )
         self.phase = phase
         self.held = held
@@ -299,9 +300,10 @@ class DeviceMemoryOut(RuntimeError):
 class HostMemoryOut(RuntimeError):
     """A machine's memory ran out. `phase`: in which; `fix`: what helps."""
 
-    def __init__(self, said: str, phase: Phase, state: str, fix: str) -> None:
+    def __init__(self, message: str, phase: Phase, state: str, fix: str) -> None:
         super().__init__(
-            f"host memory ran out in phase {phase}. It was: {said}. On rank 0's machine now: {state}"
+            f"host memory ran out in phase {phase}. It was: {message}. On rank 0's machine now:"
+            f" {state}"
         )
         self.phase = phase
         self.fix = fix
@@ -323,9 +325,9 @@ def memory_ran_out(
         return None
     phase = getattr(error, "phase", phase)  # an engine's own
     if memory == "host" or on_cpu:
-        said = " ".join(described(error).splitlines()[:LINES_SHOWN]).rstrip(".")
+        message = " ".join(described(error).splitlines()[:LINES_SHOWN]).rstrip(".")
         fix = host_fix(config, "cpu" if on_cpu else "cuda")
-        return HostMemoryOut(said, phase, state_in_words(), fix)
+        return HostMemoryOut(message, phase, state_text(), fix)
     share = config.rollout.gpu_memory_utilization if config.rollout is not None else 0.0
     named = [
         f"{key}: {json.dumps(value).strip(chr(34))}"
@@ -334,8 +336,8 @@ def memory_ran_out(
     ]
     larger = "take devices with more memory"
     fix = f"set one or several of {', '.join(named)}, or {larger}" if named else larger
-    said = " ".join(described(error).splitlines()[:LINES_SHOWN])
-    return DeviceMemoryOut(said, phase, held(), fix)
+    message = " ".join(described(error).splitlines()[:LINES_SHOWN])
+    return DeviceMemoryOut(message, phase, held(), fix)
 
 
 def host_fix(config: Config, device: Device) -> str:
@@ -371,7 +373,7 @@ def _host_changes(config: Config, device: Device) -> Iterator[tuple[str, Any]]:
 
 
 def _gpu_bytes(machine: Machine) -> int:
-    """Where GPUs differ, of the largest: which one a process gets is not the plan's to know."""
+    """Memory of the largest GPU in bytes; the plan does not know which GPU a process gets."""
     return max(gpu.memory for gpu in machine.gpus)
 
 
@@ -464,5 +466,5 @@ def shared_memory_notes(
 
 
 def _size(count: int) -> str:
-    """Of what may be small."""
+    """Text of a size that may be below one GiB."""
     return _gib(count) if count >= GIB else f"{count / MIB:.1f} MiB"

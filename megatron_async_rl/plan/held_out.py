@@ -36,7 +36,7 @@ class Split:
     def remove(self) -> None:
         for file in (self.train, self.held_out):
             file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # files of somebody else's
+        with contextlib.suppress(OSError):  # files of others
             self.train.parent.rmdir()
 
 

@@ -1,8 +1,8 @@
 """Host memory of each machine of a run: what its ranks, engines and shared memory take together.
 
 Invariants:
-- `certain` parts are sizes of tensors that the run allocates; a plan is refused only when they alone
-  exceed a machine's memory. The other parts are estimates, and exceed it with a note;
+- `certain` parts are sizes of tensors that the run allocates; a plan is refused only when they
+  alone exceed a machine's memory. The other parts are estimates, and exceed it with a note;
 - /dev/shm is memory of the machine, so what lies there is a part, too.
 """
 
@@ -88,8 +88,8 @@ def host_memory(
     longest: int,
     routed_bytes: int = 0,
 ) -> tuple[HostMemory, ...]:
-    """Memory of every machine, those that are alike together. `ranks`: one per pipeline stage; empty
-    for a layout that does not divide. `longest`: tokens of the longest prompt + response.
+    """Memory of every machine, those that are alike together. `ranks`: one per pipeline stage;
+    empty for a layout that does not divide. `longest`: tokens of the longest prompt + response.
     `routed_bytes`: of the experts that come with each token of a sample."""
     parallel = config.policy.parallel
     if not ranks or parallel.ranks % machine.nodes or parallel.ranks % parallel.replica_ranks:
@@ -205,7 +205,8 @@ def host_problems(
     hosts_of: Callable[[Config], Sequence[HostMemory]],
 ) -> tuple[list[Problem], list[str]]:
     """Problems of machines whose memory cannot hold what is certain, and notes on those where the
-    estimates exceed it. `hosts_of`: the memory of another config, empty for one that cannot run."""
+    estimates exceed it. `hosts_of`: the memory of another config, empty for a config that cannot
+    run."""
     problems, notes = [], []
     for host in hosts if machine.memory else ():
         named = f"{host.machines}: " if len(hosts) > 1 else ""
@@ -248,7 +249,7 @@ def free_memory_problems(
 def _fix(
     config: Config, host: HostMemory, hosts_of: Callable[[Config], Sequence[HostMemory]]
 ) -> str:
-    """Keys that lower the memory of these machines, the one that lowers it most first."""
+    """Keys that lower the memory of these machines, the most effective first."""
     helpful = []
     for key, value in (
         ("checkpoint.asynchronous", False),

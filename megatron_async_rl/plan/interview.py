@@ -1,7 +1,7 @@
 """The questions of `mar init`, each asked once: options answer them beforehand, and without a
 terminal every other question takes its default.
 
-    model -> data, of which the columns are read -> prompt column -> held-out data -> reward
+    model -> data, whose columns are read -> prompt column -> held-out data -> reward
           -> answer column, if the reward reads one -> GPUs -> style
 
 Invariants:
@@ -68,7 +68,7 @@ Check = Callable[[str], Any]
 
 
 def at_terminal() -> bool:
-    """True where somebody can answer."""
+    """True if a user can answer."""
     return sys.stdin is not None and sys.stdin.isatty()
 
 
@@ -105,9 +105,9 @@ class Interview:
         }
 
     def ask(self) -> InitAnswers:
-        """Ask every question. Raises UserError for an option that is wrong, and for one that has no
-        default and no terminal to ask at."""
-        missing = [words for name, words in REQUIRED.items() if name not in self._given]
+        """Ask every question. Raises UserError for an option that is wrong, and for a question
+        without a default if there is no terminal."""
+        missing = [options for name, options in REQUIRED.items() if name not in self._given]
         if missing and not self._terminal:
             fix = f"add {' '.join(missing)}; every other question has a default"
             problems = [
@@ -124,8 +124,8 @@ class Interview:
         return self._answers()
 
     def again(self, error: UserError) -> InitAnswers:
-        """Ask the question that is to blame once more, and keep every other answer. Raises the error
-        itself where there is no terminal, or no question is to blame."""
+        """Ask the question that is to blame once more, and keep every other answer. Raises the
+        error itself where there is no terminal, or no question is to blame."""
         key = error.problems[0].key if error.problems else ""
         blamed = next((name for start, name in BLAMED if key.startswith(start)), None)
         if not self._terminal or blamed is None:
@@ -230,7 +230,10 @@ class Interview:
         return text
 
     def _eval(self) -> None:
-        question = f"Held-out data: a file, hf://datasets/OWNER/NAME#SPLIT, a share to split off, or {NONE}"
+        question = (
+            "Held-out data: a file, hf://datasets/OWNER/NAME#SPLIT, a share to split off, or"
+            f" {NONE}"
+        )
         self._ask("eval", question, SPLIT, self._held_out)
 
     def _held_out(self, text: str) -> str | float | None:
@@ -345,7 +348,7 @@ def _require_column(option: str, column: str, columns: Sequence[str], of: str = 
     )
     likely = next((one for one in SYNONYMS[role] if one in columns), "COLUMN")
     what = f"{of} has no column {column!r} (its columns: {_listed(columns)})"
-    raise UserError.of(option, what, f"name one that is there: {named} {likely}")
+    raise UserError.of(option, what, f"name an existing one: {named} {likely}")
 
 
 def _no_answer(reward: str, columns: Sequence[str]) -> UserError:

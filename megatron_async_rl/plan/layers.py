@@ -1,5 +1,5 @@
-"""Settings of a policy's layers on a machine and a model of given sizes, low-rank adapters and
-products in 8-bit floats: what is in the way, and the memory that they take.
+"""Settings of a policy's layers on a machine and a model of given sizes, low-rank adapters and FP8
+GEMMs: their obstacles, and their memory.
 
 The memory of products in 8 bits was read in the source of Transformer Engine 2.12 and Megatron-Core
 0.19.2, and not measured. A product keeps its input for the backward pass once, in 8 bits; but the
@@ -22,8 +22,8 @@ orientation alone, and blocks have scales of their own in each."""
 BFLOAT16 = 2
 """Bytes."""
 SCALE_BYTES = {"tensorwise": 0.0, "delayed": 0.0, "blockwise": 4 / 128**2, "mxfp8": 1 / 32}
-"""For each weight, by recipe: a float32 for 128 x 128 of them, a byte for 32; or one for a whole
-tensor."""
+"""Bytes of scales per weight, by recipe: a float32 per 128 x 128 block, a byte per 32 weights,
+or a negligible one per tensor."""
 INPUT_SCALE_BYTES = {**SCALE_BYTES, "blockwise": 4 / 128}
 """The same for each input: blocks are of 1 x 128."""
 
@@ -62,7 +62,7 @@ def weight_bytes(fp8: Fp8Config) -> float:
 
 
 def fp8_copies(config: Config, shape: ModelShape, *, stage: int, in_flight: int) -> int:
-    """Bytes that weights in 8 bits add on a rank of the stage to those in bfloat16, or take off.
+    """Bytes that FP8 weights add on a rank of the stage to those in bfloat16, or take off.
 
     Primary weights take the place of bfloat16 ones. Others are made in each forward pass and kept
     until its backward pass: for every layer in flight once (`in_flight`: layers that hold a
@@ -135,13 +135,13 @@ def fp8_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Pr
         )
 
     kept, held = fp8.first_last_layers_bf16, shape.layers // parallel.pipeline
-    most = min(held, (shape.layers - 1) // 2)
-    if kept > most:
+    maximum = min(held, (shape.layers - 1) // 2)
+    if kept > maximum:
         what = (
-            f"{kept} layers at each end are not within the {held} of a pipeline stage, or leave none"
-            f" of {shape.layers} in 8 bits"
+            f"{kept} layers at each end are not within the {held} of a pipeline stage, or leave"
+            f" none of {shape.layers} in 8 bits"
         )
-        fix = f"set it to at most {most}"
+        fix = f"set it to at most {maximum}"
         found.append(Problem(key="policy.fp8.first_last_layers_bf16", what=what, fix=fix))
     return found
 
@@ -204,9 +204,9 @@ def lora_problems(config: Config, shape: ModelShape) -> list[Problem]:
         what = f"{', '.join(experts)} are experts in this model, which have no adapters"
         fix = f"set it to [{', '.join(rest)}]"
         return [Problem(key="policy.lora.targets", what=what, fix=fix)]
-    most, target = min((min(sides(shape, target)), target) for target in lora.targets)
-    if lora.rank <= most:
+    maximum, target = min((min(sides(shape, target)), target) for target in lora.targets)
+    if lora.rank <= maximum:
         return []
-    what = f"{lora.rank} is more than {most}, the smaller side of {target}"
-    fix = f"set it to at most {most}, far below to save anything"
+    what = f"{lora.rank} is more than {maximum}, the smaller side of {target}"
+    fix = f"set it to at most {maximum}, far below to save anything"
     return [Problem(key="policy.lora.rank", what=what, fix=fix)]

@@ -28,7 +28,7 @@ PLANNED_DEVICE = "MEGATRON_ASYNC_RL_DEVICE"
 
 
 @dataclass(frozen=True)
-class Process:
+class PlannedProcess:
     """`kind`: what it is and what starts it; `device`: the GPU it owns, or its threads."""
 
     name: str
@@ -43,9 +43,9 @@ def device_of(config: Config, machine: Machine) -> Device:
 
 
 def rank_environment(config: Config, machine: Machine) -> dict[str, str]:
-    """Variables that trainer ranks want here. Ranks planned for GPUs run on no CPU unsaid. Megatron-Core
-    launches a message of tensor or context parallelism before the kernels it is to run beside; up to
-    Hopper the GPU keeps that order only with one queue."""
+    """Variables that trainer ranks want here. Ranks planned for GPUs run on no CPU unsaid.
+    Megatron-Core launches a message of tensor or context parallelism before the kernels with which
+    it overlaps; up to Hopper the GPU keeps that order only with one queue."""
     parallel = config.policy.parallel
     if device_of(config, machine) != "cuda":
         return {}
@@ -77,7 +77,7 @@ def rank_coordinates(config: Config, rank: int) -> tuple[int, int, int, int]:
     return tensor, context, data, pipeline
 
 
-def processes(config: Config, device: Device, machine: Machine) -> tuple[Process, ...]:
+def processes(config: Config, device: Device, machine: Machine) -> tuple[PlannedProcess, ...]:
     """Every process of a run, in the order in which they start; empty for a layout that does not
     divide."""
     parallel, rollout = config.policy.parallel, config.rollout
@@ -92,15 +92,17 @@ def processes(config: Config, device: Device, machine: Machine) -> tuple[Process
         kind += f"pipeline {pipeline}, data {data}"
         place = f"GPU {rank % share}" if device == "cuda" else "1 thread"
         place += f" of node {rank // share}" if machine.nodes > 1 else ""
-        listed.append(Process(f"rank {rank}", kind, place))
+        listed.append(PlannedProcess(f"rank {rank}", kind, place))
     if rollout is not None:
-        listed.append(Process("controller", "Ray actor: prompts, admission, batches", "1 thread"))
+        listed.append(
+            PlannedProcess("controller", "Ray actor: prompts, admission, batches", "1 thread")
+        )
         for engine in range(engine_count(config)):
             kind = "Ray actor: vLLM and its core process, rewards"
             if rollout.workers > 1:
                 kind = f"Ray actor: vLLM, its core process and {rollout.workers} workers, rewards"
             listed.append(
-                Process(
+                PlannedProcess(
                     f"engine {engine}",
                     kind,
                     _engine_place(config, device, engine, share, machine),
@@ -108,10 +110,12 @@ def processes(config: Config, device: Device, machine: Machine) -> tuple[Process
             )
         if config.weights.transport == "relay":
             kind = "Ray actor: two versions of the weights in /dev/shm"
-            listed.append(Process("relays", kind, "each other machine with engines"))
+            listed.append(PlannedProcess("relays", kind, "each other machine with engines"))
         if config.weights.transport == "collective":
             where = "rank 0's machine" + (", on its GPU" if device == "cuda" else "")
-            listed.append(Process("sender", "Ray actor: sends each engine the weights", where))
+            listed.append(
+                PlannedProcess("sender", "Ray actor: sends each engine the weights", where)
+            )
     return tuple(listed)
 
 
@@ -129,7 +133,8 @@ def engine_count(config: Config) -> int:
 
 
 def _engine_place(config: Config, device: Device, engine: int, ranks: int, machine: Machine) -> str:
-    """Behind the `ranks` ranks of its node; unless by shared memory, any machine of the Ray cluster."""
+    """Behind the `ranks` ranks of its node; unless by shared memory, any machine of the Ray
+    cluster."""
     assert config.rollout is not None
     workers = config.rollout.workers
     if engines_elsewhere(config, machine):
@@ -162,12 +167,12 @@ def by_node(config: Config, device: Device, machine: Machine) -> tuple[tuple[str
         found.append((f"node {node}", "; ".join(parts)))
     if machine.engine_nodes:
         name = counted("node", machine.nodes, machine.engine_nodes)
-        most = (
+        maximum = (
             f", {engine_room(config, has)} at most on each"
             if on_gpu and rollout is not None
             else ""
         )
-        found.append((name, f"engines alone{most}"))
+        found.append((name, f"engines alone{maximum}"))
     return tuple(found)
 
 
@@ -180,10 +185,10 @@ def counted(noun: str, first: int, count: int) -> str:
 
 
 def number_of(noun: str, count: int, singular: str = "", plural: str = "") -> str:
-    """`count` things, and the form of the verb for so many: `1 rank does`, `2 ranks do`."""
+    """`count` things, and the form of the verb: `1 rank does`, `2 ranks do`."""
     ending = "es" if noun.endswith("ch") else "s"
-    words = (noun, singular) if count == 1 else (f"{noun}{ending}", plural)
-    return " ".join((str(count), *filter(None, words)))
+    text = (noun, singular) if count == 1 else (f"{noun}{ending}", plural)
+    return " ".join((str(count), *filter(None, text)))
 
 
 def engine_room(config: Config, gpus: int) -> int:
@@ -204,7 +209,8 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
         found.append(
             Problem(
                 key=f"{PARALLEL}.ranks",
-                what=f"{number_of('rank', parallel.ranks, 'does', 'do')} not divide into {product} = {cell}",
+                what=f"{number_of('rank', parallel.ranks, 'does', 'do')} not divide into {product}"
+                f" = {cell}",
                 fix=(
                     f"set ranks to a multiple of {cell}, or lower tensor"
                     f"{', context' if shared else ''} or pipeline"
@@ -215,7 +221,8 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
         found.append(
             Problem(
                 key=f"{PARALLEL}.ranks",
-                what=f"{number_of('rank', parallel.ranks, 'does', 'do')} not divide over {machine.nodes} nodes (--nnodes)",
+                what=f"{number_of('rank', parallel.ranks, 'does', 'do')} not divide over"
+                f" {machine.nodes} nodes (--nnodes)",
                 fix=(
                     f"set ranks to a multiple of {math.lcm(cell, machine.nodes)}, or change"
                     " --nnodes"
@@ -261,8 +268,8 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
 
 
 def gpus_wanted(config: Config, machine: Machine, node: int = 0) -> int:
-    """GPUs of machine number `node` that its ranks take, from the first, and engines after them, but
-    for engines that may be anywhere."""
+    """GPUs of machine number `node` that its ranks take, from the first, and engines after them,
+    but for engines that may be anywhere."""
     ranks, rollout = -(-config.policy.parallel.ranks // machine.nodes), config.rollout
     if rollout is None or node > 0 or engines_elsewhere(config, machine):
         return ranks
@@ -318,8 +325,8 @@ def _beyond_gpus(config: Config, machine: Machine) -> list[Problem]:
 
 
 def _room_problems(config: Config, machine: Machine) -> list[Problem]:
-    """More engines than there are GPUs for on the machines that are described or counted. Of another
-    cluster that is joined only Ray knows the machines."""
+    """More engines than there are GPUs for on the machines that are described or counted. Of
+    another cluster that is joined only Ray knows the machines."""
     rollout, known = config.rollout, machine.described or machine.engine_nodes
     if rollout is None or not known or not engines_elsewhere(config, machine):
         return []
@@ -331,14 +338,20 @@ def _room_problems(config: Config, machine: Machine) -> list[Problem]:
         return []
     workers = f" of {rollout.workers} GPUs" if rollout.workers > 1 else ""
     more = machine.nodes + machine.engine_nodes + -(-(wanted - room) // alone)
-    what = f"{number_of('engine', wanted)}{workers}, and there is room for {room}: {beside} on a node with ranks"
+    what = (
+        f"{number_of('engine', wanted)}{workers}, and there is room for {room}: {beside} on a node"
+        " with ranks"
+    )
     what += f", {alone} on each of {machine.engine_nodes} without" if machine.engine_nodes else ""
     fix = (
         f"set it to at most {room - wanted + rollout.engines}, or "
         if room > wanted - rollout.engines
         else ""
     )
-    fix += f"plan for {more} machines, of which {machine.nodes} have ranks (--nodes {more} --trainer-nodes {machine.nodes})"
+    fix += (
+        f"plan for {more} machines, and {machine.nodes} of them have ranks (--nodes {more}"
+        f" --trainer-nodes {machine.nodes})"
+    )
     return [Problem(key="rollout.engines", what=what, fix=fix)]
 
 
@@ -351,9 +364,9 @@ def spread_notes(config: Config, device: Device, machine: Machine) -> list[str]:
         return []
     context = f" x context {parallel.context}" if parallel.context > 1 else ""
     return [
-        f"policy.parallel.tensor: {parallel.tensor}{context} ranks exchange activations in every layer, and"
-        f" a node has {share} of them, so this passes over the network between machines: give each"
-        " more ranks (fewer --trainer-nodes), or lower it"
+        f"policy.parallel.tensor: {parallel.tensor}{context} ranks exchange activations in every"
+        f" layer, and a node has {share} of them, so this passes over the network between machines:"
+        " give each more ranks (fewer --trainer-nodes), or lower it"
     ]
 
 
@@ -368,7 +381,8 @@ def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
     """Engines that could not map the memory of a rank."""
     key, ranks = "weights.transport", config.policy.parallel.ranks
     if machine.nodes > 1:
-        what = f"cuda_ipc passes weights within one machine, and the ranks are on {machine.nodes} nodes"
+        nodes = machine.nodes
+        what = f"cuda_ipc passes weights within one machine, and the ranks are on {nodes} nodes"
         return [Problem(key=key, what=what, fix="set it to shared_memory")]
     if config.rollout is None or device_of(config, machine) != "cuda":
         return []
@@ -380,12 +394,12 @@ def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
     engines += f" of {workers} GPUs" if workers > 1 else ""
     what = (
         f"cuda_ipc passes weights from a rank to an engine on the same GPU, and {engines}"
-        f" {'takes' if engine_count(config) == 1 else 'take'} {number_of('GPU', taken)}, of which"
+        f" {'takes' if engine_count(config) == 1 else 'take'} {number_of('GPU', taken)}, and"
         f" {ranks} {'has' if ranks == 1 else 'have'} a rank"
     )
     fix = (
-        f"set rollout.engines to at most {ranks // workers}, policy.parallel.ranks to {taken}, or this"
-        " to shared_memory"
+        f"set rollout.engines to at most {ranks // workers}, policy.parallel.ranks to {taken}, or"
+        " this to shared_memory"
         if ranks >= workers
         else f"set policy.parallel.ranks to {taken}, or this to shared_memory"
     )
@@ -414,8 +428,8 @@ def head_size_problems(
     quantised = str(options.get("kv_cache_dtype", "auto")).startswith("fp8")
     if quantised and size % FP8_CACHE_MULTIPLE:
         what = (
-            f"fp8 on a CPU needs attention heads of a multiple of {FP8_CACHE_MULTIPLE} elements, and"
-            f" the model's have {size}"
+            f"fp8 on a CPU needs attention heads of a multiple of {FP8_CACHE_MULTIPLE} elements,"
+            f" and the model's have {size}"
         )
         return [Problem(key="rollout.vllm.kv_cache_dtype", what=what, fix="remove it")]
     return []

@@ -2,8 +2,8 @@
 
     python -m megatron_async_rl.plan.libraries        the last step of the GPU image's build
 
-torch loads the libraries of the wheels that it was compiled against. Transformer Engine's loader prefers
-those of the system. Two copies of one library in a process fail at the import, in
+torch loads the libraries of the wheels that it was compiled against. Transformer Engine's loader
+prefers those of the system. Two copies of one library in a process fail at the import, in
 `torch.backends.cudnn.version()`, or in the middle of a step. Needs no GPU and no driver.
 """
 
@@ -18,13 +18,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 SHARED = ("libcudnn", "libcublas", "libcudart", "libnccl")
-"""Beginnings of the names of libraries that exchange handles between torch, Transformer Engine and vLLM,
-and of their parts: a process may have one file of each. libnvrtc and libcurand pass none on."""
+"""Beginnings of the names of libraries that exchange handles between torch, Transformer Engine and
+vLLM, and of their parts: a process may have one file of each. libnvrtc and libcurand pass none
+on."""
 MAPS = Path("/proc/self/maps")
 
 
 class LibraryConflict(RuntimeError):
-    """A process has two files of one CUDA library, or not the one that torch was compiled against."""
+    """A process has two files of one CUDA library, or another than torch was compiled against."""
 
 
 def loaded(maps: str) -> dict[str, set[str]]:
@@ -45,8 +46,8 @@ def require_one_of_each(found: Mapping[str, Collection[str]], wheels: Path) -> N
         own = {str(file) for file in wheels.glob(f"*/lib/{name}.so*")}
         if len(files) > 1:
             raise LibraryConflict(
-                f"two files of {name} are loaded: {', '.join(sorted(files))}. Remove the one that is"
-                f" not in {wheels}: a base image without cuDNN has none"
+                f"two files of {name} are loaded: {', '.join(sorted(files))}. Remove the file that"
+                f" is not in {wheels}: a base image without cuDNN has none"
             )
         if own and not own.issuperset(files):
             raise LibraryConflict(
@@ -56,8 +57,8 @@ def require_one_of_each(found: Mapping[str, Collection[str]], wheels: Path) -> N
 
 
 def check() -> None:
-    """Import what a rank imports, in its order, and look at what is loaded. Raise LibraryConflict, or
-    what an import raised."""
+    """Import what a rank imports, in its order, and look at what is loaded. Raise LibraryConflict,
+    or what an import raised."""
     torch = importlib.import_module("torch")
     if find_spec("transformer_engine") is not None:
         importlib.import_module("transformer_engine.pytorch")

@@ -76,7 +76,7 @@ CHIPS = {
 """GPUs whose speed a plan can reckon with. Of two with as much memory the first is meant where a
 machine is described by its memory alone."""
 ON_A_CARD = re.compile(r"PCIe|NVL|MIG", re.IGNORECASE)
-"""In the names of slower forms of these."""
+"""Matches the names of slower variants of these GPUs."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,10 @@ class Gpu:
     used: int = 0
     """Bytes of `memory`, by whomever."""
     index: str = ""
-    """By which nvidia-smi calls it."""
+    """Index of the GPU in nvidia-smi."""
     users: tuple[str, ...] = ()
-    """Processes on it, in words, as far as they can be seen: not from inside a container."""
+    """Descriptions of the processes on it, as far as they can be seen: not from inside a
+    container."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,9 @@ class Machine:
     nothing that lies on its disks is. `transformer_engine`: its version, null where it is not
     installed; of a machine that is described, requirements/gpu.txt's.
 
-    `nodes`: machines like this one that have ranks, each as many; the first has the engines that get
-    their weights by shared memory. `engine_nodes`: machines like this one beside them, with engines
-    alone.
+    `nodes`: machines like this one with ranks, each with equally many; the first has the engines
+    that get their weights by shared memory. `engine_nodes`: further machines like this one, with
+    engines alone.
     """
 
     cores: int
@@ -126,8 +127,8 @@ def described_machine(
     engine_nodes: int = 0,
     chip: Chip | None = None,
 ) -> Machine:
-    """`nodes` machines with ranks and `engine_nodes` without, of `gpus` GPUs each, of which nothing
-    else is known."""
+    """`nodes` machines with ranks and `engine_nodes` without, of `gpus` GPUs each, without further
+    details."""
     name = chip.name.upper() if chip is not None else "GPU"
     gpu = Gpu(
         f"{name} of {gpu_memory_gib:g} GiB",
@@ -147,8 +148,8 @@ def described_machine(
 
 
 def chip_of(machine: Machine) -> Chip | None:
-    """The model of its GPUs: by name, or where they are described by their memory alone, one that
-    has so much. Null: none of CHIPS."""
+    """The model of its GPUs: by name or, if they are described by their memory alone, the model
+    with so much. Null: none of CHIPS."""
     if not machine.gpus or ON_A_CARD.search(machine.gpus[0].name):
         return None
     gpu = machine.gpus[0]
@@ -179,7 +180,7 @@ def this_machine(nodes: int = 1, engine_nodes: int = 0) -> Machine:
 
 def _transformer_engine() -> str | None:
     """Its version, where it is installed with its part for torch. That is a file which it loads by
-    its path: beside the package, in it, or in its `wheel_lib`, by how it was built."""
+    its path: next to the package, in it, or in its `wheel_lib`, by how it was built."""
     found = find_spec("transformer_engine")
     places = found.submodule_search_locations if found is not None else None
     if not any(
@@ -206,14 +207,16 @@ def usable_cores() -> int:
 
 
 def gpus_here(visible: str | None) -> tuple[Gpu, ...]:
-    """GPUs as they are now: those that CUDA would show with `visible` as CUDA_VISIBLE_DEVICES, null for
-    all."""
+    """GPUs as they are now: those that CUDA would show with `visible` as CUDA_VISIBLE_DEVICES, null
+    for all."""
     if visible is not None and visible.strip() in ("", "-1"):
         return ()
     command = shutil.which("nvidia-smi")
     if command is None:
         return ()
-    rows = _asked(command, "--query-gpu=index,uuid,name,memory.total,compute_cap,memory.used")
+    rows = _query_output(
+        command, "--query-gpu=index,uuid,name,memory.total,compute_cap,memory.used"
+    )
     if visible is not None:
         wanted = [one.strip() for one in visible.split(",")]
         rows = [row for one in wanted for row in rows if one == row[0] or row[1].startswith(one)]
@@ -236,15 +239,15 @@ def _users(command: str) -> dict[str, list[str]]:
     """Processes with memory on a GPU, by its uuid."""
     users: dict[str, list[str]] = {}
     query = "--query-compute-apps=gpu_uuid,pid,used_memory,process_name"
-    for gpu, pid, used, name in _asked(command, query):
+    for gpu, pid, used, name in _query_output(command, query):
         memory = f", {int(used) * MIB / GIB:.1f} GiB" if used.isdigit() else ""
         users.setdefault(gpu, []).append(f"pid {pid} ({Path(name).name}{memory})")
     return users
 
 
-def _asked(command: str, query: str) -> list[list[str]]:
+def _query_output(command: str, query: str) -> list[list[str]]:
     """Rows of nvidia-smi's answer. None where the tool is there without a working driver: no usable
-    GPU, and `mar doctor` says so."""
+    GPU, and `mar doctor` reports it."""
     try:
         answer = subprocess.run(
             [command, query, "--format=csv,noheader,nounits"],

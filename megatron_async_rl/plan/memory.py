@@ -30,7 +30,7 @@ REFERENCE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4.0 / 128}
 LOGIT_COPIES = 3
 """Chunks of float32 logits whose memory the log-probs take: policy/logprobs.py keeps to it."""
 TARGET_BYTES = 50
-"""For each token that a rank trains on in a step: losses need 36 to 49 of them."""
+"""Bytes per token that a rank trains on in a step; losses need 36 to 49."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class RankMemory:
 
     In host memory, not part of `total`: `held`, copies of the weights (reference, proximal
     policies), divided over the ranks that hold the same parameters; `offloaded`, Adam's moments and
-    a control's gradient, where a GPU's are; `staged`, what a checkpoint that is written beside the
-    steps copies first.
+    a control's gradient, where a GPU's are; `staged`, the copy that an asynchronous checkpoint
+    makes first.
     """
 
     stage: int
@@ -55,7 +55,7 @@ class RankMemory:
     staged: int
     offloaded: int = 0
     fp8: int = 0
-    """Bytes that weights in 8 bits add to `parameters`, or take off."""
+    """Bytes that FP8 weights add to `parameters`, or take off."""
 
     @property
     def total(self) -> int:
@@ -96,8 +96,8 @@ class EngineMemory:
         return self.embedding + self.layers * self.layer + self.output
 
     def of_worker(self, rollout: RolloutConfig) -> int:
-        """Weights of a worker of the stage with most: the first has the embedding, the last the output
-        layer."""
+        """Weights of a worker of the stage with most: the first has the embedding, the last the
+        output layer."""
         layers = -(-self.layers // rollout.pipeline) * self.layer
         output = self.output if rollout.pipeline == 1 else 0
         return (self.embedding + layers + output) // rollout.tensor
@@ -159,8 +159,8 @@ def rank_memory(
     prompts = -(-config.flow.prompts_per_step // config.objective.minibatches)
     samples = -(-prompts * config.flow.group_size // data_parallel)
     segments = config.rollout.max_segments if config.rollout is not None else 1
-    most = samples * segments * longest
-    tokens = -(-min(config.policy.tokens_per_micro_batch, most) // parallel.context)
+    maximum = samples * segments * longest
+    tokens = -(-min(config.policy.tokens_per_micro_batch, maximum) // parallel.context)
     chunk = (
         min(tokens, config.policy.logprob_chunk_tokens)
         * shape.vocabulary
@@ -187,7 +187,7 @@ def rank_memory(
     )
     beside, accumulators = of_layers(tokens), 0
     if measures_baseline(config):
-        # One sequence at a time beside them; whole micro-batches (terms added to the loss, samples
+        # One sequence at a time in addition; whole micro-batches (terms added to the loss, samples
         # behind an anomaly) only after that.
         accumulators = 2 * trained * FLOAT32
         alone = of_layers(-(-segments * longest // parallel.context), micro_batches=1)
@@ -212,21 +212,21 @@ def rank_memory(
 
 
 def measures_baseline(config: Config) -> bool:
-    """Two float32 accumulators beside the gradient buffers (policy/opob.py)."""
+    """Two float32 accumulators besides the gradient buffers (policy/opob.py)."""
     advantage = config.objective.advantage
     return isinstance(advantage, OpobAdvantage) and advantage.mode == "exact"
 
 
 def gradient_bytes(config: Config, trained: int, own: int) -> int:
-    """Bytes of Megatron's gradient buffers for `trained` parameters of a rank; and beside buffers
-    in bfloat16 of the float32 gradient of the `own` ones that its optimizer updates."""
+    """Bytes of Megatron's gradient buffers for `trained` parameters of a rank; and, with bfloat16
+    buffers, of the float32 gradient of the `own` ones that its optimizer updates."""
     narrow = config.policy.optimizer.gradient_dtype == "bfloat16"
     return trained * 2 + own * FLOAT32 if narrow else trained * FLOAT32
 
 
 def staged_bytes(config: Config) -> int:
-    """Bytes, per parameter that a rank writes, of the copy that a checkpoint is written from beside
-    the steps."""
+    """Bytes, per parameter that a rank writes, of the copy from which an asynchronous checkpoint is
+    written."""
     return saved_bytes(config) if config.checkpoint.asynchronous else 0
 
 

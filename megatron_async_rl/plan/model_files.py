@@ -115,8 +115,8 @@ def _where_to_look(path: Path) -> str:
     if on_hub is not None:
         return f"it was a folder of the hub's cache: name {on_hub}, and it is fetched again"
     return (
-        "point it at a Hugging Face model directory, or at a model on a hub, hf://OWNER/NAME; that of"
-        " an example is written by the commands which the first lines of its config name"
+        "point it at a Hugging Face model directory, or at a model on a hub, hf://OWNER/NAME; that"
+        " of an example is written by the commands which the first lines of its config name"
     )
 
 
@@ -125,7 +125,7 @@ def _shape(path: Path) -> tuple[ModelShape | None, list[Problem]]:
         return None, [
             _problem(
                 f"{path} does not exist",
-                "point it at a Hugging Face model directory, the one that holds config.json",
+                "point it at a Hugging Face model directory, which holds config.json",
             )
         ]
     try:

@@ -1,5 +1,5 @@
-"""The families of models that can be trained (`mar doctor --models`), from the table that `mar plan` and
-the ranks refuse by (policy/supported.py)."""
+"""The families of models that can be trained (`mar doctor --models`), from the table that `mar
+plan` and the ranks refuse by (policy/supported.py)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def show_families(console: Console) -> None:
 
     bound = _table("only", "config.json")
     bound.add_row(
-        "every family", "; ".join(_words(key, words) for key, (_, words) in EXPECTED.items())
+        "every family", "; ".join(_text(key, text) for key, (_, text) in EXPECTED.items())
     )
     for family in FAMILIES.values():
         if family.only:
@@ -47,8 +47,8 @@ def _table(*columns: str) -> Table:
 
 
 def _bound(family: Family) -> str:
-    return "; ".join(_words(key, words) for key, (_, words) in family.only.items())
+    return "; ".join(_text(key, text) for key, (_, text) in family.only.items())
 
 
-def _words(key: str, words: str) -> str:
-    return f"{key} {words}" if ":" in words else f"{key}: {words}"
+def _text(key: str, text: str) -> str:
+    return f"{key} {text}" if ":" in text else f"{key}: {text}"

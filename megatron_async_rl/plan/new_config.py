@@ -3,8 +3,8 @@
 The layout is the first of a list, from the simplest on, that the plan has no fault with.
 
 Invariants:
-- where engines and policy share devices, no engine samples while the policy trains: the file is then
-  synchronous, whichever style was requested, and a note reports it;
+- where engines and policy share devices, no engine samples while the policy trains: the file is
+  then synchronous, whichever style was requested, and a note reports it;
 - a file that is refused leaves nothing behind.
 """
 
@@ -60,7 +60,8 @@ controls: [{{name: displacement, tolerated_kl: 0.02}}]
 """,
     ),
     "clipped": (
-        "the same with PPO's clip instead of the correction: less memory, a narrower range of learning rates",
+        "the same with PPO's clip instead of the correction: less memory, a narrower range of"
+        " learning rates",
         """flow: {{prompts_per_step: {prompts}, group_size: {group}, async_ratio: 2}}
 objective: {{loss: {{name: ppo_clip, clip_high: 0.28}}}}
 """,
@@ -72,12 +73,12 @@ objective: {{loss: reinforce}}
 """,
     ),
 }
-"""Name -> what it is, in words; its part of the file."""
+"""Name -> description; its part of the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitColumns:
-    """Where prompts and answers stand in the data."""
+    """Columns of the prompts and answers in the data."""
 
     prompt_key: str = "prompt"
     answer_key: str = ""
@@ -92,9 +93,9 @@ class InitColumns:
 
 @dataclass(frozen=True, kw_only=True)
 class InitAnswers:
-    """`model`, `data`: local, or names on a hub. `held_out`: the same, or the share of `data` to split
-    off; null for none. `gpus`: of this or of another machine, each of `gpu_memory_gib`; 0 trains on
-    the CPU. `style`: one of STYLES."""
+    """`model`, `data`: local, or names on a hub. `held_out`: the same, or the share of `data` to
+    split off; null for none. `gpus`: of this or of another machine, each of `gpu_memory_gib`; 0
+    trains on the CPU. `style`: one of STYLES."""
 
     model: str
     data: str
@@ -107,7 +108,7 @@ class InitAnswers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class InitFiles:
     """Files that were written, the config first, and notes on what it has instead of what was asked
     for."""
 
@@ -126,10 +127,10 @@ class InitLayout:
     colocated: bool = False
 
 
-def write_config(answers: InitAnswers, out: Path) -> Written:
-    """Write `out`, held-out rows that are split off, and files of the user's own to begin with which
-    the reward names. Raises ConfigError where the plan has a fault with every layout: then with the
-    last one's faults; UserError where the data cannot be split."""
+def write_config(answers: InitAnswers, out: Path) -> InitFiles:
+    """Write `out`, held-out rows that are split off, and files of the user's own to begin with
+    which the reward names. Raises ConfigError where the plan has a fault with every layout: then
+    with the last one's faults; UserError where the data cannot be split."""
     starters = answers.reward.starters()
     split: Split | None = None
     notes: list[str] = []
@@ -152,11 +153,11 @@ def write_config(answers: InitAnswers, out: Path) -> Written:
             split.remove()
         raise
     files = [out, *([split.train, split.held_out] if split is not None else []), *starters]
-    return Written(files=files, notes=notes)
+    return InitFiles(files=files, notes=notes)
 
 
 def _split(answers: InitAnswers, share: float, out: Path) -> Split | None:
-    """The two sides, in a folder beside the file."""
+    """The two parts of the data, in a folder next to the file."""
     name = parse(Path(answers.data))
     data = fetch("data.train", name) if name is not None else Path(answers.data).expanduser()
     folder = out.parent / f"{out.stem}_data"
@@ -173,10 +174,10 @@ def _split(answers: InitAnswers, share: float, out: Path) -> Split | None:
 
 
 def _of_split(split: Split) -> str:
-    most = f" (at most {MOST} prompts)" if split.held_out_rows >= MOST else ""
+    maximum = f" (at most {MOST} prompts)" if split.held_out_rows >= MOST else ""
     return (
-        f"rows held out: {split.held_out_rows}{most}, trained on: {split.train_rows}; rows with the"
-        " same prompt are on one side"
+        f"rows held out: {split.held_out_rows}{maximum}, trained on: {split.train_rows}; rows with"
+        " the same prompt are on one side"
     )
 
 
@@ -217,13 +218,13 @@ def _not_asynchronous(answers: InitAnswers, layout: InitLayout) -> list[str]:
 def _why_colocated(answers: InitAnswers) -> str:
     which = "1 GPU" if answers.gpus == 1 else f"{answers.gpus} GPUs"
     return (
-        f"only a colocated layout fits {which} of {answers.gpu_memory_gib:g} GiB, in which the engines"
-        " sleep while the policy trains"
+        f"only a colocated layout fits {which} of {answers.gpu_memory_gib:g} GiB, in which the"
+        " engines sleep while the policy trains"
     )
 
 
 def _by_option(fault: Problem) -> Problem:
-    """With the options that say it."""
+    """Rephrase the fix in terms of the command's options."""
     if fault.key.startswith(("rollout.reward.settings", "rollout.environment.settings")):
         fault = replace(fault, fix=f"{fault.fix} (here: {SETTING} KEY=VALUE)")
     for key, option in (
@@ -252,7 +253,7 @@ def _has_chat_template(model: Path) -> bool:
 
 
 def _faults(text: str, answers: InitAnswers, out: Path) -> list[Problem]:
-    """Faults of a file with this text, in the place of `out`: its paths start there."""
+    """Faults of a file with this text at the path `out`: its paths start there."""
     machine: Machine = this_machine()
     if answers.gpus:
         machine = described_machine(
@@ -283,8 +284,8 @@ def _candidates(
 
 
 def _layouts(answers: InitAnswers) -> Iterator[InitLayout]:
-    """From the simplest on. A synchronous run has engines that only wait while the policy trains, so
-    it shares the GPUs where that fits."""
+    """From the simplest on. A synchronous run has engines that only wait while the policy trains,
+    so it shares the GPUs where that fits."""
     gpus = answers.gpus
     if not gpus:
         yield InitLayout("  device: cpu\n", "  kv_cache_gib: 1.0\n")
@@ -324,8 +325,8 @@ def _colocated(gpus: int) -> Iterator[InitLayout]:
 
 
 def _parallel(ranks: int, tensor: int) -> str:
-    words = f"ranks: {ranks}, tensor: {tensor}"
-    return f"{{{words}, sequence: true}}" if tensor > 1 else f"{{{words}}}"
+    ranks_text = f"ranks: {ranks}, tensor: {tensor}"
+    return f"{{{ranks_text}, sequence: true}}" if tensor > 1 else f"{{{ranks_text}}}"
 
 
 def _text(answers: InitAnswers, out: Path, layout: InitLayout, tokens: int, *, chat: bool) -> str:
@@ -349,16 +350,18 @@ def _text(answers: InitAnswers, out: Path, layout: InitLayout, tokens: int, *, c
     own = "  tools_key: null              # the tools are those of rollout.environment\n"
     own = own if environment == TOOLS else ""
     place = f"--gpus {answers.gpus} --gpu-memory {answers.gpu_memory_gib:g}" if answers.gpus else ""
+    dtype = "bfloat16" if answers.gpus else "float32"
+    settings = method.format(prompts=prompts, group=group, level=level)
     return f"""# {style.capitalize()}: {meaning}.
 {why}#   mar plan {f"{out.name} {place}".strip()}
 #   mar train {out.name}
 # Every key and its default: {shipped("docs/config.md")}
 # Which method to start with: {shipped("docs/choosing_a_method.md")}
 run: {{dir: runs/{out.stem}, steps: {STEPS}}}
-model: {{path: {_scalar(_path(answers.model, folder))}, dtype: {"bfloat16" if answers.gpus else "float32"}}}
+model: {{path: {_scalar(_path(answers.model, folder))}, dtype: {dtype}}}
 data:
   train: {_scalar(_path(answers.data, folder))}
-{columns}{own}{_held_out(answers, folder)}{method.format(prompts=prompts, group=group, level=level)}rollout:
+{columns}{own}{_held_out(answers, folder)}{settings}rollout:
 {layout.rollout}  sampling: {{temperature: 1.0, max_tokens: {tokens}}}
 {answers.reward.lines(chat=chat)}policy:
 {layout.policy}  optimizer: {{lr: {"1.0e-6" if answers.gpus else "1.0e-5"}, warmup_steps: 5}}
@@ -369,12 +372,15 @@ def _held_out(answers: InitAnswers, folder: Path) -> str:
     """Lines of the held-out data: the end of the section `data`, and the section `eval`."""
     how = f"eval: {{every: {EVALUATE_EVERY}, samples_per_prompt: 1}}"
     if not isinstance(answers.held_out, str):
-        return f"  # eval: held_out.jsonl         # the same fields; and on a line of its own `{how}`\n"
+        line = f"`{how}`"
+        return (
+            f"  # eval: held_out.jsonl         # the same fields; and on a line of its own {line}\n"
+        )
     return f"  eval: {_scalar(_path(answers.held_out, folder))}\n{how}\n"
 
 
 def _path(name: str, folder: Path) -> str:
-    """As the file says it: from its own folder where the path lies in it."""
+    """Path as written in the config file: relative to the file's folder if it lies inside."""
     if name.startswith("hf:"):
         return name
     path = Path(name).expanduser().resolve()
@@ -382,7 +388,8 @@ def _path(name: str, folder: Path) -> str:
 
 
 def _scalar(text: str) -> str:
-    """As YAML: quoted where it would be read as something else, as a path with `, ` or ` #`."""
+    """YAML form of `text`, quoted if YAML would read it as something else, as a path with `, `
+    or ` #`."""
     try:
         plain = parse_value(f"{{key: {text}}}") == {"key": text}
     except YamlFault:

@@ -1,8 +1,8 @@
 """Faults of a run's machines that can be known before anything starts on them: GPUs that
 others use, and machines of the Ray cluster that engines cannot run on.
 
-As a program it joins the Ray cluster that RAY_ADDRESS names, asks every machine in it and prints the
-reports: in a process of its own, because a launcher loads no Ray.
+As a program it joins the Ray cluster that RAY_ADDRESS names, asks every machine in it and prints
+the reports: in a process of its own, because a launcher loads no Ray.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_async_rl.watchdog.deadline import remote_cause
 TAKEN = 2 * GIB
 """Used memory of a GPU that others have. Less is a screen, or a process that only looks."""
 FREED_S = 20.0
-"""For a run that was just killed to give its GPUs back."""
+"""Time for a run that was just killed to release its GPUs."""
 POLL_S = 0.5
 CONNECT_S = 10.0
 SETTINGS = b"\x04"
@@ -37,8 +37,8 @@ PROGRAM = "from megatron_async_rl.plan import nodes; nodes.print_report({0}, {1}
 
 @dataclass(frozen=True, kw_only=True)
 class NodeReport:
-    """One machine of the Ray cluster. `unreached`: why rank 0's machine cannot be reached from there;
-    `silent`: why there is no report."""
+    """One machine of the Ray cluster. `unreached`: why rank 0's machine cannot be reached from
+    there; `silent`: why there is no report."""
 
     host: str
     software: dict[str, str] = field(default_factory=dict)
@@ -49,9 +49,9 @@ class NodeReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterReport:
-    """`nodes`: without rank 0's own machine. `address`: by which Ray, and engines, know that. `occupied`:
-    GPUs that Ray has handed out. `missing`: machines that were waited for and did not join. `error`: why
-    there is nothing to report."""
+    """`nodes`: without rank 0's own machine. `address`: the address that Ray and engines use for
+    it. `occupied`: GPUs that Ray has handed out. `missing`: machines that were waited for and did
+    not join. `error`: why there is nothing to report."""
 
     address: str = ""
     nodes: Sequence[NodeReport] = ()
@@ -70,9 +70,9 @@ def taken_gpus(config: Config, machine: Machine, node: int) -> list[Problem]:
     return [_taken(gpu, socket.gethostname()) for gpu in gpus if gpu.used > TAKEN]
 
 
-def until_free(look: Callable[[], Sequence[Gpu]], patience_s: float) -> Sequence[Gpu]:
-    """The GPUs, once nobody uses any of them; after `patience_s` as they are then."""
-    deadline = time.monotonic() + patience_s
+def until_free(look: Callable[[], Sequence[Gpu]], gpu_wait_s: float) -> Sequence[Gpu]:
+    """The GPUs, once they are all free; after `gpu_wait_s` as they are then."""
+    deadline = time.monotonic() + gpu_wait_s
     while True:
         gpus = look()
         if all(gpu.used <= TAKEN for gpu in gpus) or time.monotonic() >= deadline:
@@ -90,9 +90,9 @@ def _taken(gpu: Gpu, host: str) -> Problem:
 
 
 def ask_cluster(config: Config, machine: Machine, joining: int) -> ClusterReport:
-    """Asks those machines of the Ray cluster that engines may be on, where they may be on others than
-    rank 0's: once `joining` of them are there, or after rollout.start_timeout_s. Raises UserError where
-    `joining` machines can get no engine."""
+    """Asks those machines of the Ray cluster that engines may be on, where they may be on others
+    than rank 0's: once `joining` of them are there, or after rollout.start_timeout_s. Raises
+    UserError where `joining` machines can get no engine."""
     if config.rollout is None or not engines_elsewhere(config, machine):
         if joining:
             raise UserError.of(
@@ -117,8 +117,8 @@ def ask_cluster(config: Config, machine: Machine, joining: int) -> ClusterReport
     )
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
-        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return ClusterReport(error=said)
+        message = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return ClusterReport(error=message)
     return _report_from(json.loads(lines[-1]))
 
 
@@ -149,8 +149,8 @@ def _is_grpc(connection: socket.socket) -> bool:
 
 
 def cluster_problems(report: ClusterReport, *, waited: bool) -> list[Problem]:
-    """Faults that keep engines from running there, by machine. `waited`: for machines to join; else one that
-    does not answer may be lost, which costs its engines alone."""
+    """Faults that keep engines from running there, by machine. `waited`: for machines to join;
+    otherwise a node that does not answer may be lost, which costs only its engines."""
     if report.error:
         fix = "start Ray there with this environment, open the port, or correct RAY_ADDRESS"
         return [Problem(key="RAY_ADDRESS", what=report.error, fix=fix)]
@@ -159,7 +159,8 @@ def cluster_problems(report: ClusterReport, *, waited: bool) -> list[Problem]:
         found.append(
             Problem(
                 key="--engine-nodes",
-                what=f"none of {report.missing} machines joined the Ray cluster at {report.address}",
+                what=f"none of {report.missing} machines joined the Ray cluster at"
+                f" {report.address}",
                 fix="start the launcher there, with this RAY_PORT open between the machines",
             )
         )
@@ -197,18 +198,19 @@ def _report_from(tree: dict[str, Any]) -> ClusterReport:
 
 
 def print_report(joining: int, timeout_s: float, on_gpus: bool) -> None:
-    """Of the cluster, as the last line."""
+    """Print the report of the cluster as the last line, in JSON."""
     print(json.dumps(asdict(_ask(joining, timeout_s, on_gpus))))  # noqa: T201
 
 
-def look_from(host: str, address: str, port: int, patience_s: float) -> NodeReport:
-    """The report of the machine that this runs on. Ray hides GPUs from a task that asks for none."""
+def look_from(host: str, address: str, port: int, gpu_wait_s: float) -> NodeReport:
+    """The report of the machine that this runs on. Ray hides GPUs from a task that asks for
+    none."""
     unreached = ""
     try:
         socket.create_connection((address, port), CONNECT_S).close()
     except OSError as error:
         unreached = str(error)
-    gpus = until_free(lambda: gpus_here(None), patience_s)
+    gpus = until_free(lambda: gpus_here(None), gpu_wait_s)
     return NodeReport(host=host, software=software(), gpus=gpus, unreached=unreached)
 
 
@@ -240,7 +242,7 @@ def _ask(joining: int, timeout_s: float, on_gpus: bool) -> ClusterReport:
 
 
 def _reports(
-    nodes: Sequence[dict[str, Any]], address: str, timeout_s: float, patience_s: float
+    nodes: Sequence[dict[str, Any]], address: str, timeout_s: float, gpu_wait_s: float
 ) -> list[NodeReport]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -254,7 +256,7 @@ def _reports(
         answers = [
             task.options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            ).remote(node["NodeManagerHostname"], address, port, patience_s)
+            ).remote(node["NodeManagerHostname"], address, port, gpu_wait_s)
             for node in nodes
         ]
         answered, _ = ray.wait(answers, num_returns=len(answers), timeout=timeout_s)

@@ -16,7 +16,7 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.colocated import Phase
 from megatron_async_rl.plan.batch import (
     Batch,
-    Lengths,
+    PromptLengths,
     batch_of,
     batch_problems,
     context_problems,
@@ -24,7 +24,7 @@ from megatron_async_rl.plan.batch import (
 )
 from megatron_async_rl.plan.estimate import Estimate, estimate
 from megatron_async_rl.plan.fit import (
-    Need,
+    GpuNeed,
     gpu_memory,
     shared_memory_notes,
     shared_memory_problems,
@@ -33,7 +33,7 @@ from megatron_async_rl.plan.host import HostMemory, host_memory, host_problems
 from megatron_async_rl.plan.layers import fp8_problems, fp8_warnings
 from megatron_async_rl.plan.layout import (
     Device,
-    Process,
+    PlannedProcess,
     by_node,
     device_of,
     engines_elsewhere,
@@ -58,11 +58,11 @@ from megatron_async_rl.rollout.cluster import ELSEWHERE
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunPlan:
     device: Device
     layers: ChosenLayers | None
     """Null where they, or the model, cannot be had."""
-    processes: tuple[Process, ...]
+    processes: tuple[PlannedProcess, ...]
     nodes: tuple[tuple[str, str], ...]
     """Machines of several, and what is on each."""
     batch: Batch | None
@@ -71,8 +71,8 @@ class Plan:
     engine: EngineMemory | None
     estimate: Estimate | str
     """Seconds of a step, or why they are not known."""
-    peaks: Mapping[Phase, Need]
-    """Of a GPU that engines and policy share, in each phase."""
+    peaks: Mapping[Phase, GpuNeed]
+    """Memory of a GPU that engines and policy share, by phase."""
     problems: tuple[Problem, ...]
     warnings: tuple[str, ...]
     unfit: tuple[Problem, ...] = ()
@@ -92,10 +92,10 @@ def make_plan(
     machine: Machine,
     shape: ModelShape | None,
     *,
-    lengths: Lengths | None = None,
+    lengths: PromptLengths | None = None,
     problems: Sequence[Problem] = (),
     sources: Sequence[TrainingSource] = (),
-) -> Plan:
+) -> RunPlan:
     """`shape`: null when the model directory is in fault. `problems`: what was found outside the
     config, kept first. `sources`: of the training data, as far as they are here."""
     found = [
@@ -118,7 +118,8 @@ def make_plan(
     longest = longest_sample(config, shape, lengths)
     unread = bool(problems) and lengths is None and config.rollout is not None
     if unread and config.rollout is not None:
-        # The data may be at fault. A plan is refused for memory only if the shortest prompts lack it.
+        # The data may be at fault. A plan is refused for memory only if the shortest prompts lack
+        # it.
         longest = min(longest, 1 + config.rollout.sampling.max_tokens)
     ranks: tuple[RankMemory, ...] = ()
     engine = None
@@ -128,7 +129,7 @@ def make_plan(
         engine = engine_memory(config, shape, on_gpu=device == "cuda")
         unfit += shared_memory_problems(config, engine, machine)
     notes: list[str] = []
-    peaks: dict[Phase, Need] = {}
+    peaks: dict[Phase, GpuNeed] = {}
     hosts: tuple[HostMemory, ...] = ()
     routed = 0
     if shape is not None:
@@ -174,7 +175,7 @@ def make_plan(
     sums = None
     if shape is not None and batch is not None:
         sums = totals(config, machine, device, shape, batch, sources)
-    return Plan(
+    return RunPlan(
         device=device,
         layers=layers,
         processes=processes(config, device, machine),
@@ -240,9 +241,9 @@ def _warnings(
         )
     if rollout is not None and rollout.quantised and not config.objective.corrections:
         found.append(
-            f"rollout.vllm.quantization ({rollout.vllm['quantization']}): log-probs of samples are those"
-            " of quantised weights, and the policy's are not: objective.corrections (tis) weighs by"
-            " their ratio"
+            f"rollout.vllm.quantization ({rollout.vllm['quantization']}): log-probs of samples are"
+            " those of quantised weights, and the policy's are not: objective.corrections (tis)"
+            " weighs by their ratio"
         )
     elsewhere = engines_elsewhere(config, machine)
     transport = config.weights.transport
@@ -263,8 +264,8 @@ def _warnings(
             rollout.max_concurrent, config.flow.prompts_per_step * config.flow.group_size
         ):
             found.append(
-                f"rollout.kv_cache_gib holds {number_of('response', at_once)} of full length at a time; more"
-                " wait inside the engine"
+                f"rollout.kv_cache_gib holds {number_of('response', at_once)} of full length at a"
+                " time; more wait inside the engine"
             )
     if device == "cpu":
         count = parallel.ranks + (rollout.engines if rollout and not elsewhere else 0)

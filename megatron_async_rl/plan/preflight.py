@@ -45,11 +45,11 @@ from megatron_async_rl.data import (
 from megatron_async_rl.data.files import count_rows, data_files
 from megatron_async_rl.data.hub import name_of, parse
 from megatron_async_rl.metrics.trackers import identity_problems, lacking
-from megatron_async_rl.plan.batch import Lengths, context_limit
+from megatron_async_rl.plan.batch import PromptLengths, context_limit
 from megatron_async_rl.plan.layout import device_of
 from megatron_async_rl.plan.machine import Machine, this_machine
 from megatron_async_rl.plan.model_files import ModelShape, published_shape, read_model
-from megatron_async_rl.plan.plan import Plan, make_plan
+from megatron_async_rl.plan.plan import RunPlan, make_plan
 from megatron_async_rl.plan.resume import checkpoint_notes, checkpoint_problems, data_problems
 from megatron_async_rl.plan.totals import TrainingSource
 from megatron_async_rl.policy.digested_folder import require_export
@@ -58,7 +58,7 @@ from megatron_async_rl.rollout.environments import EnvironmentRefused, load_fact
 from megatron_async_rl.rollout.environments.built_in import prompt_tokenizer
 from megatron_async_rl.rollout.environments.chat import follow_ups
 from megatron_async_rl.rollout.environments.conversation import failures
-from megatron_async_rl.rollout.rewards.registry import Item, RewardError
+from megatron_async_rl.rollout.rewards.registry import RewardError, RewardItem
 from megatron_async_rl.rollout.scoring import (
     Scorer,
     WorkerStartError,
@@ -68,14 +68,14 @@ from megatron_async_rl.rollout.scoring import (
 from megatron_async_rl.samples import Prompt
 
 PROMPTS_IN_A_PLAN = 2000
-PATIENCE_S = 20.0
+REWARD_TRIAL_TIMEOUT_S = 20.0
 """Longest wait for one made-up response: a plan is not kept waiting by a slow reward."""
 SERVERS, CONNECT_S = ("http", "judge"), 2.0
 MADE_UP_RESPONSE = "0"
 TRIED_PROMPTS = 3
 TRAINING = ("data.train", "data.sources")
 FAULT = 240
-"""Characters of what a library says of a grammar: it may repeat the whole."""
+"""Limit of a library's message on a grammar, in characters; it may repeat the whole grammar."""
 GRAMMAR_FIX = {
     "regex": (
         "write it without what such grammars do not have: look-around, back-references, conditions,"
@@ -83,7 +83,7 @@ GRAMMAR_FIX = {
     ),
     "json_schema": "leave out the keywords that it names, and judge the rest in the reward",
 }
-"""What of a regex or a schema is to be written in another way."""
+"""Advice by the kind of grammar that vLLM rejects: how to rewrite a regex or a schema."""
 
 
 def preflight(
@@ -92,7 +92,7 @@ def preflight(
     all_data: bool,
     machine: Machine | None = None,
     without_model: bool = False,
-) -> Plan:
+) -> RunPlan:
     """The plan of `config` on `machine` (default: this one), with every problem that was found, all
     at once. `without_model`: a published model need not be here, as its sizes are known; what it
     alone could tell is then not checked."""
@@ -111,7 +111,7 @@ def preflight(
         elsewhere, problems = problems, []
     files_elsewhere = machine.described or published is not None
     tokenizer: Tokenizer | None = None
-    lengths: Lengths | None = None
+    lengths: PromptLengths | None = None
     if shape is not None and published is None and not problems:
         try:
             tokenizer = prompt_tokenizer(config.model.path, config)
@@ -198,8 +198,8 @@ def _training_sources(
 
 @dataclass(frozen=True)
 class _File:
-    """A file of the configuration. `room`: tokens that a prompt may have; null where that is no
-    question, or there is none, which the plan says."""
+    """A file of the configuration. `room`: tokens that a prompt may have; null if that does not
+    matter, or there is none, which the plan reports."""
 
     key: str
     file: FileConfig
@@ -219,12 +219,12 @@ def _files(config: Config, shape: ModelShape | None) -> list[_File]:
         return left if left > 0 else None
 
     rollout, data = config.rollout, config.data
-    most = room(rollout.sampling.max_tokens) if rollout is not None else None
+    maximum = room(rollout.sampling.max_tokens) if rollout is not None else None
     if data.train is not None:
-        files = [_File("data.train", data.training[0], most)]
+        files = [_File("data.train", data.training[0], maximum)]
     else:
         places = enumerate(data.sources)
-        files = [_File(f"data.sources.{index}.path", one, most) for index, one in places]
+        files = [_File(f"data.sources.{index}.path", one, maximum) for index, one in places]
     evaluation = config.eval or EvalConfig()
     if config.supervised:
         sets = held_out_files(config, evaluation)
@@ -248,9 +248,9 @@ def _read(
     found = fitting(read, tokenizer, data.max_tokens)
     budget, multiple = config.policy.tokens_per_micro_batch, config.policy.row_multiple
     # The last token is not fed, and rows are rounded up.
-    most = min(shape.context, budget, budget // multiple * multiple + 1)
+    maximum = min(shape.context, budget, budget // multiple * multiple + 1)
     source = SupervisedSource(
-        found.prompts, tokenizer, prompts_per_step=1, seed=0, shuffle=False, max_context=most
+        found.prompts, tokenizer, prompts_per_step=1, seed=0, shuffle=False, max_context=maximum
     )
     return found, source.identities[0]
 
@@ -276,9 +276,9 @@ def _no_room(config: Config, shape: ModelShape) -> list[Problem]:
 def _too_long(config: Config, read: Mapping[str, PromptSet]) -> list[str]:
     """Notes on the rows that are left out for their length."""
     limits = {
-        f"data.{name}: {most}"
+        f"data.{name}: {maximum}"
         for name in ("max_prompt_tokens", "max_tokens")
-        if (most := getattr(config.data, name)) is not None
+        if (maximum := getattr(config.data, name)) is not None
     }
     return [
         f"{found.too_long} of {found.too_long + len(found.prompts)} rows read of {key} are above"
@@ -312,21 +312,22 @@ def _rendered_for_an_agent(config: Config) -> list[str]:
     if turns is None or turns.name != "agent" or not config.data.as_chat:
         return []
     return [
-        "data.as_chat: true gives the agent a prompt.text that has the chat template's marks already,"
-        " and its own messages get them once more; leave as_chat out"
+        "data.as_chat: true gives the agent a prompt.text that has the chat template's marks"
+        " already, and its own messages get them once more; leave as_chat out"
     ]
 
 
-def _longer(known: Lengths | None, prompts: Sequence[Prompt]) -> Lengths:
+def _longer(known: PromptLengths | None, prompts: Sequence[Prompt]) -> PromptLengths:
     """Lengths of both files together; the mean is the first file's, which is the one trained on."""
     counts = [len(prompt.token_ids) for prompt in prompts]
     if known is not None:
         return replace(known, longest=max(known.longest, *counts))
-    return Lengths(longest=max(counts), mean=sum(counts) / len(counts), prompts=len(counts))
+    return PromptLengths(longest=max(counts), mean=sum(counts) / len(counts), prompts=len(counts))
 
 
 def _more_entries(tokenizer: Tokenizer | None, shape: ModelShape | None) -> list[str]:
-    """A note on entries of the tokenizer that have no row in the model; text with one is refused."""
+    """A note on entries of the tokenizer that have no row in the model; text with one is
+    refused."""
     if tokenizer is None or shape is None or tokenizer.vocab_size <= shape.vocabulary:
         return []
     return [
@@ -336,7 +337,8 @@ def _more_entries(tokenizer: Tokenizer | None, shape: ModelShape | None) -> list
 
 
 def _stop_tokens(config: Config, shape: ModelShape) -> list[Problem]:
-    """Those that the model does not have, which would end no response."""
+    """Problems with stop tokens that are not in the model's vocabulary and would end no
+    response."""
     if config.rollout is None:
         return []
     own = config.rollout.sampling.stop_token_ids
@@ -348,7 +350,7 @@ def _stop_tokens(config: Config, shape: ModelShape) -> list[Problem]:
     return [
         Problem(
             key=f"{key}.stop_token_ids",
-            what=f"{token} is no token of the model, which has {shape.vocabulary}",
+            what=f"{token} is not a token of the model, which has {shape.vocabulary}",
             fix=f"take ids below {shape.vocabulary}, or text in {key}.stop",
         )
         for key, tokens in given.items()
@@ -358,7 +360,7 @@ def _stop_tokens(config: Config, shape: ModelShape) -> list[Problem]:
 
 
 def _silent_servers(config: Config) -> list[str]:
-    """Notes on reward servers where nobody listens, as far as this machine can see."""
+    """Notes on reward servers that do not accept connections from this machine."""
     notes = []
     for part in config.rollout.reward.rewards.values() if config.rollout else ():
         if part.name not in SERVERS:
@@ -371,7 +373,7 @@ def _silent_servers(config: Config) -> list[str]:
             socket.create_connection((address.hostname, port), CONNECT_S).close()
         except OSError as error:
             notes.append(
-                f"rollout.reward: nobody answers at {address.hostname}:{port}"
+                f"rollout.reward: no server answers at {address.hostname}:{port}"
                 f" ({error.strerror or error}): start the {part.name} server before the run"
             )
     return notes
@@ -390,7 +392,8 @@ def _reward(config: Config, read: Mapping[str, PromptSet]) -> list[Problem]:
 
 
 async def _score_made_up(settings: RewardConfig, read: Mapping[str, PromptSet]) -> list[Problem]:
-    """As the run scores: in a process with a hard limit, unless the reward is trivial."""
+    """Score a made-up response to each kind of prompt, in the same kind of process as the run
+    does; returns the failures."""
     found = []
     scorer, of_groups = Scorer(settings), Scorer(settings, "group")
     scorer.start()
@@ -443,15 +446,15 @@ def _named(settings: RewardConfig) -> str:
 
 
 async def _first_error(scorer: Scorer, prompts: Sequence[Prompt]) -> str | None:
-    """Null as soon as one prompt is scored: a reward may fail on some, and on_error says what then
-    happens."""
+    """Null as soon as one prompt is scored: a reward may fail on some, and on_error decides the
+    consequence."""
     first = None
     for prompt in prompts:
         if not scorer.scores(prompt):
             return None
-        items = [Item(prompt, MADE_UP_RESPONSE)] * (2 if scorer.per == "group" else 1)
+        items = [RewardItem(prompt, MADE_UP_RESPONSE)] * (2 if scorer.per == "group" else 1)
         try:
-            scored, *_ = await asyncio.wait_for(scorer.score_all(items), PATIENCE_S)
+            scored, *_ = await asyncio.wait_for(scorer.score_all(items), REWARD_TRIAL_TIMEOUT_S)
         except TimeoutError:
             return None  # slow, which rollout.reward.timeout_s allows: nothing is known of it
         if scored.error is None:
@@ -491,7 +494,7 @@ def _environment(
     if settings.name in (TOOLS, *AGENTS):
         return _tasks(settings, read)  # nothing is asked without a model
     tried = {key: found.prompts[:TRIED_PROMPTS] for key, found in read.items()}
-    answers = failures(settings, tried, MADE_UP_RESPONSE, PATIENCE_S, follow)
+    answers = failures(settings, tried, MADE_UP_RESPONSE, REWARD_TRIAL_TIMEOUT_S, follow)
     return [
         Problem(
             key="rollout.environment.name",
@@ -503,7 +506,7 @@ def _environment(
 
 
 def _tasks(settings: EnvironmentConfig, read: Mapping[str, PromptSet]) -> list[Problem]:
-    """Prompts of which the environment `verifiers` has no task: the first of each file."""
+    """Prompts without a task in the environment `verifiers`: the first of each file."""
     made: Any = load_factory(settings)()
     problems = []
     for key, found in read.items() if hasattr(made, "task") else ():
@@ -533,20 +536,21 @@ def _engine_options(config: Config, machine: Machine) -> list[Problem]:
 
 
 def _grammars(config: Config) -> list[Problem]:
-    """Held-out sets whose regex or JSON schema this machine's vLLM cannot read, as its engines would
-    say of the first response. vLLM is imported, which takes seconds, where there is one alone."""
+    """Held-out sets whose regex or JSON schema this machine's vLLM cannot read, as its engines
+    would say of the first response. vLLM is imported, which takes seconds, where there is one
+    alone."""
     found: list[Problem] = []
     if config.rollout is None or find_spec("vllm") is None:
         return found
-    told: dict[str, str | None] = {}
+    faults: dict[str, str | None] = {}
     for one in config.eval_sets:
         name = "regex" if one.sampling.regex is not None else "json_schema"
         value = getattr(one.sampling, name)
         if value is None:
             continue
-        if repr(value) not in told:
-            told[repr(value)] = _grammar_fault(config, one.sampling)
-        fault = told[repr(value)]
+        if repr(value) not in faults:
+            faults[repr(value)] = _grammar_fault(config, one.sampling)
+        fault = faults[repr(value)]
         if fault is not None:
             own = isinstance(one.file, EvalSetConfig) and one.file.sampling is not None
             at = one.key if own else "eval"
@@ -605,7 +609,8 @@ def _run_directory(config: Config) -> list[Problem]:
 
 
 def _beside(config: Config) -> list[Problem]:
-    """A run that cannot be read has a file in fault; one that is none, or has no step yet, has not."""
+    """A run that cannot be read has a file in fault; a directory that is not a run, or has no step
+    yet, has none."""
     beside = config.observe.beside
     if beside is None:
         return []

@@ -106,7 +106,8 @@ ALLOWED = (
 ADDRESS = re.compile(r"rollout\.(reward|environment)\.(parts\.[^.]+\.)?settings\.url")
 """Keys of servers, which may be on another machine or port after each start."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
-"""Endings of weight files. Weights that a resume reads from a model have a digest in the checkpoint."""
+"""Endings of weight files. Weights that a resume reads from a model have a digest in the
+checkpoint."""
 DATA_PATHS = ("data.train", "data.sources[].path")
 """The checkpoint has digests of these files' prompts, so their names may change."""
 
@@ -146,8 +147,8 @@ class Difference:
 
 
 def _is_copy(before: Path, now: Path) -> bool:
-    """Return whether two files, or two folders with files, have the same content; of weights, which are
-    large, the same names and sizes."""
+    """Return whether two files, or two folders with files, have the same content; of weights, which
+    are large, the same names and sizes."""
     try:
         if not before.is_dir():
             return filecmp.cmp(before, now, shallow=False)
@@ -350,7 +351,7 @@ def checkpoint_problems(config: Config, shape: ModelShape | None) -> list[Proble
 
 
 def checkpoint_notes(config: Config) -> list[str]:
-    """Notes on the newest checkpoint, which a resume goes on from."""
+    """Notes on the newest checkpoint, from which a resume continues."""
     try:
         path = newest(config.run.dir / "checkpoint")
         if path is None:
@@ -364,7 +365,7 @@ def checkpoint_notes(config: Config) -> list[str]:
         newer = later(path)
         if newer is not None:
             notes.append(
-                f"the run goes on from {path}, and {newer} is newer: latest names the older"
+                f"the run resumes from {path}, and {newer} is newer: latest names the older"
             )
         notes += _edited(config) + record_notes(config, path)
     except (CheckpointBroken, SegmentBroken):
@@ -373,8 +374,8 @@ def checkpoint_notes(config: Config) -> list[str]:
 
 
 def _edited(config: Config) -> list[str]:
-    """Notes on values of RUN/config.yaml that are neither those of the newest checkpoint nor those of
-    `config`: a change by hand that this start does not take. Raises CheckpointBroken."""
+    """Notes on values of RUN/config.yaml that are neither those of the newest checkpoint nor those
+    of `config`: a change by hand that this start does not take. Raises CheckpointBroken."""
     file = config.run.dir / "config.yaml"
     saved = read_file(config.run.dir / "checkpoint", CONFIG_FILE)
     if saved is None:
@@ -389,8 +390,8 @@ def _edited(config: Config) -> list[str]:
     changed.pop("run.dir", None)
     since = {one.key for one in _compare(held, before, "", config)}
     return [
-        f"{file} has {one}: the file was changed after {CONFIG_FILE} of the checkpoint, and this start"
-        " replaces it"
+        f"{file} has {one}: the file was changed after {CONFIG_FILE} of the checkpoint, and this"
+        " start replaces it"
         for key, one in changed.items()
         if key in since and not one.is_move
     ]

@@ -1,7 +1,7 @@
 """Answers to the question of `mar init` what a response is worth, as sections of the configuration:
 rewards, servers and environments by their names or of a user's own, several joined by `+`.
 
-Whatever a choice needs has a value to start from, and a comment that says what it stands for.
+Whatever a choice needs has a value to start from, and a comment that explains it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ AGENT_TIMEOUT_S = 600
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """`settings`: those that it cannot do without, with values to start from; `comment`: what to put
-    there, and what else it wants."""
+    """`settings`: those that it cannot do without, with values to start from; `comment`: what to
+    put there, and its other requirements."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     comment: str = ""
@@ -55,8 +55,8 @@ ENVIRONMENTS = {
     ),
     "agent": Choice(
         settings={"function": "my_agent:run"},
-        comment="function: of yours, given the base URL of an OpenAI-compatible endpoint; returns the"
-        " reward. Or `command`, a program",
+        comment="function: of yours, given the base URL of an OpenAI-compatible endpoint; returns"
+        " the reward. Or `command`, a program",
     ),
     "verifiers": Choice(
         settings={"env": {"taskset": {"id": "my_tasks"}}, "task": "task"},
@@ -64,12 +64,12 @@ ENVIRONMENTS = {
     ),
     "openenv": Choice(
         settings={"url": "http://localhost:8000", "action": "message", "observation": None},
-        comment="url: of your server; action: the field that takes a response; observation: the field"
-        " that is shown, null for all",
+        comment="url: of your server; action: the field that takes a response; observation: the"
+        " field that is shown, null for all",
     ),
 }
 STARTERS = {
-    "my_tools": '''"""What the model may call: every function of this file that has no underscore before its name."""
+    "my_tools": '''"""Functions that the model may call: those without a leading underscore."""
 
 
 def times(a: int, b: int) -> int:
@@ -81,7 +81,7 @@ def times(a: int, b: int) -> int:
     """
     return a * b
 ''',
-    "my_agent": '''"""An agent: asks the model as often as it likes, and says what came of it."""
+    "my_agent": '''"""An agent: asks the model as often as it likes, and returns the result."""
 
 from openai import OpenAI
 
@@ -93,11 +93,11 @@ def run(prompt, base_url):
     return float(answer.choices[0].message.content.strip() == str(prompt.fields["answer"]))
 ''',
 }
-"""Modules that the settings above name, as they are written where there are none."""
+"""Modules that the settings above name, as they are written if there are none."""
 
 
 def names_of(answer: str) -> list[str]:
-    """The names in an answer. Raises ValueError for one that nothing has."""
+    """The names in an answer. Raises ValueError for an unknown one."""
     names = [one.strip() for one in answer.split("+")]
     known = {**REWARDS, **ENVIRONMENTS}
     for name in names:
@@ -120,7 +120,7 @@ def names_of(answer: str) -> list[str]:
 
 def is_environment(name: str) -> bool:
     """True for a built-in one and for a class with its methods. False, too, for what cannot be
-    loaded: the plan says why."""
+    loaded: the plan gives the reason."""
     if ":" not in name:
         return name in ENVIRONMENTS
     module, _, attribute = name.partition(":")
@@ -155,8 +155,8 @@ class RewardChoice:
         return next((one for one in self.names if is_environment(one)), None)
 
     def starters(self) -> dict[Path, str]:
-        """Files of STARTERS that the settings name and Python does not find, for the folder in which
-        they are looked for."""
+        """Files of STARTERS that the settings name and Python does not find, for the folder in
+        which they are looked for."""
         named = {
             str(one).partition(":")[0] for each in self.settings.values() for one in each.values()
         }
@@ -170,7 +170,7 @@ class RewardChoice:
         }
 
     def lines(self, *, chat: bool) -> str:
-        """Of the section `rollout`. `chat`: the model has a chat template."""
+        """Lines of the section `rollout`. `chat`: the model has a chat template."""
         environment = self.environment
         rewards = [one for one in self.names if one != environment]
         if environment == TOOLS and not rewards:
@@ -217,7 +217,7 @@ class RewardChoice:
         try:
             of_groups = registry.load_reward(name, settings).of_groups
         except registry.RewardError:
-            return tree  # the plan says why
+            return tree  # the plan gives the reason
         return tree | ({"per": "group"} if of_groups else {})
 
 

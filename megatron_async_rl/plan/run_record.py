@@ -45,8 +45,8 @@ _ANEW = "choose another run.dir, or remove {run_dir} to start over"
 
 
 def lost_checkpoints(config: Config, path: Path | None) -> list[Problem]:
-    """Problems of checkpoints that the run had and that are gone. path: of the newest one that is
-    left; null: none."""
+    """Problems of checkpoints that the run had and that are gone. path: of the newest remaining
+    one; null: none."""
     run_dir, folder = config.run.dir, config.run.dir / "checkpoint"
     status = read_status(run_dir)
     if status is not None and status.phase == "finished" and config.run.steps <= status.step:
@@ -68,15 +68,15 @@ def lost_checkpoints(config: Config, path: Path | None) -> list[Problem]:
         return []
     # A save writes `latest` at its end, so it was there when the status named a checkpoint.
     what = (
-        f"{folder} has no {LATEST} and no {named}, which {run_dir / 'status.json'} names as the newest"
-        " checkpoint"
+        f"{folder} has no {LATEST} and no {named}, which {run_dir / 'status.json'} names as the"
+        " newest checkpoint"
     )
     fix = f"restore the folder; or write {path.name} into {folder / LATEST} to go on from that one"
     return [Problem(key=str(folder), what=what, fix=f"{fix}; or {anew}")]
 
 
 def _recorded(run_dir: Path) -> str | None:
-    """Return, in words, how the records show a checkpoint; null if they show none."""
+    """Return a text on how the records show a checkpoint; null if they show none."""
     status = read_status(run_dir)
     if status is not None and status.checkpoint:
         return f"{run_dir / 'status.json'} names {status.checkpoint} as its newest checkpoint"
@@ -132,7 +132,7 @@ def _metrics_problems(config: Config, path: Path, record: Mapping[str, Any]) -> 
     if line is None:
         return []
     if begins_after(run_dir, line["step"]):
-        return []  # a note says so: a checkpoint may be copied into a new folder
+        return []  # a note reports this: a checkpoint may be copied into a new folder
     found = digest_of_step(run_dir, line["step"])
     if found == line["digest"]:
         return []
@@ -157,12 +157,12 @@ def _samples_problems(config: Config, path: Path, record: Mapping[str, Any]) -> 
         return []
     try:
         if not numbers_in(run_dir / FOLDER) and not (run_dir / MARK_FILE).exists():
-            return []  # a note says so: the folder and its mark were moved away
+            return []  # a note reports this: the folder and its mark were moved away
         lost = lost_end(run_dir, LogMark.of(mark))
     except SegmentBroken as error:
         if error.path.name in (MARK_FILE, FOLDER):
             return [Problem(key=str(error.path), what=error.what, fix=error.fix)]
-        return []  # the run notes it, leaves the file as it is, and goes on in a new one
+        return []  # the run notes it, leaves the file as it is, and continues in a new one
     if lost is None:
         return []
     fix = (
@@ -186,7 +186,7 @@ def record_notes(config: Config, path: Path) -> list[str]:
         notes.append(f"{run_dir} has no sample log of the steps before {path.name}: it begins anew")
     saved, now = record.get("code") or {}, code_digests(config.model_dump(mode="json"))
     notes += [
-        f"{file} has changed since {path.name} was saved, and the run goes on with the new code"
+        f"{file} has changed since {path.name} was saved, and the run continues with the new code"
         for file, digest in now.items()
         if file in saved and saved[file] != digest
     ]
@@ -194,6 +194,7 @@ def record_notes(config: Config, path: Path) -> list[str]:
     named = status.checkpoint if status is not None else None
     if named and named not in {one.name for one in steps(path.parent)}:
         notes.append(
-            f"the run goes on from step {step_of(path)}: {named}, its newest checkpoint, is not there"
+            f"the run resumes from step {step_of(path)}: {named}, its newest checkpoint, is not"
+            " there"
         )
     return notes

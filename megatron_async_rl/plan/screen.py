@@ -24,22 +24,22 @@ from megatron_async_rl.plan.estimate import Overlap, run_ahead
 from megatron_async_rl.plan.fit import lent_bytes, shared_memory, shm_size, twin_bytes
 from megatron_async_rl.plan.layout import number_of
 from megatron_async_rl.plan.machine import GIB, MIB, Machine
-from megatron_async_rl.plan.overhead import Parts, of_engine, of_rank, of_sleeping_engine
-from megatron_async_rl.plan.plan import Plan
-from megatron_async_rl.report.summary import Rates, measure, update_per_lr
+from megatron_async_rl.plan.overhead import OverheadParts, of_engine, of_rank, of_sleeping_engine
+from megatron_async_rl.plan.plan import RunPlan
+from megatron_async_rl.report.summary import MeasuredRates, measure, update_per_lr
 
 PROCESSES_SHOWN = 16
 STAGES_SHOWN = 5
 WIDTH = 100
 """Most columns of a plan, whatever the width of the terminal or of the pipe."""
 LABEL = re.compile(r"[^\s:]+(?: [^\s:]+){0,2}\s{2,}")
-"""Beginning of a line of which the rest, where it is wrapped, stands in a column of its own."""
+"""Beginning of a line whose rest is wrapped in its own column."""
 MEASURED_STEPS = 2000
-"""Rates are taken from so many last steps of a run."""
+"""Number of last steps of a run from which rates are taken."""
 
 
 def show_plan(
-    plan: Plan,
+    plan: RunPlan,
     config: Config,
     machine: Machine,
     console: Console,
@@ -49,10 +49,10 @@ def show_plan(
     refused: Sequence[str] = (),
     with_config: bool = False,
 ) -> None:
-    """Print the plan, as far as its problems let it be computed, its notes, its problems and, last, the
-    verdict. `measured_in`: a run whose measured rates
-    say what overlap to expect. `notes`: more of them. `refused`: reasons for which `mar train` would
-    not start in this run.dir. `with_config`: print the resolved config, too."""
+    """Print the plan, as far as its problems let it be computed, its notes, its problems and, last,
+    the verdict. `measured_in`: a run whose measured rates say what overlap to expect. `notes`: more
+    of them. `refused`: reasons for which `mar train` would not start in this run.dir.
+    `with_config`: print the resolved config, too."""
     console.width = min(console.width, WIDTH)
     if with_config:
         _heading(console, "config")
@@ -75,7 +75,7 @@ def show_plan(
         step_s = _show_speed(plan, config, console, measured_in)
     if plan.totals is not None:
         _heading(console, "totals")
-        _print(console, plan.totals.in_words(step_s))
+        _print(console, plan.totals.as_text(step_s))
     for note in (*plan.warnings, *notes):
         _print(console, Text.assemble(("note: ", "yellow bold"), note))
     if plan.problems:
@@ -87,7 +87,7 @@ def show_plan(
     _print(console, _verdict(plan, machine, refused))
 
 
-def _verdict(plan: Plan, machine: Machine, refused: Sequence[str]) -> Text:
+def _verdict(plan: RunPlan, machine: Machine, refused: Sequence[str]) -> Text:
     """One line: whether the config can run, and what was not checked."""
     if refused:
         what = f"fits, but `mar train` would refuse this run.dir: {'; '.join(refused)}"
@@ -108,16 +108,16 @@ def _verdict(plan: Plan, machine: Machine, refused: Sequence[str]) -> Text:
         what += "; host memory not checked (--host-memory)"
     crowded = [host for host in plan.hosts if machine.memory and host.total > machine.memory]
     if crowded:
-        most = max(host.total for host in crowded)
+        maximum = max(host.total for host in crowded)
         what = (
-            f"may not fit {where}: about {size(most)} of host memory of"
+            f"may not fit {where}: about {size(maximum)} of host memory of"
             f" {size(machine.memory)}, by estimates"
         )
         return Text.assemble(("verdict: ", "bold"), (what, "yellow"))
     return Text.assemble(("verdict: ", "bold"), (what, "green"))
 
 
-def _show_memory(plan: Plan, config: Config, machine: Machine, console: Console) -> None:
+def _show_memory(plan: RunPlan, config: Config, machine: Machine, console: Console) -> None:
     if plan.ranks:
         _heading(console, "memory of each rank")
         console.print(_rank_memory(plan, config))
@@ -152,7 +152,7 @@ def _show_memory(plan: Plan, config: Config, machine: Machine, console: Console)
 
 
 def _show_speed(
-    plan: Plan, config: Config, console: Console, measured_in: Path | None
+    plan: RunPlan, config: Config, console: Console, measured_in: Path | None
 ) -> float | None:
     """Print staleness and the time of a step; return the seconds of a step, null where they are not
     known."""
@@ -171,7 +171,7 @@ def _show_speed(
     if not found:
         return None  # the plan has problems
     _heading(console, "step time")
-    _print(console, found if isinstance(found, str) else found.in_words())
+    _print(console, found if isinstance(found, str) else found.as_text())
     return None if isinstance(found, str) else found.step_s
 
 
@@ -204,8 +204,8 @@ def resolved(config: Config) -> str:
 
 
 def staleness_law(config: Config) -> str:
-    """The staleness bound that this config gives, in words, and what selection, late groups and
-    placement make of it."""
+    """Text on the staleness bound of this config, and what selection, late groups and placement
+    make of it."""
     flow, rollout = config.flow, config.rollout
     ratio, prompts, responses = (
         flow.async_ratio,
@@ -305,14 +305,14 @@ def _selection(config: Config) -> str:
         case Replay():
             return (
                 f"replay: a step takes the newest batch with probability {selection.recent:g}, else"
-                f" stored responses, of which the newest {selection.per_prompt} of each prompt are"
+                f" stored responses; the newest {selection.per_prompt} of each prompt are"
                 " kept"
             )
         case OldestFirst():
             return "oldest_first: groups train in the order they were admitted"
 
 
-def overlap_of(config: Config, rates: Rates, run_dir: Path) -> Overlap:
+def overlap_of(config: Config, rates: MeasuredRates, run_dir: Path) -> Overlap:
     """Apply the rates of the run in `run_dir` to this config: more samples take longer in
     proportion, on either side."""
     assert config.rollout is not None
@@ -334,7 +334,7 @@ def _more_samples(config: Config, run_dir: Path) -> float:
     return planned["samples"] / measured["samples"] if measured else 1.0
 
 
-def expected_overlap(config: Config, rates: Rates, run_dir: Path) -> str:
+def expected_overlap(config: Config, rates: MeasuredRates, run_dir: Path) -> str:
     """Lines for a screen on `overlap_of`, and where its rates come from."""
     measured, planned = run_sizes(run_dir), sizes_of(config.model_dump(mode="json"))
     factor = _more_samples(config, run_dir)
@@ -344,7 +344,7 @@ def expected_overlap(config: Config, rates: Rates, run_dir: Path) -> str:
         of += f"; scaled by {factor:.3g} in samples per step"
     if measured and measured["ranks"] != planned["ranks"]:
         of += f"; T_train is of {measured['ranks']} ranks, and there are {planned['ranks']} here"
-    return f"{of}\n{overlap_of(config, rates, run_dir).in_words()}"
+    return f"{of}\n{overlap_of(config, rates, run_dir).as_text()}"
 
 
 def run_sizes(run_dir: Path) -> dict[str, int] | None:
@@ -375,8 +375,8 @@ def planning_rule(config: Config, measured: float | None) -> str:
     if measured is None:
         return f"{text}not measured (a run with any control logs it: mar plan --from RUN)"
     return (
-        f"{text}{measured:.3g}: {lag * per_version * lr * measured:.3g} from the oldest sample to the policy,"
-        f" against T·η·G = {steps * lr * measured:.3g} in all {steps} steps"
+        f"{text}{measured:.3g}: {lag * per_version * lr * measured:.3g} from the oldest sample to"
+        f" the policy, against T·η·G = {steps * lr * measured:.3g} in all {steps} steps"
     )
 
 
@@ -408,7 +408,7 @@ def _print(console: Console, text: str | Text) -> None:
         console.print(shown, markup=False, highlight=False, soft_wrap=True)
 
 
-def _processes(plan: Plan) -> Table:
+def _processes(plan: RunPlan) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("process", "what", "on"):
         table.add_column(column)
@@ -419,7 +419,7 @@ def _processes(plan: Plan) -> Table:
     return table
 
 
-def _nodes(plan: Plan) -> Table:
+def _nodes(plan: RunPlan) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("machine", "what it has"):
         table.add_column(column)
@@ -432,7 +432,7 @@ def _nodes(plan: Plan) -> Table:
     return table
 
 
-def _batch(plan: Plan, config: Config) -> str:
+def _batch(plan: RunPlan, config: Config) -> str:
     batch, flow = plan.batch, config.flow
     assert batch is not None
     return (
@@ -445,12 +445,13 @@ def _batch(plan: Plan, config: Config) -> str:
     )
 
 
-def _routed(plan: Plan) -> str:
+def _routed(plan: RunPlan) -> str:
     if not plan.routed_bytes or plan.batch is None:
         return ""
-    most = plan.routed_bytes * plan.batch.longest * plan.batch.samples
+    maximum = plan.routed_bytes * plan.batch.longest * plan.batch.samples
     return (
-        f"\nexperts that the engines chose: {plan.routed_bytes} bytes a token, up to {size(most)} of a"
+        f"\nexperts that the engines chose: {plan.routed_bytes} bytes a token, up to"
+        f" {size(maximum)} of a"
         " batch in the controller, and of each data-parallel rank's samples on the rank's host"
     )
 
@@ -469,7 +470,7 @@ def _steps(config: Config) -> str:
     )
 
 
-def _rank_memory(plan: Plan, config: Config) -> Table:
+def _rank_memory(plan: RunPlan, config: Config) -> Table:
     """A column for each pipeline stage; of many stages those at both ends, which hold most."""
     ranks = list(plan.ranks)
     left_out = len(ranks) - STAGES_SHOWN
@@ -482,7 +483,7 @@ def _rank_memory(plan: Plan, config: Config) -> Table:
         table.add_column(name, justify="right")
     rows = [
         ("parameters", [rank.parameters for rank in ranks]),
-        ("weights in 8 bits ~", [rank.fp8 for rank in ranks]),
+        ("FP8 weights ~", [rank.fp8 for rank in ranks]),
         ("gradients", [rank.gradients for rank in ranks]),
         ("optimizer", [rank.optimizer for rank in ranks]),
         ("controls", [rank.controls for rank in ranks]),
@@ -506,7 +507,7 @@ def _rank_memory(plan: Plan, config: Config) -> Table:
     return table
 
 
-def _host_memory(plan: Plan, machine: Machine) -> Table:
+def _host_memory(plan: RunPlan, machine: Machine) -> Table:
     """A column for each kind of machine; of many kinds the first ones."""
     hosts = plan.hosts[:STAGES_SHOWN]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -544,13 +545,13 @@ def _overhead(config: Config) -> str:
     return "\n".join(lines)
 
 
-def _shown(parts: Parts) -> str:
+def _shown(parts: OverheadParts) -> str:
     total = sum(count for _, count in parts)
     named = ", ".join(f"{name.partition("'s ")[2]} {size(count)}" for name, count in parts if count)
     return f"{size(total)} ({named})"
 
 
-def _peaks(plan: Plan) -> Table:
+def _peaks(plan: RunPlan) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("a GPU in phase")
     table.add_column("peak ~", justify="right")
@@ -561,7 +562,7 @@ def _peaks(plan: Plan) -> Table:
     return table
 
 
-def _engine_memory(plan: Plan, config: Config) -> str:
+def _engine_memory(plan: RunPlan, config: Config) -> str:
     engine, rollout, batch = plan.engine, config.rollout, plan.batch
     assert engine is not None
     assert rollout is not None

@@ -18,8 +18,8 @@ NOT_THINKING = re.compile(r"\b(base|instruct)\b", re.IGNORECASE)
 
 
 def thinks(model: Path) -> bool:
-    """True for a model whose chat template opens or closes a thought, and that is no base model;
-    where its template is not here, for a model whose name says so."""
+    """True for a model whose chat template opens or closes a thought, and that is not a base model;
+    where its template is not here, for a model with such a name."""
     name = _name(model)
     if NOT_THINKING.search(name):
         return False

@@ -55,13 +55,13 @@ class Totals:
 
     @property
     def disk(self) -> int:
-        """Most bytes in run.dir, beside logs and metrics."""
+        """Most bytes in run.dir, besides logs and metrics."""
         return self.checkpoints * self.checkpoint + self.export + self.samples
 
     def hours(self, step_s: float) -> float:
         return self.steps * step_s / HOUR_S
 
-    def in_words(self, step_s: float | None) -> str:
+    def as_text(self, step_s: float | None) -> str:
         """Lines for a screen. `step_s`: seconds of a step, null where they are not known."""
         lines = [_time(self, step_s)]
         if idle := max(0, self.gpus - self.used):
@@ -121,7 +121,8 @@ def totals(
 
 
 def checkpoints_at_once(config: Config) -> int:
-    """Most checkpoints that lie on disk at one time: an old one goes only when a new one is whole."""
+    """Most checkpoints that lie on disk at one time: an old one goes only when a new one is
+    whole."""
     every, steps = config.checkpoint.every, config.run.steps
     saved = math.ceil(steps / every) if every else 1
     return min(saved, config.checkpoint.keep + 1)

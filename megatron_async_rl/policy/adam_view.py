@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -24,12 +24,10 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, nn
 
+from megatron_async_rl.config.schema import OptimizerConfig as OptimizerSettings
 from megatron_async_rl.gradients import Gradients, GradientShard, blocks
 from megatron_async_rl.policy.megatron_private import optimizer_parts
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.schema import OptimizerConfig as OptimizerSettings
-    from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.policy.parallel import Layout
 
 
 def gradients_of(optimizer: MegatronOptimizer, layout: Layout) -> Gradients:
@@ -70,7 +68,7 @@ FLOAT32_BYTES = torch.float32.itemsize
 
 class StateMissing(RuntimeError):
     """A gradient, a moment or a master is not where it is looked for. Without it a step would leave
-    its parameter out, and nobody would see it."""
+    its parameter out, without any visible sign."""
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
@@ -91,8 +89,8 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
 
 def moment_of(state: Mapping[str, Any], name: str) -> Tensor:
     """`exp_avg` or `exp_avg_sq` of Adam's state of one parameter, in place: float32 or bfloat16, on
-    the parameter's device or the host (`BlockAdam`). Raises StateMissing; also for a moment in other
-    numbers of few bits, which is meaningless without its scale."""
+    the parameter's device or the host (`BlockAdam`). Raises StateMissing; also for a moment in
+    other numbers of few bits, which is meaningless without its scale."""
     moment = state.get(name)
     scaled = moment is not None and moment.dtype.itemsize < FLOAT32_BYTES
     if moment is None or (scaled and moment.dtype != torch.bfloat16):
@@ -116,8 +114,8 @@ def masters_of(optimizer: MegatronOptimizer) -> list[nn.Parameter]:
     for parameter in parameters:
         if parameter.dtype.itemsize < FLOAT32_BYTES:
             raise StateMissing(
-                f"Adam updates a parameter of shape {list(parameter.shape)} in {parameter.dtype}: it"
-                " has no float32 master to read"
+                f"Adam updates a parameter of shape {list(parameter.shape)} in {parameter.dtype}:"
+                " it has no float32 master to read"
             )
     return parameters
 

@@ -6,7 +6,7 @@ noticed, and what they are traced to.
                  a median near 0, and noise of any size is many times that. Without clipping, |g|
                  above the largest median the run has had
     not finite   the loss or |g| is infinite or not a number; the step is not taken
-    parameter    the one that holds most of |g|^2, over all ranks' shards; of a gradient that is
+    parameter    the parameter with most of |g|^2, over all ranks' shards; of a gradient that is
                  not finite, the first one whose gradient is not
     samples      the smallest part of the batch found whose gradient is at least half as long as g,
                  or is not finite; samples whose own loss is not finite need no search
@@ -34,26 +34,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
-from megatron_async_rl.gradients import dot, squared_norm
+from megatron_async_rl.gradients import Gradients, dot, squared_norm
 from megatron_async_rl.policy.adam_view import gradients_of
+from megatron_async_rl.policy.forward import Consume, Schedule
 from megatron_async_rl.policy.megatron_private import gradient_buffers
+from megatron_async_rl.policy.microbatch import MicroBatch
+from megatron_async_rl.policy.model import PolicyModel
+from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameter_state import optimizer_slices
 from megatron_async_rl.policy.parameters import whole_model_names
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer import MegatronOptimizer
-
-    from megatron_async_rl.gradients import Gradients
-    from megatron_async_rl.policy.forward import Consume, Schedule
-    from megatron_async_rl.policy.microbatch import MicroBatch
-    from megatron_async_rl.policy.model import PolicyModel
-    from megatron_async_rl.policy.parallel import Layout
-    from megatron_async_rl.samples.rank_batch import RankBatch
+from megatron_async_rl.samples.rank_batch import RankBatch
 
 log = logging.getLogger(__name__)
 
@@ -182,12 +178,13 @@ class AnomalyReport:
         culprits = [row for row, loss in enumerate(losses) if not math.isfinite(loss)]
         if isinstance(found, Spike) or not culprits:
             culprits = list(self._culprits(found.norm, len(samples), rows, build, consume))
-        # The named ones alone: all of a batch, with their tokens, may not fit beside the model.
+        # The named ones alone: all of a batch, with their tokens, may not fit in addition to the
+        # model.
         named = sorted(set(culprits) & {row for own in rows for row in own})
         whole = len(culprits) <= WHOLE
-        told = self._gathered({row: _told(samples, row, whole=whole) for row in named})
-        record = {"step": step, **facts, "samples": [told[row] for row in culprits]}
-        ids = [str(told[row]["id"]) for row in culprits]
+        described = self._gathered({row: _described(samples, row, whole=whole) for row in named})
+        record = {"step": step, **facts, "samples": [described[row] for row in culprits]}
+        ids = [str(described[row]["id"]) for row in culprits]
         if self._layout.rank == 0:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
@@ -309,7 +306,9 @@ class AnomalyReport:
         self._optimizer.prepare_grads()
 
     def _gathered(self, own: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        return {row: told for part in self._of_all_ranks(own) for row, told in part.items()}
+        return {
+            row: described for part in self._of_all_ranks(own) for row, described in part.items()
+        }
 
     def _of_all_ranks(self, own: Any) -> list[Any]:
         everyone: list[Any] = [None] * self._layout.world_size
@@ -317,7 +316,7 @@ class AnomalyReport:
         return everyone
 
 
-def _told(samples: RankBatch, row: int, *, whole: bool) -> dict[str, Any]:
+def _described(samples: RankBatch, row: int, *, whole: bool) -> dict[str, Any]:
     """An own sample; whole: with all that it takes to train on it again."""
     summary = {
         "id": samples.ids[row].as_py(),

@@ -1,7 +1,8 @@
-"""NVIDIA Apex's kernels for Megatron's local layers on CUDA, where Apex is built with its extensions.
+"""NVIDIA Apex's kernels for Megatron's local layers on CUDA, where Apex is built with its
+extensions.
 
-- weight gradients: the product adds to Megatron's float32 buffer. Without it the product is rounded to
-  bfloat16 in memory of its own, and a second kernel adds that to the buffer;
+- weight gradients: the product adds to Megatron's float32 buffer. Without it the product is rounded
+  to bfloat16 in memory of its own, and a second kernel adds that to the buffer;
 - RMSNorm: one kernel each way;
 - Adam: Megatron itself takes Apex's FusedAdam where Transformer Engine is not installed.
 
@@ -10,7 +11,7 @@ Transformer Engine's layers have such kernels of their own.
 Invariants:
 - without Apex everything works, on torch's kernels, with the same results up to rounding;
 - float32 models use torch's kernels alone, so a GPU computes what a CPU does;
-- adapters (policy.lora) need no gradient of the weights beside them.
+- adapters (policy.lora) need no gradient of the weights that they adapt.
 """
 
 from __future__ import annotations

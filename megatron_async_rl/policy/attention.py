@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_async_rl.policy.context_parallel import Context, gather_sequences
+from megatron_async_rl.policy.context_parallel import ContextParallelSlice, gather_sequences
 
 WINDOWED_QUERIES = 512
 """Queries that attend at one time where there is a sliding window."""
@@ -38,8 +38,8 @@ ALIGNED = 16
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Where the samples of a packed row begin and end: for Megatron and Transformer Engine on the
-    device, and for attention on torch's kernels as `runs` on the host.
+    """Boundaries of the samples of a packed row: on the device for Megatron and Transformer Engine,
+    and as `runs` on the host for attention by torch's kernels.
 
     runs: (samples, tokens of each on this rank) of each run of neighbours of equal length, in
     order. Everything else counts whole samples.
@@ -161,10 +161,10 @@ def attention_of_part(
     group: Any,
 ) -> Tensor:
     """`causal_attention` where `group` shares the sequences: all three are this rank's part of
-    them, and so is the result. group: null where nobody shares them. Collective."""
+    them, and so is the result. group: null if they are not shared. Collective."""
     if group is None:
         return causal_attention(query, key, value, scale=scale, window=window)
-    context = Context(group.rank(), group.size())
+    context = ContextParallelSlice(group.rank(), group.size())
     widths = key.shape[-1], value.shape[-1]
     keys, values = gather_sequences(torch.cat((key, value), dim=-1), group).split(widths, dim=-1)
     chunk = query.shape[1] // 2
@@ -306,8 +306,8 @@ class TransformerEngineAttention(CoreAttention):
             cu_seqlens_kv=packing.cu_seqlens_kv,
             max_seqlen_q=packing.max_seqlen_q,
             max_seqlen_kv=packing.max_seqlen_kv,
-            # If this is not set, Transformer Engine compares both kinds of offsets on the host, twice
-            # in each layer.
+            # If this is not set, Transformer Engine compares both kinds of offsets on the host,
+            # twice in each layer.
             pad_between_seqs=False,
         )
         if self.context_group is not None:
@@ -328,6 +328,6 @@ def core_attention(
 ) -> type[CoreAttention]:
     """The attention for these rows. Transformer Engine's kernels for them are bfloat16's, and pass
     no keys on for a sliding window."""
-    theirs = HAVE_TE and device_type == "cuda" and dtype == torch.bfloat16
+    supported = HAVE_TE and device_type == "cuda" and dtype == torch.bfloat16
     wanted = not windowed if context_parallel else packed
-    return TransformerEngineAttention if theirs and wanted else CoreAttention
+    return TransformerEngineAttention if supported and wanted else CoreAttention

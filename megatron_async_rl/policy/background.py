@@ -1,4 +1,4 @@
-"""Work that a thread of this process does beside the steps: writing a checkpoint.
+"""Work that a thread of this process does concurrently with the steps: writing a checkpoint.
 
 Invariants:
 - at most one piece of work is under way;
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class Background:
-    """Used as a context: at its end the work is done, or has failed and says so."""
+    """Used as a context: at its end the work is done, or its error is raised."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -35,7 +35,7 @@ class Background:
         def run() -> None:
             try:
                 work()
-            except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+            except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
                 future.set_exception(error)
             else:
                 future.set_result(None)
@@ -58,7 +58,7 @@ class Background:
             self.finish()
 
     def settle(self, timeout_s: float) -> None:
-        """Waits for the work under way, so long at the most; raises nothing."""
+        """Wait for the work in progress, for at most this long; raises nothing."""
         if self._work is not None:
             wait([self._work], timeout_s)
 

@@ -1,13 +1,13 @@
 """A train batch on its way from rank 0 to the ranks that train it.
 
-Rank 0 alone is handed the batch. It says which data-parallel rank owns which sample, sends
+Rank 0 alone is handed the batch. It decides which data-parallel rank owns which sample, sends
 everybody the numbers of the whole batch, and each rank the token ids of its own samples, as Arrow
 buffers over the CPU group: the same way for rollouts and for given responses, and on nodes that no
 Ray runs on. Then it is gone through `objective.epochs` times, each time as the same
-`objective.minibatches` parts in the same order: one optimizer step each, one line of metrics of all.
-So a data-parallel rank keeps its samples throughout, each minibatch is balanced over the ranks, and
-two consecutive optimizer steps never share a sample unless one minibatch only has anything to train
-on.
+`objective.minibatches` parts in the same order: one optimizer step each, one line of metrics of
+all. So a data-parallel rank keeps its samples throughout, each minibatch is balanced over the
+ranks, and two consecutive optimizer steps never share a sample unless one minibatch only has
+anything to train on.
 
 Invariants:
 - a group stays whole: its responses are in one minibatch;
@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -31,17 +30,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async_rl.metrics.catalogue import METRICS
-from megatron_async_rl.policy.microbatch import MicroBatch, Plan, assign_owners
+from megatron_async_rl.policy.microbatch import MicroBatch, MicroBatchPlan, assign_owners
+from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.samples.columns import as_stream, flat, from_stream
 from megatron_async_rl.samples.rank_batch import NOBODY, RankBatch, numbers_of, tokens_of
 from megatron_async_rl.samples.rows import TrainBatch
 
-if TYPE_CHECKING:
-    from megatron_async_rl.policy.parallel import Layout
-
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class BatchParts:
     """A batch taken apart: the schema NUMBERS, and for each data-parallel rank the schema
     TOKENS."""
 
@@ -59,7 +56,7 @@ class Minibatch:
     rank's micro-batches, whose samples are numbered within `rows`."""
 
     rows: NDArray[np.int64]
-    plan: Plan
+    plan: MicroBatchPlan
     own: Sequence[MicroBatch]
 
 
@@ -74,9 +71,9 @@ def divide(group: NDArray[np.int64], version: int, minibatches: int) -> list[NDA
 
 def split(
     batch: TrainBatch, data_parallel: int, *, minibatches: int = 1, whole_groups: bool = False
-) -> Parts:
+) -> BatchParts:
     """Each minibatch is divided by itself. whole_groups: all of a group belongs to one rank. A
-    sample whose reward failed belongs to nobody."""
+    sample whose reward failed has no owner."""
     samples = batch.samples
     owner = np.full(samples.num_rows, NOBODY, dtype=np.int64)
     trained = np.flatnonzero(samples.column("valid").to_numpy(zero_copy_only=False))
@@ -87,7 +84,7 @@ def split(
         owner[trained[rows]] = assign_owners(
             lengths[rows], data_parallel, group[rows] if whole_groups else None
         )
-    return Parts(
+    return BatchParts(
         batch.version,
         numbers_of(samples, owner),
         tuple(tokens_of(samples, np.flatnonzero(owner == rank)) for rank in range(data_parallel)),
@@ -102,11 +99,11 @@ def receive(
     whole_groups: bool = False,
 ) -> RankBatch | None:
     """Collective. `take` runs on rank 0 alone, as long as it takes; every rank returns its view of
-    the batch, or None where there is none.
+    the batch, or None if there is none.
 
     Raises on rank 0 what `take` raised, and RankZeroFailed on the others.
     """
-    parts: Parts | None = None
+    parts: BatchParts | None = None
     buffers: list[Tensor] = []
 
     def announce() -> tuple[int, list[int]] | None:
@@ -145,8 +142,8 @@ def receive(
 
 
 def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of a batch from those of its optimizer steps, each as the catalogue says; a key
-    that some steps lack is over the others."""
+    """The metrics of a batch from those of its optimizer steps, each by its rule in the catalogue;
+    a key that some steps lack is over the others."""
     found: dict[str, list[float]] = {}
     for step in steps:
         for name, value in step.items():
@@ -169,7 +166,7 @@ def _over(rule: str, values: Sequence[float]) -> float:
 
 
 def _tensor(batch: pa.RecordBatch) -> Tensor:
-    """As an Arrow stream, [bytes] uint8."""
+    """The batch as an Arrow stream, [bytes] uint8."""
     return torch.frombuffer(bytearray(as_stream(batch)), dtype=torch.uint8)
 
 

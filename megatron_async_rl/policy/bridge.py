@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from mbridge.core.llm_bridge import LLMBridge
@@ -26,14 +26,12 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
+from megatron_async_rl.config.lora import LoraConfig
 from megatron_async_rl.policy.attention import core_attention
 from megatron_async_rl.policy.layers import CHECKPOINT_KEYS, Layers, RMSNorm, with_bias
 from megatron_async_rl.policy.lora import adapt as add_adapters
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameters import ADAPTER
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.lora import LoraConfig
 
 MBRIDGE_METHODS = {
     "mbridge.core.bridge.Bridge": (
@@ -125,7 +123,7 @@ class PolicyBridge(LLMBridge):
         )
 
     def _window_size(self) -> tuple[int, int] | None:
-        """Tokens before and behind a token that it sees beside itself, in Megatron's form."""
+        """Tokens before and behind a token that it sees besides itself, in Megatron's form."""
         window = getattr(self.hf_config, "sliding_window", None)
         return None if window is None else (window - 1, 0)
 

@@ -18,8 +18,8 @@
 
 Invariants:
 - a directory named step_N is complete: it is written under another name, read back against its
-  digests, synced, and renamed; `latest` moves after that, by a rename too. Killed at any moment, the
-  next load finds the previous checkpoint or the new one, never a mixture;
+  digests, synced, and renamed; `latest` moves after that, by a rename too. Killed at any moment,
+  the next load finds the previous checkpoint or the new one, never a mixture;
 - nothing that `latest` names is deleted before `latest` names something newer, and checkpoints are
   deleted only in favor of newer ones that are whole;
 - whatever is loaded has the digest that it was saved with, or the load fails;
@@ -27,7 +27,8 @@ Invariants:
 - files are read back without running code from them;
 - weights kept in 8 bits are not saved: Adam's float32 ones are, and stand in for them wherever the
   checkpoint is read;
-- moments are saved and loaded as they are kept, and none that are kept otherwise are taken for them;
+- moments are saved and loaded as they are kept, and none that are kept otherwise are taken for
+  them;
 - what is not trained is not saved: under adapters a checkpoint goes with the base model in its
   source directory, and is refused over another one.
 """
@@ -42,13 +43,15 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_async_rl.config.durable import PARTIAL, publish, sync, write_file
 from megatron_async_rl.policy import model_blocks
+from megatron_async_rl.policy.background import Background
 from megatron_async_rl.policy.checkpoint_folder import (
     ABOUT,
     LATEST,
@@ -67,6 +70,7 @@ from megatron_async_rl.policy.digested_folder import StoredFile, described, file
 from megatron_async_rl.policy.fp8 import delayed_state, restore_delayed_state
 from megatron_async_rl.policy.lora_base import base_entries, refuse_other_base
 from megatron_async_rl.policy.megatron_private import weights_from_masters
+from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.model_blocks import Content, ModelBlocks
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameter_state import (
@@ -78,12 +82,6 @@ from megatron_async_rl.policy.parameter_state import (
     optimizer_state,
     set_adam_steps,
 )
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer import MegatronOptimizer
-
-    from megatron_async_rl.policy.background import Background
-    from megatron_async_rl.policy.model import PolicyModel
 
 log = logging.getLogger(__name__)
 
@@ -132,12 +130,11 @@ def save(
     `proven`. Collective over the world; returns the checkpoint.
 
     state: rank 0's is saved; numbers, text, tensors and containers of them (TypeError otherwise).
-    parameter_state: slices by name; the same names on every rank.
-    entries: further entries of about.json; the same on every rank.
-    files: name and content of what rank 0 wants beside it; see checkpoint_folder.read_file.
-    background: copies everything to host memory, writes in its thread and returns before that has
-    ended; what failed is raised by its next `start` or `finish`. Every rank gives one, or none.
-    Raises FileExistsError when `latest` already names this step.
+    parameter_state: slices by name; the same names on every rank. entries: further entries of
+    about.json; the same on every rank. files: name and content of further files of rank 0; see
+    checkpoint_folder.read_file. background: copies everything to host memory, writes in its thread
+    and returns before that has ended; what failed is raised by its next `start` or `finish`. Every
+    rank gives one, or none. Raises FileExistsError when `latest` already names this step.
     """
     if background is not None:
         background.finish()
@@ -322,7 +319,7 @@ def _read_tensors(
         raise damaged(path, f"{name} is not there")
     try:
         found: dict[str, Any] = torch.load(io.BytesIO(held), weights_only=True, map_location=place)
-    except Exception as error:  # pickle and zip files raise many types; with digests none of them
+    except Exception as error:  # pickle and zip files raise many types; with digests, nothing
         raise damaged(path, f"{name} cannot be read ({type(error).__name__}: {error})") from error
     return found
 

@@ -5,8 +5,8 @@ no torch.
 lists every other file of it with its digests (digested_folder.py).
 
 Invariants:
-- a file is read by way of its digest, so one that has changed is reported as damaged, with the
-  older checkpoint to use, and never used;
+- a file is read by way of its digest, so a changed file is reported as damaged, with the older
+  checkpoint to use, and never used;
 - a folder is the checkpoint of the step in its name: a renamed one, or one with the description of
   another, is reported as damaged;
 - a checkpoint folder that cannot be read is an error, and never a run without checkpoints;
@@ -36,11 +36,11 @@ SHARDED = "sharded"
 CONFIG_FILE = "config.yaml"
 """The run's configuration at this step, with which a resume compares its own."""
 DATA_FILE = "prompts.json"
-"""Digests of the prompts, by which a resume recognizes its data."""
+"""Digests of the prompts, with which a resume recognizes its data."""
 _NAME = re.compile(r"step_\d+")
 RECORD_FILE = "record.json"
-"""Content of the run's own files at this step: the line of metrics, the end of the sample log, and the
-code that the configuration names."""
+"""Content of the run's own files at this step: the line of metrics, the end of the sample log, and
+the code that the configuration names."""
 
 
 class CheckpointBroken(UserError):
@@ -60,7 +60,7 @@ def step_of(path: Path) -> int:
 
 
 def is_step(path: Path) -> bool:
-    """True for the folder of one checkpoint, also for one that has lost its description."""
+    """True for the folder of one checkpoint, also if it has lost its description."""
     with _readable(path):
         return (path / ABOUT).is_file() or (path.name.startswith("step_") and path.is_dir())
 
@@ -101,8 +101,8 @@ def newest(directory: Path) -> Path | None:
 
 
 def require_readable(directory: Path) -> bool:
-    """Return whether the checkpoint folder is there. Raises CheckpointBroken for something else in its
-    place, and for a folder that may not be read."""
+    """Return whether the checkpoint folder is there. Raises CheckpointBroken for something else in
+    its place, and for a folder that may not be read."""
     try:
         return require_folder(directory, "restore it from a copy, or choose another run.dir")
     except UserError as error:
@@ -136,9 +136,9 @@ def outdated(
     current: Path, keep: int | None, checked: set[Path], proven: str | None = None
 ) -> list[Path]:
     """Checkpoints to remove now that `current` is saved: all that are older than the newest `keep`
-    whole ones (null: none), but the one named `proven`. A damaged one does not count as one of
-    them, so that no good checkpoint makes room for it, and one that this process neither wrote nor
-    loaded is read to find out.
+    whole ones (null: none), but the one named `proven`. A damaged checkpoint does not count, so
+    that no good one makes room for it; a checkpoint that this process neither wrote nor loaded is
+    read to find out.
 
     checked: those that it wrote or loaded; the ones that were found to be whole are added."""
     checked.add(current)

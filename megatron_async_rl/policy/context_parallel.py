@@ -1,11 +1,11 @@
 """Context parallelism: sequences cut over the ranks of a context-parallel group.
 
-A sequence is 2 * size chunks of one length, of which rank r holds chunk r and, behind it, chunk
-2 * size - 1 - r: Megatron's cut and Transformer Engine's, under which all ranks have the same work
-with a causal mask. Attention alone looks at other tokens; everything else in a layer is local.
+A sequence is 2 * size chunks of one length; rank r holds chunk r and, behind it, chunk 2 * size - 1
+- r: Megatron's cut and Transformer Engine's, under which all ranks have the same work with a causal
+mask. Attention alone looks at other tokens; everything else in a layer is local.
 
 Invariants:
-- a sequence's length is a multiple of `Context.multiple`, which the sequence layout sees to;
+- a sequence's length is a multiple of `Context.multiple`, which the sequence layout ensures;
 - queries stay where they are; keys and values are gathered, and each rank's part of their gradient
   is sent back to the rank that holds the token, and summed there;
 - outputs at response tokens are whole on every rank, which computes the whole loss; the gradient of
@@ -28,7 +28,7 @@ from megatron_async_rl.samples.columns import spans
 
 
 @dataclass(frozen=True)
-class Context:
+class ContextParallelSlice:
     """A rank's place among `size` context-parallel ranks."""
 
     rank: int = 0
@@ -54,8 +54,8 @@ class Context:
         return spans(firsts.ravel(), np.repeat(chunk, 2))
 
 
-WHOLE = Context()
-"""A rank that shares its sequences with nobody."""
+WHOLE = ContextParallelSlice()
+"""A rank that does not share its sequences."""
 
 
 def gather_sequences(part: Tensor, group: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """The rows and columns of Hugging Face's tensors that a rank's shard of a Megatron parameter has.
 
-    shard of qkv, rank 1 of 2:  rows q q k v | q q k v     <->  q_proj rows 4..7, k_proj 2..3, v_proj 2..3
-    shard of linear_proj:       columns 2nd half           <->  o_proj columns 2nd half
+    shard of qkv, rank 1 of 2: rows q q k v | q q k v <-> q_proj rows 4..7, k_proj, v_proj 2..3
+    shard of linear_proj:      columns 2nd half       <-> o_proj columns 2nd half
 
 Where a shard's rows and columns belong is asked of the bridge, once for each kind of parameter, by
 numbers in place of weights; nothing here knows a model type. Files are read by it into shards
@@ -13,13 +13,48 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from math import prod
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from megatron_async_rl.policy.parameters import ParameterEntry
+
+@dataclass(frozen=True)
+class ParameterEntry:
+    """One Megatron parameter. `name` is global (layers numbered over the whole model), `local_name`
+    its chunk's own.
+
+    owner: the expert-parallel rank that holds it; None for a parameter that all of them hold.
+    shard_shape: on each tensor-parallel rank. partition_dim: the dimension cut over them, None when
+    replicated. hf_names, hf_shapes: the full tensors it is made of, in the bridge's order.
+    """
+
+    stage: int
+    owner: int | None
+    chunk: int
+    local_name: str
+    name: str
+    dtype: torch.dtype
+    shard_shape: tuple[int, ...]
+    partition_dim: int | None
+    hf_names: tuple[str, ...]
+    hf_shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def shard_elements(self) -> int:
+        return prod(self.shard_shape)
+
+    @property
+    def hf_bytes(self) -> int:
+        return sum(prod(shape) for shape in self.hf_shapes) * self.dtype.itemsize
+
+    def like(self) -> SimpleNamespace:
+        """The attributes of a parameter that the bridge reads when it merges shards."""
+        return SimpleNamespace(
+            tensor_model_parallel=self.partition_dim is not None, partition_dim=self.partition_dim
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +93,7 @@ class Cut:
 
 
 class Cuts:
-    """Those of this tensor-parallel rank's shards."""
+    """Cuts of this tensor-parallel rank's shards, computed once per kind of parameter."""
 
     def __init__(self, bridge: Any) -> None:
         self._bridge = bridge
@@ -117,8 +152,8 @@ class _NotCut(ValueError):
 
 
 def _traced(bridge: Any, entry: ParameterEntry, dim: int) -> list[Tensor]:
-    """For each Hugging Face tensor, by its places in dimension `dim`: the place there in the shards
-    of all ranks, one after the other."""
+    """Source index of each row or column (dimension `dim`) of the parameter's Hugging Face
+    tensors, counted over the concatenated shards of all ranks."""
     size = entry.shard_shape[dim]
     ranks = bridge.mpu.tp_size if dim == entry.partition_dim else 1
     line = [1] * len(entry.shard_shape)
@@ -128,7 +163,7 @@ def _traced(bridge: Any, entry: ParameterEntry, dim: int) -> list[Tensor]:
     places = bridge.merge(entry.name, shards, entry.like()) if ranks > 1 else shards[0]
 
     whole = list(places.shape)
-    if dim == 1:  # rows are told apart; their numbers are one row in memory
+    if dim == 1:  # rows are distinguished; their numbers are one row in memory
         whole[0] = entry.shard_shape[0]
         if entry.partition_dim == 0:
             whole[0] *= bridge.mpu.tp_size

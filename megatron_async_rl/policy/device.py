@@ -82,12 +82,13 @@ def install(device: str) -> str:
         if not torch.cuda.is_available():
             raise RuntimeError(
                 "the policy is to run on CUDA, and torch sees no CUDA device (torch"
-                f" {torch.__version__}, built for CUDA {torch.version.cuda}); set policy.device: cpu,"
-                " or see `mar doctor` for what keeps CUDA away"
+                f" {torch.__version__}, built for CUDA {torch.version.cuda}); set policy.device:"
+                " cpu, or see `mar doctor` for what keeps CUDA away"
             )
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        # From compute capability 9.0 on torch prefers cuDNN's attention, which compiles a plan for each
-        # new shape and keeps all of them. Micro-batches have many shapes; flash attention has no plans.
+        # From compute capability 9.0 on torch prefers cuDNN's attention, which compiles a plan for
+        # each new shape and keeps all of them. Micro-batches have many shapes; flash attention has
+        # no plans.
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     if chosen == "cpu":

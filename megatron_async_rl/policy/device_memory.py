@@ -7,9 +7,9 @@ have their turn.
     gradients        are given up: the next step's begin at zero
 
 Invariants:
-- a round trip changes no bit, and no tensor's identity: whoever holds one holds it after, too;
+- a round trip changes no bit, and no tensor's identity: references to a tensor stay valid;
 - released, a tensor is its twin: it can be read and saved where it is, and its device storage has 0
-  bytes, whoever else looks at that;
+  bytes for all its users;
 - masters that are the model's own parameters stay, as do moments that are in host memory already;
 - a training step on a policy that made room is refused.
 """
@@ -18,38 +18,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
+from megatron_async_rl.controls.decision import Control
 from megatron_async_rl.policy.adam_view import optimizer_parameters
 from megatron_async_rl.policy.fp8 import drop_workspaces, is_quantised
 from megatron_async_rl.policy.megatron_private import gradient_buffers, optimizer_parts
 from megatron_async_rl.policy.optimizer import MOMENTS
 
-if TYPE_CHECKING:
-    from megatron.core.optimizer import MegatronOptimizer
-
-    from megatron_async_rl.controls.decision import Control
-
-
-PATIENCE_S, PAUSE_S = 30.0, 0.2
+MEMORY_FREE_TIMEOUT_S, PAUSE_S = 30.0, 0.2
 """Longest wait for the memory of an engine that was killed, and between two looks."""
 
 
-class Released(RuntimeError):
+class StateReleased(RuntimeError):
     """A training step was asked of a policy whose training state is in host memory."""
 
 
-class _Exchanged(NamedTuple):
+class _MovedTensor(NamedTuple):
     """tensor: now its twin in host memory. place: as it was; its storage is empty."""
 
     tensor: Tensor
     place: Tensor
 
 
-class _Emptied(NamedTuple):
+class _EmptiedStorage(NamedTuple):
     """A storage that had `nbytes`."""
 
     storage: torch.UntypedStorage
@@ -70,8 +66,8 @@ class DeviceMemory:
         self._optimizer = optimizer
         self._controls = list(controls)
         self._device = device
-        self._exchanged: list[_Exchanged] = []
-        self._emptied: list[_Emptied] = []
+        self._exchanged: list[_MovedTensor] = []
+        self._emptied: list[_EmptiedStorage] = []
         self._released = False
 
     @torch.no_grad()
@@ -80,7 +76,8 @@ class DeviceMemory:
         if self._released:
             return
         self._released = True
-        # Before a reference of a control is moved, what writes it on a stream of its own is through.
+        # Before a reference of a control is moved, what writes it on a stream of its own is
+        # through.
         self._synchronise()
         # What Adam read: views of the buffers, or float32 copies of them.
         self._optimizer.zero_grad()
@@ -92,12 +89,12 @@ class DeviceMemory:
         twins = _copied(state)
         self._synchronise()
         for tensor, twin in zip(state, twins, strict=True):
-            self._exchanged.append(_Exchanged(tensor, tensor.detach()))
+            self._exchanged.append(_MovedTensor(tensor, tensor.detach()))
             tensor.data = twin
         for place in (*(each.place for each in self._exchanged), *gradient_buffers(self._wrapped)):
             storage = place.untyped_storage()
             if storage.nbytes():  # else it is another's, too, and empty already
-                self._emptied.append(_Emptied(storage, storage.nbytes()))
+                self._emptied.append(_EmptiedStorage(storage, storage.nbytes()))
                 storage.resize_(0)
         drop_workspaces(self._wrapped)
         if self._device.type == "cuda":
@@ -123,9 +120,9 @@ class DeviceMemory:
         self._released = False
 
     def require(self) -> None:
-        """Raises Released where the policy made room."""
+        """Raises StateReleased if the policy made room."""
         if self._released:
-            raise Released(
+            raise StateReleased(
                 "the policy's optimizer state is in host memory and its gradients are given up:"
                 " `restore` comes before a training step"
             )
@@ -146,7 +143,7 @@ class DeviceMemory:
                     total += storage.nbytes()
             return total
 
-        # Of weights in 8 bits the storage is Transformer Engine's own.
+        # The storage of FP8 weights is Transformer Engine's own.
         quantised = sum(p.numel() for p in self._parameters() if is_quantised(p))
         gradients = [p.grad for p in optimizer_parameters(self._optimizer) if p.grad is not None]
         found = {
@@ -190,9 +187,9 @@ class DeviceMemory:
 
 
 def _take(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Gives a storage its bytes. An engine that was killed a moment ago may have some of them yet: the
-    driver takes them back when the last of its processes is gone."""
-    until = time.monotonic() + PATIENCE_S
+    """Gives a storage its bytes. An engine that was killed a moment ago may have some of them yet:
+    the driver takes them back when the last of its processes is gone."""
+    until = time.monotonic() + MEMORY_FREE_TIMEOUT_S
     while True:
         try:
             storage.resize_(nbytes)

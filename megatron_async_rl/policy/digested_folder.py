@@ -202,4 +202,5 @@ def block_fault(content: Buffer, block: StoredBlock) -> str | None:
     if memoryview(content).nbytes == block.length and digest(content) == block.digest:
         return None
     last = block.offset + block.length - 1
-    return f"tensor {block.key} (bytes {block.offset} to {last} of the file) differs from the saved one"
+    place = f"bytes {block.offset} to {last} of the file"
+    return f"tensor {block.key} ({place}) differs from the saved one"

@@ -1,4 +1,4 @@
-"""The bridge of each model family, and the one that a Hugging Face directory asks for.
+"""The bridge of each model family, and the choice of the bridge for a Hugging Face directory.
 
 Invariants:
 - a model whose forward pass would differ from transformers' is refused by name, not approximated;
@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from mbridge.models.llama import LLaMABridge
@@ -27,17 +27,15 @@ from megatron.core.utils import get_te_version
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_async_rl.config.fp8 import Fp8Config
+from megatron_async_rl.config.lora import LoraConfig
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.policy.attention import window_of
 from megatron_async_rl.policy.bridge import PolicyBridge
 from megatron_async_rl.policy.fp8 import megatron_settings, refuse_device
 from megatron_async_rl.policy.layers import LAYERS, GemmaNorm, NormedAdd
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.supported import FAMILIES, AskedLayers, choose_layers, unsupported
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.fp8 import Fp8Config
-    from megatron_async_rl.config.lora import LoraConfig
+from megatron_async_rl.policy.supported import FAMILIES, RequestedLayers, choose_layers, unsupported
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +71,7 @@ class Qwen3Moe(PolicyBridge, Qwen3MoEBridge):
     """Qwen 3 with a mixture of experts in every layer.
 
     Routing is the checkpoint's, in float32, and nothing else touches it: every token reaches its
-    experts (no capacity), and the load-balancing loss is off whatever config.json says
+    experts (no capacity), and the load-balancing loss is off whatever config.json sets
     (`router_aux_loss_coef` belongs to pre-training: it would add a gradient that no objective asked
     for).
     """
@@ -200,12 +198,12 @@ def build_bridge(
     packed: bool = False,
     recompute: str = "none",
     lora: LoraConfig | None = None,
-    layers: AskedLayers = "auto",
+    layers: RequestedLayers = "auto",
     fp8: Fp8Config | None = None,
 ) -> PolicyBridge:
     """The bridge of the model in `model_path`. packed: for packed rows. lora: layers get adapters.
-    layers, fp8: `policy.layers`, `policy.fp8`. Raises UnsupportedModel, UserError for layers that cannot be had, or
-    OSError/ValueError for an unreadable config."""
+    layers, fp8: `policy.layers`, `policy.fp8`. Raises UnsupportedModel, UserError for layers that
+    cannot be had, or OSError/ValueError for an unreadable config."""
     from transformers import AutoConfig
 
     hf_config = AutoConfig.from_pretrained(str(model_path), local_files_only=True)

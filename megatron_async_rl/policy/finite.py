@@ -14,17 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_async_rl.policy.anomaly import named_ids
-
-if TYPE_CHECKING:
-    from megatron_async_rl.policy.parallel import Layout
-    from megatron_async_rl.policy.step import OptimizerStep
+from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.policy.step import OptimizerStep
 
 
 class NonFiniteError(RuntimeError):
@@ -45,8 +42,8 @@ def refuse_nonfinite_steps(
     if in_a_row < limit and not without_update:
         return
     what = (
-        f"{in_a_row} optimizer steps in a row, up to step {step.steps}, had a loss or a gradient that"
-        " is not finite"
+        f"{in_a_row} optimizer steps in a row, up to step {step.steps}, had a loss or a gradient"
+        " that is not finite"
         if in_a_row >= limit
         else f"none of the run's {step.steps} optimizer steps had a finite loss and gradient"
     )
@@ -63,21 +60,22 @@ def require_finite(held: Mapping[str, Sequence[Tensor]], step: int, layout: Layo
     """Raise NonFiniteError on every rank where a tensor on any rank is not finite. Collective over
     the world.
 
-    held: tensors of this rank by what they are, of which it may have none; the same names on every
-    rank. step: the newest optimizer step."""
+    held: tensors of this rank by kind; a rank may have none; the same names on every rank. step:
+    the newest optimizer step."""
     counts = torch.zeros(len(held), dtype=torch.float32, device=layout.device)
     for place, tensors in enumerate(held.values()):
         for tensor in tensors:
             if tensor.numel():
-                # The maximum passes on what is not a number, as it does infinity; nothing is copied.
+                # The maximum passes on what is not a number, as it does infinity; nothing is
+                # copied.
                 largest = torch.linalg.vector_norm(tensor.detach(), ord=math.inf)
                 counts[place] += (~torch.isfinite(largest)).to(counts)
     dist.all_reduce(counts, group=layout.world_group)
     wrong = [name for name, count in zip(held, counts.tolist(), strict=True) if count]
     if wrong:
         raise NonFiniteError(
-            f"after optimizer step {step} not finite: {', '.join(wrong)}; they are neither published"
-            " nor saved",
-            "lower policy.optimizer.lr; the run goes on from its newest checkpoint. If it fails at"
+            f"after optimizer step {step} not finite: {', '.join(wrong)}; they are neither"
+            " published nor saved",
+            "lower policy.optimizer.lr; the run resumes from its newest checkpoint. If it fails at"
             " the same step again, go back to an older checkpoint",
         )

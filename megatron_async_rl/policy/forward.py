@@ -7,9 +7,9 @@ Invariants:
 - the schedule (plain, or 1F1B over pipeline stages, interleaved over virtual ones) is Megatron's
   own; losses are summed over micro-batches, undivided;
 - every rank of a pipeline runs the same micro-batches in the same order;
-- with `overlap_param_gather` weights are gathered beside the forward pass after `weights_moved`, and
-  at no other time: passes that some ranks alone make find them gathered. What is no forward pass
-  reads them after `gather_weights`;
+- with `overlap_param_gather` weights are gathered during the forward pass after `weights_moved`,
+  and at no other time: passes that some ranks alone make find them gathered. Other readers call
+  `gather_weights` first;
 - what consumes outputs sees those of all response tokens, on every context-parallel rank.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -35,12 +35,10 @@ from megatron_async_rl.policy.megatron_private import (
     set_gathered,
 )
 from megatron_async_rl.policy.microbatch import MicroBatch
+from megatron_async_rl.policy.model import PolicyModel
+from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.policy.routing_replay import RoutingPass, RoutingReplay
 from megatron_async_rl.watchdog import watch
-
-if TYPE_CHECKING:
-    from megatron_async_rl.policy.model import PolicyModel
-    from megatron_async_rl.policy.parallel import Layout
-    from megatron_async_rl.policy.routing_replay import RoutingPass, RoutingReplay
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +152,8 @@ class Schedule:
     def forward(
         self, micro_batches: Sequence[MicroBatch], routing: RoutingPass = "replay"
     ) -> list[tuple[MicroBatch, TokenOutputs]]:
-        """In order on the last stage; an empty list on the others. Collective over a pipeline."""
+        """Outputs of the micro-batches in order on the last stage; an empty list on the others.
+        Collective over a pipeline."""
 
         def collect(
             micro_batch: MicroBatch, hidden: Tensor, non_loss_data: bool
@@ -173,7 +172,7 @@ class Schedule:
         forward_only: bool,
         routing: RoutingPass = "replay",
     ) -> list[Any]:
-        # Megatron's routers count the tokens that go to each expert, and padding is none.
+        # Megatron's routers count the tokens that go to each expert, and padding is not one.
         masked = bool(self.model.config.num_moe_experts)
 
         def step(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
@@ -244,10 +243,10 @@ class Schedule:
         return TokenOutputs(logp, entropy, squares.detach(), *rest)
 
     def _gradient_of(self, parameter: Tensor) -> Tensor | None:
-        """Megatron's gradient buffer, where it may be added to directly; beside one in bfloat16,
+        """Megatron's gradient buffer, where it may be added to directly; next to a bfloat16 one,
         where each chunk of tokens would round, a float32 tensor of `accumulate`'s. Null where
-        autograd is to have the gradient: while buffers are reduced beside the backward, Megatron
-        wants it to have every one."""
+        autograd is to have the gradient: while buffers are reduced during the backward pass,
+        Megatron requires it to have every one."""
         settings = getattr(self.chunks[-1], "ddp_config", None)
         buffer: Tensor | None = getattr(parameter, "main_grad", None)
         if settings is None or settings.overlap_grad_reduce or buffer is None:
@@ -267,12 +266,11 @@ class StageMessages(P2PCommunicator):
     interleaved stages that goes wrong twice: the next stage is also the previous one, so that the
     shape of a gradient is taken for that of an activation; and a stage that waits until its
     announcement is read keeps one waiting that sends to it. Nothing has to be announced here: every
-    rank of a pipeline knows the micro-batches, and the schedule says in which order their tensors
-    come.
+    rank of a pipeline knows the micro-batches, and the schedule defines the order of their tensors.
 
     Activations come for every (micro-batch, chunk) in the schedule's order; to the first rank,
     which gets them from the last one for its own next chunk, those of all chunks but the last: of
-    one chunk, none. Gradients are the same, with the last rank in the place of the first.
+    one chunk, none. Gradients are the same, with the last rank as the source.
 
     shapes: [length, rows, hidden] of each micro-batch's tensor between stages, in order.
     """
@@ -296,7 +294,8 @@ class StageMessages(P2PCommunicator):
 
 
 def stage_messages(config: Any, micro_batches: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """Keyword arguments of Megatron's schedule: the communicator, and the groups it then wants too.
+    """Keyword arguments of Megatron's schedule: the communicator, and the groups that it then
+    needs.
 
     config: Megatron's, of the model. micro_batches: (rows, length) of each.
     """

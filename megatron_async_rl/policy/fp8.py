@@ -1,8 +1,7 @@
-"""Products in 8-bit floats: Megatron's settings for a recipe, weights that are kept in 8 bits, and
-the state of delayed scaling.
+"""FP8 GEMMs: Megatron's settings for a recipe, FP8 weights, and the state of delayed scaling.
 
-Megatron enters Transformer Engine's recipe around each layer (for `delayed` around all of them), and
-around the building of layers whose weights are kept in 8 bits; Transformer Engine rounds.
+Megatron enters Transformer Engine's recipe around each layer (for `delayed` around all of them),
+and around the building of layers whose weights are kept in 8 bits; Transformer Engine rounds.
 
 Invariants:
 - a weight kept in 8 bits is a function of Adam's float32 weights (optimizer.py), so copies and
@@ -14,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.fp8_utils import get_fp8_recipe, is_float8tensor
@@ -22,14 +21,12 @@ from torch import Tensor, nn
 
 from megatron_async_rl.config.fp8 import Fp8Config, lacking, needed, version_of
 from megatron_async_rl.config.problem import UserError
-
-if TYPE_CHECKING:
-    from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.policy.parallel import Layout
 
 HISTORY = 1024
 """Passes whose largest value scales a tensor under `delayed`, Transformer Engine's own number."""
 DIRECTIONS = ("scaling_fwd", "scaling_bwd")
-"""Where a module of Transformer Engine keeps what delayed scaling knows, in its `fp8_meta`."""
+"""Keys of a Transformer Engine module's `fp8_meta` that hold the state of delayed scaling."""
 
 
 def megatron_settings(fp8: Fp8Config | None) -> dict[str, Any]:
@@ -64,7 +61,8 @@ def refuse_device(fp8: Fp8Config | None, layout: Layout) -> None:
         raise UserError.of(
             "policy.fp8.recipe",
             f"rank {layout.rank}: {why}",
-            f"choose a recipe that it has (`mar doctor` lists them), or GPUs of {needed(fp8.recipe)}",
+            "choose a recipe that it has (`mar doctor` lists them), or GPUs of"
+            f" {needed(fp8.recipe)}",
         )
 
 
@@ -114,8 +112,8 @@ def restore_delayed_state(
 
 
 def drop_workspaces(chunks: Sequence[nn.Module]) -> None:
-    """Gives up the weights in 8 bits that modules of Transformer Engine keep from one micro-batch to
-    the next; a step makes them anew."""
+    """Drop the FP8 weights that modules of Transformer Engine keep from one micro-batch to the
+    next; a step makes them anew."""
     for chunk in chunks:
         for module in chunk.modules():
             workspaces = getattr(module, "_fp8_workspaces", None)

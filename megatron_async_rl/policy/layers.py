@@ -13,8 +13,8 @@ Invariants:
   leaves a rank come from canonical ones, and checkpoints have CHECKPOINT_KEYS for both families;
 - a parameter has one shape and one cut over tensor-parallel ranks in both: what is loaded, exported
   or saved with one goes bit for bit into the other;
-- supported.py says which models and settings a family does not compute; nothing here approximates
-  one.
+- supported.py lists the models and settings that a family does not compute; nothing here
+  approximates one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-"""Where Transformer Engine has a norm that it computes with the product behind it -> the norm."""
+"""Name of a norm that Transformer Engine fuses with the following GEMM -> name of the norm
+alone."""
 CHECKPOINT_KEYS = {norm: fused for fused, norm in FUSED_NORMS.items()}
 """Beginnings of a layer's parameters -> those of their keys in a checkpoint, for every family."""
 GROUPED_EXPERT = re.compile(r"(?<=\.mlp\.experts\.)(\w+)\.(weight|bias)(\d+)$")
@@ -71,7 +72,7 @@ class Layers(ABC):
 
     @abstractmethod
     def finish(self, chunk: torch.nn.Module) -> None:
-        """Sets what the chunk, just built of such layers, could not be told before."""
+        """Set properties of the chunk that exist only once its layers are built."""
 
 
 class LocalLayers(Layers):
@@ -169,7 +170,7 @@ class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm, or Apex's kernel of it, under Megatron's constructor.
 
     Its weight is marked `sequence_parallel` so that Megatron sums its gradient over tensor-parallel
-    ranks, each of which sees a part of the sequence.
+    ranks, since each sees only a part of the sequence.
     """
 
     def __init__(
@@ -201,8 +202,8 @@ class GemmaNorm(RMSNorm):
 
 
 class NormedAdd(GemmaNorm):
-    """The norm of what attention or the MLP gave, and then the residual sum: in the place, and with
-    the interface, of Megatron's sum with bias and dropout, of which Gemma has neither."""
+    """The norm of what attention or the MLP gave, and then the residual sum: with the interface of
+    Megatron's sum with bias and dropout, which it replaces; Gemma has neither."""
 
     def forward(  # type: ignore[override]
         self, training: bool, fused: bool

@@ -1,4 +1,4 @@
-"""Low-rank adapters beside Megatron's linear layers (arXiv 2106.09685).
+"""Low-rank adapters of Megatron's linear layers (arXiv 2106.09685).
 
     y = W x + alpha / rank B A x        A: [rank, inputs], B: [outputs, rank]
 
@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.tensor_parallel import (
@@ -46,15 +46,14 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_async_rl.policy.parameters import ADAPTER, local_entries
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.lora import LoraConfig
-    from megatron_async_rl.policy.bridge import PolicyBridge
+from megatron_async_rl.config.lora import LoraConfig
+from megatron_async_rl.policy.cuts import ParameterEntry
+from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.policy.parameters import ADAPTER
 
 
 @dataclass(frozen=True)
-class Rows:
+class FusedRows:
     """Rows of a fused matrix on one rank: `groups` times, one after another, `widths` rows of each
     of these matrices."""
 
@@ -77,9 +76,9 @@ class Rows:
 
 
 class Adapter(nn.Module):
-    """A and B of one target, or this rank's shards of them. cut: the one that is a shard, and its
-    dimension that is cut; the other is whole on every tensor-parallel rank. sequence_parallel: each
-    of those ranks has the gradient of its part of the tokens for the whole one."""
+    """A and B of one target, or this rank's shards of them. cut: the sharded one, and its cut
+    dimension; the other is whole on every tensor-parallel rank. sequence_parallel: each of those
+    ranks has the gradient of its part of the tokens for the whole one."""
 
     def __init__(
         self,
@@ -101,7 +100,7 @@ class Adapter(nn.Module):
                 parameter.sequence_parallel = sequence_parallel
 
 
-class Adapted(nn.Module):
+class AdaptedLayer(nn.Module):
     """A layer with adapters: mixed in before Megatron's class, whose __init__ has run when
     `_add` is called."""
 
@@ -112,7 +111,7 @@ class Adapted(nn.Module):
     cuts: ClassVar[Mapping[str, int]]
     """Parameters of the layer and of an adapter -> the dimension that tensor parallelism cuts."""
 
-    def _add(self, lora: LoraConfig, rows: Rows, inputs: int) -> None:
+    def _add(self, lora: LoraConfig, rows: FusedRows, inputs: int) -> None:
         own = {"lora_A", "lora_B"} & self.cuts.keys()
         (cut,) = ((name, self.cuts[name]) for name in own)
         self.scale, self.dropout, self.rows = lora.alpha / lora.rank, lora.dropout, rows
@@ -165,12 +164,12 @@ class Adapted(nn.Module):
         return entries
 
 
-class AdaptedColumns(Adapted, ColumnParallelLinear):
+class AdaptedColumns(AdaptedLayer, ColumnParallelLinear):
     """A column-parallel layer with adapters on some of its matrices."""
 
     cuts: ClassVar = {"weight": 0, "bias": 0, "lora_B": 0}
 
-    def __init__(self, *args: Any, lora: LoraConfig, rows: Rows, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, lora: LoraConfig, rows: FusedRows, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._add(lora, rows, self.input_size)
 
@@ -197,7 +196,7 @@ class AdaptedColumns(Adapted, ColumnParallelLinear):
         return output + self.rows.fused(added), bias
 
 
-class AdaptedRows(Adapted, RowParallelLinear):
+class AdaptedRows(AdaptedLayer, RowParallelLinear):
     """A row-parallel layer with an adapter. output_bias: it has a bias although its configuration
     has none (`with_bias`)."""
 
@@ -208,7 +207,7 @@ class AdaptedRows(Adapted, RowParallelLinear):
         *args: Any,
         bias: bool,
         lora: LoraConfig,
-        rows: Rows,
+        rows: FusedRows,
         output_bias: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -230,7 +229,7 @@ class AdaptedRows(Adapted, RowParallelLinear):
 def adapt(
     layer: TransformerLayerSubmodules, config: Any, lora: LoraConfig, *, output_bias: bool
 ) -> None:
-    """Puts layers with adapters in the place of the targets of a transformer layer's specification.
+    """Replace the targets of a transformer layer's specification by layers with adapters.
 
     config: Megatron's. output_bias: the output projection of attention has a bias. Raises
     ValueError for a target that the layer does not have.
@@ -241,10 +240,10 @@ def adapt(
     heads = {"q_proj": config.num_attention_heads // groups * head, "k_proj": head, "v_proj": head}
     attention = layer.self_attention.submodules
     if targets & heads.keys():
-        rows = Rows(heads, groups // parallel)
+        rows = FusedRows(heads, groups // parallel)
         attention.linear_qkv = partial(AdaptedColumns, lora=lora, rows=rows)
     if "o_proj" in targets:
-        rows = Rows({"o_proj": config.hidden_size})
+        rows = FusedRows({"o_proj": config.hidden_size})
         attention.linear_proj = partial(AdaptedRows, lora=lora, rows=rows, output_bias=output_bias)
     gated = dict.fromkeys(("gate_proj", "up_proj"), config.ffn_hidden_size // parallel)
     if not targets & {*gated, "down_proj"}:
@@ -252,14 +251,14 @@ def adapt(
 
     if config.num_moe_experts is not None:
         raise ValueError(
-            f"policy.lora.targets: {sorted(targets & {*gated, 'down_proj'})} are experts here, which"
-            " have no adapters; name q_proj, k_proj, v_proj, o_proj alone"
+            f"policy.lora.targets: {sorted(targets & {*gated, 'down_proj'})} are experts here,"
+            " which have no adapters; name q_proj, k_proj, v_proj, o_proj alone"
         )
     feed_forward = layer.mlp.keywords["submodules"]
     if targets & gated.keys():
-        feed_forward.linear_fc1 = partial(AdaptedColumns, lora=lora, rows=Rows(gated))
+        feed_forward.linear_fc1 = partial(AdaptedColumns, lora=lora, rows=FusedRows(gated))
     if "down_proj" in targets:
-        rows = Rows({"down_proj": config.hidden_size})
+        rows = FusedRows({"down_proj": config.hidden_size})
         feed_forward.linear_fc2 = partial(AdaptedRows, lora=lora, rows=rows)
 
 
@@ -270,11 +269,15 @@ def freeze_base(chunk: nn.Module) -> None:
 
 
 @torch.no_grad()
-def initialise(bridge: PolicyBridge, chunks: Sequence[nn.Module], seed: int) -> None:
-    """A uniform in +-1 / sqrt(inputs), as PEFT draws it, by `seed` and the matrix's name; B zero.
-    Seeds the generators that dropout draws from."""
-    layout = bridge.layout
-    for entry in local_entries(bridge, chunks, adapters=True):
+def initialise(
+    entries: Iterable[ParameterEntry], chunks: Sequence[nn.Module], layout: Layout, seed: int
+) -> None:
+    """Set A to a uniform draw in +-1 / sqrt(inputs), as PEFT does, by `seed` and the matrix's name,
+    and B to zero. Seeds the generators that dropout draws from.
+
+    entries: the adapters that this rank holds.
+    """
+    for entry in entries:
         parameter = chunks[entry.chunk].get_parameter(entry.local_name)
         (name,), (shape,) = entry.hf_names, entry.hf_shapes
         if not name.endswith("lora_A.weight"):
@@ -295,6 +298,6 @@ def weight_of(chunk: nn.Module, name: str, dtype: torch.dtype | None = None) -> 
     """A parameter of the chunk as engines and files get it: with its adapters merged into it, in
     `dtype`; null: in its own. Without adapters the parameter itself."""
     layer = chunk.get_submodule(name.rpartition(".")[0])
-    if isinstance(layer, Adapted) and name.endswith(".weight"):
+    if isinstance(layer, AdaptedLayer) and name.endswith(".weight"):
         return layer.merged_weight(dtype)
     return chunk.get_parameter(name).detach()

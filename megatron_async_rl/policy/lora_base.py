@@ -2,7 +2,7 @@
 checkpoint over any other.
 
 A checkpoint of adapters holds no weight of the base model, which is read again from its directory,
-and says by a digest which weights those were. The digest is the sum, modulo 2^64, over all frozen
+and identifies those weights by a digest. The digest is the sum, modulo 2^64, over all frozen
 weights, of a hash of the weight's bits times one of its place (tensor of the model, index in it).
 
 Invariants:
@@ -17,7 +17,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,11 +26,9 @@ from torch import Tensor
 
 from megatron_async_rl.gradients import block_elements
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
+from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.model_blocks import Block, Content, ModelBlocks
-
-if TYPE_CHECKING:
-    from megatron_async_rl.policy.model import PolicyModel
-    from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.policy.parallel import Layout
 
 _digests: WeakKeyDictionary[PolicyModel, str] = WeakKeyDictionary()
 
@@ -74,8 +72,8 @@ def base_digest(model: PolicyModel) -> str:
 
 @torch.no_grad()
 def placed_digest(content: Content, layout: Layout) -> str:
-    """Digest of tensors of which each rank has the blocks that it would write; the same on every
-    layout. Collective over the world."""
+    """Digest of tensors; each rank has the blocks that it would write; the same on every layout.
+    Collective over the world."""
     total = torch.zeros((), dtype=torch.int64, device=layout.device)
     for key, blocks in content.items():
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7])

@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.core.distributed.finalize_model_grads import (
     _allreduce_non_tensor_model_parallel_grads,
     _allreduce_word_embedding_grads,
 )
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer import MegatronOptimizer
 
 NAMES = {
     "megatron.core.tensor_parallel.random": ("_get_cuda_rng_state", "_set_cuda_rng_state"),
@@ -91,7 +89,7 @@ moe_utils.te_general_gemm = None
 
 def point_at_cpu(get_state: Callable[..., Any], set_state: Callable[..., Any]) -> None:
     """Without CUDA: Megatron's random generator is the one of `get_state` and `set_state`, and the
-    expert dispatcher's counts of tokens become the lists that a collective wants."""
+    expert dispatcher's counts of tokens become the lists that a collective takes."""
     random._get_cuda_rng_state = get_state
     random._set_cuda_rng_state = set_state
     # A generator that it forks is the CPU's here, and a warning about that comes with each draw.
@@ -170,8 +168,7 @@ def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
 
 def replace_adam(part: Any, adam: Any, fill: Callable[[], None]) -> None:
     """Puts `adam` where one part of the optimizer has its own, which has not stepped yet. fill:
-    gives each of `adam`'s parameters the state it starts from, where Megatron wants it to be
-    there."""
+    gives each of `adam`'s parameters its initial state, which Megatron expects to exist."""
     part.optimizer, part.init_state_fn = adam, lambda *_: fill()
 
 

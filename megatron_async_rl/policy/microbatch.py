@@ -8,7 +8,7 @@ Invariants:
   sample has one segment or several, each a sequence of its own;
 - every data-parallel rank runs the same number of micro-batches (an all-masked one fills up), since
   the collectives of the schedule and of the gradient reduction are counted by micro-batch; the
-  interleaved pipeline schedule wants a multiple of the pipeline's size.
+  interleaved pipeline schedule needs a multiple of the pipeline's size.
 
 How segments lie in the rows of a micro-batch is the sequence layout's (`sequence_layout.py`).
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,13 +26,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async_rl.objectives.batch import on_device
+from megatron_async_rl.policy.attention import PackedSequences
+from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.sequence_layout import Padded, SequenceLayout, balanced
 from megatron_async_rl.samples.columns import spans
 from megatron_async_rl.samples.rank_batch import RankBatch
-
-if TYPE_CHECKING:
-    from megatron_async_rl.policy.attention import PackedSequences
-    from megatron_async_rl.policy.parallel import Layout
 
 DEFAULT = Padded()
 BY_ROW = ("tokens", "position_ids", "padding", "routed")
@@ -52,7 +50,7 @@ class SampleTooLong(ValueError):
 
 
 @dataclass(frozen=True)
-class Plan:
+class MicroBatchPlan:
     """ranks[r]: the micro-batches of data-parallel rank r, each a tuple of sample indices; () is an
     all-masked one.
 
@@ -79,15 +77,16 @@ class MicroBatch:
     places of these tokens among those of the samples that their owner has in the planned batch.
     batch_samples: [S] int64, `samples`. packing: where segments begin and end in a row that has
     several; null where a row is one. Nothing predicts the first token of a further segment: its
-    place in `rows` is that of the second, and nobody trains on it. An all-masked micro-batch has
-    samples == () and one token of nobody, whose places are -1.
+    place in `rows` is that of the second, and is not trained on. An all-masked micro-batch has
+    samples == () and one token of padding, whose places are -1.
 
     Under context parallelism L is the length of this rank's part, `rows` is [n] and of its own
-    positions, and `places`, [n] int64, says which of the N tokens they predict; else null.
+    positions, and `places`, [n] int64, holds the index among the N tokens that each predicts; else
+    null.
 
-    padding: [B, L] bool, true of what is no token of a sample. routed_experts: [B, L, bytes] uint8
-    on the host (page-locked for CUDA), the experts that the engine chose (samples/types.py), of
-    tokens where `routed`, [B, L] bool, is true; both null where nobody recorded any.
+    padding: [B, L] bool, true for padding. routed_experts: [B, L, bytes] uint8 on the host
+    (page-locked for CUDA), the experts that the engine chose (samples/types.py), of tokens where
+    `routed`, [B, L] bool, is true; both null if none were recorded.
     """
 
     samples: tuple[int, ...]
@@ -125,7 +124,7 @@ def plan_micro_batches(
     budget: int,
     sequences: SequenceLayout = DEFAULT,
     in_groups_of: int = 1,
-) -> Plan:
+) -> MicroBatchPlan:
     """Cuts the samples of each owner into micro-batches.
 
     in_groups_of: the number of micro-batches of a rank is a multiple of it (the pipeline's size
@@ -148,7 +147,7 @@ def plan_micro_batches(
         for rank in ranks
         for rows in rank
     )
-    return Plan(ranks, 1.0 - int(batch.fed.sum()) / computed)
+    return MicroBatchPlan(ranks, 1.0 - int(batch.fed.sum()) / computed)
 
 
 def build_micro_batch(
@@ -289,13 +288,13 @@ def _routed_experts(
 
 @dataclass(frozen=True)
 class Batcher:
-    """Micro-batches of one rank. budget: tokens of one at the most."""
+    """Micro-batches of one rank. budget: largest number of tokens per micro-batch."""
 
     layout: Layout
     budget: int
     sequences: SequenceLayout
 
-    def of(self, samples: RankBatch) -> tuple[Plan, list[MicroBatch]]:
+    def of(self, samples: RankBatch) -> tuple[MicroBatchPlan, list[MicroBatch]]:
         """The plan of all ranks, and this rank's micro-batches. Raises SampleTooLong."""
         plan = plan_micro_batches(
             samples,

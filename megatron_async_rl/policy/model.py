@@ -20,23 +20,21 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
+from megatron_async_rl.config.lora import LoraConfig
+from megatron_async_rl.config.objective import ValueConfig
+from megatron_async_rl.config.schema import ModelConfig, PolicyConfig
 from megatron_async_rl.policy.bridge import PolicyBridge
 from megatron_async_rl.policy.families import build_bridge
 from megatron_async_rl.policy.lora import freeze_base, initialise
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.parameters import load_hf
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.lora import LoraConfig
-    from megatron_async_rl.config.objective import ValueConfig
-    from megatron_async_rl.config.schema import ModelConfig, PolicyConfig
+from megatron_async_rl.policy.parameters import load_hf, local_entries
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OVERRIDDEN = {"megatron.core.models.gpt.gpt_model.GPTModel": ("_preprocess", "_postprocess")}
@@ -246,7 +244,7 @@ def build_model(
     *,
     seed: int = 0,
 ) -> PolicyModel:
-    """`assemble_model`, loaded from `model.path`; adapters start as `seed` says. Collective over
+    """`assemble_model`, loaded from `model.path`; adapters start from `seed`. Collective over
     pipeline ranks.
 
     Raises UnsupportedModel, or WeightsDoNotFit when directory and model differ in any tensor.
@@ -254,5 +252,6 @@ def build_model(
     built = assemble_model(model, policy, layout, value)
     load_hf(built.bridge, built.chunks, model.path)
     if policy.lora is not None:
-        initialise(built.bridge, built.chunks, seed)
+        entries = local_entries(built.bridge, built.chunks, adapters=True)
+        initialise(entries, built.chunks, built.bridge.layout, seed)
     return built

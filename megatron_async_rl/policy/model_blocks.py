@@ -1,9 +1,10 @@
 """Slices of this rank's parameters as blocks of the whole model's tensors, in files of torch's
 distributed checkpoints.
 
-Megatron's `sharded_state_dict` says which part of which tensor of the model a parameter is, which
-are copies of one another, and how fused ones split. A slice of a parameter is a run of its
-elements, which is no box of that tensor but a few of them: a part of a row, rows, a part of a row.
+Megatron's `sharded_state_dict` maps each parameter to its part of a tensor of the model, and shows
+which are copies of one another, and how fused ones split. A slice of a parameter is a run of its
+elements, which is not one box of that tensor but a few boxes: a part of a row, rows, a part of a
+row.
 
     slice        . . . x x      the end of a row
                  x x x x x      rows
@@ -32,7 +33,7 @@ from collections.abc import Buffer, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,10 +67,8 @@ from megatron_async_rl.policy.digested_folder import (
     block_fault,
 )
 from megatron_async_rl.policy.fp8 import is_quantised
+from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.parameter_state import Slice, Sliced, replica_part
-
-if TYPE_CHECKING:
-    from megatron_async_rl.policy.model import PolicyModel
 
 BLOCK_BYTES = 64 * 2**20
 STATE = "parameter_state"
@@ -90,7 +89,7 @@ READABLE = {
         "_MEM_FORMAT_ENCODING",
     ),
 }
-"""Module -> names that an index of blocks may ask for, beside torch's dtypes."""
+"""Module -> names that an index of blocks may use, besides torch's dtypes."""
 
 
 class BlocksUnreadable(Exception):
@@ -157,9 +156,9 @@ Content = dict[str, Blocks]
 
 
 class ModelBlocks:
-    """Where each trained parameter, and each buffer, of this rank lies in the model's tensors. Made
-    anew for each save or load. Of a model that keeps weights in 8 bits, `state` alone can be had.
-    frozen: the parameters that are not trained instead."""
+    """Positions of this rank's trained parameters and buffers in the model's tensors. Made anew
+    for each save or load. A model with FP8 weights supports `state` alone. frozen: use the
+    parameters that are not trained instead."""
 
     def __init__(self, model: PolicyModel, *, frozen: bool = False) -> None:
         self._layout = model.bridge.layout
@@ -169,7 +168,7 @@ class ModelBlocks:
             parameters = dict(chunk.named_parameters())
             for name, entry in chunk.sharded_state_dict().items():
                 if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
-                    continue  # what layers keep beside tensors; of delayed scaling see fp8.py
+                    continue  # state of layers other than tensors; of delayed scaling see fp8.py
                 tensor = parameters.get(name, entry.data)
                 trained = name not in parameters or tensor.requires_grad
                 if trained == frozen:
@@ -225,7 +224,7 @@ def _parts_of(entry: ShardedTensor | ShardedTensorFactory) -> list[tuple[int, Sh
         data = part.data
         inside = data.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
         if not (inside and data.is_contiguous()):
-            raise ValueError(f"{part.key} is no run of the elements of its parameter")
+            raise ValueError(f"{part.key} is not a run of the elements of its parameter")
     return [
         (part.data.storage_offset() - whole.storage_offset(), part.without_data()) for part in parts
     ]
@@ -263,9 +262,9 @@ def boxes(
         yield from _within_row(shape, rows.stop, start, end, itemsize)
         return
     yield from _within_row(shape, rows.start - 1, start, rows.start * row, itemsize)
-    most = max(1, BLOCK_BYTES // (row * itemsize))
-    for at in range(rows.start, rows.stop, most):
-        yield (at, *(0,) * (len(shape) - 1)), (min(most, rows.stop - at), *shape[1:])
+    maximum = max(1, BLOCK_BYTES // (row * itemsize))
+    for at in range(rows.start, rows.stop, maximum):
+        yield (at, *(0,) * (len(shape) - 1)), (min(maximum, rows.stop - at), *shape[1:])
     yield from _within_row(shape, rows.stop, rows.stop * row, end, itemsize)
 
 
@@ -301,12 +300,12 @@ def write(folder: Path, content: Content, group: Any) -> dict[str, StoredFile]:
     """Write what all ranks of `group` (gloo) have, and read it back. Collective over it. Return the
     files of all ranks on rank 0, none elsewhere. Raises BlocksUnwritten."""
     # Copying ahead asks CUDA for a stream, and a thread's own device is the first of the machine.
-    files = _Writer(folder, sync_files=True, per_thread_copy_ahead=0)
+    files = _BlockFileWriter(folder, sync_files=True, per_thread_copy_ahead=0)
     try:
         dcp.save(
             dict(content),
             storage_writer=files,
-            planner=_Writing(flatten_state_dict=False, flatten_sharded_tensors=False),
+            planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
         )
     except CheckpointException as error:
@@ -327,8 +326,8 @@ def read(
     try:
         dcp.load(
             dict(content),
-            storage_reader=_Reader(folder, files),
-            planner=_Reading(flatten_state_dict=False, flatten_sharded_tensors=False),
+            storage_reader=_BlockFileReader(folder, files),
+            planner=_LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
             process_group=group,
         )
     except CheckpointException as error:
@@ -385,7 +384,7 @@ class _BlockStreams(_StorageWriterTransforms):
 
 
 @dataclass(frozen=True)
-class _Written(WriteResult):
+class _WrittenBlock(WriteResult):
     digest: str
 
     @property
@@ -394,7 +393,7 @@ class _Written(WriteResult):
         return StoredBlock(place.offset, place.length, self.digest, self.index.fqn)
 
 
-class _Writer(dcp.FileSystemWriter):
+class _BlockFileWriter(dcp.FileSystemWriter):
     """Writes and syncs a file, then reads it back. `stored`: the files of all ranks, on rank 0."""
 
     stored: dict[str, StoredFile]
@@ -403,7 +402,7 @@ class _Writer(dcp.FileSystemWriter):
         self.stored = {}
         self.transforms = streams = _BlockStreams()
         results = [
-            _Written(one.index, one.size_in_bytes, one.storage_data, stream.digest.text)
+            _WrittenBlock(one.index, one.size_in_bytes, one.storage_data, stream.digest.text)
             for one in super().write_data(plan, planner).wait()
             for stream in (streams.by_index[one.index],)
         ]
@@ -426,12 +425,12 @@ class _Writer(dcp.FileSystemWriter):
         super().finish(metadata, results)
 
 
-class _Writing(dcp.DefaultSavePlanner):
+class _SavePlanner(dcp.DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self.state_dict[index.fqn].at(index)
 
 
-class _Reading(dcp.DefaultLoadPlanner):
+class _LoadPlanner(dcp.DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
     ) -> None:
@@ -499,7 +498,7 @@ class _Bytes(io.RawIOBase):
         return len(found)
 
 
-class _Reader(dcp.FileSystemReader):
+class _BlockFileReader(dcp.FileSystemReader):
     """Checks each block that it reads. files: null in checkpoints without digests."""
 
     def __init__(self, folder: Path, files: Mapping[str, StoredFile] | None) -> None:

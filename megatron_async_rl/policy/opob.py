@@ -14,7 +14,7 @@ sequence.
 L_i is the configured loss with its aggregation, denominators and corrections, so W is that of the
 estimator in use, whatever weighs it. With loss `reinforce` and correction `tis` at sequence level
 it is W_i = min(w_i, cap)^2 |s_i|^2 of the paper, `cap` being the correction's. The advantage's own
-`cap` is for mode `cheap`, which has to be told.
+`cap` is for mode `cheap`, which needs the number.
 
 Invariants:
 - a group lies on one data-parallel rank, whole. Within the loop only ranks of the same model
@@ -34,7 +34,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -45,20 +44,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async_rl.config.advantages import OpobAdvantage
+from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.gradients import dot
 from megatron_async_rl.objectives.advantages.per_response import EPSILON
-from megatron_async_rl.objectives.batch import weighted_means
+from megatron_async_rl.objectives.batch import TokenBatch, weighted_means
+from megatron_async_rl.objectives.targets import StepTargets
 from megatron_async_rl.policy import megatron_private
+from megatron_async_rl.policy.forward import Consume, Schedule
+from megatron_async_rl.policy.microbatch import MicroBatch
+from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameters import trainable
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.objective import ObjectiveConfig
-    from megatron_async_rl.objectives.batch import TokenBatch
-    from megatron_async_rl.objectives.targets import StepTargets
-    from megatron_async_rl.policy.forward import Consume, Schedule
-    from megatron_async_rl.policy.microbatch import MicroBatch
-    from megatron_async_rl.policy.parallel import Layout
-
 
 Build = Callable[[tuple[int, ...]], "MicroBatch"]
 """Sample indices -> the micro-batch of them."""
@@ -123,7 +118,7 @@ class ExactBaseline:
         if layout.virtual_stages > 1:
             raise OpobUnsupported(
                 "advantage opob, mode exact, runs one sequence at a time, and the interleaved"
-                " schedule wants at least as many micro-batches as there are stages; set"
+                " schedule needs at least as many micro-batches as there are stages; set"
                 " policy.parallel.virtual_pipeline: 1, or mode: cheap"
             )
         for chunk in schedule.chunks:

@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.distributed import (
@@ -37,6 +37,8 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from torch import Tensor, nn
 
+from megatron_async_rl.config.schema import OptimizerConfig as OptimizerSettings
+from megatron_async_rl.config.schema import PolicyConfig
 from megatron_async_rl.gradients import blocks
 from megatron_async_rl.policy.adam_view import gradient_of
 from megatron_async_rl.policy.cuts import Cuts
@@ -47,12 +49,8 @@ from megatron_async_rl.policy.megatron_private import (
     replace_adam,
     weights_from_masters,
 )
+from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.parameters import HuggingFaceTensors, local_entries
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.schema import OptimizerConfig as OptimizerSettings
-    from megatron_async_rl.config.schema import PolicyConfig
-    from megatron_async_rl.policy.model import PolicyModel
 
 
 def learning_rate(settings: OptimizerSettings, step: int, total_steps: int) -> float:
@@ -147,7 +145,7 @@ def build_optimizer(
             if adam.offload:
                 # Page-locked memory that is not to be had is missed now, not in the first step.
                 adam.materialise()
-    # For whoever asks what moments are kept in, also on a rank without a parameter.
+    # The dtype of the moments can be read even on a rank without a parameter.
     optimizer.config.exp_avg_dtype = getattr(torch, settings.moment_dtype)
     for group in optimizer.param_groups:
         # wd_mult is 0 for one-dimensional parameters; Megatron applies it in its own scheduler,
@@ -185,13 +183,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class BlockAdam(torch.optim.AdamW):
-    """AdamW whose moments are kept in `dtype`, and with `offload` in host memory, page-locked, where
-    parameters are on CUDA: they come to the device a block at a time, and go back.
+    """AdamW whose moments are kept in `dtype`, and with `offload` in host memory, page-locked,
+    where parameters are on CUDA: they come to the device a block at a time, and go back.
 
     A step computes in float32, from the moments as they are kept, and applies the new ones before
-    they are rounded to be kept; of float32 moments it is that of torch's AdamW(foreach=False), to the
-    bit, wherever they lie. The device holds four blocks besides.
-    replaced: an Adam that has not stepped yet, whose groups of float32 parameters are taken over.
+    they are rounded to be kept; of float32 moments it is that of torch's AdamW(foreach=False), to
+    the bit, wherever they lie. The device holds four blocks besides. replaced: an Adam that has not
+    stepped yet, whose groups of float32 parameters are taken over.
     """
 
     def __init__(

@@ -22,17 +22,15 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_async_rl.config.schema import ParallelConfig
 from megatron_async_rl.watchdog.events import timed_out
 
-if TYPE_CHECKING:
-    from megatron_async_rl.config.schema import ParallelConfig
-
-PATIENCE = timedelta(days=7)
+LONG_WAIT_TIMEOUT = timedelta(days=7)
 """Deadline of ranks that wait for what rank 0 waits for. Rank 0 knows whether that moves, and the
 watchdog whether rank 0 does."""
 
@@ -137,7 +135,7 @@ class Layout:
         if self.rank == 0:
             try:
                 message = [("result", make(), False)]
-            except BaseException as error:  # noqa: BLE001 - raised again below, once the other ranks have been told
+            except BaseException as error:  # noqa: BLE001 - raised again below, once the other ranks are notified
                 failure = error
                 message = [("failure", f"{type(error).__name__}: {error}", timed_out(error))]
         dist.broadcast_object_list(message, src=0, group=group or self.patient_group)
@@ -254,6 +252,6 @@ def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> 
             if backend == "gloo"
             else dist.new_group(backend="gloo", timeout=timeout)
         ),
-        patient_group=dist.new_group(backend="gloo", timeout=PATIENCE),
-        writing_group=dist.new_group(backend="gloo", timeout=PATIENCE),
+        patient_group=dist.new_group(backend="gloo", timeout=LONG_WAIT_TIMEOUT),
+        writing_group=dist.new_group(backend="gloo", timeout=LONG_WAIT_TIMEOUT),
     )

@@ -5,7 +5,7 @@ A shard is a flat run of a parameter's elements with what belongs to them: Adam'
 float32 parameters, a past gradient, a copy of the weights. There is one for each parameter that
 Adam updates on this rank, in the order of the gradient shards: all of the parameter, or with the
 distributed optimizer a slice of it; and copies of the weights are divided over replicas whatever
-the optimizer (weight_copies.py). model_blocks.py takes slices to a checkpoint and back.
+the optimizer (past_versions.py). model_blocks.py takes slices to a checkpoint and back.
 
 Adam's state is saved so:
     adam.exp_avg, adam.exp_avg_sq   the moments, in the dtype they are kept in
@@ -22,9 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_async_rl.policy.adam_view import masters_of, moment_of, optimizer_parameters
@@ -34,11 +35,7 @@ from megatron_async_rl.policy.megatron_private import (
     model_slices,
     optimizer_parts,
 )
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer import MegatronOptimizer
-
-    from megatron_async_rl.policy.model import PolicyModel
+from megatron_async_rl.policy.model import PolicyModel
 
 MASTER = "adam.master"
 MOMENT_NAMES = ("adam.exp_avg", "adam.exp_avg_sq")
@@ -92,7 +89,7 @@ def adam_names(model: PolicyModel) -> tuple[str, ...]:
 
 def adam_shards(optimizer: MegatronOptimizer, name: str) -> list[Tensor]:
     """The state of one name, in place, in the order of the gradient shards, on the device or on the
-    host; as it would start where there is none yet."""
+    host; as it would start if there is none yet."""
     materialise(optimizer)
     if name == MASTER:
         return [parameter.detach() for parameter in masters_of(optimizer)]

@@ -14,9 +14,9 @@ Invariants of loading:
   WeightsDoNotFit names what is not;
 - the check comes first, on all ranks alike, from the files' headers: a model is never left half
   loaded;
-- a rank reads of the files what it keeps, in blocks of rows: no tensor is whole in its memory, neither
-  for the model nor for Adam's float32 weights at a run's start. Of a weight kept in 8 bits its shard
-  is, as scales are made of it.
+- a rank reads of the files what it keeps, in blocks of rows: no tensor is whole in its memory,
+  neither for the model nor for Adam's float32 weights at a run's start. Of a weight kept in 8 bits
+  its shard is, as scales are made of it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,64 +34,28 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_async_rl.policy.cuts import Cut, Cuts
+from megatron_async_rl.policy.cuts import Cut, Cuts, ParameterEntry
 from megatron_async_rl.policy.fp8 import is_quantised
 
 NOT_EXPORTED = ("value_head.",)
 """Beginnings of the names of parameters that only training has: in no Hugging Face directory and in
 no engine."""
 ADAPTER = ".adapters."
-"""In the names of parameters of low-rank adapters (lora.py). Hugging Face directories and engines
-have them merged into the weights, PEFT's files by themselves."""
+"""Part of the names of low-rank adapter parameters (lora.py). Hugging Face directories and
+engines hold adapters merged into the weights; PEFT's files hold them separately."""
 EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+")
 """The number of an expert in a canonical parameter name."""
 FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""By their names in safetensors."""
+"""Dtypes by their names in safetensors."""
 BLOCK_ELEMENTS = 2**24
 """Most elements of a file that are read at a time, but for a single row."""
 DERIVED = ("rotary_emb.inv_freq",)
 """Endings of tensors that old checkpoints store although the configuration determines them."""
 
 
-@dataclass(frozen=True)
-class ParameterEntry:
-    """One Megatron parameter. `name` is global (layers numbered over the whole model), `local_name`
-    its chunk's own.
-
-    owner: the expert-parallel rank that holds it; None for a parameter that all of them hold.
-    shard_shape: on each tensor-parallel rank. partition_dim: the dimension cut over them, None when
-    replicated. hf_names, hf_shapes: the full tensors it is made of, in the bridge's order.
-    """
-
-    stage: int
-    owner: int | None
-    chunk: int
-    local_name: str
-    name: str
-    dtype: torch.dtype
-    shard_shape: tuple[int, ...]
-    partition_dim: int | None
-    hf_names: tuple[str, ...]
-    hf_shapes: tuple[tuple[int, ...], ...]
-
-    @property
-    def shard_elements(self) -> int:
-        return prod(self.shard_shape)
-
-    @property
-    def hf_bytes(self) -> int:
-        return sum(prod(shape) for shape in self.hf_shapes) * self.dtype.itemsize
-
-    def like(self) -> SimpleNamespace:
-        """The attributes of a parameter that the bridge reads when it merges shards."""
-        return SimpleNamespace(
-            tensor_model_parallel=self.partition_dim is not None, partition_dim=self.partition_dim
-        )
-
-
 def trainable(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Names and parameters that the optimizer moves, in module order: all of them, or adapters and
-    what trains beside them. Copies, checkpoints and gradients are of these."""
+    a value head. Copies, checkpoints and gradients are of these."""
     return ((name, p) for name, p in chunk.named_parameters() if p.requires_grad)
 
 
@@ -120,8 +82,7 @@ def stage_entries(
             if local_name.startswith(NOT_EXPORTED) or (ADAPTER in local_name) != adapters:
                 continue
             numbered = global_names[local_name]
-            # Megatron marks experts as cut over expert-tensor-parallel ranks, of which there is
-            # one.
+            # Megatron marks experts as cut over expert-tensor-parallel ranks; there is one.
             cut = (
                 bool(getattr(parameter, "tensor_model_parallel", False))
                 and EXPERT.search(numbered) is None
@@ -227,7 +188,7 @@ class HuggingFaceTensors:
         return tuple(self._handles[name].get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """Null for one that no model here has."""
+        """Null for a name that no model here has."""
         return FILE_DTYPES.get(self._handles[name].get_slice(name).get_dtype())
 
     def fill(
@@ -237,14 +198,14 @@ class HuggingFaceTensors:
         the dtype and device that it has; from the shard's element `start` on, as many as there is
         room for. Rows of vocabulary padding are zero."""
         width, end = prod(entry.shard_shape[1:]), start + target.numel()
-        most = max(1, BLOCK_ELEMENTS // width)
+        maximum = max(1, BLOCK_ELEMENTS // width)
         if sum(len(cut.source) for cut in cuts) < entry.shard_shape[0]:
             target.zero_()
         for cut in cuts:
             for there, here, count in cut.runs():
                 last = min(here + count, -(-end // width))
-                for row in range(max(here, start // width), last, most):
-                    rows = min(most, last - row)
+                for row in range(max(here, start // width), last, maximum):
+                    rows = min(maximum, last - row)
                     block = self._block(
                         entry.hf_names[cut.tensor], there + row - here, rows, cut.column, width
                     )
@@ -305,7 +266,7 @@ def load_hf(bridge: Any, chunks: Sequence[torch.nn.Module], directory: Path) -> 
             if not _implied(bridge, name)
         ]
         problems += [
-            f"{name} has shape {list(tensors.shape(name))}, the model wants {list(shape)}"
+            f"{name} has shape {list(tensors.shape(name))}, the model needs {list(shape)}"
             for name, shape in wanted.items()
             if name in tensors.names and tensors.shape(name) != shape
         ]
@@ -332,5 +293,5 @@ def load_hf(bridge: Any, chunks: Sequence[torch.nn.Module], directory: Path) -> 
 
 
 def _implied(bridge: Any, name: str) -> bool:
-    # A tied model's lm_head is its embedding, whatever a checkpoint stores beside it.
+    # A tied model's lm_head is its embedding, whatever else a checkpoint stores.
     return name.endswith(DERIVED) or (bridge.tied and name == "lm_head.weight")

@@ -17,23 +17,29 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_async_rl.config.controls import ControlConfig as ControlConfig
+from megatron_async_rl.config.objective import ObjectiveConfig
+from megatron_async_rl.config.schema import ModelConfig, PolicyConfig
 from megatron_async_rl.controls.decision import Control
 from megatron_async_rl.controls.registry import build_controls
+from megatron_async_rl.gradients import Gradients
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.targets import BatchTargets, StepTargets, valid_samples
 from megatron_async_rl.policy import checkpoint
 from megatron_async_rl.policy.adam_view import optimizer_parameters
 from megatron_async_rl.policy.anomaly import AnomalyReport, NotFinite, Spike
+from megatron_async_rl.policy.background import Background
 from megatron_async_rl.policy.batches import Minibatch, divide, over_steps, receive
-from megatron_async_rl.policy.context_parallel import Context
+from megatron_async_rl.policy.context_parallel import ContextParallelSlice
 from megatron_async_rl.policy.device_memory import DeviceMemory
 from megatron_async_rl.policy.finite import refuse_nonfinite_steps, require_finite
 from megatron_async_rl.policy.forward import Schedule
@@ -45,27 +51,27 @@ from megatron_async_rl.policy.optimizer import (
     load_masters,
     wrap_for_gradients,
 )
+from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameter_state import MOMENT_NAMES, adam_shards, optimizer_state
-from megatron_async_rl.policy.past_versions import Snapshots, weight_displacement
-from megatron_async_rl.policy.precompute import Fill, PrecomputeTable, passes
-from megatron_async_rl.policy.reference_policies import REFERENCE_DIGEST, ReferencePolicies
+from megatron_async_rl.policy.past_versions import MasterSnapshot, Snapshots, weight_displacement
+from megatron_async_rl.policy.reference_policies import (
+    REFERENCE_DIGEST,
+    Precompute,
+    PrecomputeTable,
+    ReferencePolicies,
+    passes,
+)
 from megatron_async_rl.policy.routing_replay import RoutingReplay
 from megatron_async_rl.policy.sequence_layout import sequence_layout
-from megatron_async_rl.policy.step import OptimizerStep, StepFacts
-from megatron_async_rl.policy.step_table import RecordedLoss, StepTable, step_metrics
-from megatron_async_rl.policy.weight_copies import HeldMasters
+from megatron_async_rl.policy.step import (
+    OptimizerStep,
+    RecordedLoss,
+    StepFacts,
+    StepTable,
+    step_metrics,
+)
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import TrainBatch
-
-if TYPE_CHECKING:
-    from megatron.core.optimizer import MegatronOptimizer
-
-    from megatron_async_rl.config.controls import Control as ControlConfig
-    from megatron_async_rl.config.objective import ObjectiveConfig
-    from megatron_async_rl.config.schema import ModelConfig, PolicyConfig
-    from megatron_async_rl.gradients import Gradients
-    from megatron_async_rl.policy.background import Background
-    from megatron_async_rl.policy.parallel import Layout
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +145,7 @@ class Policy:
         )
         objective = Objective(objective_config)
         past_masters = (
-            Snapshots(lambda: HeldMasters(optimizer), objective_config.snapshots)
+            Snapshots(lambda: MasterSnapshot(optimizer), objective_config.snapshots)
             if any(config.needs_past_weights for config in controls_config)
             else None
         )
@@ -169,7 +175,7 @@ class Policy:
                 sequence_layout(
                     policy_config.sequence,
                     policy_config.row_multiple,
-                    Context(layout.cp_rank, layout.cp_size),
+                    ContextParallelSlice(layout.cp_rank, layout.cp_size),
                 ),
             ),
             DeviceMemory(wrapped, optimizer, controls.values(), layout.device),
@@ -221,7 +227,8 @@ class Policy:
         if self.step.updates > updates:
             masters = optimizer_parameters(self.optimizer)
             require_finite({"weights": masters}, self.step.steps, self.layout)
-        # Whatever reads weights between two batches (engines, checkpoints, copies) finds them whole.
+        # Whatever reads weights between two batches (engines, checkpoints, copies) finds them
+        # whole.
         self.schedule.gather_weights()
         metrics = {**over_steps(steps), **targets.metrics}
         metrics["time/precompute_s"] += precomputed - started
@@ -333,13 +340,13 @@ class Policy:
         if self.schedule.routing is not None:
             self.schedule.routing.check(samples.routed_experts)
         table = PrecomputeTable(samples, ["logp"], self.layout)
-        table.run(self.schedule, self.batcher.of(samples)[1], [Fill("logp", "logp")])
+        table.run(self.schedule, self.batcher.of(samples)[1], [Precompute("logp", "logp")])
         return np.split(table.finish()["logp"].numpy(), samples.starts[1:-1])
 
     def mean_loss(self, take: Callable[[], TrainBatch | None]) -> tuple[float, int]:
         """The loss `sft` of the samples in all batches that `take` gives on rank 0, up to its None,
-        under the current weights: the sum of -log p over the tokens that are trained on, each by its
-        sample's weight, over their number, and that number. Nothing is trained. Collective."""
+        under the current weights: the sum of -log p over the tokens that are trained on, each by
+        its sample's weight, over their number, and that number. Nothing is trained. Collective."""
         total, tokens = 0.0, 0
         while (samples := receive(take, self.layout)) is not None:
             trained = samples.loss_mask.astype(bool)
@@ -380,10 +387,10 @@ class Policy:
         return table.finish()
 
     def _again(self, samples: RankBatch, mine: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """The columns that an optimizer step wants under its own weights. Collective."""
+        """The columns that an optimizer step needs under its own weights. Collective."""
         table = PrecomputeTable(samples, sorted(self.objective.needs_again), self.layout)
         if table.columns:
-            table.run(self.schedule, mine, [Fill(name, name) for name in table.columns])
+            table.run(self.schedule, mine, [Precompute(name, name) for name in table.columns])
         return table.finish()
 
     def _loss(
@@ -476,7 +483,7 @@ class Policy:
         )
 
     def load(self, directory: Path) -> dict[str, Any] | None:
-        """Restores the newest checkpoint and returns the run's own state; None where there is none.
+        """Restores the newest checkpoint and returns the run's own state; None if there is none.
 
         On another parallel layout than it was saved on, too. A control that it does not have starts
         afresh, with a warning.

@@ -1,6 +1,7 @@
 """Routing replay: tokens of a mixture of experts go to experts that were chosen for them before.
 
-    rollout   by the engine that sampled them; the choice came with the sample (R3, arXiv 2510.11370)
+    rollout   by the engine that sampled them; the sample carries the choice (R3, arXiv
+              2510.11370)
     proximal  by the pass that scores the batch under the weights it begins with (R2, arXiv
               2507.18071), which this module records
 
@@ -12,16 +13,16 @@ flows through them, and none through the choice.
 
 Invariants:
 - a layer that the backward pass computes again replays what its forward pass did;
-- a token without a recorded choice chooses: padding, and a sample that nobody recorded;
-- what is recorded never leaves the rank: it belongs to a micro-batch, and the same micro-batches are
-  scored and trained on. Others, such as those that trace an anomaly, choose.
+- a token without a recorded choice chooses: padding, and samples without recorded experts;
+- what is recorded never leaves the rank: it belongs to a micro-batch, and the same micro-batches
+  are scored and trained on. Others, such as those that trace an anomaly, choose.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -30,10 +31,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async_rl.config.problem import UserError
-
-if TYPE_CHECKING:
-    from megatron_async_rl.policy.microbatch import MicroBatch
-    from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.policy.microbatch import MicroBatch
+from megatron_async_rl.policy.parallel import Layout
 
 RoutingPass = Literal["replay", "record", "choose"]
 """The routers' part in a pass over micro-batches."""
@@ -51,8 +50,8 @@ class Routing:
 
 
 class RoutingReplay:
-    """The routers of one model. `chunks`: its Megatron modules; `config`: Megatron's, of the model. Raises
-    UserError for a model without experts."""
+    """The routers of one model. `chunks`: its Megatron modules; `config`: Megatron's, of the model.
+    Raises UserError for a model without experts."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], config: Any, layout: Layout) -> None:
         if not config.num_moe_experts:
@@ -65,7 +64,7 @@ class RoutingReplay:
         self.now: Routing | None = None
         self.recording: dict[int, Tensor] | None = None
         self.recorded: dict[MicroBatch, dict[int, Tensor]] = {}
-        """By layer, [T, experts per token]."""
+        """Recorded choices by layer, [T, experts per token]."""
         self._counts = torch.zeros(2, dtype=torch.float64, device=layout.device)
         routers = [
             module
@@ -116,10 +115,10 @@ class RoutingReplay:
                 f" {self.config.num_layers} layers want {wanted}"
             )
         number = np.uint8 if self.dtype == torch.uint8 else np.uint16
-        most = int(np.ascontiguousarray(rows).view(number).max(initial=0))
-        if most >= self.config.num_moe_experts:
+        maximum = int(np.ascontiguousarray(rows).view(number).max(initial=0))
+        if maximum >= self.config.num_moe_experts:
             raise ValueError(
-                f"a routed expert has the number {most}, and the model has"
+                f"a routed expert has the number {maximum}, and the model has"
                 f" {self.config.num_moe_experts}"
             )
 
@@ -151,8 +150,8 @@ class RoutingReplay:
         return Routing(by_layer, self._own(micro_batch.routed))
 
     def _own(self, values: Tensor) -> Tensor:
-        """[rows, length, ...] -> [T, ...] of the tokens that this rank's layers see, which is a part
-        of each row under sequence parallelism."""
+        """[rows, length, ...] -> [T, ...] of the tokens that this rank's layers see, which is a
+        part of each row under sequence parallelism."""
         by_position = values.transpose(0, 1)
         if self.config.sequence_parallel:
             by_position = by_position.chunk(self.layout.tp_size)[self.layout.tp_rank]
@@ -160,9 +159,9 @@ class RoutingReplay:
 
 
 class LayerReplay:
-    """In the place of Megatron's own `RouterReplay` in the router of layer `layer`, from 0. That one
-    has a queue for layers that are computed again, too, but wants to be told before each whether it
-    is; and all of a process hang on one list, whatever model they are of."""
+    """Replacement of Megatron's `RouterReplay` in the router of layer `layer`, from 0.
+    Megatron's class also has a queue for recomputed layers, but its caller must announce each
+    recomputation, and all instances of a process share one list, whatever their model."""
 
     def __init__(self, replay: RoutingReplay, layer: int) -> None:
         self.replay = replay
@@ -179,7 +178,8 @@ class LayerReplay:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """scores: [T, experts]. -> scores at the chosen experts, and the experts, [T, topk] each."""
+        """scores: [T, experts]. -> scores at the chosen experts, and the experts, [T, topk]
+        each."""
         assert default_compute_topk is not None
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         replay = self.replay

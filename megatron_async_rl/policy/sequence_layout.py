@@ -2,8 +2,8 @@
 all in one, end to end (`Packed`).
 
 Invariants:
-- nobody else knows: planning, building and the attention of a micro-batch ask the layout, and what
-  comes after the hidden states sees response tokens alone;
+- only this file knows it: planning, building and the attention of a micro-batch ask the layout, and
+  what comes after the hidden states sees response tokens alone;
 - a sample is never cut, nor are its segments parted; no token sees one of another segment;
 - positions count from 0 in every segment;
 - rows x length of a micro-batch never exceeds the token budget, and the length is a multiple of
@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_async_rl.policy.attention import PackedSequences
-from megatron_async_rl.policy.context_parallel import WHOLE, Context
+from megatron_async_rl.policy.context_parallel import WHOLE, ContextParallelSlice
 from megatron_async_rl.samples.columns import spans
 
 MICRO_BATCH_COSTS = (256, 128, 64, 32, 16)
@@ -39,7 +39,7 @@ cost."""
 @dataclass(frozen=True)
 class SequenceLayout(ABC):
     """`fed` below: [G] int64, the tokens that each segment of a micro-batch feeds to the model, in
-    order; empty for a micro-batch of nobody, which is one row of `multiple` tokens. `counts`: [S]
+    order; empty for a micro-batch of padding, which is one row of `multiple` tokens. `counts`: [S]
     int64, the segments of each sample.
 
     multiple: of a row's length, a multiple of `context.multiple`. context: this rank's place among
@@ -47,7 +47,7 @@ class SequenceLayout(ABC):
     """
 
     multiple: int = 1
-    context: Context = WHOLE
+    context: ContextParallelSlice = WHOLE
 
     @abstractmethod
     def cut(
@@ -83,7 +83,7 @@ class SequenceLayout(ABC):
         return self.context.own(np.cumsum(lengths) - lengths, lengths)
 
     def positions(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
-        """In its sequence, of each token of the flattened rows."""
+        """Position in its sequence of each token of the flattened rows."""
         lengths = self.lengths(fed)
         return spans(np.zeros_like(lengths), lengths)
 
@@ -153,8 +153,9 @@ class Packed(SequenceLayout):
         counts: NDArray[np.int64],
         budget: int,
     ) -> list[tuple[int, ...]]:
-        """As few micro-batches as the budget permits, of nearly equal numbers of tokens. Samples of
-        one length stand together, which the attention computes at once."""
+        """Divide the samples `share` into as few micro-batches as the budget permits, with
+        nearly equal numbers of tokens. Samples of one length are neighbours, because the
+        attention computes them in one call."""
         first = np.cumsum(counts) - counts
         ordered = share[np.lexsort((share, -np.add.reduceat(fed, first)[share]))]
         tokens = np.add.reduceat(self._filled(fed), first)[ordered]
@@ -190,11 +191,11 @@ class Packed(SequenceLayout):
 
 
 LAYOUTS: dict[str, type[SequenceLayout]] = {"padded": Padded, "packed": Packed}
-"""By `policy.sequence`."""
+"""Layouts by the value of `policy.sequence`."""
 
 
 def sequence_layout(
-    name: Literal["padded", "packed"], multiple: int, context: Context
+    name: Literal["padded", "packed"], multiple: int, context: ContextParallelSlice
 ) -> SequenceLayout:
     return LAYOUTS[name](multiple, context)
 

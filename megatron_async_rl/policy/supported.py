@@ -6,7 +6,7 @@ Loads no torch, so that `mar plan` refuses what the ranks would, from this table
 
 Invariants:
 - a setting is supported where the policy, transformers and vLLM give it one meaning; where vLLM
-  would serve another model, the setting is refused and the reason says so;
+  would serve another model, the setting is refused with this reason;
 - a family is what both `model_type`, which transformers goes by, and `architectures`, which vLLM
   goes by, name.
 """
@@ -22,18 +22,18 @@ from megatron_async_rl.config.problem import UserError
 
 Window = Literal["none", "every layer", "chosen layers"]
 LayerFamily = Literal["local", "transformer_engine"]
-AskedLayers = Literal["auto", "local", "transformer_engine"]
+RequestedLayers = Literal["auto", "local", "transformer_engine"]
 
 
 @dataclass(frozen=True)
 class Family:
     """One model_type of config.json.
 
-    models, biases: in words. window: which layers have `sliding_window`, where it is used. mixture:
+    models, biases: as text. window: which layers have `sliding_window`, where it is used. mixture:
     of experts, in every layer. tied: what a missing `tie_word_embeddings` means. layer_norms,
     head_norms: of each layer, over the hidden state and over a head. float32_norms: they compute in
-    float32 whatever the model's dtype. ropes: the values of rope_type. only: the family's own rules,
-    as `EXPECTED`. local: why its layers cannot be Transformer Engine's, if so.
+    float32 whatever the model's dtype. ropes: the values of rope_type. only: the family's own
+    rules, as `EXPECTED`. local: why its layers cannot be Transformer Engine's, if so.
     """
 
     model_type: str
@@ -59,7 +59,7 @@ EXPECTED: Mapping[str, tuple[Any, str]] = {
     "quantization_config": (None, "none: unquantised weights"),
     "dual_chunk_attention_config": (None, "none: attention over the whole sequence"),
 }
-"""Key -> (the only value, which is also what a missing key means; in words), for every family."""
+"""Key -> (the only value, which is also what a missing key means; as text), for every family."""
 NO_BIAS = {"attention_bias": (False, "false: the family has no biases")}
 QWEN2_BIAS = {"attention_bias": (False, "false: the family's biases need no key")}
 QWEN3_BIAS = {
@@ -170,7 +170,7 @@ ROPES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Unsupported:
-    """A key of config.json that rules the model out. `supported`: in words."""
+    """A key of config.json that rules the model out. `supported`: as text."""
 
     key: str
     value: Any
@@ -191,8 +191,8 @@ def unsupported(config: Mapping[str, Any]) -> Unsupported | None:
         )
     named = config.get("architectures")
     if named != [family.architecture]:
-        words = f"[{family.architecture}], as model_type {kind} says"
-        return Unsupported("architectures", named, words)
+        expected = f"[{family.architecture}], with model_type {kind}"
+        return Unsupported("architectures", named, expected)
     for key, (value, supported) in {**EXPECTED, **family.only}.items():
         found = config.get(key, value)
         if found != value and not (found is None and not value):
@@ -225,17 +225,17 @@ def _window(config: Mapping[str, Any], family: Family) -> Unsupported | None:
             return Unsupported("sliding_window", None, "a positive number of tokens")
         return None
 
-    words = (
+    expected = (
         "a window in every layer, or in none with use_sliding_window false: vLLM knows nothing"
         " between them here"
     )
     if kinds is not None:
         alike = set(kinds) == {FULL if window is None else SLIDING}
-        return None if alike else Unsupported("layer_types", sorted(set(kinds)), words)
+        return None if alike else Unsupported("layer_types", sorted(set(kinds)), expected)
     if window is not None and family.model_type in FIRST_LAYERS_FULL:
         full = config.get("max_window_layers", DEFAULT_FULL_LAYERS)
         if full != 0:
-            return Unsupported("max_window_layers", full, f"0: {words}")
+            return Unsupported("max_window_layers", full, f"0: {expected}")
     return None
 
 
@@ -262,8 +262,8 @@ def _rope_of(
         return Unsupported("partial_rotary_factor", share, "1.0")
     for key in ROPES[kind]:
         if not _positive(rope.get(key)):
-            words = f"a positive number, with rope_type {kind}"
-            return Unsupported(f"{section}.{key}", rope.get(key), words)
+            expected = f"a positive number, with rope_type {kind}"
+            return Unsupported(f"{section}.{key}", rope.get(key), expected)
     return None
 
 
@@ -279,21 +279,22 @@ PINNED = "2.12.0"
 
 
 APEX_WEIGHT_GRADIENTS = "fused_weight_gradient_mlp_cuda"
-"""Apex's extension for weight gradients. PyPI's `apex` is another project and has none of that name."""
+"""Apex's extension for weight gradients. PyPI's `apex` is another project and has none of that
+name."""
 
 
 @dataclass(frozen=True)
 class ChosenLayers:
-    """A family of layers (layers.py). why: what keeps Transformer Engine's away where nobody asked
-    for others."""
+    """A family of layers (layers.py). why: the reason why Transformer Engine's are not used
+    although the config permits them."""
 
     family: LayerFamily
     why: str = ""
 
 
 def engine_obstacle(version: str | None) -> str:
-    """The lack of an installation of Transformer Engine, in words; empty where there is none.
-    version: null where it is not installed."""
+    """Text on what an installation of Transformer Engine lacks; empty if there is none. version:
+    null where it is not installed."""
     if version is None:
         return f"it is not installed; {PINNED} is the version that was tried"
     found = version_of(version)
@@ -307,7 +308,7 @@ def engine_obstacle(version: str | None) -> str:
 
 
 def choose_layers(
-    asked: AskedLayers,
+    requested: RequestedLayers,
     *,
     model_type: str,
     dtype: str,
@@ -317,23 +318,23 @@ def choose_layers(
     fp8: bool = False,
 ) -> ChosenLayers:
     """The layers of a model under `policy.layers`. engine: Transformer Engine's version, null where
-    it is not installed. fp8: products are in 8-bit floats. Raises UserError where its layers are
-    needed and cannot be had."""
+    it is not installed. fp8: GEMMs are in FP8. Raises UserError where its layers are needed and
+    cannot be had."""
     local, unfit = FAMILIES[model_type].local, engine_obstacle(engine)
     obstacles = (
         (device != "cuda", "it computes on CUDA alone, and the policy is on the CPU"),
         (bool(unfit), unfit),
         (dtype != "bfloat16", f"it rounds products of {dtype} to TF32; set model.dtype: bfloat16"),
-        (lora, "adapters (policy.lora) go beside Megatron's own layers"),
+        (lora, "adapters (policy.lora) need Megatron's own layers"),
         (bool(local), f"{model_type} has {local}, which it does not"),
     )
     why = next((text for found, text in obstacles if found), "")
-    if asked == "transformer_engine" and why:
+    if requested == "transformer_engine" and why:
         what = f"transformer_engine cannot be had: {why}"
         raise UserError.of("policy.layers", what, "set it to auto, or to local")
-    if fp8 and (asked == "local" or why):
+    if fp8 and (requested == "local" or why):
         what = f"8-bit products are Transformer Engine's: {why or 'policy.layers is local'}"
         raise UserError.of("policy.fp8", what, "set it to null, or change what keeps it away")
-    if asked == "local" or why:
-        return ChosenLayers("local", f"Transformer Engine: {why}" if asked == "auto" else "")
+    if requested == "local" or why:
+        return ChosenLayers("local", f"Transformer Engine: {why}" if requested == "auto" else "")
     return ChosenLayers("transformer_engine")

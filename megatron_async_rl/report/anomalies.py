@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async_rl.config.read_back import reading
-from megatron_async_rl.metrics.log import Row, number
+from megatron_async_rl.metrics.log import MetricRow, number
 from megatron_async_rl.report.series import counted
 
 FILE = "anomalies.jsonl"
@@ -79,11 +79,11 @@ class AnomalyFinder:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._before: Row = {}
+        self._before: MetricRow = {}
         """The newest value of every key."""
 
-    def find(self, rows: Sequence[Row]) -> list[Anomaly]:
-        """Those of the rows that follow the rows of the last call, in order of steps."""
+    def find(self, rows: Sequence[MetricRow]) -> list[Anomaly]:
+        """Anomalies in `rows`, which continue the rows of the last call, in order of steps."""
         found: list[Anomaly] = []
         details: Mapping[int, Mapping[str, Any]] = {}
         if any(_traced(row) for row in rows):
@@ -91,8 +91,8 @@ class AnomalyFinder:
         for row in rows:
             step = int(number(row, "step") or 0)
             for kind, look in _LOOKS.items():
-                if (words := look(self._before, row, details.get(step, {}))) is not None:
-                    found.append(Anomaly(step=step, kind=kind, detail=words))
+                if (text := look(self._before, row, details.get(step, {}))) is not None:
+                    found.append(Anomaly(step=step, kind=kind, detail=text))
             self._before.update(row)
         return found
 
@@ -118,7 +118,7 @@ def read_details(run_dir: Path) -> dict[int, dict[str, Any]]:
     return details
 
 
-def steps_in_words(steps: Sequence[int]) -> str:
+def steps_text(steps: Sequence[int]) -> str:
     """`3, 7–9, 12`; `steps` grow."""
     runs: list[list[int]] = []
     for step in steps:
@@ -129,7 +129,7 @@ def steps_in_words(steps: Sequence[int]) -> str:
     return ", ".join(f"{first}" if first == last else f"{first}–{last}" for first, last in runs)
 
 
-def _traced(row: Row) -> bool:
+def _traced(row: MetricRow) -> bool:
     """True where the policy may have written details."""
     return bool(number(row, "policy/grad_anomaly") or number(row, "policy/nonfinite"))
 
@@ -141,7 +141,7 @@ def _samples(detail: Mapping[str, Any]) -> str:
     return f"; samples {', '.join(ids[:SAMPLES_SHOWN])}{', …' if len(ids) > SAMPLES_SHOWN else ''}"
 
 
-def _gradient(_: Row, row: Row, detail: Mapping[str, Any]) -> str | None:
+def _gradient(_: MetricRow, row: MetricRow, detail: Mapping[str, Any]) -> str | None:
     factor = number(row, "policy/grad_anomaly")
     if not factor:
         return None
@@ -149,13 +149,13 @@ def _gradient(_: Row, row: Row, detail: Mapping[str, Any]) -> str | None:
     if not isinstance(norm, int | float) or not isinstance(usual, int | float):
         return f"{factor:,.0f} times the median of the last steps"
 
-    words = f"norm {norm:,.4g} against a median of {usual:,.4g}"
+    text = f"norm {norm:,.4g} against a median of {usual:,.4g}"
     if detail.get("parameter"):
-        words += f", most of it in {detail['parameter']}"
-    return words + _samples(detail)
+        text += f", most of it in {detail['parameter']}"
+    return text + _samples(detail)
 
 
-def _nonfinite(before: Row, row: Row, detail: Mapping[str, Any]) -> str | None:
+def _nonfinite(before: MetricRow, row: MetricRow, detail: Mapping[str, Any]) -> str | None:
     keys = ("policy/loss", "policy/grad_norm", "reward/mean")
     bad = [
         key for key in keys if (value := number(row, key)) is not None and not math.isfinite(value)
@@ -167,29 +167,29 @@ def _nonfinite(before: Row, row: Row, detail: Mapping[str, Any]) -> str | None:
     return "the step was not applied" + _samples(detail)
 
 
-def _engine(before: Row, row: Row, _: Mapping[str, Any]) -> str | None:
-    words = []
+def _engine(before: MetricRow, row: MetricRow, _: Mapping[str, Any]) -> str | None:
+    text = []
     alive, were = number(row, "engine/alive"), number(before, "engine/alive")
     if alive is not None and were is not None and alive < were:
-        words.append(f"{alive:.0f} of {were:.0f} engines left")
+        text.append(f"{alive:.0f} of {were:.0f} engines left")
     if restarts := _grew(before, row, "engine/restarts"):
-        words.append(f"{restarts:.0f} {'restart' if restarts == 1 else 'restarts'}")
-    return ", ".join(words) or None
+        text.append(f"{restarts:.0f} {'restart' if restarts == 1 else 'restarts'}")
+    return ", ".join(text) or None
 
 
-def _skipped(before: Row, row: Row, _: Mapping[str, Any]) -> str | None:
+def _skipped(before: MetricRow, row: MetricRow, _: Mapping[str, Any]) -> str | None:
     skipped = number(row, "policy/skipped")
     if not skipped or number(row, "gac/regime") == _SKIPPED_BY_GAC or _nonfinite(before, row, {}):
         return None
     return "no optimizer step" if skipped == 1 else f"{skipped:.0%} of the optimizer steps"
 
 
-def _reward(_: Row, row: Row, __: Mapping[str, Any]) -> str | None:
+def _reward(_: MetricRow, row: MetricRow, __: Mapping[str, Any]) -> str | None:
     failed = number(row, "reward/errors")
     return f"{failed:.0f} {'sample' if failed == 1 else 'samples'}" if failed else None
 
 
-def _dropped(before: Row, row: Row, _: Mapping[str, Any]) -> str | None:
+def _dropped(before: MetricRow, row: MetricRow, _: Mapping[str, Any]) -> str | None:
     groups = sum(_grew(before, row, key) for key in ("flow/dropped_late", "flow/dropped_equal"))
     responses = number(row, "dropped/responses") or 0
     if not groups and not responses:
@@ -197,13 +197,13 @@ def _dropped(before: Row, row: Row, _: Mapping[str, Any]) -> str | None:
     return f"{groups:.0f} groups" if groups else f"{responses:.0f} responses"
 
 
-def _resumed(before: Row, row: Row, _: Mapping[str, Any]) -> str | None:
+def _resumed(before: MetricRow, row: MetricRow, _: Mapping[str, Any]) -> str | None:
     now, earlier = number(row, "flow/admitted"), number(before, "flow/admitted")
     fell = now is not None and earlier is not None and now < earlier
     return "counts began again" if fell else None
 
 
-_LOOKS: Mapping[str, Callable[[Row, Row, Mapping[str, Any]], str | None]] = {
+_LOOKS: Mapping[str, Callable[[MetricRow, MetricRow, Mapping[str, Any]], str | None]] = {
     "gradient": _gradient,
     "nonfinite": _nonfinite,
     "engine": _engine,
@@ -213,9 +213,9 @@ _LOOKS: Mapping[str, Callable[[Row, Row, Mapping[str, Any]], str | None]] = {
     "resumed": _resumed,
 }
 """Each is given the newest value of every key before the row, the row and the details of its step,
-and answers in words or with None."""
+and returns a text or None."""
 
 
-def _grew(before: Row, row: Row, key: str) -> float:
-    """By how much a count grew that begins again at a resume."""
+def _grew(before: MetricRow, row: MetricRow, key: str) -> float:
+    """Growth of a counter that restarts at a resume."""
     return counted([number(before, key), number(row, key)]) - (number(before, key) or 0.0)

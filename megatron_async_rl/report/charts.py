@@ -23,7 +23,7 @@ from megatron_async_rl.report.panel import (
     POINTS,
     SHADES,
     STEPS,
-    Key,
+    LegendKey,
     Panel,
     shades_of,
 )
@@ -33,9 +33,9 @@ DASHED = (0, (5, 4))
 LINE = 0.23
 """Height of a line under a sheet's title; inches."""
 MIN_STACKED_AREAS = 12
-"""With fewer steps a stack is drawn as bars."""
+"""Number of steps below which a stack is drawn as bars."""
 _FEW = 30
-"""With fewer points each is shown by a marker."""
+"""Number of points below which each point has a marker."""
 
 
 def draw_sheet(
@@ -86,10 +86,10 @@ def _write_head(figure: Figure, title: str, lines: Sequence[tuple[str, str]]) ->
 
 
 def _write_legend(panel: Panel, axes: Axes) -> None:
-    """In one line between title and plot, where no curve can be."""
+    """Draw the legend in one line between title and plot, outside the curves."""
     if not panel.legend:
         return
-    signs: dict[Key, dict[str, Any]] = {
+    signs: dict[LegendKey, dict[str, Any]] = {
         "line": {"linewidth": 2},
         "dotted": {"linewidth": 2, "linestyle": DASHED},
         "diamond": {"linestyle": "", "marker": "D", "markersize": 4},
@@ -306,7 +306,7 @@ def _steps(panel: Panel) -> Floats | None:
 
 
 class _Short(Formatter):
-    """As few digits as tell the ticks of an axis apart."""
+    """Formatter with the fewest digits that distinguish the ticks of an axis."""
 
     def __call__(self, value: float, pos: int | None = None) -> str:
         return _short(value)

@@ -1,10 +1,10 @@
-"""Several runs on one page and one sheet (`mar report A B C`, `mar dashboard A B C`): the same curve of each over steps,
-tokens and time, what their settings differ in, and how each ended.
+"""Several runs on one page and one sheet (`mar report A B C`, `mar dashboard A B C`): the same
+curve of each over steps, tokens and time, what their settings differ in, and how each ended.
 
 Invariants:
 - a run has one colour and one name on all of it;
-- a curve of a run that logs every step is its moving average, so that ten of them can be told
-  apart; held-out rewards are as measured;
+- a curve of a run that logs every step is its moving average, so that ten of them can be
+  distinguished; held-out rewards are as measured;
 - time is that spent in steps: starts, stops, evaluations and checkpoints are not in it.
 """
 
@@ -29,7 +29,7 @@ from megatron_async_rl.report.series import Floats
 from megatron_async_rl.report.summary import span
 
 COLOURS = ("blue", "red", "green", "amber", "purple", "teal", "brown", "ink", "grey", "sand")
-"""By the run's number; they repeat, dotted."""
+"""Colours by the run's number; they repeat with dotted lines."""
 TILES = 8
 TRAINED_ON = (
     ("Reward trained on", "mean reward of a sample", False, "reward/mean"),
@@ -39,8 +39,8 @@ TRAINED_ON = (
 LAST_SHARE = 0.1
 """The reward trained on at the end is the mean over so much of the steps."""
 FOOTER = (
-    "Curves of what every step logs are moving averages; held-out rewards are as measured. Every value"
-    " is in each run's metrics.jsonl and eval.jsonl."
+    "Curves of what every step logs are moving averages; held-out rewards are as measured. Every"
+    " value is in each run's metrics.jsonl and eval.jsonl."
 )
 TOKENS = "response tokens trained on"
 SECONDS = "seconds in steps"
@@ -57,7 +57,7 @@ KEYS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
+class ComparedRun:
     """One run of a comparison."""
 
     name: str
@@ -97,7 +97,7 @@ class Compared:
         )
 
 
-def page_of_runs(compared: Sequence[Compared]) -> Page:
+def page_of_runs(compared: Sequence[ComparedRun]) -> Page:
     paths = [one.run.run_dir for one in compared]
     parts = {
         "TITLE": f"{len(compared)} runs compared",
@@ -110,11 +110,11 @@ def page_of_runs(compared: Sequence[Compared]) -> Page:
     return Page(parts=parts, panels=panels_of(compared))
 
 
-def name_runs(run_dirs: Sequence[Path], runs: Sequence[RunData | None]) -> list[Compared]:
+def name_runs(run_dirs: Sequence[Path], runs: Sequence[RunData | None]) -> list[ComparedRun]:
     """`runs`: of each directory, None where it has nothing to show yet. A run keeps its name and
     colour whether others have begun or not."""
     return [
-        Compared(name=name, colour=colour, dotted=index >= len(COLOURS), run=run)
+        ComparedRun(name=name, colour=colour, dotted=index >= len(COLOURS), run=run)
         for index, (name, colour, run) in enumerate(
             zip(names_of(run_dirs), map(colour_of, range(len(runs))), runs, strict=True)
         )
@@ -136,9 +136,9 @@ def colour_of(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
-def panels_of(compared: Sequence[Compared]) -> list[Panel]:
-    """Reward, or loss of supervised runs, over steps, tokens and seconds, then what tells how stable
-    a run was. The first is the main one."""
+def panels_of(compared: Sequence[ComparedRun]) -> list[Panel]:
+    """Reward, or loss of supervised runs, over steps, tokens and seconds, then what tells how
+    stable a run was. The first is the main one."""
     rewards: list[Panel] = []
     for measure, unit in (("reward", "mean reward of a sample"), ("loss", "nats per token")):
         measured = [one for one in compared if one.run.summary.measure == measure]
@@ -167,7 +167,7 @@ def _panel(title: str, unit: str, axis: str, curves: Sequence[Curve | None]) -> 
         yield Panel(title=title, unit=unit, x_label=axis, curves=drawn, overview=True)
 
 
-def differing(compared: Sequence[Compared]) -> list[tuple[str, list[str]]]:
+def differing(compared: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
     """(dotted key, its value in each run) of every setting that is not the same in all; the run's
     directory aside."""
     flat = [dict(_leaves(one.run.config)) for one in compared]
@@ -177,27 +177,27 @@ def differing(compared: Sequence[Compared]) -> list[tuple[str, list[str]]]:
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, value in words). A list stays one value."""
+    """(dotted key, value as text). A list stays one value."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from _leaves(inner, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list):
-        yield key, ", ".join(_words(entry) for entry in value) or "none"
+        yield key, ", ".join(_text(entry) for entry in value) or "none"
     else:
-        yield key, _words(value)
+        yield key, _text(value)
 
 
-def _words(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, Mapping):
         name = value.get("name")
-        rest = ", ".join(f"{key} {_words(one)}" for key, one in value.items() if key != "name")
+        rest = ", ".join(f"{key} {_text(one)}" for key, one in value.items() if key != "name")
         return f"{name} ({rest})" if name and rest else str(name or rest)
     return "none" if value is None else str(value)
 
 
-def ends_of(compared: Sequence[Compared]) -> list[tuple[str, list[str]]]:
+def ends_of(compared: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
     """(what, its value of each run)."""
-    facts: tuple[tuple[str, Callable[[Compared], str]], ...] = (
+    facts: tuple[tuple[str, Callable[[ComparedRun], str]], ...] = (
         ("phase", lambda one: one.run.status.phase if one.run.status else "–"),
         ("steps", lambda one: f"{one.run.summary.steps:,}"),
         *(
@@ -221,12 +221,12 @@ def ends_of(compared: Sequence[Compared]) -> list[tuple[str, list[str]]]:
     return [(name, row) for name, row in rows if set(row) != {"–"}]
 
 
-def _held_out_end(one: Compared, *, measure: str, when: str) -> str:
+def _held_out_end(one: ComparedRun, *, measure: str, when: str) -> str:
     summary = one.run.summary
     return _number(getattr(summary, when)) if summary.measure == measure else "–"
 
 
-def _trained_end(one: Compared, *, key: str, supervised: bool) -> str:
+def _trained_end(one: ComparedRun, *, key: str, supervised: bool) -> str:
     return _number(_last(one, key)) if one.run.supervised == supervised else "–"
 
 
@@ -234,14 +234,14 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
-def _last(one: Compared, key: str) -> float | None:
+def _last(one: ComparedRun, key: str) -> float | None:
     finite = one.run.rows.finite(key)
     if not len(finite):
         return None
     return float(finite[-max(1, int(LAST_SHARE * len(finite))) :].mean())
 
 
-def _tiles(compared: Sequence[Compared]) -> str:
+def _tiles(compared: Sequence[ComparedRun]) -> str:
     tiles = []
     for one in compared[:TILES]:
         after = one.run.summary.after
@@ -258,7 +258,7 @@ def _tiles(compared: Sequence[Compared]) -> str:
 
 
 def _table(
-    title: str, rows: Sequence[tuple[str, Sequence[str]]], compared: Sequence[Compared]
+    title: str, rows: Sequence[tuple[str, Sequence[str]]], compared: Sequence[ComparedRun]
 ) -> str:
     """A row for each fact, a column for each run."""
     if not rows:

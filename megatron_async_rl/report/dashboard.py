@@ -13,7 +13,7 @@ Invariants:
   that was allowed is answered, so that a page of another site cannot read the runs by a name of its
   own for this address;
 - a line of a growing file is read once; a view is made anew only when a file of its runs changed;
-- what a run's files say wrong is shown on its page, and the page goes on.
+- what a run's files say wrong is shown on its page, which keeps updating.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Dashboard:
                 raise UserError.of("RUN", f"{path} is not a directory", fix)
             within = [one for one in path.glob("*/metrics.jsonl") if one.is_file()]
             if within and not (path / "metrics.jsonl").exists():
-                what = f"{path} is no run, and has {len(within)} in it"
+                what = f"{path} is not a run, and has {len(within)} in it"
                 raise UserError.of("RUN", what, f"name them: mar dashboard {path}/*/")
         if len(set(self._paths)) < len(self._paths):
             raise UserError.of("RUN", "a run is named twice", "name each run once")
@@ -81,7 +81,7 @@ class Dashboard:
             raise KeyError(view)
         with self._lock:
             readers = self._readers if view == ALL else [self._readers[int(view)]]
-            # Taken before reading: what is written meanwhile changes the next one.
+            # Taken before reading: rows written meanwhile change the next one.
             now = tuple(reader.fingerprint() for reader in readers)
             made = self._made.get(view)
             if made is None or made[0] != now:
@@ -90,7 +90,7 @@ class Dashboard:
         return None if have == made[1] else made[2]
 
     def samples(self, view: str, query: dict[str, str]) -> bytes:
-        """Raises KeyError for a view that is no run, UserError as SampleBrowser does."""
+        """Raises KeyError for a view that is not a run, UserError as SampleBrowser does."""
         if view not in self._views() or view == ALL:
             raise KeyError(view)
         with self._lock:
@@ -145,7 +145,7 @@ class Dashboard:
 
 
 def _why(error: UserError) -> str:
-    """What is wrong, and in which file."""
+    """Sentences with the file and its problem."""
     return ". ".join(
         one.what if one.key == "RUN" else f"{one.key} {one.what}" for one in error.problems
     )
@@ -157,19 +157,19 @@ def _waiting(run_dir: Path, why: str) -> Page:
         parts = head(run_dir.name, str(run_dir), read_status(run_dir))
     except UserError as error:
         return _broken(run_dir, error)
-    said = f'<section class="card"><h2>No step so far</h2><p>{html.escape(why)}.</p></section>'
-    return Page(parts={**parts, "WRONG": said})
+    message = f'<section class="card"><h2>No step so far</h2><p>{html.escape(why)}.</p></section>'
+    return Page(parts={**parts, "WRONG": message})
 
 
 def _broken(run_dir: Path, error: UserError) -> Page:
     return Page(parts={**head(run_dir.name, str(run_dir), None), "ERROR": problem(str(error))})
 
 
-class _Server(LimitedThreads, HTTPServer):
+class _DashboardServer(LimitedThreads, HTTPServer):
     def __init__(
         self, host: str, port: int, dashboard: Dashboard, allowed: Sequence[str] = ()
     ) -> None:
-        """`allowed`: names beside the machine's own that a browser may ask for."""
+        """`allowed`: additional host names that a browser may use."""
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         # `localhost` may mean both families: the older one, which everything else can reach.
         found.sort(key=lambda one: one[0] != socket.AF_INET)
@@ -185,7 +185,7 @@ class _Server(LimitedThreads, HTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    server: _DashboardServer
     protocol_version = "HTTP/1.1"
     server_version = "mar"
     sys_version = ""
@@ -225,16 +225,16 @@ class _Handler(BaseHTTPRequestHandler):
         name = _name_in(self.headers.get("Host", ""))
         if name not in self.server.names and not _is_address(name):
             known = " or ".join(sorted(one for one in self.server.names if not _is_address(one)))
-            said = (
+            message = (
                 f"the dashboard does not answer to the name {name!r}: open it by an address of its"
                 f" machine or as {known}, or start it with --allow-host {name or 'NAME'}"
             )
-            return HTTPStatus.FORBIDDEN, text, said.encode()
-        asked = urlsplit(self.path)
-        query = {name: values[-1] for name, values in parse_qs(asked.query).items()}
+            return HTTPStatus.FORBIDDEN, text, message.encode()
+        requested = urlsplit(self.path)
+        query = {name: values[-1] for name, values in parse_qs(requested.query).items()}
         dashboard = self.server.dashboard
         try:
-            match asked.path.split("/")[1:]:
+            match requested.path.split("/")[1:]:
                 case [""]:
                     return HTTPStatus.OK, "text/html", dashboard.page()
                 case ["state", view]:
@@ -247,16 +247,16 @@ class _Handler(BaseHTTPRequestHandler):
         except KeyError:
             pass
         except UserError as error:
-            said = "; ".join(f"{one.key}: {one.what}: {one.fix}" for one in error.problems)
-            return HTTPStatus.BAD_REQUEST, text, said.encode()
-        except Exception as error:  # noqa: BLE001 - shown on the page; the server goes on
-            said = f"the dashboard failed: {type(error).__name__}: {error}"
-            return HTTPStatus.INTERNAL_SERVER_ERROR, text, said.encode()
+            message = "; ".join(f"{one.key}: {one.what}: {one.fix}" for one in error.problems)
+            return HTTPStatus.BAD_REQUEST, text, message.encode()
+        except Exception as error:  # noqa: BLE001 - shown on the page; the server continues
+            message = f"the dashboard failed: {type(error).__name__}: {error}"
+            return HTTPStatus.INTERNAL_SERVER_ERROR, text, message.encode()
         return HTTPStatus.NOT_FOUND, text, b"there is no such page"
 
 
 def _name_in(host: str) -> str:
-    """`host`: HOST or HOST:PORT, as a browser sends it. Empty where it is neither."""
+    """`host`: HOST or HOST:PORT, as a browser sends it. Empty if it is neither."""
     try:
         return _plain(urlsplit(f"//{host}").hostname or "")
     except ValueError:
@@ -282,11 +282,11 @@ def serve(
     show: Callable[[str], None],
     allowed: Sequence[str] = (),
 ) -> None:
-    """Serves until Ctrl-C. `port` 0: one that is free. `show`: told where to look. `allowed`: names
-    beside the machine's own that a browser may ask for.
+    """Serves until Ctrl-C. `port` 0: a free port. `show`: called with the address. `allowed`:
+    additional host names that a browser may use.
 
-    Raises UserError for a directory that is missing, for a host or port that cannot be had, and for
-    what is no name.
+    Raises UserError for a directory that is missing, for a host or port that is not available, and
+    for an invalid name.
     """
     for name in allowed:
         if _name_in(name) != _plain(name):
@@ -294,14 +294,14 @@ def serve(
             raise UserError.of("--allow-host", f"{name!r} is not a host's name", fix)
     dashboard = Dashboard(run_dirs)
     try:
-        server = _Server(host, port, dashboard, allowed)
+        server = _DashboardServer(host, port, dashboard, allowed)
     except (OSError, ValueError, OverflowError) as error:
         raise _unavailable(host, port, error) from error
     with server:
         name = f"[{host}]" if ":" in host else host
         show(f"http://{name}:{server.server_port}/  (Ctrl-C ends it)")
         if not server.loopback:
-            show("note: whoever reaches this address can read the runs and their samples")
+            show("note: anyone who reaches this address can read the runs and their samples")
         try:
             server.serve_forever()
         except KeyboardInterrupt:
@@ -311,7 +311,7 @@ def serve(
 def _unavailable(host: str, port: int, error: Exception) -> UserError:
     number = getattr(error, "errno", None)
     if number == errno.EADDRINUSE:
-        fix = "name another one, or --port 0 for one that is free"
+        fix = "name another one, or --port 0 for a free one"
         return UserError.of("--port", f"port {port} is already in use on {host}", fix)
     if number == errno.EACCES:
         what = f"port {port} may not be opened by this user"

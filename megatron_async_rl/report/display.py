@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatron_async_rl.metrics.log import Row, number
+from megatron_async_rl.metrics.log import MetricRow, number
 from megatron_async_rl.metrics.status import Status
 from megatron_async_rl.report.samples import visible
 from megatron_async_rl.report.series import total
@@ -40,7 +40,7 @@ class DisplayState:
 
     run_dir: str
     steps: int
-    rows: deque[Row] = field(default_factory=lambda: deque(maxlen=RECENT))
+    rows: deque[MetricRow] = field(default_factory=lambda: deque(maxlen=RECENT))
     status: Status | None = None
     elapsed_s: float = 0.0
     phase_s: float = 0.0
@@ -68,7 +68,7 @@ class DisplayState:
         )
 
     @property
-    def recent(self) -> list[Row]:
+    def recent(self) -> list[MetricRow]:
         return list(self.rows)[-PACE:]
 
     @property
@@ -96,7 +96,7 @@ class DisplayState:
     @property
     def held_out(self) -> str:
         """Reward, or loss, before the first step, and that of the newest evaluation among the rows;
-        empty where there is none."""
+        empty if there is none."""
         before = self.status.before if self.status else None
         measure = self.status.measure if self.status else "reward"
         key = "eval/loss" if measure == "loss" else "eval/mean"
@@ -207,7 +207,12 @@ def _lines(state: DisplayState, blocks: str) -> list[tuple[str, Text, Text]]:
     elif state.held_out:
         add("loss" if state.supervised else "reward", "", state.held_out)
     if failed := state.latest("reward/errors"):
-        add("failed", f"{failed:,.0f} rewards", "logs/*.reward_errors.jsonl says why", "yellow")
+        add(
+            "failed",
+            f"{failed:,.0f} rewards",
+            "logs/*.reward_errors.jsonl has the reasons",
+            "yellow",
+        )
     if (lag := state.latest("lag/mean")) is not None and sampled:
         add(
             "lag",

@@ -6,8 +6,8 @@
 
 Invariants:
 - up to KEPT rows nothing is left out: every answer is that of the rows themselves;
-- beyond it, every 2nd, 4th, ... row is kept whole, and a curve has the smallest and the largest value
-  of each bucket, so that a spike stays;
+- beyond it, every 2nd, 4th, ... row is kept whole, and a curve has the smallest and the largest
+  value of each bucket, so that a spike stays;
 - totals, counts, maxima and last values are over all rows.
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_async_rl.metrics.catalogue import Value
-from megatron_async_rl.metrics.log import Row, number
+from megatron_async_rl.metrics.log import MetricRow, number
 from megatron_async_rl.report.series import Floats, column, numbers, smooth
 
 KEPT = 4096
@@ -33,16 +33,16 @@ COUNTED_BY = "dropped/responses"
 CODES = "gac/regime"
 
 
-class MetricRows(Sequence[Row]):
+class MetricRows(Sequence[MetricRow]):
     """The rows that are kept, in order of steps, the newest among them; and answers over all."""
 
-    def __init__(self, rows: Iterable[Row] = ()) -> None:
+    def __init__(self, rows: Iterable[MetricRow] = ()) -> None:
         self.total_rows = 0
         """Rows in all."""
-        self.newest: deque[Row] = deque(maxlen=NEWEST)
+        self.newest: deque[MetricRow] = deque(maxlen=NEWEST)
         self.codes: Counter[int] = Counter()
         """Rows by `gac/regime`."""
-        self._kept: list[Row] = []
+        self._kept: list[MetricRow] = []
         self._stride = 1
         self._totals: dict[str, _Total] = {}
         self._sums: dict[str, NDArray[np.int64]] = {}
@@ -51,7 +51,7 @@ class MetricRows(Sequence[Row]):
         """Steps of a bucket; 0 while every row is kept."""
         self.add(list(rows))
 
-    def add(self, rows: Sequence[Row]) -> None:
+    def add(self, rows: Sequence[MetricRow]) -> None:
         """`rows` follow those of the last call."""
         if not rows:
             return
@@ -85,7 +85,7 @@ class MetricRows(Sequence[Row]):
         for key, (steps, values) in columns.items():
             self._buckets.setdefault(key, _Buckets()).add(steps // self._width, steps, values)
 
-    def _add_lists(self, rows: Sequence[Row]) -> None:
+    def _add_lists(self, rows: Sequence[MetricRow]) -> None:
         found: dict[str, dict[int, list[Value]]] = {}
         for key in dict.fromkeys(chain.from_iterable(rows)):
             if key.endswith("histogram"):
@@ -101,7 +101,7 @@ class MetricRows(Sequence[Row]):
             for length, lists in lengths.items():
                 sums[:length] += np.array(lists, dtype=np.int64).sum(axis=0)
 
-    def _add_weighted(self, rows: Sequence[Row]) -> None:
+    def _add_weighted(self, rows: Sequence[MetricRow]) -> None:
         for row in rows:
             weight = number(row, COUNTED_BY)
             if not weight:
@@ -121,10 +121,10 @@ class MetricRows(Sequence[Row]):
         return bool(self.newest) and self._kept[-1] is not self.newest[-1]
 
     @overload
-    def __getitem__(self, place: int) -> Row: ...
+    def __getitem__(self, place: int) -> MetricRow: ...
     @overload
-    def __getitem__(self, place: slice) -> Sequence[Row]: ...
-    def __getitem__(self, place: int | slice) -> Row | Sequence[Row]:
+    def __getitem__(self, place: slice) -> Sequence[MetricRow]: ...
+    def __getitem__(self, place: int | slice) -> MetricRow | Sequence[MetricRow]:
         rows = [*self._kept, self.newest[-1]] if self._adds_newest else self._kept
         return rows[place]
 
@@ -182,8 +182,8 @@ class MetricRows(Sequence[Row]):
         return self._buckets[key].extremes()
 
     def curve(self, key: str, *, log: bool = False) -> tuple[Floats, Floats, Floats | None]:
-        """`column`, and its moving average at the same steps, that of the logarithms with `log`; None
-        where the column is too short for one."""
+        """`column`, and its moving average at the same steps, that of the logarithms with `log`;
+        None where the column is too short for one."""
         steps, values = self.column(key)
         places, means = (steps, values) if not self.thinned else self._means(key)
         if log:
@@ -304,9 +304,9 @@ class _Buckets:
         return steps[order], values[order]
 
 
-def _columns(rows: Sequence[Row]) -> dict[str, tuple[NDArray[np.int64], Floats]]:
+def _columns(rows: Sequence[MetricRow]) -> dict[str, tuple[NDArray[np.int64], Floats]]:
     """Key -> (steps, values) of the rows that have a number under it, in order of steps."""
-    alike: dict[tuple[str, ...], list[Row]] = {}
+    alike: dict[tuple[str, ...], list[MetricRow]] = {}
     for row in rows:
         alike.setdefault(tuple(row), []).append(row)
     parts: dict[str, list[tuple[NDArray[np.int64], Floats]]] = {}

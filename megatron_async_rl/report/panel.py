@@ -1,8 +1,8 @@
-"""A panel of a run: its data, its kind and its labels, whatever it is drawn on. page.js draws it on
-a page, from `as_json`; charts.py on a sheet.
+"""A panel of a run: its data, its kind and its labels, independent of the renderer. page.js draws
+it on a page, from `as_json`; charts.py on a sheet.
 
-Invariant: what is drawn does not grow with the run: a curve has at most POINTS points, a spike among
-them, and shades have at most CELLS columns.
+Invariant: the number of drawn points does not grow with the run: a curve has at most POINTS points,
+a spike among them, and shades have at most CELLS columns.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CELLS = 120
 SHADES = 10
 
 
-Key = Literal["line", "dotted", "diamond"]
+LegendKey = Literal["line", "dotted", "diamond"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Curve:
     """[n]: drawn as a wide light line below the curve."""
 
     @property
-    def key(self) -> Key:
+    def key(self) -> LegendKey:
         """Its sign in a legend."""
         if self.style == "diamonds" and len(self.x) == 1:
             return "diamond"
@@ -113,7 +113,7 @@ class Panel:
     """On the sheet, too."""
 
     @property
-    def legend(self) -> list[tuple[str, str, Key]]:
+    def legend(self) -> list[tuple[str, str, LegendKey]]:
         """(name, colour, sign)."""
         named = [(one.name, one.colour, one.key) for one in self.curves if one.name]
         named += [(level.name, level.colour, "dotted") for level in self.levels]
@@ -189,7 +189,8 @@ def _numbers(y: Floats) -> list[float | None]:
 
 
 def shades_of(grid: tuple[Floats, Floats]) -> Iterator[tuple[int, int, float, float]]:
-    """(row, depth from 1 to SHADES, where it begins, where it ends) of each stretch of one depth."""
+    """(row, depth from 1 to SHADES, where it begins, where it ends) of each stretch of one
+    depth."""
     steps, shares = grid
     groups = np.array_split(np.arange(len(steps)), min(CELLS, len(steps)))
     means = np.stack([shares[:, group].mean(axis=1) for group in groups], axis=1)

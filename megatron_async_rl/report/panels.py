@@ -1,5 +1,5 @@
-"""The panels of a run, each described once; panel.py says what draws them. Here those of learning;
-those of time are in `time_panels.py`."""
+"""The panels of a run, each described once; panel.py names the functions that draw them. Here those
+of learning; those of time are in `time_panels.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_async_rl.report.time_panels import engine_panels, simulation, step
 
 PART = "reward/part/"
 REGIME_COLOURS = ("green", "amber", "red")
-"""By the code in `gac/regime`: kept, projected, skipped."""
+"""Colours by the code in `gac/regime`: kept, projected, skipped."""
 
 
 def panels_of(run: RunData) -> list[Panel]:
@@ -39,7 +39,7 @@ def panels_of(run: RunData) -> list[Panel]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Group:
+class _PanelGroup:
     """A panel of curves, each a key of the metrics, its name and its colour."""
 
     title: str
@@ -51,26 +51,26 @@ class _Group:
     overview: bool = False
 
 
-_GRADIENT_NORM = _Group(
+_GRADIENT_NORM = _PanelGroup(
     title="Gradient norm, before clipping",
     unit="L2 norm",
     keys=(("policy/grad_norm", "", "purple"),),
     log=True,
     overview=True,
 )
-_LEARNING_RATE = _Group(
+_LEARNING_RATE = _PanelGroup(
     title="Learning rate", unit="per step", keys=(("policy/lr", "", "green"),), low=0
 )
-SUPERVISED: tuple[_Group, ...] = (_GRADIENT_NORM, _LEARNING_RATE)
-SAMPLED: tuple[_Group, ...] = (
-    _Group(
+SUPERVISED: tuple[_PanelGroup, ...] = (_GRADIENT_NORM, _LEARNING_RATE)
+SAMPLED: tuple[_PanelGroup, ...] = (
+    _PanelGroup(
         title="Response length",
         unit="tokens",
         keys=(("response/length_mean", "mean", "green"), ("response/length_max", "max", "muted")),
         low=0,
         overview=True,
     ),
-    _Group(
+    _PanelGroup(
         title="Shares of the responses",
         unit="share",
         keys=(
@@ -82,15 +82,15 @@ SAMPLED: tuple[_Group, ...] = (
         form="share",
     ),
     _GRADIENT_NORM,
-    _Group(
+    _PanelGroup(
         title="Entropy of the policy", unit="nats per token", keys=(("policy/entropy", "", "blue"),)
     ),
-    _Group(
+    _PanelGroup(
         title="Divergence from the behaviour policy",
         unit="nats per token",
         keys=(("ratio/kl_k1", "KL, k1", "blue"), ("ratio/kl_k3", "KL, k3", "purple")),
     ),
-    _Group(
+    _PanelGroup(
         title="Log-prob difference from behaviour",
         unit="nats",
         keys=(
@@ -99,12 +99,12 @@ SAMPLED: tuple[_Group, ...] = (
             ("ratio/logp_diff_lag0_max", "max at lag 0", "green"),
         ),
     ),
-    _Group(
+    _PanelGroup(
         title="Drift since the oldest sample",
         unit="L2 norm: lag × update",
         keys=(("staleness/drift", "", "red"),),
     ),
-    _Group(
+    _PanelGroup(
         title="Clipped tokens",
         unit="share",
         keys=(
@@ -114,7 +114,7 @@ SAMPLED: tuple[_Group, ...] = (
         low=0,
         form="share",
     ),
-    _Group(title="Loss", unit="loss", keys=(("policy/loss", "", "blue"),)),
+    _PanelGroup(title="Loss", unit="loss", keys=(("policy/loss", "", "blue"),)),
     _LEARNING_RATE,
 )
 
@@ -127,7 +127,7 @@ def _curve(run: RunData, key: str, name: str, colour: str, *, log: bool = False)
     return Curve(name=name, colour=colour, x=steps, y=values, trend=trend)
 
 
-def _curves(run: RunData, group: _Group) -> Panel | None:
+def _curves(run: RunData, group: _PanelGroup) -> Panel | None:
     curves = [
         curve for key in group.keys if (curve := _curve(run, *key, log=group.log)) is not None
     ]
@@ -151,10 +151,10 @@ def _spans_decades(values: Floats) -> bool:
     return bool(len(above) and above.max() > 20 * above.min())
 
 
-def _reward_parts(run: RunData) -> _Group:
+def _reward_parts(run: RunData) -> _PanelGroup:
     keys = [key for key in run.rows.names() if key.startswith(PART)]
     colours = itertools.cycle(("blue", "green", "amber", "purple", "teal", "red", "brown"))
-    return _Group(
+    return _PanelGroup(
         title="Parts of the reward",
         unit="means, before they are weighted",
         keys=[(key, key.removeprefix(PART), next(colours)) for key in keys],

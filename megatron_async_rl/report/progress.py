@@ -59,7 +59,7 @@ class Progress:
             self._live.start()
 
     def update(self) -> None:
-        """Reads what is new and redraws when due. Cheap: call it a few times a second."""
+        """Read the new rows and redraw if due. Cheap: call it a few times a second."""
         now = time.monotonic()
         self._read(now)
         state = self._state
@@ -187,8 +187,8 @@ def _change(before: float, after: float, style: str = "") -> Text:
 
 
 def _read_whole(run_dir: Path) -> tuple[Summary, RunData | None]:
-    """The run in a few numbers, and the one beside it. A run that has no report, such as one without
-    a step or without a readable configuration, has its last words all the same."""
+    """The run in a few numbers, and the run to compare with. A run that has no report, such as one
+    without a step or without a readable configuration, has its last words all the same."""
     try:
         run = read_run(run_dir, alone=False)
         return run.summary, run.beside
@@ -201,8 +201,8 @@ def _read_whole(run_dir: Path) -> tuple[Summary, RunData | None]:
 
 @contextmanager
 def sampling_progress(console: Console, prompts: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, elsewhere a line every few seconds; told how many prompts are answered,
-    and with how many tokens."""
+    """A bar on a terminal, elsewhere a line every few seconds; called with the number of answered
+    prompts, and their tokens."""
     started = shown = time.monotonic()
 
     def rate(tokens: int) -> str:
@@ -251,7 +251,7 @@ def show_evaluation(result: Mapping[str, Any], file: str, console: Console) -> N
 
 
 def _evaluation_facts(result: Mapping[str, Any]) -> list[tuple[str, str | Text]]:
-    """Of one set."""
+    """Lines about the evaluation of one set, as pairs of label and value."""
     mean = result["mean_reward"]
     failed = f", {result['reward_errors']} rewards failed" if result["reward_errors"] else ""
     return [

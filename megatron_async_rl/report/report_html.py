@@ -1,9 +1,10 @@
 """The page of a run: the report's, one HTML file that needs no other and no network, and the
 dashboard's, which is the same page kept up to date.
 
-A page is a template (page.html), its style and script (page.css, page.js), parts in HTML by the name
-of their place, and panels, which the script draws. The first screen has the reward and the numbers a
-reader asks for first; then what went wrong, the panels, the tables and, folded, the configuration.
+A page is a template (page.html), its style and script (page.css, page.js), parts in HTML by the
+name of their place, and panels, which the script draws. The first screen has the reward and the
+numbers a reader asks for first; then what went wrong, the panels, the tables and, folded, the
+configuration.
 
 Invariant: a text of a run is escaped in every part, and no script but the page's own may run.
 """
@@ -25,7 +26,7 @@ from typing import Any
 from megatron_async_rl.config.yaml_tree import write
 from megatron_async_rl.metrics.log import number
 from megatron_async_rl.metrics.status import Status
-from megatron_async_rl.report.anomalies import GRAVE, KINDS, steps_in_words
+from megatron_async_rl.report.anomalies import GRAVE, KINDS, steps_text
 from megatron_async_rl.report.panel import COLOURS, Panel
 from megatron_async_rl.report.panels import panels_of
 from megatron_async_rl.report.run_data import RunData
@@ -37,8 +38,9 @@ DETAILS = 4
 EVENTS = 12
 """Shown, the newest."""
 FOOTER = (
-    "Thin lines are the logged values, wide ones their moving average; of long runs each curve shows"
-    " its extremes. Every value is in metrics.jsonl and TensorBoard's files in the run's directory."
+    "Thin lines are the logged values, wide ones their moving average; of long runs each curve"
+    " shows its extremes. Every value is in metrics.jsonl and TensorBoard's files in the run's"
+    " directory."
 )
 FIRST_SHARE = 10
 """The reward at the start and at the end is the mean over a tenth of the steps each."""
@@ -52,7 +54,8 @@ class Page:
     """The first is the main one."""
 
     def as_html(self, live: str = "") -> str:
-        """The whole page. `live`: the view that its script asks the dashboard for; none in a file."""
+        """The whole page. `live`: the view that its script asks the dashboard for; none in a
+        file."""
         style, script = _asset("page.css"), _asset("page.js")
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         places = {
@@ -93,7 +96,7 @@ def _compact(value: Any) -> str:
 def page_of(run: RunData, samples: str = "") -> Page:
     """`samples`: HTML of the run's samples, shown between panels and tables."""
     where = str(run.run_dir)
-    # A run that was killed says `training` for good: only the time shows it.
+    # The status of a killed run stays `training`: only the time shows it.
     if (ended := number(run.rows[-1], "time")) is not None:
         where += f" · newest step {time.strftime('%Y-%m-%d %H:%M:%S %Z', time.localtime(ended))}"
     parts = {
@@ -130,7 +133,7 @@ def _numbers(run: RunData) -> str:
     """The headline numbers as tiles."""
     summary = run.summary
     tiles: list[tuple[str, str, str]] = []
-    """(number, what it is, class)."""
+    """(number, label, class)."""
     if summary.before is not None and summary.after is not None:
         change = summary.after - summary.before
         gain = -change if summary.measure == "loss" else change
@@ -166,10 +169,10 @@ def _numbers(run: RunData) -> str:
     tone = "worse" if wrong else "better"
     noted = sum(run.found.values()) - wrong
     also = f", {noted:,} notes" if noted else ""
-    words = "anomaly" if wrong == 1 else "anomalies"
+    noun = "anomaly" if wrong == 1 else "anomalies"
     tiles.append(
         (
-            f'<span class="{tone}">{wrong or "No"}</span> {words}',
+            f'<span class="{tone}">{wrong or "No"}</span> {noun}',
             f"found in the metrics{also}",
             "whole",
         )
@@ -195,7 +198,7 @@ def _wrong(run: RunData) -> str:
         found = [anomaly for anomaly in run.anomalies if anomaly.kind == kind]
         if not found:
             continue
-        steps = steps_in_words([anomaly.step for anomaly in found])
+        steps = steps_text([anomaly.step for anomaly in found])
         steps = (
             steps
             if len(steps) <= 60
@@ -275,7 +278,7 @@ def tables_of(run: RunData) -> list[tuple[str, list[tuple[str, str]]]]:
 
     tables = [("Result", result), ("Speed", speed)]
     if run.window is not None:
-        tables.append((f"The last {len(run.window.steps)} steps", run.window.in_words()))
+        tables.append((f"The last {len(run.window.steps)} steps", run.window.as_text()))
     return tables
 
 

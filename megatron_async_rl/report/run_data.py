@@ -14,7 +14,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FiniteFloat, Valida
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.settings_model import bare_name
 from megatron_async_rl.config.yaml_tree import YamlFault, read_tree
-from megatron_async_rl.metrics.log import EVAL_FILE, EvaluationReader, MetricsReader, Row, number
+from megatron_async_rl.metrics.log import (
+    EVAL_FILE,
+    EvaluationReader,
+    MetricRow,
+    MetricsReader,
+    number,
+)
 from megatron_async_rl.metrics.log import FILE as METRICS_FILE
 from megatron_async_rl.metrics.status import FILE as STATUS_FILE
 from megatron_async_rl.metrics.status import Status, read_status
@@ -23,13 +29,19 @@ from megatron_async_rl.metrics.timeline import Span, TimelineReader, shares
 from megatron_async_rl.report.anomalies import Anomaly, AnomalyFinder, AnomalyList
 from megatron_async_rl.report.metric_rows import MetricRows
 from megatron_async_rl.report.series import Evaluations, evaluation_curves
-from megatron_async_rl.report.summary import Dropped, Summary, compare_dropped, span, summarise_run
+from megatron_async_rl.report.summary import (
+    DroppedSummary,
+    Summary,
+    compare_dropped,
+    span,
+    summarise_run,
+)
 from megatron_async_rl.watchdog.events import FILE as EVENTS_FILE
 from megatron_async_rl.watchdog.events import Event, read_events
 
 WINDOW_STEPS = 12
 EVENT_BYTES = 2**20
-"""Events are read from so many bytes before the end."""
+"""Number of bytes before the end from which events are read."""
 HOLE_S = 60.0
 HOLE_STEPS = 10
 """A step that ended later after the one before than both of these, the second in steps, came after
@@ -37,7 +49,7 @@ a stop of the run."""
 PARTS = 4
 
 
-class _Control(BaseModel):
+class _RunControl(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     name: str
@@ -57,11 +69,11 @@ class _Observe(BaseModel):
     beside: Path | None = None
 
 
-class _Drawn(BaseModel):
+class _ShownSettings(BaseModel):
     """The settings that are drawn or decided by here. The others may be those of any version."""
 
     flow: _Flow | None = None
-    controls: list[Annotated[_Control, BeforeValidator(bare_name)]] | None = None
+    controls: list[Annotated[_RunControl, BeforeValidator(bare_name)]] | None = None
     samples: _Samples | None = None
     observe: _Observe | None = None
 
@@ -82,13 +94,13 @@ class TimelineWindow:
     tracks: Mapping[str, Sequence[Span]]
     """The spans that touch the window, cut to it; `rank 0` first."""
 
-    def in_words(self) -> list[tuple[str, str]]:
-        """(track, what it did), the most of the time first."""
+    def as_text(self) -> list[tuple[str, str]]:
+        """(track, activities), the longest activity first."""
         lines = []
         for track, spans in self.tracks.items():
             parts = list(shares(spans, self.start, self.end).items())[:PARTS]
-            words = ", ".join(f"{_activity(*kind)} {share:.0%}" for kind, share in parts)
-            lines.append((track, words))
+            text = ", ".join(f"{_activity(*kind)} {share:.0%}" for kind, share in parts)
+            lines.append((track, text))
         return lines
 
 
@@ -98,11 +110,11 @@ class RunData:
     rows: MetricRows
     status: Status | None
     config: Mapping[str, Any]
-    """RUN/config.yaml as it is written there; empty when there is none."""
+    """RUN/config.yaml as it is written there; empty if there is none."""
     summary: Summary
     window: TimelineWindow | None
-    """None where no process wrote what it did."""
-    dropped: Dropped | None
+    """None if no process wrote a timeline."""
+    dropped: DroppedSummary | None
     """None where nothing was dropped."""
     evaluations: Evaluations
     anomalies: Sequence[Anomaly]
@@ -129,7 +141,7 @@ class RunData:
     def gac(self) -> Mapping[str, Any] | None:
         """Settings of the control that judges the cosine, when the run has one; `c_low` is the one
         in force at the end."""
-        controls = _Drawn.model_validate(self.config).controls or ()
+        controls = _ShownSettings.model_validate(self.config).controls or ()
         settings = next(
             (
                 control.model_dump(exclude_unset=True)
@@ -146,7 +158,7 @@ class RunData:
     def lag_bound(self) -> float | None:
         """`flow.async_ratio`: the start version of a sample is at most this many versions behind,
         rounded up."""
-        flow = _Drawn.model_validate(self.config).flow
+        flow = _ShownSettings.model_validate(self.config).flow
         return None if flow is None else flow.async_ratio
 
     @property
@@ -166,9 +178,9 @@ class RunData:
 
 
 class RunReader:
-    """Reads a run again and again while it goes on: each line of its growing files once.
+    """Read a run repeatedly while it continues: each line of its growing files once.
 
-    `alone`: without the run that it names to stand beside it.
+    `alone`: without the comparison run that it names.
     """
 
     def __init__(self, run_dir: Path, *, alone: bool = True) -> None:
@@ -250,15 +262,15 @@ class RunReader:
         for evaluated, restarted in self._evaluations.blocks():
             if restarted:
                 self._evaluated = []
-            # Only what is drawn: a line has every held-out prompt's score.
+            # Only the drawn numbers: a line has every held-out prompt's score.
             kept = ("version", "mean_reward", "loss", "pass_at")
             self._evaluated += [{key: one[key] for key in kept if key in one} for one in evaluated]
         self._evaluated.sort(key=lambda one: int(one["version"]))
 
     def _read_beside(self, config: Mapping[str, Any]) -> RunData | None:
-        """A run is shown without it where it has gone since: `mar plan` and `mar train` refuse one
-        that is not there."""
-        observe = _Drawn.model_validate(config).observe
+        """A run is shown without it where it has gone since: `mar plan` and `mar train` refuse a
+        missing one."""
+        observe = _ShownSettings.model_validate(config).observe
         if observe is None or observe.beside is None:
             return None
         if self._beside is None or self._beside.run_dir != observe.beside:
@@ -283,14 +295,14 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """RUN/config.yaml as it is written there; empty when there is none.
+    """RUN/config.yaml as it is written there; empty if there is none.
 
     Raises ReportError when it is not a configuration.
     """
     path = run_dir / "config.yaml"
     try:
         config, _ = read_tree(path.read_text(encoding="utf-8"))
-        _Drawn.model_validate(config)
+        _ShownSettings.model_validate(config)
     except FileNotFoundError:
         return {}
     except ValidationError as error:
@@ -305,10 +317,10 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 
 def timeline_window(
-    rows: Sequence[Row], tracks: Mapping[str, Sequence[Span]], steps: int = WINDOW_STEPS
+    rows: Sequence[MetricRow], tracks: Mapping[str, Sequence[Span]], steps: int = WINDOW_STEPS
 ) -> TimelineWindow | None:
-    """The window of the last `steps` steps, fewer where the run was stopped in between; None where
-    no process wrote what it did."""
+    """The window of the last `steps` steps, fewer where the run was stopped in between; None if no
+    process wrote a timeline."""
     ended = [
         (int(step), at)
         for row in rows

@@ -62,8 +62,8 @@ class Question(BaseModel):
     kind: Literal["trained", "evaluated", "dropped", "all"] = "trained"
     order: Literal["newest", "best", "worst", "random"] = "newest"
     step: NonNegativeInt | None = None
-    """The step asked for. Of `trained`, the optimizer step; of `evaluated`, the weight version; of `dropped`, the step
-    that was next; of `all`, the step of any."""
+    """The step asked for. Of `trained`, the optimizer step; of `evaluated`, the weight version; of
+    `dropped`, the step that was next; of `all`, the step of any."""
     least: FiniteFloat | None = None
     most: FiniteFloat | None = None
     """Bounds of the reward."""
@@ -86,7 +86,7 @@ class SampleBrowser:
 
     def answer(self, query: Mapping[str, str]) -> dict[str, Any]:
         """`html` of at most AT_ONCE samples, `words` on how many there are, and whether there are
-        `more`. Raises UserError for a question that is none, and where no log can be read."""
+        `more`. Raises UserError for an invalid question, and where no log can be read."""
         try:
             question = Question.model_validate(query)
         except ValidationError as error:
@@ -100,19 +100,19 @@ class SampleBrowser:
             shown = load(self._run_dir, entries)
             lost = lost_end(self._run_dir)
         total, end = found.num_rows, question.start + len(entries)
-        words = f"{end:,} of {total:,} samples" if total else "no such sample in the log"
+        text = f"{end:,} of {total:,} samples" if total else "no such sample in the log"
         if not total and (steps := self._steps(question.kind)):
-            words += f"; it has those of steps {steps[0]:,} to {steps[1]:,}"
+            text += f"; it has those of steps {steps[0]:,} to {steps[1]:,}"
         if lost is not None:
-            words += f"; {lost}"
+            text += f"; {lost}"
         return {
             "html": "".join(card(entry, sample) for entry, sample in shown),
-            "words": words,
+            "words": text,
             "more": end < total,
         }
 
     def _find(self, question: Question) -> pa.Table:
-        """Where the wanted samples stand in the log, in the wanted order."""
+        """Positions in the log of the requested samples, in the requested order."""
         samples = self._samples()
         outcomes = self._of_samples(samples)
         if question.kind != "all":
@@ -141,7 +141,7 @@ class SampleBrowser:
         return samples
 
     def _entries(self, chosen: pa.Table) -> list[Entry]:
-        """`chosen` with what became of each."""
+        """`chosen` with the outcome of each."""
         rows = chosen.to_pylist()
         ids = pa.array({row["id"] for row in rows}, pa.string())
         groups = pa.array({row["group"] for row in rows}, pa.int64())

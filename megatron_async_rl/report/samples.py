@@ -33,7 +33,7 @@ from megatron_async_rl.samples.frames import SegmentBroken
 from megatron_async_rl.samples.segments import (
     FOLDER,
     Entry,
-    Outcome,
+    SampleOutcome,
     load,
     lost_end,
     read_entries,
@@ -44,16 +44,16 @@ from megatron_async_rl.samples.types import Sample
 
 NEWEST = 5
 LOOKED_AT = 4_000
-"""Newest samples that are looked through for one that was trained on."""
+"""Number of newest samples that are searched for trained ones."""
 LONGEST = 2000
 """Characters of a prompt or response on a terminal; --json has all."""
 PAGE_STEPS, PAGE_EACH, PAGE_OPEN, PAGE_LONGEST = 3, 3, 400, 5_000
-"""The page: samples of so many last steps, so many of each kind; text unfolded up to, and cut at,
-so many characters."""
+"""The page: samples of the last steps, some of each kind; text unfolded up to, and cut at, this
+many characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class SampleQuery:
     """A choice of samples: at most one of `worst`, `best` and `random`; none: the newest few, or
     all of `step`."""
 
@@ -66,9 +66,9 @@ class Wanted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """`missing`: samples of the wanted step that the log keeps no longer, or never had. `lost`: what
-    the log lacks at its end, in words."""
+class SampleSelection:
+    """`missing`: samples of the wanted step that the log keeps no longer, or never had. `lost`:
+    text on what the log lacks at its end."""
 
     samples: Sequence[tuple[Entry, Sample]]
     missing: int = 0
@@ -85,7 +85,7 @@ def log_readable() -> Iterator[None]:
 
 
 @log_readable()
-def choose(run_dir: Path, wanted: Wanted) -> Chosen:
+def choose(run_dir: Path, wanted: SampleQuery) -> SampleSelection:
     """Raises UserError where there is no run, no log that can be read, or no such step."""
     counts = {
         name: count
@@ -110,11 +110,11 @@ def choose(run_dir: Path, wanted: Wanted) -> Chosen:
         kind = "held-out evaluation" if wanted.held_out else "training"
         fix = "try again when one has finished, or look without --eval and --step"
         raise UserError.of("RUN", f"the log of {run_dir} holds no such sample of {kind}", fix)
-    return Chosen(samples=load(run_dir, chosen), missing=missing, lost=lost_end(run_dir))
+    return SampleSelection(samples=load(run_dir, chosen), missing=missing, lost=lost_end(run_dir))
 
 
 def newest_trained(run_dir: Path) -> Sample | None:
-    """The newest sample that a step has trained on; None where there is none among the newest few
+    """The newest sample that a step has trained on; None if there is none among the newest few
     thousand. Raises UserError for a log that is damaged."""
     with log_readable():
         entries = itertools.islice(read_entries(run_dir), LOOKED_AT)
@@ -123,8 +123,8 @@ def newest_trained(run_dir: Path) -> Sample | None:
     return loaded[0][1] if loaded else None
 
 
-def print_samples(chosen: Chosen, console: Console, *, as_json: bool) -> None:
-    """For people, or with `as_json` one whole sample per line for tools."""
+def print_samples(chosen: SampleSelection, console: Console, *, as_json: bool) -> None:
+    """Print the samples for people or, with `as_json`, one whole sample per line for tools."""
     for entry, sample in chosen.samples:
         if as_json:
             line = json.dumps(as_dict(entry, sample), allow_nan=False)
@@ -179,13 +179,13 @@ def as_dict(entry: Entry, sample: Sample) -> dict[str, Any]:
 
 def samples_section(run_dir: Path) -> str:
     """HTML for the report: the best, the worst and some random samples of the last steps in the
-    log. Where there is none, or none that can be read, a sentence; nothing for a run that keeps
+    log. If there is none, or none that can be read, a sentence; nothing for a run that keeps
     none."""
     try:
         return _section(run_dir)
     except UserError as error:
-        said = "; ".join(f"{one.key} {one.what}: {one.fix}" for one in error.problems)
-        return _sentence(f"They cannot be shown. {said}.")
+        message = "; ".join(f"{one.key} {one.what}: {one.fix}" for one in error.problems)
+        return _sentence(f"They cannot be shown. {message}.")
 
 
 def _sentence(text: str) -> str:
@@ -213,9 +213,9 @@ def _section(run_dir: Path) -> str:
     parts = []
     shown: set[Entry] = set()
     for name, wanted in (
-        ("Best", Wanted(best=each)),
-        ("Worst", Wanted(worst=each)),
-        ("Random", Wanted(random=each, seed=steps[-1])),
+        ("Best", SampleQuery(best=each)),
+        ("Worst", SampleQuery(worst=each)),
+        ("Random", SampleQuery(random=each, seed=steps[-1])),
     ):
         picked = _pick([entry for entry in trained if entry not in shown], wanted)
         shown |= {*picked}
@@ -255,11 +255,13 @@ def check_log(run_dir: Path) -> None:
     raise UserError.of("RUN", f"{run_dir} {what}", fix)
 
 
-def _of_step(run_dir: Path, entries: Iterable[Entry], wanted: Wanted) -> tuple[list[Entry], int]:
-    """Those that the wanted step trained on, or of the wanted version's evaluation, and how many of
-    them the log keeps no longer."""
+def _of_step(
+    run_dir: Path, entries: Iterable[Entry], wanted: SampleQuery
+) -> tuple[list[Entry], int]:
+    """Entries of the samples that the requested step trained on, or of the requested version's
+    evaluation, and the number of those that the log no longer keeps."""
     assert wanted.step is not None
-    outcome: Outcome = "evaluated" if wanted.held_out else "trained"
+    outcome: SampleOutcome = "evaluated" if wanted.held_out else "trained"
     noun = "version" if wanted.held_out else "step"
     known = _outcomes(run_dir, outcome)
     steps = sorted(pc.unique(known["step"]).to_pylist())
@@ -271,13 +273,13 @@ def _of_step(run_dir: Path, entries: Iterable[Entry], wanted: Wanted) -> tuple[l
         raise UserError.of(
             "--step",
             f"{run_dir} keeps the samples of {noun} {wanted.step} no longer",
-            f"look at a later {noun}, up to {steps[-1]}; samples.keep_mib says how many are kept,"
+            f"look at a later {noun}, up to {steps[-1]}; samples.keep_mib limits how many are kept,"
             f" and {run_dir / FOLDER} should hold them",
         )
     return found, missing
 
 
-def _outcomes(run_dir: Path, outcome: Outcome) -> pa.Table:
+def _outcomes(run_dir: Path, outcome: SampleOutcome) -> pa.Table:
     table = read_table(run_dir, "outcomes")
     return table.filter(pc.equal(table["outcome"], outcome))
 
@@ -296,7 +298,7 @@ def _find(entries: Iterable[Entry], outcomes: pa.Table) -> tuple[list[Entry], in
     return found, len(keys)
 
 
-def _pick(entries: Sequence[Entry], wanted: Wanted) -> list[Entry]:
+def _pick(entries: Sequence[Entry], wanted: SampleQuery) -> list[Entry]:
     """Without a count all of them, group by group. Best and worst: of those whose reward did not
     fail, the newer first among equals."""
     scored = [entry for entry in entries if entry.valid]
@@ -318,8 +320,8 @@ def _ranges(numbers: Sequence[int]) -> str:
             parts[-1] = (parts[-1][0], number)
         else:
             parts.append((number, number))
-    words = [f"{first}" if first == last else f"{first} to {last}" for first, last in parts]
-    return ", ".join(words if len(words) <= 6 else [*words[:3], "...", *words[-2:]])
+    ranges = [f"{first}" if first == last else f"{first} to {last}" for first, last in parts]
+    return ", ".join(ranges if len(ranges) <= 6 else [*ranges[:3], "...", *ranges[-2:]])
 
 
 # How
@@ -362,7 +364,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 
 def visible(text: str) -> str:
-    """For a terminal: control characters as escapes; a long text cut."""
+    """Text for a terminal: control characters escaped, and a long text cut."""
     more = len(text) - LONGEST
     if more > 0:
         text = text[:LONGEST]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_async_rl.metrics.log import Row, number
+from megatron_async_rl.metrics.log import MetricRow, number
 
 Floats = NDArray[np.float64]
 
@@ -17,19 +17,19 @@ MIN_SMOOTHED = 12
 """A shorter column is its own trend."""
 
 
-def column(rows: Sequence[Row], key: str) -> tuple[Floats, Floats]:
+def column(rows: Sequence[MetricRow], key: str) -> tuple[Floats, Floats]:
     """(steps, values) of the rows that have `key`, each [rows with it]."""
     pairs = [(row["step"], row[key]) for row in rows if key in row]
     table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1]
 
 
-def numbers(rows: Sequence[Row], key: str) -> Floats:
+def numbers(rows: Sequence[MetricRow], key: str) -> Floats:
     """[rows]: `key` of every row, NaN where absent."""
     return np.array([row.get(key, np.nan) for row in rows], dtype=np.float64)
 
 
-def total(rows: Sequence[Row], key: str) -> float:
+def total(rows: Sequence[MetricRow], key: str) -> float:
     """Sum over the rows that have a finite `key`; 0 when none has."""
     return float(np.nansum(np.where(np.isfinite(values := numbers(rows, key)), values, 0.0)))
 
@@ -41,7 +41,7 @@ def counted(values: Sequence[float | None]) -> float:
     return sum(new - old if new >= old else new for new, old in zip(known, before, strict=True))
 
 
-def summed(rows: Sequence[Row], key: str) -> list[int]:
+def summed(rows: Sequence[MetricRow], key: str) -> list[int]:
     """Sum over the rows of a key of counts, bin by bin; empty where no row has it."""
     counts: list[int] = []
     for row in rows:
@@ -74,12 +74,12 @@ def smooth(values: Floats) -> Floats | None:
     return np.divide(weighted, weights, out=np.full(len(values), np.nan), where=weights > 1e-12)
 
 
-def thin(x: Floats, y: Floats, most: int) -> tuple[Floats, Floats]:
-    """At most `most` of the points [n], in order: of each stretch the smallest and the largest, so
-    that a spike stays, and the points that are not finite where a stretch has no other."""
-    if len(x) <= most:
+def thin(x: Floats, y: Floats, maximum: int) -> tuple[Floats, Floats]:
+    """At most `maximum` of the points [n], in order: of each stretch the smallest and the largest,
+    so that a spike stays, and the points that are not finite where a stretch has no other."""
+    if len(x) <= maximum:
         return x, y
-    stretches = np.array_split(np.arange(len(x)), max(1, most // 2))
+    stretches = np.array_split(np.arange(len(x)), max(1, maximum // 2))
     kept = set[int]()
     for indices in stretches:
         finite = indices[np.isfinite(y[indices])]
@@ -91,9 +91,9 @@ def thin(x: Floats, y: Floats, most: int) -> tuple[Floats, Floats]:
     return x[chosen], y[chosen]
 
 
-def per_engine(rows: Sequence[Row], key: str) -> tuple[Floats, Floats]:
+def per_engine(rows: Sequence[MetricRow], key: str) -> tuple[Floats, Floats]:
     """(steps [rows with it], values [engines, rows with it]) of a key with a number for each
-    engine, NaN where there is none.
+    engine, NaN if there is none.
 
     `engine/versions`, taken when the row's batch was handed out, come as versions behind the policy
     that trained it, one before the row's; NaN for an engine that is gone.
@@ -124,7 +124,7 @@ def doubling_bins(histograms: Sequence[Sequence[int]]) -> tuple[list[str], list[
     return names, shares
 
 
-def histograms(rows: Sequence[Row], key: str) -> tuple[Floats, Floats]:
+def histograms(rows: Sequence[MetricRow], key: str) -> tuple[Floats, Floats]:
     """(steps [rows with it], share of counts [bins, rows with it]) of a key of counts; each column
     sums to 1."""
     having = [(row["step"], counts) for row in rows if isinstance(counts := row.get(key), list)]

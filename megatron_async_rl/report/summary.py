@@ -1,5 +1,5 @@
-"""A whole run in a few numbers: its summary for the terminal and the report, what was dropped
-against what was trained on, and the rates that a plan of another run can start from."""
+"""A whole run in a few numbers: its summary for the terminal and the report, dropped compared with
+trained samples, and the rates that a plan of another run can start from."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megatron_async_rl.metrics.log import Row, number
+from megatron_async_rl.metrics.log import MetricRow, number
 from megatron_async_rl.metrics.status import Status
 from megatron_async_rl.report.metric_rows import MetricRows
 
 REGIMES = ("kept", "projected", "skipped")
-"""By the code in `gac/regime`."""
+"""Names by the code in `gac/regime`."""
 IN_A_STEP = {
     "training": "time/train_s",
     "publishing": "time/publish_s",
@@ -23,8 +23,8 @@ IN_A_STEP = {
 REASONS = {"flow/dropped_late": "late", "flow/dropped_equal": "of equal reward"}
 """Reasons for which a group was dropped."""
 HOLE_STEPS = 10
-"""A line that came so many median steps after the one before came after a stop, and its shares are
-of another interval."""
+"""A line that came this many median steps after the previous one came after a stop, and its shares
+are of another interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +91,8 @@ def summarise_run(rows: MetricRows, status: Status | None) -> Summary:
 
 
 def _regimes(rows: MetricRows) -> dict[str, int]:
-    """Optimizer steps so far in each of GAC's regimes, of which a line may hold several; lines by
-    their regime where a log has no such counts. Empty without the control."""
+    """Optimizer steps so far in each of GAC's regimes; a line may hold several; lines by their
+    regime where a log has no such counts. Empty without the control."""
     if rows.has("gac/kept"):
         keys = ("gac/kept", "gac/projected", "gac/skips")
         return {name: int(rows.last(key) or 0) for name, key in zip(REGIMES, keys, strict=True)}
@@ -117,10 +117,10 @@ def span(seconds: float) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dropped:
+class DroppedSummary:
     responses: int
     groups: dict[str, int]
-    """By reason."""
+    """Dropped groups by reason."""
     length: float
     """Mean tokens of a response, as `trained_length`; rewards are means too."""
     trained_length: float | None
@@ -142,14 +142,14 @@ class Dropped:
         return f"{self.responses:,} {were} dropped{groups}: {', '.join(parts)}{whose}"
 
 
-def compare_dropped(rows: MetricRows) -> Dropped | None:
+def compare_dropped(rows: MetricRows) -> DroppedSummary | None:
     """None where nothing was dropped."""
     responses = int(rows.total("dropped/responses"))
     length = rows.mean("dropped/length_mean", weighted=True)
     if length is None:
         return None
     groups = {reason: count for key, reason in REASONS.items() if (count := int(rows.counted(key)))}
-    return Dropped(
+    return DroppedSummary(
         responses=responses,
         groups=groups,
         length=length,
@@ -164,7 +164,7 @@ def _against(trained: float | None, form: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
+class MeasuredRates:
     steps: int
     train_s: float
     """Median over the steps, as the other seconds."""
@@ -177,12 +177,12 @@ class Rates:
     """Tokens of one engine in a second in which it sampled, mean over the run's engines."""
 
     def generate_s(self, engines: int) -> float:
-        """In which `engines` engines, busy all the time, sample one step's tokens."""
+        """Seconds in which `engines` engines that are always busy sample one step's tokens."""
         return self.tokens_per_step / (engines * self.tokens_per_busy_s)
 
 
-def measure(rows: Sequence[Row]) -> Rates | None:
-    """Null where a run did not write what its engines did, or not for two steps."""
+def measure(rows: Sequence[MetricRow]) -> MeasuredRates | None:
+    """Null if a run has no timeline of its engines, or not for two steps."""
     step_s = _numbers(rows, "time/step_s")
     if len(step_s) < 2:
         return None
@@ -199,7 +199,7 @@ def measure(rows: Sequence[Row]) -> Rates | None:
     train = _numbers(rows, "time/train_s")
     if not intervals or tokens <= 0 or busy_s <= 0 or not train:
         return None
-    return Rates(
+    return MeasuredRates(
         steps=len(rows),
         train_s=median(train),
         publish_s=median(_numbers(rows, "time/publish_s") or [0.0]),
@@ -209,7 +209,7 @@ def measure(rows: Sequence[Row]) -> Rates | None:
     )
 
 
-def update_per_lr(rows: Sequence[Row]) -> float | None:
+def update_per_lr(rows: Sequence[MetricRow]) -> float | None:
     """G of the planning rule: length of an update over its learning rate, median; null where no
     control measured updates."""
     ratios = []
@@ -226,5 +226,5 @@ def update_per_lr(rows: Sequence[Row]) -> float | None:
     return median(ratios) if ratios else None
 
 
-def _numbers(rows: Sequence[Row], key: str) -> list[float]:
+def _numbers(rows: Sequence[MetricRow], key: str) -> list[float]:
     return [value for row in rows if (value := number(row, key)) is not None]

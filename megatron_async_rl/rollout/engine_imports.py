@@ -1,7 +1,7 @@
-"""The imports of the server that the controller, engine actors and vLLM's processes on a CPU are
-forked from (`watchdog.preloaded`).
+"""Imports of the server from which the controller, engine actors and vLLM's processes on a CPU are
+forked (`watchdog.preloaded`).
 
-All but Ray: its C++ part reads a worker's variables as it is imported, and never again.
+Ray is not imported here: its C++ library reads the environment of a worker once, at its import.
 """
 
 # ruff: noqa: F401, E402
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 assert "ray" not in sys.modules
-# vLLM does without it, and so lacks its executor over Ray, which no engine uses.
+# Without Ray, vLLM lacks its Ray executor, which no engine uses.
 sys.modules["ray"] = None  # type: ignore[assignment]
 
 import vllm.v1.engine.async_llm

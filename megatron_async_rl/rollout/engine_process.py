@@ -2,7 +2,7 @@
 start.
 
 Invariants:
-- whoever calls an engine calls it as an `Engine`: the methods are declared here, once, and
+- all callers use an engine as an `Engine`: the methods are declared here, once, and
   `rollout.engine.RolloutEngine` has them;
 - what a call raised in the engine is raised here as itself, and ProcessDied once that has ended;
 - an engine that did not start leaves nothing running, and none outlives its actor.
@@ -31,10 +31,10 @@ from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import answer_of
 from megatron_async_rl.watchdog.events import out_of_memory
-from megatron_async_rl.watchdog.host_memory import Memory
+from megatron_async_rl.watchdog.host_memory import MemoryKind
 from megatron_async_rl.watchdog.logs import find_cause, tail
 from megatron_async_rl.watchdog.processes import condition, descendants
-from megatron_async_rl.weights.manifest import Delivery, Manifest
+from megatron_async_rl.weights.manifest import Manifest, WeightUpdate
 
 MAX_CALLS = 1000
 """Calls an actor may hold at once: each batch of requests is one, and the control calls must always
@@ -46,13 +46,13 @@ class EngineStartError(RuntimeError):
     """An engine did not start. The message ends with the tail of its log. `out_of_memory`: the
     memory that was out, where that is why."""
 
-    out_of_memory: Memory | None = None
+    out_of_memory: MemoryKind | None = None
     phase: Literal["generate"] = "generate"
     """Whose memory it takes as it starts (flow/colocated.py)."""
 
 
 class Engine(Protocol):
-    """One running engine. What the calls do is said in `rollout.engine`."""
+    """One running engine. The calls are documented in `rollout.engine`."""
 
     @property
     def machine(self) -> str:
@@ -62,7 +62,7 @@ class Engine(Protocol):
     async def submit(self, requests: Sequence[Request]) -> None: ...
     async def abort(self, ids: Sequence[str]) -> None: ...
     async def report(self, timeout_s: float) -> EngineReport: ...
-    async def receive(self, delivery: Delivery) -> None: ...
+    async def receive(self, weight_update: WeightUpdate) -> None: ...
     async def update(
         self, version: int, manifest: Manifest, first: bool = True, last: bool = True
     ) -> dict[str, str]: ...
@@ -78,8 +78,8 @@ class Engine(Protocol):
         and the kernel vLLM with it."""
 
     async def until_ended(self) -> None:
-        """Returns once none of its processes is left on rank 0's machine, nor what memory they had of
-        the devices there."""
+        """Wait until its processes on rank 0's machine, and their memory on the devices there, are
+        gone."""
 
 
 class RemoteEngine:
@@ -120,7 +120,8 @@ class RemoteEngine:
 
 async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
     """A running engine, on this machine or where else `place_of_engine` has it. Ray must be
-    initialised. `again`: in place of one that is gone, whose log stays as `engine-<index>.log.1`, `.2`, ...
+    initialised. `again`: replacing an engine that is gone, whose log stays as
+    `engine-<index>.log.1`, `.2`, ...
 
     Raises EngineStartError, with the cause and the tail of the engine's log, when it fails or takes
     longer than `rollout.start_timeout_s`.
@@ -183,8 +184,8 @@ def _keep_old_log(spec: EngineSpec) -> None:
 
 
 def _failure(spec: EngineSpec, what: str, error: Exception | None = None) -> EngineStartError:
-    """The error of a start that failed of `error`. vLLM's own exception reports only that one of its
-    processes failed; that process's is in the log."""
+    """The error of a start that failed of `error`. vLLM's own exception reports only that one of
+    its processes failed; that process's is in the log."""
     cause = find_cause(spec.log_dir)
     lines = tail(spec.log, 15) if spec.log.is_file() else []
     failure = EngineStartError(
@@ -197,7 +198,7 @@ def _failure(spec: EngineSpec, what: str, error: Exception | None = None) -> Eng
             ]
         )
     )
-    said = f"{what} {cause.message if cause else ''}"
+    reported = f"{what} {cause.message if cause else ''}"
     known = out_of_memory(error) if error is not None else None
-    failure.out_of_memory = known or out_of_memory(RuntimeError(said))
+    failure.out_of_memory = known or out_of_memory(RuntimeError(reported))
     return failure

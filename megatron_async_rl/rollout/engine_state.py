@@ -1,10 +1,10 @@
-"""Where an engine stands between sampling and loading: running, paused, or asleep; how long it
-sampled; its track in the run's timeline; and whether vLLM's own process still answers.
+"""State of an engine between sampling and loading (running, paused or asleep), the time it sampled,
+its track in the run's timeline, and the health check of vLLM's process.
 
     running --pause--> paused --resume--> running          new weights load while paused
     running, paused --sleep--> asleep --wake--> running    and while asleep with its weights awake
 
-Invariants: what is out of order is refused before vLLM is told. Pausing what is paused and
+Invariants: calls out of order are refused before they reach vLLM. Pausing what is paused and
 resuming what runs is in order. `silent_s` of the health check grows from the last answer on,
 whatever keeps the next one away; one question is open at a time.
 """
@@ -22,7 +22,7 @@ from megatron_async_rl.metrics.timeline import Timeline
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples.rows import StateName
 from megatron_async_rl.watchdog.host_memory import (
-    Memory,
+    MemoryKind,
     Shortage,
     kernel_shortage,
     look_for_kernel_kills,
@@ -94,7 +94,7 @@ class EngineState:
         self._asleep = frozenset(TAGS)
 
     def wake(self, tags: Collection[str]) -> None:
-        """The last one that wakes sets the engine going."""
+        """The last wake-up starts the engine."""
         self._asleep -= frozenset(tags)
         if not self._asleep:
             self._paused = False
@@ -103,7 +103,7 @@ class EngineState:
 class BusyClock:
     """Seconds in which an engine sampled: with at least one response in vLLM, and not paused.
 
-    `changed`: told how many responses are in vLLM when the first came, the last left or the
+    `changed`: called with the number of responses in vLLM when the first came, the last left or the
     pause changed. `now`: seconds of a clock that never goes back."""
 
     def __init__(
@@ -215,14 +215,15 @@ class EngineDied(RuntimeError):
             last_error = ""
             if found is not None and found.kind in (PRIMARY, KILLED) and not survived(found):
                 last_error = found.message.splitlines()[0]
-        said = f"; the last error in its log: {last_error}" if last_error else ""
+        reported = f"; the last error in its log: {last_error}" if last_error else ""
         if isinstance(kernel, str):
-            # Every call that meets this one death raises an error of its own: none uses up the kill.
+            # Every call that meets this one death raises an error of its own: none uses up the
+            # kill.
             kernel = kernel_shortage(_vllm_processes, used=False)
-        what = f"the vLLM process of {spec.name} died while {while_what}{said}; see {spec.log}"
+        what = f"the vLLM process of {spec.name} died while {while_what}{reported}; see {spec.log}"
         super().__init__(what if kernel is None else f"{what}. {kernel.message}")
         self.outside = kernel is not None and kernel.certain
-        self.out_of_memory: Memory | None = "host" if self.outside else None
+        self.out_of_memory: MemoryKind | None = "host" if self.outside else None
         # The error is made anew on another machine, whose kernel has another count.
         self._arguments = (spec, while_what, last_error, kernel)
 
@@ -244,10 +245,11 @@ def named_death(spec: EngineSpec, while_what: str) -> Iterator[None]:
 
 class HealthCheck:
     """Watches that vLLM's process still answers: a cheap question once a second, while it samples
-    and while it is paused. `ask` is answered by vLLM's process; `dead` says that this process has ended."""
+    and while it is paused. `probe` is answered by vLLM's process; `dead` reports that this process
+    has ended."""
 
-    def __init__(self, ask: Callable[[], Awaitable[object]], dead: Callable[[], bool]) -> None:
-        self._ask = ask
+    def __init__(self, probe: Callable[[], Awaitable[object]], dead: Callable[[], bool]) -> None:
+        self._ask = probe
         self._dead = dead
         self._answered = time.monotonic()
 
@@ -261,9 +263,11 @@ class HealthCheck:
         while not self._dead():
             look_for_kernel_kills()
             question = asyncio.ensure_future(self._ask())
-            asked = time.monotonic()
+            requested = time.monotonic()
             while (
-                not question.done() and time.monotonic() - asked < DEADLINE_S and not self._dead()
+                not question.done()
+                and time.monotonic() - requested < DEADLINE_S
+                and not self._dead()
             ):
                 await asyncio.wait((question,), timeout=EVERY_S)
             if question.done():

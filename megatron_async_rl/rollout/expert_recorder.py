@@ -5,8 +5,8 @@ GPUs; this gives its runner of CPUs the same recorder.
                  a step begins    rows of the step's requests
 
 Invariants:
-- what is recorded, kept with the prefix cache and handed out is vLLM's own doing: a token of a cached
-  prefix has the experts that were chosen as its keys and values were made;
+- what is recorded, kept with the prefix cache and handed out is vLLM's own doing: a token of a
+  cached prefix has the experts that were chosen as its keys and values were made;
 - the checks that vLLM would make of a configuration that records are the configuration's here: a
   mixture, with prefix cache, no pipeline, no speculation (`config/engine_options.py`).
 """
@@ -33,14 +33,15 @@ NAMES = (
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner.query_start_loc",
     "vllm.v1.worker.cpu_model_runner.CPUModelRunner.sample_tokens",
 )
-"""As `vllm_private.NAMES`."""
+"""Private names of vLLM that this file uses, as `vllm_private.NAMES`."""
 
 RECORD = "MAR_RECORD_EXPERTS"
 """Environment variable of an engine on a CPU whose samples have their experts."""
 
 
 def record_on_cpu() -> None:
-    """In each of vLLM's processes, before it makes its configuration. Idempotent."""
+    """Record routed experts on a CPU. Call in each of vLLM's processes before it makes its
+    configuration. Idempotent."""
     from vllm.config.vllm import VllmConfig
     from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner

@@ -20,7 +20,7 @@ COALESCE_S = 0.005
 
 
 class ReportQueue:
-    """Used by one event loop, emptied by one reader. Call `tell` after something was appended to
+    """Used by one event loop, emptied by one reader. Call `notify` after something was appended to
     `finished` or `aborted`."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class ReportQueue:
         self._failure: BaseException | None = None
         self._news = asyncio.Event()
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         self._news.set()
 
     def fail(self, error: BaseException) -> None:

@@ -11,11 +11,11 @@ Invariants:
 - they are submitted as they come and finish in any order; nothing waits for a batch or a group;
 - every request that was taken ends in the report queue once: as a sample, as an abort, or with the
   failure that ended the engine;
-- an aborted response has every token that vLLM had handed over by then, and no other; one that is
-  being scored just finishes. One with an environment has none: what the environment has come to
-  cannot move to another engine, so it begins anew;
+- an aborted response has every token that vLLM had handed over by then, and no other; a response
+  that is being scored just finishes. One with an environment has none: what the environment has
+  come to cannot move to another engine, so it begins anew;
 - a turn after the first is a request like any other: a pause or an update does not wait for an
-  environment, and what it says meanwhile is read by the weights that are there then;
+  environment, and its reply is then read by the current weights;
 - a sample's `behavior_logprobs` are those of the distribution it was drawn from: after temperature,
   by the engine itself;
 - the token that ended a response (end of sequence) is part of it: it was sampled, so it is trained
@@ -56,10 +56,10 @@ from megatron_async_rl.rollout.continuation import (
     token_versions,
 )
 from megatron_async_rl.rollout.engine_state import BusyClock, named_death
-from megatron_async_rl.rollout.environments.conversation import Conversation, Player
+from megatron_async_rl.rollout.environments.conversation import Episode, Player
 from megatron_async_rl.rollout.environments.transcript import TurnRequest
 from megatron_async_rl.rollout.report_queue import ReportQueue
-from megatron_async_rl.rollout.rewards.registry import Context
+from megatron_async_rl.rollout.rewards.registry import RewardContext
 from megatron_async_rl.rollout.rewards.worker import Scored
 from megatron_async_rl.rollout.scoring import FailureLog, Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
@@ -86,9 +86,9 @@ class _Running:
     read: int = 0
     """How many of them have their experts recorded."""
     stop: Sequence[str] = ()
-    """Strings that end the turn, beside those of its sampling."""
+    """Strings that end the turn, in addition to those of its sampling."""
     aborted: bool = False
-    conversation: Conversation | None = None
+    conversation: Episode | None = None
     playing: asyncio.Task[None] | None = None
     """The conversation, until it is being scored."""
 
@@ -141,7 +141,7 @@ class Responses:
 
     @property
     def oldest_s(self) -> float:
-        """Seconds since the longest-running response was taken; 0 when there is none."""
+        """Seconds since the longest-running response was taken; 0 if there is none."""
         return max(
             (time.time() - entry.started_at for entry in self._running.copy().values()), default=0.0
         )
@@ -164,7 +164,7 @@ class Responses:
         self._running |= dict(zip(ids, entries, strict=True))
         for entry in entries:
             if self._conversations is not None:
-                entry.conversation = Conversation(
+                entry.conversation = Episode(
                     entry.request.prompt, partial(self._hand_over, entry), self._tokenizer.decode
                 )
                 work = self._converse(entry, entry.conversation, self._conversations)
@@ -175,12 +175,12 @@ class Responses:
             else:
                 request, prefix = entry.request, entry.request.prefix
                 begun: list[int] = [] if prefix is None else prefix.response_ids.tolist()
-                most = self._spec.sampling(request.sampling).max_tokens
+                maximum = self._spec.sampling(request.sampling).max_tokens
                 given = [*request.prompt.token_ids, *begun]
                 read = recorded_from(len(request.prompt.token_ids), prefix)
-                left = most - len(begun)
+                left = maximum - len(begun)
                 await self._hand_over(
-                    entry, TurnRequest(ids=given, begun=len(begun), most=left, read=read)
+                    entry, TurnRequest(ids=given, begun=len(begun), maximum=left, read=read)
                 )
 
     async def abort(self, ids: Sequence[str]) -> None:
@@ -211,28 +211,32 @@ class Responses:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _hand_over(self, entry: _Running, asked: TurnRequest) -> None:
+    async def _hand_over(self, entry: _Running, turn_request: TurnRequest) -> None:
         """Has vLLM sample."""
         request = entry.request
         parameters = self._sampling[
             request.sampling
         ].clone()  # shallow: `sampling_parameters` asks for it
-        parameters.seed = sample_seed(self._spec.seed, request.group, request.k, asked.begun)
-        parameters.max_tokens = asked.most
-        entry.given, entry.read, entry.stop = len(asked.ids), asked.read, asked.stop
-        if asked.stop:
-            parameters.stop = [*(parameters.stop or ()), *asked.stop]
+        parameters.seed = sample_seed(self._spec.seed, request.group, request.k, turn_request.begun)
+        parameters.max_tokens = turn_request.maximum
+        entry.given, entry.read, entry.stop = (
+            len(turn_request.ids),
+            turn_request.read,
+            turn_request.stop,
+        )
+        if turn_request.stop:
+            parameters.stop = [*(parameters.stop or ()), *turn_request.stop]
             parameters.detokenize = True
         if self._spec.records_experts:
             parameters.routed_experts_prompt_start = (
-                asked.read if self._records(request) else entry.given
+                turn_request.read if self._records(request) else entry.given
             )
         self._numbered += 1
         try:
             name = f"{self._spec.index}-{self._numbered}"
             with named_death(self._spec, self._working):
                 answer = await self._llm.add_request(
-                    name, tokens_input(list(asked.ids)), parameters
+                    name, tokens_input(list(turn_request.ids)), parameters
                 )
         except Exception as error:
             self.reports.fail(error)
@@ -270,12 +274,12 @@ class Responses:
         ended for a reason of its own."""
         if isinstance(output, Exception):
             raise output
-        # Here everything that was sampled passes once, whatever becomes of it.
+        # All sampled tokens pass here once, whatever their outcome.
         count = len(output.outputs[0].token_ids)
         self.tokens += count
         self.generated += count if entry.request.group >= 0 else 0
         if entry.conversation is not None and (entry.aborted or not entry.conversation.waits):
-            return  # the conversation, which was cancelled, says that it is aborted
+            return  # the conversation, which was cancelled, reports the abort
         completion: CompletionOutput = output.outputs[0]  # FINAL_ONLY: there is one
         sampled = None
         if len(completion.token_ids):
@@ -318,11 +322,11 @@ class Responses:
         else:
             entry.conversation.take(tokens, reason)
 
-    async def _converse(self, entry: _Running, conversation: Conversation, player: Player) -> None:
+    async def _converse(self, entry: _Running, conversation: Episode, player: Player) -> None:
         transcript = conversation.transcript
-        most = self._spec.sampling(entry.request.sampling).max_tokens
+        maximum = self._spec.sampling(entry.request.sampling).max_tokens
         try:
-            error = await conversation.play(player, most)
+            error = await conversation.play(player, maximum)
             entry.playing = None  # from here on it just finishes
             if entry.in_vllm is not None:  # a turn of an agent that is gone
                 await self._abort_in_vllm([entry.in_vllm])
@@ -369,8 +373,8 @@ class Responses:
         return self._spec.records_experts and request.group >= 0
 
     def _routed_experts(self, entry: _Running, completion: CompletionOutput) -> bytes | None:
-        """Experts of the tokens from `read` on, without the last. Raises RuntimeError when vLLM did not
-        report them all."""
+        """Experts of the tokens from `read` on, without the last. Raises RuntimeError when vLLM did
+        not report them all."""
         if not self._records(entry.request):
             return None
         wanted = entry.given + len(completion.token_ids) - 1 - entry.read
@@ -378,8 +382,8 @@ class Responses:
         if experts is None or len(experts) != wanted:
             found = 0 if experts is None else len(experts)
             raise RuntimeError(
-                f"{self._spec.name} recorded the experts of {found} tokens, not of {wanted}, for its"
-                f" response to prompt {entry.request.prompt.id!r}"
+                f"{self._spec.name} recorded the experts of {found} tokens, not of {wanted}, for"
+                f" its response to prompt {entry.request.prompt.id!r}"
             )
         return experts.tobytes()
 
@@ -401,8 +405,10 @@ class Responses:
 
         self._spawn(score())
 
-    def _context(self, entry: _Running, tokens: PartialResponse, reason: FinishReason) -> Context:
-        return Context(
+    def _context(
+        self, entry: _Running, tokens: PartialResponse, reason: FinishReason
+    ) -> RewardContext:
+        return RewardContext(
             finish_reason=reason,
             tokens=len(tokens.response_ids),
             seconds=time.time() - entry.started_at,
@@ -448,9 +454,9 @@ class Responses:
         if scored.error is not None:
             self._failures.add(request.id, request.prompt, text, scored.error)
         self._running.pop(request.id, None)
-        self.reports.tell()
+        self.reports.notify()
 
     def _abort(self, entry: _Running, partial: PartialResponse | None) -> None:
         self._running.pop(entry.request.id, None)
         self.reports.aborted.append(Aborted(id=entry.request.id, partial=partial))
-        self.reports.tell()
+        self.reports.notify()

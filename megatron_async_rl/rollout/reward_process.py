@@ -2,13 +2,13 @@
 
 Invariants:
 - every call ends within the time limit of the moment it was handed over and a few seconds, whatever
-  the reward does: a plain one that does not answer is killed, for a reward that holds the
-  interpreter lock cannot be asked to stop; an `async` one is told to cancel the call, and killed if
-  it does not say that it did;
+  the reward does: a plain reward that does not answer is killed, for a reward that holds the
+  interpreter lock cannot be asked to stop; an `async` reward is requested to cancel the call, and
+  killed if it does not confirm;
 - a limit on what a reward computes is one on processor time, so a loaded machine makes no right
   answer wrong; a reply that came in time counts, however late the event loop reads it;
 - whatever way a process ends, all it started is killed with it, in whatever session: its parent, a
-  keeper (rewards/sandbox_program.py), adopts what it leaves behind;
+  subreaper (rewards/sandbox_program.py), adopts what it leaves behind;
 - only what certainly is the fault of one response is its error; where several were worked on, each
   is a suspect, and the owner tries them one by one.
 """
@@ -32,7 +32,7 @@ from typing import Any, Protocol, cast
 
 import psutil
 
-from megatron_async_rl.rollout.rewards.registry import Item
+from megatron_async_rl.rollout.rewards.registry import RewardItem
 from megatron_async_rl.rollout.rewards.sandbox_program import keep
 from megatron_async_rl.rollout.rewards.worker import LENGTH, MAIN, Scored, encode_call
 from megatron_async_rl.watchdog import watch
@@ -41,7 +41,7 @@ from megatron_async_rl.watchdog.processes import PARENT
 START_S = 300.0
 """Longest time for a process to import the reward."""
 EXIT_S = 1.0
-"""Grace for a process that closed its socket to end, so that it can be said how it ended."""
+"""Grace for a process that closed its socket to end, so that its end can be reported."""
 CANCEL_S = 5.0
 """Longest time for a process to say that it cancelled a call: after it, its event loop is stuck."""
 
@@ -51,7 +51,7 @@ READ_S = 0.1
 SHOW_S = 0.2
 """Time for a process to write where it stands."""
 KEEPER_S = 5.0
-"""Longest time for a keeper to end what is left; then it is killed."""
+"""Longest time for a subreaper to end what is left; then it is killed."""
 KEEP = (
     "import json, os, signal, sys; sys.path[:] = json.loads(sys.argv[1])['path'];"
     f" from {keep.__module__} import keep;"
@@ -64,7 +64,7 @@ class Job:
     """A response that waits for its reward, or a group of them. `alone`: it is a suspect, so no
     other may be in the process with it."""
 
-    def __init__(self, items: Sequence[Item]) -> None:
+    def __init__(self, items: Sequence[RewardItem]) -> None:
         self.items = items
         self.alone = False
         self.result: asyncio.Future[Sequence[Scored]] = asyncio.get_running_loop().create_future()
@@ -80,7 +80,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Called:
+class RewardLimits:
     """The reward of a process and its limits."""
 
     name: str
@@ -100,7 +100,7 @@ class Called:
         return Scored(reward=0.0, error=error, timed_out=True)
 
 
-class Owner(Protocol):
+class RewardOwner(Protocol):
     def on_free(self, process: RewardProcess) -> None:
         """The process can take a call."""
 
@@ -111,7 +111,7 @@ class Owner(Protocol):
         """One of these is at fault, and it is not known which."""
 
 
-class _Call:
+class _RewardCall:
     def __init__(self, jobs: Sequence[Job], activity: watch.doing) -> None:
         self.jobs = jobs
         self.activity = activity
@@ -123,10 +123,10 @@ class _Call:
 class RewardProcess(asyncio.Protocol):
     """A process and its socket. Raises OSError where it cannot be started."""
 
-    def __init__(self, owner: Owner, called: Called) -> None:
+    def __init__(self, owner: RewardOwner, called: RewardLimits) -> None:
         self.called = called
         self.ready = self.asynchronous = self.batched = False
-        self.calls: dict[int, _Call] = {}
+        self.calls: dict[int, _RewardCall] = {}
         self._owner = owner
         self._worker = self._numbered = 0
         self._received = bytearray()
@@ -136,12 +136,12 @@ class RewardProcess(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
         self._loop = asyncio.get_running_loop()
 
-        ours, theirs = socket.socketpair()
+        local, remote = socket.socketpair()
         settings = {
             "name": called.name,
             "key": called.key,
             "settings": called.settings,
-            "descriptor": theirs.fileno(),
+            "descriptor": remote.fileno(),
             "memory_mib": called.memory_mib,
             "timeout_s": called.timeout_s,
             "path": sys.path,
@@ -150,18 +150,18 @@ class RewardProcess(asyncio.Protocol):
             self._process = subprocess.Popen(
                 [sys.executable, "-c", KEEP + MAIN, json.dumps(settings)],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[remote.fileno()],
                 env={**os.environ, PARENT: str(os.getpid())},
                 # A group of its own: Ctrl-C is for the launcher to answer.
                 start_new_session=True,
             )
         except OSError:
-            ours.close()
+            local.close()
             raise
         finally:
-            theirs.close()
+            remote.close()
         self._tasks: set[asyncio.Future[Any]] = {
-            asyncio.ensure_future(self._loop.create_connection(lambda: self, sock=ours))
+            asyncio.ensure_future(self._loop.create_connection(lambda: self, sock=local))
         }
 
     @property
@@ -171,7 +171,7 @@ class RewardProcess(asyncio.Protocol):
 
     @property
     def free(self) -> bool:
-        """Whether it can take a call now."""
+        """True if the process can take a call now."""
         works_alone = any(job.alone for call in self.calls.values() for job in call.jobs)
         room = len(self.calls) < (self.called.concurrency if self.asynchronous else 1)
         return self.ready and not self._killed and room and not works_alone
@@ -187,7 +187,7 @@ class RewardProcess(asyncio.Protocol):
             f"the reward of a response to prompt {first}{others}, {self.called.name}",
             timeout_s,
         )
-        call = _Call(jobs, activity)
+        call = _RewardCall(jobs, activity)
         self._numbered += 1
         self.calls[self._numbered] = call
         activity.__enter__()
@@ -219,7 +219,7 @@ class RewardProcess(asyncio.Protocol):
                 return
             message = json.loads(self._received[LENGTH.size : end])
             del self._received[:end]
-            # What a process said before it was killed comes too late.
+            # Output of a process from before it was killed comes too late.
             if not self._killed:
                 self._on_message(message)
 
@@ -282,7 +282,7 @@ class RewardProcess(asyncio.Protocol):
 
     def _show_and_kill(self) -> None:
         """Has the process write where it stands into the engine's log, for which it needs a moment
-        (rewards/worker.py). Nobody waits for it any more."""
+        (rewards/worker.py). It is no longer waited for."""
         self._killed = True
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._process.pid, signal.SIGUSR1)
@@ -328,11 +328,11 @@ class RewardProcess(asyncio.Protocol):
         self._clear_timers()
         self._end_all()
         if self._transport is not None:
-            # A daemon that the reward left behind may hold the other end open for ever.
+            # A daemon that the reward left behind may hold the other end open forever.
             self._transport.abort()
 
     def _end_all(self) -> None:
-        """The process and all it started: the keeper kills them.
+        """The process and all it started: the subreaper kills them.
 
         Only before `wait`: afterwards the number may be another process's.
         """
@@ -341,7 +341,7 @@ class RewardProcess(asyncio.Protocol):
                 os.kill(self._process.pid, signal.SIGTERM)
 
     def _reap(self) -> int:
-        """Exit code of the keeper, which is its child's."""
+        """Exit code of the subreaper, which is its child's."""
         if not self._ends_within(KEEPER_S) and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -32,15 +32,15 @@ from typing import Any, Literal
 
 from megatron_async_rl.config.schema import RewardConfig, RewardPart
 from megatron_async_rl.data.prompts import Required
-from megatron_async_rl.rollout.reward_process import START_S, Called, Job, RewardProcess
+from megatron_async_rl.rollout.reward_process import START_S, Job, RewardLimits, RewardProcess
 from megatron_async_rl.rollout.rewards.registry import (
     KEY,
     LARGEST,
     NOTHING_KNOWN,
     ColumnError,
-    Context,
-    Item,
+    RewardContext,
     RewardError,
+    RewardItem,
     built_in,
     load_reward,
     required_fields,
@@ -72,8 +72,8 @@ def require_rewards(settings: RewardConfig) -> None:
 
 
 def reward_fields(settings: RewardConfig) -> Required:
-    """Return the needs of the rewards beside `prompt`: their columns, None where no part of the reward
-    is for it, or gates alone; and values that they can use."""
+    """Return the needs of the rewards besides `prompt`: their columns, None where no part of the
+    reward is for it, or gates alone; and values that they can use."""
     parts = [(one, required_fields(one.name, one.settings)) for one in settings.rewards.values()]
 
     def columns(fields: Mapping[str, Any]) -> tuple[str, ...] | None:
@@ -131,27 +131,27 @@ class FailureLog:
             self._warned = True
 
 
-class Inline:
+class InlineReward:
     """A trivial reward, called at once."""
 
     def __init__(self, name: str, key: str) -> None:
         self._reward = load_reward(name, None, key)
 
-    def score(self, item: Item) -> Scored:
+    def score(self, item: RewardItem) -> Scored:
         try:
             (scored,) = call(self._reward, [item], 0.0)
         except CallFailed as error:
             return Scored(reward=0.0, error=str(error))
         return scored
 
-    async def ask(self, items: Sequence[Item]) -> Sequence[Scored]:
+    async def submit(self, items: Sequence[RewardItem]) -> Sequence[Scored]:
         return [self.score(item) for item in items]
 
 
-class Pool:
+class RewardPool:
     """The processes of one reward and the responses that wait for them."""
 
-    def __init__(self, called: Called, workers: int) -> None:
+    def __init__(self, called: RewardLimits, workers: int) -> None:
         self.called = called
         self.processes: set[RewardProcess] = set()
         self._workers = workers
@@ -159,7 +159,7 @@ class Pool:
         self._suspects: deque[Job] = deque()
         self._first: asyncio.Future[None] | None = None
         self._per_call = math.inf
-        """Responses that a process works on at a time, once one has said so."""
+        """Responses that a process works on at a time, once a process has reported it."""
         self._closed = False
 
     def start(self) -> None:
@@ -172,7 +172,7 @@ class Pool:
         with watch.doing("wait", f"the reward {self.called.name} to be imported", START_S):
             await self._first
 
-    async def ask(self, items: Sequence[Item]) -> Sequence[Scored]:
+    async def submit(self, items: Sequence[RewardItem]) -> Sequence[Scored]:
         """Scores of one response, or of all that one call is to take."""
         job = Job(items)
         self._waiting.append(job)
@@ -198,8 +198,8 @@ class Pool:
             self._hire()
 
     def _next(self, process: RewardProcess) -> Sequence[Job]:
-        """The jobs of the process's next call. Suspects first: while there are any, no process takes
-        others, and one that works on others takes none until it is done with them."""
+        """The jobs of the process's next call. Suspects first: while there are any, no process
+        takes others, and a process that works on others takes none until it is done with them."""
         while self._suspects and self._suspects[0].result.done():
             self._suspects.popleft()
         if self._suspects:
@@ -208,7 +208,7 @@ class Pool:
         jobs: list[Job] = []
         while self._waiting and len(jobs) < (self.called.batch if process.batched else 1):
             job = self._waiting.popleft()
-            if not job.result.done():  # else whoever waited was cancelled
+            if not job.result.done():  # otherwise the waiting task was cancelled
                 jobs.append(job)
         return jobs
 
@@ -235,7 +235,7 @@ class Pool:
         if self._closed:
             return
         if process.ready:
-            # Its successor imports the reward while nobody waits for it.
+            # Its successor imports the reward before it is needed.
             self._hire()
             self._dispatch()
             return
@@ -243,7 +243,7 @@ class Pool:
         self._on_start_failure(how)
 
     def _on_start_failure(self, how: str) -> None:
-        """Another start would most likely fail too: nobody waits for it who need not."""
+        """Another start would most likely fail too: no task waits for it unnecessarily."""
         reason = f"the reward's process did not start: {how}"
         if self._first is not None and not self._first.done():
             self._first.set_exception(WorkerStartError(reason))
@@ -253,13 +253,15 @@ class Pool:
                     waiting.popleft().fail(Scored(reward=0.0, error=reason))
 
 
-def _rewarding(settings: RewardConfig, name: str | None, part: RewardPart) -> Inline | Pool:
+def _rewarding(
+    settings: RewardConfig, name: str | None, part: RewardPart
+) -> InlineReward | RewardPool:
     found = built_in(part.name)
     key = _key(name)
     if found is not None and found.inline:
-        return Inline(part.name, key)
+        return InlineReward(part.name, key)
     limits = (settings.memory_mib, found.memory_mib if found is not None else None)
-    called = Called(
+    called = RewardLimits(
         name=part.name,
         key=key,
         settings=dict(part.settings),
@@ -269,24 +271,24 @@ def _rewarding(settings: RewardConfig, name: str | None, part: RewardPart) -> In
         cpu_limit_s=found.cpu_limit_s if found is not None else None,
         memory_mib=min((limit for limit in limits if limit is not None), default=None),
     )
-    return Pool(called, settings.workers)
+    return RewardPool(called, settings.workers)
 
 
 class Scorer:
-    """The parts of the reward that are called `per` response, or group. Used by one event loop. Call
-    `start` first."""
+    """The parts of the reward that are called `per` response, or group. Used by one event loop.
+    Call `start` first."""
 
     def __init__(
         self, settings: RewardConfig, per: Literal["response", "group"] = "response"
     ) -> None:
         self.per = per
         self._settings = settings
-        self._parts: dict[str | None, tuple[RewardPart, Inline | Pool]] = {
+        self._parts: dict[str | None, tuple[RewardPart, InlineReward | RewardPool]] = {
             name: (part, _rewarding(settings, name, part))
             for name, part in settings.rewards.items()
             if part.per == per
         }
-        self.pools = [pool for _, pool in self._parts.values() if isinstance(pool, Pool)]
+        self.pools = [pool for _, pool in self._parts.values() if isinstance(pool, RewardPool)]
         self.inline = not self.pools
 
     def start(self) -> None:
@@ -300,26 +302,28 @@ class Scorer:
             await pool.ready()
 
     def score_inline(
-        self, prompt: Prompt, response: str, context: Context = NOTHING_KNOWN
+        self, prompt: Prompt, response: str, context: RewardContext = NOTHING_KNOWN
     ) -> Scored:
         """At once; of rewards that are `inline`."""
-        item = Item(prompt, response, context)
+        item = RewardItem(prompt, response, context)
         every = self._parts_of(prompt)
-        return self._sum({name: one.score(item) for name, one in every if isinstance(one, Inline)})
+        return self._sum(
+            {name: one.score(item) for name, one in every if isinstance(one, InlineReward)}
+        )
 
     async def score(
-        self, prompt: Prompt, response: str, context: Context = NOTHING_KNOWN
+        self, prompt: Prompt, response: str, context: RewardContext = NOTHING_KNOWN
     ) -> Scored:
         """Never raises for what the reward does: an exception, a value that is not a finite number,
         a time-out and the end of its process are errors of the response."""
-        (scored,) = await self.score_all([Item(prompt, response, context)])
+        (scored,) = await self.score_all([RewardItem(prompt, response, context)])
         return scored
 
-    async def score_all(self, items: Sequence[Item]) -> list[Scored]:
-        """As `score`, of responses to one prompt that every part takes in one call."""
+    async def score_all(self, items: Sequence[RewardItem]) -> list[Scored]:
+        """Score responses to one prompt, which each part receives in one call; see `score`."""
         parts = self._parts_of(items[0].prompt)
-        asked = [one.ask(items) for _, one in parts]
-        every = [await asked[0]] if len(asked) == 1 else await asyncio.gather(*asked)
+        requested = [one.submit(items) for _, one in parts]
+        every = [await requested[0]] if len(requested) == 1 else await asyncio.gather(*requested)
         names = [name for name, _ in parts]
         return [
             self._sum({name: one[place] for name, one in zip(names, every, strict=True)})
@@ -335,7 +339,7 @@ class Scorer:
         for pool in self.pools:
             pool.close()
 
-    def _parts_of(self, prompt: Prompt) -> list[tuple[str | None, Inline | Pool]]:
+    def _parts_of(self, prompt: Prompt) -> list[tuple[str | None, InlineReward | RewardPool]]:
         return [(n, one) for n, (part, one) in self._parts.items() if part.applies(prompt.fields)]
 
     def _sum(self, scored: Mapping[str | None, Scored]) -> Scored:

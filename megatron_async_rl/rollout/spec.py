@@ -33,15 +33,15 @@ class EngineSpec:
     device: Literal["cpu", "cuda"]
     log_dir: Path
     chat_template: str | None = None
-    """Of chat prompts (`data`), by which an environment's messages are written; null: the model's."""
+    """Chat template of `data`, which also renders an environment's messages; null: the model's."""
     chat_template_options: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas of the functions that training prompts name (the environment `tools`)."""
     run_dir: Path | None = None
     """The run in whose timeline the engine writes what it does; null: none."""
     first_version: int = 0
-    """-1: weights that nobody vouches for. Sampling from them is an error until the first update
-    numbers them."""
+    """-1: weights of unknown origin. Sampling from them is an error until the first update numbers
+    them."""
     records_experts: bool = False
     """Each sample has the experts that the engine chose (`policy.routing_replay: rollout`)."""
     threads: int = 1
@@ -49,19 +49,20 @@ class EngineSpec:
     transport: str = "shared_memory"
     """How new weights arrive: `weights.transport` of the configuration."""
     gpus: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """By host name, those that an engine may have: colocated, the ranks'; empty: any."""
+    """GPUs that an engine may use, by host name: if colocated, those of the ranks; empty: any."""
     software: Mapping[str, str] = field(default_factory=dict)
-    """Of rank 0's machine (`cluster.software`), which the engine's must be like; empty: any."""
+    """Software of rank 0's machine (`cluster.software`), which the engine's machine must match;
+    empty: any."""
 
     def __post_init__(self) -> None:
         if self.first_version < -1:
             raise ValueError(
                 f"engine {self.index}: first_version is {self.first_version}; versions count from"
-                " 0, and -1 is none yet"
+                " 0, and -1 means none yet"
             )
 
     def sampling(self, held_out: str | None) -> SamplingConfig:
-        """Of a set of held-out prompts, or of training."""
+        """Sampling settings of a set of held-out prompts, or of training (null)."""
         return self.rollout.sampling if held_out is None else self.evaluations[held_out]
 
     @property

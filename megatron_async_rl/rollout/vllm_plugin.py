@@ -35,7 +35,7 @@ OPENMP = ("libgomp", "libiomp", "libomp.")
 """First letters of the file names of OpenMP's libraries: GNU's, Intel's and LLVM's."""
 
 IMPORTS = "megatron_async_rl.rollout.engine_imports"
-"""Module of all that an engine imports."""
+"""Module that imports everything that an engine imports."""
 
 WORKER_EXTENSION = "megatron_async_rl.weights.receive.WeightLoadingWorker"
 
@@ -106,7 +106,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
             "MALLOC_MMAP_MAX_": "0",
             "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
         }
-        if spec.rollout.workers > 1:  # binding wants a NUMA node for each worker
+        if spec.rollout.workers > 1:  # binding needs a NUMA node for each worker
             values["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         openmp = Path(sys.prefix, "lib", "libiomp5.so")
         if openmp.is_file():
@@ -117,8 +117,8 @@ def environment(spec: EngineSpec) -> dict[str, str]:
 def serving_engines(
     spec: EngineSpec, variables: MutableMapping[str, str], folder: Path, log: Path
 ) -> AbstractContextManager[int]:
-    """Run the server that actors and vLLM's processes of engines like `spec`, on a CPU, are forked
-    from; see `preloaded.serving`."""
+    """Run the server from which the actor and vLLM's processes of a CPU engine with the settings
+    `spec` are forked; see `preloaded.serving`."""
     own = {name: value for name, value in environment(spec).items() if name != PARENT}
     return serving("engines", IMPORTS, variables, own, folder, log)
 

@@ -62,8 +62,8 @@ SCHEMA = pa.schema(
 batch may take more than the 2 GiB that a `string` column holds."""
 ROUTED = "routed_experts"
 LOGGED = SCHEMA.remove(SCHEMA.get_field_index(ROUTED))
-"""Columns of the sample log, unless `samples.experts` keeps all: the experts are most of a mixture's
-bytes, and only a step that is computed again reads them there."""
+"""Columns of the sample log, unless `samples.experts` keeps all: the experts are most of a
+mixture's bytes, and only a step that is computed again reads them there."""
 
 
 _COLUMNS: dict[str, Callable[[Sample], Any]] = {
@@ -75,14 +75,14 @@ _COLUMNS: dict[str, Callable[[Sample], Any]] = {
         None if sample.reward_parts is None else list(sample.reward_parts.items())
     ),
 }
-"""Columns that are no attribute of a sample."""
+"""Columns without an attribute of a sample."""
 
 
 def batch_of(
     samples: Sequence[Sample], groups: Sequence[int], schema: pa.Schema = SCHEMA
 ) -> pa.RecordBatch:
     """One row per sample, in order. `groups`: the number of each sample's group. `schema`: SCHEMA,
-    or NUMERIC where nobody reads text."""
+    or NUMERIC if text is not read."""
     columns = {
         name: [_COLUMNS.get(name, attrgetter(name))(sample) for sample in samples]
         for name in schema.names
@@ -92,8 +92,8 @@ def batch_of(
 
 
 class SampleColumns:
-    """Finished responses gathered column by column, where nobody needs a `Sample` of each: what an
-    engine reports.
+    """Finished responses gathered column by column, without a `Sample` for each: what an engine
+    reports.
 
     Not safe for threads: `append` and `take` belong to one event loop.
     """
@@ -102,8 +102,8 @@ class SampleColumns:
         self._rows: list[tuple[Any, ...]] = []
         """Values in the order of SCHEMA."""
         self._prompts: dict[str, tuple[Prompt, NDArray[np.int32], str]] = {}
-        """By id, the prompt that came last under it, its token ids and fields: many rows have the
-        same, but two prompts of one id may differ, where the data changed before a resume."""
+        """Last prompt of each id, with its token ids and its fields in JSON. Many rows share a
+        prompt, but two prompts of one id may differ if the data changed before a resume."""
 
     def __len__(self) -> int:
         return len(self._rows)

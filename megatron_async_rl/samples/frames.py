@@ -15,9 +15,9 @@ Invariants:
 - a `.segment` file ends with its END frame: any other end, and any checksum that does not match, is
   damage and raises SegmentBroken;
 - an `.open` file may end within its last frame (the process was killed, or is writing it), or in
-  zeros from somewhere within it (the machine lost power: the file has its length, and its last blocks
-  were not written). That torn tail was never synced. Everything else is damage, zeros before another
-  frame included;
+  zeros from somewhere within it (the machine lost power: the file has its length, and its last
+  blocks were not written). That torn tail was never synced. Everything else is damage, zeros before
+  another frame included;
 - a header has a checksum of its own, so a changed length cannot pass for a torn tail;
 - a file that is damaged is never written again. Only a torn tail is cut off (`finish`);
 - a file without rows is closed like any other: a file that is missing was deleted.
@@ -40,8 +40,8 @@ _CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 _READ = 2**20
 TORN_ZEROS = 8
-"""Zeros at the end of a file from which on its last frame counts as not written. A frame ends in fewer:
-an Arrow stream ends in 4, and a header has a checksum."""
+"""Zeros at the end of a file from which on its last frame counts as not written. A frame ends in
+fewer: an Arrow stream ends in 4, and a header has a checksum."""
 
 RESTORE = (
     "restore it from a copy, or move both files with its number out of the folder: the rest can be"
@@ -118,10 +118,10 @@ class FrameWriter:
 
 
 def read_frames(
-    path: Path, *, torn: bool = False, wanted: Collection[int] | None = None, least: int = 0
+    path: Path, *, torn: bool = False, wanted: Collection[int] | None = None, minimum: int = 0
 ) -> Iterator[tuple[int, bytes]]:
     """(number, payload) of the frames, in order; those of others than `wanted` are passed over.
-    `torn`: the file may have a torn tail, after at least `least` frames. Raises SegmentBroken,
+    `torn`: the file may have a torn tail, after at least `minimum` frames. Raises SegmentBroken,
     FileNotFoundError."""
     count = 0
     with _opened(path) as file:
@@ -139,13 +139,13 @@ def read_frames(
                     raise SegmentBroken(path, what)
                 yield number, payload
             count = number + 1
-    if count < least:
-        raise SegmentBroken(path, f"is damaged: it ends after {count} batches and had {least}")
+    if count < minimum:
+        raise SegmentBroken(path, f"is damaged: it ends after {count} batches and had {minimum}")
 
 
 def count_frames(path: Path) -> int:
-    """Return how many frames a file has, of which one that is cut does not count. Reads headers alone.
-    Raises SegmentBroken for one that is damaged, FileNotFoundError."""
+    """Return the number of complete frames in a file. Reads headers alone. Raises SegmentBroken for
+    a damaged file, FileNotFoundError."""
     count = 0
     with _opened(path) as file:
         for number, length, _ in _headers(path, file, torn=True):
@@ -154,12 +154,12 @@ def count_frames(path: Path) -> int:
     return count
 
 
-def finish(path: Path, least: int = 0) -> None:
+def finish(path: Path, minimum: int = 0) -> None:
     """Close an `.open` file that another process left behind, after cutting off its torn tail.
-    Raises SegmentBroken, and leaves the file as it is, for damage and for one that had `least` frames
-    and has fewer."""
+    Raises SegmentBroken, and leaves the file as it is, for damage and for a file that had `minimum`
+    frames and has fewer."""
     whole = count = 0
-    for number, payload in read_frames(path, torn=True, least=least):
+    for number, payload in read_frames(path, torn=True, minimum=minimum):
         whole += HEADER_BYTES + len(payload)
         count = number + 1
     with open(path, "r+b", buffering=0) as file:
@@ -196,8 +196,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def _headers(path: Path, file: BinaryIO, *, torn: bool) -> Iterator[tuple[int, int, int]]:
-    """(number, length, checksum) of each ROWS frame, with `file` at its payload; whoever calls
-    leaves `file` behind it."""
+    """(number, length, checksum) of each ROWS frame, with `file` at its payload; the caller leaves
+    `file` positioned behind it."""
     size = os.fstat(file.fileno()).st_size
     number = 0
     while True:
@@ -217,7 +217,7 @@ def _headers(path: Path, file: BinaryIO, *, torn: bool) -> Iterator[tuple[int, i
             raise SegmentBroken(path, f"is damaged: frame {number} at byte {start} is another one")
         if kind == END:
             if file.tell() != size:
-                raise SegmentBroken(path, "is damaged: it goes on after its end mark")
+                raise SegmentBroken(path, "is damaged: it continues after its end mark")
             return
         if length > size - file.tell():
             if torn:

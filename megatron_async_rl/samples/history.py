@@ -12,8 +12,8 @@
 - the samples of a step are of the groups that the step consumed, the same number of each (with
   replay, only their number is fixed);
 - a sample that was dropped is of a group that was dropped, for the same reason;
-- every finished sample of training has an end, is of a group that is still in the buffer, or was lost
-  in a crash.
+- every finished sample of training has an end, is of a group that is still in the buffer, or was
+  lost in a crash.
 
 A log whose oldest segments were deleted is checked as far back as it goes.
 """

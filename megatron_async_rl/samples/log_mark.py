@@ -1,11 +1,11 @@
-"""`RUN/logmark.json`: how far the sample log is on the disk for certain. The writer replaces it when a
-segment is closed and with every checkpoint, which keeps a copy; a log that ends before its mark has
-lost rows.
+"""`RUN/logmark.json`: how far the sample log is on the disk for certain. The writer replaces it
+when a segment is closed and with every checkpoint, which keeps a copy; a log that ends before its
+mark has lost rows.
 
 Invariants:
-- a mark is written after the rows that it counts are synced, so a killed run or a power failure never
-  leaves less than its mark;
-- it stands beside `RUN/samples/`, so that the loss of the whole folder is noticed;
+- a mark is written after the rows that it counts are synced, so a killed run or a power failure
+  never leaves less than its mark;
+- it lies next to `RUN/samples/`, so that the loss of the whole folder is noticed;
 - a log without a mark, as of an earlier version, is read without this check.
 """
 
@@ -59,7 +59,7 @@ def _checksum(fields: Mapping[str, Any]) -> int:
 
 
 def read_mark(run_dir: Path) -> LogMark | None:
-    """Return the mark of the run's log; None where there is none. Raises SegmentBroken."""
+    """Return the mark of the run's log; None if there is none. Raises SegmentBroken."""
     path = run_dir / FILE
     try:
         fields = json.loads(path.read_bytes())

@@ -2,8 +2,8 @@
 samples.
 
 What a step decides from the whole batch (advantages, corrections, denominators, the plan) needs
-every sample's numbers on every rank; token ids are fed to the model by the data-parallel rank that
-owns the sample, and by nobody else.
+every sample's numbers on every rank; token ids are fed to the model only by the data-parallel rank
+that owns the sample.
 
 Invariants:
 - rows are in the order of the train batch, and per-token arrays lie row after row: row s has the
@@ -55,9 +55,9 @@ class RankBatch:
 
     version: the weights that will be trained. ids: [S] strings. group, owner, prompt_lengths,
     lengths (response tokens): [S] int64. rewards, weights: [S] float64. reward_parts: [S], the
-    parts of a reward by their names, null where it has none. segment_starts: [S], the response tokens
-    at which further segments of a sample begin, null where it has one. valid (the reward did not
-    fail), sampled (not given data), truncated: [S] bool.
+    parts of a reward by their names, null where it has none. segment_starts: [S], the response
+    tokens at which further segments of a sample begin, null where it has one. valid (the reward did
+    not fail), sampled (not given data), truncated: [S] bool.
 
     behavior_logprobs: [N] float32. versions: [N] int32. loss_mask: [N] uint8. step_rewards: [N]
     float32, 0 for a sample without any; None where no sample has any.
@@ -207,8 +207,8 @@ class RankBatch:
 def segment_lengths(
     prompts: NDArray[np.int64], totals: NDArray[np.int64], starts: pa.ListArray
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """[G] tokens of each segment of S samples, sample after sample, and [S] segments of each. totals:
-    [S] tokens of prompt and response. starts: as `RankBatch.segment_starts`."""
+    """[G] tokens of each segment of S samples, sample after sample, and [S] segments of each.
+    totals: [S] tokens of prompt and response. starts: as `RankBatch.segment_starts`."""
     further, more = flat(starts)
     counts = more + 1
     last = np.cumsum(counts) - 1
@@ -254,7 +254,8 @@ def _routed_experts(
     column: pa.LargeBinaryArray, segments: NDArray[np.int64], counts: NDArray[np.int64]
 ) -> tuple[NDArray[np.uint8] | None, NDArray[np.bool_]]:
     """`RankBatch.routed_experts`, and which rows of the column have any. segments, counts: of these
-    samples, as `segment_lengths`. Raises ValueError where tokens have different numbers of bytes."""
+    samples, as `segment_lengths`. Raises ValueError where tokens have different numbers of
+    bytes."""
     recorded = column.is_valid().to_numpy(zero_copy_only=False)
     if not recorded.any():
         return None, recorded

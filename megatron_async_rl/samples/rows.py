@@ -5,7 +5,8 @@
                                                                                sample log)
 
 Invariants:
-- a row is never copied into an object: it says what is decided by it, and where the rest lies;
+- a row is never copied into an object: it holds the values that decisions use, and the place of the
+  rest;
 - no row keeps memory of Ray's object store: a report arrives in one piece of its own;
 - no token of a train batch was sampled by weights newer than the batch's own version.
 """
@@ -59,12 +60,12 @@ class EngineReport:
     generated: int = 0
     """Tokens of `tokens` that are for training, not for an evaluation."""
     sampling: bool = False
-    """True where a response has grown since the last report, or an agent works on one by itself; read
-    where nothing finished and nothing was aborted."""
+    """True where a response has grown since the last report, or an agent works on one by itself;
+    read where nothing finished and nothing was aborted."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Bytes, in one piece: what is handed to Ray as buffers is read in its object store, which
-        # would keep every report for as long as one of its samples waits.
+        # Bytes, in one piece: buffers passed to Ray are read in its object store, which would keep
+        # every report for as long as one of its samples waits.
         rest = {name: value for name, value in vars(self).items() if name != "finished"}
         return _report, (as_stream(self.finished).to_pybytes(), pickle.dumps(rest, protocol=5))
 
@@ -114,7 +115,7 @@ class SampleRow:
         return values
 
     def sample(self) -> Sample:
-        """As an object, for a message or a reward."""
+        """The row as a Sample, for a message or a reward."""
         (sample,) = samples_of(self.batch.slice(self.row, 1))
         return sample
 
@@ -171,7 +172,7 @@ def gathered(
     rows: Sequence[SampleRow], groups: Sequence[int] | None = None, schema: pa.Schema = SCHEMA
 ) -> pa.RecordBatch:
     """The rows, in order, under the ids they have; `groups`: the number of each one's group, in
-    place of its own. `schema`: SCHEMA, or NUMERIC where nobody reads text."""
+    place of its own. `schema`: SCHEMA, or NUMERIC if text is not read."""
     if not rows:
         return pa.RecordBatch.from_pylist([], schema=schema)
     places: dict[int, list[int]] = {}
@@ -196,7 +197,7 @@ def rescored(
     parts: Sequence[Mapping[str, float] | None],
     errors: Sequence[str | None],
 ) -> list[SampleRow]:
-    """The rows with these rewards in the place of theirs. Where a sample has step rewards, the
+    """The rows with these rewards instead of their own. Where a sample has step rewards, the
     difference comes with its last token; one with an error has none."""
     steps: list[NDArray[np.float32] | None] = []
     batch, rewards = gathered(rows), list(rewards)
@@ -231,9 +232,9 @@ def _rows_of_one(rows: Sequence[SampleRow]) -> pa.RecordBatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainBatch:
-    """The samples that one optimizer step consumes. `samples`: by NUMERIC or SCHEMA, the samples of a group one
-    after another; `group` is a group's place in the batch. `version`: the weights that will be
-    trained. Raises ValueError for a token of a newer version."""
+    """The samples that one optimizer step consumes. `samples`: by NUMERIC or SCHEMA, the samples of
+    a group one after another; `group` is a group's place in the batch. `version`: the weights that
+    will be trained. Raises ValueError for a token of a newer version."""
 
     version: int
     samples: pa.RecordBatch

@@ -1,19 +1,20 @@
 """The sample log on disk, `RUN/samples/`, and how to read it.
 
     samples-000007.segment     finished samples, one row each (columns.LOGGED; SCHEMA with experts)
-    outcomes-000007.segment    what became of groups and of samples (OUTCOMES)
+    outcomes-000007.segment    outcomes of groups and of samples (OUTCOMES)
     samples-000008.open, outcomes-000008.open    the newest two, while they are being written
 
 Invariants:
 - every file is made of checksummed frames (frames.py), each an Arrow IPC stream with one record
   batch. A reader raises SegmentBroken for any damage; only the newest segment, while it is `.open`,
   may have a torn tail, behind the batches that the log's mark counts (log_mark.py);
-- a segment has both files, with or without rows. A missing one is damage, except that of the samples
-  of the oldest segment (`_next_segment` deletes it first) and that which the writer has not made yet;
+- a segment has both files, with or without rows. A missing one is damage, except that of the
+  samples of the oldest segment (`_next_segment` deletes it first) and that which the writer has not
+  made yet;
 - a sample is one row, written when it finished, and is known by (id, finished_at): a run that
   resumes asks again under ids it has used before;
-- a resumed run writes the row of a sample again where its checkpoint does not know the reward of the
-  sample's group: whoever reads keeps the newest row of a sample;
+- a resumed run writes the row of a sample again where its checkpoint does not know the reward of
+  the sample's group: readers keep the newest row of a sample;
 - every group has a row when it is admitted (again at each resume that takes it up) and one when it
   ends: consumed, or dropped with a reason. history.py proves it;
 - the row of an outcome stands in the segment of its sample or in a later one, so segments can be
@@ -56,7 +57,7 @@ TableName = Literal["samples", "outcomes"]
 TABLES: tuple[TableName, TableName] = ("samples", "outcomes")
 """Order in which files are made, written and deleted."""
 _FOLDER_FIX = "restore it from a copy, or move it away: the rest of the run can be shown without"
-Outcome = Literal["admitted", "consumed", "dropped", "trained", "evaluated", "repeated"]
+SampleOutcome = Literal["admitted", "consumed", "dropped", "trained", "evaluated", "repeated"]
 OUTCOMES = pa.schema(
     [
         pa.field("seq", pa.int64(), nullable=False),
@@ -70,18 +71,18 @@ OUTCOMES = pa.schema(
 )
 """A row without `id` is of the whole group: `admitted`, `consumed` or `dropped`. The others are of
 one sample: `trained`, `dropped` or `evaluated`. `step`: of `consumed` and `trained`, the optimizer
-step (its line in metrics.jsonl); of `admitted` and `dropped`, the step that was next; of `evaluated`,
-the weight version. `reason`: of `dropped`. `repeated`, without `id`: was an `evaluated` row of an
-evaluation that ran again; it keeps its `seq`."""
+step (its line in metrics.jsonl); of `admitted` and `dropped`, the step that was next; of
+`evaluated`, the weight version. `reason`: of `dropped`. `repeated`, without `id`: was an
+`evaluated` row of an evaluation that ran again; it keeps its `seq`."""
 
 _COMPRESSED = pa.ipc.IpcWriteOptions(compression="zstd")
 KEY = ["id", "finished_at"]
 """Columns that a sample is known by."""
 
-State = Literal["trained", "dropped", "evaluated", "waiting", "repeated", "lost"]
+SampleState = Literal["trained", "dropped", "evaluated", "waiting", "repeated", "lost"]
 """`waiting`: finished, and its group is still in the buffer (or, with replay, in the store).
-`repeated`: a crash came first, and the resumed run has sampled it again. `lost`: a crash came first,
-and the run that resumed has not admitted its group."""
+`repeated`: a crash came first, and the resumed run has sampled it again. `lost`: a crash came
+first, and the run that resumed has not admitted its group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,7 @@ class Entry:
     """Negative: of held-out evaluation."""
     reward: float
     valid: bool
-    state: State
+    state: SampleState
     steps: tuple[int, ...]
     """Optimizer steps that trained on it, in order (several with replay); of `dropped` the step
     that was next, of `evaluated` the version."""
@@ -122,8 +123,8 @@ def segments_in(folder: Path) -> list[int]:
 
 
 def numbers_in(folder: Path) -> list[int]:
-    """Numbers of the segments that have a file, oldest first. Raises SegmentBroken for a folder that
-    cannot be read."""
+    """Numbers of the segments that have a file, oldest first. Raises SegmentBroken for a folder
+    that cannot be read."""
     try:
         found = [_NAME.fullmatch(name) for name in os.listdir(folder)]
     except FileNotFoundError:
@@ -139,8 +140,8 @@ def numbers_in(folder: Path) -> list[int]:
 
 
 def lost_end(run_dir: Path, mark: LogMark | None = None) -> str | None:
-    """Return, in words, what the log lacks up to `mark` (default: its own); None for nothing.
-    Reads headers alone. Raises SegmentBroken."""
+    """Return a text on what the log lacks up to `mark` (default: its own); None for nothing. Reads
+    headers alone. Raises SegmentBroken."""
     mark, folder = mark or read_mark(run_dir), run_dir / FOLDER
     if mark is None:
         return None
@@ -162,7 +163,7 @@ def require_checksums(folder: Path) -> None:
 
 
 def file_of(folder: Path, table: TableName, segment: int) -> Path | None:
-    """The file of a segment under the name that it has now; None where it is gone."""
+    """The file of a segment under the name that it has now; None if it is gone."""
     # Between two looks an open file may have been closed.
     for ending in (CLOSED, OPEN, CLOSED):
         path = path_of(folder, table, segment, ending)
@@ -173,7 +174,7 @@ def file_of(folder: Path, table: TableName, segment: int) -> Path | None:
 
 def present_file(folder: Path, table: TableName, segment: int) -> Path | None:
     """Return the file of a segment, or None where the writer deleted the segment or has not made
-    the file yet. Raises SegmentBroken for a file that is missing beside the other one."""
+    the file yet. Raises SegmentBroken if one of the two files is missing."""
     path = file_of(folder, table, segment)
     if path is not None:
         return path
@@ -202,8 +203,8 @@ def is_new(path: Path) -> bool:
 
 
 def gaps_in(seqs: Sequence[np.ndarray], *, first: int | None, end: int = 0) -> str:
-    """Return the numbers that `seqs` lacks, in words; empty if none. `first`: the lowest number
-    that must be there, if known; `end`: the one after the highest that must be."""
+    """Return the numbers that `seqs` lacks, as text; empty if none. `first`: the lowest number that
+    must be there, if known; `end`: the one after the highest that must be."""
     numbers = np.unique(np.concatenate([np.array([], np.int64), *seqs]))
     before = [] if first is None else [first - 1]
     after = [end] if end > max(numbers, default=-1) else []
@@ -230,12 +231,12 @@ def read_batches(
         path = present_file(folder, table, segment)
         if path is None:
             return
-        torn, least = path.suffix == OPEN and segment == numbers_in(folder)[-1], 0
+        torn, minimum = path.suffix == OPEN and segment == numbers_in(folder)[-1], 0
         if torn and (mark := read_mark(folder.parent)) is not None and mark.segment == segment:
             # A closed file has lost its end mark, and was renamed.
-            torn, least = not mark.closed, mark.batches(table)
+            torn, minimum = not mark.closed, mark.batches(table)
         try:
-            for number, payload in read_frames(path, torn=torn, wanted=wanted, least=least):
+            for number, payload in read_frames(path, torn=torn, wanted=wanted, minimum=minimum):
                 yield number, _batch(path, table, payload, columns)
             return
         except FileNotFoundError:  # closed, or deleted, since
@@ -274,7 +275,7 @@ class Outcomes:
 
     def __init__(self, *, whole: bool) -> None:
         self._whole = whole
-        self._of_samples: dict[tuple[str, float], list[_Became]] = {}
+        self._of_samples: dict[tuple[str, float], list[_SampleEnd]] = {}
         self._dropped: dict[int, tuple[int, str | None]] = {}
         self._admitted: set[int] = set()
 
@@ -290,7 +291,7 @@ class Outcomes:
 
     def of(
         self, key: tuple[str, float], group: int, *, again: bool
-    ) -> tuple[State, tuple[int, ...], str | None]:
+    ) -> tuple[SampleState, tuple[int, ...], str | None]:
         """State, steps and reason of a sample. `again`: a newer one has its id."""
         own = self._of_samples.get(key)
         if own:
@@ -310,7 +311,7 @@ class Outcomes:
         return not self._whole and 0 <= group < min(self._admitted, default=group + 1)
 
 
-class _History(Outcomes):
+class _OutcomeHistory(Outcomes):
     """Outcomes, read from the newest segment back, as far as is necessary."""
 
     def __init__(self, folder: Path, segments: Sequence[int]) -> None:
@@ -337,7 +338,7 @@ def read_entries(run_dir: Path) -> Iterator[Entry]:
     cost little."""
     folder = run_dir / FOLDER
     segments = segments_in(folder)
-    history = _History(folder, segments)
+    history = _OutcomeHistory(folder, segments)
     newer: dict[str, set[float]] = {}
     """When the samples of each id that were read so far finished."""
 
@@ -412,13 +413,13 @@ def newest_rows(table: pa.Table) -> pa.Table:
     return table if len(last) == table.num_rows else table.filter(pc.is_in(places, last))
 
 
-_Became = tuple[int, Literal["trained", "dropped", "evaluated"], int, str | None]
+_SampleEnd = tuple[int, Literal["trained", "dropped", "evaluated"], int, str | None]
 """(seq, outcome, step, reason) of a sample."""
 
 
 def resolve(
-    outcomes: Sequence[_Became],
-) -> tuple[State, tuple[int, ...], str | None]:
+    outcomes: Sequence[_SampleEnd],
+) -> tuple[SampleState, tuple[int, ...], str | None]:
     """State, steps and reason of a sample from its own rows of the other table."""
     if not outcomes:
         return "waiting", (), None

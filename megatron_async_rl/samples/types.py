@@ -74,8 +74,8 @@ def check_response(
         or per_token["loss_mask"][starts].any()
     ):
         raise ValueError(
-            f"sample {name!r}: segments begin at {starts.tolist()} of {length} response tokens; they"
-            " must rise, lie within them and have a token that is not trained on before others"
+            f"sample {name!r}: segments begin at {starts.tolist()} of {length} response tokens;"
+            " they must rise, lie within them and have a token that is not trained on before others"
         )
     versions = per_token["versions"]
     falls = np.flatnonzero(versions[1:] < versions[:-1]) + 1
@@ -86,8 +86,8 @@ def check_response(
     rows = prompt_length + length - 1 - len(starts)
     if routed_experts is not None and (not routed_experts or len(routed_experts) % rows):
         raise ValueError(
-            f"sample {name!r}: {len(routed_experts)} bytes of routed experts are not one row for each"
-            f" of its {rows} tokens but the last"
+            f"sample {name!r}: {len(routed_experts)} bytes of routed experts are not one row for"
+            f" each of its {rows} tokens but the last"
         )
     if step_rewards is None:
         return
@@ -123,12 +123,12 @@ class Sample:
     reward: float
     reward_error: str | None = None
     reward_parts: Mapping[str, float] | None = None
-    """Where the reward has parts: each by its name, before it is weighted."""
+    """Parts of the reward by name, before weighting; null for a reward without parts."""
     weight: float = 1.0
     """Per-sample weight of the `sft` loss; 1 for sampled responses."""
     step_rewards: NDArray[np.float32] | None = None
-    """Where the task rewards steps: the reward that came with each response token, [T]; sums to
-    `reward`."""
+    """Reward of each response token, [T], which sums to `reward`; null unless the task rewards
+    steps."""
     segment_starts: NDArray[np.int32] | None = None
     """Response tokens at which the second and every further segment begins, rising; null: there is
     one."""
@@ -216,7 +216,7 @@ class Request:
     sampling: str | None = None
     """Name of the held-out set whose sampling it has; null: training's."""
     id: str = field(init=False)
-    """Made once: whoever keeps account of the request holds the same string."""
+    """Made once: the owner of the request holds the same string."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "id", f"{self.group}-{self.k}")
@@ -224,7 +224,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Aborted:
-    """The answer to an abort: what had been sampled of the request by then, with what it began
+    """The answer to an abort: the tokens sampled for the request so far, including those it began
     with; null when there was no token yet."""
 
     id: str

@@ -1,13 +1,12 @@
 """Rates and lengths of a run, from its own logs: metrics.jsonl, samples/, timeline/.
 
-    decoding        an engine's busy seconds against its steps, tokens and new responses
-    training        the seconds of each step against its tokens
-    beside          how much slower either side is while the other works
-    the rest        means, from span to span of the timelines
+    decoding an engine's busy seconds against its steps, tokens and new responses training the
+    seconds of each step against its tokens overlap how much slower either side is while the other
+    works the rest means, from span to span of the timelines
 
 Invariants:
 - the first fifth of the steps does not count, nor the end, when nothing more is admitted;
-- what a run cannot show is assumed, and `Calibration.in_words` says so.
+- what a run cannot show is assumed, and `RunCalibration.as_text` reports it.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from megatron_async_rl.metrics.log import number, read_newest
 from megatron_async_rl.metrics.timeline import Span, read_timeline
 from megatron_async_rl.report.samples import log_readable
 from megatron_async_rl.samples.segments import read_table
-from megatron_async_rl.simulate.rates import Lengths, Rates
+from megatron_async_rl.simulate.rates import ResponseLengths, SimulationRates
 
-Floats = NDArray[np.float64]
+Measurements = NDArray[np.float64]
 
 LEAST_STEPS = 6
 NEWEST_STEPS = 20_000
@@ -40,30 +39,30 @@ NEWEST_STEPS = 20_000
 TOGETHER_S = 0.02
 """Responses that begin nearer to each other than this are one burst."""
 SLOWER = np.linspace(0.0, 0.8, 161)
-"""By how much one side may be slowed by the other."""
+"""Candidate slow-downs of one side by the other, as shares."""
 SEEN = 0.2
-"""Standard deviation of the share of a step, or a response, beside the other side's work: with less,
-nothing is learnt of what that does."""
+"""Standard deviation of the share of a step, or a response, that overlaps with the other side's
+work. With less, its effect cannot be fitted."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibration:
+class RunCalibration:
     """`ranks`: the trainer's, in the run. `residual`: root mean square of what the fit of decoding
     leaves, relative to a response's seconds. `assumed`: rates that the run could not show."""
 
-    rates: Rates
-    lengths: Lengths
+    rates: SimulationRates
+    lengths: ResponseLengths
     ranks: int
     residual: float
     assumed: tuple[str, ...]
 
-    def rates_of(self, config: Config) -> Rates:
-        """For `config`: training takes less time in proportion to the ranks."""
+    def rates_of(self, config: Config) -> SimulationRates:
+        """Rates for `config`: the time of training is inversely proportional to the ranks."""
         assert config.rollout is not None
         token_s = self.rates.train_token_s * self.ranks / config.policy.parallel.ranks
         return replace(self.rates, train_token_s=token_s, places=config.rollout.max_concurrent)
 
-    def in_words(self) -> str:
+    def as_text(self) -> str:
         rates = self.rates
         ((fixed, each),) = rates.decode
         trainer, engine = (
@@ -71,20 +70,22 @@ class Calibration:
             for key in ("trainer_beside", "engine_beside")
         )
         return (
-            f"decoding   a token takes {fixed * 1e3:.3g} ms + {each * 1e3:.3g} ms x responses, a new"
+            f"decoding   a token takes {fixed * 1e3:.3g} ms + {each * 1e3:.3g} ms x responses, a"
+            " new"
             f" response {rates.prompt_s * 1e3:.3g} ms; the fit is {self.residual:.0%} off\n"
             f"trainer    {rates.train_token_s * 1e3:.3g} ms a token, publishing"
             f" {rates.publish_s:.3g} s; an engine loads in {rates.load_s:.3g} s\n"
-            f"beside     the trainer runs at {rates.trainer_beside:.0%} while an engine works"
+            f"overlap    the trainer runs at {rates.trainer_beside:.0%} while an engine works"
             f" ({trainer}), an engine at {rates.engine_beside:.0%} while it does ({engine})"
         )
 
 
-def calibrate(runs: Sequence[Path], cores: int | None) -> Calibration:
-    """Of runs on the same machine: one that takes turns and one that overlaps show together how
-    trainer and engines slow each other. `cores`: what they shared, if anything, which says so where
-    no log does. Raises UserError for a run that shows too little."""
-    logs = [_Log(run) for run in runs]
+def calibrate(runs: Sequence[Path], cores: int | None) -> RunCalibration:
+    """Calibrate the simulation by runs on one machine. A synchronous and an overlapping run
+    together show how trainer and engines slow each other. `cores`: the cores that they shared,
+    from which the slow-down follows if no log shows it; null if they shared none. Raises
+    UserError for a run that shows too little."""
+    logs = [_RunLog(run) for run in runs]
     first, processes = logs[0], logs[0].ranks + len(logs[0].engines)
     if any(one.ranks != first.ranks for one in logs):
         raise UserError.of("--from", "the runs have different policy.parallel.ranks", "name one")
@@ -94,15 +95,15 @@ def calibrate(runs: Sequence[Path], cores: int | None) -> Calibration:
     beside = {"trainer_beside": trainer_slower, "engine_beside": engine_slower}
     by = {key: slower if found is None else found for key, found in beside.items()}
 
-    def mean(of: Callable[[_Log], Sequence[float]]) -> float:
+    def mean(of: Callable[[_RunLog], Sequence[float]]) -> float:
         values = [value for log in logs for value in of(log)]
         return float(np.mean(values)) if values else 0.0
 
-    rates = Rates(
+    rates = SimulationRates(
         decode=((fixed, each),),
         prompt_s=prompt_s,
         places=first.places,
-        ask_s=mean(_Log.asks),
+        ask_s=mean(_RunLog.asks),
         take_s=mean(lambda log: log.takes(by["trainer_beside"])),
         train_token_s=token_s,
         train_spread=spread,
@@ -110,7 +111,7 @@ def calibrate(runs: Sequence[Path], cores: int | None) -> Calibration:
         load_s=mean(lambda log: log.loads(by["engine_beside"])),
         **{key: 1.0 - value for key, value in by.items()},
     )
-    return Calibration(
+    return RunCalibration(
         rates=rates,
         lengths=first.lengths(),
         ranks=first.ranks,
@@ -124,7 +125,7 @@ def _lacks(run: Path, what: str) -> UserError:
     return UserError.of("--from", f"{run} holds {what}: too little to take rates from", fix)
 
 
-class _Log:
+class _RunLog:
     """One run: the rows and spans of the steps that count, and the samples of all, [n] by what the
     log has of each."""
 
@@ -161,9 +162,9 @@ class _Log:
         self.works = [span for span in spans if span.state in ("busy", "loading")]
         self.samples = _read_samples(run)
 
-    def lengths(self) -> Lengths:
-        """Lengths of every group, those of the first steps included: lengths are the model's, not the
-        machine's."""
+    def lengths(self) -> ResponseLengths:
+        """Lengths of every group, those of the first steps included: lengths are the model's, not
+        the machine's."""
         group = self.samples["group"]
         order = np.argsort(group, kind="stable")
         cuts = np.flatnonzero(np.diff(group[order])) + 1
@@ -171,15 +172,15 @@ class _Log:
         equal, kept = (
             number(self.last, f"flow/{key}") or 0.0 for key in ("dropped_equal", "consumed")
         )
-        return Lengths(
+        return ResponseLengths(
             groups=tuple(tuple(group.tolist()) for group in np.split(length, cuts)),
             prompts=tuple(prompt[[0, *cuts]].tolist()),
             equal=equal / (equal + kept) if equal else 0.0,
         )
 
     def takes(self, slower: float) -> list[float]:
-        """Seconds of each batch: the trainer's work from its last response, or where that was there before,
-        from the end of the step before, to its step."""
+        """Seconds of each batch: the trainer's work from its last response, or where that was there
+        before, from the end of the step before, to its step."""
         ends, found = np.sort(self.samples["ended"]), []
         for before, span in itertools.pairwise(self.rank0):
             if span.state == "training" and before.waiting_for == "batch":
@@ -220,10 +221,10 @@ def _read_samples(run: Path) -> dict[str, NDArray[Any]]:
 
 
 def _fit_training(
-    logs: Sequence[_Log], assumed: float
+    logs: Sequence[_RunLog], assumed: float
 ) -> tuple[float, tuple[float, ...], float | None]:
-    """Seconds of a token, factors by which steps vary, and by how much an engine slows them, None
-    where that was not to be seen."""
+    """Seconds of a token, factors of the steps' variation, and the slow-down by an engine, None if
+    the data does not show it."""
     steps = []
     for log in logs:
         ends = np.array([span.end for span in log.training])
@@ -240,11 +241,12 @@ def _fit_training(
     return float(alone.mean()), tuple(np.round(spread / spread.mean(), 4).tolist()), slower
 
 
-def _slower(seconds: Floats, beside: Floats, done: Floats) -> float | None:
-    """By how much a side is slower beside the other, from pieces of its work that took `seconds`, some
-    of them `beside`; None where that was not to be seen:
+def _slower(seconds: Measurements, beside: Measurements, done: Measurements) -> float | None:
+    """Slow-down of one side while the other works, as a share, fitted to pieces of its work of
+    `seconds`, including `beside` seconds of overlap with the other; None if the data does not show
+    it:
 
-    log(seconds of what is done) = log(seconds of it alone) - log(1 - slower x share beside)
+    log(seconds of what is done) = log(seconds of it alone) - log(1 - slower x share of overlap)
     """
     share, used = beside / seconds, done > 0
     if np.std(share) < SEEN:
@@ -259,12 +261,12 @@ def _slower(seconds: Floats, beside: Floats, done: Floats) -> float | None:
 
 
 def _fit_decoding(
-    logs: Sequence[_Log], assumed: float
+    logs: Sequence[_RunLog], assumed: float
 ) -> tuple[tuple[float, float, float], float, float | None]:
     """(fixed, each, of a new response), what the fit leaves, and by how much the trainer slows an
     engine, None where that was not to be seen; over pieces of the engines' time:
 
-    busy seconds - slower x those beside the trainer
+    busy seconds - slower x those of overlap
         = fixed x steps + each x tokens + of a new response x responses that begin
     """
     pieces = [_pieces(log, index, spans) for log in logs for index, spans in log.engines.items()]
@@ -273,18 +275,18 @@ def _fit_decoding(
         raise UserError.of("--from", "no response of a step that counts", "name a longer run")
     table = np.stack([steps, tokens, begun], axis=1)
 
-    def fit(slower: float) -> tuple[float, Floats]:
-        """The remainder, relative to each piece, and the three rates, none of which is negative."""
+    def fit(slower: float) -> tuple[float, Measurements]:
+        """The remainder, relative to each piece, and the three rates, which are not negative."""
         work = busy - slower * beside
-        best, least = np.zeros(3), math.inf
+        best, minimum = np.zeros(3), math.inf
         for used in ([0], [1], [2], [0, 1], [0, 2], [1, 2], [0, 1, 2]):
             found = np.zeros(3)
             found[used] = np.linalg.lstsq((table / work[:, None])[:, used], np.ones(len(work)))[0]
             left = float(np.sqrt(np.mean((1 - table @ found / work) ** 2)))
-            if (found >= 0).all() and left < least:
-                best, least = found, left
+            if (found >= 0).all() and left < minimum:
+                best, minimum = found, left
         # In all an engine takes what it was seen to take.
-        return least, best * work.sum() / (table @ best).sum()
+        return minimum, best * work.sum() / (table @ best).sum()
 
     slower = _slower(busy, beside, begun)
     by = assumed if slower is None else slower
@@ -296,9 +298,10 @@ def _fit_decoding(
     return (fixed, each, prompt_s), left, slower
 
 
-def _pieces(log: _Log, engine: int, spans: Sequence[Span]) -> Floats:
-    """[5, n]: an engine's time from where responses begin together, or new weights are there, to where
-    that happens next: busy seconds, those beside the trainer, steps, tokens, responses that begin."""
+def _pieces(log: _RunLog, engine: int, spans: Sequence[Span]) -> Measurements:
+    """[5, n]: an engine's time from where responses begin together, or new weights are there, to
+    where that happens next: busy seconds, those of overlap with the trainer, steps, tokens,
+    responses that begin."""
     of, training = log.samples, log.training
     kept = (of["begun"] >= spans[0].start) & (of["ended"] <= spans[-1].end)
     kept &= of["engine"] == engine
@@ -317,7 +320,7 @@ def _pieces(log: _Log, engine: int, spans: Sequence[Span]) -> Floats:
     middle = (times[1:] + times[:-1]) / 2
     busy = np.diff(times) * _within(middle, spans_busy)
 
-    def until(at: Floats, of_interval: Floats) -> Floats:
+    def until(at: Measurements, of_interval: Measurements) -> Measurements:
         total = np.concatenate([[0.0], np.cumsum(of_interval)])
         return np.asarray(np.interp(at, times, total))
 
@@ -343,7 +346,7 @@ def _pieces(log: _Log, engine: int, spans: Sequence[Span]) -> Floats:
     return np.stack([seconds, beside, steps, tokens, begin])[:, seconds > 1e-4]
 
 
-def _within(times: Floats, spans: Sequence[Span]) -> NDArray[np.bool_]:
+def _within(times: Measurements, spans: Sequence[Span]) -> NDArray[np.bool_]:
     """`spans` follow each other."""
     starts, ends = ([getattr(span, key) for span in spans] for key in ("start", "end"))
     inside: NDArray[np.bool_] = np.searchsorted(starts, times) > np.searchsorted(ends, times)

@@ -1,11 +1,11 @@
-"""`mar simulate`: a config at several `async_ratio`s, or the best division of so many GPUs: how many
-train, how many sample, how far ahead, and in which buckets weights travel.
+"""`mar simulate`: a config at several `async_ratio`s, or the best division of a number of GPUs: how
+many train, how many sample, how far ahead, and in which buckets weights travel.
 
 Invariants:
 - all choices are judged by the same lengths and the same seed;
 - what `mar plan` refuses is not simulated;
-- of a large fleet a part is simulated: so many engines, and as many prompts as are theirs, while
-  trainer and weights take what they take of the whole.
+- of a large fleet a part is simulated: some engines with their prompts, while trainer and weights
+  take what they take of the whole.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from megatron_async_rl.plan.plan import make_plan
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.report.time_panels import PREDICTED, SIMULATION
 from megatron_async_rl.simulate.calibrate import calibrate
-from megatron_async_rl.simulate.model import Outcome, simulate
+from megatron_async_rl.simulate.model import SimulationResult, simulate
 from megatron_async_rl.simulate.rates import (
     Hardware,
-    Lengths,
-    Rates,
+    ResponseLengths,
+    SimulationRates,
     best_bucket,
     lengths_of,
     rates_of,
@@ -45,8 +45,8 @@ from megatron_async_rl.simulate.rates import (
 
 RATIOS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 SAMPLES, ENGINES, LEAST_ENGINES = 512, 8, 4
-"""Of a step, and of the fleet: simulated one by one. Of more a part stands for all; engines load in
-turns, which one alone cannot show."""
+"""Largest step and fleet that are simulated in full. For larger ones a part stands for all, with
+several engines, because engines load one after the other."""
 CLOSE = 0.98
 """Speeds within this of the fastest are as good: then fresher samples count."""
 SPLITS = 4
@@ -59,22 +59,22 @@ HALVES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A simulated setting, and what comes of it."""
+    """A simulated setting and its result."""
 
     config: Config
-    rates: Rates
-    lengths: Lengths
+    rates: SimulationRates
+    lengths: ResponseLengths
     steps: int
     seed: int
 
     @cached_property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SimulationResult:
         return self._simulated(self.rates)
 
     @cached_property
     def binds(self) -> str:
-        """By how much a step would be shorter if a part took half as long, the part first that binds
-        most."""
+        """Text with the relative gain of a step if a part took half as long, starting with the
+        part that gains most."""
         gains = {}
         for part, names in HALVES.items():
             half = {name: _half(getattr(self.rates, name)) for name in names}
@@ -108,7 +108,7 @@ class Trial:
     def cells(self) -> list[str]:
         return [write(self) for write in COLUMNS.values()]
 
-    def _simulated(self, rates: Rates) -> Outcome:
+    def _simulated(self, rates: SimulationRates) -> SimulationResult:
         flow, rollout = self.config.flow, engines_of(self.config)
         engines, prompts = part_of(flow.prompts_per_step, flow.group_size, rollout.engines)
         whole = flow.prompts_per_step / prompts
@@ -148,8 +148,8 @@ def part_of(prompts: int, group_size: int, engines: int) -> tuple[int, int]:
     with its share of the prompts, as nearly as whole prompts permit."""
     if engines <= ENGINES and prompts * group_size <= 2 * SAMPLES:
         return engines, prompts
-    most = max(LEAST_ENGINES, min(ENGINES, engines * SAMPLES // (prompts * group_size)))
-    counts = range(min(engines, LEAST_ENGINES), min(engines, most) + 1)
+    maximum = max(LEAST_ENGINES, min(ENGINES, engines * SAMPLES // (prompts * group_size)))
+    counts = range(min(engines, LEAST_ENGINES), min(engines, maximum) + 1)
 
     def off(count: int) -> float:
         return abs(math.log(max(1, round(prompts * count / engines)) * engines / (prompts * count)))
@@ -165,7 +165,7 @@ def changed(config: Config, section: str, **values: Any) -> Config:
 
 
 def ahead(config: Config, ratio: float) -> Config:
-    """`config` at another async_ratio. Raises UserError for one that it cannot have."""
+    """`config` at another async_ratio. Raises UserError for a division that is not possible."""
     flow, key = config.flow, "--async-ratio"
     if isinstance(flow.selection, ExactLag) and ratio != flow.async_ratio:
         fix = "leave it out, or choose another flow.selection"
@@ -195,7 +195,8 @@ def predict_from_run(
     seed: int,
     console: Console,
 ) -> None:
-    """Simulates them. Of several `ratios` the first run keeps the curves, for `mar report`. Raises UserError."""
+    """Simulates them. Of several `ratios` the first run keeps the curves, for `mar report`. Raises
+    UserError."""
     _require_simulable(config)
     machine = this_machine()
     on_cpu = device_of(config, machine) == "cpu"
@@ -204,7 +205,7 @@ def predict_from_run(
     if problems:
         raise ConfigError("cannot run", problems)
     rates, lengths = calibration.rates_of(config), calibration.lengths
-    _print(console, calibration.in_words())
+    _print(console, calibration.as_text())
     trials = [
         Trial(config=at, rates=rates, lengths=lengths, steps=steps, seed=seed)
         for at in (ahead(config, ratio) for ratio in ratios or [config.flow.async_ratio])
@@ -269,7 +270,7 @@ def _require_simulable(config: Config) -> None:
         raise UserError.of("rollout", what, "name a config that samples")
     if config.rollout.placement == "colocated":
         what = "colocated: engines and policy take turns, so a step is the sum of its parts"
-        raise UserError.of("rollout.placement", what, "`mar plan` says what that comes to")
+        raise UserError.of("rollout.placement", what, "`mar plan` prints the resulting sizes")
 
 
 def require_plan(config: Config, shape: ModelShape, hardware: Hardware) -> None:
@@ -287,8 +288,8 @@ def require_plan(config: Config, shape: ModelShape, hardware: Hardware) -> None:
 
 
 def splits(config: Config, shape: ModelShape, hardware: Hardware, gpus: int) -> Iterator[Config]:
-    """The divisions of `gpus` in which the batch divides over the data-parallel ranks, each with its
-    best bucket. Raises UserError where there are too few."""
+    """The divisions of `gpus` in which the batch divides over the data-parallel ranks, each with
+    its best bucket. Raises UserError where there are too few."""
     rollout, parallel, flow = engines_of(config), config.policy.parallel, config.flow
     cell = parallel.replica_ranks
     if gpus < cell + rollout.workers:
@@ -305,8 +306,8 @@ def splits(config: Config, shape: ModelShape, hardware: Hardware, gpus: int) -> 
 def likely_splits(
     divisions: Iterable[Config], trial: Callable[[Config], Trial], hardware: Hardware
 ) -> list[Trial]:
-    """Those whose slowest part, the trainer, the engines or the carrier, is the fastest. Raises
-    UserError where none can run."""
+    """Trials of the divisions whose slowest part (trainer, engines or carrier) is the fastest.
+    Raises UserError if no division can run."""
     found, refused = list[tuple[float, Trial]](), list[UserError]()
     for config in divisions:
         try:
@@ -349,8 +350,8 @@ def _print(console: Console, text: str) -> None:
 
 
 def write(tried: Sequence[Sequence[Trial]], folder: Path) -> tuple[Path, Path]:
-    """scaling.json, and its curves in scaling.svg: speed against how far ahead the engines are, on the
-    best division, and against the share of the GPUs that trains, at the best ratio."""
+    """scaling.json, and its curves in scaling.svg: speed against how far ahead the engines are, on
+    the best division, and against the share of the GPUs that trains, at the best ratio."""
     from matplotlib import rc_context
 
     from megatron_async_rl.report.charts import draw_sheet

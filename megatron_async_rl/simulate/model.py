@@ -7,11 +7,12 @@ parts take.
                                                  load in turns ----------+
 
 The run's own code decides: who is asked when and what trains when (`flow.scheduler.Scheduler`), and
-which engine gets a request (`flow.lanes.Lanes`). Modelled here is what takes time, `Rates`:
+which engine gets a request (`flow.lanes.Lanes`). Modelled here is what takes time,
+`SimulationRates`:
 - an engine that decodes n responses makes a token of each in f(n) seconds, so its next event is the
   end of the response that has the least left: events are responses, never tokens;
 - versions reach the engines' machines one after another, and engines load the newest in turns, as
-  in `flow.updates`; a version is staged once nobody reads the one before the last;
+  in `flow.updates`; a version is staged once no engine reads the version before the last;
 - where trainer and engines share cores, each is slower while the other works, also while the
   trainer takes a batch that is there.
 
@@ -33,14 +34,14 @@ import simpy
 
 from megatron_async_rl.config.flow import OldestFirst, Replay
 from megatron_async_rl.config.schema import FlowConfig, RolloutConfig
-from megatron_async_rl.flow.engine_task import Asked, EngineSlot
+from megatron_async_rl.flow.engine_task import EngineSlot, PendingRequest
 from megatron_async_rl.flow.lanes import Lanes, capacity_of
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Prompt, Request
-from megatron_async_rl.simulate.rates import Lengths, Rates
+from megatron_async_rl.simulate.rates import ResponseLengths, SimulationRates
 
-Process = Generator[simpy.Event, Any, None]
+SimulatedProcess = Generator[simpy.Event, Any, None]
 
 PROMPT = Prompt(id="simulated", text="", token_ids=(0,))
 SOON = 1e-9
@@ -48,8 +49,9 @@ SOON = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Of the steps that count. Shares are of the time, of engines the mean over them."""
+class SimulationResult:
+    """Result over the steps that count. Shares are shares of time; shares of engines are means
+    over the engines."""
 
     step_s: float
     tokens_per_s: float
@@ -59,11 +61,11 @@ class Outcome:
     engine_busy: float
     """It sampled."""
     places_taken: float
-    """Of an engine's places, those that decoded."""
+    """Share of an engine's slots that decoded."""
     lags: tuple[float, ...]
     """Share of the samples by start lag, from 0."""
     counts: dict[str, int]
-    """Of the scheduler, over the whole run."""
+    """Counts of the scheduler over the whole run."""
 
     @property
     def lag_mean(self) -> float:
@@ -73,29 +75,31 @@ class Outcome:
 def simulate(
     flow: FlowConfig,
     rollout: RolloutConfig,
-    rates: Rates,
-    lengths: Lengths,
+    rates: SimulationRates,
+    lengths: ResponseLengths,
     *,
     steps: int,
     seed: int = 0,
     max_paused: float = 0.5,
     barrier: bool = False,
-) -> Outcome:
+) -> SimulationResult:
     """`steps`: that count, after as many as it takes to run in. `barrier`: nothing is asked before
     all that was asked is answered, as in frameworks that ask for a batch at a time."""
     if isinstance(flow.selection, Replay):
         # What trains out of the store takes the place of a batch that was sampled all the same.
         flow = flow.model_copy(update={"selection": OldestFirst()})
-    # Without an end: that a run's last steps admit no more is no part of its pace.
-    run = _Run(Scheduler(flow), rollout.engines, rates, lengths, np.random.default_rng(seed))
+    # Without an end: the end of admission in a run's last steps does not count for its pace.
+    run = _SimulatedRun(
+        Scheduler(flow), rollout.engines, rates, lengths, np.random.default_rng(seed)
+    )
     run.barrier, run.may_pause = barrier, max(1, int(max_paused * rollout.engines))
     return run.go(steps, warm=int(flow.async_ratio) + 5)
 
 
-class _Engine:
+class _SimulatedEngine:
     """Decodes what it has, or loads a version. `slot`: what the lanes see of it."""
 
-    def __init__(self, run: _Run, index: int) -> None:
+    def __init__(self, run: _SimulatedRun, index: int) -> None:
         spec: Any = SimpleNamespace(index=index)
         self.run = run
         self.slot = EngineSlot(spec, engine=spec, version=0, serving=True)
@@ -145,7 +149,7 @@ class _Engine:
         rates = self.run.rates
         while self.loading is None and self._waits and len(self._decoding) < rates.places:
             name = self._waits.popleft()
-            row = self.run.asked[name]
+            row = self.run.requested[name]
             row.start_version = self.slot.version
             self._owed_s += rates.prompt_s
             heapq.heappush(self._decoding, (self._grown + row.length, name))
@@ -179,7 +183,7 @@ class _Engine:
         self.run.on_ended(self, ended)
 
 
-class _Run:
+class _SimulatedRun:
     barrier = False
     may_pause = 1
     """Engines that have work and may load at a time."""
@@ -188,16 +192,16 @@ class _Run:
         self,
         scheduler: Scheduler,
         engines: int,
-        rates: Rates,
-        lengths: Lengths,
+        rates: SimulationRates,
+        lengths: ResponseLengths,
         chance: np.random.Generator,
     ) -> None:
         self.env = simpy.Environment()
         self.scheduler, self.rates = scheduler, rates
         self._lengths, self._chance = lengths, chance
         self._lanes = Lanes(capacity_of(rates.places), separate=False)
-        self.engines = [_Engine(self, index) for index in range(engines)]
-        self.asked: dict[str, SampleRow] = {}
+        self.engines = [_SimulatedEngine(self, index) for index in range(engines)]
+        self.requested: dict[str, SampleRow] = {}
         self._groups: dict[str, int] = {}
         self._staged = self._sent = self._there = 0
         """Newest versions: staged, on their way, and where engines can load them."""
@@ -209,14 +213,14 @@ class _Run:
         tokens."""
         self._lags: list[Counter[int]] = []
 
-    def go(self, steps: int, warm: int) -> Outcome:
+    def go(self, steps: int, warm: int) -> SimulationResult:
         self.scheduler.start(0)
         self._admit()
         self.env.run(until=self.env.process(self._train(steps + warm)))
 
         now, work, busy, place, tokens = (self._totals[-1] - self._totals[warm]).tolist()
         lags, engines = sum(self._lags[warm:], Counter[int]()), len(self.engines)
-        return Outcome(
+        return SimulationResult(
             step_s=now / steps,
             tokens_per_s=tokens / now,
             trainer_busy=work / now,
@@ -226,7 +230,7 @@ class _Run:
             counts=self.scheduler.counts(),
         )
 
-    def _train(self, steps: int) -> Process:
+    def _train(self, steps: int) -> SimulatedProcess:
         rates, work, deck = self.rates, 0.0, list[float]()
         for version in range(steps):
             while (groups := self.scheduler.take(version)) is None:
@@ -254,7 +258,7 @@ class _Run:
             self._totals.append(np.array([self.env.now, work, busy, place, trained]))
             self._lags.append(Counter(version - sample.start_version for sample in samples))
 
-    def _work(self, seconds: float) -> Process:
+    def _work(self, seconds: float) -> SimulatedProcess:
         """The trainer's: takes longer where engines use the same cores."""
         self._trains = True
         self.share()
@@ -281,7 +285,7 @@ class _Run:
             self._fire()
 
     def _admit(self) -> None:
-        waits = self.barrier and bool(self.asked)
+        waits = self.barrier and bool(self.requested)
         while not waits and self.scheduler.room():
             version = self.scheduler.version
             assert version is not None
@@ -293,16 +297,16 @@ class _Run:
                 row.id, row.prompt_id, row.valid, row.truncated = request.id, PROMPT.id, True, False
                 row.reward = 0.0 if equal else float(request.k)
                 row.length, row.total_length = length, prompt + length
-                self.asked[request.id], self._groups[request.id] = row, request.group
-                self._lanes.add(Asked(request, version))
+                self.requested[request.id], self._groups[request.id] = row, request.group
+                self._lanes.add(PendingRequest(request, version))
         for index, given in self._lanes.place([engine.slot for engine in self.engines]).items():
             self.after(self.rates.ask_s, partial(self.engines[index].take, given))
 
-    def on_ended(self, engine: _Engine, names: Sequence[str]) -> None:
+    def on_ended(self, engine: _SimulatedEngine, names: Sequence[str]) -> None:
         """Hands the responses that ended on an engine to the scheduler."""
         for name in names:
             del engine.slot.held[name]
-            row = self.asked.pop(name)
+            row = self.requested.pop(name)
             row.last_version, row.finished_at = engine.slot.version, self.env.now
             self.scheduler.on_sample(row, self._groups.pop(name))
         self._admit()
@@ -314,7 +318,7 @@ class _Run:
         self._bring()
 
     def _is_read_before(self, version: int) -> bool:
-        """True while somebody reads an older version where the trainer staged it."""
+        """True while an engine reads an older version from where the trainer staged it."""
         if self.rates.send_s:
             return self._there < self._sent < version
         return any(one.loading is not None and one.loading < version for one in self.engines)

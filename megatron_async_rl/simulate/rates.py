@@ -1,5 +1,6 @@
-"""Times of a simulated run's parts: `Rates` and `Lengths`. Here those of a run that has not run, from
-the model's sizes, the config, and stated hardware; calibrate.py takes them from a run's logs.
+"""Times of a simulated run's parts: `SimulationRates` and `ResponseLengths`. Here those of a run
+that has not run, from the model's sizes, the config, and stated hardware; calibrate.py takes them
+from a run's logs.
 
     decoding a token    each GPU of an engine reads its weights and the keys and values of what it
                         decodes, or computes as long as its products take, if that is more
@@ -42,7 +43,7 @@ GROUPS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rates:
+class SimulationRates:
     """Seconds that the parts of a run take."""
 
     decode: tuple[tuple[float, float], ...]
@@ -55,13 +56,14 @@ class Rates:
     ask_s: float = 0.0
     """From a request that may be asked until its engine has it."""
     take_s: float = 0.0
-    """Time of the trainer, from the last response that a batch waited for to the beginning of its step."""
+    """Time of the trainer, from the last response that a batch waited for to the beginning of its
+    step."""
     train_s: float = 0.0
     """Time of the trainer for a batch whatever it holds."""
     train_token_s: float = 0.0
-    """For each token of a batch, prompts included."""
+    """Time of the trainer per token of a batch, prompts included."""
     train_spread: tuple[float, ...] = (1.0,)
-    """Factors, one of which each step takes."""
+    """Factors; each step takes one of them."""
     publish_s: float = 0.0
     """Time of the trainer to stage a version."""
     send_s: float = 0.0
@@ -78,7 +80,7 @@ class Rates:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lengths:
+class ResponseLengths:
     """Lengths that are drawn from, a whole group at a time: responses to one prompt are alike.
 
     groups: response tokens of each group's samples; prompts: tokens of its prompt; equal: share of
@@ -128,7 +130,7 @@ class Hardware:
     copy_gb_s: float = COPY_RATE / GB
     """Between one GPU and its machine's shared memory."""
     bucket_ms: float = 5.0
-    """For each bucket on its way, and for each that an engine takes."""
+    """Latency of each bucket in transit, and of each that an engine loads."""
     take_s: float = 0.3
     """From the last response of a batch to the beginning of its step."""
     prompt_tokens: int = 200
@@ -179,7 +181,7 @@ def assumed(name: str, changes: Iterable[str]) -> Hardware:
     return hardware
 
 
-def lengths_of(config: Config, hardware: Hardware, seed: int = 0) -> Lengths:
+def lengths_of(config: Config, hardware: Hardware, seed: int = 0) -> ResponseLengths:
     """Log-normal lengths, cut at the token limit."""
     assert config.rollout is not None
     limit, size, sigma = (
@@ -194,10 +196,12 @@ def lengths_of(config: Config, hardware: Hardware, seed: int = 0) -> Lengths:
     median = hardware.response_share * limit / math.exp(sigma**2 / 2)
     tokens = np.clip(np.round(median * np.exp(sigma * spread)), 1, limit).astype(int)
     prompts = (hardware.prompt_tokens,) * GROUPS
-    return Lengths(groups=tuple(map(tuple, tokens.tolist())), prompts=prompts)
+    return ResponseLengths(groups=tuple(map(tuple, tokens.tolist())), prompts=prompts)
 
 
-def rates_of(config: Config, shape: ModelShape, hardware: Hardware, lengths: Lengths) -> Rates:
+def rates_of(
+    config: Config, shape: ModelShape, hardware: Hardware, lengths: ResponseLengths
+) -> SimulationRates:
     """Raises UserError where an engine's weights leave no room for a response."""
     rollout = config.rollout
     assert rollout is not None
@@ -216,7 +220,7 @@ def rates_of(config: Config, shape: ModelShape, hardware: Hardware, lengths: Len
     # As many batches are on their way as an engine has stages, and each stage reads its weights for
     # every one of them.
     fixed_s = hardware.decode_step_ms / 1e3 * rollout.pipeline
-    return Rates(
+    return SimulationRates(
         decode=(
             (fixed_s + weights / read, cached / read / rollout.pipeline),
             (fixed_s, _forward(shape, context) / compute),
@@ -238,7 +242,7 @@ def _forward(shape: ModelShape, context: float) -> float:
 
 
 def _training(
-    config: Config, shape: ModelShape, hardware: Hardware, lengths: Lengths
+    config: Config, shape: ModelShape, hardware: Hardware, lengths: ResponseLengths
 ) -> dict[str, Any]:
     parallel, objective, flow = config.policy.parallel, config.objective, config.flow
     again = {"none": 0.0, "selective": 0.1, "full": 1.0}[config.policy.recompute]
@@ -248,7 +252,7 @@ def _training(
     )
     share = flow.prompts_per_step * flow.group_size * total / parallel.data / objective.minibatches
     micro_batches = max(1.0, share / config.policy.tokens_per_micro_batch)
-    # Stages stand still while the pipeline fills and empties.
+    # Stages are idle while the pipeline fills and empties.
     bubble = 1 + (parallel.pipeline - 1) / parallel.virtual_pipeline / micro_batches
     speed = parallel.ranks * hardware.tflops * 1e12 * hardware.train_share
     token_s = operations * bubble / speed

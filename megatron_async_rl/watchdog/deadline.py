@@ -1,8 +1,8 @@
-"""Waits with a name and a deadline, so that a stuck run says who waited how long for what.
+"""Waits with a name and a deadline, so that a stuck run reports who waited how long for what.
 
-Invariant: a wait through this module ends with its result, with the failure of what was waited for,
-or with `DeadlineExceeded`. A timeout that what was waited for raises itself, before the deadline,
-passes unchanged.
+Invariant: a wait through this module ends with its result, with the failure of the awaited call, or
+with `DeadlineExceeded`. A timeout that the awaited call itself raises before the deadline passes
+unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import psutil
 
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.host_memory import (
-    Memory,
+    MemoryKind,
     ended_by_ray,
     kernel_shortage,
     look_for_kernel_kills,
@@ -45,11 +45,11 @@ class DeadlineExceeded(TimeoutError):
 
 class ProcessDied(RuntimeError):
     """The process that was to answer has ended; its own failure tells more. `out_of_memory`: the
-    memory for want of which it was ended, where that is known. `outside`: something else ended it,
-    such as a preemption, or a shortage of memory that another process may have caused."""
+    kind of memory whose shortage ended it, if known. `outside`: something else ended it, such as a
+    preemption, or a shortage of memory that another process may have caused."""
 
     consequence = True
-    out_of_memory: Memory | None = None
+    out_of_memory: MemoryKind | None = None
 
     def __init__(self, reason: str, *, outside: bool = False) -> None:
         super().__init__(reason)
@@ -68,7 +68,7 @@ def _ended(error: BaseException, waited: str = "") -> ProcessDied:
     import ray
 
     if isinstance(error, ray.exceptions.OutOfMemoryError):
-        # What filled the memory may be another process than the one that was picked.
+        # What filled the memory may be another process than the killed one.
         return KilledForMemory(waited + ended_by_ray(str(error)), outside=True)
     reason = waited + death_reason(str(error))
     # This machine's kernel ends no process of another one.
@@ -151,7 +151,7 @@ def ray_get(ref: Any, name: str, timeout_s: float) -> Any:
 
 
 async def answer_of(call: Any) -> Any:
-    """Answer of an actor. Raises what it raised, as itself, and ProcessDied where it has ended."""
+    """Answer of an actor. Raises its own exceptions unchanged, and ProcessDied if it has ended."""
     import ray
 
     look_for_kernel_kills()
@@ -176,15 +176,16 @@ def remote_cause(error: BaseException) -> BaseException:
 
 
 def death_reason(text: str) -> str:
-    """Name of the process, and Ray's reason, out of a text of a dozen lines. Where Ray guesses at the
-    causes, two of three cannot be."""
+    """Name of the process, and Ray's reason, out of a text of a dozen lines. Where Ray guesses at
+    the causes, two of three cannot be."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     about = dict(
         line.split(": ", 1) for line in lines if re.match(r"(?:class_name|name|pid): ", line)
     )
     who = about.get("name") or about.get("class_name", "an actor")
     reason, guesses, _ = lines[-1].partition(" Some common causes include:")
-    seen = " If nobody killed it, `dmesg` tells whether the kernel did, for want of memory." * bool(
-        guesses
+    seen = (
+        " Unless it was killed on purpose, `dmesg` tells whether the kernel did, for want of"
+        " memory." * bool(guesses)
     )
     return f"{who} (pid {about.get('pid', 'unknown')}). {reason}{seen}"

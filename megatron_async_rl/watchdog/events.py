@@ -3,9 +3,9 @@
 `RUN/events.jsonl`: what happened to the run that a user should know although it went on, such as a
 restarted engine. `RUN/watch/<process>.failure`: what ended a process, one JSON object of fields.
 
-Errors of our own say what they are by their class, and nobody reads their text: `consequence` is
-true for one that only tells of another process's end, `timed_out` for a wait that was over, and
-`fix` says what to do. Text is read of foreign errors alone (torch, Ray, vLLM), which have no such
+Our own errors are identified by their class, and their text is never parsed: `consequence` is true
+for an error that only reports another process's end, `timed_out` for a wait that was over, and
+`fix` is the advice. Text is read of foreign errors alone (torch, Ray, vLLM), which have no such
 fields.
 
 Invariants:
@@ -29,7 +29,7 @@ from pathlib import Path
 
 from megatron_async_rl.config.read_back import reading
 from megatron_async_rl.watchdog.deadline import DeadlineExceeded, this_process
-from megatron_async_rl.watchdog.host_memory import Memory
+from megatron_async_rl.watchdog.host_memory import MemoryKind
 from megatron_async_rl.watchdog.logs import DEADLINE, PRIMARY, SECONDARY, judge
 from megatron_async_rl.watchdog.progress_monitor import FOLDER, write_whole
 
@@ -71,8 +71,8 @@ def note(run_dir: Path, text: str) -> None:
 
 
 def read_events(run_dir: Path, newest: int | None = None) -> list[Event]:
-    """Every whole line, in the order written; lines that a crash left half written are passed
-    over. `newest`: only those in so many bytes at the end. Raises UserError for a file that cannot be
+    """Every whole line, in the order written; lines that a crash left half written are passed over.
+    `newest`: only those in this many bytes at the end. Raises UserError for a file that cannot be
     read."""
     path = run_dir / FILE
     try:
@@ -86,7 +86,7 @@ def read_events(run_dir: Path, newest: int | None = None) -> list[Event]:
 
 
 class EventReader:
-    """Reads what is added after it was made."""
+    """Read the events that are added after its creation."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE
@@ -141,7 +141,7 @@ def failure_of(error: BaseException, where: Path) -> Failure:
 
 
 def described(error: BaseException) -> str:
-    """`Type: message`, and where it was; of a process that was told to end, its name and by which
+    """`Type: message`, and where it was; of a process that a signal ended, its name and the
     signal."""
     if isinstance(error, SystemExit) and error.code == signal.SIGTERM:  # as Ray handles it
         return f"{this_process()} (pid {os.getpid()}) was ended by SIGTERM"
@@ -177,7 +177,7 @@ def first_failure(run_dir: Path) -> Failure | None:
 
 
 def timed_out(error: BaseException) -> bool:
-    """True when `error`, or what it came of, is a wait that was over."""
+    """True if `error` or its cause is an expired wait."""
     return any(
         isinstance(one, TimeoutError)
         or bool(getattr(one, "timed_out", False))
@@ -186,14 +186,14 @@ def timed_out(error: BaseException) -> bool:
     )
 
 
-def out_of_memory(error: BaseException) -> Memory | None:
-    """The memory that ran out, where `error` or what it came of is that: a device's by torch's own
-    error or by what vLLM or CUDA report, a host's by Python's, torch's or Ray's."""
+def out_of_memory(error: BaseException) -> MemoryKind | None:
+    """The kind of memory that ran out, if `error` or its cause reports that: a device's by torch's
+    own error or by what vLLM or CUDA report, a host's by Python's, torch's or Ray's."""
     return next(filter(None, map(_memory_out, _chain(error))), None)
 
 
-def _memory_out(error: BaseException) -> Memory | None:
-    known: Memory | None = getattr(error, "out_of_memory", None)
+def _memory_out(error: BaseException) -> MemoryKind | None:
+    known: MemoryKind | None = getattr(error, "out_of_memory", None)
     if known is not None or _is_ours(error):
         return known
     # Ray has an OutOfMemoryError, too, of the host.

@@ -19,7 +19,7 @@ import psutil
 
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE
 
-Memory = Literal["host", "device"]
+MemoryKind = Literal["host", "device"]
 """The memory that ran out: a machine's, or a GPU's own."""
 
 GIB = 2**30
@@ -141,7 +141,7 @@ class KernelKills:
     Invariants:
     - a kill explains a death only within RECENT_S, and only with evidence: the kernel's log names
       the process, or, where that log cannot be read, this process's own cgroup counts a kill. The
-      count of the whole machine is no evidence: another program may have been killed;
+      count of the whole machine is not evidence: another program may have been killed;
     - a counted kill explains at most one death for which `used` is true.
 
     `now`: seconds of a clock that never goes back."""
@@ -208,7 +208,7 @@ def _explained(recent: Sequence[LoggedKill], pids: Collection[int]) -> Shortage 
 
 def _shortage(message: str, *, certain: bool) -> Shortage:
     possibly = "" if certain else "This may be why, or have been another process: "
-    return Shortage(f"{possibly}{message}; {state_in_words()}", certain)
+    return Shortage(f"{possibly}{message}; {state_text()}", certain)
 
 
 def look_for_kernel_kills() -> None:
@@ -219,14 +219,14 @@ def look_for_kernel_kills() -> None:
 
 def kernel_shortage(pids: Collection[int] = (), *, used: bool = True) -> Shortage | None:
     """Return the recent kills of processes by the kernel for want of memory that explain, or may
-    explain, the death of the process `pids`; None where there are none. `used`: one of them
+    explain, the death of the process `pids`; None if there are none. `used`: one of them
     explains no further death."""
     return _kills.explain(pids, used=used)
 
 
 def largest_processes(count: int = SHOWN) -> list[str]:
-    """The `count` processes of this machine with most resident memory, as a line each; those of this
-    run are marked."""
+    """The `count` processes of this machine with most resident memory, as a line each; those of
+    this run are marked."""
     found: list[tuple[int, psutil.Process]] = []
     for process in psutil.process_iter():
         try:
@@ -257,7 +257,7 @@ def _run_of(process: psutil.Process) -> str | None:
         return None
 
 
-def state_in_words() -> str:
+def state_text() -> str:
     """Free and total memory and the largest processes, for a message."""
     free, total = free_bytes() / GIB, total_bytes() / GIB
     largest = "; ".join(largest_processes()) or "not known"
@@ -265,8 +265,8 @@ def state_in_words() -> str:
 
 
 def ended_by_ray(text: str) -> str:
-    """Return what Ray's memory monitor wrote as it ended a process (60 lines of it), in one line: the node,
-    its memory and the largest processes at that moment."""
+    """Return what Ray's memory monitor wrote as it ended a process (60 lines of it), in one line:
+    the node, its memory and the largest processes at that moment."""
     node = _RAY_NODE.search(text)
     users = [line.split("\t", 2) for line in text.splitlines() if _RAY_USER.match(line)]
     largest = "; ".join(f"pid {pid} {size} GB {command}" for pid, size, command in users[:SHOWN])

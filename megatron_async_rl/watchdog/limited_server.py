@@ -1,8 +1,8 @@
 """A threaded server that a stranger cannot exhaust: a mix-in for `socketserver`.
 
 Invariants:
-- a connection that has not been admitted takes one of `slots` threads and descriptors; there are no
-  more, however many connect;
+- a connection that has not been admitted takes one of `slots` threads and descriptors; there are
+  never more, however many connect;
 - a new connection is worth more than an idle one: where all slots are taken, the oldest is cut;
 - a connection that is not admitted within `admission_s` is cut, however often it sends a byte;
 - an admitted connection takes no slot and has no such limit: it is one of the run's own.
@@ -27,8 +27,8 @@ class LimitedThreads(socketserver.ThreadingMixIn):
 
     daemon_threads = True
     request_queue_size = 128
-    """Connections that the kernel holds until they are accepted. With socketserver's 5, a few strangers
-    at once make everybody else's connections wait for a retransmission."""
+    """Connections that the kernel holds until they are accepted. With socketserver's 5, a few
+    strangers at once make everybody else's connections wait for a retransmission."""
     slots = 64
     admission_s = math.inf
 
@@ -48,7 +48,7 @@ class LimitedThreads(socketserver.ThreadingMixIn):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):
-            self._cut_before(math.inf, most=1)
+            self._cut_before(math.inf, maximum=1)
             if not self._free.acquire(timeout=CUT_S):
                 self.shutdown_request(request)  # type: ignore[attr-defined]
                 return
@@ -71,10 +71,10 @@ class LimitedThreads(socketserver.ThreadingMixIn):
         super().service_actions()  # type: ignore[misc]
         self._cut_before(time.monotonic() - self.admission_s)
 
-    def _cut_before(self, moment: float, most: int | None = None) -> None:
+    def _cut_before(self, moment: float, maximum: int | None = None) -> None:
         """Cuts connections made before `moment`, the oldest first; their threads then end."""
         with self._lock:
-            late = [one for one, since in self._unadmitted.items() if since < moment][:most]
+            late = [one for one, since in self._unadmitted.items() if since < moment][:maximum]
             for one in late:
                 with contextlib.suppress(OSError):
                     one.shutdown(socket.SHUT_RDWR)

@@ -1,14 +1,14 @@
 """Process output in files, and the cause of a failure found in them.
 
 How a cause is chosen:
-- a process may log exceptions that it survives; the one that ended it is its last;
+- a process may log exceptions that it survives; the error that ended it is its last;
 - when one process of a run dies the others fail too, of a connection that closed: such secondary
   failures, and the launcher's summary of them, count only when nothing better is found;
 - among several candidates of the same kind, the file that fell silent first wins, and in it the
   earliest line.
 
-Invariant: of a file the last MOST_BYTES are read, and of a line the first MOST_CHARACTERS: a process
-that runs for weeks, or writes a tensor into one line, does not cost its reader memory.
+Invariant: of a file the last MOST_BYTES are read, and of a line the first MOST_CHARACTERS: a
+process that runs for weeks, or writes a tensor into one line, does not cost its reader memory.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _KILLED = re.compile(
 )
 
 _SIGNALLED = re.compile(r"Signal \d+ \(SIG[A-Z]+\) received by PID")
-"""Lines of torchrun's list: of the root cause any signal counts. Of the others SIGTERM does not: torchrun
-sends it itself."""
+"""Lines of torchrun's list: of the root cause any signal counts. Of the others SIGTERM does not:
+torchrun sends it itself."""
 _RANK = re.compile(r" *rank +: \d+")
 _ROOT_CAUSE = "Root Cause (first observed failure)"
 """torchrun's list of ranks that failed: the others come before it."""
@@ -83,8 +83,8 @@ class _Candidate:
 
 
 def redirect_output(path: Path) -> None:
-    """Sends this process's standard output and error to the end of `path`, line by line, whoever
-    writes them.
+    """Sends this process's standard output and error to the end of `path`, line by line, whatever
+    code writes them.
 
     Works on the file descriptors, so output of C++ libraries and of child processes goes there too.
     """
@@ -166,8 +166,8 @@ def survived(cause: Cause) -> bool:
 
 
 def _candidates(text: str) -> list[_Candidate]:
-    """One candidate per process that writes to a file: the last of its best kind, and what a
-    launcher says of killed ones."""
+    """One candidate per process that writes to a file: the last of its best kind, and a launcher's
+    report of killed ones."""
     streams: dict[str, list[str]] = {}
     numbers: dict[str, list[int]] = {}
     found: list[_Candidate] = []
@@ -202,8 +202,8 @@ def _split_origin(raw: str) -> tuple[str, str]:
 
 
 def _failures(lines: list[str]) -> Iterator[tuple[int, str, int]]:
-    """(kind, message, index of the exception line), one per chain of tracebacks: what the program
-    said in the end."""
+    """(kind, message, index of the exception line), one per chain of tracebacks: the program's last
+    output."""
     chain: tuple[int, str, int] | None = None
     for at, line in enumerate(lines):
         if _TRACEBACK not in line:

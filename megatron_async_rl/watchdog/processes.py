@@ -3,7 +3,7 @@ hangs in the process tree, and no process of an engine outlives the actor that s
 
 vLLM runs its scheduler in a child process, and with tensor parallelism the model in children of
 that one; they do not notice when their parent is killed and would keep their cores, or their GPUs,
-for ever. The actor names itself in the environment; each child asks the kernel to end it with its
+forever. The actor names itself in the environment; each child asks the kernel to end it with its
 parent and names itself for its own children. A child takes seconds to come to that: one whose
 parent was killed meanwhile ends itself.
 """
@@ -48,8 +48,8 @@ def of_run(run_id: str) -> list[psutil.Process]:
 
 
 def descendants() -> set[int]:
-    """Return the processes that this one, or one that it started, has started; forks of the server of
-    engines (`preloaded`), which is their parent, count as started by their requesters."""
+    """Return the ids of all processes that this one started, directly or not. A fork of the server
+    of engines (`preloaded`) counts as started by its requester."""
     own = psutil.Process()
     found = {child.pid for child in own.children(recursive=True)}
     forked = preloaded.started_by(preloaded.address_of("engines"), {own.pid, *found})
@@ -89,9 +89,9 @@ def handles(pid: int, number: signal.Signals) -> bool:
 
 
 def die_with_parent() -> None:
-    """In a child of the process named by `PARENT`: SIGKILL for this process when its parent ends.
-    In one that descends from it otherwise, and in itself: nothing while it lives, SIGKILL at once
-    when it has ended. Elsewhere, nothing.
+    """Bind this process's life to the process that `PARENT` names. Its child gets SIGKILL when its
+    parent ends. A later descendant, and the process itself, gets SIGKILL at once if the named
+    process has ended, and nothing otherwise. Without `PARENT` the call has no effect.
 
     Linux only, where vLLM runs. The kernel watches the thread that started the child: the actor's
     event loop, or the main thread of vLLM's scheduler process.
@@ -109,8 +109,8 @@ def die_with_parent() -> None:
 
 
 def collect_rarely() -> None:
-    """Keeps the garbage collector away from what this process holds so far, and mostly from what is
-    in flight.
+    """Exclude the objects that this process holds so far, and most objects in flight, from garbage
+    collection.
 
     What a library's import and start leave behind is a million objects that stay; requests, samples
     and arrays live long, are many, and are freed without the collector. Going through all of them

@@ -6,9 +6,9 @@ moves as far as it sees. Everybody else on the node reads that one file, so that
 with its processes and not with their square.
 
 Invariants:
-- the launcher or a rank aggregates; whoever finds the summary missing, or unchanged for STALE_S,
-  takes over, and an aggregator that finds another's fresh summary yields: a dead or stopped one is
-  replaced, and two at once settle on the one who published last;
+- the launcher or a rank aggregates; a process that finds the summary missing, or unchanged for
+  STALE_S, takes over, and an aggregator that finds another's fresh summary yields: a dead or
+  stopped one is replaced, and two at once settle on the one who published last;
 - an aggregator reads every state file that no other node's fresh summary carries, so a node without
   an aggregator of its own (engines alone) is seen too;
 - the run has moved when a mark of any process grew, or a process appeared;
@@ -36,7 +36,7 @@ FOLDER = "watch"
 LAUNCHER = "launcher "
 """Begins the names of the launchers' own states; the number of the node follows."""
 FRESH_S = 10.0
-"""A process whose state changed within so many seconds is alive and runs Python."""
+"""Seconds within which the state of a live process that runs Python changes."""
 STALE_S = 3.0
 """A summary that has not changed for so long has lost its aggregator."""
 
@@ -85,11 +85,12 @@ class NodeSummary:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file that others read while the run goes on: they see the old one or the new one.
-    Raises OSError. A file that a later start depends on is written by `write_file` instead.
+    """Replace a file that others read during the run: they see the old one or the new one. Raises
+    OSError. A file that a later start depends on is written by `write_file` instead.
 
-    Its other name, until it is whole, is of this thread alone: a process writes files that differ in
-    their endings only, from several threads, and launchers of several machines write the same file.
+    Its other name, until it is whole, is of this thread alone: a process writes files that differ
+    in their endings only, from several threads, and launchers of several machines write the same
+    file.
     """
     writer = f"{socket.gethostname()}.{threading.get_native_id()}"
     partial = path.with_name(f"{path.name}.{writer}{PARTIAL}")
@@ -99,7 +100,7 @@ def write_whole(path: Path, text: str) -> None:
 
 def read_states(run_dir: Path, leave_out: Container[str] = ()) -> list[ProcessState]:
     """Every readable state of `run_dir`, by name, but for the files whose stem is in `leave_out`.
-    Files are replaced whole, so one that is not readable is not ours."""
+    Files are replaced whole, so an unreadable file is not ours."""
     states = []
     for path in sorted((run_dir / FOLDER).glob("*.json")):
         if path.stem not in leave_out and (tree := _read_json(path)) is not None:
@@ -126,7 +127,7 @@ class ProgressMonitor:
         self.last = "the start"
         """The last thing that moved, and its process."""
         self.states: list[ProcessState] = []
-        """Those of the whole run, as long as this process aggregates; else of this node."""
+        """States of the whole run if this process aggregates them, else of this node."""
         self.launcher_watches = False
         """True when a launcher is there to see a run that does not move."""
         self.allowed_s = 0.0
@@ -144,7 +145,7 @@ class ProgressMonitor:
         return not self._followed
 
     def look(self) -> None:
-        """Reads this node's summary, and follows it; publishes it where nobody else does."""
+        """Reads this node's summary, and follows it; publishes it unless another process does."""
         self._now = time.monotonic()
         path = self._folder / f"{self._host}.summary"
         summary = self._read_summary(path)
@@ -156,8 +157,8 @@ class ProgressMonitor:
         self._publish(path)
 
     def look_at_all(self) -> None:
-        """As `look`, with the states of the whole run also where another process aggregates: from
-        the summaries, one file for each node."""
+        """Do as `look`, but read the states of the whole run even if another process aggregates
+        them: from the summaries, one file for each node."""
         self.look()
         if self._followed:
             own = {state.name: state for state in self.states}
@@ -166,7 +167,7 @@ class ProgressMonitor:
             self.states = others
 
     def silent_s(self, name: str) -> float:
-        """Seconds since the state of process `name` was seen to change; 0 when there is none."""
+        """Seconds since the state of process `name` was seen to change; 0 if there is none."""
         return self._now - self._beats[name][1] if name in self._beats else 0.0
 
     def _follow(self, summary: NodeSummary) -> None:
@@ -182,7 +183,8 @@ class ProgressMonitor:
 
     def _see(self, states: list[ProcessState]) -> None:
         """Judges the states of the whole run."""
-        # One that has just taken over knows only its own node: what is new to it is no progress.
+        # One that has just taken over knows only its own node: values that are new to it are not
+        # progress.
         moves = self._learn(states)
         if not self._followed and moves:
             self._moved_at = self._now
@@ -284,7 +286,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _state_from(tree: Any) -> list[ProcessState]:
-    """One, or none where it is not a state."""
+    """The state, or None if the file does not hold one."""
     try:
         return [ProcessState(**tree)]
     except TypeError:

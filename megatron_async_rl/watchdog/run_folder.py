@@ -1,16 +1,17 @@
-"""The temporary folder of a run on one machine: Ray's session, vLLM's sockets, and whatever else its
-processes put where TMPDIR says. Its name also marks what they make in /dev/shm by `multiprocessing`.
+"""The temporary folder of a run on one machine: Ray's session, vLLM's sockets, and all other files
+that its processes put into TMPDIR. Its name also marks the files that they create in /dev/shm by
+`multiprocessing`.
 
 Invariants:
-- a run leaves nothing in the machine's temporary folder and in /dev/shm: its own files are removed at
-  its end, and what a killed run left is removed when the next one of this user starts here;
-- what is in use is left alone: the owner holds a lock on a file in the folder, and on one in /dev/shm,
-  and hands the descriptors to processes that may outlive it. Process ids are not used: containers may
-  share either. A folder without that file is not of this package;
-- programs of another user, which cannot pass through a run's folder, have one beside it
+- a run leaves nothing in the machine's temporary folder and in /dev/shm: its own files are removed
+  at its end, and what a killed run left is removed when the next one of this user starts here;
+- folders in use are left alone: the owner holds a lock on a file in the folder, and on one in
+  /dev/shm, and hands the descriptors to processes that may outlive it. Process ids are not used:
+  containers may share either. A folder without that file is not of this package;
+- programs of another user, which cannot pass through a run's folder, have a folder next to it
   (`public_folder`) under the same locks and names;
-- the folder's path is short enough for Ray's sockets. Where TMPDIR is too long, a link in /tmp leads
-  to it.
+- the folder's path is short enough for Ray's sockets. Where TMPDIR is too long, a link in /tmp
+  leads to it.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ _SHARED = re.compile(r"(?:sem\.m([0-9a-f]{8})-\w+|m([0-9a-f]{8})[0-9a-f]{4}|mar-
 
 @dataclass(frozen=True)
 class RunFolder:
-    """`path`: as processes use it, which may be a link to `place`. `locks`: descriptors that keep the
-    folder, and the run's files in /dev/shm, for as long as a process has them."""
+    """`path`: as processes use it, which may be a link to `place`. `locks`: descriptors that keep
+    the folder, and the run's files in /dev/shm, for as long as a process has them."""
 
     path: Path
     place: Path
@@ -121,7 +122,7 @@ def public_folder(base: Path) -> Path:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder, also one that a program made deeper than Python's recursion goes, or whose
+    """Remove a folder, even if a program made it deeper than Python's recursion goes, or whose
     owner it took the rights away from."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
@@ -131,8 +132,9 @@ def remove_tree(folder: Path) -> None:
 
 
 def name_shared_memory() -> None:
-    """Give what this process and its children make by `multiprocessing` in /dev/shm names of the run: a
-    process that is killed removes nothing. Where there is no run's folder, nothing changes."""
+    """Give what this process and its children make by `multiprocessing` in /dev/shm names of the
+    run: a process that is killed removes nothing. Where there is no run's folder, nothing
+    changes."""
     folder = os.environ.get(VARIABLE)
     if folder is None:
         return
@@ -162,7 +164,7 @@ def remove_stale_shared_memory(directory: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _unlocked(lock: Path) -> Iterator[bool]:
-    """True where the lock is there and nobody holds it; it is held here then."""
+    """True if the lock exists and is free; it is held here then."""
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:  # not of this package, or another user's
@@ -181,7 +183,7 @@ def _unlocked(lock: Path) -> Iterator[bool]:
 
 
 def remove_stale_folders() -> list[Path]:
-    """Remove the folders of this user's killed runs; returns what was removed."""
+    """Remove the folders of this user's killed runs; returns the removed files."""
     removed = []
     for base in dict.fromkeys((_base(), SHORT)):
         for path in _named(base):
@@ -222,7 +224,7 @@ def _remove_if_stale(place: Path) -> bool:
 
 
 def _remove_folder(place: Path) -> None:
-    # vLLM names what its workers on a CPU share after a file that it makes here.
+    # vLLM names its CPU workers' shared memory after a file that it creates here.
     for file in place.glob(f"{_OF_VLLM}*"):
         for shared in SHARED_MEMORY.glob(f"{file.name}-*"):
             with contextlib.suppress(OSError):  # another user's
@@ -258,8 +260,8 @@ def _make() -> RunFolder:
     except OSError as error:
         folder.remove()
         raise _unusable(
-            f"{base} is too long for the paths of Ray's sockets ({len(os.fsencode(base))} bytes), and"
-            f" no link to it can be made in {SHORT}: {error.strerror or error}",
+            f"{base} is too long for the paths of Ray's sockets ({len(os.fsencode(base))} bytes),"
+            f" and no link to it can be made in {SHORT}: {error.strerror or error}",
             f"name a folder of at most {LONGEST - len('/mar-00000000')} bytes",
         ) from error
     return RunFolder(link, place, folder.locks)

@@ -1,13 +1,13 @@
 """Snapshots that each machine of a run takes of its own processes and publishes for the others.
 
 A process can be looked at on its own machine only: its condition in the kernel, its stacks by a
-signal. Whoever takes the picture of a run (watchdog/stall.py) writes what it sees to
+signal. The process that takes the snapshot of a run (watchdog/stall.py) writes its part to
 `RUN/watch/<host>.snapshot`; the launchers of other machines find it there and write theirs.
 
 Invariants:
 - looking changes nothing in the run, ends within seconds whatever the processes do, and asks
-  nothing of them but what the kernel and a signal handler can answer: a stopped process and one
-  that is stuck in one call are seen too;
+  nothing of them but what the kernel and a signal handler can answer: stopped processes and
+  processes stuck in one call are included;
 - a file of processes is replaced whole; its ages are measured by the clock of the machine that
   wrote it.
 """
@@ -78,7 +78,7 @@ class HostSnapshot:
     processes: tuple[ProcessSnapshot, ...]
     stopped: tuple[str, ...] = ()
     ends: str | None = None
-    """The reason the run is being ended, where that is decided; None: it is not, this is an
+    """The reason why the run is being ended, if that is decided; None: it is not, this is an
     answer."""
 
 
@@ -115,7 +115,7 @@ def look_here(
 
 
 def publish(run_dir: Path, snapshot: HostSnapshot) -> None:
-    """For the other machines."""
+    """Write the snapshot for the launchers of other machines."""
     path = run_dir / FOLDER / f"{snapshot.host}.snapshot"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(asdict(snapshot)))
@@ -140,15 +140,15 @@ def read_others(run_dir: Path) -> list[HostSnapshot]:
 def ask_other_machines(run_dir: Path, *, at_the_end: bool) -> list[HostSnapshot]:
     """The snapshots of machines with a launcher of this run, once each is there, or after ANSWER_S.
 
-    `at_the_end`: the run is being ended, and what they saw at an earlier time does not count.
+    `at_the_end`: the run is being ended, and their earlier snapshots do not count.
     """
-    asked = {state.host for state in read_states(run_dir) if state.is_launcher} - {
+    requested = {state.host for state in read_states(run_dir) if state.is_launcher} - {
         socket.gethostname()
     }
     deadline = time.monotonic() + ANSWER_S
     with watch.doing("wait", "what other machines see", ANSWER_S):
         while time.monotonic() < deadline:
-            if not asked - {
+            if not requested - {
                 snapshot.host
                 for snapshot in read_others(run_dir)
                 if snapshot.ends is not None or not at_the_end
@@ -171,9 +171,9 @@ def _of(host: str, states: Sequence[ProcessState]) -> list[ProcessState]:
 
 
 def _stacks(run_dir: Path, states: Sequence[ProcessState]) -> dict[str, str]:
-    """The stacks that each process wrote within STACKS_S of being asked; nothing for one that
+    """The stacks that each process wrote within STACKS_S of being asked; nothing for a process that
     cannot."""
-    asked: dict[str, Path] = {}
+    requested: dict[str, Path] = {}
     for state in states:
         if condition(state.pid, state.time) in (None, *STOPPED) or not handles(
             state.pid, signal.SIGUSR1
@@ -183,12 +183,12 @@ def _stacks(run_dir: Path, states: Sequence[ProcessState]) -> dict[str, str]:
         with contextlib.suppress(OSError):
             os.truncate(path, 0)
             os.kill(state.pid, signal.SIGUSR1)
-            asked[state.name] = path
+            requested[state.name] = path
     deadline = time.monotonic() + STACKS_S
-    dumps = dict.fromkeys(asked, "")
+    dumps = dict.fromkeys(requested, "")
     while time.monotonic() < deadline and not all(map(is_whole, dumps.values())):
         time.sleep(_POLL_S)
-        for name, path in asked.items():
+        for name, path in requested.items():
             with contextlib.suppress(OSError):
                 dumps[name] = path.read_text(errors="replace", encoding="utf-8")
     return {name: dump for name, dump in dumps.items() if dump}
@@ -217,11 +217,15 @@ class Frame:
     function: str
 
     @property
-    def ours(self) -> bool:
+    def in_package(self) -> bool:
         return OURS in self.file
 
     def __str__(self) -> str:
-        place = self.file.rpartition(OURS)[2] if self.ours else "/".join(self.file.split("/")[-2:])
+        place = (
+            self.file.rpartition(OURS)[2]
+            if self.in_package
+            else "/".join(self.file.split("/")[-2:])
+        )
         return f"{place}:{self.line} {self.function}"
 
 
@@ -245,7 +249,7 @@ def places(dump: str) -> list[str]:
     shown += [
         _place(frames)
         for frames in threads[:-1]
-        if any(frame.ours for frame in frames) and not _watches(frames)
+        if any(frame.in_package for frame in frames) and not _watches(frames)
     ]
     counted = Counter(shown)
     return [text if count == 1 else f"{text} ({count} threads)" for text, count in counted.items()][
@@ -254,15 +258,15 @@ def places(dump: str) -> list[str]:
 
 
 def _place(frames: tuple[Frame, ...]) -> str:
-    ours = [frame for frame in frames if frame.ours][:FRAMES_OF_OURS]
-    chosen = ours if frames[0] in ours else [frames[0], *ours]
+    in_package = [frame for frame in frames if frame.in_package][:FRAMES_OF_OURS]
+    chosen = in_package if frames[0] in in_package else [frames[0], *in_package]
     return " < ".join(map(str, chosen))
 
 
 def _watches(frames: tuple[Frame, ...]) -> bool:
-    """The heartbeat's own thread, and one that is taking the picture."""
+    """The heartbeat's own thread, and the thread that takes the snapshot."""
     watching = (("watchdog/watch.py", "run"), ("watchdog/stall.py", "gather"))
     return any(
-        frame.ours and (frame.file.rpartition(OURS)[2], frame.function) in watching
+        frame.in_package and (frame.file.rpartition(OURS)[2], frame.function) in watching
         for frame in frames
     )

@@ -34,7 +34,7 @@ GATHER_S = STACKS_S + ANSWER_S + 1.0
 """Longest time that the picture takes."""
 POLL_S = 0.1
 SILENT_S = 5.0
-"""A heartbeat comes every second; one that is this late means that the process does not come to run
+"""A heartbeat comes every second; a heartbeat that is this late means that the process cannot run
 Python."""
 _STACKS = "\nStacks\n"
 
@@ -106,13 +106,13 @@ def gather_if_timed_out(run_dir: Path, error: BaseException, timeout_s: float) -
         while not (run_dir / FILE).exists() and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return
-    words = f"{type(error).__name__}: {error}".splitlines()[0]
+    message = f"{type(error).__name__}: {error}".splitlines()[0]
     notes = "; ".join(getattr(error, "__notes__", []))
-    gather(run_dir, f"{words} ({notes})." if notes else f"{words}.", still_s=timeout_s)
+    gather(run_dir, f"{message} ({notes})." if notes else f"{message}.", still_s=timeout_s)
 
 
 def read_summary(run_dir: Path) -> str | None:
-    """The picture of `RUN/stall.txt` without the stacks; None when there is none."""
+    """The picture of `RUN/stall.txt` without the stacks; None if there is none."""
     try:
         return (run_dir / FILE).read_text(encoding="utf-8").partition(_STACKS)[0].rstrip()
     except FileNotFoundError:
@@ -147,7 +147,7 @@ def suspects(processes: Sequence[ProcessSnapshot], still_s: float) -> tuple[str,
     ]
     blamed = (
         live if still_s >= SILENT_S else []
-    )  # in a run that moves, and is ended for another reason, nobody is at fault
+    )  # in a run that moves, and is ended for another reason, no process is at fault
     too_long_s = max(0.5 * still_s, SILENT_S)
     long = [
         (process, one)

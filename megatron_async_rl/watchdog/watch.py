@@ -1,9 +1,8 @@
 """The state of this process, in a small file that others can read when it no longer answers.
 
 `start` gives the process a heartbeat: a daemon thread replaces `RUN/watch/<name>.json` every second
-with what the process waits for, what it has achieved and any figure a part of it offered; SIGUSR1
-writes all its threads' stacks to `RUN/watch/<name>.stack`, also when the interpreter is stuck in
-one call.
+with the process's waits, its progress and the figures that its parts offer; SIGUSR1 writes all its
+threads' stacks to `RUN/watch/<name>.stack`, also when the interpreter is stuck in one call.
 
 Invariants:
 - waits, marks and facts may be registered in any process and from any thread, before `start` and
@@ -43,15 +42,15 @@ starts."""
 STOP = "stop"
 """File in the run's directory that asks rank 0 to stop after the step."""
 ENGINES = "engines"
-"""File in the run's directory that asks the controller for so many training engines."""
-Kind = Literal["wait", "work", "phase"]
+"""File in the run's directory that requests a number of training engines of the controller."""
+ActivityKind = Literal["wait", "work", "phase"]
 
 
 class Activity(NamedTuple):
     """`wait`: blocked on another; `work`: busy itself; `phase`: busy, and allowed to show no
     progress until its deadline."""
 
-    kind: Kind
+    kind: ActivityKind
     name: str
     started: float
     """Monotonic seconds."""
@@ -59,7 +58,7 @@ class Activity(NamedTuple):
 
 
 @dataclass
-class _Process:
+class _WatchedProcess:
     activities: dict[int, Activity] = field(default_factory=dict)
     marks: dict[str, tuple[int, float]] = field(default_factory=dict)
     facts: dict[str, Callable[[], Any]] = field(default_factory=dict)
@@ -68,8 +67,8 @@ class _Process:
 _log = logging.getLogger(__name__)
 _MAIN = -1
 _numbers = itertools.count()
-_process = _Process()
-_beating: _Heart | None = None
+_process = _WatchedProcess()
+_beating: _HeartbeatThread | None = None
 
 
 class doing:
@@ -80,7 +79,7 @@ class doing:
     # engine.
     __slots__ = ("_deadline_s", "_kind", "_name", "_number")
 
-    def __init__(self, kind: Kind, name: str, deadline_s: float | None = None) -> None:
+    def __init__(self, kind: ActivityKind, name: str, deadline_s: float | None = None) -> None:
         self._kind, self._name, self._deadline_s = kind, name, deadline_s
 
     def __enter__(self) -> None:
@@ -107,7 +106,7 @@ def phase(name: str, allowed_s: float) -> doing:
     return doing("phase", name, allowed_s)
 
 
-def enter(kind: Kind, name: str) -> None:
+def enter(kind: ActivityKind, name: str) -> None:
     """From now on, until the next call, this process's main loop does `name`: a step of it done, so
     progress."""
     _process.activities[_MAIN] = Activity(kind, name, time.monotonic(), None)
@@ -115,8 +114,8 @@ def enter(kind: Kind, name: str) -> None:
 
 
 def progress(mark: str, n: int = 1) -> None:
-    """`n` more of what `mark` counts, such as samples. Any mark that grows in any process says that
-    the run moves."""
+    """`n` more of what `mark` counts, such as samples. Any mark that grows in any process is
+    progress of the run."""
     count, _ = _process.marks.get(mark, (0, 0.0))
     _process.marks[mark] = (count + n, time.monotonic())
 
@@ -138,7 +137,7 @@ def start(run_dir: Path, name: str, *, end_after_s: float | None = None) -> None
     global _beating
     if _beating is not None and _beating.pid == os.getpid():
         return
-    heart = _Heart(run_dir.resolve() / FOLDER, name, end_after_s)
+    heart = _HeartbeatThread(run_dir.resolve() / FOLDER, name, end_after_s)
     # Only now: processes that this one starts must not join a folder that cannot be used.
     os.environ[INHERITED] = f"{run_dir.resolve()}\n{name}"
     _beating = heart
@@ -154,8 +153,8 @@ def stop() -> None:
 
 
 def join(name: str | None = None) -> None:
-    """In a process that a watched one started, directly or through Ray: begins its heartbeat.
-    Elsewhere, nothing.
+    """Begin the heartbeat of a process that a watched process started, directly or through Ray.
+    Elsewhere the call has no effect.
 
     Without a `name` it goes by its parent's name and its own, and a process that `multiprocessing`
     did not start is left alone.
@@ -203,7 +202,7 @@ def _read(read: Callable[[], Any]) -> Any:
     return value if isinstance(value, int | float | str | None) else str(value)
 
 
-class _Heart(threading.Thread):
+class _HeartbeatThread(threading.Thread):
     """The thread behind `start`."""
 
     def __init__(self, folder: Path, name: str, end_after_s: float | None) -> None:
@@ -215,7 +214,7 @@ class _Heart(threading.Thread):
         self._stopped = False
         self._writing = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
-        # Appending, so that whoever asks for a stack may empty the file first.
+        # Append, so that a process that requests a stack may empty the file first.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
         self._stack = os.open(self._path.with_suffix(".stack"), flags, 0o644)
         faulthandler.register(signal.SIGUSR1, file=self._stack, all_threads=True, chain=False)

@@ -1,7 +1,6 @@
-"""Decides, in the launcher, that a run has come to a standstill, or that another machine of it is
-gone.
+"""Decides, in the launcher, that a run has stalled, or that another machine of it is gone.
 
-The run stands still when no mark of any process grew for `timeout_s` and no process is in a phase
+The run is stalled when no mark of any process grew for `timeout_s` and no process is in a phase
 that may last longer, such as an engine's start. Before all its ranks have appeared the run is
 starting, and `start_s` is its limit. Each machine's launcher decides for itself; the first tells
 the others, and all end the run with the same picture.
@@ -51,8 +50,8 @@ class Watchdog:
         self._all_here = self._answered = False
 
     def look(self) -> Stall | None:
-        """Returns what holds the run up, when it stands still or a machine is gone; else None.
-        Cheap: call it a few times a second."""
+        """Return the cause of a stall or the loss of a machine; else None. Cheap: call it a few
+        times a second."""
         if time.monotonic() - self._looked_at < LOOK_S:
             return None
         self._looked_at = time.monotonic()
@@ -90,11 +89,11 @@ class Watchdog:
             self._hosts[launcher] = state.host
         silent_s = self._monitor.silent_s(launcher)
         if state is None and silent_s >= LEFT_S:
-            words = (
+            message = (
                 f"{self._node(launcher)} ended {silent_s:.0f} s ago, before the run did; why stands"
                 " in its terminal."
             )
-            return replace(self._gather(words), kind="NodeEnded", consequence=True)
+            return replace(self._gather(message), kind="NodeEnded", consequence=True)
         if state is not None and silent_s >= self._timeout_s:
             return self._gather(
                 f"{self._node(launcher)} has not been heard of for {silent_s:.0f} s"
@@ -120,5 +119,5 @@ class Watchdog:
         )
 
     def _node(self, launcher: str) -> str:
-        """As a sentence begins."""
+        """Name of a launcher's node at the beginning of a sentence."""
         return f"Node {launcher.removeprefix(LAUNCHER)} ({self._hosts[launcher]})"

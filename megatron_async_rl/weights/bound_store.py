@@ -1,7 +1,8 @@
 """A torch store that listens at one address.
 
 Invariant: a `TCPStore` server of this package listens at the address that it is given. torch's own
-server listens at all addresses of the machine, whatever its `host_name` is, and serves every client.
+server listens at all addresses of the machine, whatever its `host_name` is, and serves every
+client.
 """
 
 from __future__ import annotations

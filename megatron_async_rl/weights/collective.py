@@ -10,7 +10,7 @@ Invariants:
 - a version is received while the engine samples, and is there whole and verified, tensor by tensor,
   or `Sender.send` raises. A bucket goes to one worker; the others read it in shared memory;
 - two buckets are on their way at a time: while one is verified the next ones arrive;
-- a communicator that failed is closed on both sides: whoever tries again opens another;
+- a communicator that failed is closed on both sides: a retry opens another;
 - there are two slots: a version is received where the `kept` one is not, which engines may read.
 """
 
@@ -35,13 +35,13 @@ from megatron_async_rl.weights.communicator import Communicator
 from megatron_async_rl.weights.manifest import (
     IN_FLIGHT,
     BucketRef,
-    Copy,
-    Delivery,
     Manifest,
     Meeting,
+    StagedCopy,
+    WeightUpdate,
 )
 from megatron_async_rl.weights.shared_memory import SharedMemory
-from megatron_async_rl.weights.staging import Slot
+from megatron_async_rl.weights.staging import StagingSlot
 from megatron_async_rl.weights.transport import Carrier, damaged_tensor, whole_bucket
 
 log = logging.getLogger(__name__)
@@ -51,16 +51,16 @@ CARRIER = SharedMemory
 
 
 class CollectiveFailed(RuntimeError):
-    """A version did not reach an engine; the message says why. Its communicator is closed."""
+    """A version did not reach an engine; the message has the reason. Its communicator is closed."""
 
 
 @dataclass(eq=False)
-class _Set:
+class _SenderEnd:
     """An engine's communicator, as the sender holds it."""
 
     meeting: Meeting
     store: TCPStore
-    ours: Communicator | None = None
+    local: Communicator | None = None
 
 
 class Sender:
@@ -74,23 +74,23 @@ class Sender:
         self._device = device
         self._limit_s = limit_s
         self._reader = (carrier or CARRIER()).reader()
-        self._sets: dict[int, _Set] = {}
-        """By port."""
+        self._sets: dict[int, _SenderEnd] = {}
+        """Sender's ends of the communicators by port."""
         self._paths: dict[int, list[str]] = {}
-        """Of the two newest versions that were sent."""
+        """Bucket paths of the two newest versions that were sent."""
 
     def open(self, workers: int) -> Meeting:
-        """Return where an engine of so many workers meets it. Raises OSError where the host is no address of
-        this machine."""
+        """Return the rendezvous for an engine of this many workers. Raises OSError if the host is
+        not an address of this machine."""
         limit = timedelta(seconds=self._limit_s)
         store = serve_store(self._host, 0, limit)
         meeting = Meeting(host=self._host, port=store.port, workers=workers, limit_s=self._limit_s)
-        self._sets[meeting.port] = _Set(meeting, store)
+        self._sets[meeting.port] = _SenderEnd(meeting, store)
         return meeting
 
-    def send(self, meeting: Meeting, version: int, manifest: Manifest) -> Copy:
-        """Sends `version`, staged as `manifest`, to the workers of an engine, which were told to
-        receive it. Raises CollectiveFailed, and then the communicator is closed."""
+    def send(self, meeting: Meeting, version: int, manifest: Manifest) -> StagedCopy:
+        """Sends `version`, staged as `manifest`, to the workers of an engine, which have been
+        requested to receive it. Raises CollectiveFailed, and then the communicator is closed."""
         began = time.monotonic()
         one = self._sets.get(meeting.port)
         if one is None:
@@ -100,12 +100,12 @@ class Sender:
             paths = _answers(one, version)
         except Exception as error:
             self.close(meeting)
-            said = "; ".join(_refusals(one, version)) or str(error)
+            answers = "; ".join(_refusals(one, version)) or str(error)
             raise CollectiveFailed(
-                f"version {version} did not reach its workers: {said}"
+                f"version {version} did not reach its workers: {answers}"
             ) from error
         refs = tuple(replace(ref, path=paths[i]) for i, ref in enumerate(manifest.buckets))
-        return Copy(
+        return StagedCopy(
             manifest=replace(manifest, buckets=refs),
             nbytes=sum(ref.size for ref in refs),
             seconds=time.monotonic() - began,
@@ -114,14 +114,14 @@ class Sender:
     def close(self, meeting: Meeting) -> None:
         """The engine's communicator is used no more."""
         one = self._sets.pop(meeting.port, None)
-        if one is not None and one.ours is not None:
-            one.ours.close()
+        if one is not None and one.local is not None:
+            one.local.close()
 
-    def _send_buckets(self, one: _Set, version: int, manifest: Manifest) -> None:
+    def _send_buckets(self, one: _SenderEnd, version: int, manifest: Manifest) -> None:
         self._paths = dict(sorted({**self._paths, version: manifest.paths}.items())[-2:])
         self._reader.keep({path for paths in self._paths.values() for path in paths})
-        if one.ours is None:
-            one.ours = Communicator(one.meeting, 0, self._device, one.store)
+        if one.local is None:
+            one.local = Communicator(one.meeting, 0, self._device, one.store)
         on_their_way: deque[tuple[BucketRef, Callable[[], None]]] = deque()
 
         def left() -> None:
@@ -134,7 +134,7 @@ class Sender:
                 left()
             ((_, memory),) = self._reader.read(replace(ref, entries=(whole_bucket(ref),)))
             to = 1 + number % one.meeting.workers
-            on_their_way.append((ref, one.ours.send(memory, to, number)))
+            on_their_way.append((ref, one.local.send(memory, to, number)))
         while on_their_way:
             left()
 
@@ -146,18 +146,18 @@ class Receiver:
         carrier = carrier or CARRIER()
         self._worker = worker
         self._device = device
-        self._slots = (Slot(carrier), Slot(carrier))
+        self._slots = (StagingSlot(carrier), StagingSlot(carrier))
         self._versions: list[int | None] = [None, None]
         self._paths: list[list[str]] = [[], []]
         self._writer = carrier.writer()
         self._meeting: Meeting | None = None
         self._store: TCPStore | None = None
-        self._ours: Communicator | None = None
+        self._local: Communicator | None = None
         self._thread: threading.Thread | None = None
 
-    def receive(self, delivery: Delivery) -> None:
+    def receive(self, update: WeightUpdate) -> None:
         """Begins to receive, and returns; the sender hears how it went."""
-        work = (delivery, self._thread)
+        work = (update, self._thread)
         self._thread = threading.Thread(target=self._run, args=work, name="weights", daemon=True)
         self._thread.start()
 
@@ -168,15 +168,15 @@ class Receiver:
         for slot in self._slots:
             slot.discard_from(0)
 
-    def _run(self, delivery: Delivery, before: threading.Thread | None) -> None:
-        version = delivery.version
+    def _run(self, update: WeightUpdate, before: threading.Thread | None) -> None:
+        version = update.version
         try:
             if before is not None:  # each of its waits has a limit
-                before.join(delivery.meeting.limit_s)
+                before.join(update.meeting.limit_s)
                 if before.is_alive():
                     raise TimeoutError("the delivery before it has not ended")
-            ours = self._joined(delivery.meeting)
-            answer = {"paths": self._receive(ours, delivery)}
+            local = self._joined(update.meeting)
+            answer = {"paths": self._receive(local, update)}
         except Exception as error:
             log.exception("version %d was not received", version)
             self._answer(version, {"error": f"{type(error).__name__}: {error}"})
@@ -185,37 +185,37 @@ class Receiver:
             self._answer(version, answer)
 
     def _joined(self, meeting: Meeting) -> Communicator:
-        if self._ours is None or self._meeting != meeting:
+        if self._local is None or self._meeting != meeting:
             self._leave()
             self._meeting = meeting
             self._store = TCPStore(
                 meeting.host, meeting.port, is_master=False, timeout=meeting.limit
             )
-            self._ours = Communicator(meeting, 1 + self._worker, self._device, self._store)
-        return self._ours
+            self._local = Communicator(meeting, 1 + self._worker, self._device, self._store)
+        return self._local
 
     def _leave(self) -> None:
-        ours, self._ours, self._store = self._ours, None, None
-        if ours is not None:
-            ours.close()
+        local, self._local, self._store = self._local, None, None
+        if local is not None:
+            local.close()
 
     def _answer(self, version: int, answer: Mapping[str, Any]) -> None:
         try:
             if self._store is not None:
                 self._store.set(_key(version, self._worker), json.dumps(answer))
         except RuntimeError as error:  # the sender has gone, or has closed
-            log.warning("nobody heard what became of version %d: %s", version, error)
+            log.warning("the outcome of version %d was not reported: %s", version, error)
 
-    def _receive(self, ours: Communicator, delivery: Delivery) -> dict[int, str]:
+    def _receive(self, local: Communicator, update: WeightUpdate) -> dict[int, str]:
         """Paths of this worker's buckets, by number."""
-        manifest, workers = delivery.manifest, delivery.meeting.workers
+        manifest, workers = update.manifest, update.meeting.workers
         numbers = range(self._worker, len(manifest.buckets), workers)
-        slot = 0 if delivery.kept is None else 1 - self._versions.index(delivery.kept)
+        slot = 0 if update.kept is None else 1 - self._versions.index(update.kept)
         self._versions[slot] = None
         paths = self._slots[slot].places([manifest.buckets[i].size for i in numbers])
         self._paths[slot] = paths
         self._writer.keep({path for both in self._paths for path in both})
-        self._versions[slot] = delivery.version
+        self._versions[slot] = update.version
         found = dict(zip(numbers, paths, strict=True))
 
         awaited = iter(numbers)
@@ -226,7 +226,7 @@ class Receiver:
             if number is not None:
                 ref = replace(manifest.buckets[number], path=found[number])
                 memory = self._writer.view(ref, whole_bucket(ref))
-                on_their_way.append((ref, ours.receive(memory, number)))
+                on_their_way.append((ref, local.receive(memory, number)))
 
         for _ in range(IN_FLIGHT):
             await_next()
@@ -244,9 +244,9 @@ def _key(version: int, worker: int) -> str:
     return f"{version}/{worker}"
 
 
-def _answers(one: _Set, version: int) -> dict[int, str]:
-    """Paths that the workers received a version to, by bucket. Raises CollectiveFailed for one that
-    did not, and RuntimeError for one that says nothing."""
+def _answers(one: _SenderEnd, version: int) -> dict[int, str]:
+    """Paths that the workers received a version to, by bucket. Raises CollectiveFailed for a worker
+    that did not, and RuntimeError for a worker without an answer."""
     paths: dict[int, str] = {}
     for worker in range(one.meeting.workers):
         key = _key(version, worker)
@@ -260,15 +260,15 @@ def _answers(one: _Set, version: int) -> dict[int, str]:
     return paths
 
 
-def _refusals(one: _Set, version: int) -> list[str]:
-    """Why workers did not receive a version, of those that said so."""
+def _refusals(one: _SenderEnd, version: int) -> list[str]:
+    """Reasons of the workers that reported that they did not receive a version."""
     keys = {worker: _key(version, worker) for worker in range(one.meeting.workers)}
     try:
-        said = {
+        answers = {
             worker: json.loads(one.store.get(key))
             for worker, key in keys.items()
             if one.store.check([key])
         }
     except RuntimeError:
         return []
-    return [f"worker {worker}: {a['error']}" for worker, a in said.items() if "error" in a]
+    return [f"worker {worker}: {a['error']}" for worker, a in answers.items() if "error" in a]

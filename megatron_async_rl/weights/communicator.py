@@ -2,7 +2,8 @@
 by the same calls.
 
 Invariants:
-- it is no default process group and knows none, so the trainer's and vLLM's are not disturbed;
+- it is not the default process group and does not use it, so the trainer's and vLLM's are not
+  disturbed;
 - every wait has a limit. One that failed is closed and used no more: others are made in its place;
 - a failed operation ends no process: torch's watchdog, which would, does not watch this group.
 """
@@ -23,11 +24,11 @@ from torch.distributed import PrefixStore, TCPStore
 from megatron_async_rl.weights.manifest import IN_FLIGHT, Meeting
 
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-"""Read by the constructor of `ProcessGroupNCCL`: with 1, `wait` enforces the limit itself, and the group
-gets no watchdog thread."""
+"""Read by the constructor of `ProcessGroupNCCL`: with 1, `wait` enforces the limit itself, and the
+group gets no watchdog thread."""
 CREATION_LIMIT = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
-"""Seconds for which torch polls a non-blocking communicator. Read once per process, when it creates the
-first one; 30 minutes by default."""
+"""Seconds for which torch polls a non-blocking communicator. Read once per process, when it creates
+the first one; 30 minutes by default."""
 
 
 class Communicator:
@@ -68,14 +69,15 @@ class Communicator:
         return wait
 
     def close(self) -> None:
-        """Whoever waits for this member fails. gloo closes its connections as soon as nothing
-        holds the group."""
+        """Members that wait for this one fail. gloo closes its connections as soon as nothing holds
+        the group."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
 
     def _place(self, memory: Tensor) -> Tensor:
-        """What travels: host memory itself, or a buffer of the device for each bucket in flight."""
+        """Tensor that is sent or received: the host memory itself, or a device buffer for each
+        bucket in flight."""
         if self._device.type == "cpu":
             return memory
         self._lane = (self._lane + 1) % IN_FLIGHT
@@ -97,8 +99,8 @@ def _group(members: PrefixStore, meeting: Meeting, rank: int, device: torch.devi
         # member without limit; a non-blocking one is polled until the limit.
         nccl.config.blocking = 0
         os.environ.setdefault(CREATION_LIMIT, str(math.ceil(meeting.limit_s)))
-        # After a timeout the watchdog would end the whole process, the engine's or the sender's, also
-        # where the group was aborted.
+        # After a timeout the watchdog would end the whole process, the engine's or the sender's,
+        # also where the group was aborted.
         with _blocking_wait():
             return ProcessGroupNCCL(members, rank, size, nccl)
     from torch.distributed import ProcessGroupGloo

@@ -1,9 +1,9 @@
-"""A policy as a Hugging Face directory that transformers and vLLM load, and its adapters as one
-that PEFT loads: from a live run, or from a checkpoint.
+"""A policy as a Hugging Face directory that transformers and vLLM load, and its adapters as a
+directory that PEFT loads: from a live run, or from a checkpoint.
 
 Invariants:
-- a directory appears whole: it is written beside its place, synced, and renamed into it; digests of
-  its files are in DIGESTS, which `require_export` checks before the directory is used;
+- a directory appears whole: it is written next to its place, synced, and renamed into it; digests
+  of its files are in DIGESTS, which `require_export` checks before the directory is used;
 - a checkpoint is checked whole before a weight of it is written;
 - everything but weights and config.json's dtype is copied from the directory the model was made
   from;
@@ -18,7 +18,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -27,10 +26,8 @@ from torch import Tensor
 from megatron_async_rl.config.durable import file_digest, publish
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.policy.digested_folder import DIGESTS, StoredFile, described
+from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.weights.export import Bucket, WeightExporter
-
-if TYPE_CHECKING:
-    from megatron_async_rl.policy.model import PolicyModel
 
 BUCKET_BYTES = 512 * 2**20
 FILE_BYTES = 4 * 2**30
@@ -107,7 +104,7 @@ def convert(checkpoint: Path, out_dir: Path) -> None:
     process, CPU.
 
     Raises UserError when the checkpoint is damaged, when it or its model directory is missing or is
-    not the one that the adapters were trained over, or when `out_dir` holds files.
+    not the adapters' base model, or when `out_dir` holds files.
     """
     from megatron_async_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
     from megatron_async_rl.policy import device
@@ -167,7 +164,7 @@ def _write_weights(buckets: Iterator[Bucket], directory: Path) -> str:
     for bucket in buckets:
         for name, tensor in zip(bucket.names, bucket.tensors, strict=True):
             assert tensor is not None
-            # A copy: what a bucket lends may be the live parameter, or a part of it.
+            # A copy: a bucket's tensor may be the live parameter, or a part of it.
             held[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             dtype = str(tensor.dtype).removeprefix("torch.")
             size += held[name].nbytes

@@ -1,27 +1,28 @@
-"""The carrier `cuda_ipc`: buckets pass from the policy's devices to engines on the same ones, while these
-stand still. Nothing of a version is in host memory, and a device has two buckets of it.
+"""The carrier `cuda_ipc`: buckets pass from the policy's devices to engines on the same devices,
+while these are paused. Nothing of a version is in host memory, and a device has two buckets of it.
 
     each rank:  its parts --> bucket on its device --summed over all ranks--> the whole bucket
-                                                                                 |  handle of its memory
+                                                                               |  memory handle
     each worker of an engine, on one of these devices:  maps it, loads from it, answers
                                                         and then the memory is the ranks' again
 
-What is staged is the policy's own parameters: they stay as they are until the next step trains, and no
-engine loads then (flow/updates.py). An engine that starts again or joins before that gets the same
-buckets once more. On a CPU the memory is a file in /dev/shm; all else is the same.
+What is staged is the policy's own parameters: they stay as they are until the next step trains, and
+no engine loads then (flow/updates.py). An engine that starts again or joins before that gets the
+same buckets once more. On a CPU the memory is a file in /dev/shm; all else is the same.
 
 Invariants:
-- of two places on a device one is read while the other is filled; the controller says which
-  (flow/copies.py), and a place is filled only while nobody reads it;
+- of two places on a device one is read while the other is filled; the controller decides which
+  (flow/copies.py), and a place is filled only while no engine reads it;
 - on each device a bucket is whole, so an engine needs to see no other device;
 - digests are of the ranks' parameters, before a bucket is filled;
-- places are given back when no engine is left that loads. A worker lets go of them with its last bucket;
-  one that was killed before that holds none of their memory;
+- places are released when no engine is loading. A worker lets go of them with its last bucket; a
+  killed engine holds none of their memory;
 - all ranks fill a bucket, or all raise.
 
-CUDA's memory comes from the driver, not from torch's allocator: that one's may lie in expandable segments,
-which other processes map only where they may look into each other's files, and torch gives memory that
-it has handed to a process which was killed never back. vLLM's own back end (`ipc`) uses both.
+CUDA's memory comes from the driver, not from torch's allocator: that one's may lie in expandable
+segments, which other processes map only where they may look into each other's files, and torch
+gives memory that it has handed to a process which was killed never back. vLLM's own back end
+(`ipc`) uses both.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ from torch import Tensor
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.weights.manifest import IN_FLIGHT, BucketRef, Manifest, TensorEntry
 from megatron_async_rl.weights.shared_memory import SharedMemory
-from megatron_async_rl.weights.staging import NotStaged, Ranks, Staging
+from megatron_async_rl.weights.staging import NotStaged, Staging, StagingRanks
 from megatron_async_rl.weights.transport import (
     ALIGNMENT,
+    BucketMemory,
     Carrier,
-    Part,
-    Place,
-    Reader,
+    ShardSlice,
     TensorSpec,
-    Writer,
+    TransportReader,
+    TransportWriter,
     size_of,
     view_of,
     whole_bucket,
@@ -70,7 +71,7 @@ class CudaIpc(Carrier):
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
         self._host = SharedMemory() if self._device.type == "cpu" else None
-        self._places: dict[str, DevicePlace] = {}
+        self._places: dict[str, DeviceBucketMemory] = {}
 
     @property
     def device(self) -> str:
@@ -79,50 +80,50 @@ class CudaIpc(Carrier):
             return HOST
         return f"GPU-{torch.cuda.get_device_properties(self._device).uuid}"
 
-    def place(self, size: int) -> Place:
+    def place(self, size: int) -> BucketMemory:
         if self._host is not None:
             return self._host.place(size)
-        place = DevicePlace(size, self._device)
+        place = DeviceBucketMemory(size, self._device)
         self._places[place.path] = place
         return place
 
-    def writer(self) -> Writer:
+    def writer(self) -> TransportWriter:
         return DeviceWriter(self._places) if self._host is None else self._host.writer()
 
-    def reader(self) -> Reader:
+    def reader(self) -> TransportReader:
         return DeviceReader(self.device, self._device)
 
 
 CARRIER = CudaIpc
 
 
-class Lending(Staging):
-    """A version that is lent bucket by bucket, out of the parameters of all `ranks`. Used by one
+class IpcBuckets(Staging):
+    """A version whose buckets are filled on demand from the parameters of all `ranks`. Used by one
     thread of each."""
 
-    def __init__(self, carrier: CudaIpc, ranks: Ranks | None = None) -> None:
+    def __init__(self, carrier: CudaIpc, ranks: StagingRanks | None = None) -> None:
         """Collective."""
         super().__init__(carrier, ranks)
         self._device = carrier.device
         self._lent: Sequence[BucketRef] = ()
-        self._memory: list[tuple[Place, Tensor, str] | None] = [None] * IN_FLIGHT
+        self._memory: list[tuple[BucketMemory, Tensor, str] | None] = [None] * IN_FLIGHT
         """Places, their memory, and where every device's is."""
 
     def stage(
         self,
         version: int,
         buckets: Sequence[Sequence[TensorSpec]],
-        parts: Iterable[Part],
+        parts: Iterable[ShardSlice],
         when_free: Callable[[], None] = lambda: None,
     ) -> Manifest:
-        self.give_back()
+        self.release()
         manifest = super().stage(version, buckets, parts, when_free)
         self._lent = manifest.buckets
-        return replace(manifest, lent=True)
+        return replace(manifest, on_demand=True)
 
-    def fill(self, number: int, place: int, parts: Iterable[Part]) -> BucketRef:
-        """Collective. Puts a bucket of the version into a place on every device, and returns where it
-        is. parts: this rank's of the bucket; one is done with when the next is asked for.
+    def fill(self, number: int, place: int, parts: Iterable[ShardSlice]) -> BucketRef:
+        """Collective. Puts a bucket of the version into a place on every device, and returns where
+        it is. parts: this rank's of the bucket; one is done with when the next is asked for.
 
         Raises what kept this rank from it, and NotStaged where it is another rank that could not.
         """
@@ -147,8 +148,8 @@ class Lending(Staging):
         watch.progress("buckets lent")
         return replace(ref, path=paths)
 
-    def give_back(self) -> None:
-        """The places' memory is free; nobody reads there any more."""
+    def release(self) -> None:
+        """The places' memory is free; no engine reads there any more."""
         self._writer.keep(())
         for index, made in enumerate(self._memory):
             self._memory[index] = None
@@ -156,7 +157,7 @@ class Lending(Staging):
                 made[0].close()
 
     def close(self) -> None:
-        self.give_back()
+        self.release()
         super().close()
 
     def _reached(self) -> list[bool]:
@@ -168,13 +169,13 @@ class Lending(Staging):
         when_free()
         return [""] * len(entries)
 
-    def _put(self, part: Part, ref: BucketRef, entry: TensorEntry) -> None:
+    def _put(self, part: ShardSlice, ref: BucketRef, entry: TensorEntry) -> None:
         if ref.path:  # while a version is staged, nothing is anywhere
             super()._put(part, ref, entry)
 
-    def _make(self, index: int) -> tuple[Place, Tensor, str]:
+    def _make(self, index: int) -> tuple[BucketMemory, Tensor, str]:
         """Collective: a place on every rank's device, for the largest bucket."""
-        made: list[Place] = []
+        made: list[BucketMemory] = []
 
         def make() -> None:
             size = max(_whole_words(ref.size) for ref in self._lent)
@@ -216,10 +217,10 @@ def _whole_words(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-class DeviceWriter(Writer):
+class DeviceWriter(TransportWriter):
     """A rank's end, on CUDA. places: its own, by path."""
 
-    def __init__(self, places: dict[str, DevicePlace]) -> None:
+    def __init__(self, places: dict[str, DeviceBucketMemory]) -> None:
         self._places = places
 
     def reaches(self, path: str) -> bool:
@@ -233,7 +234,7 @@ class DeviceWriter(Writer):
             del self._places[path]
 
 
-class DeviceReader(Reader):
+class DeviceReader(TransportReader):
     """A worker's end, of memory on its device."""
 
     lasting = False
@@ -242,17 +243,17 @@ class DeviceReader(Reader):
         self._name = name
         self._device = device
         self._host = SharedMemory().reader() if name == HOST else None
-        self._mapped: dict[str, MappedPlace] = {}
+        self._mapped: dict[str, MappedBucketMemory] = {}
 
     def read(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
-        """Raises ValueError where no rank's memory is on this device, and RuntimeError for memory that
-        cannot be mapped."""
+        """Raises ValueError where no rank's memory is on this device, and RuntimeError for memory
+        that cannot be mapped."""
         where: dict[str, str] = json.loads(ref.path)
         if self._name not in where:
             raise ValueError(
-                f"weights.transport: cuda_ipc has no bucket on {self._name}, this engine's device: ranks"
-                f" of the policy are on {', '.join(sorted(where))}. Give both the same devices"
-                " (CUDA_VISIBLE_DEVICES, policy.parallel.ranks), or set weights.transport:"
+                f"weights.transport: cuda_ipc has no bucket on {self._name}, this engine's device:"
+                f" ranks of the policy are on {', '.join(sorted(where))}. Give both the same"
+                " devices (CUDA_VISIBLE_DEVICES, policy.parallel.ranks), or set weights.transport:"
                 " shared_memory"
             )
         path = where[self._name]
@@ -260,7 +261,7 @@ class DeviceReader(Reader):
             yield from self._host.read(replace(ref, path=path))
             return
         if path not in self._mapped:
-            self._mapped[path] = MappedPlace(path, ref.size, self._device)
+            self._mapped[path] = MappedBucketMemory(path, ref.size, self._device)
         for entry in ref.entries:
             yield entry.name, view_of(self._mapped[path].memory, entry)
 
@@ -272,7 +273,7 @@ class DeviceReader(Reader):
             self._mapped.pop(path).close()
 
 
-class DevicePlace(Place):
+class DeviceBucketMemory(BucketMemory):
     """Memory of CUDA that other processes can map. `path`: its handle, in hexadecimal digits."""
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -297,7 +298,7 @@ class DevicePlace(Place):
             _call("cuMemFree_v2", self._pointer)
 
 
-class MappedPlace:
+class MappedBucketMemory:
     """Another process's memory, at `path`."""
 
     def __init__(self, path: str, size: int, device: torch.device) -> None:
@@ -354,7 +355,7 @@ def _call(function: str, *arguments: Any) -> None:
         return
     name = ctypes.c_char_p()
     _driver().cuGetErrorName(code, ctypes.byref(name))
-    said = f"{function} failed: {name.value.decode() if name.value else f'error {code}'}"
+    message = f"{function} failed: {name.value.decode() if name.value else f'error {code}'}"
     if code == _OUT_OF_MEMORY:
-        raise torch.OutOfMemoryError(f"CUDA out of memory: {said}")
-    raise RuntimeError(said)
+        raise torch.OutOfMemoryError(f"CUDA out of memory: {message}")
+    raise RuntimeError(message)

@@ -6,17 +6,17 @@ filled up with zeros, and once more words of 8 bytes behind 4 bytes of zeros:
     d1 = sum of R1(row) W1(column) word     over all words, modulo 2^64
     d2 = sum of R2(row) W2(column) word     over all words half a word later, modulo 2^64
 
-R and W are odd numbers that a place decides, from a seed for each. Both sums are linear in the bytes,
-so a part adds up with the others by its place alone, at whatever byte it was cut.
+R and W are odd numbers that a place decides, from a seed for each. Both sums are linear in the
+bytes, so a part adds up with the others by its place alone, at whatever byte it was cut.
 
 Invariants:
 - of one tensor every way to cut it gives the same digest, on every device;
 - one changed element always changes it. Two tensors that differ in more agree with a probability of
-  2^-32 at the most, and 2^-120 where they differ in whole words. The highest bit of a word has no
-  more than a parity in a sum, as all keys are odd: it is the middle of the other sum's words. It
-  guards against wrong, missing, stale, swapped and damaged bytes, and is no signature against
-  somebody who makes bytes to fit;
-- beside the parts, memory holds the keys of their rows and columns; where a part is small, is cut
+  at most 2^-32, and 2^-120 where they differ in whole words. The highest bit of a word has no more
+  than a parity in a sum, as all keys are odd: it is the middle of the other sum's words. It guards
+  against wrong, missing, stale, swapped and damaged bytes, and is not a signature against forged
+  bytes;
+- besides the parts, memory holds the keys of their rows and columns; where a part is small, is cut
   within a word or lies on CUDA, also one piece of PIECE_BYTES, or a row that is larger.
 """
 
@@ -76,7 +76,7 @@ def partial_digest(part: Tensor, row: int = 0, column: int = 0) -> Tensor:
 
 
 def digest_text(dtype: torch.dtype, shape: Sequence[int], sums: Sequence[int]) -> str:
-    """A tensor's digest in words, from what `partial_digest` gave of its parts, added up."""
+    """A tensor's digest as text, from the added results of `partial_digest` for its parts."""
     d1, d2, elements = sums
     kind = f"{str(dtype).removeprefix('torch.')}{list(shape)}".replace(" ", "")
     some = "" if elements == prod(shape) else f", of {elements} of {prod(shape)} elements"
@@ -103,7 +103,8 @@ def _over_rows(words: Tensor, keys: Tensor) -> Tensor:
 
 
 def _words(block: Tensor, lead: int) -> Iterator[tuple[int, Tensor]]:
-    """The block as words, [rows, words] int64, behind `lead` bytes of zeros; and which the first is."""
+    """The block as words, [rows, words] int64, behind `lead` bytes of zeros; and which the first
+    is."""
     size = block.element_size()
     end = lead // size + block.shape[1]
     filled = block.new_zeros(len(block), -(-end * size // WORD) * WORD // size)
@@ -112,7 +113,7 @@ def _words(block: Tensor, lead: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def _words_in_place(bits: Tensor, lead: int) -> Iterator[tuple[int, Tensor]]:
-    """The same without a copy of them, of what lies in words. lead: none, or half a word."""
+    """The same without a copy, for memory aligned to words. lead: none, or half a word."""
     if not lead:
         yield 0, bits.view(torch.int64)
         return

@@ -1,5 +1,6 @@
-"""Megatron shards -> full tensors under Hugging Face names on rank 0, one bucket at a time: for files,
-and for engines where ranks on other machines hold weights that none on rank 0's has (shards.py).
+"""Megatron shards -> full tensors under Hugging Face names on rank 0, one bucket at a time: for
+files, and for engines where ranks on other machines hold weights that none on rank 0's has
+(shards.py).
 
 A bucket is a run of parameters of one pipeline stage, all of them experts divided over ranks or
 none. Its shards are packed into one flat tensor, so it costs one gather over the tensor-parallel
@@ -11,8 +12,8 @@ Invariants:
   bytes only;
 - tensors exist once, on rank 0, for one bucket at a time; data-parallel copies take no part;
 - the owners' parts of a divided parameter have the same size and travel in the same bucket;
-- a weight that is kept in 8 bits is sent in the model's dtype, made for its bucket: the numbers that
-  the policy multiplies by;
+- a weight that is kept in 8 bits is sent in the model's dtype, made for its bucket: the numbers
+  that the policy multiplies by;
 - each tensor of the Hugging Face checkpoint comes exactly once, a tied output layer as the
   embedding alone;
 - every rank walks through every bucket, so all ranks leave together.
@@ -29,9 +30,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_async_rl.policy.cuts import ParameterEntry
 from megatron_async_rl.policy.fp8 import plain
 from megatron_async_rl.policy.lora import weight_of
-from megatron_async_rl.policy.parameters import ParameterEntry, all_entries, merged
+from megatron_async_rl.policy.parameters import all_entries, merged
 
 
 @dataclass(frozen=True, eq=False)

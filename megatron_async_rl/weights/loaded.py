@@ -5,16 +5,16 @@ places that they have in the trainer's tensors.
                                                  |
               worker's parts: {name: Loaded} <---+    all workers' parts --digests_of--> one digest
 
-How an engine cuts and fuses tensors is vLLM's affair: each copy out of an offered tensor says what
-part of it went where.
+How an engine cuts and fuses tensors is vLLM's affair: each copy out of an offered tensor shows
+which part of it went where.
 
 Invariants:
 - a digest is of what was written, read back: of a parameter that stays, when the update ends; of
   memory that something else is made from (a packed or quantised weight), as soon as it is written;
 - a part of a tensor that several workers hold counts once if they hold the same. If they do not, or
-  if nobody took a part, the digest is not the trainer's;
-- an address says which offered tensor a copy is of only while that tensor lives and until its memory
-  is offered again; nothing here keeps it alive.
+  if no worker took a part, the digest is not the trainer's;
+- an address identifies the offered tensor of a copy only while that tensor lives and until its
+  memory is offered again; nothing here keeps it alive.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
 @dataclass
 class Loaded:
-    """The parts of a tensor that one worker took. parts: (row, column, rows, columns, d1, d2), each once."""
+    """The parts of a tensor that one worker took. parts: (row, column, rows, columns, d1, d2), each
+    once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -44,7 +45,7 @@ class Loaded:
 
 
 def digests_of(workers: Sequence[dict[str, Loaded]]) -> dict[str, str]:
-    """Name -> digest of every tensor of which a worker took a part."""
+    """Name -> digest of every tensor from which a worker took a part."""
     found: dict[str, Loaded] = {}
     for loaded in workers:
         for name, one in loaded.items():
@@ -65,7 +66,7 @@ def digests_of(workers: Sequence[dict[str, Loaded]]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TensorRegion:
     """Rows and columns of the tensor `name`."""
 
     name: str
@@ -76,15 +77,16 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class _Memory:
-    """Where a tensor lies, in bytes, and the size of an element."""
+class _TensorMemory:
+    """Addresses of a tensor's first byte and of the byte after its last, and the size of an
+    element."""
 
     start: int
     end: int
     element: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Memory:
+    def of(cls, tensor: Tensor) -> _TensorMemory:
         start, element = tensor.data_ptr(), tensor.element_size()
         return cls(start, start + tensor.numel() * element, element)
 
@@ -93,10 +95,10 @@ class _Memory:
 
 
 @dataclass(frozen=True)
-class _Offered:
+class _OfferedTensor:
     name: str
     shape: tuple[int, ...]
-    memory: _Memory
+    memory: _TensorMemory
     storage: StorageWeakRef
 
 
@@ -109,20 +111,20 @@ class LoadWatch(TorchDispatchMode):
         self.begin(())
 
     def begin(self, lasting: Iterable[Tensor]) -> None:
-        """lasting: parameters that keep their memory through this update. Of any other an address
-        says nothing: it may be given to something else while the update goes on."""
+        """lasting: parameters that keep their memory through this update. The address of any other
+        tensor identifies nothing: it may be reused during the update."""
         self._lasting = {
             p.untyped_storage().data_ptr() for p in lasting if p.numel() and not p.is_meta
         }
         self._loaded: dict[str, Loaded] = {}
         self._starts: list[int] = []
-        self._offered: list[_Offered] = []
-        """In the order of their addresses, `_starts`."""
-        self._copy: tuple[_Place, _Memory, Tensor] | None = None
+        self._offered: list[_OfferedTensor] = []
+        """Offered parameters in the order of their addresses, `_starts`."""
+        self._copy: tuple[_TensorRegion, _TensorMemory, Tensor] | None = None
         """A loader's own copy of a part, which it has not put anywhere yet."""
-        self._written: list[tuple[_Place, Tensor]] = []
+        self._written: list[tuple[_TensorRegion, Tensor]] = []
         """Parts in memory that lasts."""
-        self._taken: list[tuple[_Place, Tensor]] = []
+        self._taken: list[tuple[_TensorRegion, Tensor]] = []
         """Parts and their digests."""
 
     @property
@@ -131,17 +133,17 @@ class LoadWatch(TorchDispatchMode):
         return frozenset(self._loaded)
 
     def offer(self, name: str, tensor: Tensor) -> None:
-        """The loaders get `tensor` next; its memory stays as it is until it is offered again, or the
-        tensor is gone."""
+        """The loaders get `tensor` next; its memory stays as it is until it is offered again, or
+        the tensor is gone."""
         shape = tuple(tensor.shape)
         self._loaded[name] = Loaded(tensor.dtype, shape)
         if not tensor.numel():
             return
-        memory, starts = _Memory.of(tensor), self._starts
+        memory, starts = _TensorMemory.of(tensor), self._starts
         first, last = bisect_left(starts, memory.start), bisect_left(starts, memory.end)
         starts[first:last] = [memory.start]
         storage = StorageWeakRef(tensor.untyped_storage())
-        self._offered[first:last] = [_Offered(name, shape, memory, storage)]
+        self._offered[first:last] = [_OfferedTensor(name, shape, memory, storage)]
 
     def take(self, part: Tensor) -> None:
         """A kernel reads `part` of an offered tensor where it lies."""
@@ -184,18 +186,18 @@ class LoadWatch(TorchDispatchMode):
         elif func in _COPIES:
             place = self._place(args[0])
             if place is not None:
-                self._copy = place, _Memory.of(result), result
+                self._copy = place, _TensorMemory.of(result), result
         return result
 
-    def _digest(self, place: _Place, memory: Tensor) -> None:
+    def _digest(self, place: _TensorRegion, memory: Tensor) -> None:
         # A parameter of a wider dtype holds the same numbers.
         part = memory.detach().to(self._loaded[place.name].dtype)
         part = part.reshape(place.rows, place.columns)
         self._taken.append((place, partial_digest(part, place.row, place.column)))
 
-    def _place(self, part: Tensor) -> _Place | None:
+    def _place(self, part: Tensor) -> _TensorRegion | None:
         """The part of an offered tensor that `part` shows, or that was copied to it; else None.
-        Raises RuntimeError for one that is not rows and columns of it."""
+        Raises RuntimeError for a part that is not rows and columns of it."""
         if part.is_meta or not part.numel():
             return None
         if self._copy is not None and self._copy[1].has(part):
@@ -206,7 +208,7 @@ class LoadWatch(TorchDispatchMode):
             if offered is None or not offered.memory.has(part) or offered.storage.expired():
                 return None
             memory = offered.memory
-            origin = _Place(offered.name, 0, 0, *matrix_shape(offered.shape))
+            origin = _TensorRegion(offered.name, 0, 0, *matrix_shape(offered.shape))
         if not part.dim():
             part = part.reshape(1)
         offset = (part.data_ptr() - memory.start) // memory.element
@@ -224,4 +226,4 @@ class LoadWatch(TorchDispatchMode):
                 f"tensor {origin.name} is loaded in an order of vLLM's own, {list(part.shape)} at"
                 f" strides {list(part.stride())}: its digest would not be the trainer's"
             )
-        return _Place(origin.name, origin.row + row, origin.column + column, rows, columns)
+        return _TensorRegion(origin.name, origin.row + row, origin.column + column, rows, columns)

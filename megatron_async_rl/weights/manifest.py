@@ -1,5 +1,5 @@
-"""A staged version in words: where its tensors are, and what they must be. Loads no torch: the
-controller passes it on.
+"""Description of a staged version: where its tensors are, and what they must be. Loads no torch:
+the controller passes it on.
 
 Invariant: a `BucketRef` describes what its bucket holds until the sender writes the bucket again,
 which it does only while no engine reads (`staging.py`).
@@ -18,8 +18,8 @@ IN_FLIGHT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class TensorEntry:
-    """Where one tensor lies in its bucket. `dtype` is torch's name (`bfloat16`); offset and nbytes
-    in bytes."""
+    """Position of one tensor in its bucket. `dtype` is torch's name (`bfloat16`); offset and
+    nbytes in bytes."""
 
     name: str
     dtype: str
@@ -45,13 +45,13 @@ class BucketRef:
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """One staged version: where its buckets are, and name -> digest of every tensor. `seconds`:
-    what staging took, gathering included. `lent`: the buckets are nowhere yet: the ranks fill each as
-    engines come to it (cuda_ipc.py)."""
+    what staging took, gathering included. `on_demand`: the buckets do not exist yet; the ranks fill
+    each as engines come to it (cuda_ipc.py)."""
 
     buckets: tuple[BucketRef, ...]
     digests: Mapping[str, str]
     seconds: float = 0.0
-    lent: bool = False
+    on_demand: bool = False
 
     @property
     def paths(self) -> list[str]:
@@ -64,7 +64,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copy:
+class StagedCopy:
     """A version in another memory than rank 0's. `nbytes`: received for it, what came twice
     included. `seconds`: what that took."""
 
@@ -75,8 +75,8 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Where the members of a communicator meet: the sender, which is its rank 0, and the workers of
-    one engine. `limit_s`: longest wait for a member, or for a bucket."""
+    """Rendezvous of a communicator's members: the sender, which is its rank 0, and the workers
+    of one engine. `limit_s`: longest wait for a member, or for a bucket."""
 
     host: str
     port: int
@@ -89,7 +89,7 @@ class Meeting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Delivery:
+class WeightUpdate:
     """A version that the workers of an engine are to receive. `kept`: the version in their memory
     that stays; null: none does."""
 

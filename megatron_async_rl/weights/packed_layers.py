@@ -4,7 +4,7 @@ they get another.
 Invariants:
 - a layer is packed anew once all pieces of its weights came, and never from a part of them;
 - what a piece brings is counted by what vLLM's own loader wrote of it;
-- memory is lent again only when no kernel can refer to it: a packed copy is the kernel's own.
+- memory is reused only when no kernel can refer to it: a packed copy is the kernel's own.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 
 class Scratch:
-    """Memory for weights whose pieces are coming in, kept and lent again. Fresh memory costs more
-    than what is copied to it."""
+    """Memory for weights whose pieces are coming in, kept and reused. Fresh memory costs more than
+    what is copied to it."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
@@ -44,8 +44,8 @@ class AwaitedWeight:
     """A parameter of `layer` as vLLM first made it, in place of what its kernel made of it, while
     its pieces come in.
 
-    `memory`: where they are put. `take` is called with a tensor that is the whole weight and is used
-    where it lies, `when_full` as soon as all pieces are there.
+    `memory`: where they are put. `take` is called with a tensor that is the whole weight and is
+    used where it lies, `when_full` as soon as all pieces are there.
     """
 
     def __init__(
@@ -74,8 +74,7 @@ class AwaitedWeight:
         self._received = 0
         self._taken: Tensor | None = None
         self._sizes: dict[Hashable, int] = {}
-        """Elements that a piece brings, by what the loader was told of it; found out at its first
-        time."""
+        """Elements that a piece brings, by the loader's arguments; found out at its first time."""
 
     def await_pieces(self) -> None:
         self.release()
@@ -84,20 +83,20 @@ class AwaitedWeight:
         self._layer.register_parameter(self._attribute, self.parameter)
 
     def release(self) -> Tensor | None:
-        """Nobody reads the pieces any more. Returns the memory that was taken for them."""
+        """Drop the pieces, which have been packed, and return their memory."""
         self.parameter.data = self._nothing
         taken, self._taken = self._taken, None
         return taken
 
     def _take(self, *args: Any, **named: Any) -> Any:
-        told = self._signature.bind(*args, **named)
-        told.apply_defaults()
-        expert = told.arguments.get("expert_id")
+        bound = self._signature.bind(*args, **named)
+        bound.apply_defaults()
+        expert = bound.arguments.get("expert_id")
         if expert is not None and self._layer.expert_map_manager.map_global_to_local(expert) < 0:
-            return self._loader(*told.args, **told.kwargs)  # another worker has it
+            return self._loader(*bound.args, **bound.kwargs)  # another worker has it
         if self.full:
             raise RuntimeError(f"{self.name} received more than its {self._total} elements")
-        _, piece, *part = told.arguments.values()
+        _, piece, *part = bound.arguments.values()
         # A part may have this shape too: over two workers, one matrix is as large as a worker's
         # halves of two.
         whole = all(one is None for one in part)
@@ -106,24 +105,24 @@ class AwaitedWeight:
             self.parameter.data = piece
             answer, size = None, self._total
         else:
-            answer, size = self._load(told, (piece.shape, *part))
+            answer, size = self._load(bound, (piece.shape, *part))
         self._received += size
         if self._received >= self._total:
             self.full = True
             self._when_full()
         return answer
 
-    def _load(self, told: inspect.BoundArguments, key: Hashable) -> tuple[Any, int]:
+    def _load(self, bound: inspect.BoundArguments, key: Hashable) -> tuple[Any, int]:
         if self._taken is None:
             self._taken = self.parameter.data = self._memory(self._shape, self._nothing.dtype)
         if key in self._sizes:
-            return self._loader(*told.args, **told.kwargs), self._sizes[key]
-        self._sizes[key], answer = get_numel_loaded(self._loader, told)
+            return self._loader(*bound.args, **bound.kwargs), self._sizes[key]
+        self._sizes[key], answer = get_numel_loaded(self._loader, bound)
         return answer, self._sizes[key]
 
 
 class PackedLinear:
-    """A linear layer whose kernel holds a packed copy of the weight, and nobody anything else."""
+    """A linear layer whose kernel holds a packed copy of the weight, the only one."""
 
     def __init__(
         self, name: str, layer: Any, scratch: Scratch, take: Callable[[Tensor], None]

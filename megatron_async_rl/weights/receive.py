@@ -30,7 +30,7 @@ from megatron_async_rl.weights.loaded import Loaded, LoadWatch
 from megatron_async_rl.weights.manifest import BucketRef, TensorEntry
 from megatron_async_rl.weights.reload import loaded_parameters, reload_of
 from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
-from megatron_async_rl.weights.transport import Reader, carrier
+from megatron_async_rl.weights.transport import TransportReader, carrier
 from megatron_async_rl.weights.vllm_private import complete_cpu_worker
 
 
@@ -95,7 +95,7 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         self._loaded: set[str] = set()
         self._incomplete: list[str] = []
         self._version = -1
-        self._reader: Reader | None = None
+        self._reader: TransportReader | None = None
         self.receiver: Receiver | None = None
         self._paths: set[str] = set()
         self._paths_before: set[str] = set()
@@ -149,13 +149,14 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         )
         if missing:
             raise RuntimeError(
-                f"the update to version {self._version} brought {len(self._watch.names)} tensors and"
-                f" left out {len(missing)}:"
+                f"the update to version {self._version} brought {len(self._watch.names)} tensors"
+                f" and left out {len(missing)}:"
                 f" {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}"
             )
 
     def shutdown(self) -> None:
-        """Lets go of the sender's buckets, which stay mapped between updates, and of the worker's own."""
+        """Lets go of the sender's buckets, which stay mapped between updates, and of the worker's
+        own."""
         if self._reader is not None:
             self._reader.keep(())
         if self.receiver is not None:
@@ -168,12 +169,12 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
     def _offered(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
         assert self._reader is not None
         copies = self._reload.keeps and not self._reader.lasting
-        for name, lent in self._reader.read(ref):
+        for name, view in self._reader.read(ref):
             if name in self._watch.names:
                 raise ValueError(
                     f"tensor {name} came twice in the update to version {self._version}"
                 )
-            tensor = lent.clone() if copies else lent
+            tensor = view.clone() if copies else view
             self._watch.offer(name, tensor)
             yield name, tensor
 
@@ -186,12 +187,12 @@ class WeightLoadingWorker:
         """Once, before anything is sampled."""
         complete_cpu_worker(self)
 
-    def receive_version(self: Any, delivery: bytes) -> None:
-        """`delivery`: a pickled Delivery. Begins to receive it, and returns."""
+    def receive_version(self: Any, update: bytes) -> None:
+        """`update`: a pickled WeightUpdate. Begins to receive it, and returns."""
         engine = self.weight_transfer_engine
         if engine.receiver is None:
             engine.receiver = Receiver(self.rank, self.device)
-        engine.receiver.receive(pickle.loads(delivery))
+        engine.receiver.receive(pickle.loads(update))
 
     def load_weight_bucket(
         self: Any, bucket: dict[str, Any], version: int, first: bool, last: bool

@@ -8,8 +8,8 @@ copies the staged versions into it.
 Invariants:
 - a version is there whole and verified, tensor by tensor, or `fetch` raises;
 - there are two slots, written in turn, as rank 0 has them (staging.py): a fetch leaves the version
-  that came last as it is and takes the place of the one before, which nobody may read any more;
-- a transfer that breaks goes on at the byte where it stood. It fails once no byte has come for
+  that came last as it is and takes the place of the one before, which no engine may read any more;
+- a broken transfer resumes at the byte where it stopped. It fails once no byte has come for
   `silence_s`, however often the connection was made anew;
 - a bucket that arrives damaged is asked for once more, and then the fetch fails.
 """
@@ -23,10 +23,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.weights.manifest import BucketRef, Copy, Manifest
-from megatron_async_rl.weights.relay_server import Address, RelayFailed, asked
+from megatron_async_rl.weights.manifest import BucketRef, Manifest, StagedCopy
+from megatron_async_rl.weights.relay_server import Address, RelayFailed, requested
 from megatron_async_rl.weights.shared_memory import SharedMemory
-from megatron_async_rl.weights.staging import Slot
+from megatron_async_rl.weights.staging import StagingSlot
 from megatron_async_rl.weights.transport import Carrier, damaged_tensor, whole_bucket
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ CARRIER = SharedMemory
 """The memory that ranks write and engines read, each on its own machine."""
 
 
-class Agent:
+class WeightAgent:
     """Keeps this machine's copies; `close` gives their memory back. One fetch at a time.
 
     `silence_s`: longest time without a byte.
@@ -54,13 +54,13 @@ class Agent:
         carrier = carrier or CARRIER()
         self._address = address
         self._silence_s = silence_s
-        self._slots = (Slot(carrier), Slot(carrier))
+        self._slots = (StagingSlot(carrier), StagingSlot(carrier))
         self._next = 0
         self._writer = carrier.writer()
         self._paths: list[str] = []
         """Files of the version that came last."""
 
-    def fetch(self, version: int, manifest: Manifest) -> Copy:
+    def fetch(self, version: int, manifest: Manifest) -> StagedCopy:
         """Copies `version`, which rank 0 has staged as `manifest`.
 
         Raises RelayFailed where it cannot be had whole, and OSError when memory is out; then the
@@ -83,7 +83,7 @@ class Agent:
 
         self._next, self._paths = 1 - self._next, paths
         copy = replace(manifest, buckets=tuple(refs))
-        return Copy(manifest=copy, nbytes=nbytes, seconds=time.monotonic() - began)
+        return StagedCopy(manifest=copy, nbytes=nbytes, seconds=time.monotonic() - began)
 
     def close(self) -> None:
         self._writer.keep(())
@@ -101,8 +101,8 @@ class Agent:
                 "bucket %d of version %d arrived damaged: tensor %s", number, version, wrong
             )
         raise RelayFailed(
-            f"bucket {number} of version {version} arrived damaged twice: tensor {wrong} is not what"
-            " was staged"
+            f"bucket {number} of version {version} arrived damaged twice: tensor {wrong} is not"
+            " what was staged"
         )
 
     def _receive(self, version: int, number: int, ref: BucketRef) -> None:
@@ -111,8 +111,8 @@ class Agent:
         while at < ref.size:
             stood = at
             try:
-                limit_s = self._silence_s / (ATTEMPTS + 1)  # the one that stood still counts, too
-                connection, count = asked(self._address, version, number, at, silence_s=limit_s)
+                limit_s = self._silence_s / (ATTEMPTS + 1)  # the stalled one counts, too
+                connection, count = requested(self._address, version, number, at, silence_s=limit_s)
                 with connection:
                     if count != ref.size - at:
                         raise RelayFailed(

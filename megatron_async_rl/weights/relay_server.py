@@ -1,5 +1,5 @@
-"""The staged weights of rank 0's machine, served by TCP to the agents of other machines (`relay.py`).
-Loads no torch: the controller has it.
+"""The staged weights of rank 0's machine, served by TCP to the agents of other machines
+(`relay.py`). Loads no torch: the controller has it.
 
     agent ---------------- connects ----------------> server
           <--------- nonce, 32 random bytes ---------
@@ -11,9 +11,11 @@ Invariants:
 - nothing of a file is sent before the request has proved the run's key. The key itself never
   travels here, and a nonce is good for one request. Bytes are not encrypted;
 - only buckets of versions whose place rank 0 does not write are served (`stage`, `release`);
-- a connection that has not proved the key takes one of `_Server.slots` threads for ADMISSION_S at
-  most, so strangers exhaust neither threads nor descriptors (watchdog/limited_server.py);
-- one that has proved it has a thread and a limit on each wait for its peer, so a stalled one is cut.
+- a connection that has not proved the key takes one of `_RelayTcpServer.slots` threads for
+  ADMISSION_S at most, so strangers exhaust neither threads nor descriptors
+  (watchdog/limited_server.py);
+- a connection that has proved it has a thread and a limit on each wait for its peer, so a stalled
+  one is cut.
 """
 
 from __future__ import annotations
@@ -45,12 +47,13 @@ ADMISSION_S = 10.0
 
 
 class RelayFailed(RuntimeError):
-    """A version did not reach a machine; the message says why. Asking again as before is no use."""
+    """A version did not reach a machine; the message has the reason. Retrying the same request does
+    not help."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where a server listens, and the key that it asks for: a secret of the run."""
+    """Address of a server and the key that it requires, a secret of the run."""
 
     host: str
     port: int
@@ -63,12 +66,12 @@ class Address:
 class RelayServer:
     """Listens from the start, at a free port of `host`. `silence_s`: longest wait for a peer.
 
-    Raises OSError where `host` is no address of this machine.
+    Raises OSError if `host` is not an address of this machine.
     """
 
     def __init__(self, host: str, silence_s: float = 60.0) -> None:
         self._staged: dict[int, Sequence[BucketRef]] = {}
-        self._server = _Server(host, self, silence_s)
+        self._server = _RelayTcpServer(host, self, silence_s)
         self.address = Address(
             host=host, port=self._server.server_address[1], key=secrets.token_bytes(32)
         )
@@ -104,7 +107,7 @@ class RelayServer:
         return ref
 
 
-class _Server(LimitedThreads, socketserver.TCPServer):
+class _RelayTcpServer(LimitedThreads, socketserver.TCPServer):
     admission_s = ADMISSION_S
     request_queue_size = 128
 
@@ -112,35 +115,35 @@ class _Server(LimitedThreads, socketserver.TCPServer):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.relay = relay
         self.silence_s = silence_s
-        super().__init__((host, 0), _Connection)
+        super().__init__((host, 0), _RelayConnection)
 
     def handle_error(self, request: object, client_address: object) -> None:
         log.exception("the relay's connection to %s failed", client_address)
 
 
-class _Connection(socketserver.BaseRequestHandler):
+class _RelayConnection(socketserver.BaseRequestHandler):
     request: socket.socket
-    server: _Server
+    server: _RelayTcpServer
 
     def handle(self) -> None:
         self.request.settimeout(self.server.silence_s)
         try:
             self._serve()
-        except OSError as error:  # the agent says what it could not get, and asks again
+        except OSError as error:  # the agent reports what it could not get, and retries
             log.info("the relay's connection to %s broke: %s", self.client_address, error)
 
     def _serve(self) -> None:
         nonce = secrets.token_bytes(NONCE_BYTES)
         self.request.sendall(nonce)
         mac = _exactly(self.request, _MAC_BYTES)
-        asked = _exactly(self.request, _REQUEST.size)
-        if not hmac.compare_digest(mac, _mac(self.server.relay.address.key, nonce, asked)):
+        requested = _exactly(self.request, _REQUEST.size)
+        if not hmac.compare_digest(mac, _mac(self.server.relay.address.key, nonce, requested)):
             log.warning("%s asked for weights with another key", self.client_address)
             self._refuse("the key is not this run's")
             return
         self.server.admit(self.request)
 
-        version, bucket, first = _REQUEST.unpack(asked)
+        version, bucket, first = _REQUEST.unpack(requested)
         try:
             ref = self.server.relay.find(version, bucket, first)
         except RelayFailed as error:
@@ -149,7 +152,7 @@ class _Connection(socketserver.BaseRequestHandler):
         with open(ref.path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size != ref.size:
-                self._refuse(f"{ref.path} holds {size} bytes, its manifest says {ref.size}")
+                self._refuse(f"{ref.path} holds {size} bytes, its manifest has {ref.size}")
                 return
             self.request.sendall(_ANSWER.pack(size - first, 0))
             self.request.sendfile(file, first, size - first)
@@ -159,7 +162,7 @@ class _Connection(socketserver.BaseRequestHandler):
         self.request.sendall(_ANSWER.pack(-1, len(text)) + text)
 
 
-def asked(
+def requested(
     address: Address, version: int, bucket: int, first: int, *, silence_s: float
 ) -> tuple[socket.socket, int]:
     """A connection from which the bytes of a bucket come next, from byte `first` on, and how many

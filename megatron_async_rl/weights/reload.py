@@ -52,8 +52,8 @@ log = init_logger(
 
 
 class Reload(Protocol):
-    """Once for each update: `begin`, `load` for each part of it, `end`. `keeps`: it may hold tensors
-    beyond the `load` that brought them."""
+    """Once for each update: `begin`, `load` for each part of it, `end`. `keeps`: it may hold
+    tensors beyond the `load` that brought them."""
 
     keeps: bool
 
@@ -72,8 +72,9 @@ class Reload(Protocol):
 def reload_of(
     model: torch.nn.Module, model_config: ModelConfig, take: Callable[[Tensor], None]
 ) -> Reload:
-    """In place where that is known to be right for every layer of `model`; the log says which it
-    is, and why. take: called with tensors that are used where they lie, without a copy.
+    """Choose how `model` takes new weights: in place if that is known to be right for each of its
+    layers. The log states the choice and the reason. take: called with tensors that are used where
+    they lie, without a copy.
 
     Raises RuntimeError for a model whose reload by vLLM is known to be wrong.
     """
@@ -120,7 +121,7 @@ def _obstacle(model: torch.nn.Module) -> str | None:
 
 class LayerwiseReload:
     """Only layers that receive a tensor are packed by vLLM; a tied output layer receives none, so
-    it is packed here. vLLM holds what came of a layer until it has all of it."""
+    it is packed here. vLLM holds the received parts of a layer until the layer is complete."""
 
     keeps = True
 
@@ -184,7 +185,8 @@ class InPlaceReload:
 
 
 def loaded_parameters(model: torch.nn.Module) -> frozenset[str]:
-    """Names of the parameters that weights are loaded to; others a quantised layer made of these."""
+    """Names of the parameters that weights are loaded to; others a quantised layer made of
+    these."""
     found = set()
     for name, _ in model.named_parameters():
         scope, _, own = name.rpartition(".")

@@ -1,4 +1,5 @@
-"""Parts of a staged version that each rank writes: of Hugging Face's tensors, out of its own shards.
+"""Parts of a staged version that each rank writes: of Hugging Face's tensors, out of its own
+shards.
 
 Which rows and columns those are, policy/cuts.py knows.
 
@@ -18,10 +19,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_async_rl.policy.cuts import Cut, Cuts
-from megatron_async_rl.policy.parameters import ParameterEntry
+from megatron_async_rl.policy.cuts import Cut, Cuts, ParameterEntry
 from megatron_async_rl.weights.export import WeightExporter
-from megatron_async_rl.weights.transport import Part, TensorSpec
+from megatron_async_rl.weights.transport import ShardSlice, TensorSpec
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _Own = tuple[ParameterEntry, list[tuple[Cut, slice | Tensor]]]
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankParameters:
     """A rank of the world, as far as the parameters that it holds go."""
 
     rank: int
@@ -48,8 +48,8 @@ class Seat:
 
 
 class WeightShards:
-    """Made once per run and used after every step. `reached`: for each rank of the world, true where
-    it can write to the staged memory."""
+    """Made once per run and used after every step. `reached`: for each rank of the world, true
+    where it can write to the staged memory."""
 
     def __init__(self, exporter: WeightExporter, reached: Sequence[bool], max_bytes: int) -> None:
         """Collective."""
@@ -58,7 +58,8 @@ class WeightShards:
         layout = exporter.bridge.layout
         own = (layout.pp_rank, layout.tp_rank, layout.ep_rank)
         seats = [
-            Seat(rank, reached[rank], *place) for rank, place in enumerate(layout.gathered(own))
+            RankParameters(rank, reached[rank], *place)
+            for rank, place in enumerate(layout.gathered(own))
         ]
         self._own = [] if not reached[layout.rank] else self._cut(seats, seats[layout.rank])
         self.gathered = not all(_have(seats, entry) for entry in exporter.entries)
@@ -70,7 +71,7 @@ class WeightShards:
             )
         self.buckets = buckets_of(exporter.entries, max_bytes)
 
-    def parts(self, bucket: int | None = None) -> Iterator[Part]:
+    def parts(self, bucket: int | None = None) -> Iterator[ShardSlice]:
         """This rank's, of the weights as they are now; a part is valid until the next one is asked
         for. Collective where `gathered`. bucket: those of one alone; not where `gathered`."""
         if self.gathered:
@@ -82,9 +83,9 @@ class WeightShards:
             for cut, rows in cuts:
                 part, name = shard[rows], entry.hf_names[cut.tensor]
                 if part.dim() == 1:
-                    yield Part(name, 0, cut.first, part.reshape(1, -1))
+                    yield ShardSlice(name, 0, cut.first, part.reshape(1, -1))
                 else:
-                    yield Part(name, cut.first, cut.column, part)
+                    yield ShardSlice(name, cut.first, cut.column, part)
 
     @functools.cached_property
     def _own_by_bucket(self) -> list[list[_Own]]:
@@ -98,13 +99,13 @@ class WeightShards:
                 found[at].append((entry, of_bucket))
         return found
 
-    def _whole_tensors(self) -> Iterator[Part]:
+    def _whole_tensors(self) -> Iterator[ShardSlice]:
         for bucket in self._exporter.buckets(self._max_bytes):
             for name, tensor in zip(bucket.names, bucket.tensors, strict=True):
                 if tensor is not None:
-                    yield Part.whole(name, tensor)
+                    yield ShardSlice.whole(name, tensor)
 
-    def _cut(self, seats: Sequence[Seat], own: Seat) -> list[_Own]:
+    def _cut(self, seats: Sequence[RankParameters], own: RankParameters) -> list[_Own]:
         bridge = self._exporter.bridge
         cuts_of = Cuts(bridge)
         mine: list[_Own] = []
@@ -128,7 +129,7 @@ class WeightShards:
         return mine
 
 
-def _have(seats: Sequence[Seat], entry: ParameterEntry) -> bool:
+def _have(seats: Sequence[RankParameters], entry: ParameterEntry) -> bool:
     holders = [seat for seat in seats if seat.reaches and seat.holds(entry)]
     if entry.partition_dim is None:
         return bool(holders)
@@ -136,7 +137,7 @@ def _have(seats: Sequence[Seat], entry: ParameterEntry) -> bool:
 
 
 def buckets_of(entries: Sequence[ParameterEntry], max_bytes: int) -> list[list[TensorSpec]]:
-    """Every tensor once, in runs of at most `max_bytes`, or one that is larger alone."""
+    """Every tensor once, in runs of at most `max_bytes`; a larger tensor is a run by itself."""
     buckets: list[list[TensorSpec]] = []
     size = 0
     for entry in entries:

@@ -6,8 +6,8 @@ Invariants:
 - all ends keep a file mapped: new pages of shared memory cost many times the copy itself, and kept
   ones nothing;
 - a file goes with its `BucketFile`; memory that is mapped already stays valid;
-- its process holds an exclusive `flock` on the file while it lives, so a file nobody holds belongs
-  to a dead process, and `stale_files.remove_stale` deletes exactly those. Process ids are not used:
+- its process holds an exclusive `flock` on the file while it lives, so an unlocked file belongs to
+  a dead process, and `stale_files.remove_stale` deletes exactly those. Process ids are not used:
   containers may share the directory.
 """
 
@@ -29,19 +29,24 @@ from torch import Tensor
 
 from megatron_async_rl.weights.manifest import BucketRef, TensorEntry
 from megatron_async_rl.weights.stale_files import PREFIX, SHARED_MEMORY
-from megatron_async_rl.weights.transport import Carrier, Place, Reader, Writer
+from megatron_async_rl.weights.transport import (
+    BucketMemory,
+    Carrier,
+    TransportReader,
+    TransportWriter,
+)
 
 
 class SharedMemoryFull(OSError):
     """There is no room for a bucket."""
 
     fix = (
-        "enlarge /dev/shm (docker run --shm-size), or remove what others left there: two versions of"
-        " the model have to fit"
+        "enlarge /dev/shm (docker run --shm-size), or remove what others left there: two versions"
+        " of the model have to fit"
     )
 
 
-class BucketFile(Place):
+class BucketFile(BucketMemory):
     """One file in `directory`, of `size` bytes, all of them reserved. Deleted by `close`, or at
     exit."""
 
@@ -58,8 +63,8 @@ class BucketFile(Place):
             self.close()
             free = shutil.disk_usage(directory).free
             raise SharedMemoryFull(
-                f"{directory} of {socket.gethostname()} has {free / 2**20:.1f} MiB free, too few for a"
-                f" bucket of weights of {size / 2**20:.1f} MiB: {error}"
+                f"{directory} of {socket.gethostname()} has {free / 2**20:.1f} MiB free, too few"
+                f" for a bucket of weights of {size / 2**20:.1f} MiB: {error}"
             ) from error
         except BaseException:
             self.close()
@@ -70,17 +75,17 @@ class BucketFile(Place):
 
 
 class _MappedFiles:
-    """Files once opened stay mapped, until `keep` says that they are out of use. access: mmap's."""
+    """Files once opened stay mapped, until `keep` declares them unused. access: mmap's."""
 
     def __init__(self, access: int) -> None:
         self._access = access
         self._mapped: dict[str, mmap.mmap] = {}
 
     def map(self, ref: BucketRef) -> mmap.mmap:
-        """Raises ValueError when the file is not the one that `ref` describes."""
+        """Raises ValueError if the file is not the one described by `ref`."""
         size = os.stat(ref.path).st_size
         if size != ref.size:
-            raise ValueError(f"{ref.path} holds {size} bytes, its manifest says {ref.size}")
+            raise ValueError(f"{ref.path} holds {size} bytes, its manifest has {ref.size}")
         memory = self._mapped.get(ref.path)
         if memory is None:
             with open(ref.path, "r+b" if self._access == mmap.ACCESS_WRITE else "rb") as file:
@@ -93,7 +98,7 @@ class _MappedFiles:
         self._mapped = {path: memory for path, memory in self._mapped.items() if path in paths}
 
 
-class BucketWriter(Writer):
+class BucketWriter(TransportWriter):
     """A rank's end."""
 
     def __init__(self) -> None:
@@ -103,14 +108,14 @@ class BucketWriter(Writer):
         return os.access(path, os.R_OK | os.W_OK)
 
     def view(self, ref: BucketRef, entry: TensorEntry) -> Tensor:
-        """Raises ValueError when the file is not the one that `ref` describes."""
+        """Raises ValueError if the file is not the one described by `ref`."""
         return _view(self._files.map(ref), entry)
 
     def keep(self, paths: Collection[str]) -> None:
         self._files.keep(paths)
 
 
-class BucketReader(Reader):
+class BucketReader(TransportReader):
     """An engine's end."""
 
     def __init__(self) -> None:

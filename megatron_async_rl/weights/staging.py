@@ -1,15 +1,15 @@
 """Versions of the weights, whole, where every engine of this machine can read them: for an update,
 after a restart, or when it joins.
 
-    rank 0      makes room for a version, and says where
-    every rank  writes the parts that it holds there, and digests them        no tensor goes through
-    all         add up what they wrote: only if that is every tensor whole    another rank
+    rank 0 makes room for a version, and tells every rank where to write its parts, and digests them
+    no tensor goes through all add up what they wrote: only if that is every tensor whole another
+    rank
                 there is a manifest, and the version
 
 Invariants:
 - there are two slots, written in turn: staging a version leaves the one before it as it is, for
-  engines that are reading it, and takes the place of the one before that. It begins only once nobody
-  reads that one any more (`when_free`);
+  engines that are reading it, and takes the place of the one before that. It begins only once no
+  engine reads that one any more (`when_free`);
 - a version is there completely or not at all;
 - a digest is taken of the sender's own memory, so that nothing between it and an engine's is
   trusted;
@@ -30,9 +30,9 @@ from torch import Tensor
 from megatron_async_rl.weights.digest import digest_text, matrix_shape, partial_digest
 from megatron_async_rl.weights.manifest import BucketRef, Manifest, TensorEntry
 from megatron_async_rl.weights.transport import (
+    BucketMemory,
     Carrier,
-    Part,
-    Place,
+    ShardSlice,
     TensorSpec,
     entries_of,
     size_of,
@@ -41,8 +41,8 @@ from megatron_async_rl.weights.transport import (
 PROBE_BYTES = 64
 
 
-class Ranks(Protocol):
-    """Those that stage a version together: the policy's layout."""
+class StagingRanks(Protocol):
+    """The ranks that stage a version together: the policy's layout."""
 
     @property
     def rank(self) -> int: ...
@@ -51,7 +51,7 @@ class Ranks(Protocol):
     def summed(self, numbers: Tensor) -> Tensor: ...
 
 
-class Alone:
+class SingleProcess:
     """A process that stages by itself."""
 
     rank = 0
@@ -74,23 +74,23 @@ class NotStaged(RuntimeError):
 
 class Staging:
     """Made by every rank of `ranks` and used by one thread of each; rank 0's has the memory, which
-    `close` gives back.
+    `close` releases.
 
     reached: for each rank, true where it can write to that memory.
     """
 
-    def __init__(self, carrier: Carrier, ranks: Ranks | None = None) -> None:
+    def __init__(self, carrier: Carrier, ranks: StagingRanks | None = None) -> None:
         """Collective. Raises OSError where there is no room for anything."""
-        self._ranks: Ranks = ranks or Alone()
+        self._ranks: StagingRanks = ranks or SingleProcess()
         self._carrier = carrier
-        self._slots = (Slot(carrier), Slot(carrier))
+        self._slots = (StagingSlot(carrier), StagingSlot(carrier))
         self._next = 0
         self._writer = carrier.writer()
         self._paths: list[str] = []
         self.reached = self._reached()
 
     def _reached(self) -> list[bool]:
-        probes: list[Place] = []
+        probes: list[BucketMemory] = []
 
         def probe() -> str:
             probes.append(self._carrier.place(PROBE_BYTES))
@@ -106,16 +106,16 @@ class Staging:
         self,
         version: int,
         buckets: Sequence[Sequence[TensorSpec]],
-        parts: Iterable[Part],
+        parts: Iterable[ShardSlice],
         when_free: Callable[[], None] = lambda: None,
     ) -> Manifest:
-        """Collective. buckets: of the whole version, the same on every rank. parts: this rank's; one
-        is done with when the next is asked for. when_free: returns once the slot may be written, on
-        rank 0.
+        """Collective. buckets: of the whole version, the same on every rank. parts: this rank's;
+        one is done with when the next is asked for. when_free: returns once the slot may be
+        written, on rank 0.
 
-        Raises ValueError for an update without buckets, with a tensor that comes twice, or with one
-        that the parts of all ranks do not make up, OSError when memory is out, and NotStaged where
-        it is another rank that could not write; then the version staged last is still there.
+        Raises ValueError for an update without buckets, with a tensor that comes twice, or with a
+        tensor that the parts of all ranks do not make up, OSError when memory is out, and NotStaged
+        where it is another rank that could not write; then the version staged last is still there.
         """
         entries = [entries_of(bucket) for bucket in buckets]
         flat = [entry for bucket in entries for entry in bucket]
@@ -162,7 +162,7 @@ class Staging:
         return self._slots[self._next].places([size_of(bucket) for bucket in entries])
 
     def _write(
-        self, refs: Sequence[BucketRef], number: dict[str, int], parts: Iterable[Part]
+        self, refs: Sequence[BucketRef], number: dict[str, int], parts: Iterable[ShardSlice]
     ) -> list[list[int]]:
         """[d1, d2, elements] of every tensor, over all ranks."""
         where = {entry.name: (ref, entry) for ref in refs for entry in ref.entries}
@@ -194,7 +194,7 @@ class Staging:
             raise NotStaged(f"{failed} other ranks could not write their parts of the weights")
         return found
 
-    def _put(self, part: Part, ref: BucketRef, entry: TensorEntry) -> None:
+    def _put(self, part: ShardSlice, ref: BucketRef, entry: TensorEntry) -> None:
         rows, columns = part.tensor.shape
         whole = self._writer.view(ref, entry).view(matrix_shape(entry.shape))
         place = whole[part.row : part.row + rows, part.column : part.column + columns]
@@ -206,12 +206,12 @@ class Staging:
         place.copy_(part.tensor.detach())
 
 
-class Slot:
+class StagingSlot:
     """The places of one version's buckets, in order."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
-        self._places: list[Place] = []
+        self._places: list[BucketMemory] = []
 
     def places(self, sizes: Sequence[int]) -> list[str]:
         """Paths of buckets of these sizes. Raises OSError when memory is out."""

@@ -1,11 +1,12 @@
-"""Finds what killed processes left behind in shared memory. Loads no torch: the launchers call it, that
-of a machine of engines as `python -m megatron_async_rl.weights.stale_files`, which also removes the
-folders of killed runs.
+"""Finds what killed processes left behind in shared memory. Loads no torch: the launchers call it,
+that of a machine of engines as `python -m megatron_async_rl.weights.stale_files`, which also
+removes the folders of killed runs.
 
 Invariants:
 - a file whose writer lives is left alone; the writer of weights holds an exclusive `flock` on them
   (`shared_memory.py`), a run one on behalf of its other files (watchdog/run_folder.py);
-- OpenMP names a file after its process and never uses it again: that of a dead process is of no use.
+- OpenMP names a file after its process and never uses it again: that of a dead process is of no
+  use.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _OPENMP = re.compile(r"__KMP_REGISTERED_LIB_(\d+)_(\d+)")
 
 
 def remove_stale(directory: Path) -> list[Path]:
-    """Delete the files of dead processes in `directory`; returns what was deleted. Live ones are left
-    alone."""
+    """Delete the files of dead processes in `directory`; returns what was deleted. Live ones are
+    left alone."""
     removed = remove_stale_shared_memory(directory)
     for path in sorted(directory.glob(f"{PREFIX}*")):
         try:

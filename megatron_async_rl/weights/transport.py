@@ -1,14 +1,14 @@
 """How weights travel: ranks write parts of named tensors into the buckets of a carrier, and an
 engine's workers read them out of it.
 
-    every rank: staging.py --Writer--> bucket   BucketRef (small, picklable)   bucket --Reader--> engine
+    every rank: staging.py --> bucket   BucketRef (small, picklable)   bucket --> engine
 
 A carrier is one file, `weights/<name>.py`, with its class under the name `CARRIER`, and one line:
 its name in `config.schema.Transport`.
 
 Invariants:
-- a `BucketRef` describes what its bucket holds until the ranks write the bucket again, which they do
-  only while no engine reads (`staging.py`);
+- a `BucketRef` describes what its bucket holds until the ranks write the bucket again, which they
+  do only while no engine reads (`staging.py`);
 - tensors come out under the names, with the dtypes and shapes, and in the order in which they went
   in.
 """
@@ -49,9 +49,9 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """Rows and columns of the tensor `name`, as a matrix, from (`row`, `column`) on. A vector is one
-    row; of more dimensions a tensor has as many columns as its last is long."""
+class ShardSlice:
+    """Rows and columns of the tensor `name`, as a matrix, from (`row`, `column`) on. A vector is
+    one row; of more dimensions a tensor has as many columns as its last is long."""
 
     name: str
     row: int
@@ -59,11 +59,11 @@ class Part:
     tensor: Tensor
 
     @classmethod
-    def whole(cls, name: str, tensor: Tensor) -> Part:
+    def whole(cls, name: str, tensor: Tensor) -> ShardSlice:
         return cls(name, 0, 0, tensor.reshape(matrix_shape(tensor.shape)))
 
 
-class Place(ABC):
+class BucketMemory(ABC):
     """Memory of one bucket, of `size` bytes, made by the process that keeps it. `path`: what all
     ends know it by."""
 
@@ -75,7 +75,7 @@ class Place(ABC):
         """Gives the bucket's memory back. What a reader still maps stays valid."""
 
 
-class Writer(ABC):
+class TransportWriter(ABC):
     """A rank's end."""
 
     @abstractmethod
@@ -91,11 +91,12 @@ class Writer(ABC):
         """Lets go of every bucket that is not at one of `paths`."""
 
 
-class Reader(ABC):
+class TransportReader(ABC):
     """An engine worker's end."""
 
     lasting = True
-    """A bucket's content is there until the update ends; else until the worker asks for the next."""
+    """A bucket's content is there until the update ends; else until the worker asks for the
+    next."""
 
     @abstractmethod
     def read(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
@@ -111,14 +112,14 @@ class Carrier(ABC):
     """The ends of one way for weights to travel."""
 
     @abstractmethod
-    def place(self, size: int) -> Place:
+    def place(self, size: int) -> BucketMemory:
         """Raises OSError when there is no room."""
 
     @abstractmethod
-    def writer(self) -> Writer: ...
+    def writer(self) -> TransportWriter: ...
 
     @abstractmethod
-    def reader(self) -> Reader: ...
+    def reader(self) -> TransportReader: ...
 
 
 def carrier(name: str) -> Carrier:
@@ -138,7 +139,9 @@ def view_of(memory: Tensor, entry: TensorEntry) -> Tensor:
     return flat.view(getattr(torch, entry.dtype)).view(entry.shape)
 
 
-def damaged_tensor(writer: Writer, ref: BucketRef, digests: Mapping[str, str]) -> str | None:
+def damaged_tensor(
+    writer: TransportWriter, ref: BucketRef, digests: Mapping[str, str]
+) -> str | None:
     """Name of a tensor of the bucket that is not what was staged; null where all are."""
     for entry in ref.entries:
         if tensor_digest(writer.view(ref, entry)) != digests.get(entry.name):
@@ -147,7 +150,7 @@ def damaged_tensor(writer: Writer, ref: BucketRef, digests: Mapping[str, str]) -
 
 
 def entries_of(bucket: Sequence[TensorSpec]) -> tuple[TensorEntry, ...]:
-    """Where the tensors of `bucket` lie in it. Raises ValueError for a bucket without bytes."""
+    """Positions of the tensors of `bucket`. Raises ValueError for a bucket without bytes."""
     entries: list[TensorEntry] = []
     end = 0
     for spec in bucket:

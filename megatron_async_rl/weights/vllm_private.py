@@ -3,7 +3,7 @@
 Classes and functions of vLLM are imported where they are used (the ones that load weights in
 `reload.py` and `packed_layers.py`); attributes and methods that are vLLM's own affair are used here
 alone and listed in `NAMES`. A test holds both against the installed vLLM, so that another version
-says what it no longer has before an engine starts.
+reports what it lacks before an engine starts.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def register_transfer_engine(backend: str, module: str, name: str) -> None:
 
 
 def on_output(collector: Any, call: Callable[[Any], None]) -> None:
-    """Calls `call` with what vLLM says of a request, or the exception that ended it, instead of
-    keeping it for whoever waits. `collector`: the answer of `AsyncLLM.add_request`."""
+    """Call `call` with vLLM's output for a request, or the exception that ended it, instead of
+    keeping it for the waiting task. `collector`: the answer of `AsyncLLM.add_request`."""
     early, collector.output = collector.output, None
     collector.put = call
     if early is not None:
@@ -115,9 +115,9 @@ async def load_between_steps(
     resume_if: Mapping[str, str] | None,
 ) -> dict[str, str]:
     """Loads one bucket of an update to `version`, which `first` opens and `last` closes. Sampling
-    stops before the first; after the last the weights are numbered, and sampling goes on if their
-    digests are just `resume_if` (None: it does not). All this is one call into vLLM's engine
-    process: several would each wait for their turn there while nothing is sampled.
+    stops before the first; after the last the weights are numbered, and sampling continues if their
+    digests equal `resume_if` (None: it does not). All this is one call into vLLM's engine process:
+    several would each wait for their turn there while nothing is sampled.
 
     Returns, with the last bucket, name -> digest of every tensor of the update as loaded.
     """
@@ -128,7 +128,7 @@ async def load_between_steps(
 
 
 def take_loads_between_steps() -> None:
-    """In vLLM's engine process: takes the calls of `load_between_steps`. Idempotent."""
+    """Let vLLM's engine process accept the calls of `load_between_steps`. Idempotent."""
     from vllm.v1.engine.core import EngineCore
 
     setattr(EngineCore, LOAD, _load_bucket)
@@ -179,8 +179,8 @@ def _load_bucket(
 
 
 def cache_by_version() -> None:
-    """In vLLM's engine process: requests share a prefix's keys and values only where the same
-    weights began both, by the version of the weights as the salt of their hashes. Idempotent."""
+    """Salt the prefix cache of vLLM's engine process with the weight version, so that requests
+    share keys and values only if the same weights computed them. Idempotent."""
     from vllm.v1.engine.core import EngineCore
 
     preprocess, add = EngineCore.preprocess_add_request, EngineCore.add_request
@@ -211,8 +211,8 @@ def _salt(request: Any, version: str) -> None:
 
 
 def after_each_step(call: Callable[[int, Any], None]) -> None:
-    """In vLLM's scheduler process: `call(tokens, scheduler)` after every step that computed any.
-    Idempotent."""
+    """Make vLLM's scheduler process call `call(tokens, scheduler)` after every step that
+    computed tokens. Idempotent."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     update = Scheduler.update_from_output
@@ -235,9 +235,10 @@ def describe_scheduler(scheduler: Any) -> str:
 
 
 def draw_in_batches() -> None:
-    """Where every request has a seed of its own, vLLM's sampler on a CPU asks each generator for
-    one number per token: a Python loop that costs more than the rest of the sampler. Asked for
-    several at a time, a generator gives the same numbers in the same order. Idempotent."""
+    """Draw random numbers for vLLM's CPU sampler in batches. If every request has its own seed,
+    vLLM draws one number per token from each generator, in a Python loop that costs more than
+    the rest of the sampler. A generator that draws several at a time returns the same numbers in
+    the same order. Idempotent."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
     one_by_one = TopKTopPSampler.forward_cpu
@@ -262,8 +263,8 @@ def draw_in_batches() -> None:
 
 def complete_cpu_worker(worker: Any) -> None:
     """Gives a CPU worker what it lacks where there are several: memory for what the pipeline stage
-    before it computed, which vLLM makes in a warm-up that it leaves out where nothing is compiled, and
-    `compute_own_experts`."""
+    before it computed, which vLLM makes in a warm-up that it leaves out where nothing is compiled,
+    and `compute_own_experts`."""
     from vllm.distributed import get_pp_group
 
     compute_own_experts()
@@ -275,8 +276,8 @@ def complete_cpu_worker(worker: Any) -> None:
 
 
 def compute_own_experts() -> None:
-    """A worker that has some of the experts computes those alone. vLLM's kernel on a CPU takes experts'
-    numbers for places in the worker's weights. Idempotent."""
+    """A worker that has some of the experts computes those alone. vLLM's kernel on a CPU takes
+    experts' numbers for places in the worker's weights. Idempotent."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     apply_all = CPUUnquantizedExperts.apply

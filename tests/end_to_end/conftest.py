@@ -24,13 +24,14 @@ from tests.end_to_end.workspace import (
 )
 from tests.network.machines import listeners_of, obstacle, ports_of_machine
 from tests.network.runs import run_config
+from tests.thorough import THOROUGH
 
 RELAY = "relay-0"
 PROCESSES = (
     *("rank 0", "rank 1", "controller", "engine-0", "engine-0 EngineCore", "engine-1"),
     RELAY,
 )
-"""Of the run over machines."""
+"""Overrides of the run over several machines."""
 LOOP_STEPS = 40
 SYNCHRONOUS_STEPS = 5
 HELD_OUT = 12
@@ -47,7 +48,7 @@ HERE = Path(__file__).parent
 
 
 def varied(prompt, response):
-    """Another number for every other response, never 0: nothing to learn, always something to learn from."""
+    """Another number for every other response, never 0: always a gradient, nothing to learn."""
     return 0.5 + zlib.crc32(response.encode()) / 2**32
 
 
@@ -74,12 +75,6 @@ def unlike(prompt, responses):
     return [1 - responses.count(one) / len(responses) for one in responses]
 
 
-def until_broken(prompt, response):
-    if (HERE / "broken").exists():
-        raise ValueError("it is broken")
-    return varied(prompt, response)
-
-
 def until_stuck(prompt, response):
     while (HERE / "stuck").exists():
         time.sleep(3600)
@@ -100,8 +95,8 @@ def interrupted(
     workspace: Workspace, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, object]:
     """A run at async_ratio 2 with a reward that fails now and then and one of whole groups, stopped
-    by Ctrl-C on the way and started again, where that can be on a machine whose name nothing knows, and
-    with a TMPDIR longer than the path of a socket may be."""
+    by Ctrl-C on the way and started again, where that can be on a machine whose name nothing knows,
+    and with a TMPDIR longer than the path of a socket may be."""
     config = workspace.config(
         "loop",
         run={"dir": "runs/loop", "steps": LOOP_STEPS},
@@ -181,8 +176,8 @@ def converted(workspace: Workspace, interrupted: dict[str, object]) -> Path:
 
 @dataclass
 class Ended:
-    """A run over machines. `states`: of its processes while it ran; `left`: names of those that still
-    live; `ports`: TCP ports that are open on the first machine."""
+    """A run over machines. `states`: of its processes while it ran; `left`: names of those that
+    still live; `ports`: TCP ports that are open on the first machine."""
 
     codes: list[int]
     said: str
@@ -195,7 +190,7 @@ class Ended:
 
 @pytest.fixture(scope="session")
 def synchronous_config(workspace: Workspace, converted: Path) -> Path:
-    """Of a run that waits for each batch, from the converted model; an engine of its own evaluates."""
+    """Config of a synchronous run from the converted model, with a separate evaluation engine."""
     lines = (workspace.folder / "eval.jsonl").read_text().splitlines(keepends=True)
     (workspace.folder / "held_out.jsonl").write_text("".join(lines[:HELD_OUT]))
     return workspace.config(
@@ -221,8 +216,9 @@ def synchronous_config(workspace: Workspace, converted: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def over_machines(workspace: Workspace, synchronous_config: Path) -> Ended:
-    """That run over three machines: a rank on each of two, an engine on the third, and the one that
-    evaluates on the first. The agent that brings the third its weights is killed on the way."""
+    """That run over three machines: a rank on each of two, an engine on the third, and the
+    evaluation engine on the first. The agent that brings the third its weights is killed on the
+    way."""
     directory = workspace.folder / "runs" / "synchronous"
     hold = workspace.folder / "hold"
     hold.touch()
@@ -248,8 +244,9 @@ def over_machines(workspace: Workspace, synchronous_config: Path) -> Ended:
 def synchronous(
     workspace: Workspace, synchronous_config: Path, request: pytest.FixtureRequest
 ) -> Path:
-    """Its run directory; where there can be no other machines it is run on this one."""
-    if obstacle():
+    """Run directory of that run: over machines in `make test-all`, where there can be some, and on
+    this one otherwise."""
+    if obstacle() or not THOROUGH:
         code, said = workspace.mar("train", str(synchronous_config))
         assert code == 0, said
         return workspace.folder / "runs" / "synchronous"

@@ -1,4 +1,4 @@
-"""Held-out evaluation beside a real run, on an engine of its own, and `mar eval` of the checkpoint
+"""Held-out evaluation during a real run, on an engine of its own, and `mar eval` of the checkpoint
 that the run leaves."""
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ pytestmark = [pytest.mark.end_to_end, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def responses(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where `mar eval` writes what it samples."""
+    """File to which `mar eval` writes its samples."""
     return tmp_path_factory.mktemp("responses") / "responses.jsonl"
 
 
 @pytest.fixture(scope="module")
 def again(workspace: Workspace, synchronous: Path, responses: Path) -> dict[str, Any]:
-    """What `mar eval` says of the run's last checkpoint."""
+    """Result of `mar eval` on the run's last checkpoint."""
     code, output = workspace.mar(
         "eval", str(synchronous / "checkpoint"), "--responses", str(responses)
     )

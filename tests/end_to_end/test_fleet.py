@@ -1,6 +1,6 @@
-"""A fleet of two engines in a real run, with a communicator for the weights of each: one stops moving,
-does not come back and is lost for good; then the other dies, comes back with proven weights, and
-stops moving, with which the run ends."""
+"""A fleet of two engines in a real run, with a communicator for the weights of each: one stops
+moving, does not come back and is lost for good; then the other dies, comes back with proven
+weights, and stops moving, with which the run ends."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ UNRESPONSIVE_S = 30.0
 @pytest.fixture(scope="module")
 def troubled(workspace: Workspace) -> dict[str, object]:
     """The actor of engine 0 is stopped like a wedged process, and killed as soon as it is started
-    anew; with one restart allowed, engine 1 goes on alone. Its vLLM process is killed, so that for a
-    while there is none, restarted, and then stopped."""
+    anew; with one restart allowed, engine 1 goes on alone. Its vLLM process is killed, so that for
+    a while there is none, restarted, and then stopped."""
     config = workspace.config(
         "fleet",
         run={"dir": "runs/fleet", "steps": 100000},
@@ -70,7 +70,7 @@ def troubled(workspace: Workspace) -> dict[str, object]:
     )
     rows, processes = workspace.metrics("fleet"), started_by(process)
     core_of(run / "logs" / "engine-1.log").send_signal(signal.SIGSTOP)
-    # Well under watchdog.timeout_s: that the engine stands still is noticed, not waited out.
+    # Well under watchdog.timeout_s: the hang of the engine is detected, not waited out.
     output, _ = process.communicate(timeout=400)
     return {
         "code": process.returncode,
@@ -145,7 +145,7 @@ def test_a_restarted_engine_samples_with_the_current_weights(troubled: dict[str,
 def test_every_token_has_the_log_prob_of_the_version_it_carries(
     troubled: dict[str, object],
 ) -> None:
-    """The trainer's snapshot of that version says so, for responses that span updates too: each
+    """The trainer's snapshot of that version proves it, for responses that span updates too: each
     update has them recomputed."""
     rows = troubled["rows"]
     assert max(row["response/mixed_versions"] for row in rows) > 0  # type: ignore[attr-defined]

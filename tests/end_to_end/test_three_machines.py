@@ -1,7 +1,7 @@
-"""A run over three machines with a network between them, by the launcher that users have: the ranks of
-a tensor-parallel policy on the first two, an engine on the third, one that evaluates on the first.
-Where machines cannot be imitated these are skipped, with the reason. What a machine that is lost
-costs: tests/network."""
+"""A run over three machines with a network between them, by the launcher that users have: the ranks
+of a tensor-parallel policy on the first two, an engine on the third, the evaluation engine on the
+first. Where machines cannot be imitated these are skipped, with the reason. What a machine that is
+lost costs: tests/network."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 
 from megatron_async_rl.watchdog.events import read_events
 from tests.end_to_end.conftest import RELAY, SYNCHRONOUS_STEPS, Ended
+from tests.thorough import thorough
 
-pytestmark = [pytest.mark.end_to_end, pytest.mark.faults, pytest.mark.slow]
+pytestmark = [pytest.mark.end_to_end, pytest.mark.faults, pytest.mark.slow, thorough]
 
 
 def test_a_run_over_three_machines_ends_well_on_all_of_them(over_machines: Ended) -> None:

@@ -5,8 +5,7 @@ of it is killed, stopped or broken: the end names it, the work is kept, and noth
     exact    colocated, its weights lent; its launcher is killed and it is started again; then its
              controller is stopped
     window   rank 0 of its two ranks is stopped
-    replay   its reward raises, which by the config ends the run
-    stuck    a run for its end alone: its reward never returns
+    replay   its reward no longer returns, which by the config ends the run
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ ONE_RANK, TWO_RANKS = (
     {"parallel": {"ranks": n, "tensor": n}, "optimizer": {"lr": 1e-3}} for n in (1, 2)
 )
 STILL_S = 30
-"""watchdog.timeout_s of the runs that come to a standstill."""
+"""watchdog.timeout_s of the runs that hang."""
 STILL = {"watchdog": {"timeout_s": STILL_S}}
 SOON = {"unresponsive_s": STILL_S - 2}
 WAYS: dict[str, dict[str, Any]] = {
@@ -73,15 +72,11 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "replay": {
         "flow": {"async_ratio": 1, "selection": {"name": "replay", "recent": 0.3}},
-        "rollout": {"reward": {"name": "flaky_reward:until_broken", "on_error": "stop"}},
-        "objective": {"loss": "trajectory_balance", "advantage": "none", "reference": {}},
-        "data": {"train": "four.jsonl"},
-        "policy": ONE_RANK,
-    },
-    "stuck": {
         "rollout": {
             "reward": {"name": "flaky_reward:until_stuck", "timeout_s": 20, "on_error": "stop"}
         },
+        "objective": {"loss": "trajectory_balance", "advantage": "none", "reference": {}},
+        "data": {"train": "four.jsonl"},
         "policy": ONE_RANK,
     },
 }
@@ -89,8 +84,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Orphaned:
-    """A run whose launcher was killed. `refusal`: of another launcher beside its ranks; `left`: names
-    of its processes that still live; `status`: that of the run then."""
+    """A run whose launcher was killed. `refusal`: of another launcher while its ranks live; `left`:
+    names of its processes that still live; `status`: that of the run then."""
 
     pid: int
     refusal: str
@@ -100,8 +95,8 @@ class Orphaned:
 
 @dataclass
 class Ended:
-    """How a run ended. `said`: from the failure on; `pid`: of what was stopped; `left`: names of its
-    processes that still live."""
+    """How a run ended. `said`: from the failure on; `pid`: of what was stopped; `left`: names of
+    its processes that still live."""
 
     code: int
     output: str
@@ -130,9 +125,7 @@ def run(workspace: Workspace, name: str) -> Ended:
         orphaned = orphan(directory, process)
         steps += orphaned.status["step"]
         process = workspace.start("train", str(config))
-    if name == "stuck":
-        wait_until(lambda: (directory / "watch" / "engine-0 EngineCore.json").exists(), process)
-    elif name == "window":
+    if name == "window":
         wait_until(lambda: len(workspace.metrics(name)) >= steps and mixed(workspace), process)
     else:
         wait_until(lambda: len(workspace.metrics(name)) >= steps, process)
@@ -142,7 +135,7 @@ def run(workspace: Workspace, name: str) -> Ended:
     if stopped is not None:
         psutil.Process(pid).send_signal(signal.SIGSTOP)
     else:
-        (workspace.folder / {"replay": "broken"}.get(name, name)).touch()
+        (workspace.folder / "stuck").touch()
     output, _ = process.communicate(timeout=400)
     left, rows = alive(processes), workspace.metrics(name)
     return Ended(process.returncode, output, pid, left, directory, rows, orphaned)
@@ -196,17 +189,12 @@ def replay(runs: dict[str, Future[Ended]]) -> Ended:
     return runs["replay"].result(RESULT_S)
 
 
-@pytest.fixture
-def stuck(runs: dict[str, Future[Ended]]) -> Ended:
-    return runs["stuck"].result(RESULT_S)
-
-
 def lags(row: dict[str, Any]) -> list[int]:
     return np.flatnonzero(row["lag/histogram"]).tolist()
 
 
 def test_every_token_of_an_exact_lag_is_exactly_so_old(exact: Ended) -> None:
-    """What the first weights made waits 0, 1, 2, ... updates, as nothing older exists."""
+    """Samples of the first weights wait 0, 1, 2, ... updates, because no older weights exist."""
     assert [row["step"] for row in exact.rows] == list(range(1, len(exact.rows) + 1))
     assert [lags(row) for row in exact.rows] == [
         [min(step, LAG)] for step in range(len(exact.rows))
@@ -217,7 +205,7 @@ def test_every_token_of_an_exact_lag_is_exactly_so_old(exact: Ended) -> None:
 def test_a_run_whose_launcher_is_killed_saves_its_work_and_leaves_nothing(exact: Ended) -> None:
     orphaned = exact.orphaned
     assert orphaned is not None
-    # While its ranks live no other run begins beside them.
+    # No other run starts while its ranks live.
     assert f"(pid {orphaned.pid}) was killed" in orphaned.refusal
     assert orphaned.left == []
     assert orphaned.status["phase"] == "stopped"
@@ -323,16 +311,11 @@ def test_a_stopped_process_ends_the_run_and_is_named(
     assert ended.left == []
 
 
-def test_a_reward_that_never_returns_is_given_up_and_leaves_nothing(stuck: Ended) -> None:
-    assert stuck.code == 1
-    assert "RewardFailed: the reward failed on sample" in stuck.said
-    assert "no reward within rollout.reward.timeout_s: 20" in stuck.said, stuck.said
-    assert stuck.left == []
-
-
-def test_a_failing_reward_ends_the_run_when_the_config_says_so(replay: Ended) -> None:
+def test_a_reward_that_never_returns_ends_the_run_when_the_config_says_so(replay: Ended) -> None:
+    """Rewards that raise: tests/loop."""
     assert replay.code == 1
     assert "RewardFailed: the reward failed on sample" in replay.said
+    assert "no reward within rollout.reward.timeout_s: 20" in replay.said, replay.said
     assert "rollout.reward.on_error=drop" in replay.said
     assert "Traceback" not in replay.output
     assert len(replay.said.splitlines()) < 12

@@ -96,7 +96,8 @@ def started_by(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def listening(processes: list[psutil.Process]) -> dict[tuple[str, int], str]:
-    """Addresses at which the processes accept connections or datagrams, with the process of each."""
+    """Addresses at which the processes accept connections or datagrams, with the process of
+    each."""
     found: dict[tuple[str, int], str] = {}
     for process in processes:
         try:

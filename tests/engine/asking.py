@@ -48,7 +48,7 @@ def grown(handle: Any) -> set[str]:
 
 
 def outcomes(handle: Any, ids: Sequence[str], timeout_s: float = 400.0) -> list[Sample | Aborted]:
-    """What became of these requests, in order."""
+    """Outcomes of these requests, in order."""
     came: dict[str, Sample | Aborted] = {}
     deadline = time.monotonic() + timeout_s
     while not came.keys() >= set(ids):

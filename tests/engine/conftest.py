@@ -26,8 +26,7 @@ from tests.engine.running import (
 
 @pytest.fixture(scope="session")
 def in_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Ray, and the server that engines are forked from, which imports vLLM once. What starts engines
-    asks for it."""
+    """Ray, and the server that engines are forked from, for fixtures that start engines."""
     import ray
 
     folder = tmp_path_factory.mktemp("server")
@@ -55,7 +54,8 @@ def in_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def engines(in_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    """KEEP keeps the key-value cache through an update; RECOMPUTE recomputes it, over two workers."""
+    """KEEP keeps the key-value cache through an update; RECOMPUTE recomputes it, over two
+    workers."""
     root = tmp_path_factory.mktemp("engines")
     of_both = {"sampling": SAMPLING, "reward": {"name": REWARD, "timeout_s": REWARD_S}}
     settings = [of_both, {**of_both, "in_flight": "recompute", "tensor": 2}]

@@ -1,5 +1,5 @@
-"""Environments of tests: one that counts its turns, and does what its prompt says; and an agent with
-the client of OpenAI's package."""
+"""Environments of tests: one counts its turns and follows its prompt; and an agent with the client
+of OpenAI's package."""
 
 import asyncio
 import json
@@ -98,8 +98,8 @@ WORDY = (
 
 
 def agent(prompt: Prompt, base_url: str) -> float:
-    """Three turns in a thread, the second one streamed, while new weights come before it; one turn in
-    another thread, and a third thread that is one too many."""
+    """Three turns in a thread, the second one streamed, while new weights come before it; one turn
+    in another thread, and a third thread that is one too many."""
     folder, client = Path(prompt.fields["folder"]), OpenAI(base_url=base_url, api_key="unused")
     assert [model.id for model in client.models.list()] == ["policy"]
     create: Any = partial(client.chat.completions.create, model="policy", max_tokens=8)

@@ -1,4 +1,4 @@
-"""What transformers says about a response, and the small checkpoints the engine tests serve."""
+"""Log-probs of a response by transformers, and the small checkpoints of the engine tests."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ class Reference:
     def drawn_from(
         self, prompt_ids: tuple[int, ...], response_ids: list[int], sampling: SamplingConfig
     ) -> Tensor:
-        """[T, vocabulary] log-probs of the distributions that docs/sampling.md says an engine draws
-        the tokens from; `bad_words` of one token each, `wN`."""
+        """[T, vocabulary] log-probs of the distributions from which an engine draws the tokens
+        according to docs/sampling.md; `bad_words` of one token each, `wN`."""
         logits = self.logits(prompt_ids, response_ids)
         for place, row in enumerate(logits):
             before = torch.tensor(response_ids[:place], dtype=torch.long)

@@ -1,16 +1,15 @@
-"""What vLLM's own model computes after updates, against what it computed when it had just read the
-same checkpoint.
+"""Compare vLLM's own model after updates with the model right after loading the same checkpoint.
 
-Arguments: where to write the answer, then `A:B` or `A:B:HOW`, checkpoints of one shape. The engine starts
-with A and is updated to B, A, B, in the way it chooses. HOW: `both`, to A and B by vLLM's layer-wise
-reload then; `halves`, there are two engines in turn, which are what two workers are with half of the
-experts each, but that they add nothing up; a value of vLLM's `quantization`. Each time to B for the last
-time its buckets are lent, but on a GPU, two at a time, in memory that is overwritten as soon as it has
-been read.
+Arguments: where to write the answer, then `A:B` or `A:B:HOW`, checkpoints of one shape. The engine
+starts with A and is updated to B, A, B, in the way it chooses. HOW: `both`, to A and B by vLLM's
+layer-wise reload then; `halves`, there are two engines in turn, which are what two workers are with
+half of the experts each, but that they add nothing up; a value of vLLM's `quantization`. Each time
+to B for the last time its buckets are lent, but on a GPU, two at a time, in memory that is
+overwritten as soon as it has been read.
 
-The answer: for each A by name, for each state [way of the update, which checkpoint (0: A), log-probs and
-other outputs]; under `faults`, of a quantised model, [tensors whose digests differ after a bit was
-flipped] and [what is said where a tensor is left out].
+The answer: for each A by name, for each state [way of the update, which checkpoint (0: A),
+log-probs and other outputs]; under `faults`, of a quantised model, [tensors whose digests differ
+after a bit was flipped] and [the error for a missing tensor].
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 
 from megatron_async_rl.rollout.vllm_plugin import BACKEND, WORKER_EXTENSION, register
-from megatron_async_rl.weights.cuda_ipc import CudaIpc, Lending
+from megatron_async_rl.weights.cuda_ipc import CudaIpc, IpcBuckets
 from megatron_async_rl.weights.loaded import Loaded, digests_of
 from megatron_async_rl.weights.manifest import IN_FLIGHT, BucketRef, require_equal
 from megatron_async_rl.weights.packed_layers import PackedExperts, PackedLinear
@@ -120,7 +119,7 @@ def run(
     if half is not None:
         engine.collective_rpc("complete_on_cpu")
     found = Found([("none", 0, outputs(engine))])
-    staging, lending = Staging(SharedMemory()), Lending(CudaIpc(torch.device("cpu")))
+    staging, lending = Staging(SharedMemory()), IpcBuckets(CudaIpc(torch.device("cpu")))
     for version, (which, layerwise, lent) in enumerate(updates, start=1):
         engine.collective_rpc(use_layerwise if layerwise else lend_memory_of_experts)
         lent = lent and not torch.cuda.is_available()  # the program's own memory is the host's
@@ -145,7 +144,8 @@ def run(
 
 @contextmanager
 def divided(half: int | None) -> Iterator[None]:
-    """Layers that are made within have their experts divided over two workers, of which this is one."""
+    """Layers that are made within have their experts divided over two workers, and this is one of
+    them."""
     make = FusedMoEParallelConfig.make
     own = {"use_ep": True, "ep_size": 2, "ep_rank": half}
     if half is not None:
@@ -155,7 +155,7 @@ def divided(half: int | None) -> Iterator[None]:
 
 
 def faults(engine: LLM, staging: Staging, checkpoint: Path, version: int) -> Iterator[list[str]]:
-    """[tensors whose digests differ] after a flipped bit, [what is said] of a tensor left out."""
+    """[tensors whose digests differ] after a flipped bit, [the error] for a missing tensor."""
     engine.collective_rpc(read_as, args=("shared_memory",))
     weights = load_file(checkpoint / "model.safetensors")
     manifest = stage(staging, version + 1, [weights])
@@ -171,7 +171,7 @@ def faults(engine: LLM, staging: Staging, checkpoint: Path, version: int) -> Ite
         yield [str(error)]
 
 
-def borrowed(engine: LLM, lending: Lending, version: int, checkpoint: Path) -> Proof:
+def borrowed(engine: LLM, lending: IpcBuckets, version: int, checkpoint: Path) -> Proof:
     weights = load_file(checkpoint / "model.safetensors").items()
     lent = [dict(some) for some in batched(weights, -(-len(weights) // LENT_BUCKETS))]
     manifest = stage(lending, version, lent)
@@ -180,7 +180,7 @@ def borrowed(engine: LLM, lending: Lending, version: int, checkpoint: Path) -> P
         loaded = load(engine, ref, version, index, len(lent))
         _, memory, _ = lending._memory[index % IN_FLIGHT]
         memory.fill_(0xFF)
-    lending.give_back()
+    lending.release()
     return manifest.digests, loaded
 
 
@@ -205,8 +205,8 @@ def use_layerwise(worker: Any) -> None:
 
 
 def lend_memory_of_experts(worker: Any) -> None:
-    """As the allocator may: what experts were packed in before this update is where pieces of another
-    weight, which comes in three, are put in it."""
+    """Reuse memory as the allocator may: the memory of experts packed before this update
+    receives the pieces of another weight, which arrives in three parts."""
     packed = getattr(worker.weight_transfer_engine._reload, "_packed", [])
     experts = [one for one in packed if isinstance(one, PackedExperts)]
     fused = [
@@ -219,7 +219,7 @@ def lend_memory_of_experts(worker: Any) -> None:
 
 
 def buckets(checkpoint: Path) -> list[dict[str, torch.Tensor]]:
-    """Two, the first of which ends within a fused weight."""
+    """Two buckets; the first ends within a fused weight."""
     weights = list(load_file(checkpoint / "model.safetensors").items())
     cut = next(i for i, (name, _) in enumerate(weights) if "k_proj" in name) + 1
     return [dict(weights[:cut]), dict(weights[cut:])]
@@ -243,7 +243,7 @@ def outputs(engine: LLM) -> list[float]:
 
 
 def embedding_as_output_layer(worker: Any) -> list[float]:
-    """What it gives models that use it as one."""
+    """Output of the embedding as an output layer, in models that use it as one."""
     embedding = worker.weight_transfer_engine.model.model.embed_tokens
     ones = torch.ones_like(embedding.weight[:1])
     output = embedding.quant_method.apply(embedding, ones)

@@ -1,4 +1,4 @@
-"""A reward that does what its prompt says."""
+"""A reward that follows its prompt."""
 
 import os
 import re

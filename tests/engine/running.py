@@ -1,4 +1,4 @@
-"""Real vLLM engines behind Ray, fed with staged weights, beside transformers on the same
+"""Real vLLM engines behind Ray, fed with staged weights, compared with transformers on the same
 checkpoints."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KEEP, RECOMPUTE = 0, 1
 CHECKPOINTS = 4
 TEMPERATURE, MAX_TOKENS, FEWER_TOKENS, SHORT_TOKENS = 1.0, 400, 160, 24
 SAMPLING = {"temperature": TEMPERATURE, "max_tokens": MAX_TOKENS}
-"""Of training; of held-out sets, EVALUATIONS."""
+"""Sampling of training; that of held-out sets is in EVALUATIONS."""
 SHORT, FEWER = "short", "fewer"
 EVALUATIONS = {
     name: EvalSamplingConfig.model_validate(own).over(
@@ -63,8 +63,8 @@ EVALUATIONS = {
 
 
 class Engines:
-    """One engine for each of `settings` (of `rollout`), all with the samplings of `evaluations`, and
-    which checkpoint each version was."""
+    """One engine for each of `settings` (of `rollout`), all with the samplings of `evaluations`,
+    and which checkpoint each version was."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Engines:
         sampling: str | None = None,
     ) -> list[Request]:
         """Requests for `n` responses to each prompt, in groups never asked before, or all of group
-        `index`, drawn as in training or as the held-out set `sampling` says."""
+        `index`, drawn as in training or as in the held-out set `sampling`."""
         numbers = [self._groups + i if index is None else index for i in range(len(prompts))]
         self._groups += len(prompts)
         return [
@@ -146,8 +146,8 @@ class Engines:
         return stage(self.staging, self.version, buckets(self.checkpoints[checkpoint], per_bucket))
 
     def feed(self, manifest: Manifest, only: Sequence[int] | None = None) -> None:
-        """What is staged into all engines, or into those of `only`, at the same time. Raises what
-        the first of them raises, and WeightMismatch, once all have answered."""
+        """Load the staged weights into all engines, or into those of `only`, at the same time.
+        Raises the first engine's error or WeightMismatch once all have answered."""
         indices = range(len(self.handles)) if only is None else only
         calls = [self.handles[index].update.remote(self.version, manifest) for index in indices]
         failures = []
@@ -169,16 +169,16 @@ class Engines:
         sample: Sample,
         version: int,
         since: int = 0,
-        upto: int | None = None,
+        limit: int | None = None,
         sampling: str | None = None,
     ) -> float:
-        """Largest |engine's log-prob - transformers'| of the sample's tokens `since` to `upto`
+        """Largest |engine's log-prob - transformers'| of the sample's tokens `since` to `limit`
         under the weights of `version`."""
-        ids = sample.response_ids.tolist()[:upto]
+        ids = sample.response_ids.tolist()[:limit]
         temperature = self.specs[engine].sampling(sampling).temperature
         reference = self.reference(version).logprobs(sample.prompt.token_ids, ids, temperature)
         return float(
-            (torch.from_numpy(sample.behavior_logprobs[since:upto].copy()) - reference[since:])
+            (torch.from_numpy(sample.behavior_logprobs[since:limit].copy()) - reference[since:])
             .abs()
             .max()
         )
@@ -235,8 +235,8 @@ def stop(handles: Sequence[Any]) -> None:
 
 
 def give_environment(handle: Any, settings: Mapping[str, Any], template: str | None = None) -> None:
-    """From here on the samples of a running engine are this environment's: an engine of its own would
-    take as long as all its tests."""
+    """From here on the samples of a running engine are this environment's: an engine of its own
+    would take as long as all its tests."""
     ray_get(handle.__ray_call__.remote(_begin, settings, template), "an engine to be told", 400)
 
 
@@ -250,7 +250,7 @@ def _end(engine: Any) -> None:
 
 
 def _begin(engine: Any, settings: Mapping[str, Any], template: str | None) -> None:
-    """In the engine's process, in a thread beside its event loop."""
+    """Start the engine in a thread of its process, next to its event loop."""
 
     async def begin() -> None:
         environments = Environments(EnvironmentConfig.model_validate(settings))

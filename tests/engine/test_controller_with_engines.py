@@ -45,7 +45,7 @@ def served(
     in_ray: None,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Path, list[Any], list[EngineSpec]]]:
-    """The folder of the example, its engines, and what these were told."""
+    """The folder of the example, its engines, and their requests."""
     root = tmp_path_factory.mktemp("served")
     runpy.run_path(str(ROOT / "examples" / EXAMPLE / "prepare.py"))["write"](root, seed=1)
     rollout = {

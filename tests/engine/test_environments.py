@@ -45,7 +45,7 @@ def until(path: Path) -> None:
 
 
 def turns(sample: Sample) -> list[tuple[int, int]]:
-    """Where what was sampled begins and ends, turn by turn."""
+    """Start and end of the sampled tokens of each turn."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], sample.loss_mask, [0]))))
     return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 

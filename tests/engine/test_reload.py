@@ -1,6 +1,6 @@
 """vLLM's model after an update against the same model freshly read: bit for bit, for each way in
-which families of models differ, and where vLLM quantises what is loaded; and against the policy, whose
-log-probs are the same."""
+which families of models differ, and where vLLM quantises what is loaded; and against the policy,
+whose log-probs are the same."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ HOW: dict[str, dict[str, Any]] = {
     HALVES: {"family": "qwen3_moe", "tied": True, "num_experts": 6},
     QUANTISED: {"family": "qwen3", "tied": True, "dtype": "bfloat16"},
 }
-"""With which reload_program.py runs these; the last one has the faults."""
+"""Arguments of reload_program.py; the last case has the faults."""
 LAYERWISE_TOO = ("tied-with-bias", "untied")
 ROOT = Path(__file__).resolve().parents[2]
 

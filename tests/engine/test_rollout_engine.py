@@ -1,7 +1,7 @@
 """Two real vLLM engines behind Ray, fed with new weights by the real publisher, held against
 transformers.
 
-The tests share the engines of conftest.py and run in order; every one that loads weights takes the
+The tests share the engines of conftest.py and run in order; every test that loads weights takes the
 next version.
 """
 
@@ -149,7 +149,7 @@ def test_after_each_of_three_updates_both_engines_sample_from_the_new_weights(
 
 
 def note_cached(engine: Any) -> None:
-    """In the engine: `cached` has the prompt tokens of each request that it did not have to read."""
+    """Record in the engine's `cached` the number of cached prompt tokens of each request."""
     responses, engine.cached = engine._responses, {}
     on_output = type(responses)._on_output.__get__(responses)
 
@@ -161,12 +161,13 @@ def note_cached(engine: Any) -> None:
 
 
 def note_no_more(engine: Any) -> None:
-    """In the engine, which others go on with: an output may be the exception that ended it."""
+    """Stop recording in the engine, which other tests use; an output may be the exception that
+    ended it."""
     del engine._responses._on_output
 
 
 def cached(handle: Any, requests: list[Request]) -> list[int]:
-    """Of each request, sorted, once all have finished."""
+    """Cached tokens of each request, sorted, once all have finished."""
     ids = [request.id for request in requests]
     assert all(isinstance(outcome, Sample) for outcome in outcomes(handle, ids))
     found: dict[str, int] = call(handle, "__ray_call__", lambda engine: engine.cached)
@@ -197,8 +198,8 @@ def test_a_groups_prompt_is_read_once_and_anew_by_the_weights_that_begin_the_nex
 def test_responses_in_flight_survive_an_update_and_stamp_each_token_with_its_weights(
     engines: Engines,
 ) -> None:
-    """Tokens up to the switch match the old weights; after it the new ones, over the keys and values
-    that the old ones left behind."""
+    """Tokens up to the switch match the old weights; after it the new ones, over the keys and
+    values that the old ones left behind."""
     handle = engines.handles[KEEP]
     both: list[Sample] = []
     while len(both) < 8:  # others are asked where too many had finished
@@ -251,7 +252,7 @@ def test_a_cut_response_has_what_was_sampled_so_far_and_may_be_continued_by_othe
         assert sample.response_ids[:length].tolist() == prefix.response_ids.tolist()
         assert sample.behavior_logprobs[:length].tolist() == prefix.behavior_logprobs.tolist()
         assert sample.versions.tolist() == [old] * length + [old + 1] * (sample.length - length)
-        assert engines.difference(KEEP, sample, old, upto=length) < TOLERANCE
+        assert engines.difference(KEEP, sample, old, limit=length) < TOLERANCE
         assert engines.difference(KEEP, sample, old + 1, since=length) < TOLERANCE
         assert length < sample.length <= MAX_TOKENS
         assert len(sample.text.split()) == sample.length - (sample.finish_reason == "stop")

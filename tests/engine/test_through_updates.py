@@ -1,7 +1,6 @@
-"""What an update does to the responses that run through it, and engines that sleep, fall silent,
-die and come back.
+"""Updates during responses, and engines that sleep, hang, die and restart.
 
-The tests share the two engines of conftest.py and run in order; every one that loads weights takes
+The tests share the two engines of conftest.py and run in order; every test that loads weights takes
 the next version, and the last ones end the engines.
 """
 
@@ -21,7 +20,7 @@ from megatron_async_rl.samples import Sample
 from megatron_async_rl.samples.types import Aborted
 from megatron_async_rl.watchdog.deadline import remote_cause
 from megatron_async_rl.weights.collective import Sender
-from megatron_async_rl.weights.manifest import Delivery, Manifest
+from megatron_async_rl.weights.manifest import Manifest, WeightUpdate
 from tests.engine.asking import abort, finished, grown, outcomes, report, sampled, submit
 from tests.engine.running import (
     CHECKPOINTS,
@@ -150,8 +149,8 @@ def test_weights_come_over_a_communicator_while_the_engine_samples(
         manifest = engines.stage(2, per_bucket=5)
         version = engines.version
         assert len(manifest.buckets) > 2
-        delivery = Delivery(meeting=meeting, version=version, manifest=manifest, kept=kept)
-        call(handle, "receive", delivery)
+        weight_update = WeightUpdate(meeting=meeting, version=version, manifest=manifest, kept=kept)
+        call(handle, "receive", weight_update)
         copy = sender.send(meeting, version, manifest)
         now = report(handle, 0.05)
         assert now.state == "running"
@@ -317,7 +316,7 @@ def test_an_engine_that_stands_still_is_silent_and_nothing_of_it_outlives_its_ki
     workers = workers_of(engines.specs[RECOMPUTE].log)
     assert len(workers) == 2
     while report(engines.handles[RECOMPUTE], 0.1).silent_s > 2:
-        pass  # a busy machine may keep it waiting, but not for ever
+        pass  # a busy machine may keep it waiting, but not forever
     core.send_signal(signal.SIGSTOP)
     while report(engines.handles[RECOMPUTE], 0.1).silent_s <= 5:
         pass  # it grows now

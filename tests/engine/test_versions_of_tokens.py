@@ -1,4 +1,4 @@
-"""What vLLM says about a response is taken only when it accounts for every token. No engine is
+"""Reports of vLLM on a response are accepted only if they account for every token. No engine is
 started here."""
 
 from types import SimpleNamespace

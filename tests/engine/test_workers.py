@@ -12,8 +12,9 @@ from tests.engine.asking import grown, outcomes, submit
 from tests.engine.reference import save_checkpoint
 from tests.engine.running import TOLERANCE, Engines, prompt_of, running, spans
 from tests.staged import flip_a_bit
+from tests.thorough import thorough
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, thorough]
 
 EXPERTS = 6
 

@@ -1,4 +1,4 @@
-"""What a user gets wrong ends with one screen and exit code 2, before any rank or engine starts."""
+"""User errors end with one screen and exit code 2, before any rank or engine starts."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SCREEN_LINES = 30
 
 
 def refused(config: Path, *overrides: str, says: tuple[str, ...], command: str = "train") -> str:
-    """Runs `mar train`; what it printed, after checking that it is one screen that says all of
-    `says`. Of `mar plan` this is what follows the plan, in wrapped lines."""
+    """Runs `mar train`; what it printed, after checking that it is one screen with all of `says`.
+    Of `mar plan` this is what follows the plan, in wrapped lines."""
     done = mar(command, config, *overrides, folder=config.parent)
     printed = done.stdout + done.stderr
     assert done.returncode == 2, printed

@@ -1,5 +1,5 @@
-"""A real Slurm with two nodes on this machine runs launchers/slurm/train.sbatch; `mar` and `ray` are
-stand-ins that write down what they were asked."""
+"""A real Slurm with two nodes on this machine runs launchers/slurm/train.sbatch; `mar` and `ray`
+are stand-ins that write down what they were asked."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_ports
+from tests.thorough import thorough
 from tests.unit.test_launchers import PYTHON, RAY
 
 pytestmark = [
+    thorough,
     pytest.mark.faults,
     pytest.mark.skipif(
         os.geteuid() != 0
@@ -45,8 +47,8 @@ until [[ -e "$GO_ON" ]]; do
   sleep 0.05
 done
 """
-"""Ends well once the file $GO_ON is there, and before only when it is asked to stop, or another of the
-run has been."""
+"""Ends well once the file $GO_ON is there, and before only when it is asked to stop, or another of
+the run has been."""
 CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)

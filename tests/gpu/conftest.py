@@ -44,8 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if not torch.cuda.is_available():
         raise pytest.UsageError(
-            f"--record: torch {torch.__version__} sees no CUDA device, and figures of docs/gpu.md are"
-            " measured on one. Without it: pytest tests/gpu runs what a CPU can show, and"
+            f"--record: torch {torch.__version__} sees no CUDA device, and figures of docs/gpu.md"
+            " are measured on one. Without it: pytest tests/gpu runs what a CPU can show, and"
             " MAR_GPU_TESTS=cpu the other tests' code"
         )
     if os.environ.get("MAR_GPU_TESTS"):

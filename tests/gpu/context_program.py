@@ -18,7 +18,7 @@ from megatron_async_rl.policy.attention import (
     PackedSequences,
     TransformerEngineAttention,
 )
-from megatron_async_rl.policy.context_parallel import Context
+from megatron_async_rl.policy.context_parallel import ContextParallelSlice
 from megatron_async_rl.policy.parallel import Layout, initialise
 
 HEADS, GROUPS, WIDTH = 4, 2, 64
@@ -50,8 +50,8 @@ def passed(module: CoreAttention, tensors, weights, packing) -> list[torch.Tenso
 
 
 def assert_near(theirs: torch.Tensor, ours: torch.Tensor) -> None:
-    """[tokens, ...] of two kernels in bfloat16 on the same numbers: each token's, as a vector. Single
-    numbers of a gradient are sums of far larger ones."""
+    """[tokens, ...] of two kernels in bfloat16 on the same numbers: each token's, as a vector.
+    Single numbers of a gradient are sums of far larger ones."""
     apart, size = (each.float().flatten(1).norm(dim=1) for each in (theirs - ours, ours))
     assert bool((apart <= 0.03 * (size + size.mean()) + 0.3).all()), (apart.max(), size)
 
@@ -66,7 +66,9 @@ def compare(layout: Layout, kind, length: int, rows: int, lengths: tuple[int, ..
     )
     whole = [each.to(dtype) for each in whole]
     sizes = np.array(lengths or (length,))
-    own = torch.from_numpy(Context(layout.cp_rank, 2).own(np.cumsum(sizes) - sizes, sizes))
+    own = torch.from_numpy(
+        ContextParallelSlice(layout.cp_rank, 2).own(np.cumsum(sizes) - sizes, sizes)
+    )
     own = own.to(layout.device)
     shared, alone = (
         PackedSequences.of(sizes, layout.device, ranks) if lengths else None for ranks in (2, 1)

@@ -1,5 +1,5 @@
-"""One rank of a layout that trains with products in 8-bit floats, beside bfloat16 on the same rows;
-and of a run that keeps its weights in 8 bits and is resumed.
+"""One rank of a layout that trains with FP8 GEMMs, compared with bfloat16 on the same rows; and of
+a run with FP8 weights that is resumed.
 
 Arguments: cpu or cuda, the recipe, a JSON of ParallelConfig, the material's directory
 (test_fp8.py), and the file that rank 0 writes. On a CPU as fp8_program.py.

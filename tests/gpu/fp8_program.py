@@ -1,5 +1,5 @@
-"""Training steps of a tiny policy with products in 8-bit floats, beside one in bfloat16 on the same
-rows: scores, gradients, steps under each control, resumed runs, and weights kept in 8 bits.
+"""Training steps of a tiny policy with FP8 GEMMs, compared with bfloat16 on the same rows: scores,
+gradients, steps under each control, resumed runs, and weights kept in 8 bits.
 
 Arguments: cpu or cuda, the recipe, the material's directory (test_fp8.py), and the file to write.
 On a CPU Megatron's own layers round by tests/gpu/fp8_emulation.py.
@@ -43,8 +43,8 @@ REFERENCE = {
 
 
 class Fp8Rank(Rank):
-    """Its policies are bfloat16, on Transformer Engine's layers where it is; with `fp8`, unless
-    told otherwise."""
+    """Its policies are bfloat16, on Transformer Engine's layers where it is; with `fp8` by
+    default."""
 
     fp8: Fp8Config | None = None
 

@@ -1,7 +1,7 @@
 """The device of the GPU tests, and processes of their own on it.
 
 MAR_GPU_TESTS=cpu runs every body that a CPU can run on the CPU instead, to find mistakes before
-there is a GPU: it says nothing about one.
+there is a GPU: it proves nothing about one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ON_DEVICE_WITH_TE = [
     *ON_DEVICE,
     pytest.mark.skipif(DEVICE == "cuda" and not HAVE_TE, reason="needs Transformer Engine"),
 ]
-"""Bodies that put another implementation in the place of Transformer Engine's on a CPU."""
+"""Bodies that put another implementation instead of Transformer Engine's on a CPU."""
 
 
 def run_program(program: str, arguments: list[str | Path], ranks: int = 1) -> None:

@@ -1,8 +1,8 @@
-"""Operations of a block of code that make the host wait for the device, that carry numbers to it one
-tensor at a time, or that add numbers in an order which CUDA leaves open.
+"""Operations of a block of code that make the host wait for the device, that carry numbers to it
+one tensor at a time, or that add numbers in an order which CUDA leaves open.
 
-On CUDA torch itself says where it waits. On a CPU nothing waits: there the operations are found by
-their names, whatever made them, in the forward and the backward pass.
+On CUDA torch itself reports where it waits. On a CPU nothing waits: there the operations are found
+by their names, whatever made them, in the forward and the backward pass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CROSSING = (
     (torch, "from_numpy"),
     *((torch.Tensor, name) for name in ("tolist", "numpy", "cpu")),
 )
-"""Ways to and from the host that are no operations on a CPU."""
+"""Transfers to and from the host that are not operations on a CPU."""
 OURSELVES = ("host_syncs", "policy/device.py")
 
 

@@ -1,8 +1,7 @@
 """`python -m tests.gpu.page`: the part of docs/gpu.md that a run on a GPU decides, from
 docs/gpu.json.
 
-The record is the newest run of `make gpu-tests`, or null where there was none, and the page says
-so.
+The record is the newest run of `make gpu-tests`, or null without a run, which the page states.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ RECORD = ROOT / "docs" / "gpu.json"
 PAGE = ROOT / "docs" / "gpu.md"
 BEGIN = "<!-- from gpu.json: python -m tests.gpu.page -->\n"
 END = "<!-- end -->\n"
-NEVER = "**Not run on a GPU yet**: there is no figure, and nothing here is a promise."
+NEVER = "**Not run on a GPU yet.** There are no measurements."
 
 Record = dict[str, Any] | None
 """date, device, cuda, versions, commit, seconds; cut: tests that the time did not reach; tests:
@@ -50,14 +49,14 @@ def _run(record: Record) -> Iterator[str]:
         f" {record['seconds']:.0f} s. {versions}.\n"
     )
     if record["cut"]:
-        yield f"**Not complete**: the time was over before {record['cut']} of the tests began.\n"
+        yield f"**Not complete**: time ran out before {record['cut']} of the tests started.\n"
     yield "| test | checks | outcome |\n| --- | --- | --- |"
     for test, found in record["tests"].items():
         file, _, name = test.partition("::")
         yield f"| `{file}` | {in_words(name)} | {_outcome(found)} |"
     if not record["figures"]:
         return
-    yield "\n| figure | measured | asked for | compared with |\n| --- | --- | --- | --- |"
+    yield "\n| figure | measured | required | compared with |\n| --- | --- | --- | --- |"
     for each in record["figures"]:
         yield (
             f"| {each['name']} | {_number(each['value'])} {each['unit']} | {_bound(each)} |"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async_rl.weights.cuda_ipc import CudaIpc, Lending
+from megatron_async_rl.weights.cuda_ipc import CudaIpc, IpcBuckets
 from megatron_async_rl.weights.digest import tensor_digest
 from megatron_async_rl.weights.manifest import IN_FLIGHT, BucketRef
 from tests.gpu.hardware import DEVICE, ON_CUDA, ON_DEVICE
@@ -23,7 +23,7 @@ from tests.staged import parts, specs
 MIB = 2**20
 BUCKETS, ROWS, COLUMNS = 6, (16384 if DEVICE == "cuda" else 64), 2048
 NBYTES = ROWS * COLUMNS * 2
-"""Of each bucket: 64 MiB on a GPU."""
+"""Size of each bucket: 64 MiB on a GPU."""
 ANSWER_S = 120.0
 
 
@@ -100,14 +100,14 @@ def worker() -> Iterator[Worker]:
 
 
 @pytest.fixture
-def lending() -> Iterator[Lending]:
-    one = Lending(CudaIpc(torch.device(DEVICE)))
+def lending() -> Iterator[IpcBuckets]:
+    one = IpcBuckets(CudaIpc(torch.device(DEVICE)))
     yield one
     one.close()
 
 
 def lend(
-    lending: Lending, worker: Worker, count: int, after: Callable[[], None] = lambda: None
+    lending: IpcBuckets, worker: Worker, count: int, after: Callable[[], None] = lambda: None
 ) -> None:
     """A version of `count` buckets. `after`: called while two of them are there."""
     buckets = [bucket_of(number) for number in range(count)]
@@ -122,13 +122,13 @@ def lend(
         worker.ask("take", ref)
         ref = following
     worker.ask("let go")
-    lending.give_back()
+    lending.release()
     assert worker.ask("digests") == manifest.digests
 
 
 @pytest.mark.parametrize("count", [pytest.param(BUCKETS, marks=ON_DEVICE)])
 def test_another_process_takes_what_was_filled(
-    lending: Lending, worker: Worker, count: int
+    lending: IpcBuckets, worker: Worker, count: int
 ) -> None:
     lend(lending, worker, count)
     lend(lending, worker, count)
@@ -136,7 +136,7 @@ def test_another_process_takes_what_was_filled(
 
 @pytest.mark.parametrize("count", [pytest.param(BUCKETS, marks=ON_CUDA)])
 def test_it_does_so_where_torch_allocates_in_expandable_segments(
-    lending: Lending, worker: Worker, count: int
+    lending: IpcBuckets, worker: Worker, count: int
 ) -> None:
     """These another process may map only if it may look into this one's files."""
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
@@ -155,7 +155,8 @@ def used() -> int:
 
 
 def until_used(at_most: int) -> int:
-    """Bytes in use, once they are so few: the driver takes a killed process's back after it is gone."""
+    """Bytes in use, once they are so few: the driver takes a killed process's back after it is
+    gone."""
     until = time.monotonic() + 30.0
     while (found := used()) > at_most and time.monotonic() < until:
         time.sleep(0.1)
@@ -164,7 +165,7 @@ def until_used(at_most: int) -> int:
 
 @pytest.mark.parametrize("count", [pytest.param(BUCKETS, marks=ON_CUDA)])
 def test_two_buckets_are_all_the_memory_it_takes_and_none_is_left(
-    lending: Lending, worker: Worker, count: int, figure: Callable[..., None]
+    lending: IpcBuckets, worker: Worker, count: int, figure: Callable[..., None]
 ) -> None:
     lend(lending, worker, count)  # CUDA's own, of both processes, is there now
     source = sum(sum(t.nbytes for t in bucket_of(number).values()) for number in range(count))
@@ -175,7 +176,8 @@ def test_two_buckets_are_all_the_memory_it_takes_and_none_is_left(
         peak[0] = max(peak[0], total - free)
 
     lend(lending, worker, count, look)
-    # The buckets' contents are made here, and are this process's beside what is lent.
+    # The buckets' contents are made here, and belong to this process, separate from the shared
+    # memory.
     figure(
         "memory of a version on its way, of two buckets",
         (peak[0] - before - source) / (2 * NBYTES),
@@ -192,14 +194,14 @@ def test_two_buckets_are_all_the_memory_it_takes_and_none_is_left(
 
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=ON_CUDA)])
-def test_a_reader_that_is_killed_holds_none_of_it(lending: Lending, count: int) -> None:
+def test_a_reader_that_is_killed_holds_none_of_it(lending: IpcBuckets, count: int) -> None:
     def killed_with_a_bucket() -> None:
         victim = Worker()
         buckets = [bucket_of(number) for number in range(count)]
         lending.stage(1, specs(buckets), parts(buckets))
         victim.ask("map", lending.fill(0, 0, parts(buckets)))
         victim.end()
-        lending.give_back()
+        lending.release()
 
     killed_with_a_bucket()
     before = until_used(0)
@@ -209,7 +211,7 @@ def test_a_reader_that_is_killed_holds_none_of_it(lending: Lending, count: int) 
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=ON_CUDA)])
 def test_a_handle_that_cannot_be_opened_is_an_error_by_name(
-    lending: Lending, worker: Worker, count: int
+    lending: IpcBuckets, worker: Worker, count: int
 ) -> None:
     buckets = [bucket_of(number) for number in range(count)]
     lending.stage(1, specs(buckets), parts(buckets))
@@ -224,7 +226,7 @@ def test_a_handle_that_cannot_be_opened_is_an_error_by_name(
 
 @pytest.mark.parametrize("count", [pytest.param(BUCKETS, marks=ON_CUDA)])
 def test_a_version_is_lent_at_the_speed_of_the_memory(
-    lending: Lending, worker: Worker, count: int, figure: Callable[..., None]
+    lending: IpcBuckets, worker: Worker, count: int, figure: Callable[..., None]
 ) -> None:
     lend(lending, worker, count)
     buckets = [bucket_of(number) for number in range(count)]

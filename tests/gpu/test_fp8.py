@@ -1,5 +1,5 @@
-"""Products in 8-bit floats on one CUDA device: each recipe against bfloat16 on the same rows, GAC's
-cosine, a step under every control, resumed runs, and weights kept in 8 bits.
+"""FP8 GEMMs on one CUDA device: each recipe against bfloat16 on the same rows, GAC's cosine, a step
+under every control, resumed runs, and weights kept in 8 bits.
 
 The bounds are twice what rounding by tests/float8.py costs this model on a CPU, which
 MAR_GPU_TESTS=cpu repeats, and docs/models.md shows; after a first pass from which delayed scaling
@@ -43,14 +43,14 @@ ROUNDED = {
 """Recipe -> what rounding on a CPU costs at most, over the cases: mean error of log-probs in nats;
 1 - cosine; relative."""
 BETWEEN_LAYOUTS = {"tensorwise": 1.5, "delayed": 1.5, "blockwise": 0.7, "mxfp8": 0.7}
-"""Recipe -> most that two layouts differ, by what rounding costs one of them. Two roundings that know
-nothing of each other would differ by about 1.4 of it; blocks that a rank has whole are rounded alike
-on both."""
+"""Recipe -> most that two layouts differ, by what rounding costs one of them. Two roundings that
+know nothing of each other would differ by about 1.4 of it; blocks that a rank has whole are rounded
+alike on both."""
 ALLOWED = 2.0
 
 
 def between_layouts(recipe: str, what: str) -> float:
-    """Of a number of ROUNDED. 1 - cosine is the square of a distance."""
+    """Tolerance of a number of ROUNDED. 1 - cosine is the square of a distance."""
     return BETWEEN_LAYOUTS[recipe] ** (2 if what == "gradient" else 1)
 
 

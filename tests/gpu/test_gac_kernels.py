@@ -1,6 +1,7 @@
 """GAC's kernels on one CUDA device: the CPU's numbers, and the time of their bytes.
 
-The floor is the bytes that have to move (gac_kernels.py) at the rate of a copy measured beside it.
+The floor is the bytes that have to move (gac_kernels.py) at the rate of a copy measured in the same
+test.
 """
 
 from __future__ import annotations

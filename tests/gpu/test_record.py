@@ -1,4 +1,4 @@
-"""docs/gpu.md says what docs/gpu.json holds."""
+"""docs/gpu.md shows the content of docs/gpu.json."""
 
 import json
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_a_page_of_a_run_shows_outcomes_and_figures():
 
 def test_a_page_of_a_run_that_was_cut_short_says_so():
     text = page.page(page.PAGE.read_text(), run(cut=3))
-    assert "**Not complete**: the time was over before 3 of the tests began." in text
+    assert "**Not complete**: time ran out before 3 of the tests started." in text
 
 
 def test_a_new_page_keeps_what_people_wrote_around_the_record():

@@ -106,8 +106,8 @@ def waits(rank: Rank, kind: str, dtype: str, sequence: str) -> dict:
 
 
 def refusals(rank: Rank, dtype: str) -> dict[str, dict[str, str]]:
-    """With the distributed optimizer and without, over Megatron's Adam and over ours: what its
-    accessors say."""
+    """Errors of AdamView's accessors with and without the distributed optimizer, over Megatron's
+    Adam and over ours."""
     found, whole = {}, rank.parallel
     for distributed, settings in product((True, False), ({}, LEAN)):
         rank.parallel = whole.model_copy(update={"distributed_optimizer": distributed})
@@ -142,7 +142,7 @@ def lean(rank: Rank, dtype: str, **settings: str) -> dict:
 
 
 def said_of(policy, part) -> dict[str, str]:
-    """Of what is there, and of what is taken away from one parameter."""
+    """Errors with all of the state, and with each part removed from one parameter."""
     view = AdamView(policy.optimizer, policy.config.optimizer, 1, TakenStep(1e-3, 0.9))
     asked = {
         "gradient": lambda: gradients_of(policy.optimizer, policy.layout),

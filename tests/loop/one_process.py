@@ -1,5 +1,6 @@
-"""The whole loop in one process: the real policy on one rank, the real controller on an event loop in
-its own thread, and fake engines. `train.py` is unchanged; only Ray, torchrun and vLLM are missing.
+"""The whole loop in one process: the real policy on one rank, the real controller on an event loop
+in its own thread, and fake engines. `train.py` is unchanged; only Ray, torchrun and vLLM are
+missing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron_async_rl.flow import batches
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.engine_task import Launch, Restarts
 from megatron_async_rl.flow.rank0 import Rank0
-from megatron_async_rl.flow.spec import ControllerSpec, Source
+from megatron_async_rl.flow.spec import ControllerSpec, PromptProvider
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.background import Background
 from megatron_async_rl.policy.parallel import initialise
@@ -63,8 +64,8 @@ class LoopEngine(FakeEngine):
         self._fails_at = fails_at
         self.alter = varied
         self.holds_back = False
-        """It answers for a step's groups only once it holds the version before the step's: while older
-        versions train, those groups have no response."""
+        """It answers for a step's groups only once it holds the version before the step's: while
+        older versions train, those groups have no response."""
         self.digests: dict[int, dict[str, str]] = {}
         """Digests of the weights, by version."""
         for name in ("sleep", "wake weights", "wake cache"):
@@ -194,7 +195,7 @@ class Method:
 class ControllerThread:
     """Handle of a controller whose event loop is a thread of this process."""
 
-    def __init__(self, source: Source, spec: ControllerSpec, launch: Launch) -> None:
+    def __init__(self, source: PromptProvider, spec: ControllerSpec, launch: Launch) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="controller")
         self._thread.start()
@@ -262,7 +263,7 @@ class OneProcess:
 
     # Functions that `batches` calls of Ray, and of the deadlines around it
 
-    def _start(self, source: Source, spec: ControllerSpec) -> ControllerThread:
+    def _start(self, source: PromptProvider, spec: ControllerSpec) -> ControllerThread:
         return ControllerThread(source, spec, self._launch)
 
     def _get(self, answer: Answer, name: str, limit_s: float) -> Any:

@@ -52,8 +52,8 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 def require_whole(loop: OneProcess, run_dir: Path, steps: int = STEPS) -> None:
-    """Every step trained its four groups, each group once; every other group that was admitted still
-    waits; and the status reports the end."""
+    """Every step trained its four groups, each group once; every other group that was admitted
+    still waits; and the status reports the end."""
     history = account(run_dir, buffer=loop.pending)
     trained = list(history.consumed.values())
     assert sorted(trained) == sorted(list(range(1, steps + 1)) * 4)

@@ -1,8 +1,9 @@
-"""Machines imitated on one: each a network namespace with an address on one switch, a host name, and
-a /dev/shm and a folder of Ray's that no other sees. The file system is the same, as on a cluster.
+"""Machines imitated on one: each a network namespace with an address on one switch, a host name,
+and a /dev/shm and a folder of Ray's that no other sees. The file system is the same, as on a
+cluster.
 
-Nothing of this machine is touched: the switch is in a namespace of its own, and what lies over files
-of this machine lies there for the processes of one imitated machine alone.
+Nothing of this machine is touched: the switch is in a namespace of its own, and what lies over
+files of this machine lies there for the processes of one imitated machine alone.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def ip(*arguments: str) -> str:
 
 
 class Machines:
-    """`folder`: of the run's files and of what each machine says. `hosts`: addresses that the machines
-    have for names, where those are not the right ones."""
+    """`folder`: of the run's files and of each machine's output. `hosts`: addresses that the
+    machines have for names, where those are not the right ones."""
 
     def __init__(self, folder: Path, count: int, hosts: Mapping[str, str]) -> None:
         self.folder = folder
@@ -100,7 +101,7 @@ class Machines:
     def build(self) -> None:
         lines = [f"{address} {name}\n" for name, address in self.hosts.items()]
         (self.folder / "hosts").write_text("".join(lines))
-        # Nobody serves names; one that is out of reach is waited for, and here nobody listens.
+        # Nobody serves names; an unreachable one is waited for, and here no server listens.
         (self.folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")
         switch = namespace("switch")
         ip("netns", "add", switch)

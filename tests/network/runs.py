@@ -22,7 +22,7 @@ from tests.network.machines import ROOT, Machines, machines, obstacle
 
 LIMIT_S = 900.0
 GRACE_S = 60.0
-"""For what Ray ends after its launcher has."""
+"""Time for processes that Ray ends after its launcher has ended."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Run:
     directory: Path
     settings: dict[str, str]
     launchers: list[subprocess.Popen[str]]
-    """By machine; of one that was started again the last."""
+    """Launchers by machine; the last one of a restarted machine."""
 
     def start(self, number: int) -> subprocess.Popen[str]:
         return self.machines.start(number, self.config, **self.settings)
@@ -128,9 +128,9 @@ def run_config(
     settings: Mapping[str, str] | None = None,
     hosts: Mapping[str, str] | None = None,
 ) -> Iterator[Run]:
-    """A run over `count` machines, the first `trainers` of which have its ranks, and the others engines
-    alone. All have the config's folder. `settings`: more of the launcher's; `hosts`: wrong addresses
-    of machines, by name. Skips the test where there can be no machines."""
+    """A run over `count` machines; the first `trainers` have its ranks, and the others engines
+    alone. All have the config's folder. `settings`: more of the launcher's; `hosts`: wrong
+    addresses of machines, by name. Skips the test where there can be no machines."""
     if why := obstacle():
         pytest.skip(why)
     with machines(config.parent, count, hosts or {}) as made:

@@ -1,5 +1,6 @@
-"""What costs a run over machines with a network between them, and what does not: `make network-tests`.
-The run that goes well is in tests/end_to_end/test_three_machines.py. Needs root, and Debian's iproute2."""
+"""Failure tests of runs over several machines with a network between them: `make network-tests`.
+The run that goes well is in tests/end_to_end/test_three_machines.py. Needs root, and Debian's
+iproute2."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ STILL_S = 30
 
 
 def test_a_machine_that_is_cut_off_costs_its_engines_and_not_the_run() -> None:
-    """Of three: the policy is on the first, an engine on each of the others."""
+    """Three machines: the policy is on the first, an engine on each of the others."""
     with run_over(
         3,
         trainers=1,
@@ -91,7 +92,7 @@ def test_a_rank_that_stops_on_one_machine_ends_the_run_on_both_and_is_named() ->
 
 
 def test_a_machine_whose_name_is_its_loopback_address_is_refused_with_what_to_set() -> None:
-    """As Debian writes /etc/hosts: its ranks would tell the others to come to 127.0.1.1."""
+    """Debian writes such an /etc/hosts; the ranks would announce 127.0.1.1 to the others."""
     with run_over(2, trainers=2, hosts={"node1": "127.0.1.1"}) as run:
         codes, _ = run.end()
         assert codes == [2, 2], run.said()

@@ -52,8 +52,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         ),
     },
 }
-"""With GAC's past gradient, past versions and a fixed reference; and with adapters, a value head and
-a reference that moves."""
+"""Policies with GAC's past gradient, past versions and a fixed reference; and with adapters, a
+value head and a moving reference."""
 FLIPS = 12
 
 
@@ -107,7 +107,7 @@ def unnoticed(path: Path, use: Callable[[], object]) -> list[str]:
 
 
 def kinds(path: Path) -> list[str]:
-    """What the blocks of a checkpoint are parts of: names of parameter state, and `model`."""
+    """Kinds of blocks in a checkpoint: names of parameter state, and `model`."""
     files = files_of(about(path)) or {}
     keys = {block.key for file in files.values() for block in file.blocks}
     return sorted(

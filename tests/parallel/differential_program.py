@@ -1,5 +1,5 @@
-"""One rank of the differential test: trains a policy as a case says, and writes every optimizer
-step's whole gradient and the final weights; arguments as those of layout_program.
+"""One rank of the differential test: trains a policy as a case specifies, and writes every
+optimizer step's whole gradient and the final weights; arguments as those of layout_program.
 
 The material also has `cases.json`: case name -> model, objective, controls, optimizer and batches.
 """
@@ -42,7 +42,7 @@ class Watched:
         policy.optimizer.prepare_grads, policy._optimizer_step = prepared, stepped
 
     def _whole_gradient(self) -> dict[str, torch.Tensor]:
-        """Under the names of Hugging Face's files: exported in the place of the weights."""
+        """Under the names of Hugging Face's files: exported instead of the weights."""
         policy = self.policy
         shards = [
             one.grad.clone() for one in gradients_of(policy.optimizer, self.rank.layout).shards

@@ -54,8 +54,8 @@ def of_the_model(policy) -> list[torch.Tensor]:
 
 
 def added_by_a_step(rank: Rank, model: str, a: str, b: str, control, dtype: str, lr: float) -> dict:
-    """What the optimizer's own parameters show of a step on a stale batch, found without the
-    control's help."""
+    """Effect of a step on a stale batch on the optimizer's own parameters, computed without the
+    control."""
     policy = rank.policy(model, controls=(control,), log_update_norm=True, dtype=dtype, lr=lr)
     held, past, past_in_model = optimizer_parameters(policy.optimizer), [], []
     for version, name in enumerate([a, b, a]):
@@ -99,7 +99,7 @@ def added_by_a_step(rank: Rank, model: str, a: str, b: str, control, dtype: str,
 
 
 def resumed(rank: Rank, model: str, a: str, b: str) -> dict:
-    """Steps on stale batches after a checkpoint, of the policy that wrote it and of the one that
+    """Steps on stale batches after a checkpoint, of the policy that wrote it and of the policy that
     read it."""
     settings = {"dtype": "bfloat16", "lr": 1e-5}
     policy, _ = trained(rank, model, [a, b], CONTROLS["zero"], **settings)

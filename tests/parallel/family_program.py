@@ -20,8 +20,8 @@ from tests.parallel.opob_program import exported_gradient
 from tests.parallel.staged_weights import staged_as_exported
 
 CONTEXT_MODELS = ("mistral-window", "gemma3")
-"""Those whose sequences are also divided over ranks: a window that reaches over a part's start, and
-layers that differ in it."""
+"""Models whose sequences are also divided over ranks: one whose window reaches over the start of
+a part, and one whose layers have different windows."""
 
 
 def supervised(rank: Rank, model: str, **settings):

@@ -31,7 +31,7 @@ from megatron_async_rl.policy.megatron_private import optimizer_parts
 from megatron_async_rl.policy.optimizer import load_masters
 from megatron_async_rl.policy.parameter_state import MASTER, adam_shards, optimizer_state
 from megatron_async_rl.policy.parameters import load_hf
-from megatron_async_rl.policy.weight_copies import HeldMasters
+from megatron_async_rl.policy.past_versions import MasterSnapshot
 from tests.gpu.fp8_emulation import in_8_bits
 from tests.parallel.allocations import Allocations
 from tests.parallel.layout_program import (
@@ -55,7 +55,7 @@ PARTS = {
     "reference": ("data_distributed_optimizer",),
     "rounded": ("single", "sequence", "context", "data_distributed_optimizer"),
 }
-"""What is tried beside loading, and where: one layout for each way that it may fail."""
+"""Checks besides loading, by layout: one layout for each way that a check may fail."""
 BUDGET = 4096
 """A sample takes up to 256 tokens on the rows of `blockwise`."""
 COPIES = ObjectiveConfig(
@@ -122,7 +122,8 @@ def rounded(tensors) -> list[dict[str, torch.Tensor]]:
 
 
 def loaded(rank: Rank, model: str, a: str) -> dict[str, bool]:
-    """Of a float32 file, and then of a float32 run's checkpoint, in a bfloat16 policy."""
+    """Comparison after loading a float32 file, and a float32 run's checkpoint, into a bfloat16
+    policy."""
     exact = rank.policy(model, dtype="float32", budget=BUDGET)
     policy = rank.policy(model, dtype="bfloat16", budget=BUDGET)
     kept = masters(policy)
@@ -144,8 +145,8 @@ def loaded(rank: Rank, model: str, a: str) -> dict[str, bool]:
 
 
 def in_blocks(policy, path: Path) -> bool:
-    """Loads model and masters again; true where no tensor that is made for it has more elements than a
-    block."""
+    """Loads model and masters again; true where no tensor that is made for it has more elements
+    than a block."""
     most = 512
     with mock.patch.object(files, "BLOCK_ELEMENTS", most), Allocations(meta=False) as made:
         load_hf(policy.model.bridge, policy.model.chunks, path)
@@ -213,7 +214,7 @@ def kept_in_8_bits(rank: Rank, model: str, a: str, b: str) -> dict:
             not key.startswith("parameter_state.") for key in keys(folder)
         ),
     }
-    # The plain policy's own run, saved with its weights, goes on in one that keeps 8 bits.
+    # The plain policy's own run, saved with its weights, is resumed by a policy with FP8 weights.
     plain.save(rank.scratch / "plain", 3, {}, keep=1)
     other = policy(fp8=KEPT)
     other.load(rank.scratch / "plain")
@@ -225,7 +226,7 @@ def kept_in_8_bits(rank: Rank, model: str, a: str, b: str) -> dict:
 
 
 def settings_of(policy) -> dict[str, set]:
-    """What Megatron's optimizer and gradient buffers know of products and weights in 8 bits."""
+    """Settings of Megatron's optimizer and gradient buffers about FP8 GEMMs and weights."""
     return {
         "recipe of the optimizer": {
             part.config.fp8_recipe for part in optimizer_parts(policy.optimizer)
@@ -251,8 +252,8 @@ def held(policy) -> dict[str, list[int]]:
 
 def with_reference(rank: Rank, model: str, a: str) -> dict[str, dict]:
     """A step whose reference is another directory's model, which a plain policy puts in place as
-    bfloat16 weights, and one that keeps 8 bits as float32 ones; both with gradients and moments in
-    bfloat16."""
+    bfloat16 weights, and a policy with FP8 weights as float32 ones; both with gradients and moments
+    in bfloat16."""
     path = rank.material / f"{model}_blank"
     objective = ObjectiveConfig(kl=KlConfig(coef=0.1), reference=ReferenceConfig(path=path))
     settings = {"budget": BUDGET, "objective": objective, "controls": (), **LEAN}
@@ -275,7 +276,7 @@ def keys(folder: Path) -> set[str]:
 def averaged(rank: Rank, model: str, a: str) -> dict[str, bool]:
     """A copy of the optimizer's weights that is averaged, put in place, and taken away."""
     policy = rank.policy(model, dtype="bfloat16", budget=BUDGET, lr=1e-2)
-    copy, then = HeldMasters(policy.optimizer), masters(policy)
+    copy, then = MasterSnapshot(policy.optimizer), masters(policy)
     rank.train(policy, [a])
     now, weights = masters(policy), parameters(policy)
     copy.average(DECAY)
@@ -283,7 +284,7 @@ def averaged(rank: Rank, model: str, a: str) -> dict[str, bool]:
         {name: DECAY * old[name] + (1.0 - DECAY) * new[name] for name in old}
         for old, new in zip(then, now, strict=True)
     ]
-    with HeldMasters(policy.optimizer).restored_after():
+    with MasterSnapshot(policy.optimizer).restored_after():
         copy.place()
         placed = masters(policy)
         close = all(

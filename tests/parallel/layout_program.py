@@ -132,7 +132,7 @@ def exporter_of(policy, *, adapters=False):
 
 
 def received(policy, batch):
-    """As in a run: rank 0 alone has the batch."""
+    """Receive the batch as in a run, where only rank 0 has it."""
     return policy.receive(lambda: batch)
 
 
@@ -168,7 +168,7 @@ def spoil_rank_zeros_gradient(policy):
 
 
 def everywhere(rank: Rank) -> dict:
-    """What every layout has to agree on."""
+    """Results on which all layouts must agree."""
     results = {}
     for model in ("tied", "untied"):
         policy = rank.policy(model, controls=CONTROLS)
@@ -246,8 +246,8 @@ def everywhere(rank: Rank) -> dict:
 
 
 def ruined(rank: Rank, policy: Policy) -> dict:
-    """Two steps in a row that are not finite, and then weights of which one rank's are spoiled,
-    after a checkpoint of good ones."""
+    """Two steps in a row that are not finite, and then weights that are spoiled on one rank, after
+    a checkpoint of good ones."""
     folder, refused = rank.scratch / "ruined", []
 
     def attempt(act: Callable[[], Any]) -> None:
@@ -269,7 +269,8 @@ def ruined(rank: Rank, policy: Policy) -> dict:
 
 
 def alone(rank: Rank) -> dict:
-    """What one rank can show: cuts, orders and the absence of clipping do not matter."""
+    """Results that one rank suffices for: cuts, orders and the absence of clipping do not
+    matter."""
     variants = {
         "one_by_one": rank.policy(controls=CONTROLS, budget=26),
         "all_at_once": rank.policy(controls=CONTROLS, budget=4096),
@@ -307,8 +308,8 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
 def save(
     rank: Rank, results: dict, runs: list[list[dict]], output: Path, others: Any = None
 ) -> None:
-    """Ends the layout. `ranks_agree`: every rank was told the same metrics in the steps of `runs`,
-    times aside, and the same `others`, to the bit."""
+    """Ends the layout. `ranks_agree`: every rank got the same metrics in the steps of `runs`, times
+    aside, and the same `others`, to the bit."""
     steps = [
         [{k: v for k, v in step.items() if not k.startswith("time/")} for step in run]
         for run in runs

@@ -39,18 +39,18 @@ LAYOUTS = {
     "tensor_pipeline": {"ranks": 4, "tensor": 2, "pipeline": 2},
 }
 DISTINCT = {name: LAYOUTS[name] for name in LAYOUTS if name not in ("tensor", "pipeline")}
-"""For the programs that need not see every layout: a tensor's cut and a pipeline by themselves are
-in `sequence`, `virtual_pipeline` and `tensor_pipeline`, too."""
+"""Layouts of programs that need not run on every layout: `sequence`, `virtual_pipeline` and
+`tensor_pipeline` also cover tensor and pipeline parallelism alone."""
 MIXTURE_LAYOUTS = {
     "mixture_single": {"ranks": 1},
     "expert": {"ranks": 2, "expert": 2},
     "expert_replicated_optimizer": {"ranks": 2, "expert": 2, "distributed_optimizer": False},
     "expert_tensor": {"ranks": 4, "expert": 2, "tensor": 2, "sequence": True},
 }
-"""For the model with experts."""
+"""Layouts of the model with experts."""
 ALL_LAYOUTS = {**LAYOUTS, **MIXTURE_LAYOUTS}
 CONTEXT_LAYOUTS = {"context": {"ranks": 2, "context": 2}}
-"""For the tied dense model."""
+"""Layouts of the tied dense model."""
 DENSE_LAYOUTS = {**LAYOUTS, **CONTEXT_LAYOUTS}
 EVERY_LAYOUT = {**ALL_LAYOUTS, **CONTEXT_LAYOUTS}
 LORA_LAYOUTS = {
@@ -67,7 +67,7 @@ LORA_LAYOUTS = {
         "expert_tensor",
     )
 }
-"""For `lora_program`: each way to divide a model, most in one with another."""
+"""Layouts of `lora_program`: each way to divide a model, mostly in combination."""
 FP8_LAYOUTS = {
     name: EVERY_LAYOUT[name]
     for name in (
@@ -81,7 +81,7 @@ FP8_LAYOUTS = {
         "expert_replicated_optimizer",
     )
 }
-"""For `fp8_program`."""
+"""Layouts of `fp8_program`."""
 GRADIENT_LAYOUTS = {
     "context_replicated": {"ranks": 2, "context": 2, "distributed_optimizer": False},
     "context_tensor": {"ranks": 4, "context": 2, "tensor": 2, "sequence": True},
@@ -125,14 +125,14 @@ the gradient alone on these. Those named `expert...` run the model with experts.
 
 
 FEW = ("single", "data_distributed_optimizer", "tensor_pipeline")
-"""For what depends on samples and their log-probs alone: samples divided, and the model divided both
-ways."""
+"""Layouts of results that depend on samples and their log-probs alone: divided samples, and the
+model divided both ways."""
 BEFORE_THE_OPTIMIZER = {
     name: settings
     for name, settings in (DISTINCT | MIXTURE_LAYOUTS | CONTEXT_LAYOUTS).items()
     if settings.get("distributed_optimizer", True)
 }
-"""For the forward and backward pass."""
+"""Layouts of the forward and backward pass."""
 OFFERED = {
     "layout_program": DENSE_LAYOUTS,
     "objective_program": LAYOUTS | MIXTURE_LAYOUTS | GRADIENT_LAYOUTS,
@@ -328,7 +328,7 @@ def permuted(source: TrainBatch) -> TrainBatch:
 
 
 def with_random_experts(model_path: Path, source: TrainBatch) -> TrainBatch:
-    """Routed experts that no router chose, so that one that lies a place off shows."""
+    """Routed experts that no router chose, so that a shift by one place shows."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(model_path)

@@ -10,8 +10,8 @@ from megatron_async_rl.policy.logprobs import vocab_parallel_logprobs
 
 TOKENS, HIDDEN, ROWS, TEMPERATURE = 48, 24, 40, 0.8
 ERRORS = {torch.float32: (4e-6, 3e-6), torch.bfloat16: (1e-5, 2.0**-7)}
-"""Of values in nats; of gradients relative to their norm. The hidden states' gradient is a sum over
-ranks of numbers of the model's type."""
+"""Tolerances of values in nats, and of gradients relative to their norm. The hidden states'
+gradient is a sum over ranks of numbers of the model's type."""
 
 
 def check(group: dist.ProcessGroup, dtype: torch.dtype, vocab: int, chunk: int) -> None:

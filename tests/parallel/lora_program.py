@@ -124,8 +124,8 @@ def resumes(rank: Rank, trained, model: str, folder: Path) -> dict:
 
 
 def dropouts(rank: Rank, model: str) -> dict:
-    """Results of a policy with dropout, the same again, one that goes on from its checkpoint, and
-    one without. Ranks have one set of generators, so one policy follows the other."""
+    """Results of a policy with dropout, the same again, a policy resumed from its checkpoint, and a
+    policy without dropout. Ranks have one set of generators, so one policy follows the other."""
     settings = {"lora": DROPPED, "controls": ()}
     first = policy(rank, model, **settings)
     steps = without_times(rank.train(first, ["a", "b"])["steps"])

@@ -2,8 +2,8 @@
 after another: their names in Hugging Face's files, and the boxes of the model's tensors that a
 checkpoint has of each.
 
-Arguments: a JSON of [a configuration's file, its overrides] for each model, one of [file, overrides]
-of whose ranks the optimizer's parts are wanted; the file to write.
+Arguments: a JSON of [a configuration's file, its overrides] for each model, one of [file,
+overrides] of whose ranks the optimizer's parts are wanted; the file to write.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tests.parallel.plan_program import META, build_on_meta, layout_of, leave
 
 
 def mapped(config: Config) -> dict[str, Any]:
-    """`entries`: of each rank [name, Hugging Face's names and shapes, shape here, cut dimension, [name,
-    offsets, shape] of what it reads of files]; `stages`: of each rank; `boxes`: by key [the whole
-    tensor's shape, [offsets, shape] of what the ranks write of it]."""
+    """`entries`: of each rank [name, Hugging Face's names and shapes, shape here, cut dimension,
+    [name, offsets, shape] of what it reads of files]; `stages`: of each rank; `boxes`: by key [the
+    whole tensor's shape, [offsets, shape] of what the ranks write of it]."""
     parallel = config.policy.parallel
     entries, stages, boxes, wholes = [], [], defaultdict(list), {}
     for rank in range(parallel.ranks):
@@ -67,8 +67,8 @@ def mapped(config: Config) -> dict[str, Any]:
 
 
 def replica_slices(config: Config) -> list[list[list[Any]]]:
-    """Of each data-parallel rank of the first model-parallel one: [name, elements, start, end] of
-    what its Adam updates."""
+    """Slices that Adam updates on each data-parallel rank of the first model-parallel rank:
+    [name, elements, start, end]."""
     found, parallel = [], config.policy.parallel
     for replica in range(parallel.data):
         layout = layout_of(config, replica * parallel.tensor, META)

@@ -28,10 +28,10 @@ from megatron_async_rl.config.schema import (
     ParallelConfig,
     PolicyConfig,
 )
-from megatron_async_rl.policy import checkpoint, device, model_blocks, weight_copies
+from megatron_async_rl.policy import checkpoint, device, model_blocks, past_versions
 from megatron_async_rl.policy.background import Background
 from megatron_async_rl.policy.checkpoint_folder import read_file
-from megatron_async_rl.policy.context_parallel import Context
+from megatron_async_rl.policy.context_parallel import ContextParallelSlice
 from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.microbatch import build_micro_batch, plan_micro_batches
 from megatron_async_rl.policy.model import PolicyModel, build_model
@@ -43,8 +43,8 @@ from megatron_async_rl.policy.parameter_state import (
     adam_steps,
     optimizer_slices,
 )
+from megatron_async_rl.policy.past_versions import WeightSnapshot
 from megatron_async_rl.policy.sequence_layout import sequence_layout
-from megatron_async_rl.policy.weight_copies import HeldWeights
 from megatron_async_rl.weights.convert import export_hf
 from megatron_async_rl.weights.export import WeightExporter
 from tests.parallel.allocations import Allocations
@@ -75,7 +75,7 @@ def logprobs(
     sequences = sequence_layout(
         sequence,
         PolicyConfig(parallel=parallel).row_multiple,
-        Context(layout.cp_rank, layout.cp_size),
+        ContextParallelSlice(layout.cp_rank, layout.cp_size),
     )
     rounds = layout.pp_size if layout.virtual_stages > 1 else 1
     plan = plan_micro_batches(
@@ -91,7 +91,7 @@ def logprobs(
 
 
 def exported(model: PolicyModel, max_bytes: int) -> dict[str, torch.Tensor] | None:
-    """What rank 0 gets, copied; None elsewhere."""
+    """Copies of the tensors that rank 0 gets; None elsewhere."""
     found: dict[str, torch.Tensor] = {}
     for bucket in WeightExporter(model.bridge, model.chunks).buckets(max_bytes):
         for name, tensor in zip(bucket.names, bucket.tensors, strict=True):
@@ -273,17 +273,17 @@ def memory(
 
 
 def divided_copies(model: PolicyModel, layout: Layout) -> dict:
-    """same: copies that are divided over replicas hold and give back what whole ones do, bit for
-    bit. share: of the elements, on this rank. gathered: bytes of the largest gather, where
-    parameters are larger than what is gathered at a time."""
+    """same: copies that are divided over replicas hold and restore the same bits as whole ones.
+    share: of the elements, on this rank. gathered: bytes of the largest gather, where parameters
+    are larger than what is gathered at a time."""
     parameters = [p for chunk in model.chunks for p in chunk.parameters()]
     before = [p.detach().clone() for p in parameters]
     kept = [
-        (HeldWeights(model.chunks, dtype), HeldWeights(model.chunks, dtype, layout))
+        (WeightSnapshot(model.chunks, dtype), WeightSnapshot(model.chunks, dtype, layout))
         for dtype in (None, torch.float32, torch.bfloat16)
     ]
 
-    def placed(copy: HeldWeights) -> list[torch.Tensor]:
+    def placed(copy: WeightSnapshot) -> list[torch.Tensor]:
         for parameter in parameters:
             parameter.data.fill_(torch.nan)
         copy.place()
@@ -308,7 +308,7 @@ def divided_copies(model: PolicyModel, layout: Layout) -> dict:
             for one, other in zip(*map(placed, pair), strict=True)
         )
         with (
-            mock.patch.object(weight_copies, "GATHERED", BLOCK),
+            mock.patch.object(past_versions, "GATHERED", BLOCK),
             mock.patch.object(dist, "all_gather_into_tensor", gather),
         ):
             same = same and all(map(torch.equal, *map(placed, kept[1])))
@@ -335,7 +335,7 @@ def earlier_checkpoint(parallel: ParallelConfig, layout: Layout, folder: Path) -
     wrapped = wrap_for_gradients(model.chunks, policy)
     optimizer = build_optimizer(wrapped, policy, torch.bfloat16)
     loaded = checkpoint.load(folder / "checkpoint", model=model, optimizer=optimizer, layout=layout)
-    average = HeldWeights(model.chunks, torch.float32, layout)
+    average = WeightSnapshot(model.chunks, torch.float32, layout)
     loaded.read({"average": average.slices()})
     average.place()
     found = {"average": _parameters(model)}
@@ -486,7 +486,7 @@ def interrupted_saves(
 
 
 def refusals(source: Path, layout: Layout, output: Path) -> dict[str, str]:
-    """What building says of directories that are broken in one way each."""
+    """Errors of building from directories that are broken in one way each."""
 
     def config(**changes):
         def change(directory: Path) -> None:

@@ -1,5 +1,5 @@
-"""What the model tests run on: tiny checkpoints, sequences, and each layout's results, computed
-once per test session."""
+"""Data of the model tests: tiny checkpoints, sequences, and each layout's results, computed once
+per test session."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def directory_of(layout: str) -> Path:
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    """What the safetensors files of a model directory hold."""
+    """Tensors in the safetensors files of a model directory."""
     return {
         name: tensor
         for file in sorted(directory.glob("*.safetensors"))

@@ -171,8 +171,8 @@ def broken_rules(gradient: ReducedGradient, reference) -> dict[str, tuple]:
 
 
 def measured_gradients(rank: Rank, model: str, a: str, b: str) -> dict:
-    """Of two batches at the same weights, g of b and r of a and b together: <g, r>, |g|^2 and
-    |r|^2, g whole, and what clipping makes of it."""
+    """Gradients of two batches at the same weights, g of b and r of a and b together: <g, r>,
+    |g|^2 and |r|^2, the whole g, and g after clipping."""
     policy = rank.policy(model, controls=(), clip_grad=None)
     reference = ReducedGradient(rank, policy, a).shards()
     gradient = ReducedGradient(rank, policy, b)
@@ -267,7 +267,7 @@ def anomalous(rank: Rank, prefix: str, on_anomaly: str) -> dict:
 
 
 def replayed(rank: Rank, settings: dict) -> dict:
-    """Of experts that came with the samples: log-probs, and the gradient of a step."""
+    """Log-probs, and the gradient of a step, with the experts that came with the samples."""
     policy = rank.policy(
         "mixture",
         objective=REPLAYED,
@@ -294,7 +294,8 @@ def several_steps(rank: Rank, batch: str, replay: str, objective=SEVERAL_STEPS) 
 
 
 def with_own_choice(rank: Rank, name: str) -> None:
-    """Adds the batch `..._own`: with the experts that the model itself chooses, padded and alone."""
+    """Adds the batch `..._own`: with the experts that the model itself chooses, padded and
+    alone."""
     policy = rank.policy("mixture", routing_replay="proximal")
     routing = policy.schedule.routing
     mine = received(policy, scorable(rank.batches[name]))

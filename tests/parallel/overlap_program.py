@@ -1,4 +1,4 @@
-"""One rank of the tests of reduction beside the backward pass, and of gathering weights beside the
+"""One rank of the tests of reduction during the backward pass, and of gathering weights during the
 forward pass; arguments as those of layout_program.
 
 Layouts named `expert...` run the model with experts, the others the untied dense one.
@@ -21,8 +21,8 @@ from megatron_async_rl.policy import optimizer
 from tests.parallel.layout_program import Rank, run_each, save
 
 BUCKET = 1000
-"""Parameters of a bucket, at the least: the output layer has one to itself. Megatron's own would hold
-the whole model."""
+"""Smallest number of parameters of a bucket: the output layer has one to itself. Megatron's own
+would hold the whole model."""
 
 
 class Watched:
@@ -51,8 +51,8 @@ class Watched:
 
 
 class Gathers:
-    """Buckets of weights whose gathering began: beside the schedule's passes, or at once. left: those
-    that nobody had waited for when a schedule's passes were through."""
+    """Buckets of weights whose gathering began: during the schedule's passes, or at once. left:
+    those that nobody had waited for when a schedule's passes were through."""
 
     def __init__(self) -> None:
         self.beside = self.at_once = self.left = 0
@@ -84,7 +84,7 @@ FOLLOWED = ObjectiveConfig(
 
 
 def gathered(rank: Rank, model: str, names: Sequence[str], gathers: Gathers) -> dict:
-    """Two batches of two steps each: weights gathered after each step, beside the next forward
+    """Two batches of two steps each: weights gathered after each step, during the next forward
     pass, and so without the wait at a batch's end."""
     found = {}
     whole = rank.parallel

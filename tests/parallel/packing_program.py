@@ -52,8 +52,8 @@ def runs_of(layout: str, virtual_stages: int) -> tuple[str, ...]:
 
 
 def among_others(rank: Rank, policy, name: str) -> dict:
-    """Scores of the batch's first sample, beside the others and beside others of the same lengths
-    and other tokens."""
+    """Scores of the batch's first sample, packed with the others and with others of the same
+    lengths and other tokens."""
     batch = scorable(rank.batches[name])
     first = batch.samples.column("id")[0].as_py()
 

@@ -3,8 +3,8 @@ checkpoints of any layout.
 
 Arguments: the material's directory (see layouts.py), a JSON of layout name -> (free port,
 ParallelConfig), all of this number of ranks and run one after the other, the directory of all
-layouts' checkpoints, the output directory, and a JSON of what to do: which layouts "save", and
-which models of which layouts' checkpoints to "load".
+layouts' checkpoints, the output directory, and a JSON of what to do: the layouts to "save", and the
+models and layouts whose checkpoints to "load".
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron_async_rl.plan.fit import memory_ran_out
 from megatron_async_rl.policy import device, forward, model_blocks
 from megatron_async_rl.policy.adam_view import AdamView, TakenStep, optimizer_parameters
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
-from megatron_async_rl.policy.device_memory import Released
+from megatron_async_rl.policy.device_memory import StateReleased
 from megatron_async_rl.policy.logprobs import vocab_parallel_logprobs
 from megatron_async_rl.policy.megatron_private import gradient_buffers
 from megatron_async_rl.policy.model import DTYPES, build_model
@@ -64,10 +64,10 @@ from tests.written_run import write_run
 OBJECTIVE = ObjectiveConfig(
     kl=KlConfig(coef=0.1), reference=ReferenceConfig(ema=0.7), proximal="ewma", ewma_decay=0.6
 )
-"""Everything that moves beside the model: two averages of the weights, and GAC's gradient."""
+"""Everything that moves besides the model: two averages of the weights, and GAC's gradient."""
 GAC = GacControl(c_low=0.15)
 MODELS = ("untied", "uneven")
-"""The second, which is tied, lies beside the checkpoints: the distributed optimizer cuts through
+"""The second, which is tied, lies next to the checkpoints: the distributed optimizer cuts through
 one of its matrices."""
 
 LEAN = {
@@ -147,7 +147,7 @@ def moved_there_and_back(rank: Rank, path: Path, dtype: str) -> dict[str, bool]:
 
 
 def lean_policy(rank: Rank, trained: str):
-    """With controls that read gradients, moments, and the update to come."""
+    """Policy with controls that read gradients, moments, and the coming update."""
     controls = (GAC, MomentumByAlignmentControl(), DisplacementControl())
     objective = ObjectiveConfig(snapshots=5)
     return rank.policy(
@@ -197,9 +197,9 @@ def lean(rank: Rank, checkpoints: Path) -> dict:
 
 
 def lean_memory(rank: Rank, scratch: Path) -> dict[str, list]:
-    """With GAC's gradient and a reference that moves: bytes of the largest tensor that each rank makes to
-    save and to load, of the largest run of elements that is its own in float32, and of the
-    largest parameter."""
+    """Memory with GAC's gradient and a moving reference: bytes of the largest tensor that each
+    rank makes to save and to load, of the largest run of elements that is its own in float32,
+    and of the largest parameter."""
     objective = ObjectiveConfig(kl=KlConfig(coef=0.1), reference=ReferenceConfig(ema=0.7))
     first, again = (
         rank.policy(controls=(GAC,), objective=objective, lr=1e-3, **LEAN) for _ in range(2)
@@ -218,8 +218,9 @@ def lean_memory(rank: Rank, scratch: Path) -> dict[str, list]:
 
 
 def gradients_of_the_head(rank: Rank, policy) -> list[tuple[int, set]]:
-    """Of each rank of a last stage: the micro-batches of a step, and the dtypes of the tensors that the
-    output layer's gradient is added to in them. After `cosines_with_momentum`, on its batch."""
+    """Output-layer gradients of each rank of a last stage: the micro-batches of a step, and the
+    dtypes of the tensors to which the gradient is added in them. After `cosines_with_momentum`,
+    on its batch."""
     given = []
 
     def noted(*args, weight_gradient, **options):
@@ -234,8 +235,8 @@ def gradients_of_the_head(rank: Rank, policy) -> list[tuple[int, set]]:
 
 
 def cosines_with_momentum(rank: Rank, policy) -> tuple[float, float]:
-    """Numbers of the next gradient: as controls see it, and of the shards of both put together in float64,
-    which are the whole model's where no rank has a part of it alone."""
+    """Numbers of the next gradient: as controls see it, and of the shards of both put together in
+    float64, which are the whole model's where no rank has a part of it alone."""
     rank.batches["next"] = at_version(rank.batches["a"], 4)
     gradient = ReducedGradient(rank, policy, "next")
     view = AdamView(policy.optimizer, policy.config.optimizer, 4, TakenStep(1e-3, 0.9))
@@ -251,8 +252,9 @@ def cosines_with_momentum(rank: Rank, policy) -> tuple[float, float]:
 
 
 def with_room(rank: Rank, dtype: str, scratch: Path) -> dict:
-    """Steps of a policy that makes room after each, against those of one that never does: `same` on
-    every rank. What it held before and while it had made room, and what it refuses then."""
+    """Steps of a policy that makes room after each, against those of a policy that never does:
+    `same` on every rank. What it held before and while it had made room, and what it refuses
+    then."""
     control = GAC.model_copy(update={"reference_dtype": "fp8" if dtype == "bfloat16" else "fp32"})
     plain, roomy = (rank.policy(controls=(control,), dtype=dtype, lr=1e-3) for _ in range(2))
     found: dict = {"same": True}
@@ -270,7 +272,7 @@ def with_room(rank: Rank, dtype: str, scratch: Path) -> dict:
         roomy.save(scratch / f"room_{dtype}", version + 1, {}, keep=1)
         try:
             roomy.train_step(received(roomy, rank.batches["a"]))
-        except Released as refused:
+        except StateReleased as refused:
             found["refused"] = str(refused)
         roomy.memory.restore()
         state.append(list(whole_state(roomy)))
@@ -306,7 +308,7 @@ def whole_state(policy):
 
 
 def out_of_memory(rank: Rank) -> tuple[str, str]:
-    """What a user is told of a forward pass for which the memory is not there, and the fix."""
+    """The error of a forward pass that runs out of memory, and its fix."""
     policy = rank.policy(controls=(GAC,))
     policy.train_step(received(policy, rank.batches["a"]))
     config = load(write_run(rank.scratch / "run"), ["policy.tokens_per_micro_batch=96"])

@@ -1,5 +1,5 @@
-"""Rank 0 takes longer over something than any other collective may: a batch, an evaluation, one
-that a checkpoint waits for."""
+"""Rank 0 takes longer over something than any other collective may: a batch, an evaluation, and an
+evaluation before a checkpoint."""
 
 import sys
 import tempfile
@@ -51,7 +51,7 @@ def unasked(batches: object) -> tuple[float, int]:
 
 
 def rank_of_a_run(version: int, folder: Path) -> OtherRank:
-    """As far as it leads from an evaluation to the checkpoint."""
+    """Rank of a run between an evaluation and the checkpoint."""
     config: Any = SimpleNamespace(
         run=SimpleNamespace(dir=folder, steps=STEPS),
         model=SimpleNamespace(path="m"),

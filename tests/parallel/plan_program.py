@@ -1,10 +1,10 @@
-"""The bytes that Megatron and the policy give to one rank of a layout whose other ranks are not there:
-to weights, gradients, optimizer, controls and copies of the weights on the meta device, where nothing
-is computed or stored, so that the model may be large; and to what the model keeps for the backward
-pass of one micro-batch on the CPU.
+"""The bytes that Megatron and the policy give to one rank of a layout whose other ranks are not
+there: to weights, gradients, optimizer, controls and copies of the weights on the meta device,
+where nothing is computed or stored, so that the model may be large; and to what the model keeps for
+the backward pass of one micro-batch on the CPU.
 
 Arguments: a JSON of two lists, each of [a configuration's file, its overrides, [ranks]] and of the
-same with a micro-batch's rows and tokens of each in the place of the ranks; the file to write.
+same with a micro-batch's rows and tokens of each instead of the ranks; the file to write.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ from megatron_async_rl.policy.opob import exact_baseline
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
 from megatron_async_rl.policy.parallel import Layout, initialise
 from megatron_async_rl.policy.parameter_state import MASTER, adam_names, adam_shards
-from megatron_async_rl.policy.past_versions import Snapshots
+from megatron_async_rl.policy.past_versions import MasterSnapshot, Snapshots
 from megatron_async_rl.policy.reference_policies import ReferencePolicies
-from megatron_async_rl.policy.weight_copies import HeldMasters
 from tests.parallel.allocations import Allocations
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -113,7 +112,9 @@ def copies(config: Config, model: Any, optimizer: Any) -> int:
     objective = config.objective
     past = any(control.needs_past_weights for control in config.controls)
     with META:
-        masters = Snapshots(lambda: HeldMasters(optimizer), objective.snapshots) if past else None
+        masters = (
+            Snapshots(lambda: MasterSnapshot(optimizer), objective.snapshots) if past else None
+        )
         needs = Objective(objective).needs
         held = ReferencePolicies(objective, needs, model, past_masters=masters)
         for version in range(objective.snapshots):
@@ -178,8 +179,8 @@ def kept(config: Config, rows: int, tokens: int) -> int:
 
 
 def build_on_meta() -> None:
-    """What Megatron makes on CUDA is made on the meta device from here on; its optimizers sort
-    parameters by the name of their type."""
+    """Redirect Megatron's CUDA tensors to the meta device; its optimizers sort parameters by the
+    name of their type."""
     device._CPU = META
     named = torch.Tensor.type
 

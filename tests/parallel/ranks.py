@@ -46,7 +46,7 @@ def run_ranks(
 
 
 def run_alone(program: str, args: Sequence[str | Path] = (), timeout: float = 900.0) -> str:
-    """As `run_ranks`, for one process that is nobody's rank."""
+    """Run one process without ranks; see `run_ranks`."""
     return _run(program, args, [{}], timeout)
 
 

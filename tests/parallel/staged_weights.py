@@ -1,5 +1,5 @@
-"""A version staged by all ranks, as an engine of rank 0's machine would read it; and ways in which it
-may be wrong."""
+"""A version staged by all ranks, as an engine of rank 0's machine would read it; and ways in which
+it may be wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.weights import shards
-from megatron_async_rl.weights.cuda_ipc import CudaIpc, Lending
+from megatron_async_rl.weights.cuda_ipc import CudaIpc, IpcBuckets
 from megatron_async_rl.weights.digest import tensor_digest
 from megatron_async_rl.weights.export import WeightExporter
 from megatron_async_rl.weights.manifest import IN_FLIGHT, Manifest, WeightMismatch, require_equal
@@ -126,9 +126,9 @@ def staging_of(exporter: WeightExporter, layout: Layout) -> dict[str, Any]:
 
 
 def lent(exporter: WeightExporter, layout: Layout) -> dict[str, Any]:
-    """tensors, digests: of a version that is lent in small buckets, each as it is in this rank's own
-    memory."""
-    lending = Lending(CudaIpc(layout.device), layout)
+    """tensors, digests: of a version that is lent in small buckets, each as it is in this rank's
+    own memory."""
+    lending = IpcBuckets(CudaIpc(layout.device), layout)
     shards = WeightShards(exporter, lending.reached, 5000)
     manifest, tensors = lending.stage(1, shards.buckets, shards.parts()), {}
     for number in range(len(shards.buckets)):

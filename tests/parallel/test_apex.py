@@ -1,4 +1,5 @@
-"""Local layers call Apex's kernels where it is installed, on ranks that share tensors and sequences.
+"""Local layers call Apex's kernels where it is installed, on ranks that share tensors and
+sequences.
 
 Over a stand-in for its interface (tests/apex_stand_in.py); the kernels: tests/gpu/test_apex.py.
 """
@@ -18,7 +19,7 @@ from tests.parallel.ranks import run_ranks
 pytestmark = pytest.mark.parallel
 DONE = ("packed", "narrow", "mixture")
 ROUNDING = 2.0**-8
-"""Of bfloat16: weight gradients of each micro-batch are rounded where they are not fused."""
+"""Rounding of bfloat16: unfused weight gradients are rounded in each micro-batch."""
 
 
 @pytest.fixture(scope="module")

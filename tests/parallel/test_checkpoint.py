@@ -153,7 +153,7 @@ def test_exporting_and_scoring_leave_the_moments_alone(layout):
 
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
-def test_copies_divided_over_replicas_hold_and_give_back_the_bits_of_whole_ones(layout):
+def test_copies_divided_over_replicas_hold_the_bits_of_whole_ones(layout):
     found = [result["checkpoint"]["copies"] for result in results(layout)]
     assert all(rank["same"] for rank in found)
     assert all(rank["gathered"] <= BLOCK for rank in found)

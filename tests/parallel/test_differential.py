@@ -31,13 +31,14 @@ from megatron_async_rl.config.objective import ObjectiveConfig
 from tests.parallel.layouts import loaded, run_program, temporary, with_behavior
 from tests.parallel.reference_program import at_version
 from tests.reference_trainer import Adapted, Model, Response, Trainer
+from tests.thorough import THOROUGH
 from tests.tiny_models import save_tiny_model
 from tests.train_batches import groups_of, ragged_batch
 
 pytestmark = pytest.mark.parallel
 
 CASES_PER_START = 40
-CASES = int(os.environ.get("MAR_DIFFERENTIAL_CASES", "20"))
+CASES = int(os.environ.get("MAR_DIFFERENTIAL_CASES", "300" if THOROUGH else "20"))
 FIRST = int(os.environ.get("MAR_DIFFERENTIAL_FIRST", "0"))
 TOLERANCE = 1e-5
 """Largest error of a tensor, relative to the norm of the whole gradient. The policy computes in

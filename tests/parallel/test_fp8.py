@@ -1,6 +1,6 @@
-"""Demands of 8-bit products on loading, rows, copies and checkpoints, on every way to divide a model:
-the float32 weights are the file's, longer rows change nothing, and float32 weights stand in for
-those kept in 8 bits, bit for bit."""
+"""Demands of 8-bit products on loading, rows, copies and checkpoints, on every way to divide a
+model: the float32 weights are the file's, longer rows change nothing, and float32 weights stand in
+for those kept in 8 bits, bit for bit."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def assert_same(one, other):
 @pytest.mark.parametrize("layout", PARTS["kept"])
 def test_a_policy_that_copies_float32_weights_takes_a_plain_ones_steps(layout):
     found = results(layout)["kept"]
-    assert found["copies"] == {"HeldMasters", "HeldWeights"}
+    assert found["copies"] == {"MasterSnapshot", "WeightSnapshot"}
     kept, plain = found["runs"]["kept"], found["runs"]["plain"]
     assert kept["steps"] == plain["steps"]
     assert_same(kept["weights"], plain["weights"])

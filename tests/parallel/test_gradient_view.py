@@ -96,7 +96,7 @@ def test_clipping_reaches_its_limit_and_scales_every_copy_alike(layout, model):
 
 @pytest.mark.parametrize(("layout", "model"), CASES)
 def test_each_part_of_the_rule_of_what_counts_is_decided(layout, model):
-    """With one part of it broken the norm is another, on every layout that needs this part."""
+    """Breaking one part of the rule changes the norm on every layout that needs the part."""
     found = measured(layout, model)
     needed = rules_of(layout, model)
     for rule, products in found["broken"].items():

@@ -186,8 +186,8 @@ def test_given_responses_are_trained_on_by_weighted_log_likelihood():
 
 @pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
 def test_the_loss_of_given_responses_is_measured_over_all_tokens_and_nothing_moves(layout):
-    """As a supervised step on all of them has it; what trains afterwards is held to one rank by the
-    other tests, and to the bit by that of a resume."""
+    """The loss equals that of a supervised step on all of them. Other tests compare the
+    following training with one rank, and the resume test compares it bit for bit."""
     loss, tokens = layouts.results(layout)["tied"]["held_out"]
     (step,) = layouts.results("single")["given"]["steps"]
     assert loss == pytest.approx(step["policy/loss"], rel=1e-6)

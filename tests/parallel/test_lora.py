@@ -55,7 +55,7 @@ def test_the_steps_compared_moved_both_matrices_and_used_reference_and_control()
 
 @pytest.mark.parametrize("layout", EVERY)
 def test_a_merge_in_float32_gives_engines_all_of_the_product(layout):
-    """In bfloat16 what is below half a step of W's grid is lost."""
+    """A merge in bfloat16 loses changes below half a step of W's grid."""
     found = results(layout)["merged"]
     adapted = 0
     for name, exact in found["exact"].items():
@@ -87,7 +87,7 @@ def test_adapters_alone_are_trained_and_their_copies_agree(layout):
 
 
 def test_recomputed_layers_give_their_adapters_the_same_gradient():
-    """In bfloat16 under dropout, whose masks are drawn again."""
+    """The bfloat16 case uses dropout, whose masks are drawn again."""
     assert results("single")["recomputed"] == {"float32": True, "bfloat16": True}
 
 

@@ -195,7 +195,8 @@ def test_a_checkpoint_brings_back_the_trained_weights(layout, model):
 def in_files(
     gradient: dict[str, torch.Tensor], names: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """By the names of the files: transformers puts all experts of a layer into one tensor."""
+    """Gradients under the names of the files; transformers puts all experts of a layer into one
+    tensor."""
     found = {}
     for name, tensor in gradient.items():
         layer, _, fused = name.partition(".experts.")

@@ -16,7 +16,7 @@ TENSOR = "model.layers.1.mlp.down_proj.weight"
             "WeightsDoNotFit",
             "model.layers.1.mlp.extra.weight is in the files but not in the model",
         ),
-        ("wrong shape", "WeightsDoNotFit", f"{TENSOR} has shape [3, 3], the model wants [32, 48]"),
+        ("wrong shape", "WeightsDoNotFit", f"{TENSOR} has shape [3, 3], the model needs [32, 48]"),
         (
             "truncated file",
             "WeightsDoNotFit",

@@ -30,7 +30,7 @@ RUNS = [
 ]
 ON_LAYOUTS = [run for run in RUNS if run.endswith("-tied") or run == "plain-untied"]
 CORRELATION = 0.9
-"""Of the cheap proxy with the measured norms on the tests' model."""
+"""Correlation of the cheap proxy with the measured norms on the tests' model."""
 
 
 def results(layout):

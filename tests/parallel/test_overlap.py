@@ -1,5 +1,5 @@
-"""Gradients that are reduced beside the backward pass are those that are reduced after it, and
-weights that are gathered beside the forward pass those that are gathered after a step."""
+"""Gradients reduced during the backward pass equal those reduced after it, and weights gathered
+during the forward pass equal those gathered after a step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_steps_and_weights_are_those_of_gradients_reduced_at_the_end(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_from_the_second_step_on_every_rank_reduces_buckets_early(layout):
-    """In the first step Megatron learns in which order gradients come. It makes one bucket of every
+    """Megatron learns the order of the gradients in the first step. It makes one bucket of every
     pipeline stage but the first."""
     whole = "pipeline" in LAYOUTS[layout]
     for rank, early in enumerate(results(layout)[True]["early"]):

@@ -1,5 +1,6 @@
-"""The parameters of published 32B models, cut over TP=8 and PP=4, and of every recipe's model on its
-layout, against those of transformers' model of the same configuration; both on the meta device."""
+"""The parameters of published 32B models, cut over TP=8 and PP=4, and of every recipe's model on
+its layout, against those of transformers' model of the same configuration; both on the meta
+device."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ RECIPES = {
     "qwen3_8b": "Qwen3-8B",
     "qwen3_8b_colocated": "Qwen3-8B",
 }
-"""Those whose model or layout differs."""
+"""Cases whose model or layout differs."""
 MODELS = {name: name for name in TENSORS} | RECIPES
 
 
@@ -73,8 +74,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @functools.cache
 def reference(folder: Path) -> dict[str, list[int]]:
-    """Names and shapes in files. A tied output layer is in none, and experts, which transformers has
-    in one tensor, lie there one by one."""
+    """Names and shapes in files. A tied output layer is in none, and experts, which transformers
+    has in one tensor, lie there one by one."""
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -117,7 +118,7 @@ def test_stages_have_the_names_and_shapes_of_transformers_once(found, name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_read_every_element_of_the_files_once(found, name):
-    """Where several hold the same, each reads it."""
+    """Ranks that hold the same elements all read them."""
     shapes, places = tensors_of(found, name), {}
     for own in found[name]["entries"]:
         for *_, read in own:

@@ -139,8 +139,8 @@ def test_with_gradients_and_moments_in_bfloat16_a_resumed_run_goes_on_bit_for_bi
 
 @pytest.mark.parametrize("layout", LEAN_LAYOUTS)
 def test_state_in_fewer_bits_is_saved_and_loaded_in_blocks_and_shards_alone(layout):
-    """Of GAC's gradient and a moving reference, too. What is loaded takes the room that it will
-    have: this rank's own shard."""
+    """GAC's gradient and a moving reference included. Loading takes only the memory of this
+    rank's own shard."""
     found = of(layout)["lean_memory"]
     assert max(found["whole"]) > 1.5 * BLOCK
     assert max(found["saving"]) <= BLOCK

@@ -1,5 +1,5 @@
-"""Memory as `mar plan` counts it against Megatron's own: its buffers and its optimizer, with what the
-policy keeps beside them, built on the meta device for models and layouts that no machine here could
+"""Memory as `mar plan` counts it against Megatron's own: its buffers and its optimizer, with the
+policy's further state, built on the meta device for models and layouts that no machine here could
 hold."""
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ CASES: dict[str, tuple[str, list[str], list[int]]] = {
 """Model, overrides of a configuration, and ranks to look at."""
 RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
 BUILT = ("qwen3_0.6b", "qwen3_8b_colocated", "qwen2.5_32b", "qwen3_30b_a3b")
-"""Recipes whose layout is one that no case above has, and whose layers a CPU has."""
+"""Recipes with layouts that no case above has, and with layers that a CPU has."""
 
 
 @pytest.fixture(scope="module")

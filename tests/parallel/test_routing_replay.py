@@ -136,7 +136,8 @@ def test_a_step_on_the_routers_own_choice_is_the_step_without_replay():
 
 @pytest.mark.parametrize("layout", ["mixture_single", "expert_tensor", "expert_tensor_pipeline"])
 def test_padding_counts_in_no_loss_on_the_use_of_experts(layout):
-    """Packed rows have none but what fills the row up; without these losses the gradient is another."""
+    """Packed rows have none but what fills the row up; without these losses the gradient is
+    another."""
     padded, packed = (found(layout, "counted")[kind] for kind in ("padded", "packed"))
     compare_weights(padded, packed)
     gate = "model.layers.0.mlp.gate.weight"

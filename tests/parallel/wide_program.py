@@ -1,4 +1,5 @@
-"""One rank of the tests of layouts with three and four shards; arguments as those of layout_program.
+"""One rank of the tests of layouts with three and four shards; arguments as those of
+layout_program.
 
 Layouts named `expert...` or `mixture...` run the model with experts, the others the tied dense one.
 """

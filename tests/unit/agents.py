@@ -1,4 +1,4 @@
-"""Agents of tests: what their prompt says they do at the endpoint."""
+"""Agents of tests: they do at the endpoint what their prompt requests."""
 
 import asyncio
 import json
@@ -97,7 +97,7 @@ def run(prompt: Prompt, base_url: str) -> float:
 
 
 def elsewhere(question: str, base_url: str, path: str) -> str:
-    """What it is told there, as JSON."""
+    """Answer of that address, in JSON."""
     request = urllib.request.Request(
         base_url.removesuffix("/v1") + path,
         data=json.dumps({"messages": [{"role": "user", "content": question}]}).encode(),

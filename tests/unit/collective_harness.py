@@ -11,7 +11,7 @@ import torch
 
 from megatron_async_rl.weights import collective
 from megatron_async_rl.weights.collective import Receiver
-from megatron_async_rl.weights.manifest import Delivery
+from megatron_async_rl.weights.manifest import WeightUpdate
 from megatron_async_rl.weights.shared_memory import SharedMemory
 
 CPU = torch.device("cpu")
@@ -27,9 +27,9 @@ class Worker:
         self.process.start()
         other.close()
 
-    def receive(self, delivery: Delivery, *, dies: bool = False) -> None:
+    def receive(self, update: WeightUpdate, *, dies: bool = False) -> None:
         """Begins to receive. `dies`: the process ends with the first bucket that arrived."""
-        self._pipe.send((delivery, dies))
+        self._pipe.send((update, dies))
         assert self._pipe.recv() == "begun"
 
     def close(self) -> None:
@@ -43,11 +43,11 @@ def _serve(pipe: Connection, number: int, folder: Path) -> None:
     receiver = Receiver(number, CPU, SharedMemory(folder))
     while True:
         try:
-            delivery, dies = pipe.recv()
+            update, dies = pipe.recv()
         except EOFError:
             receiver.close()
             return
         if dies:
             collective.damaged_tensor = lambda *_: os._exit(9)  # type: ignore[assignment]
-        receiver.receive(delivery)
+        receiver.receive(update)
         pipe.send("begun")

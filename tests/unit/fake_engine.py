@@ -1,5 +1,5 @@
-"""A rollout engine that is a coroutine: it answers requests after delays, can be told to abort
-them, takes weights, and fails in every way one can."""
+"""A rollout engine that is a coroutine: it answers requests after delays, aborts them on request,
+takes weights, and fails in every way one can."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class FakeEngine:
         self.buckets: list[str] = []
         """Paths of the update that began last."""
         self.calls: list[str] = []
-        self.most = 0
+        self.maximum = 0
         self.started: Callable[[Request, int], int] = lambda request, version: version
         self.reward: Callable[[Request], float | None] = lambda request: float(request.k)
         self.alter: Callable[[Sample], Sample] = lambda sample: sample
@@ -90,7 +90,7 @@ class FakeEngine:
             self.versions.append(self.version)
             self._start[request.id] = self.started(request, self.version)
             self._running[request.id] = asyncio.create_task(self._answer(request))
-        self.most = max(self.most, len(self._running))
+        self.maximum = max(self.maximum, len(self._running))
 
     async def abort(self, ids: Sequence[str]) -> None:
         self.aborts += ids

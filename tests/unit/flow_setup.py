@@ -1,5 +1,5 @@
-"""What tests of the controller and the fleet share: seven prompts, a flow, engines that are
-coroutines, and the trainer's side."""
+"""Setup of the controller and fleet tests: seven prompts, a flow, engines that are coroutines,
+and the trainer's side."""
 
 from __future__ import annotations
 
@@ -195,6 +195,6 @@ async def train(controller: Controller, first: int, last: int) -> list[TrainedGr
 
 
 async def position(controller: Controller, *, buffer: bool = True, oldest: int = 0) -> DataState:
-    """What a checkpoint has; without its buffer if so said."""
+    """State in a checkpoint; `buffer`: with the buffer."""
     saved = await controller.state()
     return DataState(state=saved.state, buffer=saved.buffer if buffer else None, oldest=oldest)

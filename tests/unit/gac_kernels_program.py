@@ -1,8 +1,8 @@
-"""GAC's kernels in Triton's interpreter (TRITON_INTERPRET=1, read when Triton is imported) beside the
-torch path; prints what differs, as JSON.
+"""GAC's kernels in Triton's interpreter (TRITON_INTERPRET=1, read when Triton is imported) compared
+with the torch path; prints what differs, as JSON.
 
-The interpreter's own conversions are not the hardware's: to bfloat16 it cuts off, and to 8-bit floats
-a carry out of the fraction is lost (Triton 3.9). Here torch converts in their place, to the nearest
+The interpreter's own conversions are not the hardware's: to bfloat16 it truncates, and to FP8 a
+carry out of the fraction is lost (Triton 3.9). Here torch converts in their place, to the nearest
 and of two the even one, as the instructions do that the compiled kernels hold (test_gac_kernels.py
 looks for them).
 """
@@ -57,7 +57,7 @@ interpreter._convert_float = convert
 
 def call_from_kernel(function: Any, *args: Any, **kwargs: Any) -> Any:
     """The interpreter's, which adapts the language at each call again: most of its time. A kernel's
-    start has adapted it for the functions beside the kernel."""
+    start has adapted it for the functions next to the kernel."""
     module = function.fn.__module__
     if module != gac_kernels.__name__ and module not in adapted:
         interpreter._patch_lang(function.fn)
@@ -189,7 +189,7 @@ def keeping() -> int:
 
 
 def set_steps(steps: int) -> None:
-    """Of a kernel's loop; a program of it covers as many rows of blocks."""
+    """Set the steps of a kernel's loop; one program covers as many rows of blocks."""
     gac_kernels.STEPS = steps
     gac_kernels.SPAN = gac_kernels.ROWS * steps * BLOCK
 

@@ -40,7 +40,7 @@ SETTINGS = (
     "moe_permute_fusion",
 )
 MARKS = {"allreduce": True, "sequence_parallel": False, "tensor_model_parallel": False}
-"""What Megatron reads of a parameter besides its elements -> the value of a missing mark."""
+"""Attributes that Megatron reads from a parameter -> the value of a missing attribute."""
 
 
 def layout_of(parallel: ParallelConfig, rank: int) -> Layout:

@@ -1,5 +1,5 @@
-"""Questions with their answers, and responses: realistic right answers, and attempts to earn the reward
-without computing anything. Each row is (question, answer, responses)."""
+"""Questions with their answers, and responses: realistic right answers, and attempts to earn the
+reward without computing anything. Each row is (question, answer, responses)."""
 
 RIGHT = [
     (

@@ -10,7 +10,7 @@ from megatron_async_rl.flow.relay_process import RelaySpec
 from megatron_async_rl.flow.relays import Relays, RelaySettings
 from megatron_async_rl.flow.updates import WeightUpdates
 from megatron_async_rl.rollout.spec import HERE
-from megatron_async_rl.weights.manifest import BucketRef, Copy, Manifest
+from megatron_async_rl.weights.manifest import BucketRef, Manifest, StagedCopy
 from megatron_async_rl.weights.relay_server import RelayServer
 
 
@@ -41,8 +41,8 @@ class Reader:
             self.version = staged.version
 
 
-def copied(manifest: Manifest, nbytes: int = 8, seconds: float = 0.5) -> Copy:
-    return Copy(manifest=manifest, nbytes=nbytes, seconds=seconds)
+def copied(manifest: Manifest, nbytes: int = 8, seconds: float = 0.5) -> StagedCopy:
+    return StagedCopy(manifest=manifest, nbytes=nbytes, seconds=seconds)
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class FakeRelay:
     closed: bool = False
     where: str = "elsewhere"
 
-    async def fetch(self, version: int, staged: Manifest) -> Copy:
+    async def fetch(self, version: int, staged: Manifest) -> StagedCopy:
         self.asked.append(version)
         await self.gate.wait()
         if self.failure is not None:

@@ -1,4 +1,4 @@
-"""A scheduler without a fleet: the test says what is answered."""
+"""A scheduler without a fleet: the test chooses the answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_async_rl.config.schema import FlowConfig
-from megatron_async_rl.flow.buffer import Group
+from megatron_async_rl.flow.buffer import SampleGroup
 from megatron_async_rl.flow.buffer_file import read, written
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.samples import Prompt, Sample
@@ -53,7 +53,7 @@ class SchedulerHarness:
         return list(self.asked)
 
     def admit(self) -> list[Request]:
-        """As much as there is room for."""
+        """Admit as many groups as there is room for."""
         made: list[Request] = []
         while self.scheduler.room():
             made += self.scheduler.admit(self.prompt)
@@ -93,9 +93,9 @@ class SchedulerHarness:
         return None if batch is None else indices(batch)
 
 
-def samples_of(batch: Iterable[Group]) -> list[SampleRow]:
+def samples_of(batch: Iterable[SampleGroup]) -> list[SampleRow]:
     return [sample for group in batch for sample in group.samples]
 
 
-def indices(batch: Iterable[Group]) -> list[int]:
+def indices(batch: Iterable[SampleGroup]) -> list[int]:
     return [group.index for group in batch]

@@ -1,4 +1,4 @@
-"""Work beside the steps: one piece at a time, and no failure lost."""
+"""Background work: one piece at a time, and no failure lost."""
 
 import logging
 import threading

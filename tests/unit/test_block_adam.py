@@ -1,5 +1,5 @@
-"""Adam with moments in bfloat16 or elsewhere, against torch's; the settings that choose it, and what
-the plan counts for them."""
+"""Adam with moments in bfloat16 or elsewhere, against torch's; the settings that choose it, and
+what the plan counts for them."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def test_with_moments_in_float32_a_step_is_torchs_bit_for_bit():
 
 
 class OnHost(torch.Tensor):
-    """As page-locked memory beside a device: what comes from it is a copy, and what goes to it is
-    there when somebody has waited."""
+    """Stand-in for page-locked memory: reading it makes a copy, and written data arrives once
+    the writer has waited."""
 
     waiting: ClassVar[list] = []
 
@@ -148,8 +148,8 @@ def test_a_step_rounds_float32s_moments_to_bfloat16_and_applies_them_before():
 
 
 def test_moments_in_bfloat16_follow_float32s_within_the_bound_of_their_rounding():
-    """Each step rounds by up to 2^-8, and what it has rounded decays with the moment: 2^-8 times the
-    sum of beta^k |moment k steps ago|."""
+    """Each step rounds by up to 2^-8, and what it has rounded decays with the moment: 2^-8 times
+    the sum of beta^k |moment k steps ago|."""
     ours, torchs = Run(rounding), Run(plain)
     sums = {name: [torch.zeros(s) for s in SHAPES] for name in ("exp_avg", "exp_avg_sq")}
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the flow: every field comes back, and as much of it is taken up as the
+"""The flow's part of a checkpoint: every field is restored, and as much is used as the staleness
 law permits."""
 
 from __future__ import annotations
@@ -273,8 +273,7 @@ def exact(lag: int, **more: Any) -> SchedulerHarness:
 
 
 def lags_of(harness: SchedulerHarness, first: int, last: int) -> list[int]:
-    """Of the steps first..last-1, each made by the version that it trains, as far as something is
-    asked."""
+    """Lags of the steps first..last-1; requests are answered by the version in training."""
     found = []
     for version in range(first, last):
         harness.scheduler.advance(version)

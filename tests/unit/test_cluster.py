@@ -1,5 +1,5 @@
 """The trainer's GPUs are handed to nobody else, by a Ray of our own and on a cluster that was there
-before. Without a GPU: a Ray that is told it has four, and two on another machine."""
+before. Without a GPU: a Ray that is configured with four, and two on another machine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megatron_async_rl.flow.rank0 import OtherRank
 from megatron_async_rl.rollout import cluster
-from megatron_async_rl.rollout.cluster import OtherDevices, TrainerDevicesTaken, join_ray, require_gpus
+from megatron_async_rl.rollout.cluster import OtherDevices, TrainerDevicesTaken
+from megatron_async_rl.rollout.cluster import join_ray, require_gpus
 from megatron_async_rl.rollout.engine import RolloutEngine
 from tests.unit.fake_engine import specs
 
@@ -128,7 +129,7 @@ machines.shutdown()
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, dict[str, object]]:
-    """What became of a trainer with two ranks, by the number of GPUs that others had taken before,
+    """Outcomes of a trainer with two ranks, by the number of GPUs that others had taken before,
     one after the other in one Ray."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, "0", "1", "3"],
@@ -247,7 +248,7 @@ def test_what_the_run_can_import_can_be_imported_on_the_cluster_before_what_is_t
 
 
 class Nodes:
-    """A cluster of three machines, of which the first of `alive` is rank 0's."""
+    """A cluster of three machines; the first of `alive` is rank 0's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, alive: str, dead: str = "") -> None:
         nodes = [{"NodeID": node * 56, "Alive": node not in dead} for node in alive + dead]

@@ -15,7 +15,7 @@ CHECK = "def check(candidate):\n  "
 
 
 def found(tests: Any, entry_point: Any = None) -> Any:
-    """What is read, without the marks of assertions; or the message of the error."""
+    """The tests that are read, without the marks of assertions; or the message of the error."""
     fields = {"tests": tests, "entry_point": entry_point}
     try:
         read = read_tests(Prompt(id="p", text="?", token_ids=(1,), fields=fields))
@@ -51,8 +51,8 @@ FORMS: list[tuple[Any, Any]] = [
     ("[a for a in [f(1)]]\nassert f(1) == 2", ["[a for a in [f(1)]]\nassert f(1) == 2"]),
 ]
 REFUSED: list[tuple[Any, str]] = [
-    ("Tests:\n```python\nassert f(1) == 2\n```", "is no Python"),
-    ("['assert f(1) == 2'", "is no Python"),
+    ("Tests:\n```python\nassert f(1) == 2\n```", "is not Python"),
+    ("['assert f(1) == 2'", "is not Python"),
     ("{}", "has an `input` that is None"),
     ([*ASSERT, {"input": "1", "output": "2"}], "holds 'assert f(1) == 2'"),
     ([{"input": "1", "output": "2"}, {"input": 1, "output": "2"}], "is 1 (test 2 of 2)"),
@@ -190,5 +190,5 @@ def test_a_test_may_hold_much_data() -> None:
     data = str([[one, [one] * 20] for one in range(2000)])
     source = f"{CHECK}for x, y in {data}:\n    assert candidate(x) == y"
     validate_row("code", {}, {"tests": source, "entry_point": "f"})
-    with pytest.raises(RewardError, match="is no Python"):
+    with pytest.raises(RewardError, match="is not Python"):
         validate_row("code", {}, {"tests": "(" * 10**5})

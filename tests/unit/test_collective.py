@@ -26,7 +26,7 @@ from megatron_async_rl.weights.communicator import (
     CREATION_LIMIT,
     Communicator,
 )
-from megatron_async_rl.weights.manifest import Copy, Delivery, Manifest, Meeting
+from megatron_async_rl.weights.manifest import Manifest, Meeting, StagedCopy, WeightUpdate
 from megatron_async_rl.weights.shared_memory import BucketFile, BucketReader, SharedMemory
 from megatron_async_rl.weights.staging import Staging
 from megatron_async_rl.weights.stale_files import PREFIX
@@ -47,7 +47,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(there: Path) -> Iterator[list[Receiver | Worker]]:
-    """An engine's two workers, one of which is another process."""
+    """An engine's two workers; one is another process."""
     here, other = Receiver(0, CPU, SharedMemory(there)), Worker(1, there)
     yield [here, other]
     here.close()
@@ -86,7 +86,7 @@ def weights(version: int, buckets: int) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def require_version(copy: Copy, version: int, buckets: int) -> None:
+def require_version(copy: StagedCopy, version: int, buckets: int) -> None:
     sent = {name: tensor for bucket in weights(version, buckets) for name, tensor in bucket.items()}
     reader = BucketReader()
     found = {n: t.clone() for ref in copy.manifest.buckets for n, t in reader.read(ref)}
@@ -102,10 +102,10 @@ def brought(
     version: int,
     manifest: Manifest,
     kept: int | None = None,
-) -> Copy:
-    delivery = Delivery(meeting=meeting, version=version, manifest=manifest, kept=kept)
+) -> StagedCopy:
+    update = WeightUpdate(meeting=meeting, version=version, manifest=manifest, kept=kept)
     for worker in engine:
-        worker.receive(delivery)
+        worker.receive(update)
     return sender.send(meeting, version, manifest)
 
 
@@ -144,10 +144,10 @@ def bucket_bytes(manifest: Manifest) -> list[torch.Tensor]:
 def test_a_worker_awaits_two_buckets_at_a_time(
     receiver: Receiver, staging: Staging, sender: Sender
 ) -> None:
-    """Else the second, which comes first here, would wait for the first for ever."""
+    """Else the second, which comes first here, would wait for the first forever."""
     manifest, meeting = stage(staging, 1, weights(1, 3)), sender.open(1)
     store = sender._sets[meeting.port].store
-    receiver.receive(Delivery(meeting=meeting, version=1, manifest=manifest, kept=None))
+    receiver.receive(WeightUpdate(meeting=meeting, version=1, manifest=manifest, kept=None))
     plays_sender = Communicator(meeting, 0, CPU, store)
     memory = bucket_bytes(manifest)
     for number in (1, 0, 2):
@@ -220,8 +220,8 @@ def test_a_worker_that_stands_still_is_given_up(
     meeting, goes_on = sender.open(1), threading.Event()
     brought(sender, meeting, [receiver], 1, stage(staging, 1, weights(1, 1)))
     one = sender._sets[meeting.port]
-    assert one.ours is not None
-    one.meeting, one.ours._limit = replace(meeting, limit_s=0.2), timedelta(seconds=0.2)
+    assert one.local is not None
+    one.meeting, one.local._limit = replace(meeting, limit_s=0.2), timedelta(seconds=0.2)
     with monkeypatch.context() as patch:
         patch.setattr(collective, "damaged_tensor", lambda *_: goes_on.wait() and None)
         manifest = stage(staging, 2, weights(2, buckets))
@@ -237,10 +237,10 @@ def test_an_engine_whose_worker_dies_costs_no_other_engine(
     """The last test of that process."""
     manifest = stage(staging, 1, weights(1, 9))
     meeting = sender.open(2)
-    delivery = Delivery(meeting=meeting, version=1, manifest=manifest, kept=None)
-    engine[0].receive(delivery)
+    update = WeightUpdate(meeting=meeting, version=1, manifest=manifest, kept=None)
+    engine[0].receive(update)
     assert isinstance(engine[1], Worker)
-    engine[1].receive(delivery, dies=True)
+    engine[1].receive(update, dies=True)
     with pytest.raises(CollectiveFailed, match="version 1 did not reach its workers"):
         sender.send(meeting, 1, manifest)
     require_version(brought(sender, sender.open(1), engine[:1], 1, manifest), 1, 9)

@@ -1,5 +1,5 @@
-"""Engines and policy take turns on the same devices: the order, and what becomes of a run in which a
-step of it fails or never ends."""
+"""Engines and policy take turns on the same devices: the order, and what becomes of a run in which
+a step of it fails or never ends."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import torch
 
 from megatron_async_rl.config.load import load
 from megatron_async_rl.flow import engine_task
-from megatron_async_rl.flow.colocated import PHASES, TO, DeviceTurns, OutOfTurn
+from megatron_async_rl.flow.colocated import PHASES, TO, DevicePhases, PhaseOrderError
 from megatron_async_rl.flow.controller import Controller
-from megatron_async_rl.flow.copies import Fill
+from megatron_async_rl.flow.copies import BufferRequest
 from megatron_async_rl.flow.errors import EngineMemoryOut, FlowError
 from megatron_async_rl.flow.rank0 import OtherRank, Rank0
 from megatron_async_rl.metrics.timeline import read_timeline
@@ -29,7 +29,7 @@ from megatron_async_rl.rollout import engine_process
 from megatron_async_rl.rollout.engine_process import EngineStartError
 from megatron_async_rl.watchdog.deadline import DeadlineExceeded
 from megatron_async_rl.watchdog.events import described, failure_of, out_of_memory
-from megatron_async_rl.weights.cuda_ipc import CudaIpc, Lending
+from megatron_async_rl.weights.cuda_ipc import CudaIpc, IpcBuckets
 from megatron_async_rl.weights.manifest import BucketRef, WeightMismatch
 from tests.staged import parts, specs
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, manifest
@@ -49,26 +49,26 @@ def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_party_takes_its_own_steps_in_order_and_knows_whose_memory_each_needs() -> None:
     for party, own in (("policy", POLICY), ("engine", ENGINE)):
-        turns, seen = DeviceTurns(party, "generate"), []  # type: ignore[arg-type]
+        phases, seen = DevicePhases(party, "generate"), []  # type: ignore[arg-type]
         do = {
-            step.name: lambda step=step: seen.append((step.name, turns.phase))  # noqa: B023
+            step.name: lambda step=step: seen.append((step.name, phases.phase))  # noqa: B023
             for step in own
         }
         for phase in PHASES:
-            turns.to(phase, do)
-            assert turns.phase == phase
+            phases.to(phase, do)
+            assert phases.phase == phase
         assert seen == [(step.name, step.needs) for step in own]
 
 
 def test_no_phase_is_passed_over_and_none_follows_a_step_that_failed() -> None:
-    turns = DeviceTurns("policy", "generate")
+    phases = DevicePhases("policy", "generate")
     for phase in ("publish", "generate"):
-        with pytest.raises(OutOfTurn, match="after which comes train"):
-            turns.to(phase, {})  # type: ignore[arg-type]
+        with pytest.raises(PhaseOrderError, match="after which comes train"):
+            phases.to(phase, {})  # type: ignore[arg-type]
     with pytest.raises(ZeroDivisionError):
-        turns.to("train", {"sleep": lambda: 1 / 0})
-    with pytest.raises(OutOfTurn, match="phase generate and step sleep"):
-        turns.to("train", {"sleep": lambda: None, "restore": lambda: None})
+        phases.to("train", {"sleep": lambda: 1 / 0})
+    with pytest.raises(PhaseOrderError, match="phase generate and step sleep"):
+        phases.to("train", {"sleep": lambda: None, "restore": lambda: None})
 
 
 # The policy's side
@@ -86,7 +86,7 @@ class Alone:
 
 
 class Parts:
-    """What rank 0's turns lead to; the step `failing` raises."""
+    """The parts that rank 0's phases call; the step `failing` raises."""
 
     def __init__(self, failing: str, error: Exception) -> None:
         self.done: list[str] = []
@@ -151,26 +151,26 @@ def test_a_step_of_the_policys_that_fails_ends_the_run_and_is_named_with_its_pha
     told = failure_of(failed.value, tmp_path / "rank_0.log").what
     assert told == f"{type(error).__name__}: {error} (in phase {step.needs}, step {step.name})"
     assert step.name not in parts.done
-    assert rank.turns.phase == step.needs
+    assert rank.phases.phase == step.needs
 
 
 class Lender:
-    """Rank 0's batches, and what engines ask of the ranks meanwhile: `orders`, one at a time; a wait
-    goes on until they are done."""
+    """Rank 0's batches, and what engines ask of the ranks meanwhile: `orders`, one at a time; a
+    wait goes on until they are done."""
 
-    def __init__(self, *orders: Fill | None) -> None:
+    def __init__(self, *orders: BufferRequest | None) -> None:
         self.orders = list(orders)
         self.done: list[BucketRef | None] = []
         self._over = threading.Event()
 
-    def next_fill(self, made: Future[None]) -> Fill | None:
+    def next_buffer_request(self, made: Future[None]) -> BufferRequest | None:
         if self.orders and (fill := self.orders.pop(0)) is not None:
             return fill
         self._over.set()
         wait((made,), 60)
         return None
 
-    def filled(self, done: BucketRef | None) -> None:
+    def buffer_filled(self, done: BucketRef | None) -> None:
         self.done.append(done)
 
     def _wait(self, *_: object) -> Any:
@@ -181,10 +181,10 @@ class Lender:
     next_batch = sleep = until_loaded = evaluated = _wait
 
 
-def lending_rank(folder: Path, lender: Lender) -> tuple[Rank0, Lending]:
+def lending_rank(folder: Path, lender: Lender) -> tuple[Rank0, IpcBuckets]:
     rank = rank0(folder, Parts("", Exception()))
     tensors = {"a": torch.arange(4.0), "b": torch.ones(2)}
-    lending = Lending(CudaIpc(torch.device("cpu")))
+    lending = IpcBuckets(CudaIpc(torch.device("cpu")))
     rank._staging, rank._batches = lending, lender  # type: ignore[assignment]
     rank._shards = SimpleNamespace(  # type: ignore[assignment]
         buckets=specs([tensors]), parts=lambda bucket=None: parts([tensors])
@@ -193,14 +193,14 @@ def lending_rank(folder: Path, lender: Lender) -> tuple[Rank0, Lending]:
     return rank, lending
 
 
-FILL = Fill(version=0, number=0)
+FILL = BufferRequest(version=0, number=0)
 
 
 @pytest.mark.parametrize("waits", ["publish", "await_batch", "take_devices", "state"])
 def test_while_rank_0_waits_the_ranks_fill_the_buckets_that_engines_want(
     tmp_path: Path, waits: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In their main threads, where no other collective is under way."""
+    """The ranks do so in their main threads, where no other collective is in progress."""
     monkeypatch.setattr("megatron_async_rl.flow.rank0.dump", lambda config: "")
     lender = Lender()
     rank, lending = lending_rank(tmp_path, lender)
@@ -210,7 +210,7 @@ def test_while_rank_0_waits_the_ranks_fill_the_buckets_that_engines_want(
     if waits != "publish":
         rank.publish(0)
     lender._over.clear()
-    lender.orders = [FILL, Fill(version=0, number=None), FILL, None]
+    lender.orders = [FILL, BufferRequest(version=0, number=None), FILL, None]
     if waits == "state":
         rank.schedule = SimpleNamespace(
             unfinished=lambda _: True, means={}, before=None, after=None
@@ -228,7 +228,9 @@ def test_while_rank_0_waits_the_ranks_fill_the_buckets_that_engines_want(
 
 
 def test_an_order_for_an_older_version_fills_nothing(tmp_path: Path) -> None:
-    rank, lending = lending_rank(tmp_path, lender := Lender(Fill(version=-1, number=0), None))
+    rank, lending = lending_rank(
+        tmp_path, lender := Lender(BufferRequest(version=-1, number=0), None)
+    )
     rank.publish(0)
     assert lender.done == [None]
     assert lending._memory == [None, None]
@@ -361,7 +363,7 @@ def test_an_engine_that_starts_for_too_long_before_the_sleep_ends_the_run() -> N
 
 
 def not_started(folder: Path, cause: str) -> EngineStartError:
-    """Of an engine whose vLLM process ended by this."""
+    """Error of an engine whose vLLM process ended for `cause`."""
     log, trace = folder / "engine-0.log", "Traceback (most recent call last):\n  File x, line 1\n"
     log.write_text(f"{trace}{cause}\n{trace}RuntimeError: Engine core initialization failed.\n")
     spec: Any = SimpleNamespace(name="engine-0", log_dir=folder, log=log)

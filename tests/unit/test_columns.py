@@ -39,7 +39,8 @@ def sample(k: int, length: int, **changes: object) -> Sample:
 
 
 def segmented(k: int, **changes: object) -> Sample:
-    """Of two segments: the second has a context of two tokens, and older weights began it."""
+    """Sample of two segments; the second has a context of two tokens, and older weights began
+    it."""
     values: dict[str, object] = {
         "versions": np.array([1, 2, 0, 0, 3], dtype=np.int32),
         "loss_mask": np.array([1, 1, 0, 0, 1], dtype=np.uint8),

@@ -1,4 +1,4 @@
-"""Reference vectors are met, and `mar conform` says so, or what is wrong."""
+"""Reference vectors are met, and `mar conform` reports so, or the differences."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_one_case_that_fails_ends_with_code_1_and_the_largest_error(tmp_path):
         ("params.clip_low", {"a": [1]}, "params.clip_low"),
         ("params.aggregation", "mean", "aggregation mean"),
         ("inputs.mask", ..., "inputs.mask is missing"),
-        ("inputs.logp_old", [[0.0, 0.0], [0.0, 0.0]], "inputs.logp_old is no column"),
+        ("inputs.logp_old", [[0.0, 0.0], [0.0, 0.0]], "inputs.logp_old is not a batch's column"),
         ("inputs.advantages", [1.0, 2.0], "inputs.advantages: expected numbers per token"),
         ("expect.entropy", 1.0, "expect.entropy"),
         ("expect.loss", [[1.0, 1.0], [1.0, 1.0]], "has shape [2, 2]"),
@@ -200,8 +200,8 @@ def test_a_float64_reference_is_met_to_1e_6_and_a_float32_one_to_what_float32_gi
 
 
 def test_the_precision_is_the_files_and_not_guessed_from_its_numbers(tmp_path):
-    """3e-6 is within float32's tolerance and not within float64's, whatever the number looks
-    like: here it is one that float32 holds."""
+    """3e-6 is within float32's tolerance and not within float64's, whatever the number looks like:
+    here it is exact in float32."""
     number = float(np.float32(SMALL["expect"]["loss"] + 3e-6))
     wrong = changed("expect.loss", number)
     wrong["expect"] = {"loss": number}

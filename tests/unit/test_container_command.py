@@ -35,7 +35,7 @@ QWEN3: dict[str, dict[str, Any]] = {
     "Qwen3-32B": dict(zip(SIZES, (5120, 64, 64, 25600), strict=True))
     | {"tie_word_embeddings": False},
 }
-"""Of each model's published config.json."""
+"""Values of each model's published config.json."""
 ROWS = re.findall(r"^\| (Qwen3-\S+) \| ([\d.]+) GiB \| `(--shm-size=\d+g)` \|$", PAGE, re.MULTILINE)
 
 

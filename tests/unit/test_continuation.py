@@ -37,7 +37,7 @@ def tokens(*values: int, version: int = 0) -> PartialResponse:
 
 
 def test_experts_of_a_response_cut_twice_are_recorded_once_for_each_token() -> None:
-    """Of a prompt of 3 tokens; a token has 2 bytes, its place in the response twice."""
+    """The prompt has 3 tokens; each token has 2 bytes, its position in the response twice."""
 
     def experts(start: int, end: int) -> bytes:
         return bytes(place for place in range(start, end) for _ in range(2))

@@ -1,5 +1,5 @@
-"""Which gradient controls go together: what is refused, and that the reason names both and says what to
-do."""
+"""Which gradient controls go together: what is refused, and that the reason names both and the
+fix."""
 
 import pytest
 import yaml

@@ -1,5 +1,5 @@
-"""The controller: what is admitted when, what trains when, and what it says of it; with engines
-that are coroutines."""
+"""The controller: what is admitted when, what trains when, and what it reports; with engines that
+are coroutines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Versions that are lent bucket by bucket out of two places on a device: what engines read there, who
-may read it, and how all ranks end where one of them fails. Here the memory is a CPU's
+"""Versions that are lent bucket by bucket out of two places on a device: what engines read there,
+who may read it, and how all ranks end where one of them fails. Here the memory is a CPU's
 (tests/gpu/test_cuda_ipc.py: CUDA's)."""
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 
 from megatron_async_rl.watchdog.events import out_of_memory
 from megatron_async_rl.weights import cuda_ipc
-from megatron_async_rl.weights.cuda_ipc import CudaIpc, DeviceReader, Lending
+from megatron_async_rl.weights.cuda_ipc import CudaIpc, DeviceReader, IpcBuckets
 from megatron_async_rl.weights.digest import tensor_digest
 from megatron_async_rl.weights.manifest import IN_FLIGHT, BucketRef, Manifest
 from megatron_async_rl.weights.shared_memory import SharedMemory
 from megatron_async_rl.weights.staging import NotStaged
 from megatron_async_rl.weights.stale_files import PREFIX
-from megatron_async_rl.weights.transport import Part
+from megatron_async_rl.weights.transport import ShardSlice
 from tests.staged import specs
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """In place of /dev/shm; empty at the end."""
+    """Folder that replaces /dev/shm; it must be empty at the end."""
     monkeypatch.setattr(cuda_ipc, "SharedMemory", lambda: SharedMemory(tmp_path))
     yield tmp_path
     assert not list(tmp_path.glob(f"{PREFIX}*"))
@@ -49,14 +49,16 @@ def weights(version: int) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def parts_of(bucket: dict[str, torch.Tensor], rank: int = 0, ranks: int = 1) -> Iterator[Part]:
+def parts_of(
+    bucket: dict[str, torch.Tensor], rank: int = 0, ranks: int = 1
+) -> Iterator[ShardSlice]:
     """A rank's rows."""
     for name, tensor in bucket.items():
         start, end = (len(tensor) * one // ranks for one in (rank, rank + 1))
-        yield Part(name, start, 0, tensor[start:end])
+        yield ShardSlice(name, start, 0, tensor[start:end])
 
 
-def stage(lending: Lending, version: int, rank: int = 0, ranks: int = 1) -> Manifest:
+def stage(lending: IpcBuckets, version: int, rank: int = 0, ranks: int = 1) -> Manifest:
     buckets = weights(version)
     parts = (part for bucket in buckets for part in parts_of(bucket, rank, ranks))
     return lending.stage(version, specs(buckets), parts)
@@ -67,10 +69,10 @@ def files(folder: Path) -> list[Path]:
 
 
 def test_every_bucket_comes_whole_out_of_two_places(folder: Path) -> None:
-    lending, reader = Lending(CudaIpc(CPU)), CudaIpc(CPU).reader()
+    lending, reader = IpcBuckets(CudaIpc(CPU)), CudaIpc(CPU).reader()
     for version in (1, 2):
         manifest = stage(lending, version)
-        assert manifest.lent
+        assert manifest.on_demand
         assert files(folder) == []
         for number, bucket in enumerate(weights(version)):
             ref = lending.fill(number, number % IN_FLIGHT, parts_of(bucket))
@@ -81,13 +83,13 @@ def test_every_bucket_comes_whole_out_of_two_places(folder: Path) -> None:
                 assert manifest.digests[name] == tensor_digest(tensor), name
             assert len(files(folder)) == min(number + 1, IN_FLIGHT)
         reader.keep(())
-        lending.give_back()
+        lending.release()
         assert files(folder) == []
     lending.close()
 
 
 def test_a_version_staged_anew_takes_the_memory_of_the_one_before(folder: Path) -> None:
-    lending = Lending(CudaIpc(CPU))
+    lending = IpcBuckets(CudaIpc(CPU))
     stage(lending, 1)
     lending.fill(0, 0, parts_of(weights(1)[0]))
     stage(lending, 2)
@@ -112,7 +114,7 @@ class Gang:
         self._given: list[Any] = [None] * count
 
     def run(self, body: Callable[[Member], Any]) -> list[Any]:
-        """What each rank's body returns, or raises."""
+        """Run `body` on each rank; returns the results and exceptions."""
         found: list[Any] = [None] * self.count
 
         def work(rank: int) -> None:
@@ -158,7 +160,7 @@ def test_each_rank_has_the_whole_bucket_of_which_it_gave_its_rows(folder: Path) 
     found: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
 
     def body(rank: Member) -> tuple[dict[str, str], list[str]]:
-        lending = Lending(CudaIpc(CPU), rank)
+        lending = IpcBuckets(CudaIpc(CPU), rank)
         manifest, paths = stage(lending, 1, rank.rank, 3), []
         for number, bucket in enumerate(weights(1)):
             ref = lending.fill(number, number % IN_FLIGHT, parts_of(bucket, rank.rank, 3))
@@ -189,7 +191,7 @@ def test_where_one_rank_cannot_fill_all_raise_and_none_waits(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def body(rank: Member) -> None:
-        lending = Lending(CudaIpc(CPU), rank)
+        lending = IpcBuckets(CudaIpc(CPU), rank)
         stage(lending, 1, rank.rank, 2)
 
         def broken(*_: Any) -> Any:
@@ -211,7 +213,7 @@ def test_where_one_rank_cannot_fill_all_raise_and_none_waits(
 
 
 class FakeDriver:
-    """As much of CUDA's driver as refuses. `refuses`: codes by function."""
+    """CUDA driver whose functions fail. `refuses`: codes by function."""
 
     def __init__(self, **refuses: int) -> None:
         self.calls: list[str] = []
@@ -254,7 +256,7 @@ def test_a_worker_maps_each_place_once_and_lets_go_of_all_with_the_last_bucket(
         def close(self) -> None:
             log.append(f"unmap {self._path}")
 
-    monkeypatch.setattr(cuda_ipc, "MappedPlace", Mapped)
+    monkeypatch.setattr(cuda_ipc, "MappedBucketMemory", Mapped)
     reader = DeviceReader("GPU-a", CPU)
     for place in ("00", "11", "00"):
         path = json.dumps({"GPU-b": "33", "GPU-a": place})

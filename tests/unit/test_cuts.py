@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_async_rl.policy import parameters
-from megatron_async_rl.policy.cuts import Cut, Cuts
-from megatron_async_rl.policy.parameters import HuggingFaceTensors, ParameterEntry
+from megatron_async_rl.policy.cuts import Cut, Cuts, ParameterEntry
+from megatron_async_rl.policy.parameters import HuggingFaceTensors
 
 Q, K = torch.arange(24.0).reshape(4, 6), 100 + torch.arange(12.0).reshape(2, 6)
 SHARDS = {

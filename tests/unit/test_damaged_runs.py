@@ -1,13 +1,12 @@
-"""No command ends with a traceback for a file of a run that is missing, damaged, unreadable or of another
-kind: it reports the file by name, or goes on where it does not need it.
+"""No command ends with a traceback for a file of a run that is missing, damaged, unreadable or of
+another kind: it reports the file by name, or goes on where it does not need it.
 
-Each command meets each file with one way of damage, another for each pair; MAR_DAMAGES=all (`make
+Each command meets each file with one way of damage, another for each pair; MAR_TESTS=all (`make
 test-all`) tries every way.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from megatron_async_rl.policy import parallel
 from megatron_async_rl.report import dashboard
 from megatron_async_rl.report.dashboard import Dashboard
 from tests.damaged_run import DAMAGES, damageable_run, name_of, permissions_count, remove
+from tests.thorough import THOROUGH
 
 Arguments = Callable[[Path, Path], list[str]]
 
@@ -93,7 +93,7 @@ REACHED = "all that is read before the model"
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a whole run, and a copy of it beside it: `kept`."""
+    """A folder with a whole run, and a copy next to it: `kept`."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     folder.mkdir()
     damageable_run(folder)
@@ -112,7 +112,7 @@ def run(
     monkeypatch.setattr(launcher, "_kill_leftovers", lambda *_: None)
     monkeypatch.setattr(evaluate, "run", lambda *_: None)
     monkeypatch.setattr(parallel, "initialise", _reached)
-    monkeypatch.setattr(dashboard._Server, "serve_forever", lambda self: None)
+    monkeypatch.setattr(dashboard._DashboardServer, "serve_forever", lambda self: None)
 
     def of(command: str, file: str, damage: str) -> Result:
         restore()
@@ -140,7 +140,7 @@ def _reached(*_: Any, **__: Any) -> None:
 
 
 def _ask(run_dir: Path) -> None:
-    """What a browser asks for; its page shows a UserError."""
+    """Send a browser's requests; a UserError is shown on the page."""
     served = Dashboard([run_dir])
     served.state("0", "")
     try:
@@ -189,6 +189,6 @@ def test_no_command_ends_in_a_traceback(
 def _damages(path: Path, turn: int) -> list[str]:
     present = {"removed", "torn", "locked"}
     possible = [one for one in DAMAGES if path.exists() or one not in present]
-    if os.environ.get("MAR_DAMAGES") == "all":
+    if THOROUGH:
         return possible
     return [possible[(3 * turn) % len(possible)]]

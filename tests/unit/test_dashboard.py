@@ -27,7 +27,7 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.metrics.log import GrowingFile, MetricsLog
 from megatron_async_rl.metrics.timeline import Span
 from megatron_async_rl.report import sample_browser
-from megatron_async_rl.report.dashboard import Dashboard, _Server
+from megatron_async_rl.report.dashboard import Dashboard, _DashboardServer
 from megatron_async_rl.report.sample_browser import SampleBrowser
 from megatron_async_rl.report.time_panels import merge_short
 from megatron_async_rl.samples.types import Sample
@@ -59,7 +59,7 @@ def add_step(run: Path, step: int) -> None:
 
 @contextmanager
 def served(*runs: Path, host: str = "localhost", allowed: Sequence[str] = ()) -> Iterator[str]:
-    server = _Server(host, 0, Dashboard(runs), allowed)
+    server = _DashboardServer(host, 0, Dashboard(runs), allowed)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield f"http://localhost:{server.server_port}/"
@@ -115,7 +115,7 @@ def test_a_run_is_shown_before_its_first_step_and_from_then_on(tmp_path: Path) -
     state = state_of(dashboard)
     assert state["panels"][0]["title"] == "Reward"
     assert state["panels"][0]["curves"][0]["y"] == [0.5]
-    # The status of a run that was killed says `training` for good.
+    # The status of a killed run stays `training`.
     assert re.search(r"newest step \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", state["parts"]["WHERE"])
 
 
@@ -288,7 +288,7 @@ def test_a_port_in_use_and_a_run_that_is_none_are_refused_with_the_fix(tmp_path:
     assert f"port {port} is already in use on localhost\n  fix: name another one" in result.output
     for arguments, what in (
         ([tmp_path / "none"], "none is not a directory"),
-        ([tmp_path], "is no run, and has 1 in it"),
+        ([tmp_path], "is not a run, and has 1 in it"),
         ([run, run], "named twice"),
         ([run, "--host", "192.0.2.1", "--port", "0"], "192.0.2.1 cannot be listened on"),
         (
@@ -381,7 +381,8 @@ def test_the_page_works_in_a_browser_on_a_phone_and_in_the_dark(tmp_path: Path) 
         assert page.run("return getComputedStyle(document.body).backgroundColor") != light
         assert page.run("return document.documentElement.scrollWidth") == 360
         ends = page.run(
-            "return [...document.querySelectorAll('text.end')].map(one => one.getBoundingClientRect())"
+            "return [...document.querySelectorAll('text.end')].map(one =>"
+            " one.getBoundingClientRect())"
         )
         assert ends[-1]["right"] < 360
         assert all(one["right"] < other["left"] for one, other in pairwise(ends))

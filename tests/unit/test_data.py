@@ -1,4 +1,5 @@
-"""A user's own data: formats, columns, chat options, filters, mixtures, conversations with masks."""
+"""A user's own data: formats, columns, chat options, filters, mixtures, conversations with
+masks."""
 
 from __future__ import annotations
 
@@ -30,9 +31,9 @@ from megatron_async_rl.data import (
     read_training,
 )
 from megatron_async_rl.data.chat_template import ChatTemplate
-from megatron_async_rl.data.conversation import Conversation
+from megatron_async_rl.data.conversation import TrainingConversation
 from megatron_async_rl.data.files import read_rows
-from megatron_async_rl.data.prompts import Part, Required, nothing_more
+from megatron_async_rl.data.prompts import MixturePart, Required, nothing_more
 from megatron_async_rl.data.source import Mixture
 from megatron_async_rl.data.tokenizer import load_tokenizer
 from tests.characters import TEMPLATE, characters, save_characters
@@ -194,7 +195,7 @@ def test_a_folder_with_files_that_would_be_passed_over_is_refused(tmp_path: Path
     as_jsonl(tmp_path / "a.jsonl", [{"prompt": "a"}])
     assert len(read(tmp_path).prompts) == 1, "descriptions of the data are no data"
     (tmp_path / "a.jsonl").unlink()
-    assert "b.jsonl.gz, and .gz is no format" in fault("b.jsonl.gz")
+    assert "b.jsonl.gz, and .gz is not a supported format" in fault("b.jsonl.gz")
     assert "decompress it, or name the other files" in fault("c.jsonl.gz")
     assert "write it as Parquet" in fault("data-00000-of-00001.arrow")
     assert "rename it to .jsonl" in fault("b.ndjson")
@@ -377,7 +378,7 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [
-        ("d.txt", b"a", r"d.txt: ends in .txt, which is no format"),
+        ("d.txt", b"a", r"d.txt: ends in .txt, which is not a supported format"),
         ("d.json", b"[1, 2", r"d.json: is not JSON"),
         ("d.json", b'[{"prompt": "a"}, 3]', r"d.json:2: is a JSON number, not an object"),
         ("d.parquet", b"PAR?", r"d.parquet: is not Parquet"),
@@ -543,7 +544,7 @@ def test_what_a_message_says_may_be_a_list_of_texts_or_a_call(
         (asks(["a"]), r"content\[0\] of type text: "),
         (asks(7), r"the user has a number as its content"),
         (asks(None), r"the user has no content"),
-        (asks("a\ud83d"), r"a message of the user is no valid Unicode"),
+        (asks("a\ud83d"), r"a message of the user is not valid Unicode"),
     ],
 )
 def test_a_message_that_a_template_would_pass_over_is_refused(
@@ -645,8 +646,8 @@ def test_a_row_may_have_no_tools(tmp_path: Path, none: Any) -> None:
 @pytest.mark.parametrize(
     ("row", "data", "what", "fix"),
     [
-        ({"tools": "f"}, {}, "`tools` is no list of JSON schemas: 'f'", "data.tools_key: null"),
-        ({"tools": ["f"]}, {}, r"`tools` is no list of JSON schemas: \['f'\]", "data.tools_key"),
+        ({"tools": "f"}, {}, "`tools` is not a list of JSON schemas: 'f'", "data.tools_key: null"),
+        ({"tools": ["f"]}, {}, r"`tools` is not a list of JSON schemas: \['f'\]", "data.tools_key"),
         (
             {"functions": []},
             {"tools_key": "function"},
@@ -815,7 +816,7 @@ def test_the_parts_of_a_mixture_keep_their_own_columns_and_their_ids_apart(tmp_p
 
 def source(counts: Sequence[int], weights: Sequence[float]) -> PromptSource:
     pairs = enumerate(zip(counts, weights, strict=True))
-    parts = [Part(label=str(i), count=count, weight=weight) for i, (count, weight) in pairs]
+    parts = [MixturePart(label=str(i), count=count, weight=weight) for i, (count, weight) in pairs]
     return PromptSource(prompts(sum(counts)), seed=3, shuffle=True, parts=parts)
 
 
@@ -825,7 +826,7 @@ def test_no_part_is_a_whole_prompt_from_its_share_at_any_moment(
     parts: list[tuple[int, float]],
 ) -> None:
     mixture = Mixture(
-        [Part(label=str(i), count=n, weight=w) for i, (n, w) in enumerate(parts)],
+        [MixturePart(label=str(i), count=n, weight=w) for i, (n, w) in enumerate(parts)],
         seed=1,
         shuffle=True,
     )
@@ -918,7 +919,7 @@ def masked(tmp_path: Path, messages: list[dict[str, Any]]) -> tuple[str, str, st
     """The prompt, and what follows with `.` for what is not trained on."""
     (prompt,) = conversations(tmp_path, messages).prompts
     given = prompt.fields["response"]
-    assert isinstance(given, Conversation)
+    assert isinstance(given, TrainingConversation)
     assert given.prompt_ids == prompt.token_ids
     tokens = ["$" if i == 1 else chr(i - 2) for i in given.ids]
     shown = "".join(one if keep else "." for one, keep in zip(tokens, given.mask, strict=True))

@@ -69,7 +69,7 @@ def test_whoever_waits_for_a_dead_process_says_for_what_and_which(
         match=re.escape(f"rank 0 waited for a batch, and who was to answer is dead: {who}"),
     ) as caught:
         ray_get(None, "a batch", 1.0)
-    # What the dead process said itself tells more.
+    # The dead process's own output has more detail.
     assert failure_of(caught.value, Path("log")).kind == SECONDARY
 
 

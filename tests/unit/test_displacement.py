@@ -20,15 +20,14 @@ from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.plan.memory import held_bytes, past_master_bytes
 from megatron_async_rl.policy import step as step_module
 from megatron_async_rl.policy.past_versions import (
+    MasterSnapshot,
     SnapshotMissing,
     Snapshots,
     start_shares,
     weight_displacement,
 )
-from megatron_async_rl.policy.precompute import passes
-from megatron_async_rl.policy.reference_policies import ReferencePolicies
+from megatron_async_rl.policy.reference_policies import ReferencePolicies, passes
 from megatron_async_rl.policy.step import OptimizerStep, StepFacts
-from megatron_async_rl.policy.weight_copies import HeldMasters
 from tests.gradients import OneRank, Shard, cosine
 from tests.train_batches import columns_of, groups_of, make_sample, rewards_batch
 from tests.written_run import config_tree
@@ -102,7 +101,7 @@ class Run:
             ObjectiveConfig(snapshots=4),
             frozenset(),
             wrapped,
-            past_masters=Snapshots(lambda: HeldMasters(self.megatron), 4),
+            past_masters=Snapshots(lambda: MasterSnapshot(self.megatron), 4),
         )
         self.version = 0
 
@@ -322,7 +321,7 @@ def test_weights_kept_for_the_control_are_not_taken_for_the_proximal_policy():
     objective = ObjectiveConfig(proximal="ewma", snapshots=3)
     model = SimpleNamespace(chunks=[Model()], source=None, bridge=None)
     megatron = SimpleNamespace(param_groups=[{"params": list(model.chunks[0].parameters())}])
-    masters = Snapshots(lambda: HeldMasters(megatron), 3)
+    masters = Snapshots(lambda: MasterSnapshot(megatron), 3)
     kept = ReferencePolicies(objective, Objective(objective).needs, model, past_masters=masters)
     for version in range(3):
         kept.begin(version)
@@ -386,7 +385,7 @@ def test_a_bfloat16_models_displacement_is_that_of_the_optimizers_own_weights():
     torch.manual_seed(0)
     masters = torch.nn.Parameter(torch.randn(4000))
     optimizer = SimpleNamespace(param_groups=[{"params": [masters], "lr": 0, "weight_decay": 0}])
-    held = Snapshots(lambda: HeldMasters(optimizer), 2)
+    held = Snapshots(lambda: MasterSnapshot(optimizer), 2)
     held.begin(0)
     before, rounded = masters.detach().clone(), masters.detach().bfloat16().float()
     with torch.no_grad():

@@ -27,12 +27,12 @@ COMMANDS = re.findall(r"^mar train CONFIG (.*)$", PAGE, flags=re.MULTILINE)
 
 @pytest.fixture
 def ran(tmp_path, monkeypatch):
-    """What the page's code leaves behind, its loss in a file of the current folder."""
+    """Namespace after the page's code has run, with its loss in a file of the current folder."""
     (tmp_path / "farthest_out.py").write_text(FILE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     left: dict = {"__name__": "page"}
-    # A name that is no file: who asks for the source of a frame would read the page as Python.
+    # A name that is not a file: who asks for the source of a frame would read the page as Python.
     exec(compile(USE, "<docs/add_a_method.md>", "exec"), left)
     yield left
     del sys.modules["farthest_out"]

@@ -1,4 +1,5 @@
-"""Files that a later start depends on are written by one function, which syncs before it renames."""
+"""Files that a later start depends on are written by one function, which syncs before it
+renames."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ def test_only_named_modules_write_files_in_another_way() -> None:
 
 
 def _writes(call: ast.Call) -> bool:
-    """True for `path.write_text(...)`, `os.replace(...)`, `path.rename(one)`; not for the methods of
-    text and dataclasses of the same names."""
+    """True for `path.write_text(...)`, `os.replace(...)`, `path.rename(one)`; not for the methods
+    of text and dataclasses of the same names."""
     function = call.func
     if not isinstance(function, ast.Attribute) or function.attr not in WRITES:
         return False

@@ -112,7 +112,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_ascii(*command: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
-    """Runs Python where files, names and output are ASCII unless the program says otherwise."""
+    """Runs Python where files, names and output are ASCII unless the program chooses otherwise."""
     environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     return subprocess.run(
         [sys.executable, *command],

@@ -1,5 +1,5 @@
-"""Agents at the OpenAI-compatible endpoint: a session is one sample, token by token, of one segment or
-of several."""
+"""Agents at the OpenAI-compatible endpoint: a session is one sample, token by token, of one segment
+or of several."""
 
 import asyncio
 import contextlib
@@ -41,21 +41,21 @@ FUNCTION = {"function": "tests.unit.agents:run"}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of which only the tokenizer is there."""
+    """Model directory with a tokenizer alone."""
     folder = tmp_path_factory.mktemp("model")
     characters(folder)
     return folder
 
 
-def sampler(asked: list[list[int]], says: Sequence[str] = SAYS) -> Any:
+def sampler(requested: list[list[int]], says: Sequence[str] = SAYS) -> Any:
     async def sample(wanted: TurnRequest) -> Turn:
-        asked.append(list(wanted.ids))
-        whole = [*map(ord, says[(len(asked) - 1) % 2]), 1]
-        sampled = whole[: wanted.most]
+        requested.append(list(wanted.ids))
+        whole = [*map(ord, says[(len(requested) - 1) % 2]), 1]
+        sampled = whole[: wanted.maximum]
         tokens = PartialResponse(
             response_ids=np.array(sampled, dtype=np.int32),
             behavior_logprobs=np.full(len(sampled), -0.5, dtype=np.float32),
-            versions=np.full(len(sampled), len(asked), dtype=np.int32),
+            versions=np.full(len(sampled), len(requested), dtype=np.int32),
         )
         text = read(one for one in sampled if one != 1)
         return Turn(tokens=tokens, text=text, reason="stop" if sampled == whole else "length")
@@ -88,11 +88,11 @@ class Played:
     ) -> tuple[Transcript, str | None, list[list[int]]]:
         update = {"max_segments": max_segments}
         self.pool.settings = self.pool.settings.model_copy(update=update)
-        asked: list[list[int]] = []
+        requested: list[list[int]] = []
         prompt = Prompt(id="p", text="", token_ids=(9,) * 30, fields=fields)
         transcript = Transcript(prompt)
-        play = self.agents.play(transcript, sampler(asked, says), max_tokens)
-        return transcript, self.runner.run(play), asked
+        play = self.agents.play(transcript, sampler(requested, says), max_tokens)
+        return transcript, self.runner.run(play), requested
 
     async def close(self) -> None:
         await self.agents.close()
@@ -112,11 +112,11 @@ def test_a_call_that_its_agent_gave_up_is_in_no_sample_and_holds_up_no_end(model
 
     async def run(agents: Agents) -> Transcript:
         begun: list[list[int]] = []
-        sample, asked, answered = sampler(begun), asyncio.Event(), asyncio.Event()
+        sample, requested, answered = sampler(begun), asyncio.Event(), asyncio.Event()
 
         async def slowly(wanted: TurnRequest) -> Turn:
             if begun:
-                asked.set()
+                requested.set()
                 await answered.wait()
             turn: Turn = await sample(wanted)
             return turn
@@ -126,16 +126,16 @@ def test_a_call_that_its_agent_gave_up_is_in_no_sample_and_holds_up_no_end(model
 
         transcript = Transcript(prompt(fault="gives up"))
         assert await agents.play(transcript, slowly, 400) is None
-        await asked.wait()
+        await requested.wait()
         answered.set()
         while len(begun) < 2:
             await asyncio.sleep(0)
         for _ in range(100):
             await asyncio.sleep(0)
         answered.clear()
-        asked.clear()
+        requested.clear()
         endless = asyncio.create_task(agents.play(Transcript(prompt()), slowly, 400))
-        await asked.wait()
+        await requested.wait()
         await asyncio.wait_for(agents.close(), 30)
         endless.cancel()
         await asyncio.gather(endless, return_exceptions=True)
@@ -153,7 +153,8 @@ def test_a_call_that_its_agent_gave_up_is_in_no_sample_and_holds_up_no_end(model
 def test_the_run_waits_for_an_agent_at_work_and_not_for_one_that_waits_for_the_model(
     played: Played, tmp_path: Path
 ) -> None:
-    """Until the agent's own time is over, as the watchdog sees it, and by what the engine reports."""
+    """Until the agent's own time is over, as the watchdog sees it, and by what the engine
+    reports."""
     pool, seen = played.pool, []
     begun: list[list[int]] = []
     sample = sampler(begun)
@@ -188,7 +189,7 @@ def test_the_run_waits_for_an_agent_at_work_and_not_for_one_that_waits_for_the_m
 def test_idle_strangers_are_limited_and_an_agent_is_served(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of more that connect and send nothing, or half a request, the oldest are cut."""
+    """The oldest connections that sent nothing, or half a request, are closed."""
     monkeypatch.setattr(endpoint, "STRANGERS", 4)
 
     async def ends(reader: asyncio.StreamReader) -> bool:
@@ -246,9 +247,9 @@ def test_a_call_that_is_made_again_after_a_time_out_gets_the_turn_that_was_sampl
 
 
 def test_a_call_that_is_made_again_after_its_answer_begins_a_segment(played: Played) -> None:
-    transcript, error, asked = played(question="6*7?", fault="asks twice", max_segments=2)
+    transcript, error, requested = played(question="6*7?", fault="asks twice", max_segments=2)
     assert error is None
-    assert asked[0] == asked[1]
+    assert requested[0] == requested[1]
     assert [[turn.text for turn in one.turns] for one in transcript.segments] == [[CALLED], ["42"]]
 
 
@@ -256,7 +257,7 @@ def test_a_call_that_is_made_again_after_its_answer_begins_a_segment(played: Pla
 def test_an_agents_session_is_one_sample_of_what_was_sampled(played: Played, stream: bool) -> None:
     tools = [{"type": "function", "function": {"name": "times"}}]
     body = {"tools": tools, "stream": stream}
-    transcript, error, asked = played(question="6 times 7?", body=body)
+    transcript, error, requested = played(question="6 times 7?", body=body)
     assert error is None
     prompt, response = transcript.prompt.token_ids, transcript.tokens.response_ids.tolist()
     assert read([*prompt, *response]) == (
@@ -267,7 +268,7 @@ def test_an_agents_session_is_one_sample_of_what_was_sampled(played: Played, str
     words = len(response) - first - second
     assert transcript.mask.tolist() == [1] * first + [0] * words + [1] * second
     assert transcript.tokens.versions.tolist() == [1] * (first + words) + [2] * second
-    assert asked == [list(prompt), [*prompt, *response[: first + words]]]
+    assert requested == [list(prompt), [*prompt, *response[: first + words]]]
     reward, steps = transcript.rewards(0.0)
     assert (reward, steps[-1]) == (42.0, 42.0)
     assert transcript.measured == {"unread_tool_calls": 0}
@@ -287,9 +288,9 @@ def test_a_string_of_the_agents_own_ends_a_turn_and_is_not_read_by_it(played: Pl
     wanted: list[TurnRequest] = []
     sample = sampler([], ["42:", "42:"])
 
-    async def noted(asked: TurnRequest) -> Turn:
-        wanted.append(asked)
-        turn: Turn = await sample(asked)
+    async def noted(requested: TurnRequest) -> Turn:
+        wanted.append(requested)
+        turn: Turn = await sample(requested)
         return turn
 
     fields = {"question": "?", "body": {"stop": ":"}}
@@ -316,9 +317,9 @@ def test_an_agent_goes_on_that_writes_its_messages_in_another_form(played: Playe
 
 
 def test_a_stream_tells_the_numbers_of_tokens_to_who_asks_for_them(played: Played) -> None:
-    """What others read of each chunk is its first choice."""
-    for asked in (False, True):
-        fields = {"question": "?", "fault": "reads chunks", "usage": asked}
+    """Other clients read only the first choice of each chunk."""
+    for requested in (False, True):
+        fields = {"question": "?", "fault": "reads chunks", "usage": requested}
         transcript, error, _ = played(**fields)
         assert (error, transcript.rewards(0.0)[0]) == (None, 1.0)
 
@@ -330,7 +331,7 @@ CALLS_NOTHING = {"role": "assistant", "tool_calls": [{"id": "1", "function": Non
     ("fields", "what"),
     [
         ({"fault": "silent"}, "ended without a turn of the model"),
-        ({"fault": "forgets"}, r"does not repeat what was said before.*messages\[0\] differs"),
+        ({"fault": "forgets"}, r"does not repeat the earlier messages.*messages\[0\] differs"),
         ({"fault": "retools"}, "it has other tools than the one before"),
         ({"body": {"n": 2}}, "n must be 1"),
         ({"body": {"max_tokens": -1}}, "max_tokens must be a whole number above 0, not -1"),
@@ -383,7 +384,7 @@ def test_a_call_that_makes_no_sample_costs_it_and_is_named(
 def test_where_there_is_nothing_an_agent_and_its_sample_are_told_so(
     played: Played, monkeypatch: pytest.MonkeyPatch, path: str, status: int, what: str
 ) -> None:
-    """As OpenAI's servers tell an error, which OpenAI's clients read."""
+    """Errors have the format of OpenAI's servers, which OpenAI's clients read."""
     monkeypatch.setattr(endpoint, "LONGEST", 1000)
 
     async def sample(wanted: TurnRequest) -> Turn:
@@ -414,7 +415,7 @@ def test_an_error_has_the_code_by_which_clients_know_a_full_context(played: Play
 
 
 def test_tools_that_the_template_does_not_read_are_refused(tmp_path: Path) -> None:
-    """The model would know of none of them."""
+    """The model would not know them."""
     template = TEMPLATE.removeprefix("{% if tools %}{{ tools | tojson }}{% endif %}")
     with asyncio.Runner() as runner:
         played = Played(runner, tmp_path, template)
@@ -433,9 +434,9 @@ def test_an_agent_that_is_not_async_may_run_an_event_loop_of_its_own(played: Pla
 
 
 def test_a_call_that_does_not_go_on_begins_a_segment_of_the_sample(played: Played) -> None:
-    """The agent asks, calls a tool, keeps nothing of it but a summary, and asks again twice; then it
-    goes on with its first thread."""
-    transcript, error, asked = played(question="6*7?", fault="compacts", max_segments=2)
+    """The agent asks, calls a tool, keeps nothing of it but a summary, and asks again twice; then
+    it goes on with its first thread."""
+    transcript, error, requested = played(question="6*7?", fault="compacts", max_segments=2)
     assert error is None
     first, second = transcript.segments
     assert read(first.prompt.token_ids) == "<|user|>6*7?\x01\n<|assistant|>"
@@ -448,9 +449,9 @@ def test_a_call_that_does_not_go_on_begins_a_segment_of_the_sample(played: Playe
     )
     # Every turn was sampled after just the tokens of its segment.
     sampled = [turn.tokens.response_ids.tolist() for turn in transcript.turns]
-    assert [[*one, *two] for one, two in zip(asked, sampled, strict=True)] == [
-        first.ids[: len(asked[0]) + len(sampled[0])],
-        second.ids[: len(asked[1]) + len(sampled[1])],
+    assert [[*one, *two] for one, two in zip(requested, sampled, strict=True)] == [
+        first.ids[: len(requested[0]) + len(sampled[0])],
+        second.ids[: len(requested[1]) + len(sampled[1])],
         second.ids,
         first.ids,
     ]
@@ -484,20 +485,20 @@ def test_no_segment_is_longer_than_a_sample_of_the_run(played: Played) -> None:
         question="6*7?", fault="compacts when full", max_tokens=len(CALLED) + 1, max_segments=2
     )
     assert (error, transcript.reason) == (None, "stop")
-    asked = len(transcript.asked.token_ids)
+    requested = len(transcript.requested.token_ids)
     for segment in transcript.segments:
-        assert len(segment.ids) <= asked + len(CALLED) + 1
+        assert len(segment.ids) <= requested + len(CALLED) + 1
     assert len(transcript.segments) == 2
 
 
 def test_a_sample_that_has_no_room_for_another_call_is_cut_and_not_in_error(
     played: Played,
 ) -> None:
-    for most in (len(CALLED) + 3, len(CALLED) + 10):
-        transcript, error, _ = played(max_tokens=most, question="?")
+    for maximum in (len(CALLED) + 3, len(CALLED) + 10):
+        transcript, error, _ = played(max_tokens=maximum, question="?")
         assert (error, transcript.truncated) == (None, True)
         assert transcript.mask[-1] == 1
-        assert transcript.length <= most
+        assert transcript.length <= maximum
 
 
 def test_a_program_is_an_agent_too(model: Path, tmp_path: Path) -> None:
@@ -577,8 +578,8 @@ def test_a_call_that_a_parser_passes_over_is_unread(tmp_path: Path, name: str) -
 
 
 def test_a_parser_has_the_marks_of_its_calls() -> None:
-    """Those that have none read lists in brackets, or keep their marks to themselves; a word is
-    none."""
+    """Parsers without marks read lists in brackets or do not publish their marks; a word is not
+    a mark."""
     from vllm.tool_parsers import ToolParserManager
 
     class Whatever(dict[str, int]):

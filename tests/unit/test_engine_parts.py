@@ -46,7 +46,7 @@ def test_what_comes_within_a_moment_travels_together_and_once() -> None:
 
         def put(outcome: Aborted) -> None:
             reports.aborted.append(outcome)
-            reports.tell()
+            reports.notify()
 
         asyncio.get_running_loop().call_later(0.02, put, aborted("a"))
         asyncio.get_running_loop().call_later(0.022, put, aborted("b"))
@@ -87,7 +87,7 @@ def test_what_cannot_be_made_columns_is_the_failure_of_every_later_report_too() 
         reports = ReportQueue()
         given = vars(one_sample(1)) | {"text": "\ud800"}
         reports.finished.append(group=0, **given)
-        reports.tell()
+        reports.notify()
         for _ in range(2):
             with pytest.raises(UnicodeEncodeError):
                 await reports.take(5.0)
@@ -114,7 +114,7 @@ def test_a_failure_is_the_answer_from_then_on_and_the_first_one_counts() -> None
     async def run() -> None:
         reports = ReportQueue()
         reports.aborted.append(aborted("a"))
-        reports.tell()
+        reports.notify()
         reports.fail(ValueError("the first"))
         reports.fail(ValueError("what followed"))
         for _ in range(2):
@@ -271,13 +271,14 @@ def test_an_engine_has_ended_once_all_of_its_processes_have() -> None:
 
 
 def test_an_engine_whose_process_was_killed_is_named_in_one_line() -> None:
-    """Ray's own text has a dozen, and guesses of which most cannot be."""
+    """Ray's own text has a dozen, and mostly impossible guesses."""
 
     async def dies() -> None:
         error = ray.exceptions.ActorDiedError()
         error.error_msg = (
             "The actor died unexpectedly before finishing this task.\n\tclass_name: RolloutEngine\n"
-            "\tactor_id: 6496e9ed5fcb\n\tpid: 31173\n\tnamespace: cf3091ca\nThe actor is dead because its"
+            "\tactor_id: 6496e9ed5fcb\n\tpid: 31173\n\tnamespace: cf3091ca\nThe actor is dead"
+            " because its"
             " worker process has died. End of file. Some common causes include: (1) the process was"
             " killed by the OOM killer, (2) ray stop --force was called"
         )
@@ -287,6 +288,7 @@ def test_an_engine_whose_process_was_killed_is_named_in_one_line() -> None:
     with pytest.raises(ProcessDied) as died:
         asyncio.run(RemoteEngine(actor).report(1.0))
     assert str(died.value) == (
-        "RolloutEngine (pid 31173). The actor is dead because its worker process has died. End of file."
-        " If nobody killed it, `dmesg` tells whether the kernel did, for want of memory."
+        "RolloutEngine (pid 31173). The actor is dead because its worker process has died. End of"
+        " file. Unless it was killed on purpose, `dmesg` tells whether the kernel did, for want of"
+        " memory."
     )

@@ -228,8 +228,8 @@ def test_a_slow_engine_holds_up_neither_the_others_nor_admission() -> None:
 
 
 def test_a_version_counts_as_released_only_when_that_version_is_whatever_was_before() -> None:
-    """The wait is for a version number: that an older one was reached says nothing of a newer
-    one, in any order of events."""
+    """The wait is for a version number: reaching an older one does not imply a newer one, in any
+    order of events."""
 
     async def body() -> None:
         engine = FakeEngine()

@@ -1,4 +1,4 @@
-"""What an engine's timeline says it did, from its state and its responses."""
+"""An engine's timeline, written from its state and its responses."""
 
 from __future__ import annotations
 

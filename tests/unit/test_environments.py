@@ -1,5 +1,5 @@
-"""Samples of several turns: their tokens, masks and rewards, with environments in processes of their
-own, and what it costs when one of these misbehaves."""
+"""Samples of several turns: their tokens, masks and rewards, with environments in processes of
+their own, and what it costs when one of these misbehaves."""
 
 import asyncio
 import io
@@ -21,14 +21,14 @@ import pytest
 from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.config.problem import DataError
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.data.prompts import Part, PromptSet
+from megatron_async_rl.data.prompts import MixturePart, PromptSet
 from megatron_async_rl.plan.preflight import _tasks
 from megatron_async_rl.rollout.environments import (
     EnvironmentRefused,
     Step,
     built_in,
+    checked_content,
     checked_step,
-    checked_words,
     load_factory,
 )
 from megatron_async_rl.rollout.environments.built_in import (
@@ -36,8 +36,8 @@ from megatron_async_rl.rollout.environments.built_in import (
     _action_schema,
     prompt_tokenizer,
 )
-from megatron_async_rl.rollout.environments.chat import ChatMessages, PlainText, ToolParser
-from megatron_async_rl.rollout.environments.conversation import Conversations, failures
+from megatron_async_rl.rollout.environments.chat import EpisodeMessages, PlainText, ToolParser
+from megatron_async_rl.rollout.environments.conversation import Episodes, failures
 from megatron_async_rl.rollout.environments.pool import (
     EnvironmentFailed,
     Environments,
@@ -85,8 +85,8 @@ class Sampler:
         self.length, self.told = 2, told
 
     async def __call__(self, asked: TurnRequest) -> Turn:
-        self.asked.append((list(asked.ids), asked.begun, asked.most))
-        number, length = len(self.asked), min(self.length, asked.most)
+        self.asked.append((list(asked.ids), asked.begun, asked.maximum))
+        number, length = len(self.asked), min(self.length, asked.maximum)
         self.told(number)
         tokens = PartialResponse(
             response_ids=np.array([10 * number, 0][:length], dtype=np.int32),
@@ -118,7 +118,7 @@ class Played:
         async def one(prompt: Prompt) -> Any:
             tokenizer: Any = Words()
             transcript, sampler = Transcript(prompt), Sampler(hurried)
-            conversations = Conversations(self.pool, tokenizer)
+            conversations = Episodes(self.pool, tokenizer)
             return transcript, await conversations.play(transcript, sampler, max_tokens), sampler
 
         async def run() -> Any:
@@ -169,8 +169,8 @@ def test_a_sample_ends_with_a_turn_where_turns_or_tokens_run_out(played: Played)
     assert few.tokens.response_ids.tolist() == [10, 0, 7, 8, 20, 0]
     assert not few.truncated
     # Of seven tokens the second turn leaves one, which the environment's words would take.
-    for most, length in ((7, 6), (5, 5), (4, 2), (1, 1)):
-        ((cut, error, _),) = played(prompt_of(), max_tokens=most)
+    for maximum, length in ((7, 6), (5, 5), (4, 2), (1, 1)):
+        ((cut, error, _),) = played(prompt_of(), max_tokens=maximum)
         assert (error, cut.truncated, cut.length) == (None, True, length)
         assert cut.mask[-1] == 1
     ((_, error, _),) = played(prompt_of(opening="w1 w2"), max_tokens=2)
@@ -201,7 +201,8 @@ def test_an_environment_that_fails_in_any_way_costs_its_sample_and_disturbs_nobo
         "step raised ValueError: the reward of a step is nan, not a finite number of at most 1e+30",
         "step raised TypeError: step returned a NoneType, not a Step",
         "its process ended in step; see the engine's log",
-        "step raised ValueError: the reward of a step is 1e+39, not a finite number of at most 1e+30",
+        "step raised ValueError: the reward of a step is 1e+39, not a finite number of at most"
+        " 1e+30",
         "step raised TypeError: the observation of a step must be text or a list of messages with"
         ' role and content, both text: [{"role": "tool", "content": [{"text": "w7"}]}]',
         "its words cannot be put behind a turn: invalid literal for int() with base 10: 'hat'",
@@ -426,8 +427,8 @@ class AgentOfVerifiers:
 
 
 class Verifiers:
-    """What is used of the package verifiers 0.4.0, and of its module of loaders;
-    docs/environments.md says how it was tried with it."""
+    """The used part of the package verifiers 0.4.0 and of its loaders module;
+    docs/environments.md describes the test with the real package."""
 
     AgentConfig = AgentOfVerifiers
 
@@ -471,7 +472,7 @@ NULL, HERE = {"harness": {"id": "null"}}, {"runtime": {"type": "subprocess"}}
 def test_agents_of_verifiers_have_a_harness_and_a_place_without_being_given_them(
     own: str, env: dict[str, Any], placed: dict[str, Any]
 ) -> None:
-    """Code of a model's runs on this machine only where it is said to."""
+    """A model's code runs on this machine only if it is configured."""
     user = AgentOfVerifiers(harness=SimpleNamespace(id="null"))
     library = Verifiers(agents={"agent": AgentOfVerifiers(), "user": user}, own=own)
     assert built_in._placed(library, library, env) == placed
@@ -523,7 +524,7 @@ def test_a_prompt_without_a_task_of_verifiers_is_refused_before_the_start(
 
     def told(**fields: Any) -> str:
         rows = (prompt_of(number="0"), prompt_of(**fields))
-        parts = (Part(count=2),)
+        parts = (MixturePart(count=2),)
         found = _tasks(config, {"data.train": PromptSet(prompts=rows, parts=parts)})
         return "; ".join(f"{one.key}: {one.what}" for one in found)
 
@@ -537,9 +538,9 @@ def test_a_prompt_without_a_task_of_verifiers_is_refused_before_the_start(
 def test_what_is_no_character_is_escaped() -> None:
     step = checked_step(Step(measured={"a\udcff": 1.0}))
     assert step["measured"] == {"a\\udcff": 1.0}
-    assert checked_words("\udcff", "it") == "\\udcff"
+    assert checked_content("\udcff", "it") == "\\udcff"
     said = [{"role": "tool", "content": "a\ud800"}]
-    assert checked_words(said, "it") == [{"role": "tool", "content": "a\\ud800"}]
+    assert checked_content(said, "it") == [{"role": "tool", "content": "a\\ud800"}]
 
 
 FORGETS = TEMPLATE.replace(
@@ -551,7 +552,7 @@ def test_a_message_follows_a_turn_as_the_template_writes_it_without_the_turns_en
     tmp_path: Path,
 ) -> None:
     tokenizer = characters(tmp_path)
-    chat = ChatMessages(tokenizer)
+    chat = EpisodeMessages(tokenizer)
     next_turn = [ord(one) for one in "\n<|user|>higher\x01\n<|assistant|>"]
     assert chat.between([65, 1], "higher") == next_turn
     assert chat.between([65], "higher") == [1, *next_turn]
@@ -569,7 +570,7 @@ def test_a_message_follows_a_turn_as_the_template_writes_it_without_the_turns_en
 
 def test_a_template_that_changes_what_was_said_before_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="writes what is before a message in another way"):
-        ChatMessages(characters(tmp_path, FORGETS))
+        EpisodeMessages(characters(tmp_path, FORGETS))
 
 
 def test_plain_words_follow_as_they_are() -> None:
@@ -631,13 +632,13 @@ class GenericEnvClient:
     async def close(self):
         self.said.append("closed")
 """
-"""The client of openenv 0.10.0, as far as it is used; docs/environments.md says how it was tried."""
+"""The client of openenv 0.10.0, as far as it is used; docs/environments.md describes the test."""
 
 
 @pytest.fixture
 def openenv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A call makes the environment, with what of its settings it is given. Its server says that an
-    action has the fields `code` and, not needed, `retries`."""
+    """A call makes the environment, with what of its settings it is given. Its server reports that
+    an action has the fields `code` and, not needed, `retries`."""
     package = tmp_path / "openenv" / "core"
     package.mkdir(parents=True)
     (package / "generic_client.py").write_text(CLIENT)
@@ -690,7 +691,7 @@ def test_a_response_that_is_no_action_of_an_openenv_server_is_told_so(
     """It costs its sample nothing but the reward."""
     server = openenv(action=action)
     step = asyncio.run(server.step(said))
-    assert step == Step(observation="the action is not one that the environment takes")
+    assert step == Step(observation="the environment does not accept the action")
     with pytest.raises(RuntimeError, match="boom"):
         asyncio.run(server.step(said.replace("?", "!")))
 
@@ -699,7 +700,11 @@ def test_a_response_that_is_no_action_of_an_openenv_server_is_told_so(
     ("settings", "fields", "what"),
     [
         ({"action": "mesage"}, {"seed": 1}, "have no field 'mesage': they have code, retries"),
-        ({"action": "retries"}, {"seed": 1}, "need code beside retries: null has the model write"),
+        (
+            {"action": "retries"},
+            {"seed": 1},
+            "need code besides retries: with null the model writes",
+        ),
         ({}, {"sed": 1}, "prompt p has no column 'seed', which .*reset names; it has sed"),
     ],
 )
@@ -833,8 +838,8 @@ def test_whatever_is_wrong_with_a_call_is_the_tools_answer_and_counted() -> None
 
 
 def test_tools_answer_what_the_model_calls_turn_by_turn(tmp_path: Path) -> None:
-    """The prompt names them, vLLM's parser reads the calls, and the answers are put behind them; a call
-    that it cannot read is answered, too."""
+    """The prompt names them, vLLM's parser reads the calls, and the answers are put behind them; a
+    call that it cannot read is answered, too."""
     tokenizer = characters(tmp_path)
     settings = settings_of(**tools("tests.unit.agents:times"), format="chat")
     schemas = Tools(functions="tests.unit.agents:times").schemas
@@ -857,7 +862,7 @@ def test_tools_answer_what_the_model_calls_turn_by_turn(tmp_path: Path) -> None:
         pool.start()
         try:
             parser = ToolParser("hermes", tmp_path, tokenizer.eos_ids, schemas)
-            conversations = Conversations(pool, tokenizer, parser)
+            conversations = Episodes(pool, tokenizer, parser)
             return await conversations.play(transcript, sample, 400)
         finally:
             pool.close()

@@ -54,7 +54,7 @@ def test_the_factor_is_the_rule_of_the_relative_effective_sample_size(settings, 
     assert scale_of([math.log(4.0), 0.0, 0.0], **settings) == pytest.approx(expected)
 
 
-def test_weights_that_overflow_an_exponential_shrink_the_step_and_do_not_restore_the_full_learning_rate():
+def test_weights_that_overflow_an_exponential_shrink_the_step():
     assert scale_of([900.0, 0.0, 0.0, 0.0]) == pytest.approx(0.5)
     assert scale_of([math.inf, 0.0, 0.0, 0.0]) == pytest.approx(0.5)
     assert scale_of([math.nan, 0.0, 0.0, 0.0], floor=0.25) == 0.25
@@ -65,9 +65,9 @@ def test_uniform_tiny_weights_leave_the_learning_rate_whole():
     assert scale_of([-2000.0] * 8) == pytest.approx(1.0)
 
 
-def test_the_factor_rests_on_the_step_s_all_reduced_numbers_alone_so_no_tensor_rank_can_have_another():
-    """The released failure: ranks that hold no log-probs of their own got 0. Here the control is
-    not told of any rank."""
+def test_the_factor_depends_on_all_reduced_numbers_alone():
+    """The released failure: ranks that hold no log-probs of their own got 0. Here the control gets
+    no rank."""
     log_weights = [0.3, -0.2, 1.5]
     first, other = (EssLr(EssLrControl()) for _ in range(2))
     assert first.apply(step(None, log_weights=log_weights)) == other.apply(

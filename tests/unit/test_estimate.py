@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from megatron_async_rl import cli
 from megatron_async_rl.config.load import load
-from megatron_async_rl.metrics.log import Row
+from megatron_async_rl.metrics.log import MetricRow
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.plan.estimate import (
     LENT_RATE,
@@ -106,10 +106,10 @@ def test_engines_run_ahead_by_async_ratio_unless_something_makes_them_stand_stil
     assert run_ahead(load(write_run(tmp_path), changes)) == ahead
 
 
-def measured_rows(*, stopped_s: float = 0.0) -> list[Row]:
+def measured_rows(*, stopped_s: float = 0.0) -> list[MetricRow]:
     """Steps of 10 s in which two engines, busy for 5 and 10 seconds, finish 1500 tokens; the first
     line is of the start."""
-    rows: list[Row] = []
+    rows: list[MetricRow] = []
     for step in range(1, 8):
         rows.append(
             {
@@ -276,8 +276,8 @@ def test_an_estimate_of_a_dense_model_is_the_one_made_by_hand(tmp_path: Path) ->
     # seen; logits of 151,936 x 4096 weights at 2048 tokens.
     layers, attention = 2 * 2304 * 36 * 192_946_432, 2 * 2304 * 36 * 4096 * 2304
     head = 2 * 2048 * 151_936 * 4096
-    # Once forward, twice backward, once again (recompute: full). With one step a batch the log-probs
-    # that `proximal: recompute` and `tis` want are training's own.
+    # Once forward, twice backward, once again (recompute: full). With one step a batch the
+    # log-probs that `proximal: recompute` and `tis` want are training's own.
     operations = 1024 * (4 * (layers + attention) + 3 * head)
     assert found.train_s == pytest.approx(operations / (4 * 0.4 * 989e12))
     assert found.train_s == pytest.approx(91.85, abs=0.01)
@@ -319,7 +319,8 @@ def test_stages_of_an_engine_read_its_weights_once_for_each_batch_on_its_way(
 def test_an_estimate_of_a_mixture_counts_the_experts_that_tokens_visit(tmp_path: Path) -> None:
     """Qwen3-30B-A3B: 8 of 128 experts, so 3.0 G of 30.2 G weights in its layers are active."""
     found = estimated(recipe(tmp_path, "qwen3_30b_a3b", "Qwen3-30B-A3B"), engine_nodes=1)
-    # Of attention, norms and router 19,140,864 weights in each of 48 layers, and 8 experts of 4,718,592.
+    # Of attention, norms and router 19,140,864 weights in each of 48 layers, and 8 experts of
+    # 4,718,592.
     active = 48 * (18_874_368 + 4_352 + 262_144 + 8 * 4_718_592)
     layers, attention = 2 * 2304 * active, 2 * 2304 * 48 * 4096 * 2304
     head = 2 * 2048 * 151_936 * 2048
@@ -478,5 +479,5 @@ def test_weights_that_stay_on_the_gpus_pass_no_shared_memory(tmp_path: Path) -> 
     assert lent.staged_s == pytest.approx(lent.version / (8 * READ_SHARE * lent.chip.memory_rate))
     assert lent.loaded_s == pytest.approx(lent.version / LENT_RATE)
     assert lent.publish_s < staged.publish_s / 3
-    assert "60 GB/s of buckets from the ranks to engines on their GPUs" in lent.in_words()
-    assert "between a GPU and shared memory" not in lent.in_words()
+    assert "60 GB/s of buckets from the ranks to engines on their GPUs" in lent.as_text()
+    assert "between a GPU and shared memory" not in lent.as_text()

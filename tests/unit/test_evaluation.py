@@ -382,7 +382,7 @@ def test_a_supervised_run_measures_its_held_out_responses_where_it_is_due(tmp_pa
         for version in range(6):
             rank.version = version
             rank.evaluate(mean_loss)
-            rank.say("training")
+            rank.set_status("training")
             if version:
                 rank._log.log(version, {"policy/loss": 1.0})  # type: ignore[union-attr]
         evaluated = rank.state()[0]["evaluated"]

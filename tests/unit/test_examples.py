@@ -1,4 +1,4 @@
-"""The models that the examples prepare, and the run that stands beside the demo."""
+"""The models that the examples prepare, and the run that the demo is compared with."""
 
 import runpy
 from pathlib import Path

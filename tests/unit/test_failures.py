@@ -32,7 +32,7 @@ from tests.written_run import config_tree
 
 
 class Foreign(RuntimeError):
-    """As torch or Ray raises."""
+    """An error as torch or Ray raises it."""
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def failure(process: str, kind: int, at: float) -> Failure:
 def test_files_of_one_name_are_not_written_over_each_other_before_they_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank's heartbeat and its failure, a node's summary and its snapshot: each pair comes from two
-    threads. The picture of a standstill comes from every machine's launcher."""
+    """A rank's heartbeat and its failure, a node's summary and its snapshot: each pair comes from
+    two threads. The snapshot of a stall comes from every machine's launcher."""
     host, replace_file = socket.gethostname(), os.replace
     partial: list[str] = []
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.launch import launcher
-from megatron_async_rl.launch.launcher import Ranks
+from megatron_async_rl.launch.launcher import LocalRanks
 from megatron_async_rl.launch.peers import Nodes, PeerNodes
 from megatron_async_rl.launch.run_lock import RunDirectoryError, usable
 from megatron_async_rl.metrics.status import Status, read_status
@@ -41,14 +41,14 @@ Ended = tuple[int, Status, str]
 
 @pytest.fixture
 def run_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Ended]:
-    """`run_of(script)`: the launcher's work, with `script` in the place of torchrun and its ranks;
+    """`run_of(script)`: the launcher's work, with `script` instead of torchrun and its ranks;
     returns its exit code, the final status, and what it showed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launcher, "POLL_S", 0.02)
     config = Config.model_validate({**config_tree(), "run": {"dir": tmp_path / "run", "steps": 5}})
 
-    def begin(script: str) -> Callable[[Ranks, str, ExitStack], subprocess.Popen[bytes]]:
-        def start(ranks: Ranks, run_id: str, held: ExitStack) -> subprocess.Popen[bytes]:
+    def begin(script: str) -> Callable[[LocalRanks, str, ExitStack], subprocess.Popen[bytes]]:
+        def start(ranks: LocalRanks, run_id: str, held: ExitStack) -> subprocess.Popen[bytes]:
             with open(ranks.log, "wb") as log:
                 return subprocess.Popen(
                     ["bash", "-c", script],

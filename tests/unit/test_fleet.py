@@ -1,5 +1,5 @@
-"""Who is asked what: requests go to engines with room that hold the version they need, and engines
-join and leave while the others work."""
+"""Distribution of requests: they go to engines with room that hold the version they need, and
+engines join and leave while the others work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_requests_spread_over_the_engines_up_to_their_capacity_and_the_rest_wait
         harness.fleet.requests.put(requests(22), 0)
         assert harness.fleet.requests.waiting() == 10
         await until(lambda: len(harness.samples) == 22)
-        assert [engine.most for engine in engines] == [4, 4, 4]
+        assert [engine.maximum for engine in engines] == [4, 4, 4]
         assert [engine.groups()[:2] for engine in engines] == [[0, 3], [1, 4], [2, 5]]
         assert harness.fleet.requests.waiting() == 0
         await harness.close()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_async_rl.flow import controller as controller_module
 from megatron_async_rl.flow import engine_task
-from megatron_async_rl.flow.engine_task import Asked
+from megatron_async_rl.flow.engine_task import PendingRequest
 from megatron_async_rl.flow.errors import EngineFailed, RequestGivenUp
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import Aborted, Request
@@ -81,7 +81,7 @@ def aborts_what_nobody_aborted(engine: FakeEngine) -> None:
         (falls_silent, "its vLLM process did not answer for 99 s"),
         (answers_another_question, "it answered 0-0, prompt other, which it was not asked"),
         (answers_what_nobody_asked, "it answered 77-0, prompt p0, which it was not asked"),
-        (aborts_what_nobody_aborted, "it aborted 0-0, which it was not told to"),
+        (aborts_what_nobody_aborted, "it aborted 0-0, which was not requested"),
     ],
 )
 def test_what_a_lost_engine_had_not_answered_is_asked_again_elsewhere_and_answered_once(
@@ -273,7 +273,7 @@ def test_while_a_suspect_waits_one_engine_empties_itself_and_the_others_go_on() 
         slow = FakeEngine(lambda request: 1.0)
         launch = FakeLaunch([slow, FakeEngine(lambda request: 1.0)])
         harness = await fleet_of(launch, capacity=3)
-        suspect = Asked(requests(1)[0], 0, losses=2)
+        suspect = PendingRequest(requests(1)[0], 0, losses=2)
         harness.fleet.requests.put(requests(6, first=1), 0)
         harness.fleet.requests._lanes.add(suspect)
         harness.fleet.requests.put(requests(6, first=7), 0)

@@ -1,5 +1,5 @@
-"""Metrics of engines and flow between two steps: counts of engines that may have been started again, and
-what was dropped."""
+"""Metrics of engines and flow between two steps: counts of engines that may have been started
+again, and what was dropped."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_a_metric_of_several_samples_is_absent_for_one() -> None:
 
 
 def test_tokens_generated_are_those_that_engines_sampled_for_training() -> None:
-    """Of aborted responses, too, and not those of an environment or an evaluation."""
+    """Tokens of aborted responses count; those of an environment or an evaluation do not."""
     prompt = Prompt(id="p", text="", token_ids=(1,))
     sample = row(make_sample(prompt, "a", [5, 6, 7, 8], versions=[0, 0, 1, 1]), 0)
     counts, slot = FlowCounts(), SimpleNamespace(evaluates=False)

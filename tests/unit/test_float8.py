@@ -1,6 +1,5 @@
-"""The reference of 8-bit floats has the errors that its numbers have, and is the step controls' own
-where both have blocks of 128 in a row; what docs/models.md says of recipes is what it makes of a
-model."""
+"""The reference of FP8 has the errors that its numbers have, and is the step controls' own where
+both have blocks of 128 in a row; docs/models.md states its effect on a model."""
 
 import functools
 import re
@@ -98,8 +97,8 @@ def test_zeros_and_cut_blocks_stay_what_they_are(way):
 
 @functools.cache
 def sampled(directory: Path):
-    """A random model as test_fp8.py has it, in bfloat16 as engines do, and 16 responses of 64 tokens
-    that it sampled after prompts of 8."""
+    """A random model as test_fp8.py has it, in bfloat16 as engines do, and 16 responses of 64
+    tokens that it sampled after prompts of 8."""
     import transformers
 
     sizes = {**test_fp8.SIZES, "tied": True, "vocab_size": 97, "scale": 2.0}
@@ -116,7 +115,7 @@ def sampled(directory: Path):
 
 @torch.no_grad()
 def log_probs(model, tokens):
-    """Of the responses."""
+    """Log-probs of the responses."""
     logits = model(tokens).logits[:, 7:-1].float()
     return logits.log_softmax(-1).gather(-1, tokens[:, 8:, None])[..., 0]
 

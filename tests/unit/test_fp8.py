@@ -1,5 +1,5 @@
-"""Products in 8-bit floats as far as they are decided without a GPU: what is refused and why, the
-rows that products get, what a plan counts, and what is read of Transformer Engine's objects."""
+"""FP8 GEMMs, the part that is decided without a GPU: what is refused and why, the rows that
+products get, what a plan counts, and what is read of Transformer Engine's objects."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megatron_async_rl.config.problem import ConfigError, UserError
 from megatron_async_rl.config.schema import ParallelConfig, PolicyConfig
 from megatron_async_rl.plan import doctor, machine
 from megatron_async_rl.plan.machine import GIB, MIB, Gpu, Machine, described_machine
-from megatron_async_rl.plan.plan import Plan
+from megatron_async_rl.plan.plan import RunPlan
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.screen import resolved
 from megatron_async_rl.policy import fp8, model_blocks
-from megatron_async_rl.policy.context_parallel import Context
+from megatron_async_rl.policy.context_parallel import ContextParallelSlice
 from megatron_async_rl.policy.sequence_layout import LAYOUTS, sequence_layout
 from megatron_async_rl.policy.supported import PINNED, choose_layers
 from tests.written_run import write_model, write_run
@@ -67,7 +67,7 @@ def file(tmp_path: Path) -> Path:
     return run
 
 
-def plan(file: Path, *overrides: str, on: Machine | None = None) -> Plan:
+def plan(file: Path, *overrides: str, on: Machine | None = None) -> RunPlan:
     config = load(file, (*BASE, *overrides))
     return preflight(config, all_data=False, machine=on or node(HOPPER))
 
@@ -228,7 +228,7 @@ ROWS = {"tensorwise": (16, 16), "delayed": (16, 16), "blockwise": (16, 128), "mx
 def test_a_ranks_rows_are_a_multiple_of_the_recipes_on_every_layout(recipe, layout, name):
     parallel = ParallelConfig(**PARALLEL[layout])
     policy = PolicyConfig(parallel=parallel, fp8=Fp8Config(recipe=recipe))
-    rows = sequence_layout(name, policy.row_multiple, Context(0, parallel.context))
+    rows = sequence_layout(name, policy.row_multiple, ContextParallelSlice(0, parallel.context))
     wanted = ROWS[recipe][parallel.sequence]
     shared = parallel.tensor if parallel.sequence else 1
     for fed in ([], [1], [7, 33, 200], [129, 5]):
@@ -298,7 +298,7 @@ SEQUENCE = ("policy.parallel={ranks: 2, tensor: 2, sequence: true}",)
         ("tensorwise", (), 4 * 1024),
         ("blockwise", (), 4 * 1024 * (1 - 4 / 128)),
         ("mxfp8", (), 4 * 1024 * (1 - 1 / 32)),
-        # Attention's 256 outputs are kept in 8 bits beside those in bfloat16.
+        # Attention's 256 outputs are kept in 8 bits in addition to bfloat16.
         ("delayed", (), 4 * (1024 - 256)),
         ("tensorwise", ("policy.fp8.first_last_layers_bf16=1",), 2 * 1024),
         ("tensorwise", ("policy.recompute=selective",), 4 * 1024),
@@ -400,7 +400,7 @@ def test_the_plan_says_what_is_rounded_and_prints_the_setting(file):
 
 
 class Scaled(torch.nn.Module):
-    """As a module of Transformer Engine that delayed scaling scales: what it has learnt is made at
+    """Stand-in for a Transformer Engine module under delayed scaling, whose state is created in
     its first pass."""
 
     def __init__(self, scales: int | None) -> None:
@@ -447,7 +447,7 @@ def test_what_delayed_scaling_has_learnt_goes_on_in_a_model_that_has_scaled_noth
 
 
 class In8Bits(torch.Tensor):
-    """As Transformer Engine's: it says it is bfloat16, and its values have to be asked for."""
+    """Stand-in for Transformer Engine's FP8 tensor: it reports bfloat16 and must be dequantized."""
 
     def dequantize(self) -> torch.Tensor:
         return torch.full(self.shape, 3.0, dtype=self.dtype)
@@ -491,7 +491,7 @@ def test_a_fused_weight_kept_in_8_bits_has_the_places_of_one_that_is_not(monkeyp
 
 
 def test_weights_that_a_module_keeps_in_8_bits_between_micro_batches_can_be_given_up():
-    """By the name under which Transformer Engine 2.11 has them."""
+    """The attribute's name is that of Transformer Engine 2.11."""
     chunk = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     chunk[1]._fp8_workspaces = {"weight": torch.ones(2, 2)}
     fp8.drop_workspaces([chunk])

@@ -262,7 +262,7 @@ def test_inner_products_are_float64_sums(size):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inner_products_are_exact_where_a_few_elements_are_the_most_of_them(dtype):
-    """Of the second step's norm a plain float32 dot product of the blocks misses 2e-6."""
+    """A plain float32 dot product of the blocks misses 2e-6 of the second step's norm."""
     draw = torch.Generator().manual_seed(0)
     size = ((TERMS + 3) * CPU_BLOCK + 17, CPU_BLOCK + 1)
     left, right = (

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_async_rl.config.controls import CalibrateConfig, GacControl
 from megatron_async_rl.controls.alignment import KEEP, PROJECT
-from megatron_async_rl.controls.calibration import Calibration
+from megatron_async_rl.controls.calibration import CosineCalibration
 from megatron_async_rl.controls.gac import Gac
 from tests.gradients import flat, gradient, step
 
@@ -60,7 +60,7 @@ def test_only_cosines_between_two_fresh_batches_count():
 
 def test_the_first_stale_step_settles_for_half_of_the_cosines_but_not_for_less():
     for seen, expected in ((2, None), (3, 0.2), (4, 0.2)):
-        calibration = Calibration(CalibrateConfig(steps=5, quantile=0.5))
+        calibration = CosineCalibration(CalibrateConfig(steps=5, quantile=0.5))
         for _ in range(seen):
             calibration.observe(0.2, fresh=True)
         assert calibration.threshold is None
@@ -69,7 +69,7 @@ def test_the_first_stale_step_settles_for_half_of_the_cosines_but_not_for_less()
 
 
 def test_a_threshold_once_found_stays():
-    calibration = Calibration(CalibrateConfig(steps=2, quantile=1.0))
+    calibration = CosineCalibration(CalibrateConfig(steps=2, quantile=1.0))
     for cosine in (0.1, 0.3, 0.9):
         calibration.observe(cosine, fresh=True)
     assert calibration.threshold == 0.3
@@ -115,7 +115,7 @@ def test_a_quantile_below_0_calibrates_to_0_and_says_so(caplog):
 
 
 def test_a_negative_threshold_of_an_earlier_version_is_taken_as_0():
-    calibration = Calibration(CalibrateConfig(steps=2))
+    calibration = CosineCalibration(CalibrateConfig(steps=2))
     calibration.load_state_dict({"cosines": [-0.2, -0.2], "threshold": -0.2})
     assert calibration.threshold == 0.0
 

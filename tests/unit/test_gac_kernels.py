@@ -1,5 +1,5 @@
-"""GAC's kernels without a GPU: by Triton's interpreter the torch path's numbers, by its compiler code
-for sm_90."""
+"""GAC's kernels without a GPU: by Triton's interpreter the torch path's numbers, by its compiler
+code for sm_90."""
 
 from __future__ import annotations
 

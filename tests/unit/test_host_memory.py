@@ -1,4 +1,4 @@
-"""Host memory that runs out is told from a device's, with who holds it and what helps."""
+"""Exhausted host memory is distinguished from a device's, with who holds it and what helps."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FROM_TORCH = (
 
 class Kernel:
     """Count of the kernel's kills, in this process's cgroup where `own`; its log, where that can be
-    read; and the clock beside them."""
+    read; and the clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, own: bool = True) -> None:
         self.kills = 0
@@ -89,8 +89,8 @@ def test_rays_memory_monitor_ends_an_engine_for_the_hosts_memory(
     died = answered(ray.exceptions.OutOfMemoryError(FROM_RAY))
     assert str(died) == (
         "Ray's memory monitor ended it, as host memory was nearly out: node 192.0.2.7 had 22.41GB"
-        " used / 23.54GB; largest processes: pid 16631 11.50 GB python another_program.py; pid 17562"
-        " 6.19 GB ray::RolloutEngine.submit"
+        " used / 23.54GB; largest processes: pid 16631 11.50 GB python another_program.py; pid"
+        " 17562 6.19 GB ray::RolloutEngine.submit"
     )
     assert out_of_memory(died) == "host"
     assert failure_of(died, Path("log")).kind == PRIMARY

@@ -1,4 +1,5 @@
-"""Models and data sets by their names on a hub: found once, in the cache or over HTTP, and pinned."""
+"""Models and data sets by their names on a hub: found once, in the cache or over HTTP, and
+pinned."""
 
 from __future__ import annotations
 
@@ -142,8 +143,8 @@ def test_what_an_evaluation_writes_is_not_put_into_the_cache(
         ("model.path=hf://datasets/me/tiny/x", ("is the name of a data set", "write hf://me/tiny")),
         ("model.path=hf://me/tiny/part", ("is a part of a model", "write hf://me/tiny")),
         ("model.path=hf://me/tiny#train", ("is a part of a model", "write hf://me/tiny")),
-        ("model.path=hf://tiny", ("is no name on a hub", "write hf://OWNER/NAME")),
-        ("model.path=hf://me/ti!ny", ("is no name on a hub", "write hf://OWNER/NAME")),
+        ("model.path=hf://tiny", ("is not a name on a hub", "write hf://OWNER/NAME")),
+        ("model.path=hf://me/ti!ny", ("is not a name on a hub", "write hf://OWNER/NAME")),
         ("run.dir=hf://me/tiny", ("run.dir", "name a local path here")),
     ],
 )
@@ -209,7 +210,7 @@ def test_a_commit_whose_folder_is_gone_is_named(cache: Path) -> None:
 
 
 class Hub(ThreadingHTTPServer):
-    """As much of a hub as a download of me/tiny needs."""
+    """The part of a hub that a download of me/tiny needs."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
@@ -463,7 +464,7 @@ def test_a_wrong_name_is_told_by_the_hub(
 def test_the_sizes_of_a_published_model_that_is_not_here_are_from_the_cache_or_the_table(
     tmp_path: Path, cache: Path
 ) -> None:
-    """Of the parameters that the models' own files count."""
+    """The parameter counts are those of the models' own files."""
     for name, parameters in {
         "Qwen3-8B": 8_190_735_360,
         "Qwen3-32B": 32_762_123_264,

@@ -1,4 +1,4 @@
-"""Who may import whom, and what importing loads."""
+"""Import contracts, and the libraries that importing loads."""
 
 import ast
 import subprocess

@@ -1,5 +1,5 @@
-"""Launchers over several machines, with stand-ins for `mar` and `ray` that write down what they were
-asked. The real ones run in tests/end_to_end."""
+"""Launchers over several machines, with stand-ins for `mar` and `ray` that write down what they
+were asked. The real ones run in tests/end_to_end."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ fi
 if [[ -e "$LOSES" ]]; then rm "$LOSES"; exit 1; fi
 while :; do sleep 0.05; done
 """
-"""The head listens on its port; another one looks for its head when that has ended, as Ray does for a
-while, or ends once, at once, where there is a file $LOSES."""
+"""The head listens on its port; another one looks for its head when that has ended, as Ray does for
+a while, or ends once, at once, where there is a file $LOSES."""
 PYTHON = """#!/bin/bash
 echo "python $*" >> "$ASKED"
 """
 
 
 class Machine:
-    """What one machine of a run finds."""
+    """Environment of one machine of a run."""
 
     def __init__(self, folder: Path) -> None:
         self.asked, self.codes = folder / "asked", folder / "codes"
@@ -89,7 +89,8 @@ class Machine:
         self, *codes: int | str, arguments: Sequence[str] = ("run.yaml", "run.steps=2"), **more: str
     ) -> subprocess.Popen[str]:
         self.codes.write_text("".join(f"{code}\n" for code in codes))
-        # What starts the tests in the background has them ignore Ctrl-C, which a shell would inherit.
+        # What starts the tests in the background has them ignore Ctrl-C, which a shell would
+        # inherit.
         hears = ["env", "--default-signal=INT,HUP"]
         return subprocess.Popen(
             [*hears, LAUNCHERS / "torchrun_multinode.sh", *arguments],
@@ -196,8 +197,8 @@ def test_a_run_that_was_refused_or_stopped_is_not(machine: Machine, code: int) -
 def test_a_signal_stops_the_run_and_then_ray(
     machine: Machine, number: signal.Signals, told: str, to_all: bool
 ) -> None:
-    """A terminal that is closed sends it to all processes: twice told the run would be killed, and
-    without Ray it could not end its step."""
+    """A terminal that is closed sends it to all processes: notified twice, the run would be killed,
+    and without Ray it could not end its step."""
     process = machine.start("waits", NNODES="2", NODE_RANK="0", TRAINER_NODES="1")
     machine.wait_for("mar waits")
     (os.killpg if to_all else os.kill)(process.pid, number)
@@ -223,7 +224,7 @@ def test_a_ray_that_has_died_is_started_again_before_the_run(machine: Machine) -
 
 
 def test_a_ray_that_does_not_hear_is_killed_in_the_end(machine: Machine) -> None:
-    """While it starts Ray may lose a signal; the time that passes is no matter here."""
+    """While it starts Ray may lose a signal; the passing time does not matter here."""
     hasty = Path(machine.environment["VENV"]) / "bin" / "sleep"
     hasty.symlink_to("/bin/true")
     settings = {"NNODES": "2", "NODE_RANK": "0", "TRAINER_NODES": "1", "RAY_DEAF": "1"}
@@ -289,7 +290,7 @@ def test_a_machine_of_engines_joins_machine_0_and_ends_with_it(
 def test_a_ray_of_several_machines_asks_for_the_token_that_they_share(
     machine: Machine, given: dict[str, str], mode: str
 ) -> None:
-    """Ray cannot be bound to one address, so a machine without a token says what that means."""
+    """Ray cannot be bound to one address, so a machine without a token reports the consequence."""
     ray = Path(machine.environment["VENV"]) / "bin" / "ray"
     ray.write_text(ray.read_text().replace("#!/bin/bash", RAY_MODE, 1))
     code, said = machine.run(0, NNODES="2", NODE_RANK="0", TRAINER_NODES="1", **given)

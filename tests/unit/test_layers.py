@@ -18,7 +18,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.plan.machine import GIB, Gpu, Machine, described_machine, this_machine
-from megatron_async_rl.plan.plan import Plan
+from megatron_async_rl.plan.plan import RunPlan
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.policy.families import refuse_mixed
 from megatron_async_rl.policy.layers import CHECKPOINT_KEYS, LAYERS
@@ -185,7 +185,7 @@ def test_ranks_with_different_layers_are_refused_by_number():
         refuse_mixed(["transformer_engine", "local"] * 2)
 
 
-def plan(file: Path, *overrides: str, machine: Machine = NODE) -> Plan:
+def plan(file: Path, *overrides: str, machine: Machine = NODE) -> RunPlan:
     config = load(file, ("policy.device=auto", *overrides))
     return preflight(config, all_data=False, machine=machine)
 

@@ -1,5 +1,6 @@
-"""Buckets that engines borrow from the policy's devices: two places, each filled once for all that
-load, read by whoever wants it, and given back; and what an engine that fails meanwhile costs."""
+"""Buckets that engines acquire from the policy's devices: two places, each filled once for all that
+load, read by every engine that requests it, and released; and what an engine that fails meanwhile
+costs."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_async_rl.flow import engine_task
 from megatron_async_rl.flow.controller import Controller
-from megatron_async_rl.flow.copies import Fill, LentBuckets
+from megatron_async_rl.flow.copies import BufferRequest, IpcBucketQueue
 from megatron_async_rl.weights.manifest import IN_FLIGHT, BucketRef, Manifest, WeightMismatch
 from tests.unit.fake_engine import FakeEngine, FakeLaunch
 from tests.unit.flow_setup import controller_of, flow, holds, run, until
@@ -32,12 +33,12 @@ def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
 def lent(version: int) -> Manifest:
     ref = BucketRef(path="", size=8, nbytes=8, entries=())
     digests = {"w": f"digest of {version}"}
-    return Manifest(buckets=(ref,) * COUNT, digests=digests, lent=True)
+    return Manifest(buckets=(ref,) * COUNT, digests=digests, on_demand=True)
 
 
 class Ranks:
-    """The ranks' side: does what it is told. `memory`: what is in each place; `filled`: the buckets
-    that were put there, in order; `held`: places whose memory they have."""
+    """The ranks' side: does what is requested. `memory`: what is in each place; `filled`: the
+    buckets that were put there, in order; `held`: places whose memory they have."""
 
     def __init__(self) -> None:
         self.memory: list[str] = [""] * IN_FLIGHT
@@ -49,12 +50,12 @@ class Ranks:
 
     async def serve(self, controller: Controller) -> None:
         while True:
-            fill = await controller.next_fill(self.done)
+            fill = await controller.next_buffer_request(self.done)
             await self.gate.wait()
             self.done = self.do(fill)
             await asyncio.sleep(0.001)
 
-    def do(self, fill: Fill) -> BucketRef | None:
+    def do(self, fill: BufferRequest) -> BucketRef | None:
         if fill.number is None:
             self.held = set()
             return None
@@ -182,7 +183,7 @@ def test_an_engine_that_comes_later_gets_all_buckets_and_is_waited_for() -> None
     run(body)
 
 
-def test_an_engine_that_starts_again_while_others_sample_borrows_the_version_once_more() -> None:
+def test_an_engine_that_starts_again_while_others_sample_acquires_the_version_again() -> None:
     async def body() -> None:
         async with colocated(FakeEngine(), FakeEngine()) as (controller, ranks, launch):
             await until(lambda: not ranks.held)
@@ -254,7 +255,7 @@ def test_ranks_that_fill_nothing_cost_the_engines_after_their_limit_and_the_run_
     run(body)
 
 
-def test_borrowed_weights_that_differ_end_the_run() -> None:
+def test_acquired_weights_that_differ_end_the_run() -> None:
     async def body() -> None:
         engines = [FakeEngine(), FakeEngine()]
         async with colocated(*engines) as (controller, _, _):
@@ -312,11 +313,11 @@ def test_no_bucket_is_filled_while_an_engine_starts_and_none_starts_while_one_lo
 
 
 def test_what_ranks_did_for_the_version_before_is_no_bucket_of_this_one() -> None:
-    buckets = LentBuckets(2, 3)
-    buckets.want(0, 0)
-    buckets.filled(BucketRef(path="0:1/0", size=8, nbytes=8, entries=()))
+    buckets = IpcBucketQueue(2, 3)
+    buckets.request(0, 0)
+    buckets.buffer_filled(BucketRef(path="0:1/0", size=8, nbytes=8, entries=()))
     assert buckets.take(0) is None
-    assert buckets.next_fill() == Fill(version=2, number=0)
+    assert buckets.next_buffer_request() == BufferRequest(version=2, number=0)
 
 
 @given(st.data())
@@ -324,7 +325,7 @@ def test_whatever_the_order_every_engine_reads_every_bucket_and_no_place_is_fill
     data: st.DataObject,
 ) -> None:
     count, engines = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))
-    buckets = LentBuckets(3, count)
+    buckets = IpcBucketQueue(3, count)
     at, reading = dict.fromkeys(range(engines), -1), dict[int, BucketRef]()
     content: dict[int, int] = {}
     joined, filling, fills = set[int](), None, 0
@@ -333,7 +334,7 @@ def test_whatever_the_order_every_engine_reads_every_bucket_and_no_place_is_fill
         steps += [one for one in at if at[one] < count]
         step = data.draw(st.sampled_from(steps))
         if step == "fill":
-            filling = buckets.next_fill()
+            filling = buckets.next_buffer_request()
             if filling is not None and filling.number is not None:
                 fills += 1
                 assert all(int(ref.path) != filling.place for ref in reading.values())
@@ -343,47 +344,47 @@ def test_whatever_the_order_every_engine_reads_every_bucket_and_no_place_is_fill
             if filling.number is not None:
                 content[filling.place] = filling.number
                 ref = BucketRef(path=str(filling.place), size=8, nbytes=8, entries=())
-            buckets.filled(ref)
+            buckets.buffer_filled(ref)
             filling = None
         elif step in reading:
             assert content[int(reading.pop(step).path)] == at[step]
             buckets.leave(step)
             at[step] += 1
             if at[step] < count:
-                buckets.want(step, at[step])
+                buckets.request(step, at[step])
         elif step not in joined:
             joined.add(step)
             at[step] = 0
-            buckets.want(step, 0)
+            buckets.request(step, 0)
         else:
             found = buckets.take(step)
             if found is not None:
                 reading[step] = found
         if set(at.values()) == {count}:
             break
-    # The rest in turn: nobody waits for ever.
+    # The rest in turn: nothing waits forever.
     for _ in range(10 * count * engines):
         if filling is None:
-            filling = buckets.next_fill()
+            filling = buckets.next_buffer_request()
         if filling is not None:
             ref = BucketRef(path=str(filling.place), size=8, nbytes=8, entries=())
             if filling.number is not None:
                 content[filling.place] = filling.number
-            buckets.filled(ref if filling.number is not None else None)
+            buckets.buffer_filled(ref if filling.number is not None else None)
             filling = None
         for one in at:
             if one not in joined:
                 joined.add(one)
                 at[one] = 0
-                buckets.want(one, 0)
+                buckets.request(one, 0)
             if one in reading:
                 assert content[int(reading.pop(one).path)] == at[one]
                 buckets.leave(one)
                 at[one] += 1
                 if at[one] < count:
-                    buckets.want(one, at[one])
+                    buckets.request(one, at[one])
             elif at[one] < count and (found := buckets.take(one)) is not None:
                 reading[one] = found
     assert set(at.values()) == {count}
-    filling = buckets.next_fill()
+    filling = buckets.next_buffer_request()
     assert filling is None or filling.number is None

@@ -1,4 +1,4 @@
-"""A process of an engine ends with the one that started it: real processes, real signals."""
+"""A process of an engine ends with its parent: real processes, real signals."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What listens does so at the address that it needs, and a stranger cannot exhaust it."""
+"""Servers listen only at the address that they need, and strangers cannot exhaust them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PATIENT_S = 600.0
 
 
 def listening() -> set[tuple[str, int]]:
-    """Of this process."""
+    """Addresses at which this process listens."""
     return {
         (one.laddr.ip, one.laddr.port)
         for one in psutil.Process().net_connections("tcp")
@@ -201,7 +201,7 @@ def test_strangers_at_node_0_take_no_more_than_their_share(
 
 
 class Echo(socketserver.BaseRequestHandler):
-    """Admits who says `key`, and then sends back what comes."""
+    """Admit clients that send `key`, and echo their data."""
 
     server: Limited
 
@@ -268,7 +268,7 @@ def test_a_connection_that_drips_is_cut_when_its_time_to_prove_the_key_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each byte comes within the limit on silence."""
-    monkeypatch.setattr(relay_server._Server, "admission_s", 0.2)
+    monkeypatch.setattr(relay_server._RelayTcpServer, "admission_s", 0.2)
     server = RelayServer("127.0.0.1", silence_s=PATIENT_S)
     cut = False
     try:
@@ -318,7 +318,7 @@ def test_prometheus_listens_where_the_config_says(tmp_path: Path) -> None:
         assert said == f"http://{socket.gethostname()}:{sink.port}/metrics\n"
     finally:
         sink.close()
-    words = r"observe\.prometheus_host\n  192\.0\.2\.99 is no address of this machine"
+    words = r"observe\.prometheus_host\n  192\.0\.2\.99 is not an address of this machine"
     with pytest.raises(UserError, match=words):
         Prometheus(tmp_path, 0, "192.0.2.99")
 

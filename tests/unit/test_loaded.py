@@ -1,5 +1,5 @@
-"""Reports of an engine's workers on the weights that they loaded, in whatever way loaders cut and fuse
-them."""
+"""Reports of an engine's workers on the weights that they loaded, in whatever way loaders cut and
+fuse them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_memory_that_could_not_take_the_numbers_has_another_digest(
 
 
 def test_a_loaders_own_copy_of_a_part_keeps_its_place(sent: dict[str, Tensor]) -> None:
-    """As that of the columns of an expert, which vLLM then puts into its memory by rows."""
+    """vLLM copies the columns of an expert into its memory by rows."""
     memory = torch.empty(6, 8)
     with watched(sent) as (watch, offer):
         whole = offer("o")
@@ -143,7 +143,8 @@ def test_an_order_of_the_engines_own_is_refused(sent: dict[str, Tensor]) -> None
 def test_memory_that_is_offered_again_is_of_the_tensor_offered_last(
     sent: dict[str, Tensor],
 ) -> None:
-    """As a place for buckets is, at other offsets: queries and keys, then the columns of o."""
+    """Memory for buckets is offered again at other offsets: queries and keys, then the columns
+    of o."""
     place, o = torch.empty(96, dtype=torch.bfloat16), torch.empty(6, 8, dtype=torch.bfloat16)
     q, k = torch.empty(8, 6, dtype=torch.bfloat16), torch.empty(4, 6, dtype=torch.bfloat16)
     watch = LoadWatch()
@@ -159,7 +160,7 @@ def test_memory_that_is_offered_again_is_of_the_tensor_offered_last(
 
 
 def test_the_memory_of_a_tensor_that_is_gone_is_nobodys(sent: dict[str, Tensor]) -> None:
-    """What a loader puts there of its own is not taken for a part of that tensor."""
+    """Data that a loader creates there is not counted as a part of that tensor."""
     parameter = torch.empty(8, 6, dtype=torch.bfloat16)
     watch = LoadWatch()
     watch.begin([parameter])

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_async_rl.plan import memory
-from megatron_async_rl.policy import logit_chunk
+from megatron_async_rl.policy import logprobs as chunked
 from megatron_async_rl.policy import logprobs as logprobs_module
 from megatron_async_rl.policy.logprobs import vocab_parallel_logprobs
 
@@ -145,9 +145,9 @@ class NewMemory(TorchDispatchMode):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """As many blocks of a small case as of a large one."""
-    monkeypatch.setitem(logit_chunk.LOGIT_BLOCK, "cpu", 2 * 3000)
-    monkeypatch.setitem(logit_chunk.WEIGHT_BLOCK, "cpu", 64)
+    """Blocks so small that a small case has as many as a large one."""
+    monkeypatch.setitem(chunked.LOGIT_BLOCK, "cpu", 2 * 3000)
+    monkeypatch.setitem(chunked.WEIGHT_BLOCK, "cpu", 64)
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])

@@ -18,7 +18,7 @@ GLOO = """\
 [rank1]:   File "/app/train.py", line 80, in train
 [rank1]:     dist.all_reduce(total)
 [rank1]: RuntimeError: [../gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:41237
-"""
+"""  # noqa: E501 - verbatim
 SUMMARY = """\
 E1121 07:06:36.120000 4711 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 1) local_rank: 0 (pid: 4712)
 Traceback (most recent call last):
@@ -31,7 +31,7 @@ megatron_async_rl.train FAILED
   exitcode  : {code} (pid: 4712)
   traceback : {traceback}
 ============================================================
-"""
+"""  # noqa: E501 - verbatim
 TWO_FAILED = """\
 Failures:
 [1]:
@@ -70,7 +70,7 @@ ray.exceptions.RayTaskError(ValueError): \x1b[36mray::Controller.next_batch()\x1
   File "/app/controller.py", line 88, in next_batch
     reward = self.reward(prompt, text)
 ValueError: reward table has no row 7
-"""
+"""  # noqa: E501 - verbatim
 ACTOR_DIED = """\
 Traceback (most recent call last):
   File "/app/train.py", line 66, in train
@@ -88,7 +88,7 @@ Traceback (most recent call last):
   File "/app/engine.py", line 31, in start
     self._llm = AsyncLLM.from_engine_args(arguments)
 RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
-"""
+"""  # noqa: E501 - verbatim
 SURVIVED = """\
 reward failed on sample 12-3:
 Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""With long-tailed lengths, engines are fuller the less they wait: for a batch, for the oldest
+"""Engines are fuller with long-tailed lengths the less they wait: for a batch, for the oldest
 group, for the last response."""
 
 from __future__ import annotations
@@ -7,11 +7,11 @@ from functools import cache
 from typing import Any
 
 from benchmarks.long_tail import simulated
-from megatron_async_rl.simulate.model import Outcome
+from megatron_async_rl.simulate.model import SimulationResult
 
 
 @cache
-def outcomes(barrier: bool = False, **settings: Any) -> list[Outcome]:
+def outcomes(barrier: bool = False, **settings: Any) -> list[SimulationResult]:
     return [
         simulated(settings, train_time=200.0, steps=20, seed=seed, barrier=barrier)
         for seed in range(3)

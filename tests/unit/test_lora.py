@@ -16,7 +16,7 @@ from megatron_async_rl.plan.memory import engine_memory, rank_memory
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.resume import checkpoint_problems, conflicts
-from megatron_async_rl.policy.lora import Rows
+from megatron_async_rl.policy.lora import FusedRows
 from tests.tiny_models import save_tiny_model
 from tests.written_run import write_run
 
@@ -146,7 +146,7 @@ def test_a_checkpoint_of_whole_weights_is_refused_where_no_older_config_says_so(
 
 
 def test_parts_of_a_fused_matrix_lie_group_by_group_and_missing_ones_are_zero():
-    rows = Rows({"q": 2, "k": 1, "v": 1}, groups=2)
+    rows = FusedRows({"q": 2, "k": 1, "v": 1}, groups=2)
     q, v = torch.arange(1.0, 5.0), torch.tensor([7.0, 8.0])
     assert rows.fused({"q": q, "v": v}).tolist() == [1, 2, 0, 7, 3, 4, 0, 8]
     assert rows.fused({"v": v[None]}).shape == (1, 8)

@@ -1,5 +1,5 @@
-"""The picture of a run over several machines: each looks at its own processes, and one that is gone
-is named."""
+"""The picture of a run over several machines: each looks at its own processes, and a missing one is
+named."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def test_messages_of_sharegpt_are_read_as_their_own(tmp_path: Path) -> None:
         ({"from": "bot", "value": "x"}, "a chat message is `from` 'bot'"),
         (
             {"from": "function_call", "value": "f(1)"},
-            "a message `from` function_call is no JSON object",
+            "a message `from` function_call is not a JSON object",
         ),
         ({"from": "human"}, "a message of the user has no content"),
         ({"from": "human", "value": ["x"]}, r"content\[0\] of type text"),
@@ -201,7 +201,7 @@ CALLS = {
     "either": "{{ c.function.arguments if c.function.arguments is string"
     " else c.function.arguments | tojson }}",
 }
-"""What templates do with the arguments of a call."""
+"""Ways in which templates render the arguments of a call."""
 
 
 CONTENTS = {
@@ -211,7 +211,7 @@ CONTENTS = {
     "none": "{% if m.tool_calls and m.content is not none %}{{ raise_exception('') }}{% endif %}"
     "{{ m.content or '' }}",
 }
-"""What templates do with the content of a message."""
+"""Ways in which templates render the content of a message."""
 
 
 @pytest.mark.parametrize("said", CONTENTS)
@@ -222,7 +222,8 @@ def test_arguments_of_a_call_are_written_once_in_whatever_form_they_are_given(
     tokenizer = characters(
         tmp_path / "model",
         f"{{% for m in messages %}}{{{{ m.role }}}}:{CONTENTS[said]}"
-        f"{{% for c in m.tool_calls or () %}}{{{{ c.function.name }}}}{CALLS[way]}{{% endfor %}}<end>"
+        f"{{% for c in m.tool_calls or () %}}{{{{ c.function.name }}}}{CALLS[way]}"
+        "{% endfor %}<end>"
         "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
     )
     own = {"a": 1, "b": "x y", "big": 2**63 + 1}
@@ -250,7 +251,7 @@ def test_arguments_of_a_call_are_written_once_in_whatever_form_they_are_given(
     ("message", "what"),
     [
         ({"tool_calls": "f(1)"}, "has tool_calls that are not JSON"),
-        ({"tool_calls": ["f"]}, r"has tool_calls that are no list of objects: \['f'\]"),
+        ({"tool_calls": ["f"]}, r"has tool_calls that are not a list of objects: \['f'\]"),
         (
             {"tool_calls": [{"function": {"name": "f", "arguments": "a=1"}}]},
             r"has tool_calls\[0\].function.arguments that are not JSON",
@@ -268,7 +269,7 @@ def test_arguments_of_a_call_are_written_once_in_whatever_form_they_are_given(
         ),
         (
             {"tool_calls": [{"function": {"name": "f", "parameters": {"a": 1}}}]},
-            r"has `parameters` in the place of arguments in tool_calls\[0\]",
+            r"has `parameters` instead of arguments in tool_calls\[0\]",
         ),
         (
             {"tool_calls": [{"function": {"name": "f", "arguments": 5}}]},
@@ -396,9 +397,9 @@ def test_data_of_other_projects_is_read_with_the_keys_that_the_page_names(
     tmp_path: Path, row: dict[str, Any], tree: dict[str, Any]
 ) -> None:
     template = (
-        "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ m.role }}:"
-        "{{ m.content or '' }}{% for c in m.tool_calls or () %}{{ c.function | tojson }}{% endfor %}"
-        "<end>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+        "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ m.role }}:{{ m.content or"
+        " '' }}{% for c in m.tool_calls or () %}{{ c.function | tojson }}{% endfor %}<end>{% endfor"
+        " %}{% if add_generation_prompt %}assistant:{% endif %}"
     )
     tokenizer = characters(tmp_path / "model", template)
     supervised = tree.get("objective", {}).get("loss") == "sft"

@@ -240,7 +240,7 @@ def test_a_broken_line_in_the_middle_is_named_by_file_and_line(tmp_path: Path) -
 
 @pytest.mark.parametrize("step", ["2", "1", "2.5"])
 def test_a_step_that_does_not_grow_is_named_by_file_and_line(tmp_path: Path, step: str) -> None:
-    """As damage, or a file put together by hand, leaves it: every step would count twice."""
+    """Damage or a file assembled by hand leaves such lines, and every step would count twice."""
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{{"step": 2}}\n{{"step": {step}}}\n{{"step": 4}}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl:3"):

@@ -12,7 +12,7 @@ from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.targets import StepTargets, whole_batch
 from megatron_async_rl.policy import microbatch
 from megatron_async_rl.policy.batches import split
-from megatron_async_rl.policy.context_parallel import Context
+from megatron_async_rl.policy.context_parallel import ContextParallelSlice
 from megatron_async_rl.policy.forward import TokenOutputs
 from megatron_async_rl.policy.microbatch import (
     SampleTooLong,
@@ -27,7 +27,7 @@ from megatron_async_rl.policy.sequence_layout import (
     Padded,
     cheapest_cut,
 )
-from megatron_async_rl.policy.step_table import RecordedLoss
+from megatron_async_rl.policy.step import RecordedLoss
 from tests.train_batches import (
     columns_of,
     grouped,
@@ -133,7 +133,7 @@ def test_a_tenth_of_the_tokens_is_padding_at_most_where_lengths_are_geometric(co
 
 
 def test_where_little_is_padding_anyway_few_micro_batches_are_made():
-    """As in the demo: 512 samples of 6 to 13 tokens."""
+    """The demo has such a batch: 512 samples of 6 to 13 tokens."""
     prompt = dataclasses.replace(SAMPLES[0].prompt, token_ids=(1,))
     samples = [make_sample(prompt, str(i), [3] * (6 + i % 8)) for i in range(512)]
     plan, _ = planned(samples, budget=16384)
@@ -256,7 +256,7 @@ def test_what_fills_a_packed_row_up_belongs_to_its_last_sample():
     assert (nobody.samples, len(nobody.rows)) == ((), 1)
 
 
-@pytest.mark.parametrize("layout", [Padded(4), Packed(4), Packed(4, Context(1, 2))])
+@pytest.mark.parametrize("layout", [Padded(4), Packed(4), Packed(4, ContextParallelSlice(1, 2))])
 def test_micro_batches_of_a_plan_are_uploaded_together(monkeypatch, layout):
     plan, (batch,) = planned(SAMPLES, budget=96, sequences=layout)
     cuts = (*plan.ranks[0], ())
@@ -365,7 +365,7 @@ def test_tensors_are_moved_by_one_copy_per_dtype_and_come_back_whole(monkeypatch
 @pytest.mark.parametrize("kind", [Padded, Packed])
 @pytest.mark.parametrize(("size", "multiple"), [(2, 4), (3, 6), (2, 12)])
 def test_parts_of_context_parallel_ranks_make_up_the_whole_rows(kind, size, multiple):
-    layouts = [kind(multiple, Context(rank, size)) for rank in range(size)]
+    layouts = [kind(multiple, ContextParallelSlice(rank, size)) for rank in range(size)]
     plan, (batch,) = planned(SAMPLES, budget=96, sequences=layouts[0])
     for rows in (*plan.ranks[0], ()):
         parts = [build_micro_batch(batch, rows, CPU, layout) for layout in layouts]
@@ -401,7 +401,11 @@ def test_context_parallel_ranks_have_the_same_work_under_the_causal_mask(size):
     starts, lengths = np.array([0, 4 * size]), np.array([4 * size, 6 * size])
     layout = Packed(2 * size)
     keys = [
-        int((layout.positions(lengths)[Context(rank, size).own(starts, lengths)] + 1).sum())
+        int(
+            (
+                layout.positions(lengths)[ContextParallelSlice(rank, size).own(starts, lengths)] + 1
+            ).sum()
+        )
         for rank in range(size)
     ]
     assert len(set(keys)) == 1
@@ -421,7 +425,7 @@ def test_a_rank_cannot_feed_tokens_that_another_one_has():
     assert build_micro_batch(second, others, CPU).samples == others
 
 
-@pytest.mark.parametrize("layout", [Padded(2), Packed(2), Packed(4, Context(1, 2))])
+@pytest.mark.parametrize("layout", [Padded(2), Packed(2), Packed(4, ContextParallelSlice(1, 2))])
 def test_a_segment_lies_in_a_micro_batch_as_a_sample_of_its_own(layout):
     """Each trained token is predicted from the same token at the same position, and both cuts have
     all of them."""

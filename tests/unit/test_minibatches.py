@@ -66,7 +66,8 @@ def test_each_minibatch_is_balanced_over_the_data_parallel_ranks():
 
 def test_metrics_of_steps_are_put_together_as_the_catalogue_says():
     steps = [
-        {"policy/loss": 1.0, "policy/grad_anomaly": 30.0, "gac/skips": 1.0, "time/optimizer_s": 2.0},
+        {"policy/loss": 1.0, "policy/grad_anomaly": 30.0, "gac/skips": 1.0,
+         "time/optimizer_s": 2.0},
         {"policy/loss": 3.0, "policy/grad_anomaly": 0.0, "gac/skips": 2.0, "time/optimizer_s": 3.0,
          "gac/cosine": 0.25, "ratio/logp_diff_lag0_max": 1.0},
         {"policy/loss": 2.0, "policy/grad_anomaly": 0.0, "gac/skips": 2.0, "time/optimizer_s": 1.0,

@@ -48,7 +48,7 @@ def test_replicas_divide_a_parameter_without_gap_or_overlap(elements, replicas):
 
 
 def reading(saved, chunks, blocks):
-    planner = model_blocks._Reading(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = model_blocks._LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     properties = torch.distributed.checkpoint.metadata.TensorProperties(torch.float32)
     entry = TensorStorageMetadata(properties, torch.Size(saved), [each.chunk for each in chunks])
     planner.set_up_planner({"w": Blocks(blocks)}, SimpleNamespace(state_dict_metadata={"w": entry}))

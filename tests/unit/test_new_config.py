@@ -229,7 +229,7 @@ def test_mar_plan_accepts_what_any_answer_writes(asked, answer, template, tmp_pa
     if not template:
         (tmp_path / "model" / "chat_template.jinja").unlink()
     if answer == "code":  # whether there is a sandbox is this machine's affair
-        asked += ["--setting", "isolation=limits"]
+        asked += ["--setting", "isolation=rlimits"]
     code, told = run("init", "run.yaml", *asked, "--reward", answer)
     if not template and answer in AGENTS:
         assert (code, "has no chat template" in told) == (2, True)
@@ -429,8 +429,8 @@ def test_without_a_terminal_every_question_takes_its_default(tmp_path, monkeypat
 
 
 def test_a_real_terminal_is_asked_and_none_is_not(tmp_path):
-    """As a user starts it: with a pseudo-terminal, with /dev/null, and with an input that stays
-    open and never has a line."""
+    """The command is started as by a user: with a pseudo-terminal, with /dev/null, and with an
+    input that stays open and never has a line."""
     model, data = write_model(tmp_path), write_prompts(tmp_path / "data.jsonl")
     command = [sys.executable, "-m", "megatron_async_rl", "init"]
     reader, writer = os.pipe()
@@ -625,7 +625,7 @@ def test_a_wrong_answer_is_named_and_nothing_is_written(tmp_path, wrong, named):
 
 
 def test_columns_of_other_names_are_written_down(tmp_path):
-    """Those of the usual names are found; others have to be named."""
+    """Columns with the usual names are found; others must be named."""
     data = tmp_path / "data.csv"
     data.write_text("question,solution\n1+1=,2\n2+2=,4\n")
     out, model = tmp_path / "run.yaml", write_model(tmp_path)

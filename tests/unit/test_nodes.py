@@ -56,8 +56,8 @@ Start = Callable[..., "subprocess.Popen[str]"]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """`start(count, rank, timeout_s, *overrides)`: a launcher that meets the others, prints the id
-    of the start and stays. One that fails tells the others for up to `tell_s` seconds. `before`: code
-    that it runs first; `node_0`: where it looks for node 0, if not where that is."""
+    of the start and stays. One that fails tells the others for up to `tell_s` seconds. `before`:
+    code that it runs first; `node_0`: where it looks for node 0, if not where that is."""
     (tmp_path / "config.yaml").write_text(CONFIG)
     started: list[subprocess.Popen[str]] = []
     endpoint = f"localhost:{free_ports(1)[0]}"
@@ -93,7 +93,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def said(process: subprocess.Popen[str]) -> str:
-    """What it says last, once it has ended."""
+    """Last line of the output, once the process has ended."""
     _, error = process.communicate(timeout=600)
     assert process.returncode == 1
     return error
@@ -196,7 +196,7 @@ def test_ranks_listen_where_gloo_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert rank_address() == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")
-    with pytest.raises(NodesError, match=r"ib7 is no interface of .*\n  fix: set it .*: .*lo"):
+    with pytest.raises(NodesError, match=r"ib7 is not an interface of .*\n  fix: set it .*: .*lo"):
         rank_address()
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-machine.invalid")

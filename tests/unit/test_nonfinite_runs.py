@@ -63,7 +63,7 @@ class FakeRank0:
     def log(self, batch, metrics):
         self.logged.append(metrics)
 
-    def say(self, *words):
+    def set_status(self, *words):
         self.said.append(words)
 
     def __getattr__(self, name):

@@ -1,5 +1,5 @@
-"""What any claim for GAC has to beat: the same gradient norms, the same update norms, a lower
-beta1."""
+"""Null baselines that any claim for GAC has to beat: the same gradient norms, the same update
+norms, a lower beta1."""
 
 import math
 
@@ -57,7 +57,7 @@ def test_matched_norm_of_a_repeated_gradient_is_nothing_not_a_rounding_below_zer
 
 
 def taken(number, norm):
-    """The optimizer after `number` updates, the last of which had this norm."""
+    """The optimizer after `number` updates; the last had this norm."""
     return Optimizer(updates=number, last_update_norm=norm)
 
 

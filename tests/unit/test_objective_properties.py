@@ -1,4 +1,4 @@
-"""What holds for every loss, advantage and correction that is registered, whatever its formula."""
+"""Properties of every registered loss, advantage and correction, whatever its formula."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ PER_SEQUENCE = ("rewards", "group", "score_norms")
 
 
 def whole_batch(seed, *, sequences=6, group_size=3, longest=5, spread=0.3):
-    """As `prepare` hands it to a method. The four policies differ by log-ratios of order
-    `spread`."""
+    """A whole batch as `prepare` passes it to a method. The four policies differ by log-ratios
+    of order `spread`."""
     batch = detached(random_tokens(sequences, seed, group_size=group_size, longest=longest))
     base = -batch.logp.abs() - 0.5
     norms = 0.1 + torch.rand(
@@ -370,7 +370,7 @@ EXTREMES = (
 
 
 def in_single(batch):
-    """What a micro-batch is: float32 where the whole batch is float64."""
+    """A micro-batch's dtypes: float32 where the whole batch is float64."""
 
     def cast(values):
         return {

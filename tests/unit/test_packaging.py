@@ -30,7 +30,7 @@ PYTEST = {canonicalize_name(name) for name in ("iniconfig", "pluggy", "pytest")}
 
 
 def copied(image: str = "Dockerfile") -> list[str]:
-    """What an image's file copies into the directory that it installs from."""
+    """Paths that an image's file copies into the directory that it installs from."""
     _, _, package = (ROOT / image).read_text().partition("WORKDIR ")
     instructions = re.findall(r"^COPY (.+)$", package, re.MULTILINE)
     return [source for one in instructions for source in one.split()[:-1]]
@@ -63,7 +63,7 @@ def build(what: str, folder: Path, out: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the package is, installed from a wheel, of a source archive, of the image's files."""
+    """Folder of the package, installed from a wheel of a source archive of the image's files."""
     tmp = tmp_path_factory.mktemp("packaging")
     image = tmp / "image"
     image.mkdir()
@@ -116,7 +116,7 @@ WRITES_PAGES = ("config/docs.py", "metrics/catalogue.py")
 
 
 def said(tree: ast.AST) -> Iterator[tuple[str, bool]]:
-    """Strings of a module beside its docstrings, and whether `shipped` is given them."""
+    """Strings of a module besides its docstrings, and whether `shipped` is given them."""
     documents = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr)}
     found = {
         id(call.args[0])
@@ -237,7 +237,7 @@ def imported_by_the_gpu_tests() -> set[Path]:
 
 
 def test_the_gpu_image_can_run_the_gpu_tests_as_any_user() -> None:
-    """With pytest alone of what the other tests install."""
+    """The GPU tests need only pytest of the test dependencies."""
     text = (ROOT / "Dockerfile").read_text()
     assert "'^(iniconfig|pluggy|pytest)==' requirements/dev.txt" in text
     assert locked("dev.txt").keys() >= PYTEST
@@ -305,7 +305,8 @@ def test_a_package_of_the_cpu_lock_finds_there_what_it_asks_for() -> None:
 
 
 def test_the_versions_of_the_gpu_image_resolve_together() -> None:
-    """By uv, since pip fetches whole wheels (2 GB) to learn what they ask for."""
+    """The test resolves with uv, because pip fetches whole wheels (2 GB) to read their
+    requirements."""
     pytest.importorskip("uv")
     resolve = [sys.executable, "-m", "uv", "pip", "install", "--dry-run", "--no-cache"]
     only = ["--python", sys.executable, "--reinstall", "--only-binary", ":all:"]

@@ -22,7 +22,7 @@ from megatron_async_rl.policy.layers import GemmaNorm, NormedAdd
 CPU = torch.device("cpu")
 HEADS, GROUPS, WIDTH = 4, 2, 8
 LENGTHS = (9, 5, 5, 5, 2, 1, 1, 4)
-"""With runs of equal lengths, and one out of order."""
+"""Lengths with runs of equal ones, and one out of order."""
 
 
 class ThdKernel(torch.nn.Module):

@@ -1,5 +1,5 @@
-"""What the pages tell a reader to type works: commands are run in the order of their page, up to where
-they would start a run or a server; configurations load, and code imports. Keys, metrics, files and
+"""Instructions of the pages work: commands are run in the order of their page, up to where they
+would start a run or a server; configurations load, and code imports. Keys, metrics, files and
 headings that a page names exist."""
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def commands(page: Path) -> list[str]:
 
 
 def words_of(line: str) -> list[str]:
-    """Of a command or of its synopsis: options in brackets are given, and words of MEANT filled in."""
+    """Words of a command or of its synopsis: options in brackets are given, and words of MEANT
+    filled in."""
     if not re.search(r"=\[|'\[", line):
         line = re.sub(r"[][]", " ", line)
     words = [MEANT.get(one, one).removesuffix("...") for one in shlex.split(line)]
@@ -160,7 +161,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def finish(run: Path) -> None:
-    """What a run leaves behind, as far as reports and samples go."""
+    """Write the files of a run that reports and samples read."""
     logged_run(run)
     sampled_run(run, 5)
 

@@ -1,4 +1,4 @@
-"""A node that does not start says so to the nodes that wait for it, whoever comes first."""
+"""A node that does not start notifies the nodes that wait for it, whatever the order."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_node_0_hears_a_node_that_spoke_before_it_listened_and_the_third_hears_i
 
 
 def test_a_node_that_nobody_waits_for_ends(node, monkeypatch):
-    """By a clock that only its own waits move."""
+    """The test uses a clock that only its own waits move."""
     waits = [1000.0]
     clock = SimpleNamespace(monotonic=lambda: sum(waits), sleep=waits.append)
     monkeypatch.setattr(peers_module, "time", clock)

@@ -38,8 +38,8 @@ from megatron_async_rl.plan.memory import (
     stage_parameters,
 )
 from megatron_async_rl.plan.model_files import ModelShape, read_model
-from megatron_async_rl.plan.overhead import Parts, of_engine, of_rank, of_sleeping_engine
-from megatron_async_rl.plan.plan import Plan
+from megatron_async_rl.plan.overhead import OverheadParts, of_engine, of_rank, of_sleeping_engine
+from megatron_async_rl.plan.plan import RunPlan
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.screen import show_plan, size, staleness_law
 from megatron_async_rl.policy.supported import FAMILIES
@@ -56,11 +56,11 @@ def file(tmp_path: Path) -> Path:
     return write_run(tmp_path)
 
 
-def plan(file: Path, *overrides: str, machine: Machine = LAPTOP) -> Plan:
+def plan(file: Path, *overrides: str, machine: Machine = LAPTOP) -> RunPlan:
     return preflight(load(file, overrides), all_data=True, machine=machine)
 
 
-def keys(planned: Plan) -> list[str]:
+def keys(planned: RunPlan) -> list[str]:
     return [problem.key for problem in planned.problems]
 
 
@@ -273,7 +273,7 @@ def test_packed_rows_keep_each_tokens_rotations_and_its_attention_twice(tmp_path
 
 
 def test_packed_micro_batches_are_counted_by_tokens(file):
-    """Padded rows of which a micro-batch holds one alone leave the rest of it empty."""
+    """A micro-batch that holds a single padded row leaves the rest of its room empty."""
     found = []
     for name in ("padded", "packed"):
         planned = plan(file, f"policy.sequence={name}", "policy.tokens_per_micro_batch=100000")
@@ -343,7 +343,7 @@ def test_replay_of_experts_wants_some_and_says_what_it_carries(file, tmp_path):
     assert plan(mixture, asked[0]).routed_bytes == 0
 
 
-def test_expert_parallelism_divides_experts_and_their_optimizer_state_over_other_ranks_than_the_rest(
+def test_expert_parallelism_divides_experts_and_their_optimizer_state(
     tmp_path,
 ):
     file = write_run(tmp_path, **MIXTURE)
@@ -451,7 +451,7 @@ def test_the_token_budget_must_hold_the_longest_prompt_and_response(file):
 
 
 def test_agents_and_tools_that_cannot_be_are_named_before_anything_starts(file):
-    """As are fewer tokens than all segments of a sample have."""
+    """Fewer tokens than all segments of a sample have are a problem, too."""
     agent = {"name": "agent", "settings": {"function": "tests.unit.agents:run"}, "max_segments": 3}
     tools = {"name": "tools", "settings": {"functions": "tests.unit.agents:times"}}
     needed = 3 * (4 + 8)
@@ -714,8 +714,8 @@ def test_a_stop_token_that_the_model_does_not_have_is_refused(file):
     problems = plan(file, "rollout.sampling.stop_token_ids=[13, 99]", held_out).problems
     found = {one.key: one.what for one in problems if "stop_token" in one.key}
     assert found == {
-        "rollout.sampling.stop_token_ids": "99 is no token of the model, which has 14",
-        "eval.sets.0.sampling.stop_token_ids": "14 is no token of the model, which has 14",
+        "rollout.sampling.stop_token_ids": "99 is not a token of the model, which has 14",
+        "eval.sets.0.sampling.stop_token_ids": "14 is not a token of the model, which has 14",
     }
 
 
@@ -732,9 +732,11 @@ def test_a_reward_server_where_nobody_listens_is_told_and_not_waited_for(file, m
         port = server.getsockname()[1]
         # A response that was tried would time out, which is a problem.
         (note,) = told(port, timeout_s=0.1)
-        assert note.startswith(f"rollout.reward: nobody answers at 127.0.0.1:{port} (Connection re")
+        assert note.startswith(
+            f"rollout.reward: no server answers at 127.0.0.1:{port} (Connection re"
+        )
         server.listen()  # and never answers
-        monkeypatch.setattr("megatron_async_rl.plan.preflight.PATIENCE_S", 0.1)
+        monkeypatch.setattr("megatron_async_rl.plan.preflight.REWARD_TRIAL_TIMEOUT_S", 0.1)
         assert told(port, timeout_s=30) == []
 
 
@@ -743,7 +745,7 @@ def test_the_whole_model_must_fit_into_shared_memory(file):
     assert keys(plan(file, machine=small)) == ["weights.transport"]
 
 
-def relayed_plan(file: Path, machine: Machine = LAPTOP) -> tuple[Plan, str]:
+def relayed_plan(file: Path, machine: Machine = LAPTOP) -> tuple[RunPlan, str]:
     """And what it shows."""
     planned = plan(file, "weights.transport=relay", machine=machine)
     console = Console(record=True, width=200, file=StringIO())
@@ -813,13 +815,14 @@ LENT = ("weights={transport: cuda_ipc, bucket_mib: 1}", "rollout.placement=coloc
         (
             ("policy.device=cuda", "rollout.engines=4"),
             1,
-            "4 engines take 4 GPUs, of which 2 have a rank",
-            "set rollout.engines to at most 2, policy.parallel.ranks to 4, or this to shared_memory",
+            "4 engines take 4 GPUs, and 2 have a rank",
+            "set rollout.engines to at most 2, policy.parallel.ranks to 4, or this to"
+            " shared_memory",
         ),
         (
             ("policy.device=cuda", "policy.parallel.ranks=1", "rollout.tensor=2"),
             1,
-            "1 engine of 2 GPUs takes 2 GPUs, of which 1 has a rank",
+            "1 engine of 2 GPUs takes 2 GPUs, and 1 has a rank",
             "set policy.parallel.ranks to 2, or this to shared_memory",
         ),
     ],
@@ -905,8 +908,8 @@ def test_engine_cache_counts_tokens_of_the_models_dtype(file):
 
 
 def test_the_plan_command_takes_less_than_two_seconds(file):
-    """Of processor time, which other work on the machine does not stretch; the best of two, since
-    it shares caches."""
+    """The seconds are processor time, which other work does not stretch; the best of two counts,
+    because caches are shared."""
     seconds = []
     for _ in range(2):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -1011,7 +1014,7 @@ def test_host_memory_is_summed_over_the_ranks_and_engines_of_each_machine(file, 
     assert all(host.total == sum(parts(host).values()) for host in planned.hosts)
 
     by_collective = plan(file, *overrides, "weights.transport=collective", machine=cluster)
-    # Four engines fit beside the ranks of a machine, eight on one of engines alone.
+    # Four engines fit next to the ranks of a machine, eight on one of engines alone.
     copies = [host.shared_memory // planned.engine.weights for host in by_collective.hosts[1:]]
     assert copies == [2 * 4, 2 * 8]
 
@@ -1063,12 +1066,12 @@ def test_totals_of_a_run_are_those_of_its_steps(file):
     shape, _ = read_model(file.parent / "model")
     assert sums.checkpoint == shape.parameters * (4 + 8), "float32 weights and two moments"
     assert sums.hours(36.0) == 0.5
-    words = one_line(sums.in_words(72.0))
+    words = one_line(sums.as_text(72.0))
     assert "1 h for 50 steps; without" in words
     assert "10 of train (20 rows)" in words
     assert "up to 3 at once, one of them being written" in words
     gpus = replace(sums, gpus=8)
-    assert "8 GPU-hours on 8 GPUs" in gpus.in_words(72.0)
+    assert "8 GPU-hours on 8 GPUs" in gpus.as_text(72.0)
 
     assert plan(file, "checkpoint.every=0").totals.checkpoints == 1
     assert plan(file, "run.steps=50", "checkpoint.every=30").totals.checkpoints == 2
@@ -1131,8 +1134,8 @@ def test_attention_scores_count_only_where_torch_keeps_them(tmp_path: Path) -> N
 
 
 def test_norms_behind_attention_and_mlp_keep_their_inputs_too(tmp_path: Path) -> None:
-    """Two more of them in each of 32 layers of 16k tokens, bfloat16, on every rank: input and normed
-    one in float32; and Gemma's norms of heads."""
+    """Two more of them in each of 32 layers of 16k tokens, bfloat16, on every rank: input and
+    normed one in float32; and Gemma's norms of heads."""
     shapes = (shape_of(tmp_path, **LLAMA_8B | also) for also in ({}, GEMMA))
     plain, gemma = (
         rank_memory(
@@ -1149,8 +1152,8 @@ def test_norms_behind_attention_and_mlp_keep_their_inputs_too(tmp_path: Path) ->
 
 
 def test_recomputation_keeps_inputs_of_layers_or_no_scores(tmp_path: Path) -> None:
-    """32 layers of 16k tokens over eight ranks, of which one layer at a time is whole; the last
-    norm's input; and hidden states for log-probs, whole on each rank."""
+    """32 layers of 16k tokens over eight ranks; one layer at a time is whole; the last norm's
+    input; and hidden states for log-probs, whole on each rank."""
     sequence, hidden = "policy.parallel.sequence=true", 16384 * 4096 * 4
     for more, numbers in (([], hidden), ([sequence], hidden // 8)):
         layer = (activations_of_8b(tmp_path, *more) - numbers - hidden) // 32
@@ -1404,7 +1407,7 @@ def test_engines_that_find_no_gpu_on_the_machines_named_are_refused(file):
     assert code == 2
     room = "there is room for 12: 2 on a node with ranks, 8 on each of 1 without"
     assert f"13 engines, and {room}" in output
-    more = "plan for 4 machines, of which 2 have ranks (--nodes 4 --trainer-nodes 2)"
+    more = "plan for 4 machines, and 2 of them have ranks (--nodes 4 --trainer-nodes 2)"
     assert f"set it to at most 12, or {more}" in " ".join(output.split())
     # An engine's two workers are on one machine.
     two = ("rollout.tensor=2", "rollout.engines=5", *beside)
@@ -1460,7 +1463,7 @@ EIGHT_RANKS = (
 )
 
 
-def added_up(parts: Parts) -> int:
+def added_up(parts: OverheadParts) -> int:
     return sum(count for _, count in parts)
 
 
@@ -1539,7 +1542,7 @@ def test_a_rank_is_refused_above_its_gpus_memory_and_noted_just_below(tmp_path):
     on = ("policy.device=cuda", "model.dtype=bfloat16")
     total = plan(file, *on, machine=described).ranks[0].total + added_up(of_rank(load(file, on)))
 
-    def on_gpus_of(memory: int) -> Plan:
+    def on_gpus_of(memory: int) -> RunPlan:
         return plan(file, *on, machine=replace(described, gpus=(Gpu("A", memory),) * 8))
 
     assert keys(on_gpus_of(total - 1)) == ["policy.parallel"]
@@ -1562,7 +1565,7 @@ def test_the_sender_of_weights_has_its_part_of_the_first_stages_gpus(tmp_path):
     beside = added_up(of_rank(load(file, by_collective)))
     total = plan(file, *by_collective, machine=many).ranks[0].total + beside
 
-    def on_gpus_of(memory: int) -> Plan:
+    def on_gpus_of(memory: int) -> RunPlan:
         return plan(file, *by_collective, machine=replace(many, gpus=(Gpu("A", memory),) * 8))
 
     sender = GIB // 2 + 3 * 2 * 4 * GIB
@@ -1588,7 +1591,7 @@ def test_the_gpus_that_are_here_are_held_against_the_plan_too(tmp_path):
     ("share", "words"),
     [
         (0.15, "each GPU of an engine: about 15.0 GiB are needed of the 12.0 GiB that 0.15"),
-        (0.9, "an engine, generating beside a rank: about 89"),
+        (0.9, "an engine, generating next to a rank: about 89"),
     ],
 )
 def test_a_share_too_small_for_an_engine_or_too_large_beside_the_policy_is_refused(
@@ -1619,7 +1622,7 @@ def test_where_engines_and_policy_take_turns_the_peak_of_each_phase_is_shown(tmp
     code, output = planned_on_a_laptop(file, *EIGHT_RANKS, *EIGHT_GPUS, "80")
     assert code == 0, output
     (at,) = (i for i, line in enumerate(output.splitlines()) if "a GPU in phase" in line)
-    # What does not fit beside a phase goes on in the next line.
+    # Text that does not fit after a phase continues in the next line.
     shown = [line.split() for line in output.splitlines()[at + 1 :]]
     assert [words[:2] for words in shown if words and words[0] in PHASES] == [
         [phase, f"{need.total / GIB:.1f}"] for phase, need in planned.peaks.items()
@@ -1645,7 +1648,7 @@ def test_where_engines_and_policy_take_turns_the_peak_of_each_phase_is_shown(tmp
 
 
 def test_what_processes_take_of_a_gpu_beside_their_tensors_is_itemised(tmp_path):
-    """Estimates: about 4 GiB where an engine of several workers sleeps beside a rank."""
+    """Estimates: about 4 GiB where an engine of several workers sleeps next to a rank."""
     file = large_model(tmp_path)
     config = load(file, [*EIGHT_RANKS, "rollout.tensor=2"])
     parts = dict(of_rank(config) + of_sleeping_engine(config.rollout))
@@ -1664,8 +1667,8 @@ def test_what_processes_take_of_a_gpu_beside_their_tensors_is_itemised(tmp_path)
         " workspaces 256.0 MiB)" in output
     )
     assert (
-        "and of an engine that sleeps there ~: 1.8 GiB (CUDA context 512.0 MiB, CUDA graphs 1.2 GiB)"
-        in output
+        "and of an engine that sleeps there ~: 1.8 GiB (CUDA context 512.0 MiB, CUDA graphs 1.2"
+        " GiB)" in output
     )
     apart = (
         "rollout.placement=disaggregated",
@@ -1684,7 +1687,8 @@ def never_answers(prompt, response):
     while True: time.sleep(1)
 def fails_on_the_first(prompt, response): return 1 / int(prompt.fields["answer"])
 def fine(prompt, response): return len(response)
-def of_groups(prompt, responses): return [len(one) / len(prompt.fields["wanted"]) for one in responses]
+def of_groups(prompt, responses):
+    return [len(one) / len(prompt.fields["wanted"]) for one in responses]
 """
 
 
@@ -1699,7 +1703,7 @@ def of_groups(prompt, responses): return [len(one) / len(prompt.fields["wanted"]
 def test_a_reward_that_fails_on_a_made_up_response_is_found_before_the_run(
     file, monkeypatch, name, timeout_s, words
 ):
-    monkeypatch.setattr("megatron_async_rl.plan.preflight.PATIENCE_S", 600.0)
+    monkeypatch.setattr("megatron_async_rl.plan.preflight.REWARD_TRIAL_TIMEOUT_S", 600.0)
     (file.parent / "probed_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(file.parent)
     settings = f"{{name: 'probed_rewards:{name}', timeout_s: {timeout_s}}}"
@@ -1713,7 +1717,7 @@ def test_each_part_of_the_reward_is_tried_on_the_prompts_that_it_is_for(file, mo
     """The rows of the second kind are behind the first few that are tried."""
     (file.parent / "probed_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(file.parent)
-    monkeypatch.setattr("megatron_async_rl.plan.preflight.PATIENCE_S", 600.0)
+    monkeypatch.setattr("megatron_async_rl.plan.preflight.REWARD_TRIAL_TIMEOUT_S", 600.0)
     rows = [{"prompt": "1+1=", "answer": "2", "kind": "sum"}] * 5
     rows += [{"prompt": "2+2=", "kind": "word", "wanted": "x"}] * 2
     data = file.parent / "train.jsonl"
@@ -1739,7 +1743,7 @@ def test_each_part_of_the_reward_is_tried_on_the_prompts_that_it_is_for(file, mo
 def test_a_plan_is_not_kept_waiting_by_a_reward_that_may_be_slow(file, monkeypatch):
     (file.parent / "probed_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(file.parent)
-    monkeypatch.setattr("megatron_async_rl.plan.preflight.PATIENCE_S", 0.2)
+    monkeypatch.setattr("megatron_async_rl.plan.preflight.REWARD_TRIAL_TIMEOUT_S", 0.2)
     slow = "rollout.reward={name: 'probed_rewards:never_answers', timeout_s: 3000}"
     assert plan(file, slow, "watchdog.timeout_s=3001").problems == ()
 

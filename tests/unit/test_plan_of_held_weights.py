@@ -1,5 +1,5 @@
-"""Weights kept beside the model: what they take, and a store of versions that is too small for the
-staleness."""
+"""Weights kept in addition to the model: what they take, and a store of versions that is too small
+for the staleness."""
 
 from functools import partial
 

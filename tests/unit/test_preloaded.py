@@ -1,5 +1,5 @@
-"""Processes from a server that has imported: each is what the interpreter would have started, and
-none outlives its requester or the server. The server here imports next to nothing."""
+"""Fork server: its processes do what an interpreter would do, and none outlives its requester or
+the server. The server of these tests imports one small module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.launch import launcher
-from megatron_async_rl.launch.launcher import Ranks, environment_of_ranks
+from megatron_async_rl.launch.launcher import LocalRanks, environment_of_ranks
 from megatron_async_rl.launch.peers import Nodes
 from megatron_async_rl.plan.layout import PLANNED_DEVICE
 from megatron_async_rl.watchdog import preloaded
@@ -128,7 +128,7 @@ def answer(connection: object, value: object) -> None:
 
 
 def test_spawned_processes_come_from_the_server(here: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With descriptors of their own; its parent in vLLM's sense is itself, as the server ends it."""
+    """They have descriptors of their own, and PARENT names the process itself."""
     monkeypatch.setenv(PARENT, str(os.getpid()))
     preloaded.spawn_by_fork("engines")
     ours, theirs = multiprocessing.Pipe()
@@ -205,7 +205,7 @@ def test_a_run_has_the_servers_that_it_can_use(
     monkeypatch.setattr(launcher, "serving_engines", lambda *_: nullcontext("engines"))
     config = Config.model_validate({**config_tree(), **tree})
     folder = RunFolder(tmp_path, tmp_path, ())
-    ranks = Ranks(config, Nodes(), "127.0.0.1", "0", {}, folder, None)
+    ranks = LocalRanks(config, Nodes(), "127.0.0.1", "0", {}, folder, None)
     with ExitStack() as held:
         assert launcher._preload(ranks, environment, held) == kinds
 

@@ -155,7 +155,7 @@ def test_a_sample_log_that_cannot_be_read_leaves_the_panel_as_it_is(terminal: Ru
 
 
 def add_anomaly(run: Run, step: int, norm: float) -> None:
-    """As a line of metrics and of details that another process wrote."""
+    """Add a line of metrics and one of details, as another process writes them."""
     detail = {
         "step": step,
         "norm": norm,

@@ -1,4 +1,4 @@
-"""What Prometheus reads over HTTP is the newest line of metrics, and nothing of other libraries."""
+"""Prometheus reads the newest line of metrics over HTTP, and nothing of other libraries."""
 
 from __future__ import annotations
 

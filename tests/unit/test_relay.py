@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megatron_async_rl.weights import relay
-from megatron_async_rl.weights.manifest import Copy, Manifest
-from megatron_async_rl.weights.relay import Agent
-from megatron_async_rl.weights.relay_server import Address, RelayFailed, RelayServer, asked
+from megatron_async_rl.weights.manifest import Manifest, StagedCopy
+from megatron_async_rl.weights.relay import WeightAgent
+from megatron_async_rl.weights.relay_server import Address, RelayFailed, RelayServer, requested
 from megatron_async_rl.weights.shared_memory import BucketReader, SharedMemory
 from megatron_async_rl.weights.staging import Staging
 from megatron_async_rl.weights.stale_files import PREFIX
@@ -34,11 +34,11 @@ class Machines:
     server: RelayServer
     here: Path
     there: Path
-    agents: list[Agent] = field(default_factory=list)
+    agents: list[WeightAgent] = field(default_factory=list)
 
-    def agent(self, address: Address | None = None, silence_s: float = PATIENT_S) -> Agent:
+    def agent(self, address: Address | None = None, silence_s: float = PATIENT_S) -> WeightAgent:
         address = address or self.server.address
-        self.agents.append(Agent(address, SharedMemory(self.there), silence_s=silence_s))
+        self.agents.append(WeightAgent(address, SharedMemory(self.there), silence_s=silence_s))
         return self.agents[-1]
 
     def stage(self, version: int, buckets: int = 2) -> Manifest:
@@ -62,12 +62,12 @@ def weights(version: int, buckets: int = 2) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def read(copy: Copy) -> dict[str, torch.Tensor]:
+def read(copy: StagedCopy) -> dict[str, torch.Tensor]:
     reader = BucketReader()
     return {n: t.clone() for ref in copy.manifest.buckets for n, t in reader.read(ref)}
 
 
-def require_version(copy: Copy, version: int, buckets: int = 2) -> None:
+def require_version(copy: StagedCopy, version: int, buckets: int = 2) -> None:
     sent = {name: tensor for bucket in weights(version, buckets) for name, tensor in bucket.items()}
     found = read(copy)
     assert list(found) == list(sent)
@@ -264,7 +264,7 @@ def test_a_recorded_request_opens_nothing(machines: Machines) -> None:
 
 def ask_in_vain(address: Address) -> None:
     with pytest.raises(ConnectionError):
-        asked(address, 1, 0, 0, silence_s=PATIENT_S)
+        requested(address, 1, 0, 0, silence_s=PATIENT_S)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_what_is_not_staged_is_refused_with_the_reason(
 ) -> None:
     machines.stage(1)
     with pytest.raises(RelayFailed, match=reason):
-        asked(machines.server.address, version, bucket, first, silence_s=PATIENT_S)
+        requested(machines.server.address, version, bucket, first, silence_s=PATIENT_S)
 
 
 def test_a_version_whose_place_may_be_written_is_served_no_more(machines: Machines) -> None:

@@ -17,14 +17,14 @@ import torch
 
 from megatron_async_rl.flow import engine_task, relays
 from megatron_async_rl.flow.communicators import Communicators
-from megatron_async_rl.flow.copies import Copies, Relayed, Staged
+from megatron_async_rl.flow.copies import Relayed, Staged, VersionCopies
 from megatron_async_rl.flow.engine_task import EngineSlot
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.relay_process import RelaySpec
 from megatron_async_rl.rollout.spec import HERE
 from megatron_async_rl.watchdog.deadline import ProcessDied
 from megatron_async_rl.weights.collective import Sender
-from megatron_async_rl.weights.manifest import Delivery, Meeting
+from megatron_async_rl.weights.manifest import Meeting, WeightUpdate
 from megatron_async_rl.weights.relay_server import RelayFailed
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, specs
 from tests.unit.fleet_harness import FleetHarness
@@ -79,7 +79,7 @@ def test_one_agent_serves_a_machine_and_a_machine_without_engines_has_none() -> 
 
 
 def test_a_copy_whose_place_the_next_version_takes_is_there_no_more() -> None:
-    copies = Copies()
+    copies = VersionCopies()
     for version in (1, 2):
         staged = Staged(version=version, manifest=manifest(version), at=0.0)
         copies.begin(THERE, version)
@@ -95,7 +95,7 @@ def test_a_copy_whose_place_the_next_version_takes_is_there_no_more() -> None:
 
 
 def test_what_a_version_took_is_the_slowest_machines_time_and_all_bytes() -> None:
-    copies = Copies()
+    copies = VersionCopies()
     staged = {v: Staged(version=v, manifest=manifest(v), at=0.0) for v in (1, 2)}
     for machine, version, seconds in ((THERE, 1, 9.0), (THERE, 2, 3.0), (FURTHER, 2, 2.0)):
         arrived = copied(manifest(version), nbytes=10, seconds=seconds)
@@ -197,13 +197,13 @@ def test_an_evaluating_engine_gets_just_the_version_it_is_to_evaluate() -> None:
         trains, evaluates = Reader(0, THERE), Reader(1, THERE, evaluates=True)
         async with relayed(trains, evaluates) as harness:
             harness.stage(1)
-            harness.updates.want([1], 1)
+            harness.updates.request_version([1], 1)
             harness.stage(2)
             await until(lambda: harness.started and len(harness.started[0].fetched) == 2)
             assert harness.started[0].fetched == [1, 2], "rank 0 waits to overwrite version 1"
             await evaluates.load(harness.updates)
             assert evaluates.loaded == [(1, "there/1")]
-            assert not harness.updates.wants(1)
+            assert not harness.updates.is_requested(1)
 
     run(body)
 
@@ -214,13 +214,15 @@ def test_rank_0_keeps_what_is_to_be_evaluated_until_the_machine_has_it() -> None
         async with relayed(evaluates) as harness:
             harness.held_up = True
             harness.stage(1)
-            harness.updates.want([1], 1)
+            harness.updates.request_version([1], 1)
             harness.stage(2)
             assert not await harness.released(2)
             await until(lambda: harness.started)
             harness.started[0].gate.set()
             await harness.updates.until_released(2)
-            assert harness.updates.wants(1), "it has not loaded it yet, and its machine has it"
+            assert harness.updates.is_requested(1), (
+                "it has not loaded it yet, and its machine has it"
+            )
 
     run(body)
 
@@ -455,8 +457,8 @@ def test_a_set_ends_with_its_engine_and_the_one_in_its_place_has_nothing_yet() -
 
 
 class FakeSender:
-    """The sender's actor. `death`: what its calls raise; `deaf`: it does not answer; `ready`: it has
-    started."""
+    """The sender's actor. `death`: what its calls raise; `deaf`: it does not answer; `ready`: it
+    has started."""
 
     def __init__(self, log: list[str]) -> None:
         self.log = log
@@ -492,8 +494,8 @@ def test_an_engine_awaits_what_the_sender_sends_and_a_lost_sender_is_replaced(
         senders.append(FakeSender(log))
         return senders[-1]
 
-    async def receive(delivery: Delivery) -> None:
-        log.append(f"receive {delivery.version}, keep {delivery.kept}")
+    async def receive(update: WeightUpdate) -> None:
+        log.append(f"receive {update.version}, keep {update.kept}")
 
     async def body() -> None:
         (spec,) = specs(1)
@@ -566,8 +568,8 @@ def test_a_sender_that_starts_for_longer_than_an_answer_may_take_serves_all_engi
 
 
 class OpenSender:
-    """The sender's actor, with the sender itself. `before`: awaited before it opens; `after`: called
-    then."""
+    """The sender's actor, with the sender itself. `before`: awaited before it opens; `after`:
+    called then."""
 
     def __init__(self) -> None:
         self.sender = Sender("127.0.0.1", torch.device("cpu"), 60.0)

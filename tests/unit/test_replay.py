@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_async_rl.config.flow import Replay
-from megatron_async_rl.flow.buffer import Group
+from megatron_async_rl.flow.buffer import SampleGroup
 from megatron_async_rl.flow.selection import ReplayStore
 from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.columns import batch_of
@@ -38,8 +38,8 @@ def sample(
     return row(made)
 
 
-def group(index: int, *samples: SampleRow) -> Group:
-    return Group(index, samples[0].sample().prompt, samples)
+def group(index: int, *samples: SampleRow) -> SampleGroup:
+    return SampleGroup(index, samples[0].sample().prompt, samples)
 
 
 def store(
@@ -50,7 +50,7 @@ def store(
     )
 
 
-def tokens(groups: tuple[Group, ...]) -> list[int]:
+def tokens(groups: tuple[SampleGroup, ...]) -> list[int]:
     return [int(one.response_ids[0]) for drawn in groups for one in drawn.samples]
 
 
@@ -158,7 +158,7 @@ def test_what_is_stored_keeps_nothing_of_the_reports_it_came_in() -> None:
 
 
 def test_a_store_that_was_saved_draws_what_the_one_that_went_on_draws() -> None:
-    def arrived(version: int) -> list[Group]:
+    def arrived(version: int) -> list[SampleGroup]:
         return [
             group(
                 i, *(sample(f"p{i}", 10 * version + k, reward=k, version=version) for k in range(3))
@@ -166,7 +166,7 @@ def test_a_store_that_was_saved_draws_what_the_one_that_went_on_draws() -> None:
             for i in range(4)
         ]
 
-    def ids(drawn: tuple[tuple[Group, ...], int]) -> list[list[str]]:
+    def ids(drawn: tuple[tuple[SampleGroup, ...], int]) -> list[list[str]]:
         return [[one.id for one in each.samples] for each in drawn[0]]
 
     through, saved = store(recent=0.3, per_prompt=5), store(recent=0.3, per_prompt=5)

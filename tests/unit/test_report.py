@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron_async_rl.metrics.log import EvalLog, MetricsLog, Row
+from megatron_async_rl.metrics.log import EvalLog, MetricRow, MetricsLog
 from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.metrics.timeline import Span
-from megatron_async_rl.report.anomalies import Anomaly, AnomalyFinder, steps_in_words
+from megatron_async_rl.report.anomalies import Anomaly, AnomalyFinder, steps_text
 from megatron_async_rl.report.charts import _Short
 from megatron_async_rl.report.panel import POINTS
 from megatron_async_rl.report.panels import panels_of
@@ -89,8 +89,8 @@ def test_a_report_takes_rows_that_lack_what_had_no_data(tmp_path: Path) -> None:
 
 
 def fleet_run(run_dir: Path, steps: int, *, dropped: bool = True) -> Path:
-    """Two engines, the second of which is gone in the end; each step takes ten seconds from second
-    1000 on."""
+    """Two engines; the second is gone in the end; each step takes ten seconds from second 1000
+    on."""
     log = MetricsLog(run_dir, tensorboard=False, first_step=1)
     for step in range(1, steps + 1):
         engines = {
@@ -284,7 +284,7 @@ def test_counts_that_a_resume_began_again_are_added_up(tmp_path: Path) -> None:
 
 
 def test_versions_of_engines_are_told_as_versions_behind_and_a_gone_engine_has_none() -> None:
-    rows: list[Row] = [
+    rows: list[MetricRow] = [
         {"step": 4, "version": 4, "engine/versions": [3, 1]},
         {"step": 5, "version": 5, "engine/versions": [4, -1]},
     ]
@@ -298,7 +298,7 @@ def test_the_timeline_shown_is_that_of_the_last_steps_and_of_no_time_the_run_was
 ) -> None:
     tracks = {"rank 0": [Span(track="rank 0", state="training", start=0.0, end=1e6)]}
 
-    def ended(stopped_s: float) -> list[Row]:
+    def ended(stopped_s: float) -> list[MetricRow]:
         return [
             {"step": i, "time": 10.0 * i + (stopped_s if i > 27 else 0), "time/step_s": 10.0}
             for i in range(1, 31)
@@ -375,7 +375,7 @@ def test_the_tables_say_how_the_run_went_and_how_fast(tmp_path: Path) -> None:
     ]
 
 
-def rows_of(**columns: list[float | None]) -> list[Row]:
+def rows_of(**columns: list[float | None]) -> list[MetricRow]:
     """Rows from step 1 on; `a_b=[...]` is the key `a/b`, None an absent value."""
     count = max(len(values) for values in columns.values())
     return [
@@ -425,7 +425,7 @@ def test_every_kind_of_anomaly_is_found_at_its_step(tmp_path: Path) -> None:
             (6, "resumed", "counts began again"),
         )
     ]
-    assert steps_in_words([1, 2, 3, 7, 9, 10]) == "1–3, 7, 9–10"
+    assert steps_text([1, 2, 3, 7, 9, 10]) == "1–3, 7, 9–10"
 
 
 def test_anomalies_are_marked_on_the_curves_and_listed(tmp_path: Path) -> None:

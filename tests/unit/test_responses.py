@@ -1,4 +1,4 @@
-"""What becomes of the responses an engine works on, with a vLLM whose outputs the test makes."""
+"""Outcomes of an engine's responses, with a vLLM whose outputs the test makes."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.config.schema import RolloutConfig
 from megatron_async_rl.rollout.engine import RolloutEngine
 from megatron_async_rl.rollout.engine_state import BusyClock, EngineDied
-from megatron_async_rl.rollout.environments.transcript import Segment, Transcript
+from megatron_async_rl.rollout.environments.transcript import Transcript, TranscriptSegment
 from megatron_async_rl.rollout.responses import Responses
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
@@ -32,7 +32,7 @@ from megatron_async_rl.samples.types import PartialResponse, Request
 
 
 class FakeLLM:
-    """Takes requests and answers when it is told to."""
+    """Takes requests and answers on command."""
 
     def __init__(self) -> None:
         self.collectors: list[RequestOutputCollector] = []
@@ -167,7 +167,7 @@ def test_experts_come_with_what_is_trained_on_and_one_row_short_is_an_error(
         goes_on = replace(request(1, answer="7"), prefix=begun)
         await responses.submit([request(0, answer="7"), goes_on, held_out, request(2)])
         asked = [parameters.routed_experts_prompt_start for parameters in llm.parameters]
-        # A prompt of one token, and all of it where nobody wants any.
+        # A prompt of one token, and all of it if none is requested.
         assert asked == [0, 2, 1, 0]
         rows = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
         llm.collectors[0].put(output([7, 0], experts=rows[:2]))
@@ -237,8 +237,10 @@ def test_a_death_of_vllm_is_told_with_the_last_error_of_the_engines_log(
 
     log = tmp_path / "engine-0.log"
     log.write_text(
-        "(EngineCore pid=7) ERROR 11-25 15:04:29 [core.py:1512] Traceback (most recent call last):\n"
-        '(EngineCore pid=7) ERROR 11-25 15:04:29 [core.py:1512]   File "core.py", line 1606, in run\n'
+        "(EngineCore pid=7) ERROR 11-25 15:04:29 [core.py:1512] Traceback (most recent call"
+        " last):\n"
+        "(EngineCore pid=7) ERROR 11-25 15:04:29 [core.py:1512]"
+        '   File "core.py", line 1606, in run\n'
         "(EngineCore pid=7) ERROR 11-25 15:04:29 [core.py:1512] RuntimeError: head_dim=16\n"
         "(MainProcess pid=6) INFO 11-25 15:04:29 [utils.py:628] core exited\n"
         "(EngineCore pid=7) INFO 11-25 15:04:29 [core.py:770] [shutdown] complete\n"
@@ -302,7 +304,7 @@ def test_failed_rewards_are_written_down_and_on_a_full_disk_reported_all_the_sam
 def test_a_conversation_that_is_aborted_while_it_samples_is_reported_once(tmp_path: Path) -> None:
     class Talk:
         async def play(self, transcript: Transcript, sample: Any, most: int) -> None:
-            segment = Segment(transcript.asked)
+            segment = TranscriptSegment(transcript.requested)
             await transcript.extend(segment, [], sample, most)
             await transcript.extend(segment, [], sample, most - 2)
 
@@ -337,7 +339,7 @@ def test_a_turn_of_an_agent_that_is_gone_ends_and_costs_its_sample_alone(tmp_pat
     class Gone:
         async def play(self, transcript: Transcript, sample: Any, most: int) -> str:
             self.call = asyncio.create_task(
-                transcript.extend(Segment(transcript.asked), [], sample, most)
+                transcript.extend(TranscriptSegment(transcript.requested), [], sample, most)
             )
             while not llms[0].collectors:
                 await asyncio.sleep(0)
@@ -366,7 +368,10 @@ def test_experts_of_several_turns_and_segments_are_one_row_for_each_token_that_w
 ) -> None:
     class Talk:
         async def play(self, transcript: Transcript, sample: Any, most: int) -> None:
-            first, other = Segment(transcript.asked), Segment(replace(PROMPT, token_ids=(2, 3)))
+            first, other = (
+                TranscriptSegment(transcript.requested),
+                TranscriptSegment(replace(PROMPT, token_ids=(2, 3))),
+            )
             await transcript.extend(first, [], sample, most)
             await transcript.extend(first, [6], sample, most)
             await transcript.extend(other, [], sample, most)
@@ -377,7 +382,8 @@ def test_experts_of_several_turns_and_segments_are_one_row_for_each_token_that_w
         responses._conversations = talk
         await responses.submit([request(0, answer="8")])
         row = iter(range(100))
-        # Reads of the prompt and the first token; of the second, the word and the next; of a prompt.
+        # Reads of the prompt and the first token; of the second, the word and the next; of a
+        # prompt.
         for turn, (sampled, rows) in enumerate((([7, 7], 2), ([8], 2), ([8], 2))):
             while len(llm.collectors) == turn:
                 await asyncio.sleep(0)

@@ -306,7 +306,7 @@ def test_the_checkpoints_own_config_is_compared_where_the_runs_is_gone(config: P
 
 
 def trained(config: Path, *overrides: str) -> str:
-    """What `mar train` prints when it refuses; it starts nothing then."""
+    """Output of `mar train` that refuses to start."""
     done = CliRunner().invoke(cli.app, ["train", str(config), *overrides])
     assert done.exit_code == 2, done.output
     return done.output

@@ -1,5 +1,5 @@
-"""Rewards behind HTTP: a server of rewards and a model as judge. What a server does wrong costs the
-response that asked, in words that name server and answer."""
+"""Rewards behind HTTP: a server of rewards and a model as judge. A server's fault costs the
+response that called it; the error names server and answer."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from aiohttp import web
 
 from megatron_async_rl.config.schema import RewardConfig
 from megatron_async_rl.rollout.rewards import servers
-from megatron_async_rl.rollout.rewards.registry import Context, Item, load_reward
+from megatron_async_rl.rollout.rewards.registry import RewardContext, RewardItem, load_reward
 from megatron_async_rl.rollout.rewards.worker import CallFailed, Scored, call_async
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.samples import Prompt
@@ -41,7 +41,7 @@ async def served(answer: Answer) -> Any:
 
 async def asked(name: str, settings: dict[str, Any], timeout_s: float = 60.0) -> Scored:
     reward = load_reward(name, settings)
-    item = Item(PROMPT, "It is 42.", Context(finish_reason="length", tokens=5))
+    item = RewardItem(PROMPT, "It is 42.", RewardContext(finish_reason="length", tokens=5))
     try:
         (scored,) = await call_async(reward, [item], timeout_s)
     except CallFailed as error:
@@ -171,7 +171,7 @@ def test_a_response_cannot_end_the_tags_in_which_its_judge_reads_it() -> None:
     async def run() -> None:
         async with served(answer) as url:
             reward = load_reward("judge", {"url": url, "model": "m"})
-            await call_async(reward, [Item(PROMPT, said, Context())], 60.0)
+            await call_async(reward, [RewardItem(PROMPT, said, RewardContext())], 60.0)
             await servers._session().close()
             servers._sessions.clear()
 

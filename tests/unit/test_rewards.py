@@ -22,9 +22,9 @@ from megatron_async_rl.rollout import rewards
 from megatron_async_rl.rollout.rewards import registry
 from megatron_async_rl.rollout.rewards.answers import evaluate
 from megatron_async_rl.rollout.rewards.registry import (
-    Context,
-    Item,
+    RewardContext,
     RewardError,
+    RewardItem,
     load_reward,
     required_fields,
     validate_row,
@@ -119,7 +119,8 @@ def test_countdown_takes_nothing_else(response: str) -> None:
 
 
 def test_simple_rewards_accept_no_copy_of_the_question_and_no_list_of_numbers() -> None:
-    """docs/rewards.md, "What each built-in reward accepts"; `math` and `code` have files of their own."""
+    """docs/rewards.md, "What each built-in reward accepts"; `math` and `code` have files of their
+    own."""
     tasks = {
         "arithmetic": prompt(answer="46"),
         "countdown": prompt(numbers=[3, 5, 7], target=22),
@@ -456,8 +457,8 @@ def test_an_async_function_and_one_of_lists_are_known_by_how_they_are_written(
         ("FILE:score", {"tag": 1}, ".settings", "has no setting 'tag'; it takes none"),
         ("arithmetic", {"tag": 1}, ".settings", "arithmetic has no setting 'tag'"),
         ("http", {}, ".settings", "'url' is missing"),
-        ("http", {"url": "localhost:1"}, ".settings.url", "is no address of a server"),
-        ("http", {"url": "http://h:99999"}, ".settings.url", "is no address of a server"),
+        ("http", {"url": "localhost:1"}, ".settings.url", "is not an address of a server"),
+        ("http", {"url": "http://h:99999"}, ".settings.url", "is not an address of a server"),
         ("http", {"url": "http://h", "api_key_env": "NOT_SET"}, ".settings.api_key_env", "not set"),
         ("judge", {}, ".settings", "url and model, and 'url' is missing; write"),
         ("judge", {"url": "http://h"}, ".settings", "'model' is missing"),
@@ -471,6 +472,7 @@ def test_an_async_function_and_one_of_lists_are_known_by_how_they_are_written(
             "0 groups",
         ),
         ("code", {"isolation": "none"}, ".settings.isolation", "got 'none'"),
+        ("code", {"isolation": "limits"}, ".settings.isolation", "isolation: rlimits"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_with_their_key(
@@ -517,7 +519,7 @@ def test_the_examples_of_the_page_are_rewards_that_work(
         (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    item = Item(prompt(word="cat"), "a cat", Context(tokens=4))
+    item = RewardItem(prompt(word="cat"), "a cat", RewardContext(tokens=4))
     scored = [
         call(load_reward(f"{name}"), [item], 1.0)[0].reward
         for name in ("my_rewards:score", "more_rewards:batched", "more_rewards:complete")

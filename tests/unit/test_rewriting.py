@@ -89,8 +89,8 @@ def test_a_group_s_diversity_adds_to_alignment_where_a_rewrite_is_consistent(
 
 @pytest.fixture(scope="module")
 def learner(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model whose next token depends on the last one alone: after `,` and after `=` comes `3` with
-    probability 1/2, after `3` the end with 1/4, and `8` in all cases else with 1/8."""
+    """A model whose next token depends on the last one alone: after `,` and after `=` comes `3`
+    with probability 1/2, after `3` the end with 1/4, and `8` in all cases else with 1/8."""
     folder = tmp_path_factory.mktemp("learner")
     PREPARE["write_model"](folder, 1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -32,7 +32,8 @@ name_shared_memory()
 import multiprocessing, tempfile
 from multiprocessing.shared_memory import SharedMemory
 context = multiprocessing.get_context("spawn")
-kept = SharedMemory(create=True, size=64), context.Lock(), open(tempfile.gettempdir() + "/socket", "w")
+socket = open(tempfile.gettempdir() + "/socket", "w")
+kept = SharedMemory(create=True, size=64), context.Lock(), socket
 print(os.environ["TMPDIR"], flush=True)
 sys.stdin.read()
 """
@@ -122,7 +123,7 @@ def test_a_process_that_ends_well_takes_its_folder_along(base: Path) -> None:
 
 
 def test_a_killed_engines_sandboxes_go_with_its_run(base: Path) -> None:
-    """Root's programs cannot pass through the run's own folder, so theirs is beside it."""
+    """Root's programs cannot pass through the run's own folder, so theirs is next to it."""
     source = (
         "import os, sys\n"
         "from pathlib import Path\n"
@@ -183,7 +184,7 @@ def test_a_folder_of_somebody_else_is_left_alone(base: Path) -> None:
 
 
 def test_a_long_tmpdir_is_used_by_a_short_link(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Slurm gives one to each job: Ray refuses paths of sockets over 107 bytes."""
+    """Slurm gives each job such a folder; Ray refuses socket paths over 107 bytes."""
     long = base / ("job_" + "1234567890" * 8)
     monkeypatch.setenv("TMPDIR", str(long))
     monkeypatch.setattr(module, "LONGEST", len(str(base.parent / "s")) + len("/mar-01234567"))

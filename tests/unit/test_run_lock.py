@@ -117,7 +117,7 @@ def test_only_a_run_that_goes_on_is_asked_for_engines_and_only_one_whose_engines
     tmp_path: Path,
 ) -> None:
     run_dir = tmp_path / "run"
-    with pytest.raises(RunDirectoryError, match="it is no run"):
+    with pytest.raises(RunDirectoryError, match="it is not a run"):
         ask_for_engines(run_dir, 2)
     run_dir.mkdir()
     config = run_dir / "config.yaml"

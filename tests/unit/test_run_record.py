@@ -1,5 +1,5 @@
-"""A resume compares the newest checkpoint with the run's own records: a run that had a checkpoint never
-starts again at step 0 by itself, and goes on with its own files alone."""
+"""A resume compares the newest checkpoint with the run's own records: a run that had a checkpoint
+never starts again at step 0 by itself, and goes on with its own files alone."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_a_newest_checkpoint_that_is_gone_is_passed_over_only_by_name(config: Pa
     (folder / "latest").write_text(name_of(4))
     assert problems(config) == []
     assert notes(config) == [
-        f"the run goes on from step 4: {name_of(STEPS)}, its newest checkpoint, is not there"
+        f"the run resumes from step 4: {name_of(STEPS)}, its newest checkpoint, is not there"
     ]
     kept.rename(folder / name_of(STEPS))
     (folder / "latest").write_text(name_of(STEPS))
@@ -325,7 +325,8 @@ def test_a_reward_whose_code_changed_since_the_checkpoint_is_noted(
     assert notes(config, *named) == []
     file.write_text(REWARD.replace("1.0", "2.0"))
     assert notes(config, *named) == [
-        f"{file} has changed since {name_of(STEPS)} was saved, and the run goes on with the new code"
+        f"{file} has changed since {name_of(STEPS)} was saved, and the run continues with the new"
+        " code"
     ]
     assert code_digests({"a": "gone.module:f", "b": "10:30", "c": ["no module: at all"]}) == {}
 

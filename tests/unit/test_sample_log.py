@@ -25,7 +25,7 @@ from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.sample_log import SampleLog, SampleLogWriter, open_sample_log
 from megatron_async_rl.flow.spec import DataState
 from megatron_async_rl.report.sample_browser import SampleBrowser
-from megatron_async_rl.report.samples import Wanted, choose, newest_trained, samples_section
+from megatron_async_rl.report.samples import SampleQuery, choose, newest_trained, samples_section
 from megatron_async_rl.samples.columns import NUMERIC, batch_of
 from megatron_async_rl.samples.frames import CLOSED, HEADER_BYTES, OPEN, SegmentBroken
 from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
@@ -153,7 +153,7 @@ def test_a_response_that_trains_again_names_all_its_steps(tmp_path: Path) -> Non
 def test_a_sample_that_a_resumed_run_wrote_again_is_read_once_with_its_newest_reward(
     tmp_path: Path,
 ) -> None:
-    """As the reward of its group came after the checkpoint; by every reader there is."""
+    """The reward of its group came after the checkpoint. All readers are tested."""
     again, other = sample(0, reward=0.25), sample(1, reward=0.5)
     log = begun(tmp_path)
     for one in (again, other):
@@ -173,7 +173,7 @@ def test_a_sample_that_a_resumed_run_wrote_again_is_read_once_with_its_newest_re
     assert [one.reward for _, one in load(tmp_path, entries)] == [0.75, 0.5]
     table = read_table(tmp_path, "samples")
     assert (table["id"].to_pylist(), table["reward"].to_pylist()) == (["1-0", "0-0"], [0.5, 0.75])
-    step = choose(tmp_path, Wanted(step=1))
+    step = choose(tmp_path, SampleQuery(step=1))
     assert [(one.id, one.reward) for _, one in step.samples] == [("0-0", 0.75), ("1-0", 0.5)]
     page = samples_section(tmp_path)
     assert (page.count("sample 0-0"), page.count("reward 0.25")) == (1, 0)
@@ -384,8 +384,8 @@ def everything(run_dir: Path) -> dict[str, list[object]]:
 
 
 def killed_after(run_dir: Path, synced: int, more: int) -> bytes:
-    """A log as a kill leaves it after `synced` batches of a checkpoint and `more` later ones; return the
-    content of its samples."""
+    """A log as a kill leaves it after `synced` batches of a checkpoint and `more` later ones;
+    return the content of its samples."""
     log = begun(run_dir)
     for group in range(synced + more):
         log.finished(row(sample(group), group))
@@ -403,7 +403,7 @@ def killed_after(run_dir: Path, synced: int, more: int) -> bytes:
 
 
 def frames_of(content: bytes) -> list[int]:
-    """Where each frame begins, and the end of the last one."""
+    """Start of each frame, and the end of the last one."""
     places = [0]
     while places[-1] < len(content):
         length = int.from_bytes(content[places[-1] + 8 : places[-1] + 16], "little")
@@ -418,7 +418,8 @@ def test_zeros_at_the_end_of_an_open_file_are_a_torn_tail_and_elsewhere_damage(
     path = path_of(tmp_path / FOLDER, "samples", 0, OPEN)
     starts = frames_of(content)
     assert len(starts) == 4
-    # From anywhere within what was not synced, also from within a header, and in two frames at once.
+    # From anywhere within what was not synced, also from within a header, and in two frames at
+    # once.
     for start in (
         *range(starts[1], starts[1] + HEADER_BYTES),
         *range(starts[1], starts[3] - 8, 37),
@@ -468,29 +469,29 @@ def test_a_closed_file_that_is_renamed_open_and_cut_is_damaged(
 def test_a_log_that_ends_before_its_mark_is_noticed_without_a_checkpoint(tmp_path: Path) -> None:
     segments_of_one_group(tmp_path, 3)
     assert lost_end(tmp_path) is None
-    assert choose(tmp_path, Wanted()).lost is None
+    assert choose(tmp_path, SampleQuery()).lost is None
     mark = read_mark(tmp_path)
     assert mark == LogMark(segment=2, closed=True, samples=1, outcomes=1)
     for path in (tmp_path / FOLDER).glob("*2.segment"):
         path.unlink()
     said = f"{tmp_path / FOLDER} ends with segment 1, and the log had segments up to number 2"
     assert lost_end(tmp_path) == said
-    assert choose(tmp_path, Wanted()).lost == said, "and the rest is shown"
+    assert choose(tmp_path, SampleQuery()).lost == said, "and the rest is shown"
     assert said in samples_section(tmp_path)
     assert said in SampleBrowser(tmp_path).answer({})["words"]
     for path in (tmp_path / FOLDER).iterdir():
         path.unlink()
     with pytest.raises(UserError, match=r"is missing or empty, and the log had segments up to"):
-        choose(tmp_path, Wanted())
+        choose(tmp_path, SampleQuery())
     segments_of_one_group(tmp_path, 1)
     assert lost_end(tmp_path) is None, "the mark is that of what was written last"
     content = (tmp_path / MARK_FILE).read_bytes()
     for damaged in (b"", b"[]", content.replace(b"1", b"0"), content[:-3]):
         (tmp_path / MARK_FILE).write_bytes(damaged)
         with pytest.raises(UserError, match=f"{MARK_FILE}\n  is damaged"):
-            choose(tmp_path, Wanted())
+            choose(tmp_path, SampleQuery())
     (tmp_path / MARK_FILE).write_bytes(content)
-    choose(tmp_path, Wanted())
+    choose(tmp_path, SampleQuery())
 
 
 def test_every_reader_reports_damage_by_the_name_of_the_file(tmp_path: Path) -> None:
@@ -500,8 +501,8 @@ def test_every_reader_reports_damage_by_the_name_of_the_file(tmp_path: Path) -> 
     path = path_of(tmp_path / FOLDER, "samples", 0)
     path.write_bytes(flipped(path.read_bytes(), 4000))
     for read in (
-        lambda: choose(tmp_path, Wanted()),
-        lambda: choose(tmp_path, Wanted(best=1)),
+        lambda: choose(tmp_path, SampleQuery()),
+        lambda: choose(tmp_path, SampleQuery(best=1)),
         lambda: newest_trained(tmp_path),
         lambda: SampleBrowser(tmp_path).answer({}),
         lambda: _read_samples(tmp_path),
@@ -537,7 +538,7 @@ def test_every_reader_and_a_resume_report_a_missing_file(
     browser.answer({})
     path.unlink()
     for read in (
-        lambda: choose(tmp_path, Wanted()),
+        lambda: choose(tmp_path, SampleQuery()),
         lambda: newest_trained(tmp_path),
         lambda: SampleBrowser(tmp_path).answer({}),
         lambda: browser.answer({}),
@@ -612,7 +613,7 @@ def test_a_log_of_a_version_without_checksums_is_refused_by_name(tmp_path: Path)
     with pytest.raises(
         UserError, match=r"samples-000000.arrows\n  was written by an earlier version"
     ):
-        choose(tmp_path, Wanted())
+        choose(tmp_path, SampleQuery())
     assert old.read_bytes() == b"old"
 
 
@@ -685,7 +686,7 @@ def test_through_a_crash_each_step_has_what_its_trainer_got(tmp_path: Path, rati
 
 @pytest.mark.parametrize("experts", [True, False])
 def test_the_batch_of_a_step_is_in_the_log_to_the_last_bit(tmp_path: Path, experts: bool) -> None:
-    """But for the experts, where the log is not told to keep them."""
+    """Except for the experts, which the log keeps only on request."""
 
     def altered(sample: Sample) -> Sample:
         bits = np.random.default_rng([sample.prompt.token_ids[0], len(sample.id)])
@@ -723,7 +724,7 @@ def test_the_batch_of_a_step_is_in_the_log_to_the_last_bit(tmp_path: Path, exper
 
 
 def batch_of_step(run_dir: Path, step: int, groups: list[int]) -> pa.RecordBatch:
-    """As docs/samples.md says."""
+    """Batch of a step, reconstructed as docs/samples.md describes."""
     outcomes = read_table(run_dir, "outcomes").sort_by("seq").to_pylist()
     trained = [o for o in outcomes if (o["outcome"], o["step"]) == ("trained", step)]
     keys = [(o["id"], o["finished_at"]) for o in trained]
@@ -836,14 +837,14 @@ def test_a_disk_that_hangs_costs_rows_and_not_the_loop(
 ) -> None:
     monkeypatch.setattr(sample_log, "QUEUED", 10)
     hanging, go_on = threading.Event(), threading.Event()
-    write: Callable[..., None] = sample_log._Segment.write
+    write: Callable[..., None] = sample_log._SampleLogSegment.write
 
     def hang(*arguments: object) -> None:
         hanging.set()
         assert go_on.wait(600)
         write(*arguments)
 
-    monkeypatch.setattr(sample_log._Segment, "write", hang)
+    monkeypatch.setattr(sample_log._SampleLogSegment, "write", hang)
     log = begun(tmp_path)
     log.finished(row(sample(0), 0))
     assert hanging.wait(600)

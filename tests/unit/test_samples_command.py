@@ -22,7 +22,7 @@ from megatron_async_rl.launch import launcher
 from megatron_async_rl.metrics.log import EvalLog
 from megatron_async_rl.report import report as report_module
 from megatron_async_rl.report.report import write_report
-from megatron_async_rl.report.samples import Wanted, choose, print_samples, samples_section
+from megatron_async_rl.report.samples import SampleQuery, choose, print_samples, samples_section
 from megatron_async_rl.samples.frames import OPEN
 from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
 from megatron_async_rl.samples.segments import FOLDER, path_of
@@ -107,7 +107,7 @@ def test_json_has_the_whole_sample(tmp_path: Path) -> None:
 def test_a_narrow_terminal_breaks_lines_and_loses_nothing(tmp_path: Path, width: int) -> None:
     logged_run(tmp_path, lambda one: replace(one, text="0123456789" * 20))
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
-    print_samples(choose(tmp_path, Wanted(step=4, best=1)), console, as_json=False)
+    print_samples(choose(tmp_path, SampleQuery(step=4, best=1)), console, as_json=False)
     shown = console.file.getvalue()
     assert max(len(line) for line in shown.splitlines()) <= width
     assert "0123456789" * 20 in shown.replace("\n", "")
@@ -353,7 +353,7 @@ def test_a_status_that_is_none_is_named(tmp_path: Path, content: str) -> None:
 
 
 def test_of_an_open_segment_that_was_cut_off_what_is_whole_is_shown(tmp_path: Path) -> None:
-    """A run that was killed leaves such a file; a closed one that was cut is damaged."""
+    """A run that was killed leaves such a file; a closed file that was cut is damaged."""
     folder = damaged(tmp_path) / FOLDER
     path, outcomes = (path_of(folder, table, 0) for table in ("samples", "outcomes"))  # type: ignore[arg-type]
     whole = path.read_bytes()
@@ -400,7 +400,7 @@ def test_fields_that_are_not_finite_are_null_in_json(tmp_path: Path) -> None:
     fields = {"answer": float("nan"), "more": [float("inf"), {"x": 1.5}]}
     logged_run(tmp_path, lambda one: replace(one, prompt=replace(one.prompt, fields=fields)))
     written = io.StringIO()
-    print_samples(choose(tmp_path, Wanted(best=1)), Console(file=written), as_json=True)
+    print_samples(choose(tmp_path, SampleQuery(best=1)), Console(file=written), as_json=True)
     assert json.loads(written.getvalue())["fields"] == {"answer": None, "more": [None, {"x": 1.5}]}
 
 

@@ -227,7 +227,7 @@ def test_one_file_of_held_out_prompts_is_a_list_of_one(file: Path) -> None:
         (("eval.sets.1.pass_at=[5]",), "eval.sets.1.pass_at: 5 needs as many responses"),
         (("eval.sets.1.name=greedy",), "two are called greedy"),
         (("eval.sets.1.name=part",), "none can be called `part`"),
-        (("eval.sampling={regex: '('}",), "is no expression"),
+        (("eval.sampling={regex: '('}",), "is not an expression"),
         (("eval.sampling={json_schema: {type: objectt}}",), "json_schema: $.type: 'objectt'"),
         (("eval.sampling={regex: 'a', json_schema: {}}",), "keep one"),
         (("eval.sets=[]",), "`eval` needs held-out prompts"),

@@ -20,11 +20,11 @@ import pytest
 
 from megatron_async_rl.rollout.rewards import code as code_module
 from megatron_async_rl.rollout.rewards import sandbox
-from megatron_async_rl.rollout.rewards.code import Starved, code, source_of
+from megatron_async_rl.rollout.rewards.code import ProgramsStarved, code, source_of
 from megatron_async_rl.rollout.rewards.registry import RewardError, load_reward
 from megatron_async_rl.rollout.rewards.sandbox import (
-    Ended,
     Limits,
+    ProgramEnd,
     Sandbox,
     SandboxError,
     Usage,
@@ -42,13 +42,13 @@ def printed(source: str, **limits: Any) -> str:
 
 LANDLOCK = ctypes.CDLL(None).syscall(444, None, 0, 1)
 """The kernel's version of it; negative where it has none."""
-ISOLATIONS = pytest.mark.parametrize("isolation", ["namespaces", "limits"])
+ISOLATIONS = pytest.mark.parametrize("isolation", ["namespaces", "rlimits"])
 
 
 def test_a_program_reads_and_prints_and_may_use_the_standard_library() -> None:
     source = "import decimal, sqlite3, ssl, threading\nprint(int(input()) + 1, __name__)"
-    assert run(source, stdin="41\n") == Ended(code=0, output="42 __main__\n")
-    assert run("raise SystemExit(3)") == Ended(code=3, output="")
+    assert run(source, stdin="41\n") == ProgramEnd(code=0, output="42 __main__\n")
+    assert run("raise SystemExit(3)") == ProgramEnd(code=3, output="")
 
 
 def test_it_sees_no_file_of_the_machine_and_writes_none(tmp_path: Path) -> None:
@@ -63,7 +63,8 @@ def attempt(do):
         return "refused"
 places = ["/etc/passwd", {str(secret)!r}, {os.getcwd()!r} + "/setup.py", "/proc/self/environ"]
 print([attempt(lambda: open(one).read()) for one in places])
-print([attempt(lambda: open(one + "/x", "w")) for one in ("", "/dev", os.path.dirname(os.__file__))])
+folders = ("", "/dev", os.path.dirname(os.__file__))
+print([attempt(lambda: open(one + "/x", "w")) for one in folders])
 print(attempt(lambda: os.mkdir({str(tmp_path)!r} + "/x")), os.getcwd(), os.listdir("."))
 print(attempt(lambda: open("mine", "w").write("ab")))
 print(attempt(lambda: os.open(os.__file__, os.O_RDWR)), os.getuid() == 0)
@@ -183,14 +184,15 @@ ours, theirs = multiprocessing.Pipe()
 theirs.send(7)
 print(ours.recv())
 """
-        said = printed(source, isolation="limits", memory_mib=1024).split()
+        said = printed(source, isolation="rlimits", memory_mib=1024).split()
         os.unlink(path)
     assert said == [*["refused"] * 7, "7"]
 
 
 @pytest.mark.skipif(LANDLOCK < 6, reason="the kernel's Landlock has no scopes")
 def test_without_namespaces_it_ends_and_limits_no_process_of_its_user(tmp_path: Path) -> None:
-    """This process is root's, as is the one that tries, so that no difference of users protects it."""
+    """This process is root's, as is the attacking one, so that no difference of users protects
+    it."""
     source = """
 import os, resource, signal, time
 from megatron_async_rl.rollout.rewards import sandbox_program as program
@@ -302,7 +304,9 @@ for call in (
     lambda: libc.memfd_create(b"x", 0),
     lambda: libc.unshare(0x10000000),
     lambda: libc.unshare(0x00020000),
-    lambda: libc.syscall({"x86_64": 56, "aarch64": 220}[os.uname().machine], 0x10000011, 0, 0, 0, 0),
+    lambda: libc.syscall(
+        {"x86_64": 56, "aarch64": 220}[os.uname().machine], 0x10000011, 0, 0, 0, 0
+    ),
     lambda: libc.setns(0, 0),
 ):
     print(call(), os.strerror(ctypes.get_errno()))
@@ -332,7 +336,7 @@ for pid in (os.getppid(), 1):
     except PermissionError:
         print("refused")
 """
-    said = printed(source, isolation="limits").splitlines()
+    said = printed(source, isolation="rlimits").splitlines()
     assert said == ["True True [] ['mine']", "refused", "refused"]
 
 
@@ -395,7 +399,7 @@ def test_without_namespaces_all_files_together_are_bounded(
             "time.sleep(300)"
         ),
     }[file]
-    limits = Limits(file_mib=8, cpu_s=300, wall_s=600, isolation="limits")
+    limits = Limits(file_mib=8, cpu_s=300, wall_s=600, isolation="rlimits")
     assert run(source, limits=limits).code == sandbox.TOO_LARGE
     assert list(tmp_path.iterdir()) == []
 
@@ -417,7 +421,7 @@ for place in ("/tmp", "/var/tmp", "/dev/shm"):
 with tempfile.NamedTemporaryFile() as file, open(os.devnull, "w") as nothing:
     print(os.path.dirname(file.name) == os.getcwd(), file.write(b"x"), nothing.write("x"))
 """
-    assert printed(source, isolation="limits").splitlines() == [*["refused"] * 3, "True 1 1"]
+    assert printed(source, isolation="rlimits").splitlines() == [*["refused"] * 3, "True 1 1"]
 
 
 def test_without_namespaces_no_datagram_leaves_its_pair(tmp_path: Path) -> None:
@@ -435,7 +439,7 @@ for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK):
     one.send(b"x")
     print(other.recv(1))
 """
-    said = printed(source, isolation="limits").splitlines()
+    said = printed(source, isolation="rlimits").splitlines()
     assert said == [*["refused"] * 3, *["b'x'"] * 2]
 
 
@@ -456,13 +460,13 @@ def test_a_program_that_ends_as_its_files_exceed_their_limit_is_waited_for(
         return True
 
     monkeypatch.setattr(sandbox, "_exceeds", ended)
-    assert run("", limits=Limits(isolation="limits")).code == sandbox.TOO_LARGE
+    assert run("", limits=Limits(isolation="rlimits")).code == sandbox.TOO_LARGE
 
 
 def test_a_programs_folder_is_in_one_that_a_later_start_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the run's own, or, where the program could not reach that, beside it."""
+    """The folder is in the run's own folder or, if the program could not reach that, next to it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     for one in (tmp_path, *tmp_path.parents):
@@ -486,8 +490,8 @@ def grow():
 """
     fields = {"tests": ["assert grow() is None"]}
     item = Prompt(id="p", text="?", token_ids=(1,), fields=fields)
-    reward = load_reward("code", {"isolation": "limits", "cpu_s": 60.0}).function
-    assert reward(item, source, isolation="limits", cpu_s=60.0, timeout_s=600.0) == 0.0
+    reward = load_reward("code", {"isolation": "rlimits", "cpu_s": 60.0}).function
+    assert reward(item, source, isolation="rlimits", cpu_s=60.0, timeout_s=600.0) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -531,7 +535,7 @@ print(started)
 def test_walls_that_cannot_stand_are_said_and_nothing_is_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As where a container forbids namespaces."""
+    """A container that forbids namespaces behaves like this."""
     program = tmp_path / "program.py"
     refuse = "import os\ndef refused(_): raise PermissionError(1, 'Operation not permitted')\n"
     text = Path(sandbox._PROGRAM).read_text()
@@ -539,13 +543,13 @@ def test_walls_that_cannot_stand_are_said_and_nothing_is_run(
     monkeypatch.setattr(sandbox, "_PROGRAM", program)
     with pytest.raises(SandboxError, match="Operation not permitted"):
         run("print(1)")
-    with pytest.raises(RewardError, match=r"isolation: .*--cap-add SYS_ADMIN.*isolation: limits"):
+    with pytest.raises(RewardError, match=r"isolation: .*--cap-add SYS_ADMIN.*isolation: rlimits"):
         load_reward("code")
-    assert load_reward("code", {"isolation": "limits"}).settings == {"isolation": "limits"}
-    assert printed("print(1)", isolation="limits") == "1\n"
+    assert load_reward("code", {"isolation": "rlimits"}).settings == {"isolation": "rlimits"}
+    assert printed("print(1)", isolation="rlimits") == "1\n"
     program.write_text(text.replace('control.sendall(b"ready\\n")', "1 / 0"))
     with pytest.raises(RewardError, match=r"isolation: no program can be run: .*division by zero"):
-        load_reward("code", {"isolation": "limits"})
+        load_reward("code", {"isolation": "rlimits"})
 
 
 ASSERTS = ["assert f(2) == 4", "assert f(3) == 9"]
@@ -732,7 +736,8 @@ def test_the_code_cannot_name_a_test_away(named: str, test: str) -> None:
         "def f(x):\n  import os\n  os._exit(0)",
         f"{ALWAYS}def f(x): return A()",
         "class I(int):\n  def __eq__(s, o): return True\ndef f(x): return I(0)",
-        "class I(int):\n  __index__ = __int__ = lambda s: 4\n  __class__ = A = None\ndef f(x): return I(0)",
+        "class I(int):\n  __index__ = __int__ = lambda s: 4\n  __class__ = A = None\ndef f(x):"
+        " return I(0)",
         "class D(dict):\n  def __eq__(s, o): return True\n  __missing__ = lambda s, k: s\n"
         "def f(x): return D()",
         "abs = set = lambda *_: 4\ndef f(x): return 0",
@@ -859,8 +864,8 @@ def test_a_program_that_sleeps_does_not_compute() -> None:
     os.close(theirs)
 
 
-def usage(cpu_s: float, elapsed_s: float, computing: bool = True) -> Ended:
-    return Ended(
+def usage(cpu_s: float, elapsed_s: float, computing: bool = True) -> ProgramEnd:
+    return ProgramEnd(
         code=None,
         output="",
         timed_out=True,
@@ -884,7 +889,7 @@ def test_code_is_starved_where_it_had_little_of_the_processor(
     cpu_s: float, elapsed_s: float, computing: bool, starved: bool
 ) -> None:
     budget = code_module._Budget(timeout_s=600.0, cpu_s=5.0)
-    with pytest.raises(Starved) if starved else contextlib.nullcontext():
+    with pytest.raises(ProgramsStarved) if starved else contextlib.nullcontext():
         budget.count(usage(cpu_s, elapsed_s, computing))
 
 
@@ -900,7 +905,8 @@ def test_a_late_test_is_wrong_when_the_earlier_ones_had_the_time() -> None:
 def test_code_that_was_starved_is_no_answer(
     source: str, tests: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight others want the one processor that its processes may use once the walls stand."""
+    """Eight other processes compete for the one processor of its processes once the isolation is
+    set up."""
     processor = min(os.sched_getaffinity(0))
     opened = Sandbox._open
 
@@ -923,7 +929,7 @@ for _ in range(8):
     command = [sys.executable, "-I", "-S", "-c", others]
     burning = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
     try:
-        with pytest.raises(Starved, match="the machine is busy"):
+        with pytest.raises(ProgramsStarved, match="the machine is busy"):
             score(source, tests, timeout_s=1.5)
     finally:
         for pid in burning:

@@ -1,5 +1,5 @@
-"""The scheduler, rule by rule: what the random worlds of test_scheduler_properties.py cannot say in
-words."""
+"""The scheduler, rule by rule: facts that the random worlds of test_scheduler_properties.py cannot
+express."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from megatron_async_rl.config.flow import ExactLag, OldestFirst, Replay, Windowed
 from megatron_async_rl.config.schema import FlowConfig
-from megatron_async_rl.flow.buffer import EMPTY, Buffer, Group, GroupState
+from megatron_async_rl.flow.buffer import EMPTY, Buffer, GroupState, SampleGroup
 from megatron_async_rl.flow.buffer_file import read, written
 from megatron_async_rl.flow.group_table import DROPPED
 from megatron_async_rl.flow.scheduler import Scheduler
@@ -42,7 +42,7 @@ EVENTS = (
     "give up",
     "resume",
 )
-"""Of a long history, each as often as it is named."""
+"""Rules of a long history, each repeated as often as it is named."""
 ENGINES = 3
 RATIOS = st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.5, 2.0, 2.4, 3.0])
 
@@ -77,8 +77,8 @@ def flows(draw: st.DrawFn) -> FlowConfig:
 
 
 class World(RuleBasedStateMachine):
-    """`newest`: the version the trainer has made last. `held`: what each engine holds; the scheduler
-    knows of the newest of these."""
+    """`newest`: the version the trainer has made last. `held`: what each engine holds; the
+    scheduler knows of the newest of these."""
 
     @initialize(
         flow=flows(),
@@ -113,7 +113,10 @@ class World(RuleBasedStateMachine):
         """Admitted by this run, from the source or a former run, and not consumed; dropped ones
         stay in it."""
         self.wanted = {request.id: request for request, _ in requests}
-        self.least = {request.id: max(least, ends_with(request)) for request, least in requests}
+        self.minimum_version = {
+            request.id: max(minimum_version, ends_with(request))
+            for request, minimum_version in requests
+        }
         """The version that an engine must hold at least to be asked for a request."""
         self.began: dict[str, tuple[int, int]] = {}
         """Per request that an engine has begun: versions of its first and its latest token."""
@@ -135,7 +138,7 @@ class World(RuleBasedStateMachine):
         for request in requests:
             assert request.id not in self.wanted
             self.wanted[request.id] = request
-            self.least[request.id] = version
+            self.minimum_version[request.id] = version
             self.asked += 1
 
     @precondition(lambda self: self.scheduler.room())
@@ -164,10 +167,12 @@ class World(RuleBasedStateMachine):
     def able(self, request: Request) -> list[int]:
         """Versions of engines that may go on with the request."""
         latest = self.began.get(request.id, (0, 0))[1]
-        return sorted({held for held in self.held if held >= max(self.least[request.id], latest)})
+        return sorted(
+            {held for held in self.held if held >= max(self.minimum_version[request.id], latest)}
+        )
 
     def versions(self, request: Request) -> list[int]:
-        """Of its tokens, once the slowest engine that may go on with it has."""
+        """Versions of its tokens after the slowest engine that may continue it has done so."""
         before = [] if request.prefix is None else request.prefix.versions.tolist()
         return [*before, *self.sampled(request, self.able(request)[0])]
 
@@ -214,7 +219,7 @@ class World(RuleBasedStateMachine):
         self.abort(data.draw(st.sampled_from(list(self.wanted.values()))))
 
     def abort(self, request: Request) -> None:
-        """Where it stands: with no token of its own where no engine has begun it."""
+        """Abort the request where it stands; without a new token if no engine has begun it."""
         tokens = request.prefix
         if request.id in self.began:
             versions = np.array(self.versions(request), dtype=np.int32)
@@ -226,13 +231,13 @@ class World(RuleBasedStateMachine):
         assert (again.id, again.prompt.id) == (request.id, request.prompt.id)
         self.aborted += 1
         self.wanted[request.id] = again
-        self.least[request.id] = max(self.least[request.id], ends_with(again))
+        self.minimum_version[request.id] = max(self.minimum_version[request.id], ends_with(again))
         self.began.pop(request.id, None)
 
     @precondition(lambda self: self.wanted)
     @rule(data=st.data())
     def an_engine_is_lost(self, data: st.DataObject) -> None:
-        """What it was sampling begins again elsewhere."""
+        """Its requests begin again on other engines."""
         for request in data.draw(st.sets(st.sampled_from(sorted(self.wanted)))):
             self.began.pop(request, None)
 
@@ -280,7 +285,7 @@ class World(RuleBasedStateMachine):
         if batch is not None:
             self.train(batch)
 
-    def train(self, batch: tuple[Group, ...]) -> None:
+    def train(self, batch: tuple[SampleGroup, ...]) -> None:
         version, flow = self.newest, self.flow
         assert len(batch) == flow.prompts_per_step
         assert [len(group.samples) for group in batch] == [flow.group_size] * flow.prompts_per_step
@@ -311,7 +316,7 @@ class World(RuleBasedStateMachine):
     def whenever_everything_is_answered_and_loaded_the_next_batch_is_there(
         self, reward: float | None
     ) -> None:
-        """By one engine that has loaded: whatever the others hold."""
+        """One engine that has loaded the newest version suffices, whatever the others hold."""
         self.load(0, self.newest)
         while self.scheduler.room() or self.wanted:
             while self.scheduler.room():
@@ -367,7 +372,7 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.newest > self.base)
     @rule(flow=st.one_of(st.none(), st.none(), flows()))
     def the_run_stops_and_resumes(self, flow: FlowConfig | None) -> None:
-        """With what is pending and nothing else; under other settings, too."""
+        """Resume with the pending groups alone, also under other settings."""
         self.begin_at(self.newest, flow or self.flow, self.scheduler.next_index, self.all_pending())
         self.first_versions = {max(self.newest, self.fresh)}
 
@@ -405,8 +410,8 @@ class World(RuleBasedStateMachine):
 
     @rule(flow=flows(), oldest=st.integers(0, 5))
     def the_run_goes_on_under_other_settings(self, flow: FlowConfig, oldest: int) -> None:
-        """With what of its buffer they permit; the rest is asked again. `oldest`: counted back from
-        the present version."""
+        """Resume with the part of the buffer that the settings permit; the rest is requested
+        again. `oldest`: counted back from the present version."""
         pending, saved = self.all_pending(), self.scheduler.buffer()
         was_exact = isinstance(self.flow.selection, ExactLag)
         self.begin_at(
@@ -490,7 +495,7 @@ def finished(buffer: Buffer) -> Iterator[SampleRow]:
 
 
 def contents(buffer: Buffer) -> list[object]:
-    """By ids, in the order in which groups are due, finished, and were stored."""
+    """Contents by ids, in the order in which groups are due, finished, and were stored."""
     groups = sorted(buffer.groups, key=lambda g: (g.deadline, g.index))
     return [
         [

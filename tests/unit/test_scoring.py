@@ -24,7 +24,7 @@ from megatron_async_rl.config.schema import RewardConfig
 from megatron_async_rl.flow.group_rewards import LOG, GroupRewards
 from megatron_async_rl.rollout import reward_process
 from megatron_async_rl.rollout.rewards.mathematics import REWARDS as MATHEMATICS
-from megatron_async_rl.rollout.rewards.registry import Context, RewardError
+from megatron_async_rl.rollout.rewards.registry import RewardContext, RewardError
 from megatron_async_rl.rollout.rewards.worker import Scored
 from megatron_async_rl.rollout.scoring import (
     Scorer,
@@ -131,7 +131,9 @@ async def meet(prompt, response, *, parties=0):
     await WAITING[-1].wait()
     return 1.0
 
-def context(prompt, response, *, tokens, seconds, version, held_out, finish_reason, timeout_s, more):
+def context(
+    prompt, response, *, tokens, seconds, version, held_out, finish_reason, timeout_s, more
+):
     return tokens + seconds + version + held_out + (finish_reason == "length") + timeout_s + more
 """
 
@@ -317,7 +319,7 @@ def test_a_daemon_that_a_reward_left_behind_ends_with_its_process(
 
 
 def test_a_child_that_comes_back_from_the_reward_scores_nothing(module: str) -> None:
-    """`os.fork` gives the child the socket too: what it said there would be another's reward."""
+    """`os.fork` gives the child the socket too: its answer would be another's reward."""
 
     async def work(scorer: Scorer) -> list[Scored]:
         return [await scorer.score(prompt("return twice"), "abc") for _ in range(20)]
@@ -368,7 +370,7 @@ def test_a_reply_that_came_while_the_event_loop_was_busy_is_in_time(
 def test_a_process_that_cannot_be_started_is_an_error_of_its_responses(
     module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when there is no memory, or no process id, for it. Later responses try again."""
+    """Memory or process ids may be exhausted. Later responses try again."""
 
     def refused(*_: Any, **__: Any) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
@@ -490,8 +492,8 @@ asyncio.run(run())
 def test_a_process_in_the_midst_of_a_reward_ends_with_its_engine(
     module: str, tmp_path: Path, do: str
 ) -> None:
-    """Also one that holds the interpreter lock and cannot see that its socket closed; and what it
-    left behind in a session of its own."""
+    """This includes a reward that holds the interpreter lock and cannot see that its socket closed;
+    and what it left behind in a session of its own."""
     file = tmp_path / "pid"
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(ENGINE), f"{module}:score", do, str(file)],
@@ -552,7 +554,7 @@ def test_math_calls_a_response_that_computes_for_ever_wrong(
 
 
 def test_math_counts_the_time_that_it_computes() -> None:
-    """On a loaded machine, or one that was suspended, a right answer stays right."""
+    """A right answer stays right on a loaded or suspended machine."""
     asked = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": "42"})
 
     async def work(scorer: Scorer) -> Scored:
@@ -583,7 +585,7 @@ def test_math_names_an_answer_it_cannot_read() -> None:
 
 def test_a_reward_that_takes_lists_gets_what_waits_in_one_call(module: str) -> None:
     """The first goes alone, as nobody else waits yet; a failing or deadly one costs itself."""
-    cut = Context(finish_reason="length")
+    cut = RewardContext(finish_reason="length")
 
     async def work(scorer: Scorer) -> list[Scored]:
         texts = ["", "a", "b", "bad", "die", "c"]
@@ -627,7 +629,7 @@ def test_calls_of_an_async_reward_are_under_way_together(module: str) -> None:
 def test_one_call_of_an_async_reward_costs_no_other(
     module: str, response: str, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even one that ends or blocks the process that all of them share."""
+    """This includes a response that ends or blocks the process that all of them share."""
     monkeypatch.setattr(reward_process, "CANCEL_S", 0.5)
 
     async def work(scorer: Scorer) -> list[Scored]:
@@ -643,7 +645,7 @@ def test_one_call_of_an_async_reward_costs_no_other(
 
 
 def test_a_reward_is_told_what_it_asks_for(module: str) -> None:
-    known = Context(finish_reason="length", tokens=2, seconds=0.5, version=7, held_out=True)
+    known = RewardContext(finish_reason="length", tokens=2, seconds=0.5, version=7, held_out=True)
 
     async def work(scorer: Scorer) -> Scored:
         return await scorer.score(prompt(), "", known)

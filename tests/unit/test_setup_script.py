@@ -26,7 +26,8 @@ esac
 
 
 class Machine:
-    """What set-up finds: interpreters, by path under `folder`, and who serves CPU torch."""
+    """Environment of the set-up: interpreters, by path under `folder`, and the server of CPU
+    torch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -137,8 +137,8 @@ def test_k1_in_the_loss_is_refused_with_what_would_pull_towards_the_reference(lo
 
 
 def weighted_gradient(estimator, cap):
-    """Mean gradient of the weighted estimate as a loss, with samples of a mu that is not pi, and the
-    gradients of the two divergences of pi."""
+    """Mean gradient of the weighted estimate as a loss, with samples of a mu that is not pi, and
+    the gradients of the two divergences of pi."""
     logits, reference = policies()
     behavior = torch.log_softmax(policies(seed=1)[1] * 0.7, 0)
     logp = torch.log_softmax(logits, 0)
@@ -162,8 +162,8 @@ def test_weighted_estimates_of_stale_tokens_have_the_gradients_of_fresh_ones():
 
 
 GOLDEN = {
-    # (estimator, weight, cap) -> value and d/dlogp of each of three tokens, by hand: with l =
-    # (0.5, -1, 0.25) and w = (e^0.2, e^-0.5, e^1.5), of which e^1.5 is above 2.
+    # (estimator, weight, cap) -> value and d/dlogp of each of three tokens, by hand: with l = (0.5,
+    # -1, 0.25) and w = (e^0.2, e^-0.5, e^1.5); e^1.5 is above 2.
     ("k2", "none", 2.0): ([0.125, 0.5, 0.03125], [0.5, -1.0, 0.25]),
     ("k2", "truncated", 2.0): (
         [0.152675344770, 0.303265329856, 0.0625],

@@ -133,7 +133,7 @@ def test_a_truncated_file_is_refused_also_once_it_is_mapped(tmp_path: Path) -> N
     list(reader.read(ref))
     os.truncate(ref.path, 16)
     for each in (reader, BucketReader()):
-        with pytest.raises(ValueError, match="holds 16 bytes, its manifest says 256"):
+        with pytest.raises(ValueError, match="holds 16 bytes, its manifest has 256"):
             list(each.read(ref))
 
 

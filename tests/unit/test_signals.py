@@ -80,7 +80,7 @@ class Idle:
 
 
 class Script:
-    """In place of the display: what happens to the run between two looks of the launcher."""
+    """Stand-in for the display: events of the run between two looks of the launcher."""
 
     def __init__(self, run_dir: Path, phase: str | None, interrupts: list[int]) -> None:
         self.run_dir, self.phase, self.interrupts = run_dir, phase, interrupts

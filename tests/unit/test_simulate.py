@@ -1,5 +1,5 @@
-"""What `mar simulate` predicts follows from the rates it is given, and the real runs that it was
-tried on come out as they were."""
+"""Predictions of `mar simulate` follow from the given rates and match the real runs that it was
+tested on."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from megatron_async_rl.samples.frames import OPEN, FrameWriter
 from megatron_async_rl.samples.types import Prompt, Sample
 from megatron_async_rl.simulate.calibrate import calibrate
 from megatron_async_rl.simulate.choose import part_of
-from megatron_async_rl.simulate.model import Outcome, simulate
+from megatron_async_rl.simulate.model import SimulationResult, simulate
 from megatron_async_rl.simulate.rates import (
     Hardware,
-    Lengths,
-    Rates,
+    ResponseLengths,
+    SimulationRates,
     best_bucket,
     lengths_of,
     rates_of,
@@ -44,12 +44,19 @@ ROOT = Path(__file__).parents[2]
 STORED = ROOT / "tests" / "data" / "simulate"
 
 PROMPTS, SIZE, LENGTH = 4, 2, 10
-LENGTHS = Lengths(groups=((LENGTH,) * SIZE,), prompts=(5,))
-RATES = Rates(decode=((0.1, 0.0),), places=8, train_token_s=0.01, publish_s=0.2, load_s=0.3)
+LENGTHS = ResponseLengths(groups=((LENGTH,) * SIZE,), prompts=(5,))
+RATES = SimulationRates(
+    decode=((0.1, 0.0),), places=8, train_token_s=0.01, publish_s=0.2, load_s=0.3
+)
 TRAINS = 0.01 * PROMPTS * SIZE * (LENGTH + 5)
 
 
-def run(rates: Rates = RATES, lengths: Lengths = LENGTHS, engines: int = 1, **flow: Any) -> Outcome:
+def run(
+    rates: SimulationRates = RATES,
+    lengths: ResponseLengths = LENGTHS,
+    engines: int = 1,
+    **flow: Any,
+) -> SimulationResult:
     settings = {"prompts_per_step": PROMPTS, "group_size": SIZE, **flow}
     rollout = RolloutConfig(
         engines=engines, sampling=SamplingConfig(max_tokens=64), reward=RewardConfig(name="math")
@@ -78,13 +85,13 @@ def test_far_enough_ahead_a_step_takes_what_the_slower_side_does() -> None:
 def test_engines_and_trainer_slow_each_other_where_they_share_cores() -> None:
     shared = replace(RATES, trainer_beside=0.5, engine_beside=0.5)
     assert run(shared, async_ratio=0.0).step_s == pytest.approx(run(async_ratio=0.0).step_s)
-    # What is done beside the other takes twice as long.
+    # Overlapped work takes twice as long.
     assert 1.2 < run(shared, async_ratio=2.0).step_s / run(async_ratio=2.0).step_s < 2.0
 
 
 def test_a_batch_that_is_there_is_taken_on_the_cores_that_an_engine_uses() -> None:
     shared = replace(RATES, take_s=0.2, trainer_beside=0.5)
-    # The trainer's own work, and half of what the engine does beside it.
+    # The trainer's own work, and half of the engine's overlapped work.
     takes = TRAINS + 0.2 + 0.2 + 0.5 * (LENGTH * 0.1 + 0.3)
     assert run(shared, async_ratio=2.0).step_s == pytest.approx(takes)
 
@@ -107,7 +114,7 @@ def test_a_slow_carrier_ages_samples_and_holds_up_no_trainer_that_is_far_enough_
     ],
 )
 def test_the_law_that_decides_is_the_runs_own(flow: dict[str, Any], bound: int) -> None:
-    lengths = Lengths(groups=((1, 9), (30, 2), (4, 4)), prompts=(3, 3, 3), equal=0.25)
+    lengths = ResponseLengths(groups=((1, 9), (30, 2), (4, 4)), prompts=(3, 3, 3), equal=0.25)
     found = run(lengths=lengths, engines=2, **flow)
     assert len(found.lags) <= bound + 1
     if "exact_lag" in str(flow):
@@ -127,8 +134,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def logs_of_a_run(folder: Path, longest: int = 40, handed_s: float = 0.0) -> Path:
     """The logs of a run of those rates. Every other step it samples the next batch while it trains,
-    which takes both sides twice as long. Responses have 4 tokens or more, below `longest`; each that
-    ends waits `handed_s` for those before it."""
+    which takes both sides twice as long. Responses have 4 tokens or more, below `longest`; each
+    that ends waits `handed_s` for those before it."""
     write_run(folder)
     out, chance, now = folder / "run", np.random.default_rng(0), 1e9
     (out / TIMELINE).mkdir(parents=True)
@@ -144,7 +151,7 @@ def logs_of_a_run(folder: Path, longest: int = 40, handed_s: float = 0.0) -> Pat
         tracks[track].append(line)
 
     def burst(start: float, slower: float) -> tuple[float, int]:
-        """Of 24 responses; the end of the last one, and their tokens."""
+        """Sample 24 responses; returns the end of the last one, and their tokens."""
         at, grown, tokens = start + slower * PROMPT_S * 24, 0, 0
         lengths = sorted(chance.integers(4, longest, size=24).tolist())
         for place, length in enumerate(lengths):
@@ -173,7 +180,7 @@ def logs_of_a_run(folder: Path, longest: int = 40, handed_s: float = 0.0) -> Pat
     ready, tokens = burst(now, 1.0)
     for step in range(1, STEPS + 1):
         starts, batch = max(now, ready) + TAKE_S, tokens
-        if step > 1 and ready < now:  # the engine loads beside it
+        if step > 1 and ready < now:  # the engine loads meanwhile
             starts += LOAD_S / 2
         span("rank 0", "waiting", now, starts, "batch")
         ends = starts + TOKEN_S * batch
@@ -221,8 +228,8 @@ def test_a_run_shows_its_rates(measured: Path) -> None:
 
 
 def test_an_engine_takes_as_long_as_it_was_busy_where_responses_are_alike(tmp_path: Path) -> None:
-    """Then nothing tells a token's time from a response's, and lives are shorter than what the engine
-    does for all: those that end first wait for nobody."""
+    """Then nothing tells a token's time from a response's, and lives are shorter than what the
+    engine does for all: those that end first wait for nobody."""
     rates = calibrate([logs_of_a_run(tmp_path, longest=5, handed_s=0.01)], cores=2).rates
     assert min(rates.decode[0]) >= 0
     took = 24 * rates.prompt_s + 4 * rates.token_s(24)
@@ -379,8 +386,11 @@ def test_the_demo_is_predicted_within_a_tenth_of_what_its_runs_measured() -> Non
     stored = json.loads((ROOT / "tests" / "data" / "simulate" / "arithmetic_cpu.json").read_text())
     for key in ("decode", "train_spread"):
         stored["rates"][key] = tuple(stored["rates"][key])
-    lengths = Lengths(groups=tuple(stored["groups"]), prompts=tuple(stored["prompts"]))
-    config, rates = load(ROOT / "examples" / "arithmetic_cpu.yaml"), Rates(**stored["rates"])
+    lengths = ResponseLengths(groups=tuple(stored["groups"]), prompts=tuple(stored["prompts"]))
+    config, rates = (
+        load(ROOT / "examples" / "arithmetic_cpu.yaml"),
+        SimulationRates(**stored["rates"]),
+    )
     assert config.rollout is not None
     first: dict[str, float] = {}
     for ratio, measured in stored["measured"].items():

@@ -72,7 +72,7 @@ def write_study(folder: Path, runs: str = "runs") -> Path:
 
 
 def write_ended(grid: Path, seed: int, phase: str, *, steps: int = 4, nonfinite: int = 0) -> None:
-    """What a run of the grid leaves that was evaluated every two steps: 0.25, 0.5, 0.75."""
+    """Write the files of a run of the grid that was evaluated every two steps: 0.25, 0.5, 0.75."""
     read = read_grid(grid)
     [run] = runs_of(read, [f"*-seed{seed}"])
     run.directory.mkdir(parents=True)
@@ -415,7 +415,7 @@ def test_the_fresh_grid_has_each_best_rate_of_the_sweeps_named_and_the_nulls(
     }
     assert re.search(r"^# s8-gac: a near tie", text, re.MULTILINE)
     (tmp_path / "fresh.yaml").write_text(text)
-    # `lags`: two lags, two rates, of which one is chosen already.
+    # `lags`: two lags, two rates, one already chosen.
     assert len(runs_of(read_grid(tmp_path / "fresh.yaml"))) == 5 * (3 + 2 + 3)
 
 

@@ -1,4 +1,4 @@
-"""A staged version is there whole, beside the one before it, with digests of the sender's own
+"""A staged version exists whole, together with the one before it, with digests of the sender's own
 tensors."""
 
 import gc
@@ -17,9 +17,9 @@ from megatron_async_rl.flow.batches import controller_spec
 from megatron_async_rl.weights.digest import tensor_digest
 from megatron_async_rl.weights.manifest import Manifest, WeightMismatch, require_equal
 from megatron_async_rl.weights.shared_memory import BucketReader, SharedMemory
-from megatron_async_rl.weights.staging import Alone, NotStaged, Staging
+from megatron_async_rl.weights.staging import NotStaged, SingleProcess, Staging
 from megatron_async_rl.weights.stale_files import PREFIX
-from megatron_async_rl.weights.transport import Carrier, Part, TensorSpec, carrier
+from megatron_async_rl.weights.transport import Carrier, ShardSlice, TensorSpec, carrier
 from tests.staged import parts, specs, stage
 from tests.written_run import write_run
 
@@ -82,7 +82,7 @@ def test_the_version_after_the_next_takes_the_same_memory_and_another_shape_none
 def test_a_parts_memory_may_be_overwritten_once_the_next_is_asked_for(staging: Staging) -> None:
     buffer = torch.empty(1, 4)
     specs = [[TensorSpec(f"w{i}", torch.float32, (4,)) for i in range(3)]]
-    reused = (Part(f"w{i}", 0, 0, buffer.fill_(i)) for i in range(3))
+    reused = (ShardSlice(f"w{i}", 0, 0, buffer.fill_(i)) for i in range(3))
     tensors = loaded(staging.stage(1, specs, reused))
     assert [float(tensors[f"w{i}"][0]) for i in range(3)] == [0.0, 1.0, 2.0]
 
@@ -90,7 +90,7 @@ def test_a_parts_memory_may_be_overwritten_once_the_next_is_asked_for(staging: S
 def test_an_update_that_fails_on_the_way_leaves_the_version_before_it(staging: Staging) -> None:
     first = stage(staging, 1, buckets(2))
 
-    def failing() -> Iterator[Part]:
+    def failing() -> Iterator[ShardSlice]:
         yield from parts(buckets(1, value=9.0))
         raise RuntimeError("rank 1 is gone")
 
@@ -111,13 +111,13 @@ def test_an_update_that_fails_on_the_way_leaves_the_version_before_it(staging: S
         (lambda all_parts: all_parts[:-1], "0 of the 4 elements of v1"),
         (lambda all_parts: [*all_parts, all_parts[0]], "8 of the 4 elements of w0"),
         (
-            lambda all_parts: [*all_parts[1:], Part("w0", 0, 1, all_parts[0].tensor[:, 1:])],
+            lambda all_parts: [*all_parts[1:], ShardSlice("w0", 0, 1, all_parts[0].tensor[:, 1:])],
             "3 of the 4 elements of w0",
         ),
     ],
 )
 def test_a_version_that_is_not_there_whole_is_none(
-    staging: Staging, change: Callable[[list[Part]], list[Part]], said: str
+    staging: Staging, change: Callable[[list[ShardSlice]], list[ShardSlice]], said: str
 ) -> None:
     first = stage(staging, 1, buckets(2))
     with pytest.raises(ValueError, match=f"the ranks wrote {said} in the update to version 2"):
@@ -127,8 +127,8 @@ def test_a_version_that_is_not_there_whole_is_none(
     assert float(loaded(first)["w1"][0]) == 1.0
 
 
-class WithAnother(Alone):
-    """Rank 0 beside one that adds `numbers`."""
+class WithAnother(SingleProcess):
+    """Rank 0 next to a rank that adds `numbers`."""
 
     def __init__(self) -> None:
         self.numbers: torch.Tensor | int = 0
@@ -155,10 +155,10 @@ def test_a_rank_that_fails_takes_its_further_parts_and_tells_the_others(tmp_path
     staging = Staging(SharedMemory(tmp_path), ranks)
     taken = []
 
-    def wrong() -> Iterator[Part]:
+    def wrong() -> Iterator[ShardSlice]:
         for part in parts(buckets(2)):
             taken.append(part.name)
-            yield Part(part.name, 7, 0, part.tensor)
+            yield ShardSlice(part.name, 7, 0, part.tensor)
 
     with pytest.raises(ValueError, match=r"1 x 4 elements from \(7, 0\) on are not within w0"):
         staging.stage(1, specs(buckets(2)), wrong())

@@ -1,4 +1,4 @@
-"""The staleness law: how much may be admitted, and that no sample is ever older than it says."""
+"""The staleness law: how much may be admitted, and that no sample is ever older than it permits."""
 
 import heapq
 import itertools

@@ -230,7 +230,7 @@ def test_failures_are_counted_and_kept_and_stop_no_other_run(
     assert "2 failed" in screen
     assert "ValueError: [it] broke" in screen.split("why", 1)[1]
     assert "no engine fits here" in screen
-    # A run that failed while it trained is a result; one that never began is tried again.
+    # A run that failed while it trained is a result; a run that never began is tried again.
     assert run_study(grid, "fresh")[0] == 1
     assert started(grid) == ["s0-seed8"]
     assert run_study(grid, "fresh", retry=True)[0] == 1
@@ -282,12 +282,12 @@ def test_a_study_that_breaks_off_ends_its_runs(
     grid = write_grid(tmp_path, seeds=(9,))
     started_runs = []
 
-    def look(one: study_module._Started) -> None:
+    def look(one: study_module._StartedRun) -> None:
         if (tmp_path / "study" / "waits").exists():
             started_runs.append(one.process)
             raise BrokenPipeError
 
-    monkeypatch.setattr(study_module._Started, "look", look)
+    monkeypatch.setattr(study_module._StartedRun, "look", look)
     with pytest.raises(BrokenPipeError):
         run_study(grid, "fresh")
     [process] = started_runs
@@ -329,7 +329,7 @@ def test_runs_that_outlive_a_killed_study_hold_its_runs(tmp_path: Path, stand_in
     grid = write_grid(tmp_path, seeds=(9,))
     run = runs_of(read_grid(grid), ["fresh"])[0]
     with lock_run_dir(tmp_path / "study") as lock:
-        one = study_module._Started(run, read_grid(grid).base, 4, jobs=1, lock=lock)
+        one = study_module._StartedRun(run, read_grid(grid).base, 4, jobs=1, lock=lock)
     try:
         while not (tmp_path / "study" / "waits").exists():
             assert one.process.poll() is None

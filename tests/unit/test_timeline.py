@@ -1,4 +1,4 @@
-"""What a process did when, written as it goes and read back, whatever a crash left of it."""
+"""Timeline of a process, written as it runs and read back, whatever a crash left of it."""
 
 from __future__ import annotations
 

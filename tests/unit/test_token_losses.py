@@ -1,5 +1,5 @@
-"""What each token-level loss does, by the property that defines it: values and gradients at points
-that can be worked out."""
+"""Defining properties of the token-level losses: values and gradients at points that can be
+worked out."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_sapo_has_the_policy_gradient_at_ratio_one_and_fades_faster_for_negative
         (0.5, 0.4, 1.0, False),
     ],
 )
-def test_dppo_tv_cuts_what_has_already_moved_further_than_the_threshold_the_way_the_advantage_points(
+def test_dppo_tv_masks_tokens_beyond_the_threshold_on_the_advantages_side(
     policy, behavior, advantage, cut
 ):
     batch = tokens([math.log(policy)], behavior=[math.log(behavior)], advantages=[advantage])

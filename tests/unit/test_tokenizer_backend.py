@@ -144,7 +144,8 @@ FILE_SETTINGS: tuple[dict[str, Any], ...] = (
 
 
 def cases() -> Iterator[tuple[Any, ...]]:
-    """Yield every setting with the class that transformers reads as it is, and a sample of the rest."""
+    """Yield every setting with the class that transformers reads as it is, and a sample of the
+    rest."""
     choose = random.Random(7)
     plain = ("none", {}, {}, {}, PLAIN_CLASSES[0], "qwen3", {})
     for number, settings in enumerate(SETTINGS):

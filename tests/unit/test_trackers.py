@@ -1,5 +1,5 @@
 """Experiment trackers, the real libraries without a server: they get the numbers that
-`RUN/metrics.jsonl` has, a resumed run goes on in the same run, and none of them can end a run."""
+`RUN/metrics.jsonl` has, a resumed run goes on in the same run, and they cannot end a run."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def read_mlflow(run_dir: Path) -> Read:
 
 
 def wandb_records(file: Path) -> Iterator[bytes]:
-    """Of a file that `wandb sync` would send: LevelDB's log format after a header of 7 bytes. A block has 32 KiB;
-    a record may go on in the next."""
+    """Records of a file that `wandb sync` would send: LevelDB's log format after a header of 7
+    bytes. A block has 32 KiB; a record may go on in the next."""
     data = file.read_bytes()
     at, record = 7, b""
     while at + 7 <= len(data):
@@ -171,7 +171,7 @@ def test_a_tracker_that_hangs_keeps_so_many_lines_and_no_more(run_dir, monkeypat
     failing = Failing()
     failing.write = lambda step, *_: failing.answers.wait(600) and failing.sent.append(step)
     log_steps(run_dir, 5, failing, answers_after=5)
-    assert failing.sent in ([1, 2], [1, 2, 3])  # without or with the one that it was at
+    assert failing.sent in ([1, 2], [1, 2, 3])  # without or with the current one
     assert "failing is 2 lines behind at step" in capsys.readouterr().err
 
 

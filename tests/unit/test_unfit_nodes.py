@@ -1,5 +1,5 @@
-"""Machines that a run cannot use are refused before anything starts on them: GPUs that others use, by
-figures of an imitated nvidia-smi, and machines of the Ray cluster, by their reports."""
+"""Machines that a run cannot use are refused before anything starts on them: GPUs that others use,
+by figures of an imitated nvidia-smi, and machines of the Ray cluster, by their reports."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def test_a_gpu_that_a_rank_or_an_engine_would_share_is_refused_with_pid_and_byte
     # The engine is on GPU 2; the processes on it are of another container. GPU 3 is not needed.
     assert problems(config) == [
         f"GPU 1 of {socket.gethostname()}\n  40.0 of its 80 GiB are in use: pid 4242 (python3,"
-        " 39.1 GiB)\n  fix: end what uses it, or name the GPUs to use in CUDA_VISIBLE_DEVICES there",
+        " 39.1 GiB)\n  fix: end what uses it, or name the GPUs to use in CUDA_VISIBLE_DEVICES"
+        " there",
         f"GPU 2 of {socket.gethostname()}\n  3.0 of its 80 GiB are in use, by processes that cannot"
         " be seen here\n  fix: end what uses it, or name the GPUs to use in CUDA_VISIBLE_DEVICES"
         " there",
@@ -96,7 +97,7 @@ def test_only_the_gpus_that_this_machine_gives_to_the_run_count(
 
 
 def test_a_gpu_that_is_given_back_soon_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run held that was killed a moment ago."""
+    """A run that was killed a moment ago still held it."""
     monkeypatch.setattr(nodes, "POLL_S", 0.0)
     used = iter([60 * GIB, 60 * GIB, 0])
     last = until_free(lambda: (Gpu("H100", 80 * GIB, used=next(used)),), 600)
@@ -188,7 +189,8 @@ def test_machines_of_engines_that_no_engine_could_be_on_are_refused(
 def test_a_stranger_at_ray_s_port_is_found_out_at_once(
     config: Config, monkeypatch: pytest.MonkeyPatch, speaks: bool
 ) -> None:
-    """Such as a Redis, whose port Ray's is by default: Ray itself would try for minutes, silently."""
+    """Such as a Redis, whose port Ray's is by default: Ray itself would try for minutes,
+    silently."""
     machine = Machine(cores=2, memory=GIB, shared_memory=GIB, gpus=())
     relayed = config.model_copy(
         update={"weights": config.weights.model_copy(update={"transport": "relay"})}

@@ -1,4 +1,4 @@
-"""What we use of vLLM beyond its interface is there, and does what it is used for."""
+"""Private parts of vLLM that we use exist, and do what they are used for."""
 
 import ast
 import importlib
@@ -36,8 +36,8 @@ def imported() -> set[str]:
 
 
 def found(name: str) -> bool:
-    """Whether a module has the class or function, or a class the method, or sets the attribute in
-    its `__init__`."""
+    """True if a module has the class or function, or a class has the method, or sets the
+    attribute in its `__init__`."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         try:
@@ -110,8 +110,8 @@ def test_a_name_that_is_gone_is_found_out() -> None:
 
 
 class Core:
-    """vLLM's engine process, as far as an update asks it: what it was told, in order. `idle`: it
-    stops at once, else when `stops` is answered."""
+    """vLLM's engine process, as far as an update asks it: its calls, in order. `idle`: it stops at
+    once, else when `stops` is answered."""
 
     def __init__(self, *, idle: bool, answers: list[dict[str, Loaded]]) -> None:
         self.told: list[Any] = []
@@ -171,7 +171,7 @@ def test_weights_are_not_touched_before_the_step_that_runs_has_ended() -> None:
 
 
 def test_workers_that_hold_other_weights_do_not_sample_on() -> None:
-    """Those that hold the same part, and those that hold one each."""
+    """Workers that hold the same part, and workers that hold one each."""
     wrong = [(part(1.0), part(2.0)), (part(1.0, 0, 1), part(2.0, 1, 1)), (part(1.0, 0, 1),)]
     for answers in wrong:
         core = Core(idle=True, answers=list(answers))

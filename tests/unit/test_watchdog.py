@@ -1,5 +1,5 @@
-"""When nothing moves, the run says who waits for what, on every process, and who most likely holds
-up the others."""
+"""When nothing moves, the run reports who waits for what, on every process, and who most likely
+holds up the others."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class RunOfProcesses:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunOfProcesses]:
-    """With clocks that are ten and three times as fast."""
+    """Processes under a watchdog whose clocks are ten and three times as fast."""
     monkeypatch.setattr(watchdog_module, "LOOK_S", 0.1)
     monkeypatch.setattr(stall, "SILENT_S", 1.5)
     monkeypatch.setattr(snapshots, "STACKS_S", 60.0)  # the stacks end the wait, however busy it is
@@ -125,7 +125,7 @@ def look_for(watchdog: Watchdog, seconds: float) -> stall.Stall | None:
     return None
 
 
-def test_a_standstill_shows_every_process_and_names_the_stopped_one(run: RunOfProcesses) -> None:
+def test_a_stall_shows_every_process_and_names_the_stopped_one(run: RunOfProcesses) -> None:
     rank, engine = run.start("rank 0", WAITS), run.start("engine-0", SAMPLES)
     run.beaten("rank 0", "engine-0")
     stop(engine)
@@ -154,7 +154,7 @@ def test_a_standstill_shows_every_process_and_names_the_stopped_one(run: RunOfPr
 def test_a_run_moves_while_any_process_of_it_does(run: RunOfProcesses) -> None:
     run.start("rank 0", WAITS)
     run.start("engine-0", MOVES)
-    # A busy machine may keep the one that moves from moving, but not each time.
+    # A busy machine may keep the working one from moving, but not each time.
     assert any(look_for(run.watchdog(5.0), 6) is None for _ in range(20))
 
 
@@ -223,7 +223,7 @@ def test_only_a_missed_deadline_takes_the_picture(tmp_path: Path) -> None:
 
 
 class OtherRankFailed(RuntimeError):
-    """As policy/parallel.py raises on the ranks that wait for rank 0."""
+    """Stand-in for the error that policy/parallel.py raises on ranks that wait for rank 0."""
 
     consequence = True
 

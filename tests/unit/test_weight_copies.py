@@ -10,10 +10,13 @@ import torch
 from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.policy import reference_policies
-from megatron_async_rl.policy.past_versions import SnapshotMissing, Snapshots
-from megatron_async_rl.policy.precompute import Fill, passes
-from megatron_async_rl.policy.reference_policies import ArchitectureMismatch, ReferencePolicies
-from megatron_async_rl.policy.weight_copies import HeldWeights
+from megatron_async_rl.policy.past_versions import SnapshotMissing, Snapshots, WeightSnapshot
+from megatron_async_rl.policy.reference_policies import (
+    ArchitectureMismatch,
+    Precompute,
+    ReferencePolicies,
+    passes,
+)
 from tests.tiny_models import save_tiny_model
 from tests.train_batches import columns_of, groups_of, make_sample, rewards_batch
 
@@ -44,13 +47,13 @@ def same(found, expected):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_others_are_in_place_within_the_pass_and_the_trained_weights_after_it_bit_for_bit(dtype):
     model = chunk(dtype=dtype)
-    other = HeldWeights([model])
+    other = WeightSnapshot([model])
     first = values(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.7)
     trained, aliases = values(model), [parameter.data_ptr() for parameter in model.parameters()]
-    with HeldWeights([model]).restored_after():
+    with WeightSnapshot([model]).restored_after():
         other.place()
         assert same(values(model), first)
         assert model.tied is model[0].weight
@@ -63,7 +66,7 @@ def test_the_trained_weights_are_back_after_a_pass_that_raised():
     trained = values(model)
 
     def broken_pass():
-        with HeldWeights([model]).restored_after():
+        with WeightSnapshot([model]).restored_after():
             fill(model, 3.0)
             raise RuntimeError("in the pass")
 
@@ -75,7 +78,7 @@ def test_the_trained_weights_are_back_after_a_pass_that_raised():
 def test_an_average_is_the_exponential_one_in_float32_also_of_bfloat16_weights():
     model = chunk(dtype=torch.bfloat16)
     fill(model, 1.0)
-    average = HeldWeights([model], torch.float32)
+    average = WeightSnapshot([model], torch.float32)
     expected = 1.0
     for value in (1.0078125, 1.015625, 2.0):
         fill(model, value)
@@ -87,7 +90,7 @@ def test_an_average_is_the_exponential_one_in_float32_also_of_bfloat16_weights()
 
 def test_snapshots_keep_the_newest_versions_and_reuse_their_memory():
     model = chunk()
-    kept = Snapshots(lambda: HeldWeights([model]), size=2)
+    kept = Snapshots(lambda: WeightSnapshot([model]), size=2)
     for version in (4, 5, 6, 6):
         fill(model, float(version))
         kept.begin(version)
@@ -102,7 +105,7 @@ def test_snapshots_keep_the_newest_versions_and_reuse_their_memory():
 
 def test_a_version_that_is_not_kept_is_refused_with_the_key_and_the_number_that_would_do():
     model = chunk()
-    kept = Snapshots(lambda: HeldWeights([model]), size=2)
+    kept = Snapshots(lambda: WeightSnapshot([model]), size=2)
     for version in (4, 5, 6):
         kept.begin(version)
     with pytest.raises(
@@ -239,23 +242,27 @@ SNAPSHOT = ObjectiveConfig(proximal="snapshot", snapshots=3)
 def test_each_version_of_a_batch_gets_one_pass_over_the_samples_it_wrote_in():
     samples = mixed((0, 0, 1), (1, 2), (2, 2), (0, 2))
     assert planned(SNAPSHOT, samples, 2, (0, 1, 2)) == [
-        (None, (Fill("logp_prox", "logp", 2),), (1, 2, 3)),
-        (0, (Fill("logp_prox", "logp", 0),), (0, 3)),
-        (1, (Fill("logp_prox", "logp", 1),), (0, 1)),
+        (None, (Precompute("logp_prox", "logp", 2),), (1, 2, 3)),
+        (0, (Precompute("logp_prox", "logp", 0),), (0, 3)),
+        (1, (Precompute("logp_prox", "logp", 1),), (0, 1)),
     ]
 
 
-def test_the_current_version_needs_no_pass_of_its_own_where_the_current_log_probs_are_precomputed_anyway():
+def test_precomputed_log_probs_save_the_pass_of_the_current_version():
     config = SNAPSHOT.model_copy(update={"kl": KlConfig(coef=0.1, where="reward")})
     samples = mixed((0, 1), (1, 1))
     found = planned(config, samples, 1, (0, 1))
-    assert found[0] == (None, (Fill("logp", "logp"), Fill("logp_prox", "logp", 1)), None)
+    assert found[0] == (
+        None,
+        (Precompute("logp", "logp"), Precompute("logp_prox", "logp", 1)),
+        None,
+    )
     assert [rows for _, _, rows in found] == [None, None, (0,)]
 
 
 def test_a_synchronous_batch_has_one_pass_under_the_weights_in_training():
     assert planned(SNAPSHOT, mixed((5,), (5, 5)), 5, (5,)) == [
-        (None, (Fill("logp_prox", "logp", 5),), (0, 1))
+        (None, (Precompute("logp_prox", "logp", 5),), (0, 1))
     ]
 
 

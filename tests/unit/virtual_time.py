@@ -1,6 +1,6 @@
-"""Coroutines in a time in which nothing takes time: the clock stands while any of them can go on or a
-thread works for them, and then moves to the next timer. What a test says of seconds, deadlines and
-orders holds on a machine of any speed."""
+"""Coroutines in a time in which nothing takes time: the clock stands while any of them can go on or
+a thread works for them, and then moves to the next timer. A test's seconds, deadlines and orders
+hold on a machine of any speed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unittest import mock
 
 
 class _Clock(selectors.DefaultSelector):
-    """Where the loop would wait for the next timer, that moment has come."""
+    """Clock that jumps to the next timer as soon as the loop would wait for it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -7,22 +7,17 @@ head: PPO and A2C.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_async_rl.config.advantages import (
+    GaeAdvantage,
+    ReinforcePpAdvantage,
+    ReinforcePpBaselineAdvantage,
+)
 from megatron_async_rl.objectives.advantages.token_grid import TokenGrid, discounted_sums
 from megatron_async_rl.objectives.batch import Advantages, TokenBatch
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.advantages import (
-        GaeAdvantage,
-        ReinforcePpAdvantage,
-        ReinforcePpBaselineAdvantage,
-    )
-
 
 EPSILON = 1e-8
 
@@ -52,8 +47,8 @@ def reinforce_pp_baseline(batch: TokenBatch, settings: ReinforcePpBaselineAdvant
     """R_i - mean R of the group on each of the sequence's tokens, then whitened. [S] rewards ->
     [N].
 
-    Before whitening exactly 0 for a group of one or of equal rewards; the batch's mean, which
-    whitening takes from every token, is then what is left.
+    Before whitening exactly 0 for a group of one or of equal rewards; only the batch's mean
+    remains, which whitening subtracts from every token.
     """
     return Advantages(
         whitened(batch.per_token(batch.group_centred(batch.require("rewards"))), batch.mask)

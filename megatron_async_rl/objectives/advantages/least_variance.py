@@ -30,19 +30,16 @@ comes from:
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megatron_async_rl.config.advantages import OpobAdvantage, OtbAdvantage
 from megatron_async_rl.objectives.advantages.per_response import EPSILON
 from megatron_async_rl.objectives.advantages.token_grid import TokenGrid, discounted_sums
 from megatron_async_rl.objectives.batch import Advantages, TokenBatch, weighted_means
-from megatron_async_rl.objectives.method import Column
+from megatron_async_rl.objectives.method import TokenColumn
 from megatron_async_rl.objectives.off_policy import importance_ratios
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.advantages import OpobAdvantage, OtbAdvantage
 
 ROUNDING = 1e-4
 """An energy below 0 by less than this is one of 0 after rounding in float32: left in, weights of
@@ -145,5 +142,5 @@ def score_norm_proxy(batch: TokenBatch) -> Tensor:
     return (batch.sequence_sum(energy) / batch.lengths().clamp(min=1).square()).sqrt()
 
 
-def opob_needs(settings: OpobAdvantage) -> frozenset[Column]:
+def opob_needs(settings: OpobAdvantage) -> frozenset[TokenColumn]:
     return frozenset({"logp", "sum_p_squared"}) if settings.mode == "cheap" else frozenset()

@@ -16,21 +16,17 @@ of k steps are ours.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from megatron_async_rl.config.advantages import PartialReturnAdvantage
 from megatron_async_rl.objectives.advantages.token_grid import (
     TokenGrid,
     discounted_sums,
     sums_to_end_of_run,
 )
 from megatron_async_rl.objectives.batch import Advantages, TokenBatch, weighted_means
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.advantages import PartialReturnAdvantage
 
 
 def partial_return(batch: TokenBatch, settings: PartialReturnAdvantage) -> Advantages:

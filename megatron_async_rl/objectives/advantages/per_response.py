@@ -10,18 +10,13 @@ opo     OPO (arXiv 2505.23585): the minimum-variance baseline where the squared 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from megatron_async_rl.config.advantages import (
+    GrpoAdvantage,
+    NoAdvantage,
+    OpoAdvantage,
+    RlooAdvantage,
+)
 from megatron_async_rl.objectives.batch import Advantages, TokenBatch, weighted_means
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.advantages import (
-        GrpoAdvantage,
-        NoAdvantage,
-        OpoAdvantage,
-        RlooAdvantage,
-    )
-
 
 EPSILON = 1e-6
 

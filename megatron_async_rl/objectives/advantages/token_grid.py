@@ -17,7 +17,7 @@ from megatron_async_rl.objectives.batch import TokenBatch
 
 @dataclass(frozen=True, eq=False)
 class TokenGrid:
-    """M trained tokens of S sequences, the longest of which has T (at least 1).
+    """M trained tokens of S sequences; the longest sequence has T trained tokens (at least 1).
 
     token: [M] int64, the token's index in the batch; row: [M], its sequence; column: [M], its
     number among the sequence's trained tokens; position: [M], its number among all of the

@@ -3,14 +3,10 @@ third-party copies only."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from megatron_async_rl.config.losses import AspoLoss
 from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.losses import AspoLoss
 
 
 def aspo(batch: TokenBatch, settings: AspoLoss) -> TokenLoss:

@@ -10,16 +10,13 @@ does.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from megatron_async_rl.config.losses import BapoLoss
 from megatron_async_rl.objectives.batch import BatchDecision, TokenBatch, TokenLoss
 from megatron_async_rl.objectives.losses.ppo_clip import clipped_surrogate
 
-if TYPE_CHECKING:
-    from megatron_async_rl.config.losses import BapoLoss
-
 SLACK = 1e-6
-"""Of a step: so that 0.6 + 15 * 0.02 reaches 0.9 in floating point."""
+"""Tolerance as a share of a search step, so that 0.6 + 15 * 0.02 reaches 0.9 in floating point."""
 
 
 def decide_bapo(whole: TokenBatch, settings: BapoLoss) -> BatchDecision:

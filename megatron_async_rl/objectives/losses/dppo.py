@@ -7,15 +7,11 @@ total variation or KL.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from megatron_async_rl.config.losses import DppoKlLoss, DppoTvLoss
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch, TokenLoss
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.losses import DppoKlLoss, DppoTvLoss
 
 SMALLEST_REST = 1e-8
 """Least probability of "any other token" inside the KL divergence: keeps its logarithm finite."""
@@ -34,10 +30,9 @@ def dppo_tv(batch: TokenBatch, settings: DppoTvLoss) -> TokenLoss:
 
 
 def dppo_kl(batch: TokenBatch, settings: DppoKlLoss) -> TokenLoss:
-    """As `dppo_tv`, with mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)) > threshold on the
-    same sides (pi above mu where A > 0, below it where A < 0). [N] -> [N]. Defaults: threshold
-    0.05, cap 20.
-    """
+    """Variant of `dppo_tv` with the mask mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)) >
+    threshold on the same sides (pi above mu where A > 0, below it where A < 0). [N] -> [N].
+    Defaults: threshold 0.05, cap 20."""
     policy, behavior = _probabilities(batch)
     rest, rest_behavior = (
         (1.0 - policy).clamp(min=SMALLEST_REST),
@@ -51,7 +46,8 @@ def dppo_kl(batch: TokenBatch, settings: DppoKlLoss) -> TokenLoss:
 
 
 def _probabilities(batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Of the sampled tokens, under pi and mu, [N] each, detached. Rounding may put them above 1."""
+    """Probabilities of the sampled tokens under pi and mu, [N] each, detached. Rounding may put
+    them above 1."""
     policy, behavior = (
         logp.detach().clamp(max=LOG_RATIO_BOUND).exp() for logp in (batch.logp, batch.logp_behavior)
     )

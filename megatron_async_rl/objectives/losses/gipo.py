@@ -3,14 +3,10 @@ copies only."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from megatron_async_rl.config.losses import GipoLoss
 from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.losses import GipoLoss
 
 
 def gipo(batch: TokenBatch, settings: GipoLoss) -> TokenLoss:

@@ -3,14 +3,10 @@ ratios."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from megatron_async_rl.config.losses import GmpoLoss
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, SequenceLoss, TokenBatch
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.losses import GmpoLoss
 
 
 def gmpo(batch: TokenBatch, settings: GmpoLoss) -> SequenceLoss:

@@ -3,13 +3,9 @@ per-token form."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from megatron_async_rl.config.losses import GspoLoss
 from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
 from megatron_async_rl.objectives.losses.ppo_clip import clipped_surrogate
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.losses import GspoLoss
 
 LARGEST_LOG = 10.0
 """log s stops here; a sequence beyond it has no gradient."""

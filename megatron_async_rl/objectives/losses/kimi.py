@@ -3,14 +3,10 @@ centred reward."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from megatron_async_rl.config.losses import KimiLoss
 from megatron_async_rl.objectives.batch import BatchDecision, SequenceLoss, TokenBatch
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.losses import KimiLoss
 
 
 def decide_kimi(whole: TokenBatch, settings: KimiLoss) -> BatchDecision:

@@ -14,24 +14,21 @@ alike.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megatron_async_rl.config.losses import M2poLoss
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, BatchDecision, TokenBatch, TokenLoss
 from megatron_async_rl.objectives.losses.ppo_clip import clipped_surrogate
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.losses import M2poLoss
 
 
 def decide_m2po(whole: TokenBatch, settings: M2poLoss) -> BatchDecision:
     """`keep`, [N] bool, in mode mask; `log_ratio_cap` in mode cap, where it is the largest |log w|
     if nothing has to be capped.
 
-    `second_moment` is that of the candidates before anything was done. Without candidates nothing is
-    decided, and no number is logged.
+    `second_moment` is that of the candidates before anything was done. Without candidates nothing
+    is decided, and no number is logged.
     """
     log_weight = whole.logp - whole.logp_behavior
     candidate = whole.mask > 0

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from megatron_async_rl.config.losses import MinirlLoss
 from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.losses import MinirlLoss
 
 
 def minirl(batch: TokenBatch, settings: MinirlLoss) -> TokenLoss:

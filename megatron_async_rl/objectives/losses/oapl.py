@@ -3,14 +3,10 @@ advantage, no importance weight."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from megatron_async_rl.config.losses import OaplLoss
 from megatron_async_rl.objectives.batch import BatchDecision, SequenceLoss, TokenBatch
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.losses import OaplLoss
 
 
 def decide_oapl(whole: TokenBatch, settings: OaplLoss) -> BatchDecision:

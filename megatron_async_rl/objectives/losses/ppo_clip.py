@@ -4,15 +4,11 @@ the rest is importance weight."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from megatron_async_rl.config.losses import ClipBounds, DecoupledPpoLoss
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch, TokenLoss
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.losses import ClipBounds, DecoupledPpoLoss
 
 
 def ppo_clip(batch: TokenBatch, settings: ClipBounds) -> TokenLoss:
@@ -35,8 +31,8 @@ def ppo_clip(batch: TokenBatch, settings: ClipBounds) -> TokenLoss:
 def decoupled_ppo(batch: TokenBatch, settings: DecoupledPpoLoss) -> TokenLoss:
     """l = sg(rho) ppo_clip(r), rho = pi_prox / mu, r = pi / pi_prox. [N] -> [N].
 
-    Defaults as `ppo_clip`. rho's logarithm is clamped to +-20 and rho is not truncated: a cap is
-    the correction `tis`, beside loss `ppo_clip`.
+    Defaults as `ppo_clip`. rho's logarithm is clamped to +-20 and rho is not truncated: for a cap,
+    combine the loss `ppo_clip` with the correction `tis`.
     """
     found = ppo_clip(batch, settings)
     weight = (

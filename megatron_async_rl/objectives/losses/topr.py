@@ -3,14 +3,10 @@ ones."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from megatron_async_rl.config.losses import ToprLoss
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch, TokenLoss
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.losses import ToprLoss
 
 
 def topr(batch: TokenBatch, settings: ToprLoss) -> TokenLoss:

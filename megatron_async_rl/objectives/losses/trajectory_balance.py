@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from megatron_async_rl.config.losses import TrajectoryBalanceLoss
 from megatron_async_rl.objectives.batch import BatchDecision, SequenceLoss, TokenBatch
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.losses import TrajectoryBalanceLoss
 
 
 def decide_trajectory_balance(whole: TokenBatch, settings: TrajectoryBalanceLoss) -> BatchDecision:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from megatron_async_rl.config.losses import VespoLoss
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch, TokenLoss
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.losses import VespoLoss
 
 
 def vespo(batch: TokenBatch, settings: VespoLoss) -> TokenLoss:

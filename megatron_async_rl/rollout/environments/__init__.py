@@ -1,10 +1,10 @@
-"""Environments: what answers the model's turns, so that another one follows. Their protocol, and how
-one is found by its name.
+"""Environments: what answers the model's turns, so that another one follows. Their protocol, and
+how one is found by its name.
 
 Invariants every environment keeps:
 - an object serves one sample; it lives in a process of its own from `reset` to the end;
-- a wrong or strange response is no failure: it is answered, and rewarded low. What raises costs its
-  sample.
+- a wrong or strange response is not a failure: it is answered, and rewarded low. What raises costs
+  its sample.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEY = "rollout.environment.name"
 PARSER_KEY = "rollout.environment.tool_parser"
 BUILT_IN = {
     "tools": f"{__name__}.built_in:Tools",
-    "agent": f"{__name__}.built_in:Agent",
+    "agent": f"{__name__}.built_in:AgentEnvironment",
     "verifiers": f"{__name__}.built_in:Verifiers",
     "openenv": f"{__name__}.built_in:OpenEnv",
 }
@@ -40,7 +40,7 @@ UNREAD = "unread_tool_call"
 """Key of a message of the model: why a tool call in it could not be read."""
 UNREAD_CALLS = "unread_tool_calls"
 """Name of their count among what a sample has measured."""
-Words = str | Sequence[Message]
+TurnContent = str | Sequence[Message]
 """The words of an environment: text (of the user's role), or chat messages."""
 
 
@@ -50,11 +50,11 @@ class Step:
 
     `observation`: what it reads next; of no effect with `done`. `reward`: of this turn; a sample's
     is their sum. `done`: the sample ends with this turn. `train`: false leaves the turn's tokens
-    out of the loss. `measured`: numbers by name, such as {"tool_errors": 1}, which are no reward:
-    their sums over a sample are shown with it and logged as `reward/part/NAME`.
+    out of the loss. `measured`: numbers by name, such as {"tool_errors": 1}, which do not count as
+    reward: their sums over a sample are shown with it and logged as `reward/part/NAME`.
     """
 
-    observation: Words = ""
+    observation: TurnContent = ""
     reward: float = 0.0
     done: bool = False
     train: bool = True
@@ -64,7 +64,7 @@ class Step:
 class Environment(Protocol):
     """Both methods may be `async`; a method `close()`, where there is one, is called at the end."""
 
-    def reset(self, prompt: Prompt, /) -> Words | Awaitable[Words | None] | None:
+    def reset(self, prompt: Prompt, /) -> TurnContent | Awaitable[TurnContent | None] | None:
         """Begins; what it returns is put behind the prompt."""
         ...
 
@@ -175,10 +175,12 @@ def _try_settings(factory: Any, settings: EnvironmentConfig) -> None:
     except RewardError as error:
         raise EnvironmentRefused("rollout.environment.settings", error.what, error.fix) from error
     except Exception as error:
-        said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        reported = (
+            str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        )
         raise EnvironmentRefused(
             "rollout.environment.settings",
-            said,
+            reported,
             f"give it the settings that it takes ({shipped('docs/environments.md')})",
         ) from error
     if getattr(made, "timeout_s", 0.0) >= settings.timeout_s:
@@ -214,42 +216,42 @@ async def settled[Answer](answer: Answer | Awaitable[Answer]) -> Answer:
     return answer
 
 
-def checked_words(words: Any, source: str) -> Words:
-    """As text that has a form in UTF-8: what is no character (a byte of a shell's output) is
-    escaped. Raises TypeError for what is neither text nor a list of messages of text. `source`: who
-    said it."""
-    if words is None:
+def checked_content(content: Any, source: str) -> TurnContent:
+    """Return the content as text that UTF-8 can encode; bytes outside UTF-8, as in a shell's
+    output, are escaped. Raises TypeError for anything but text or a list of text messages.
+    `source`: the origin of the content, for the error."""
+    if content is None:
         return ""
-    if isinstance(words, str):
-        return words.encode(errors="backslashreplace").decode()
-    if isinstance(words, Sequence) and all(
+    if isinstance(content, str):
+        return content.encode(errors="backslashreplace").decode()
+    if isinstance(content, Sequence) and all(
         isinstance(one, Mapping)
         and isinstance(one.get("role"), str)
         and isinstance(one.get("content"), str)
-        for one in words
+        for one in content
     ):
         return [
             {**one, "content": one["content"].encode(errors="backslashreplace").decode()}
-            for one in words
+            for one in content
         ]
-    shown = json.dumps(words, default=str)[:80]
+    shown = json.dumps(content, default=str)[:80]
     raise TypeError(
         f"{source} must be text or a list of messages with role and content, both text: {shown}"
     )
 
 
 def require_finite(value: float, name: str) -> None:
-    """Raises ValueError for what is no number, or might have no place in float32 with others added
-    to it."""
+    """Raises ValueError for a value that is not a number, or might overflow float32 when added
+    up."""
     if not abs(value) <= LARGEST:
         raise ValueError(f"{name} is {value}, not a finite number of at most {LARGEST:g}")
 
 
 def checked_step(step: Any) -> dict[str, Any]:
-    """The fields of a step. Raises TypeError or ValueError for what is no step."""
+    """The fields of a step. Raises TypeError or ValueError for anything but a Step."""
     if not isinstance(step, Step):
         raise TypeError(f"step returned a {type(step).__name__}, not a Step")
-    words = checked_words(step.observation, "the observation of a step")
+    content = checked_content(step.observation, "the observation of a step")
     reward = float(step.reward)
     measured = {
         str(name).encode(errors="backslashreplace").decode(): float(value)
@@ -262,4 +264,4 @@ def checked_step(step: Any) -> dict[str, Any]:
         if flag not in (True, False):
             raise TypeError(f"{name} of a step is {flag!r:.80}, not True or False")
         flags[name] = bool(flag)  # of numpy's, too
-    return {"observation": words, "reward": reward, "measured": measured, **flags}
+    return {"observation": content, "reward": reward, "measured": measured, **flags}

@@ -1,6 +1,6 @@
-"""Environments by a name of their own: `tools`, functions that the model may call; `agent`, a program or
-a function that asks the model by itself; `verifiers` and `openenv`, environments of these packages,
-which are imported by who names them.
+"""Environments by a name of their own: `tools`, functions that the model may call; `agent`, a
+program or a function that asks the model by itself; `verifiers` and `openenv`, environments of
+these packages, which are imported by who names them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Tool:
     @cached_property
     def arguments(self) -> TypeAdapter[dict[str, Any]]:
         """Checks what a model gives. Raises ValueError for a parameter that it cannot give."""
-        said = _described(inspect.getdoc(self.function) or "")
+        reported = _described(inspect.getdoc(self.function) or "")
         types = typing.get_type_hints(self.function)
         fields: dict[str, Any] = {}
         for name, parameter in inspect.signature(self.function).parameters.items():
@@ -71,7 +71,7 @@ class Tool:
                 )
             if name not in types:
                 raise ValueError(f"{self.name}: the parameter {name} has no type annotation")
-            fields[name] = Annotated[types[name], Field(description=said.get(name))]
+            fields[name] = Annotated[types[name], Field(description=reported.get(name))]
             if parameter.default is not parameter.empty:
                 fields[name] = typing.NotRequired[fields[name]]
         typed_dict: Any = typing.TypedDict
@@ -81,7 +81,7 @@ class Tool:
 
     @cached_property
     def schema(self) -> dict[str, Any]:
-        """As OpenAI and chat templates have it."""
+        """Schema of the function in the format of OpenAI and of chat templates."""
         parameters = _untitled(self.arguments.json_schema())
         parameters.pop("additionalProperties", None)
         text = (inspect.getdoc(self.function) or "").split("\n\n")[0]
@@ -132,7 +132,7 @@ class Tools:
         return [tool.schema for tool in self._tools.values()]
 
     def reset(self, prompt: Prompt) -> None:
-        """Nothing is said before the first turn."""
+        """Return nothing: the first turn has no opening."""
 
     async def step(self, message: Message) -> Step:
         """`message`: the model's, with its `tool_calls`, or with UNREAD."""
@@ -187,8 +187,8 @@ def _late(timeout_s: float) -> TimeoutError:
 
 @contextmanager
 def _interrupted(left_s: float, timeout_s: float) -> Iterator[None]:
-    """Raises TimeoutError in the code within after `left_s` seconds. What holds it off (a call of C)
-    `rollout.environment.timeout_s` ends, with the process."""
+    """Raises TimeoutError in the code within after `left_s` seconds. What holds it off (a call of
+    C) `rollout.environment.timeout_s` ends, with the process."""
 
     def end(*_: Any) -> None:
         raise _late(timeout_s)
@@ -238,8 +238,8 @@ def _public(module: Any, name: str, value: Any) -> bool:
 
 
 def prompt_tokenizer(model: Path, config: Config) -> Tokenizer:
-    """As the prompts of `config` are rendered: with the functions that the model may call. Raises
-    DataError, EnvironmentRefused."""
+    """Load the tokenizer that renders the prompts of `config`, with the functions that the model
+    may call. Raises DataError, EnvironmentRefused."""
     turns = None if config.rollout is None else config.rollout.environment
     return tokenizer_of(model, config.data, tool_schemas(turns))
 
@@ -257,7 +257,7 @@ def tool_schemas(settings: EnvironmentConfig | None) -> list[dict[str, Any]]:
 # Agents
 
 
-class Agent:
+class AgentEnvironment:
     """`function`: `module:function`, called as function(prompt, base_url), may be `async`.
     `command`: program and arguments; it finds the prompt as JSON (`text`, `fields`) on standard
     input, OPENAI_BASE_URL and OPENAI_API_KEY in its environment, and ends with a line that is its
@@ -286,11 +286,11 @@ class Agent:
             env={**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": KEY},
         )
         fields = to_jsonable_python(dict(prompt.fields), inf_nan_mode="null")
-        asked = json.dumps({"text": prompt.text, "fields": fields}).encode()
-        said, _ = await program.communicate(asked)
+        requested = json.dumps({"text": prompt.text, "fields": fields}).encode()
+        reported, _ = await program.communicate(requested)
         if program.returncode != 0:
             raise RuntimeError(f"{self._command[0]} ended with code {program.returncode}")
-        lines = said.decode(errors="replace").strip().splitlines()
+        lines = reported.decode(errors="replace").strip().splitlines()
         if not lines:
             raise ValueError(f"{self._command[0]} wrote no reward, a number on its last line")
         return float(lines[-1])
@@ -301,8 +301,8 @@ NO_HARNESS = "bash"
 
 
 class Verifiers:
-    """An environment of the package verifiers, version 1 of its interface, whose own harness asks the
-    model at the endpoint and whose own rewards are the sample's. `env`: its configuration, as
+    """An environment of the package verifiers, version 1 of its interface, whose own harness asks
+    the model at the endpoint and whose own rewards are the sample's. `env`: its configuration, as
     verifiers has it, such as `{taskset: {id: my_tasks}}`. `task`: column of the prompt with the
     number of its task."""
 
@@ -312,12 +312,12 @@ class Verifiers:
         _verifiers(self._settings)
 
     def task(self, prompt: Prompt) -> Any:
-        """Of the prompt. Raises ValueError where its row names none."""
+        """Task of the prompt. Raises ValueError if its row names none."""
         number, (_, _, tasks) = prompt.fields.get(self._column), _verifiers(self._settings)
         if not re.fullmatch(r"\d+", str(number)):
             raise ValueError(
-                f"prompt {prompt.id} has {number!r} as its `{self._column}`, which is to be the number"
-                " of a task, from 0"
+                f"prompt {prompt.id} has {number!r} as its `{self._column}`, which is to be the"
+                " number of a task, from 0"
             )
         task = tasks.get(int(str(number)))
         if task is None:
@@ -325,15 +325,15 @@ class Verifiers:
         return task
 
     async def run(self, prompt: Prompt, base_url: str) -> float:
-        """The reward of one episode, of all agents that learn. Raises RuntimeError for one that
-        failed."""
+        """The reward of one episode, of all agents that learn. Raises RuntimeError for a failed
+        one."""
         library, environment, _ = _verifiers(self._settings)
         task = self.task(prompt)
         client = library.EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
         context = library.ModelContext(model="policy", client=client)
 
         def begun(trace: Any) -> None:
-            """All that the policy says is trained."""
+            """All turns of the policy are trained."""
             agent = trace.agent
             if not agent.trainable and agent.config.client == client:
                 raise ValueError(
@@ -351,7 +351,7 @@ class Verifiers:
 
 
 class _Tasks:
-    """Those of a task set, which may have no end: as many as were asked for so far."""
+    """Tasks of a task set, which may be endless: drawn only as far as requested."""
 
     def __init__(self, given: Iterator[Any]) -> None:
         self._given, self._known = given, list[Any]()
@@ -376,7 +376,7 @@ def _verifiers(settings: str) -> tuple[Any, Any, _Tasks]:
 
 def _placed(library: Any, loaders: Any, env: dict[str, Any]) -> dict[str, Any]:
     """`env` with what it does not say of its agents: the harness is the task set's own, or else the
-    model and its tools alone; one that runs no code of the model's is on this machine."""
+    model and its tools alone; a harness that runs no code of the model's is on this machine."""
     config = loaders.resolve_env_config(env)
     own = loaders.default_harness_id(config.taskset.id)
     agents: dict[str, Any] = {}
@@ -404,13 +404,15 @@ def _of_package(package: str, *modules: str) -> list[Any]:
 
 
 OPENENV = "openenv>=0.10,<0.11"
-"""Requirement for pip. Up to version 0.3 the distribution was openenv-core; the modules keep their names."""
-PATIENCE_S = 86400.0
+"""Requirement for pip. Up to version 0.3 the distribution was openenv-core; the modules keep their
+names."""
+OPENENV_TIMEOUT_S = 86400.0
 """Time that OpenEnv's client gives an answer: rollout.environment.timeout_s ends it sooner."""
 SCHEMA_S = 10.0
-"""Longest time in which a server says what its actions are."""
+"""Longest time for a server to describe its actions."""
 NO_ACTION = "(code: VALIDATION_ERROR)"
-"""In what OpenEnv's client raises where a server cannot read an action; it has no other mark."""
+"""Text in the exception that OpenEnv's client raises if a server cannot read an action; the
+exception has no other mark."""
 
 
 class OpenEnv:
@@ -428,7 +430,9 @@ class OpenEnv:
         reset: Sequence[str] = (),
     ) -> None:
         (client,) = _of_package(OPENENV, "openenv.core.generic_client")
-        self._client: Any = client.GenericEnvClient(base_url=url, message_timeout_s=PATIENCE_S)
+        self._client: Any = client.GenericEnvClient(
+            base_url=url, message_timeout_s=OPENENV_TIMEOUT_S
+        )
         self._url, self._action = url, action
         self._observation, self._reset = observation, tuple(reset)
 
@@ -446,21 +450,21 @@ class OpenEnv:
         return self._shown(result.observation)
 
     async def step(self, response: str) -> Step:
-        """A response that is no action is told so, and rewarded 0."""
+        """A response that is not an action gets an error as its answer, and reward 0."""
         action: Any = {self._action: response}
         if self._action is None:
             try:
                 action = json.loads(response)
             except ValueError as error:
-                return Step(observation=f"the action is no JSON: {error}")
+                return Step(observation=f"the action is not JSON: {error}")
             if not isinstance(action, dict):
-                return Step(observation="the action is no JSON object")
+                return Step(observation="the action is not a JSON object")
         try:
             result = await self._client.step(action)
         except RuntimeError as error:
             if NO_ACTION not in str(error):
                 raise
-            return Step(observation="the action is not one that the environment takes")
+            return Step(observation="the environment does not accept the action")
         return Step(
             observation=self._shown(result.observation),
             reward=float(result.reward or 0.0),
@@ -500,7 +504,9 @@ def _require_field(schema: Mapping[str, Any], name: str) -> None:
     if fields and name not in fields:
         what = f"have no field {name!r}: they have {', '.join(fields)}"
     elif others:
-        what = f"need {', '.join(others)} beside {name}: null has the model write them all, as JSON"
+        what = (
+            f"need {', '.join(others)} besides {name}: with null the model writes them all, as JSON"
+        )
     else:
         return
     raise ValueError(f"{SETTINGS}.action: the server's actions {what}")

@@ -1,8 +1,8 @@
-"""Text between two turns, both ways: an environment's words as the tokens that the model reads next,
-and the tool calls in what the model wrote.
+"""Text between two turns, both ways: an environment's words as the tokens that the model reads
+next, and the tool calls in what the model wrote.
 
-Invariant: nothing that was sampled is tokenized again. Only words are, and how they are written does
-not change what is before them.
+Invariant: nothing that was sampled is tokenized again. Only words are, and how they are written
+does not change what is before them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_async_rl.rollout.environments import (
     UNREAD,
     EnvironmentRefused,
     Message,
-    Words,
+    TurnContent,
     require_tool_parser,
 )
 from megatron_async_rl.samples.types import Prompt
@@ -36,11 +36,11 @@ FIX = (
 class FollowUps(Protocol):
     """How words become the tokens between two turns."""
 
-    def opened(self, prompt: Prompt, words: Words) -> Prompt:
-        """The prompt with `words` behind it."""
+    def opened(self, prompt: Prompt, content: TurnContent) -> Prompt:
+        """The prompt with `content` behind it."""
         ...
 
-    def between(self, sampled: Sequence[int], words: Words) -> list[int]:
+    def between(self, sampled: Sequence[int], content: TurnContent) -> list[int]:
         """Tokens after those of a turn, up to where the next one begins."""
         ...
 
@@ -51,13 +51,13 @@ class PlainText:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def opened(self, prompt: Prompt, words: Words) -> Prompt:
-        text = shown(words)
+    def opened(self, prompt: Prompt, content: TurnContent) -> Prompt:
+        text = shown(content)
         ids = self._tokenizer.encode(text, special_tokens=False)
         return replace(prompt, text=prompt.text + text, token_ids=(*prompt.token_ids, *ids))
 
-    def between(self, sampled: Sequence[int], words: Words) -> list[int]:
-        return self._tokenizer.encode(shown(words), special_tokens=False)
+    def between(self, sampled: Sequence[int], content: TurnContent) -> list[int]:
+        return self._tokenizer.encode(shown(content), special_tokens=False)
 
 
 QUESTION: Message = {"role": "user", "content": "Q"}
@@ -65,22 +65,22 @@ ANSWER: Message = {"role": "assistant", "content": "A7A"}
 """Stand for what there was before: an answer whose text a template has no reason to change."""
 
 
-class ChatMessages:
+class EpisodeMessages:
     """Words as messages: what the template writes after an answer when more follows. Raises
     DataError for a template that writes the messages before in another way then."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._asked = tokenizer.render_chat([QUESTION], answer=False)
+        self._prompted = tokenizer.render_chat([QUESTION], answer=False)
         self._begun = tokenizer.render_chat([QUESTION], answer=True)
-        if not self._begun.startswith(self._asked) or self._begun == self._asked:
+        if not self._begun.startswith(self._prompted) or self._begun == self._prompted:
             what = "has a chat template that does not say where an answer begins"
             raise DataError("model.path", None, what, FIX)
-        self._begin = tokenizer.encode_rendered(self._begun[len(self._asked) :])
+        self._begin = tokenizer.encode_rendered(self._begun[len(self._prompted) :])
         self._after(self._begun + str(ANSWER["content"]), [QUESTION, ANSWER], "Q")
 
-    def opened(self, prompt: Prompt, words: Words) -> Prompt:
-        text = self._after(self._asked, [QUESTION], words)
+    def opened(self, prompt: Prompt, content: TurnContent) -> Prompt:
+        text = self._after(self._prompted, [QUESTION], content)
         cut = len(prompt.token_ids) - len(self._begin)
         if cut < 0 or list(prompt.token_ids[cut:]) != self._begin:
             raise DataError(
@@ -93,15 +93,15 @@ class ChatMessages:
         ids = self._tokenizer.encode_rendered(text)
         return replace(prompt, text=prompt.text + text, token_ids=(*prompt.token_ids[:cut], *ids))
 
-    def between(self, sampled: Sequence[int], words: Words) -> list[int]:
+    def between(self, sampled: Sequence[int], content: TurnContent) -> list[int]:
         before = self._begun + str(ANSWER["content"])
-        ids = self._tokenizer.encode_rendered(self._after(before, [QUESTION, ANSWER], words))
+        ids = self._tokenizer.encode_rendered(self._after(before, [QUESTION, ANSWER], content))
         # A turn's end that was sampled is not written again.
         ended = sampled[-1] in self._tokenizer.eos_ids and ids[:1] == [sampled[-1]]
         return ids[1:] if ended else ids
 
-    def _after(self, before: str, messages: Sequence[Message], words: Words) -> str:
-        more = [{"role": "user", "content": words}] if isinstance(words, str) else list(words)
+    def _after(self, before: str, messages: Sequence[Message], content: TurnContent) -> str:
+        more = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
         whole = self._tokenizer.render_chat([*messages, *more], answer=True)
         if not whole.startswith(before):
             raise DataError(
@@ -117,11 +117,11 @@ class ChatMessages:
 
 def follow_ups(settings: EnvironmentConfig, tokenizer: Tokenizer) -> FollowUps:
     """Raises DataError where the template does not permit a second turn."""
-    return ChatMessages(tokenizer) if settings.format == "chat" else PlainText(tokenizer)
+    return EpisodeMessages(tokenizer) if settings.format == "chat" else PlainText(tokenizer)
 
 
-def shown(words: Words) -> str:
-    return words if isinstance(words, str) else "".join(str(one["content"]) for one in words)
+def shown(content: TurnContent) -> str:
+    return content if isinstance(content, str) else "".join(str(one["content"]) for one in content)
 
 
 PARSERS = [logging.getLogger(name) for name in ("vllm.tool_parsers", "vllm.parser")]
@@ -130,8 +130,8 @@ REASON = 200
 """Characters of a reason that the model reads: a parser may repeat the whole response."""
 
 
-class _Faults(logging.Handler):
-    """Keeps what a parser reports, in the place of the log: a policy makes thousands of them."""
+class _ParserReports(logging.Handler):
+    """Collect a parser's reports instead of logging them: a policy causes thousands of them."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -144,7 +144,7 @@ class _Faults(logging.Handler):
 
 @contextmanager
 def _reported() -> Iterator[list[str]]:
-    faults = _Faults()
+    faults = _ParserReports()
     for logger in PARSERS:
         logger.addHandler(faults)
     try:
@@ -197,8 +197,8 @@ class ToolParser:
     ) -> dict[str, Any]:
         """The assistant's message of a turn: `content`, and `tool_calls` where there are any, each
         with `id`, `type` and `function` (`name`; `arguments` as JSON). `text`: of the turn, without
-        special tokens. What cannot be parsed stays text; where a call was begun, UNREAD says why it
-        is none."""
+        special tokens. What cannot be parsed stays text; for an invalid call, UNREAD has the
+        reason."""
         # Calls stand between special tokens in many a model.
         end = len(ids) - (ids[-1] in self._eos_ids)
         whole = self._tokenizer.decode(list(ids[:end]), skip_special_tokens=False)
@@ -210,7 +210,7 @@ class ToolParser:
         return {"role": "assistant", "content": found.content, "tool_calls": calls}
 
     def request(self, tools: Sequence[Any] | None) -> Any:
-        """A call with `tools`. Raises ValueError for schemas that are none."""
+        """A call with `tools`. Raises ValueError for invalid schemas."""
         return self._request(messages=[QUESTION], model="", tools=list(tools or ()) or None)
 
     def _parse(self, text: str, tools: Sequence[Any]) -> tuple[Any, str | None]:

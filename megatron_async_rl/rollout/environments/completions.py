@@ -1,5 +1,5 @@
-"""Calls of OpenAI's chat completions and their answers: what of a call counts, what is refused, and the
-forms that an answer has.
+"""Calls of OpenAI's chat completions and their answers: what of a call counts, what is refused, and
+the forms that an answer has.
 
 Invariant: a call is refused before anything is sampled for it.
 """
@@ -34,9 +34,9 @@ TEMPLATE = ("chat_template", "chat_template_kwargs", "documents")
 Decode = Callable[[Sequence[int]], str]
 
 
-class Refused(Exception):
-    """A call that cannot be answered; the agent gets the text with `status`, and OpenAI's `code` for
-    it."""
+class CallRefused(Exception):
+    """A call that cannot be answered; the agent gets the text with `status`, and OpenAI's `code`
+    for it."""
 
     def __init__(self, what: str, *, status: int = 400, code: str | None = None) -> None:
         super().__init__(what)
@@ -44,12 +44,12 @@ class Refused(Exception):
 
     @property
     def response(self) -> web.Response:
-        told = {"message": str(self), "type": "invalid_request_error", "param": None}
-        return web.json_response({"error": {**told, "code": self.code}}, status=self.status)
+        reported = {"message": str(self), "type": "invalid_request_error", "param": None}
+        return web.json_response({"error": {**reported, "code": self.code}}, status=self.status)
 
 
 def same(message: Message) -> tuple[Any, ...]:
-    """What two forms of one message share: clients add keys that are null, and other ids."""
+    """The content that identifies a message: clients add null keys and change ids."""
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     calls = [(one["name"], _read(one["arguments"])) for one in functions]
     return message.get("role"), message.get("content") or "", calls
@@ -64,57 +64,59 @@ def _read(arguments: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
-    """What of a call counts. `most`: tokens of its turn; null: all there is room for. `reads_calls`:
-    of tools, in what the model wrote."""
+class ChatCompletion:
+    """The parts of a chat-completion request that are used. `maximum`: tokens of its turn; null
+    uses all the room. `reads_calls`: parse tool calls in the model's text."""
 
     messages: Sequence[Message]
     tools: Any
     reads_calls: bool
     stop: Sequence[str]
-    most: int | None
+    maximum: int | None
     logprobs: bool
     stream: bool
     usage: bool
     """A stream ends with the numbers of tokens."""
 
 
-def read_call(body: Any, parser: ToolParser) -> Call:
-    """Raises Refused for what cannot be answered, or not as it is asked."""
+def read_call(body: Any, parser: ToolParser) -> ChatCompletion:
+    """Raises CallRefused for what cannot be answered, or not as it is asked."""
     if not isinstance(body, Mapping):
-        raise Refused("the call is no JSON object")
+        raise CallRefused("the call is not a JSON object")
     if body.get("n") not in (None, 1):
-        raise Refused("n must be 1: a session is one sample")
+        raise CallRefused("n must be 1: a session is one sample")
     for key in ("max_tokens", "max_completion_tokens"):
-        most = body.get(key)
-        if most is not None and (not isinstance(most, int) or most < 1):
-            raise Refused(f"{key} must be a whole number above 0, not {most!r}")
+        maximum = body.get(key)
+        if maximum is not None and (not isinstance(maximum, int) or maximum < 1):
+            raise CallRefused(f"{key} must be a whole number above 0, not {maximum!r}")
     for key, free in FREE.items():
         given = body.get(key)
         given = given.get("type", given) if isinstance(given, Mapping) else given
         if given is not None and given not in free:
-            raise Refused(
+            raise CallRefused(
                 f"{key}: {given!r} forces what the model writes, and a rollout samples it freely;"
                 f" leave it out, or make it {' or '.join(map(repr, free))}"
             )
     _require_own_ways(body)
     if body.get("functions"):
-        raise Refused("functions are OpenAI's old form of tools; give tools")
+        raise CallRefused("functions are OpenAI's old form of tools; give tools")
     stop, tools = body.get("stop") or [], body.get("tools") or None
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(one, str) and one for one in stop):
-        raise Refused(f"stop must be text, or a list of texts, not {stop!r:.80}")
+        raise CallRefused(f"stop must be text, or a list of texts, not {stop!r:.80}")
     try:
         parser.request(tools)
     except (ValueError, TypeError) as error:
-        raise Refused(f"tools must be a list of functions with their schemas: {error}") from None
+        raise CallRefused(
+            f"tools must be a list of functions with their schemas: {error}"
+        ) from None
     options = body.get("stream_options")
-    return Call(
+    return ChatCompletion(
         messages=_messages(body.get("messages")),
         tools=tools,
         reads_calls=body.get("tool_choice") != "none",
         stop=stop,
-        most=body.get("max_completion_tokens") or body.get("max_tokens"),
+        maximum=body.get("max_completion_tokens") or body.get("max_tokens"),
         logprobs=bool(body.get("logprobs")),
         stream=bool(body.get("stream")),
         usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
@@ -122,46 +124,47 @@ def read_call(body: Any, parser: ToolParser) -> Call:
 
 
 def _require_own_ways(body: Mapping[str, Any]) -> None:
-    """Raises Refused for what would change how the run reads and draws, and may not be passed over."""
+    """Raises CallRefused for what would change how the run reads and draws, and may not be passed
+    over."""
     for key in (*GRAMMARS, "logit_bias"):
         if body.get(key):
-            raise Refused(
+            raise CallRefused(
                 f"{key} forces what the model writes, and a rollout samples it freely; leave it out"
             )
     for key in TEMPLATE:
         if body.get(key):
-            raise Refused(
+            raise CallRefused(
                 f"{key}: messages are rendered as the run's are; leave it out, or set"
                 " data.chat_template or data.chat_template_options for all calls"
             )
     for key, own in (("continue_final_message", False), ("add_generation_prompt", True)):
         if body.get(key) not in (None, own):
-            raise Refused(f"{key}: a turn is a message of its own; leave it out")
+            raise CallRefused(f"{key}: a turn is a message of its own; leave it out")
     if body.get("top_logprobs"):
-        raise Refused(
+        raise CallRefused(
             "top_logprobs: of each place the log-prob of the sampled token alone is known; leave it"
             " out, and read that with logprobs: true"
         )
 
 
 def _messages(given: Any) -> list[Message]:
-    """Raises Refused."""
+    """Raises CallRefused."""
     if not isinstance(given, list) or not given:
-        raise Refused("messages must be a list of messages")
+        raise CallRefused("messages must be a list of messages")
     messages: list[Message] = []
     for index, one in enumerate(given):
         if not isinstance(one, Mapping) or not isinstance(one.get("role"), str):
-            raise Refused(f"messages[{index}] is no object with a role")
+            raise CallRefused(f"messages[{index}] is not an object with a role")
         calls = one.get("tool_calls") or []
         if not isinstance(calls, list) or not all(map(_is_call, calls)):
-            raise Refused(
+            raise CallRefused(
                 f"messages[{index}]: tool_calls must be a list of objects with a function, which"
                 " has a name and arguments, both text"
             )
         try:
             content = "" if one.get("content") is None else content_of(one)
         except ValueError as error:
-            raise Refused(f"messages[{index}] {error}") from None
+            raise CallRefused(f"messages[{index}] {error}") from None
         plain = {key: value for key, value in one.items() if value is not None}
         messages.append({**plain, "content": content})
     return messages
@@ -175,8 +178,8 @@ def _is_call(call: Any) -> bool:
 
 
 def completion(turn: Turn, message: Message, total: int, decode: Decode | None) -> dict[str, Any]:
-    """The answer. `message`: of the turn. `total`: tokens of its segment. `decode`: where each token
-    is to be shown with its log-prob."""
+    """The answer. `message`: of the turn. `total`: tokens of its segment. `decode`: where each
+    token is to be shown with its log-prob."""
     choice: dict[str, Any] = {"index": 0, "message": message}
     choice["finish_reason"] = (
         "length" if turn.reason == "length" else "tool_calls" if "tool_calls" in message else "stop"
@@ -204,9 +207,11 @@ def completion(turn: Turn, message: Message, total: int, decode: Decode | None) 
     }
 
 
-async def write(request: web.Request, answer: dict[str, Any], asked: Call) -> web.StreamResponse:
-    if asked.stream:
-        return await _streamed(request, answer, usage=asked.usage)
+async def write(
+    request: web.Request, answer: dict[str, Any], requested: ChatCompletion
+) -> web.StreamResponse:
+    if requested.stream:
+        return await _streamed(request, answer, usage=requested.usage)
     response = web.json_response(answer)
     await response.prepare(request)
     await response.write_eof()

@@ -1,5 +1,5 @@
-"""One sample of several turns while it is made: the model samples, the environment answers, its words are
-put behind what was sampled, and the model goes on.
+"""One sample of several turns while it is made: the model samples, the environment answers, its
+words are put behind what was sampled, and the model goes on.
 
     engine <--turn to sample-- conversation --response--> environment
        |                         ^      ^                      |
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.data.tokenizer import Tokenizer
-from megatron_async_rl.rollout.environments import Message, Step, Words
+from megatron_async_rl.rollout.environments import Message, Step, TurnContent
 from megatron_async_rl.rollout.environments.chat import FollowUps, ToolParser, follow_ups, shown
 from megatron_async_rl.rollout.environments.pool import (
     EnvironmentFailed,
@@ -26,24 +26,24 @@ from megatron_async_rl.rollout.environments.pool import (
 )
 from megatron_async_rl.rollout.environments.transcript import (
     SampleTurn,
-    Segment,
     Transcript,
+    TranscriptSegment,
     Turn,
     TurnRequest,
 )
 from megatron_async_rl.samples.types import FinishReason, PartialResponse, Prompt
 
 
-class Talker(Protocol):
-    """The environment of one sample (pool.Conversing)."""
+class EpisodeEnvironment(Protocol):
+    """The environment of one sample (pool.EnvironmentSession)."""
 
-    async def reset(self, prompt: Prompt) -> Words: ...
+    async def reset(self, prompt: Prompt) -> TurnContent: ...
     async def step(self, response: str | Message) -> Step: ...
 
 
 async def converse(
     transcript: Transcript,
-    environment: Talker,
+    environment: EpisodeEnvironment,
     sample: SampleTurn,
     follow: FollowUps,
     *,
@@ -53,24 +53,24 @@ async def converse(
 ) -> None:
     """Fills `transcript`, which holds what there is when the environment raises. `parser`: of tool
     calls, for an environment that takes messages; null: it takes text."""
-    prompt = transcript.asked
+    prompt = transcript.requested
     opening = await environment.reset(prompt)
     begun = prompt
     if opening and not too_long(opening, max_tokens):
         begun = rendered(follow.opened, prompt, opening)
-    segment = Segment(begun)
+    segment = TranscriptSegment(begun)
     room = transcript.room(segment, max_tokens)
     if room < 1 or (opening and begun is prompt):
         raise EnvironmentFailed(
             f"what reset returns is {len(shown(opening))} characters long, and"
             f" rollout.sampling.max_tokens: {max_tokens} leaves no room for a turn"
         )
-    words: list[int] = []
+    content: list[int] = []
     while True:
-        turn = await transcript.extend(segment, words, sample, room - len(words))
+        turn = await transcript.extend(segment, content, sample, room - len(content))
         ids = turn.tokens.response_ids.tolist()
-        said = turn.text if parser is None else parser.message(ids, turn.text)
-        step = await environment.step(said)
+        reported = turn.text if parser is None else parser.message(ids, turn.text)
+        step = await environment.step(reported)
         segment.take_step(step)
         transcript.measured.update(step.measured)
         if turn.reason == "length":
@@ -81,8 +81,8 @@ async def converse(
         if too_long(step.observation, room):
             transcript.truncated = True
             return
-        words = rendered(follow.between, ids, step.observation)
-        if len(words) >= room:
+        content = rendered(follow.between, ids, step.observation)
+        if len(content) >= room:
             transcript.truncated = True
             return
 
@@ -92,14 +92,14 @@ CHARACTERS_A_TOKEN = 64
 every response of the engine would wait meanwhile."""
 
 
-def too_long(words: Words, room: int) -> bool:
+def too_long(content: TurnContent, room: int) -> bool:
     """True where the words take more than `room` tokens for certain."""
-    return len(shown(words)) > CHARACTERS_A_TOKEN * max(1, room)
+    return len(shown(content)) > CHARACTERS_A_TOKEN * max(1, room)
 
 
 def rendered[Result](render: Callable[..., Result], *given: Any) -> Result:
-    """Raises EnvironmentFailed for whatever a template, which is a program, or a tokenizer makes of an
-    environment's words."""
+    """Raises EnvironmentFailed for whatever a template, which is a program, or a tokenizer makes of
+    an environment's words."""
     try:
         return render(*given)
     except Exception as error:
@@ -114,20 +114,20 @@ class Player(Protocol):
         ...
 
 
-class Conversation:
-    """A sample of several turns while it is made. `ask`: hands a turn over to be sampled; its tokens come
-    by `take`, or never, where the sample is aborted."""
+class Episode:
+    """A sample of several turns while it is made. `request_turn`: hands a turn over to be sampled;
+    its tokens come by `take`, or never, where the sample is aborted."""
 
     def __init__(
         self,
         prompt: Prompt,
-        ask: Callable[[TurnRequest], Coroutine[Any, Any, None]],
+        request_turn: Callable[[TurnRequest], Coroutine[Any, Any, None]],
         decode: Callable[[Sequence[int]], str],
     ) -> None:
         self.transcript = Transcript(prompt)
-        self._ask, self._decode = ask, decode
+        self._request_turn, self._decode = request_turn, decode
         self._turn: asyncio.Future[tuple[PartialResponse, FinishReason]] | None = None
-        self._asking: asyncio.Task[None] | None = None
+        self._requesting: asyncio.Task[None] | None = None
 
     @property
     def waits(self) -> bool:
@@ -139,26 +139,27 @@ class Conversation:
             self._turn.set_result((tokens, reason))
 
     async def play(self, player: Player, max_tokens: int) -> str | None:
-        """Why it ended early, where the environment failed. A turn that an agent left behind is given
-        up."""
+        """Why it ended early, where the environment failed. A turn that an agent left behind is
+        given up."""
         try:
             return await player.play(self.transcript, self._sample, max_tokens)
         finally:
             if self._turn is not None:
                 self._turn.cancel()
 
-    async def _sample(self, asked: TurnRequest) -> Turn:
+    async def _sample(self, requested: TurnRequest) -> Turn:
         self._turn = asyncio.get_running_loop().create_future()
-        # An abort in between finds the request in vLLM, or sees to it that it is aborted there.
-        self._asking = asyncio.create_task(self._ask(asked))
-        await asyncio.shield(self._asking)
+        # An abort in between finds the request in vLLM, or ensures that it is aborted there.
+        self._requesting = asyncio.create_task(self._request_turn(requested))
+        await asyncio.shield(self._requesting)
         tokens, reason = await self._turn
         text = self._decode(tokens.response_ids.tolist())
         return Turn(tokens=tokens, text=text, reason=reason)
 
 
-class Conversations:
-    """What an engine's samples have in common: their environments and how words become tokens."""
+class Episodes:
+    """Resources that an engine's episodes share: the environments, and the conversion of their
+    text into tokens."""
 
     def __init__(
         self, environments: Environments, tokenizer: Tokenizer, parser: ToolParser | None = None
@@ -195,12 +196,12 @@ async def failures(
     settings: EnvironmentConfig,
     prompts: Mapping[str, Sequence[Prompt]],
     response: str,
-    patience_s: float,
+    timeout_s: float,
     follow: FollowUps | None = None,
 ) -> dict[str, str]:
-    """Has the environment answer one turn, `response`, to the first of `prompts` that it can: why it
-    could to none, by their key. One that is slow is taken for able. `follow`: puts its words behind
-    the prompt and the turn, too."""
+    """Has the environment answer one turn, `response`, to the first of `prompts` that it can: why
+    it could to none, by their key. One that is slow is taken for able. `follow`: puts its words
+    behind the prompt and the turn, too."""
     found: dict[str, str] = {}
     pool = Environments(settings)
     pool.start()
@@ -211,7 +212,7 @@ async def failures(
             for prompt in some:
                 environment = await pool.open()
                 try:
-                    async with asyncio.timeout(patience_s):
+                    async with asyncio.timeout(timeout_s):
                         opening = await environment.reset(prompt)
                         answer = await environment.step(response)
                     if follow is not None:

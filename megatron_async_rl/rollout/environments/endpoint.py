@@ -4,10 +4,10 @@
           +---------------------- its reward ------------------> the sample
 
 A session is one sample: its base URL names it. The first call's messages become the prompt. A call
-that repeats all that was said in a segment of the sample, and adds to it, goes on there: the addition
-alone is rendered, so token in, token out holds as for any sample (transcript.py). A call that
-is made again, as its caller had given up and hung up, gets the turn that was sampled for it. Any
-other call (of an agent that has compacted its context, or has begun another) begins a segment, while
+that repeats all messages of a segment of the sample, and adds some, continues it: the addition
+alone is rendered, so token in, token out holds as for any sample (transcript.py). A call that is
+made again, as its caller had given up and hung up, gets the turn that was sampled for it. Any other
+call (of an agent that has compacted its context, or has begun another) begins a segment, while
 there are fewer than `rollout.environment.max_segments`.
 
 Invariants:
@@ -15,8 +15,8 @@ Invariants:
   cannot be guessed, and is unknown once its agent has ended; connections that name none, such as
   idle ones, are STRANGERS at most, however many connect: the oldest is cut;
 - the calls of a session are answered one after the other, whatever segment they belong to;
-- an agent may work by itself for as long as its time lasts, whatever `watchdog.timeout_s` is: between
-  its calls the run is allowed to be without progress;
+- an agent may work by itself for as long as its time lasts, whatever `watchdog.timeout_s` is:
+  between its calls the run is allowed to be without progress;
 - how responses are drawn is the run's affair (rollout.sampling): a call's temperature and the like
   are read over. What would need more than one sample, or forces what the model writes, is refused;
   a call may end its turn sooner, by `max_tokens` and `stop`.
@@ -34,11 +34,11 @@ from aiohttp import web
 
 from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.rollout.environments import UNREAD, UNREAD_CALLS, Message, Step
-from megatron_async_rl.rollout.environments.chat import ChatMessages, ToolParser
+from megatron_async_rl.rollout.environments.chat import EpisodeMessages, ToolParser
 from megatron_async_rl.rollout.environments.completions import (
     MODEL,
-    Call,
-    Refused,
+    CallRefused,
+    ChatCompletion,
     completion,
     read_call,
     same,
@@ -48,8 +48,8 @@ from megatron_async_rl.rollout.environments.conversation import too_long
 from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
 from megatron_async_rl.rollout.environments.transcript import (
     SampleTurn,
-    Segment,
     Transcript,
+    TranscriptSegment,
     Turn,
     TurnRequest,
 )
@@ -60,32 +60,32 @@ CLOSE_S = 0.5
 LONGEST = 64 * 2**20
 """Bytes of a call."""
 STRANGERS = 512
-"""Connections without a session, each of which takes a descriptor of the engine. Agents that connect
-at the same moment count until their calls are read."""
+"""Limit of connections without a session; each takes a descriptor of the engine. Agents that
+connect at the same moment count until their calls are read."""
 
 
-class _Thread(Segment):
-    """A segment, and the messages that were said in it."""
+class _Thread(TranscriptSegment):
+    """A segment and its messages."""
 
     def __init__(self, prompt: Prompt, tools: Any) -> None:
         super().__init__(prompt)
         self.tools = tools
-        self.said: list[Message] = []
+        self.history: list[Message] = []
         self.unread = False
         """The caller had hung up when the last turn came."""
 
     def repeated(self, messages: Sequence[Message]) -> int:
         """How many of its messages are the first of these."""
-        pairs = zip(self.said, messages, strict=False)
+        pairs = zip(self.history, messages, strict=False)
         known = [same(one) == same(other) for one, other in pairs]
         return (*known, False).index(False)
 
     def goes_on(self, messages: Sequence[Message], tools: Any) -> bool:
-        return self.tools == tools and self.repeated(messages) == len(self.said) < len(messages)
+        return self.tools == tools and self.repeated(messages) == len(self.history) < len(messages)
 
     def asked_again(self, messages: Sequence[Message], tools: Any) -> bool:
-        """An agent that got its answer, and wants another to the same, does not ask again."""
-        before = len(self.said) - 1
+        """A repeated call after an answer is not a retry: it requests another answer."""
+        before = len(self.history) - 1
         return (
             self.unread
             and self.tools == tools
@@ -137,22 +137,22 @@ class _Session:
         left_s = self._until - asyncio.get_running_loop().time()
         self._own_work.enter_context(self._environments.working_alone(left_s))
 
-    async def sample(self, asked: TurnRequest) -> Turn:
-        """Raises Refused once the agent has ended: of a call that it gave up, nothing is in the
+    async def sample(self, requested: TurnRequest) -> Turn:
+        """Raises CallRefused once the agent has ended: of a call that it gave up, nothing is in the
         sample."""
-        turn = None if self.ended else await self._sample(asked)
+        turn = None if self.ended else await self._sample(requested)
         if turn is None or self.ended:
-            raise Refused("the session's agent has ended")
+            raise CallRefused("the session's agent has ended")
         return turn
 
     def explained(self, error: str) -> str:
-        """With the refusal that may be behind it."""
+        """The error, extended by the refusal that may have caused it."""
         known = not self.refusal or self.refusal in error
         return error if known else f"{error} (a call was refused: {self.refusal})"
 
 
 class _Connections:
-    """Connections of aiohttp's `server`, of which strangers are limited."""
+    """Connections of aiohttp's `server`; those of strangers are limited."""
 
     def __init__(self, server: web.Server) -> None:
         self._server = server
@@ -182,7 +182,7 @@ class Agents:
         self._environments = environments
         self._parser = parser
         self._tokenizer = tokenizer
-        self._follow = ChatMessages(tokenizer)
+        self._follow = EpisodeMessages(tokenizer)
         self._sessions: dict[str, _Session] = {}
         self._runner: web.AppRunner | None = None
         self._connections: _Connections | None = None
@@ -218,9 +218,9 @@ class Agents:
             process = await self._environments.open()
             self._sessions[name] = session
             session.begin()
-            reward = await process.run(transcript.asked, f"{self._url}/session/{name}/v1")
+            reward = await process.run(transcript.requested, f"{self._url}/session/{name}/v1")
         except EnvironmentFailed as error:
-            # An agent that is told that there is no room left may well raise.
+            # An agent may raise if no room is left.
             if transcript.truncated and transcript.turns:
                 return None
             return session.explained(str(error))
@@ -235,10 +235,10 @@ class Agents:
         return None
 
     def _session(self, request: web.Request) -> _Session:
-        """Raises Refused."""
+        """Raises CallRefused."""
         session = self._sessions.get(request.match_info.get("name", ""))
         if session is None:
-            raise Refused("no such session, or its agent has ended", status=404)
+            raise CallRefused("no such session, or its agent has ended", status=404)
         if self._connections is not None:
             self._connections.admit(request.protocol)
         return session
@@ -247,17 +247,17 @@ class Agents:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megatron_async_rl"}
         try:
             self._session(request)
-        except Refused as error:
+        except CallRefused as error:
             return error.response
         if "model" in request.match_info:
             return web.json_response(model)
         return web.json_response({"object": "list", "data": [model]})
 
     async def _elsewhere(self, request: web.Request) -> web.Response:
-        """Where there is nothing."""
-        error = Refused(
-            f"{request.method} {request.path}: the endpoint has POST BASE_URL/chat/completions and GET"
-            " BASE_URL/models alone, and BASE_URL, which its agent is given, ends with /v1",
+        """Answer 404 to requests for any other path."""
+        error = CallRefused(
+            f"{request.method} {request.path}: the endpoint has POST BASE_URL/chat/completions and"
+            " GET BASE_URL/models alone, and BASE_URL, which its agent is given, ends with /v1",
             status=404,
         )
         session = self._sessions.get(request.match_info.get("name", ""))
@@ -269,65 +269,65 @@ class Agents:
         session: _Session | None = None
         try:
             session = self._session(request)
-            asked = read_call(await _body(request), self._parser)
+            requested = read_call(await _body(request), self._parser)
             with session.call():
                 async with session.lock:
-                    thread = await self._answered(session, asked)
-                    decode = self._tokenizer.decode if asked.logprobs else None
-                    turn, message = thread.turns[-1], thread.said[-1]
+                    thread = await self._answered(session, requested)
+                    decode = self._tokenizer.decode if requested.logprobs else None
+                    turn, message = thread.turns[-1], thread.history[-1]
                     answer = completion(turn, message, len(thread.ids), decode)
                     thread.unread = True
-            response = await write(request, answer, asked)
+            response = await write(request, answer, requested)
             thread.unread = False
             return response
-        except Refused as error:
+        except CallRefused as error:
             if session is not None:
                 session.refusal = str(error)
             return error.response
         except ConnectionError:  # the caller has hung up, and reads nothing
             return web.Response(status=400)
 
-    async def _answered(self, session: _Session, asked: Call) -> _Thread:
-        """The segment whose last turn answers the call. Raises Refused, before anything is
+    async def _answered(self, session: _Session, requested: ChatCompletion) -> _Thread:
+        """The segment whose last turn answers the call. Raises CallRefused, before anything is
         sampled."""
-        messages, tools = asked.messages, asked.tools
+        messages, tools = requested.messages, requested.tools
         transcript, limit = session.transcript, self._environments.settings.max_turns
         for one in session.threads:
             if one.asked_again(messages, tools):
                 return one
         thread = next((one for one in session.threads if one.goes_on(messages, tools)), None)
-        words: list[int] = []
+        content: list[int] = []
         if thread is not None:
-            new = [dict(one) for one in messages[len(thread.said) :]]
+            new = [dict(one) for one in messages[len(thread.history) :]]
             sampled = thread.turns[-1].tokens.response_ids.tolist()
             if too_long(new, transcript.room(thread, session.max_tokens)):
                 raise self._full(session)
-            words = _rendered(self._follow.between, sampled, new)
+            content = _rendered(self._follow.between, sampled, new)
             thread.take_step(Step(observation=new))
         else:
             thread = self._begun(session, messages, tools)
-        room = transcript.room(thread, session.max_tokens) - len(words)
+        room = transcript.room(thread, session.max_tokens) - len(content)
         if room < 1 or len(transcript.turns) == limit:
             raise self._full(session, turns=room >= 1)
-        most = min(room, asked.most or room)
-        turn = await transcript.extend(thread, words, session.sample, most, asked.stop)
+        maximum = min(room, requested.maximum or room)
+        turn = await transcript.extend(thread, content, session.sample, maximum, requested.stop)
         # An agent may go on with a shorter history where the one before was at its limit.
-        transcript.truncated = turn.reason == "length" and most == room
+        transcript.truncated = turn.reason == "length" and maximum == room
         text = min(
-            (turn.text.partition(stop)[0] for stop in asked.stop), key=len, default=turn.text
+            (turn.text.partition(stop)[0] for stop in requested.stop), key=len, default=turn.text
         )
         message: dict[str, Any] = {"role": "assistant", "content": text}
-        if asked.reads_calls:
+        if requested.reads_calls:
             message = self._parser.message(turn.tokens.response_ids.tolist(), text, tools)
         unread = message.pop(UNREAD, None)  # the agent reads text, as of any server
-        if tools and asked.reads_calls:
+        if tools and requested.reads_calls:
             transcript.measured.update({UNREAD_CALLS: float(unread is not None)})
         if thread not in session.threads:
             session.threads.append(thread)
-        thread.said = [*messages, message]
+        thread.history = [*messages, message]
         return thread
 
-    def _full(self, session: _Session, *, turns: bool = False) -> Refused:
+    def _full(self, session: _Session, *, turns: bool = False) -> CallRefused:
         """`turns`: the limit that is met is theirs, and not of tokens."""
         session.transcript.truncated = True
         key = (
@@ -336,44 +336,48 @@ class Agents:
             else f"rollout.sampling.max_tokens: {session.max_tokens}"
         )
         code = "context_length_exceeded"
-        return Refused(f"{code}: the sample is at its limit, {key}", code=code)
+        return CallRefused(f"{code}: the sample is at its limit, {key}", code=code)
 
     def _begun(self, session: _Session, messages: Sequence[Message], tools: Any) -> _Thread:
-        """Raises Refused where the sample has as many segments as it may have."""
-        most = self._environments.settings.max_segments
-        if len(session.threads) == most:
+        """Raises CallRefused where the sample has as many segments as it may have."""
+        maximum = self._environments.settings.max_segments
+        if len(session.threads) == maximum:
             nearest = max(session.threads, key=lambda one: one.repeated(messages))
             where = nearest.repeated(messages)
             what = (
                 "it has other tools than the one before"
-                if where == len(nearest.said) < len(messages)
+                if where == len(nearest.history) < len(messages)
                 else f"messages[{where}] differs, or nothing follows"
             )
-            raise Refused(
-                f"the call does not repeat what was said before and add to it: {what}. It would begin"
-                f" segment {most + 1} of the sample; rollout.environment.max_segments: {most}"
+            raise CallRefused(
+                f"the call does not repeat the earlier messages and add to them: {what}. It would"
+                f" begin segment {maximum + 1} of the sample; rollout.environment.max_segments:"
+                f" {maximum}"
             )
-        asked = session.transcript.asked
-        if too_long(messages, len(asked.token_ids) + session.max_tokens):
+        requested = session.transcript.requested
+        if too_long(messages, len(requested.token_ids) + session.max_tokens):
             raise self._full(session)
         text = _rendered(self._tokenizer.render_chat, messages, answer=True, tools=tools)
         ids = tuple(_rendered(self._tokenizer.encode_rendered, text))
-        return _Thread(Prompt(id=asked.id, text=text, token_ids=ids, fields=asked.fields), tools)
+        return _Thread(
+            Prompt(id=requested.id, text=text, token_ids=ids, fields=requested.fields), tools
+        )
 
 
 async def _body(request: web.Request) -> Any:
-    """Raises Refused."""
+    """Raises CallRefused."""
     try:
         return await request.json()
     except (ValueError, RecursionError) as error:
-        raise Refused(f"the call is no JSON object: {error}") from None
+        raise CallRefused(f"the call is not a JSON object: {error}") from None
     except web.HTTPRequestEntityTooLarge:
-        raise Refused(f"the call has more than {LONGEST // 2**20} MiB", status=413) from None
+        raise CallRefused(f"the call has more than {LONGEST // 2**20} MiB", status=413) from None
 
 
 def _rendered[Result](render: Callable[..., Result], *messages: Any, **options: Any) -> Result:
-    """Raises Refused for whatever a template, which is a program, makes of an agent's messages."""
+    """Raises CallRefused for whatever a template, which is a program, makes of an agent's
+    messages."""
     try:
         return render(*messages, **options)
     except Exception as error:
-        raise Refused(f"the messages cannot be rendered: {error}") from error
+        raise CallRefused(f"the messages cannot be rendered: {error}") from error

@@ -26,7 +26,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from megatron_async_rl.config.environment import EnvironmentConfig
-from megatron_async_rl.rollout.environments import Message, Step, Words
+from megatron_async_rl.rollout.environments import Message, Step, TurnContent
 from megatron_async_rl.rollout.environments.process import LENGTH, LONGEST, MAIN, framed
 from megatron_async_rl.samples.types import Prompt
 from megatron_async_rl.watchdog import watch
@@ -49,7 +49,7 @@ class EnvironmentStartError(RuntimeError):
 
 
 class EnvironmentFailed(Exception):
-    """The environment of one sample did not answer as it should; says why."""
+    """The environment of one sample did not answer as it should; with the reason."""
 
 
 class Environments:
@@ -59,46 +59,50 @@ class Environments:
         self.settings = settings
         self._room = asyncio.Semaphore(settings.processes)
         self._numbers = itertools.count()
-        self._idle: list[_Process] = []
+        self._idle: list[_EnvironmentProcess] = []
         self._template: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._imported: asyncio.Task[None] | None = None
         self._orders: deque[tuple[bytes, socket.socket | None]] = deque()
-        """Those that the template has not taken yet, with the sockets that they send."""
+        """Orders that the template process has not read yet, each with the socket to pass on."""
         self._closing: set[asyncio.Task[None]] = set()
         self.at_work = 0
         """Agents that ask the model nothing now."""
 
     def start(self) -> None:
         """Starts the process that imports the environment, while the engine starts."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
+        local, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        local.setblocking(False)
         settings = {
             "environment": self.settings.model_dump(mode="json"),
-            "descriptor": theirs.fileno(),
+            "descriptor": remote.fileno(),
             "path": sys.path,
         }
         try:
             self._template = subprocess.Popen(
                 [sys.executable, "-c", MAIN, json.dumps(settings)],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[remote.fileno()],
                 env={**os.environ, **_without_proxy(), PARENT: str(os.getpid())},
                 start_new_session=True,  # Ctrl-C is for the launcher to answer
             )
         finally:
-            theirs.close()
-        self._control, self._loop = ours, asyncio.get_running_loop()
-        self._imported = asyncio.create_task(self._import(ours))
+            remote.close()
+        self._control, self._loop = local, asyncio.get_running_loop()
+        self._imported = asyncio.create_task(self._import(local))
 
     async def _import(self, control: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(START_S):
-                said = await loop.sock_recv(control, LONGEST)
+                message = await loop.sock_recv(control, LONGEST)
         except TimeoutError:
             raise EnvironmentStartError(f"it was not imported within {START_S:g} s") from None
-        answer = json.loads(said) if said else {"failed": "its process ended; see the engine's log"}
+        answer = (
+            json.loads(message)
+            if message
+            else {"failed": "its process ended; see the engine's log"}
+        )
         if "failed" in answer:
             raise EnvironmentStartError(answer["failed"])
 
@@ -115,14 +119,14 @@ class Environments:
                     raise
                 raise EnvironmentStartError("its process ended; see the engine's log") from None
 
-    async def open(self) -> Conversing:
+    async def open(self) -> EnvironmentSession:
         """A process for one sample, once there is room. Raises EnvironmentFailed."""
         name = f"room in the environment {self.settings.name} (rollout.environment.processes)"
         with watch.doing("wait", name) if self._room.locked() else nullcontext():
             await self._room.acquire()
         try:
             process = self._idle.pop() if self._idle else await self._fork()
-            return Conversing(self, process)
+            return EnvironmentSession(self, process)
         except BaseException:
             self._room.release()
             raise
@@ -130,7 +134,7 @@ class Environments:
     @contextmanager
     def working_alone(self, left_s: float) -> Iterator[None]:
         """An agent that has `left_s` of its time left asks the model nothing meanwhile: it moves
-        nothing, and is at no standstill."""
+        nothing, and is not stalled."""
         self.at_work += 1
         try:
             with watch.phase(f"at work in {self.settings.name}", max(0.0, left_s) + NOTICED_S):
@@ -138,27 +142,28 @@ class Environments:
         finally:
             self.at_work -= 1
 
-    async def _fork(self) -> _Process:
+    async def _fork(self) -> _EnvironmentProcess:
         if self._template is not None and self._template.poll() is not None:
             self.close()
             self.start()  # something killed it
         try:
             await self.ready()
-            ours, theirs = socket.socketpair()
+            local, remote = socket.socketpair()
             number = next(self._numbers)
-            self._order({"fork": number}, theirs)
-            reader, writer = await asyncio.open_connection(sock=ours)
+            self._order({"fork": number}, remote)
+            reader, writer = await asyncio.open_connection(sock=local)
         except (EnvironmentStartError, OSError) as error:
             raise EnvironmentFailed(f"no process for the environment: {error}") from error
-        return _Process(number, reader, writer)
+        return _EnvironmentProcess(number, reader, writer)
 
     def _order(self, order: dict[str, int], sent: socket.socket | None = None) -> None:
-        """Closes `sent`, of which the template gets a copy."""
+        """Close `sent`; the template gets a copy."""
         self._orders.append((json.dumps(order).encode(), sent))
         self._send_orders()
 
     def _send_orders(self) -> None:
-        """As many as the template's socket takes now; the others once it takes more."""
+        """Send as many orders as the template's socket accepts now, and the rest once it accepts
+        more."""
         assert self._control is not None
         while self._orders:
             payload, sent = self._orders[0]
@@ -177,7 +182,7 @@ class Environments:
         self._loop.remove_writer(self._control)
 
     def _drop_orders(self) -> None:
-        """Whoever waits for a process then finds its socket closed."""
+        """Tasks that wait for a process then find its socket closed."""
         if self._orders and self._control is not None:
             self._loop.remove_writer(self._control)
         for _, sent in self._orders:
@@ -185,7 +190,7 @@ class Environments:
                 sent.close()
         self._orders.clear()
 
-    def kill(self, process: _Process, *, show: bool) -> None:
+    def kill(self, process: _EnvironmentProcess, *, show: bool) -> None:
         """`show`: it first writes into the engine's log where it stands."""
         process.writer.transport.abort()
         if self._control is None:
@@ -195,13 +200,13 @@ class Environments:
             asyncio.get_running_loop().call_later(SHOW_S, lambda: self.kill(process, show=False))
 
     def closing(self, close: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Goes on whoever is cancelled meanwhile, up to the pool's own end."""
+        """Continue even if a waiting task is cancelled, until the pool ends."""
         task = asyncio.create_task(close)
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
         return task
 
-    def give_back(self, process: _Process | None) -> None:
+    def put_back(self, process: _EnvironmentProcess | None) -> None:
         """`process`: null where it was killed."""
         if process is not None:
             self._idle.append(process)
@@ -228,35 +233,35 @@ class Environments:
                 self._template.wait()
 
 
-class _Process:
+class _EnvironmentProcess:
     def __init__(
         self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self.number, self.reader, self.writer = number, reader, writer
 
 
-class Conversing:
+class EnvironmentSession:
     """The environment of one sample: `reset` once, then `step`; `close` in every case."""
 
-    def __init__(self, pool: Environments, process: _Process) -> None:
+    def __init__(self, pool: Environments, process: _EnvironmentProcess) -> None:
         self._pool = pool
-        self._process: _Process | None = process
+        self._process: _EnvironmentProcess | None = process
         self._busy = False
 
-    async def reset(self, prompt: Prompt) -> Words:
-        words: str | Sequence[Message] = (await self._ask("reset", prompt, "reset"))["words"]
-        return words
+    async def reset(self, prompt: Prompt) -> TurnContent:
+        content: str | Sequence[Message] = (await self._ask("reset", prompt, "reset"))["words"]
+        return content
 
     async def step(self, response: str | Message) -> Step:
         return Step(**await self._ask("step", response, "step"))
 
     async def run(self, prompt: Prompt, base_url: str) -> float:
-        """The reward of an agent's whole run, in the place of `reset` and `step`."""
+        """Reward of an agent's whole run, which replaces `reset` and `step`."""
         return float((await self._ask("run", (prompt, base_url), "run"))["reward"])
 
     async def close(self) -> None:
-        """A process that is still busy is killed: whoever waited for it was cancelled. Whoever is
-        cancelled does not wait for the environment's own `close` either."""
+        """A process that is still busy is killed: the waiting task was cancelled. A cancelled task
+        does not wait for the environment's own `close` either."""
         closing = self._pool.closing(self._close())
         task = asyncio.current_task()
         if task is None or not task.cancelling():
@@ -272,7 +277,7 @@ class Conversing:
             if self._busy:
                 self._end(show=False)
             process, self._process = self._process, None
-            self._pool.give_back(process)
+            self._pool.put_back(process)
 
     async def _ask(self, method: str, argument: Any, what: str) -> dict[str, Any]:
         process, settings = self._process, self._pool.settings
@@ -281,7 +286,7 @@ class Conversing:
         payload = pickle.dumps((method, argument), pickle.HIGHEST_PROTOCOL)
         self._busy = True
         # An agent's run is work while it asks the model nothing, and `working_alone` shows that.
-        kind: watch.Kind = "wait" if method == "run" else "work"
+        kind: watch.ActivityKind = "wait" if method == "run" else "work"
         with watch.doing(kind, f"{what} of the environment {settings.name}", settings.timeout_s):
             process.writer.write(framed(payload))
             answer = asyncio.ensure_future(_read(process.reader))
@@ -297,15 +302,15 @@ class Conversing:
             limit = f"rollout.environment.timeout_s: {settings.timeout_s:g}"
             raise EnvironmentFailed(f"no answer to {what} within {limit}")
         try:
-            said: dict[str, Any] = answer.result()
+            message: dict[str, Any] = answer.result()
         except (OSError, asyncio.IncompleteReadError):
             self._end(show=False)
             raise EnvironmentFailed(f"its process ended in {what}; see the engine's log") from None
         self._busy = False
         watch.progress("environments")
-        if "error" in said:
-            raise EnvironmentFailed(f"{what} raised {said['error']}")
-        return said
+        if "error" in message:
+            raise EnvironmentFailed(f"{what} raised {message['error']}")
+        return message
 
     def _end(self, *, show: bool) -> None:
         if self._process is not None:

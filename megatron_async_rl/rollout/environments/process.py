@@ -1,16 +1,16 @@
-"""The processes that environments live in: one that has imported the user's module, and copies of it
-(forks), each with one sample's environment at a time.
+"""The processes that environments live in: a template that has imported the user's module, and
+forks of it, each with one sample's environment at a time.
 
-    engine --fork, kill, show--> template --fork--> keeper --fork--> process of one environment
+    engine --fork, kill, show--> template --fork--> reaper --fork--> process of one environment
        ^                                                                  |
        +------------- requests and answers, a socket of its own ----------+
 
 Invariants:
-- the import is no sample's time, and a process costs milliseconds, not an import;
+- the import does not count as a sample's time, and a process costs milliseconds, not an import;
 - the template calls nothing of the user's after the import, so it always answers; it alone ends
-  keepers, and knows which of them still are;
-- a keeper adopts all that its environment started, in whatever session or group, and ends with none
-  of it left;
+  subreapers, and knows which are alive;
+- a subreaper adopts all that its environment started, in whatever session or group, and ends with
+  none of it left;
 - what a user's code prints goes where the engine's output goes, never into a socket; so does where
   it stands, on SIGUSR1, even while it holds the interpreter lock;
 - all end with the engine, and with the sockets.
@@ -35,8 +35,8 @@ from typing import Any
 from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.rollout.environments import (
     Environment,
+    checked_content,
     checked_step,
-    checked_words,
     load_factory,
     require_finite,
     settled,
@@ -79,19 +79,21 @@ def serve(environment: Mapping[str, Any], descriptor: int) -> None:
             raise
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         connection.send(json.dumps({"ready": True}).encode())
-        _fork_when_asked(connection, factory, settings.memory_mib)
+        _fork_when_requested(connection, factory, settings.memory_mib)
 
 
-def _fork_when_asked(connection: socket.socket, factory: Factory, memory_mib: int | None) -> None:
+def _fork_when_requested(
+    connection: socket.socket, factory: Factory, memory_mib: int | None
+) -> None:
     """Until the engine closes the socket. Processes go by numbers that the engine gives."""
     processes: dict[int, int] = {}
     try:
         while True:
-            asked, _, _ = select.select([connection], [], [], REAP_S)
+            requested, _, _ = select.select([connection], [], [], REAP_S)
             for number, pid in list(processes.items()):
                 if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                     _kill(processes.pop(number))
-            if not asked:
+            if not requested:
                 continue
             message, descriptors, _, _ = socket.recv_fds(connection, LONGEST, 1)
             if not message:
@@ -114,7 +116,7 @@ def _fork_when_asked(connection: socket.socket, factory: Factory, memory_mib: in
 
 
 def _kill(pid: int) -> None:
-    """The keeper with all it has, which nobody has waited for yet: until then the number is its
+    """The subreaper with all its descendants; it has not been waited for, so the number is its
     own."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
@@ -122,7 +124,7 @@ def _kill(pid: int) -> None:
 
 
 def _live(descriptor: int, factory: Factory, memory_mib: int | None) -> None:
-    """The keeper, and the process of the environment; does not return."""
+    """The subreaper, and the process of the environment; does not return."""
     code = 1
     try:
         os.environ[PARENT] = str(keep((signal.SIGUSR1,)))
@@ -130,8 +132,8 @@ def _live(descriptor: int, factory: Factory, memory_mib: int | None) -> None:
         faulthandler.register(signal.SIGUSR1, all_threads=False)
         if memory_mib is not None:
             _, hard = resource.getrlimit(resource.RLIMIT_AS)
-            most = memory_mib * 2**20
-            soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            maximum = memory_mib * 2**20
+            soft = maximum if hard == resource.RLIM_INFINITY else min(maximum, hard)
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         with socket.socket(fileno=descriptor) as connection:
             _serve_samples(connection, factory)
@@ -142,19 +144,19 @@ def _live(descriptor: int, factory: Factory, memory_mib: int | None) -> None:
 
 def _serve_samples(connection: socket.socket, factory: Factory) -> None:
     """Until the engine closes the socket. An agent is called while no event loop runs, in the main
-    thread, so that one that is not `async` may run a loop of its own, and set signals."""
+    thread, so that a plain function may run its own loop and set signals."""
     own = os.getpid()
     with asyncio.Runner() as runner:
         streams = runner.run(_opened(connection))
-        while (asked := runner.run(_answer(*streams, factory))) is not None:
+        while (requested := runner.run(_answer(*streams, factory))) is not None:
             try:
                 agent: Any = factory()
-                given = agent.run(*asked)
+                given = agent.run(*requested)
                 reward = float(runner.run(settled(given)))
                 require_finite(reward, "the reward")
                 reply = json.dumps({"reward": reward})
             except BaseException as error:  # noqa: BLE001 - user code, `sys.exit` included
-                reply = _told(error)
+                reply = _message(error)
             if os.getpid() != own:
                 os._exit(
                     0
@@ -173,7 +175,7 @@ async def _send(writer: asyncio.StreamWriter, reply: str) -> None:
     await writer.drain()
 
 
-def _told(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     text = str(error).encode(errors="backslashreplace").decode()
     return json.dumps({"error": type(error).__name__ + (f": {text}" if text else "")})
 
@@ -198,7 +200,7 @@ async def _answer(
             if method == "reset":
                 environment = factory()
                 opening = await settled(environment.reset(argument))
-                answer: dict[str, Any] = {"words": checked_words(opening, "what reset returns")}
+                answer: dict[str, Any] = {"words": checked_content(opening, "what reset returns")}
             elif method == "step":
                 assert environment is not None
                 answer = checked_step(await settled(environment.step(argument)))
@@ -209,7 +211,7 @@ async def _answer(
                     await settled(close())
             reply = json.dumps(answer)
         except BaseException as error:  # noqa: BLE001 - user code, `sys.exit` included
-            reply = _told(error)
+            reply = _message(error)
         if os.getpid() != own:
             os._exit(0)  # a child that the user's code forked and let return: the parent answers
         await _send(writer, reply)

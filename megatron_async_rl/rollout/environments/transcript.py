@@ -1,7 +1,8 @@
-"""The transcript of one sample of several turns: the model's tokens and the environment's between them.
+"""The transcript of one sample of several turns: the model's tokens and the environment's between
+them.
 
     prompt | opening | turn 1 | words | turn 2 | words | turn 3
-             mask 0    1        0       1        0       1        (the opening belongs to the prompt)
+        mask 0      1        0       1        0       1      (the opening belongs to the prompt)
 
 An agent that does not go on where it was, which only the endpoint has, begins another segment: a
 sequence of its own, whose prompt is the sample's first segment's, or else a context with mask 0.
@@ -9,9 +10,11 @@ sequence of its own, whose prompt is the sample's first segment's, or else a con
 Invariants:
 - token in, token out: a turn is sampled after just the tokens that its segment holds; nothing that
   was sampled is ever tokenized again;
-- sampled tokens keep the log-prob, version and experts they were sampled with; an environment's tokens
-  have the version of the token before them (a context's: of the one after), log-prob 0 and mask 0;
-- a segment ends with a turn of the model: words that nobody reads are in the sample's text alone;
+- sampled tokens keep the log-prob, version and experts they were sampled with; an environment's
+  tokens have the version of the token before them (a context's: of the one after), log-prob 0 and
+  mask 0;
+- a segment ends with a turn of the model: text that the model does not read is in the sample's text
+  alone;
 - what is put behind a prompt, turns and words together are at most `rollout.sampling.max_tokens`
   tokens in a segment, so none is longer than any other sample of the run.
 """
@@ -33,8 +36,8 @@ from megatron_async_rl.samples.types import FinishReason, PartialResponse, Promp
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """Tokens that the model sampled in one go. `tokens`: with the experts of all tokens from those on that
-    had been read, the last one excepted. `text`: without special tokens."""
+    """Tokens that the model sampled in one go. `tokens`: with the experts of all tokens from those
+    on that had been read, the last one excepted. `text`: without special tokens."""
 
     tokens: PartialResponse
     text: str
@@ -43,13 +46,13 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnRequest:
-    """A turn to be sampled. `ids`: what the model reads. `begun`: tokens of the sample so far, which
-    no other turn of it has. `most`: tokens of the turn. `read`: how many of `ids` have their experts
-    recorded. `stop`: strings that end it, beside those of the run."""
+    """A turn to be sampled. `ids`: what the model reads. `begun`: tokens of the sample so far,
+    which no other turn of it has. `maximum`: tokens of the turn. `read`: how many of `ids` have
+    their experts recorded. `stop`: strings that end it, in addition to those of the run."""
 
     ids: Sequence[int]
     begun: int
-    most: int
+    maximum: int
     read: int = 0
     stop: Sequence[str] = ()
 
@@ -57,7 +60,7 @@ class TurnRequest:
 SampleTurn = Callable[[TurnRequest], Awaitable[Turn]]
 
 
-class Segment:
+class TranscriptSegment:
     """A sequence so far: a prompt, and turns and words behind it."""
 
     def __init__(self, prompt: Prompt) -> None:
@@ -72,10 +75,10 @@ class Segment:
         self.length = 0
         """Tokens behind the prompt."""
 
-    def take_turn(self, turn: Turn, words: Sequence[int] = ()) -> None:
-        """`words`: tokens that the environment put before it."""
-        if words:
-            self.put(words, int(self.parts[-1].versions[-1]))
+    def take_turn(self, turn: Turn, content: Sequence[int] = ()) -> None:
+        """`content`: tokens that the environment put before it."""
+        if content:
+            self.put(content, int(self.parts[-1].versions[-1]))
         self.turns.append(turn)
         self._append(turn.tokens, 1)
         self.ends.append(self.length - 1)
@@ -87,14 +90,14 @@ class Segment:
         self.rewards[-1] += step.reward
         if not step.train:
             self.masks[-1][:] = 0
-        words = shown(step.observation)
-        if words or step.reward:
+        content = shown(step.observation)
+        if content or step.reward:
             reward = f", reward {step.reward:g}" if step.reward else ""
-            self.text.append(f"[environment{reward}] {words}".rstrip())
+            self.text.append(f"[environment{reward}] {content}".rstrip())
 
-    def put(self, words: Sequence[int], version: int) -> None:
-        """Tokens that nobody sampled."""
-        self._append(words_of(words, version), 0)
+    def put(self, content: Sequence[int], version: int) -> None:
+        """Tokens that were not sampled."""
+        self._append(words_of(content, version), 0)
 
     def _append(self, tokens: PartialResponse, mask: int) -> None:
         self.parts.append(tokens)
@@ -116,7 +119,7 @@ class Segment:
 
 
 def words_of(ids: Sequence[int], version: int) -> PartialResponse:
-    """Tokens that nobody sampled."""
+    """Tokens that were not sampled."""
     return PartialResponse(
         response_ids=np.asarray(ids, dtype=np.int32),
         behavior_logprobs=np.zeros(len(ids), dtype=np.float32),
@@ -125,56 +128,57 @@ def words_of(ids: Sequence[int], version: int) -> PartialResponse:
 
 
 class Transcript:
-    """The sample so far. Its tokens are those of its segments, in the order in which these began, each
-    but the first with its prompt before it."""
+    """The sample so far. Its tokens are those of its segments, in the order in which these began,
+    each but the first with its prompt before it."""
 
-    def __init__(self, asked: Prompt) -> None:
-        self.asked = asked
+    def __init__(self, requested: Prompt) -> None:
+        self.requested = requested
         """The request's prompt, which the first segment's takes the place of."""
-        self.segments: list[Segment] = []
+        self.segments: list[TranscriptSegment] = []
         self.turns: list[Turn] = []
         """Turns of all segments, as they came."""
         self.truncated = False
         self.measured: Counter[str] = Counter()
         """Sums of what the environment measured, by name."""
 
-    def room(self, segment: Segment, max_tokens: int) -> int:
+    def room(self, segment: TranscriptSegment, max_tokens: int) -> int:
         """Tokens that may be put behind the segment."""
-        opening = len(segment.prompt.token_ids) - len(self.asked.token_ids)
+        opening = len(segment.prompt.token_ids) - len(self.requested.token_ids)
         return max_tokens - max(0, opening) - segment.length
 
     async def extend(
         self,
-        segment: Segment,
-        words: Sequence[int],
+        segment: TranscriptSegment,
+        content: Sequence[int],
         sample: SampleTurn,
-        most: int,
+        maximum: int,
         stop: Sequence[str] = (),
     ) -> Turn:
-        """Has the segment's next turn sampled, of at most `most` tokens, up to a string of `stop`."""
+        """Has the segment's next turn sampled, of at most `maximum` tokens, up to a string of
+        `stop`."""
         further = segment not in self.segments
         context = len(segment.prompt.token_ids) if further and self.segments else 0
-        begun = self.length + context + len(words)
-        ids = [*segment.ids, *words]
+        begun = self.length + context + len(content)
+        ids = [*segment.ids, *content]
         turn = await sample(
-            TurnRequest(ids=ids, begun=begun, most=most, read=segment.read, stop=stop)
+            TurnRequest(ids=ids, begun=begun, maximum=maximum, read=segment.read, stop=stop)
         )
         if further:
             self.segments.append(segment)
-        segment.take_turn(turn, words)
+        segment.take_turn(turn, content)
         self.turns.append(turn)
         return turn
 
     def give_up(self, token: int, version: int) -> None:
-        """Where there was no turn: `token`, which nobody sampled, stands for one, as a sample has at
-        least one token."""
-        segment = Segment(self.asked)
+        """Complete a sample that has no turn with one `token` that was not sampled, because a
+        sample has at least one token."""
+        segment = TranscriptSegment(self.requested)
         segment.put([token], version)
         self.segments.append(segment)
 
     @property
     def prompt(self) -> Prompt:
-        return self.segments[0].prompt if self.segments else self.asked
+        return self.segments[0].prompt if self.segments else self.requested
 
     @property
     def reason(self) -> FinishReason:
@@ -209,7 +213,7 @@ class Transcript:
 
     @property
     def segment_starts(self) -> NDArray[np.int32] | None:
-        """As a sample's."""
+        """Starts of the segments after the first, as in Sample."""
         starts = self._starts[1:-1]
         return np.array(starts, dtype=np.int32) if starts else None
 

@@ -1,1 +1,1 @@
-"""Rewards. `registry.py` finds one by its name and says what a reward is."""
+"""Rewards. `registry.py` defines rewards and finds them by name."""

@@ -136,7 +136,8 @@ def _apply(values: list[Fraction], operator: str) -> bool:
 
 
 def _task(prompt: Prompt) -> tuple[list[int], int]:
-    """The prompt's numbers and target; 3.0 is 3, and either may be JSON text. Raises ColumnError."""
+    """The prompt's numbers and target; 3.0 is 3, and either may be JSON text. Raises
+    ColumnError."""
     where = f"prompt {prompt.id}"
     given, wanted = prompt.fields.get("numbers"), prompt.fields.get("target")
     whole = [whole_number(one) for one in _list(given)]
@@ -167,8 +168,8 @@ def _require_winnable(prompt: Prompt) -> None:
     compute is checked: a target that passes may still be out of reach."""
     numbers, target = _task(prompt)
     where = f"prompt {prompt.id}"
-    if (least := min(numbers)) < 0:
-        what = f"holds {shown(least)}, and an expression has no negative numbers"
+    if (minimum := min(numbers)) < 0:
+        what = f"holds {shown(minimum)}, and an expression has no negative numbers"
         raise ColumnError(where, "numbers", what, "write numbers from 0, or remove the row")
     if max(numbers) >= 10**MAX_DIGITS:
         what = f"holds a number of more than {MAX_DIGITS} digits, the limit of an expression"

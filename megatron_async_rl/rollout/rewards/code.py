@@ -1,11 +1,11 @@
 """Programs: 1 if the response's code passes all of the prompt's `tests`, else 0.
 
 Tests are pairs of input and output, for a program that reads and prints, or Python with `assert`,
-for functions (code_tests.py). Both the code and the tests run in sandboxes (sandbox.py), and never in the same: the
-expected outputs do not enter the sandbox of the code, and an `assert` runs in one of its own, where
-the functions of the code are stand-ins that send arguments over and get plain values back
-(code_stubs.py). So nothing that the code does to its interpreter can make a test pass; but a name
-that a test uses and does not import is the code's, as the function that it tests is.
+for functions (code_tests.py). Both the code and the tests run in sandboxes (sandbox.py), and never
+in the same: the expected outputs do not enter the sandbox of the code, and an `assert` runs in one
+of its own, where the functions of the code are stand-ins that send arguments over and get plain
+values back (code_stubs.py). So nothing that the code does to its interpreter can make a test pass;
+but a name that a test uses and does not import is the code's, as the function that it tests is.
 
 Tests that accept a response without having tested it are an error of the prompt, not a reward:
 those in which no assertion ran, and those that a response without code passes.
@@ -26,9 +26,9 @@ from megatron_async_rl.config.environment import CODE_CPU_S, CODE_SHARE_OF_TIME
 from megatron_async_rl.rollout.rewards.code_tests import entry_point_of, tests_of
 from megatron_async_rl.rollout.rewards.registry import BuiltInReward, ColumnError, RewardError
 from megatron_async_rl.rollout.rewards.sandbox import (
-    Ended,
     Isolation,
     Limits,
+    ProgramEnd,
     Sandbox,
     SandboxError,
     run,
@@ -83,9 +83,9 @@ def code(
     return float(all(passed))
 
 
-class Starved(RuntimeError):
+class ProgramsStarved(RuntimeError):
     """The time was up for programs that were computing and had had little of the processor: the
-    machine was too busy, which says nothing of them."""
+    machine was too busy, so there is no result for them."""
 
 
 class _Budget:
@@ -98,11 +98,11 @@ class _Budget:
 
     @property
     def left_s(self) -> float:
-        """By the clock, for the next program."""
+        """Wall-clock seconds left for the next program."""
         return min(WALL_PER_CPU * self._cpu_s, self._deadline - time.monotonic())
 
-    def count(self, ended: Ended) -> None:
-        """Raises Starved."""
+    def count(self, ended: ProgramEnd) -> None:
+        """Raises ProgramsStarved."""
         usage = ended.usage
         if ended.timed_out and not usage.computing:
             return  # it slept: its own fault, whatever the machine did
@@ -113,16 +113,16 @@ class _Budget:
             self.require_fair()
 
     def require_fair(self) -> None:
-        """Raises Starved."""
+        """Raises ProgramsStarved."""
         if self._used_s < STARVED * self._allowed_s:
-            raise Starved(
+            raise ProgramsStarved(
                 f"programs had {self._used_s:.2g} s of the processor and were to have"
                 f" {self._allowed_s:.2g}: the machine is busy"
             )
 
 
 def source_of(response: str) -> str:
-    """The last block between ``` and ``` that is tagged as Python; where there is none the last
+    """The last block between ``` and ``` that is tagged as Python; if there is none the last
     one without a tag; without one all of the response."""
     tagged, untagged = None, None
     lines = iter(response.splitlines(keepends=True))
@@ -171,8 +171,8 @@ def _asserts(
     budget: _Budget,
     partial: bool,
 ) -> list[bool]:
-    """Return which tests the code passes. Raises ColumnError for tests that accept it without having
-    tested it."""
+    """Return which tests the code passes. Raises ColumnError for tests that accept it without
+    having tested it."""
     verdicts = _verdicts(source, tests, entry_point, limits, budget)
     if FAILED in verdicts and not partial:
         return [False]  # wrong, whatever the other tests are worth
@@ -203,24 +203,24 @@ def _verdicts(
 ) -> str:
     """A character for each test, as the tester's sandbox writes them; tests without one failed."""
     stubs = _STUBS.read_text(encoding="utf-8")
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        serve = f"{stubs}\nserve({theirs.fileno()}, {source!r})"
-        test = f"{stubs}\ntest({ours.fileno()}, {list(tests)!r}, {entry_point!r})"
-        with Sandbox(serve, limits=limits, passed=[theirs.fileno()]) as server:
-            theirs.close()
-            with Sandbox(test, limits=limits, passed=[ours.fileno()]) as tester:
-                ours.close()
-                said = tester.wait(server)
-                budget.count(said)
-    return said.output.ljust(len(tests), FAILED)
+    local, remote = socket.socketpair()
+    with local, remote:
+        serve = f"{stubs}\nserve({remote.fileno()}, {source!r})"
+        test = f"{stubs}\ntest({local.fileno()}, {list(tests)!r}, {entry_point!r})"
+        with Sandbox(serve, limits=limits, passed=[remote.fileno()]) as server:
+            remote.close()
+            with Sandbox(test, limits=limits, passed=[local.fileno()]) as tester:
+                local.close()
+                message = tester.wait(server)
+                budget.count(message)
+    return message.output.ljust(len(tests), FAILED)
 
 
 def _check(*, key: str, isolation: Isolation = "namespaces", **_: Any) -> None:
     try:
         run("pass", limits=Limits(isolation=isolation))
     except SandboxError as error:
-        if isolation == "limits":
+        if isolation == "rlimits":
             fix = (
                 "start as another user than root, or as a root that may change its user, with a"
                 " Python whose library every user can read"
@@ -230,7 +230,7 @@ def _check(*, key: str, isolation: Isolation = "namespaces", **_: Any) -> None:
             f"{key}.isolation",
             f"this machine does not allow the namespaces that {isolation!r} needs: {error}",
             "allow unprivileged user namespaces (in a container: --security-opt seccomp=unconfined"
-            " or --cap-add SYS_ADMIN), or set isolation: limits, which leaves files readable to"
+            " or --cap-add SYS_ADMIN), or set isolation: rlimits, which leaves files readable to"
             " the code",
         ) from error
 

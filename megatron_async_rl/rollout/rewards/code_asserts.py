@@ -8,8 +8,9 @@ for every response, the empty one included, so it is refused before anything sta
 Two stages, since no analysis decides it for every source:
 - `prepared` refuses a source without a reachable assertion that may depend on the code. It errs on
   the side of accepting: a name that is not known to hold a constant depends on the code;
-- it returns the source with marks after the assertions, by which the tester notices one that passes
-  without an assertion having run. code.py refuses such a test, and one that passes for no code.
+- it returns the source with marks after the assertions, with which the tester detects a test that
+  passes without running an assertion. code.py refuses such a test, and a test that passes without
+  code.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def prepared(source: str, entry_point: str | None) -> str:
         tree = _small(ast.parse(source))
         assert isinstance(tree, ast.Module)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        what = f"has {source[:60]!r}, which is no Python: {error}"
+        what = f"has {source[:60]!r}, which is not Python: {error}"
         raise UnfitTest(what, "write it as Python with `assert`") from error
     try:
         analysis = _Analysis(tree, entry_point)
@@ -218,8 +219,8 @@ class _Analysis:
                 raise UnfitTest(what, "change its parameters, or write plain `assert`")
 
     def require_imports(self) -> None:
-        """Raise UnfitTest for what the tester cannot import, and for names of libraries that are not
-        imported: they would be the code's, which could replace what a test compares with."""
+        """Raise UnfitTest for what the tester cannot import, and for names of libraries that are
+        not imported: they would be the code's, which could replace what a test compares with."""
         for one in _imports(self.tree):
             name = one.names[0].name if isinstance(one, ast.Import) else one.module or ""
             if (isinstance(one, ast.ImportFrom) and one.level) or (
@@ -262,8 +263,9 @@ class _Analysis:
 
 
 def _marked(source: str, analysis: _Analysis) -> str:
-    """Return `source` with a call after each assertion that depends on the code, before each decision
-    to fail (`if f(1) != 2: raise ...`), and in handlers of an exception without which it fails."""
+    """Return `source` with a call after each assertion that depends on the code, before each
+    decision to fail (`if f(1) != 2: raise ...`), and in handlers of an exception without which it
+    fails."""
     lines = [line.encode() for line in source.split("\n")]
     marks: dict[tuple[int, int], bytes] = {}
     for node in ast.walk(analysis.tree):

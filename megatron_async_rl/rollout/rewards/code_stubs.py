@@ -6,13 +6,13 @@
 
 Invariants:
 - only plain values cross: what else the code returns stays with it, under a number. A stand-in for
-  it can be called, gone through, and asked for or given attributes and items, and never compared, so
-  the code has no say in what equals what. A value of a subclass, such as a Counter, crosses as its
-  plain base: the base compares, and only what the base does not have is asked of the code;
+  it can be called, gone through, and asked for or given attributes and items, and never compared,
+  so the code has no say in what equals what. A value of a subclass, such as a Counter, crosses as
+  its plain base: the base compares, and only what the base does not have is asked of the code;
 - each test begins with the names of the code afresh. Python's own names are never the code's, and a
   function that a test defines is the test's own, whatever the code calls its own;
-- each verdict is written as its test ends, so one that does not end costs none before it;
-- a test that passes without a check of the code's work having run is distinguished from one that passes.
+- each verdict is written as its test ends, so a test that does not end costs none before it;
+- a test that passes without a check of the code's work having run is distinguished from a pass.
 
 Runs without this package.
 """
@@ -62,7 +62,8 @@ class Encoder:
         return self._within({"object": number}, 1)
 
     def _plain(self, kind: Any, value: Any) -> Any:
-        """By the methods of `kind`: a subclass may have changed its own."""
+        """Encode a value by the methods of its built-in class `kind`; a subclass may have
+        overridden its own."""
         if kind is int:
             value = int.__index__(value)
             short = -WORD < value < WORD
@@ -153,11 +154,13 @@ def serve(descriptor: Any, source: Any) -> Any:
         channel.write("null\n")
         channel.flush()
         for line in channel:
-            asked = decode(json.loads(line), objects.__getitem__, lambda _, number: objects[number])
+            requested = decode(
+                json.loads(line), objects.__getitem__, lambda _, number: objects[number]
+            )
             try:
-                result, args = answer(*asked)
+                result, args = answer(*requested)
                 reply = {"value": encode(result), "args": encode(args)}
-            except BaseException as error:  # noqa: BLE001 - the code's own, told to the test
+            except BaseException as error:  # noqa: BLE001 - the code's own, passed to the test
                 reply = {"error": type(error).__name__, "text": str(error)[:1000]}
             channel.write(json.dumps(reply) + "\n")
             channel.flush()
@@ -170,7 +173,7 @@ class Channel:
     def read(self) -> Any:
         line = self.file.readline(LONGEST)
         if not line.endswith("\n"):
-            raise RuntimeError("the code ended, or said too much")
+            raise RuntimeError("the code ended, or wrote too much")
         return json.loads(line)
 
     def names(self) -> Any:
@@ -180,9 +183,9 @@ class Channel:
             if name.isidentifier() and not name.startswith("_") and not hasattr(builtins, name):
                 yield name, value
 
-    def ask(self, do: Any, target: Any, name: Any, args: Any, kwargs: Any) -> Any:
-        asked = Encoder(number_of, LONGEST).encode([do, target, name, list(args), kwargs])
-        self.file.write(json.dumps(asked) + "\n")
+    def request(self, do: Any, target: Any, name: Any, args: Any, kwargs: Any) -> Any:
+        requested = Encoder(number_of, LONGEST).encode([do, target, name, list(args), kwargs])
+        self.file.write(json.dumps(requested) + "\n")
         self.file.flush()
         reply = self.read()
         if "error" in reply:
@@ -220,7 +223,7 @@ class Channel:
 
 
 class StandIn:
-    """For a value of the code that is no plain one."""
+    """Stand-in, on the test's side, for a value of the code that cannot be copied."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -228,25 +231,25 @@ class StandIn:
         self.__dict__.update(_channel=channel, _number=number)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._channel.ask("call", self._number, "", args, kwargs)
+        return self._channel.request("call", self._number, "", args, kwargs)
 
     def __getattr__(self, name: Any) -> Any:
-        return self._channel.ask("get", self._number, name, (), {})
+        return self._channel.request("get", self._number, name, (), {})
 
     def __setattr__(self, name: Any, value: Any) -> None:
-        self._channel.ask("set", self._number, name, (value,), {})
+        self._channel.request("set", self._number, name, (value,), {})
 
     def __iter__(self) -> Any:
-        return iter(self._channel.ask("list", self._number, "", (), {}))
+        return iter(self._channel.request("list", self._number, "", (), {}))
 
     def __len__(self) -> Any:
-        return self._channel.ask("len", self._number, "", (), {})
+        return self._channel.request("len", self._number, "", (), {})
 
     def __getitem__(self, key: Any) -> Any:
-        return self._channel.ask("item", self._number, "", (key,), {})
+        return self._channel.request("item", self._number, "", (key,), {})
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._channel.ask("put", self._number, "", (key, value), {})
+        self._channel.request("put", self._number, "", (key, value), {})
 
     def _refused(self, *_: Any) -> Any:
         raise TypeError("a test can only judge plain values: numbers, text, lists and the like")
@@ -294,7 +297,7 @@ def test(descriptor: Any, tests: Any, entry_point: Any) -> Any:
     os.dup2(nothing, 1)  # what a test prints
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rw") as file:
         channel, names = Channel(file), []
-        with contextlib.suppress(BaseException):  # whatever the code says
+        with contextlib.suppress(BaseException):  # whatever the code answers
             names.extend(channel.names())
         for source in tests:
             checks = Checks()
@@ -303,8 +306,8 @@ def test(descriptor: Any, tests: Any, entry_point: Any) -> Any:
 
 
 def passes(source: Any, channel: Any, names: Any, entry_point: Any, checks: Any) -> Any:
-    """Return True if the test ends without an exception; functions test... and check(candidate) that
-    it defines are called."""
+    """Return True if the test ends without an exception; functions test... and check(candidate)
+    that it defines are called."""
     try:
         given = {name: channel.decode(value) for name, value in names}
         own = {"__name__": "__main__", "__builtins__": builtins}
@@ -318,6 +321,6 @@ def passes(source: Any, channel: Any, names: Any, entry_point: Any, checks: Any)
                 value()
             elif name == "check" and entry_point is not None:
                 value(given[entry_point])
-    except BaseException:  # noqa: BLE001 - a test that did not end is one that failed
+    except BaseException:  # noqa: BLE001 - a test that did not end has failed
         return False
     return True

@@ -36,7 +36,10 @@ PROGRAMS = (None, "stdin", "stdin_stdout")
 SETUP = ("test_imports", "test_setup_code")
 """Other columns with Python that each test with `assert` begins with."""
 _FENCED = re.compile(r"\s*(`{3,}|~{3,})[ \t]*[\w+.#-]*[ \t]*\n(.*?)\n?[ \t]*\1\s*", re.S)
-_FORMS = "write a list of {input, output}, both text, or Python with `assert`, as text or a list of texts"
+_FORMS = (
+    "write a list of {input, output}, both text, or Python with `assert`, as text or a list of"
+    " texts"
+)
 
 
 def tests_of(prompt: Prompt) -> list[str] | list[tuple[str, str]]:
@@ -73,8 +76,8 @@ def entry_point_of(prompt: Prompt) -> str | None:
 
 
 def _setup_of(prompt: Prompt) -> str:
-    """Return what runs before each test with `assert`: the row's `test_imports` and `test_setup_code`,
-    as MBPP has them. Raises ColumnError."""
+    """Return what runs before each test with `assert`: the row's `test_imports` and
+    `test_setup_code`, as MBPP has them. Raises ColumnError."""
     parts: list[str] = []
     for name in SETUP:
         given = prompt.fields.get(name)
@@ -146,7 +149,8 @@ def _literal(text: str) -> object:
 
 
 def _rows(tests: Mapping[str, Any]) -> list[Any]:
-    """Return one {input, output} for each test of {inputs: [...], outputs: [...]}, or of one test."""
+    """Return one {input, output} for each test of {inputs: [...], outputs: [...]}, or of one
+    test."""
     if tests.get("fn_name") is not None:
         raise _of_function("fn_name", tests["fn_name"])
     for first, second in (("inputs", "outputs"), ("input", "output")):

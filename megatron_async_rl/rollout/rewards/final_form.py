@@ -5,8 +5,8 @@ An answer is final if one of these holds; everything else is not final.
 1. Same form: its formula is the gold answer's.
 2. Literal: it is a number, a reduced fraction, a mixed number, a percentage or digits times a power
    of ten, and the question does not have the same number in the same notation.
-3. Rewritten sum: it has no operation left, and only the distribution of numbers over sums, signs and
-   the place of numeric roots distinguish it from the gold answer. The question may have it only
+3. Rewritten sum: it has no operation left, and only the distribution of numbers over sums, signs
+   and the place of numeric roots distinguish it from the gold answer. The question may have it only
    with operations left.
 4. Other finished form: it has no operation left, about as few operations as the gold answer, no
    kind of function that the gold answer lacks, and a number, symbol, function or constant that the
@@ -85,25 +85,25 @@ class QuestionContent:
 
 @functools.lru_cache(maxsize=256)
 def question_of(text: str) -> QuestionContent:
-    """Every expression, number, symbol and function in formulas and plain text, numbers in words
+    """Every expression, number, symbol and function in formulas and plain text, spelled-out numbers
     included."""
     formulas = dict.fromkeys(part for one in read_within(text) for part in runs(one))
     prose = prose_tokens(text)
-    words = [one[6:-1] if one.startswith("\\text{") else one for one in prose]
+    names = [one[6:-1] if one.startswith("\\text{") else one for one in prose]
     atoms: set[object] = {atom for one in formulas for atom in _atoms(one)}
     for token in (*tokens(text), *prose):
         if (one := read(token)) is not None:
             atoms |= _atoms(one)
-    for word in words:
+    for word in names:
         word = _NAMES.get(word.lstrip("\\"), word.lstrip("\\"))
         value = {**_COUNTS, **_PARTS, **_FACTORS}.get(word)
         atoms.add(word if value is None else Fraction(value))
 
     literals = {one for one in formulas if one.kind == "number"}
-    for top, bottom in itertools.pairwise(words):
+    for top, bottom in itertools.pairwise(names):
         if top in _COUNTS and bottom in _PARTS:  # three quarters
             literals.add(number(Fraction(_COUNTS[top], _PARTS[bottom]), "/"))
-    literals |= {number(Fraction(_COUNTS[word])) for word in words if word in _COUNTS}
+    literals |= {number(Fraction(_COUNTS[word])) for word in names if word in _COUNTS}
     literals |= {number(-one.value[0], one.value[1]) for one in literals}
     compound = [one for one in formulas if one.args]
     return QuestionContent(tuple(compound[:MAX_FORMULAS]), frozenset(atoms), frozenset(literals))
@@ -115,7 +115,7 @@ MAX_FORMULAS = 400
 
 def is_final(answer: Formula, gold: Formula, question: str) -> bool:
     """`answer` equals `gold` by the judgement of the caller."""
-    asked = question_of(question)
+    requested = question_of(question)
     if answer == gold:
         return True
     single = _answer_of(answer, gold)
@@ -123,13 +123,13 @@ def is_final(answer: Formula, gold: Formula, question: str) -> bool:
     if single is None or wanted is None:
         return False
     if single.kind not in CONTAINERS and wanted.kind not in CONTAINERS:
-        return _is_final_element(single, wanted, asked)
-    return _is_final_container(single, wanted, asked)
+        return _is_final_element(single, wanted, requested)
+    return _is_final_container(single, wanted, requested)
 
 
 def _answer_of(formula: Formula, other: Formula) -> Formula | None:
-    """The last side of an equation, unless both formulas are equations for unknowns; None if numbers on
-    its sides disagree."""
+    """The last side of an equation, unless both formulas are equations for unknowns; None if
+    numbers on its sides disagree."""
     if formula.kind != "relation" or set(formula.value) - {"=", "in"}:
         return formula
     if other.kind == "relation" and not _is_name(formula.args[0]):
@@ -154,7 +154,7 @@ def _is_name(formula: Formula) -> bool:
     ) or (formula.kind == "function" and formula.value.endswith("()"))
 
 
-def _is_final_container(answer: Formula, gold: Formula, asked: QuestionContent) -> bool:
+def _is_final_container(answer: Formula, gold: Formula, requested: QuestionContent) -> bool:
     if answer == gold:
         return True
     operations = [one for one in subformulas(answer) if one.kind == "operation"]
@@ -166,10 +166,10 @@ def _is_final_container(answer: Formula, gold: Formula, asked: QuestionContent) 
     if answer.kind == gold.kind == "relation" and not all(
         any(_same(one, other) for other in wanted) for one in elements
     ):
-        return _is_finished_relation(answer, gold, asked)
+        return _is_finished_relation(answer, gold, requested)
     return all(
         _is_boundless(one)
-        or any(equal(one, other) and _is_final_element(one, other, asked) for other in wanted)
+        or any(equal(one, other) and _is_final_element(one, other, requested) for other in wanted)
         for one in elements
     )
 
@@ -193,40 +193,40 @@ def _is_boundless(formula: Formula) -> bool:
     return formula.kind == "constant" and formula.value == "infinity"
 
 
-def _is_final_element(answer: Formula, gold: Formula, asked: QuestionContent) -> bool:
+def _is_final_element(answer: Formula, gold: Formula, requested: QuestionContent) -> bool:
     if answer == gold:
         return True
     if answer.kind == "number":
         if not equal(answer, gold):
             return False
         same_digits = _digits(answer) is not None and _digits(answer) == _digits(gold)
-        return same_digits or answer not in asked.literals
+        return same_digits or answer not in requested.literals
     if gold.kind == "number" or not is_finished(answer):
         return False
     form = combination(answer)
     if form == combination(gold):
-        return not any(combination(one) == form and is_finished(one) for one in asked.formulas)
+        return not any(combination(one) == form and is_finished(one) for one in requested.formulas)
     return (
         equal(answer, gold)
-        and _is_other_form(answer, gold, asked)
-        and not any(equal(one, gold) or equal(negative(one), gold) for one in asked.formulas)
+        and _is_other_form(answer, gold, requested)
+        and not any(equal(one, gold) or equal(negative(one), gold) for one in requested.formulas)
     )
 
 
-def _is_other_form(answer: Formula, gold: Formula, asked: QuestionContent) -> bool:
+def _is_other_form(answer: Formula, gold: Formula, requested: QuestionContent) -> bool:
     return (
         operations(answer) <= operations(gold) + MORE_OPERATIONS
         and _kinds(answer) <= _kinds(gold)
-        and not _atoms(answer) <= asked.atoms
+        and not _atoms(answer) <= requested.atoms
     )
 
 
-def _is_finished_relation(answer: Formula, gold: Formula, asked: QuestionContent) -> bool:
+def _is_finished_relation(answer: Formula, gold: Formula, requested: QuestionContent) -> bool:
     """An equation or inequality whose sides are not those of the gold answer."""
     return (
         all(is_finished(one) for one in answer.args)
-        and _is_other_form(answer, gold, asked)
-        and answer not in asked.formulas
+        and _is_other_form(answer, gold, requested)
+        and answer not in requested.formulas
     )
 
 

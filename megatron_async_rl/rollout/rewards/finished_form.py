@@ -41,7 +41,7 @@ def is_finished(formula: Formula) -> bool:
 
 
 def _finished_sum(formula: Formula) -> bool:
-    """Different terms, of which none has a sum in brackets that could be multiplied out."""
+    """Different terms without a sum in brackets that could be multiplied out."""
     for term in formula.args:
         if term == number(Fraction(0)):
             return False

@@ -1,8 +1,8 @@
 """Formulas as they are written, in which no operation is carried out.
 
 A computer algebra system evaluates while it reads, so its trees cannot show whether an answer was
-computed. A `Formula` keeps every operation. The functions of this module, which build one, unify only
-spelling: the order of sums, products and sets, nested brackets, signs, fractions and roots.
+computed. A `Formula` keeps every operation. The functions of this module, which build one, unify
+only spelling: the order of sums, products and sets, nested brackets, signs, fractions and roots.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ MAX_DIGITS = 300
 class Formula(NamedTuple):
     """One node. `kind` decides what `value` and `args` hold:
 
-    - number: value (Fraction, notation), notation one of "" (decimal digits), "/", "%", "mixed", "e"
+    - number: value (Fraction, notation), notation one of "" (decimal digits), "/", "%", "mixed",
+      "e"
     - symbol, text: value is the name; constant: value is pi, e, i or infinity
     - sum: args are the terms; product: value is the sign, args are the factors
     - power: args are (base, exponent); function: value is the name, args are the arguments
@@ -77,9 +78,9 @@ def opposite(formula: Formula) -> Formula:
 
 
 def product(factors: list[Formula]) -> Formula:
-    """A product: its sign in front, fractions as a numerator and a denominator, digits times a power
-    of ten as one number. If several factors have a number, or a later one a sign, 1 is a further
-    factor: their multiplication (3 * pi/4) is an operation, and not the fraction 3 pi/4."""
+    """A product: its sign in front, fractions as a numerator and a denominator, digits times a
+    power of ten as one number. If several factors have a number, or a later one a sign, 1 is a
+    further factor: their multiplication (3 * pi/4) is an operation, and not the fraction 3 pi/4."""
     sign, numeric, parts = 1, 0, list[Formula]()
     signed = False
     for place, one in enumerate(factors):

@@ -126,7 +126,8 @@ _TOKEN = re.compile(
 
 
 def tokens(text: str) -> list[str]:
-    """Tokens of a formula, or of prose that has formulas in it. A word is a token `\\text{word}`."""
+    """Tokens of a formula, or of prose that has formulas in it. A word is a token
+    `\\text{word}`."""
     text = _LAYOUT.sub(" ", text.translate(_UNICODE))
     text = re.sub(r"\\[dtc](frac|binom)(?![A-Za-z])", r"\\\1", _SPOKEN.sub("%", text))
     text = re.sub(r"\\overline\s*\{([A-Z]{2})\}", r"\1", text)  # a segment
@@ -192,8 +193,8 @@ def read(text: str) -> Formula | None:
 
 
 def read_within(text: str) -> list[Formula]:
-    """Every formula in prose, the longest at each place. A run of letters in prose can be a word or a
-    product of variables, so the text is read in both ways."""
+    """Every formula in prose, the longest at each place. A run of letters in prose can be a word or
+    a product of variables, so the text is read in both ways."""
     formulas: list[Formula] = []
     for found in (tokens(text), prose_tokens(text)):
         place, end = 0, min(len(found), 4 * MAX_TOKENS)

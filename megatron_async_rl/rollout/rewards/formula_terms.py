@@ -1,5 +1,5 @@
-"""Sums of terms: a canonical form that distinguishes operations which an answer must have carried out
-from the mere spelling of a sum."""
+"""Sums of terms: a canonical form that distinguishes operations which an answer must have carried
+out from the mere spelling of a sum."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ MAX_RADICAND = 10**9
 """Larger numbers below a root are not searched for squares, and not final in another form."""
 
 
-Key = tuple[int, frozenset[tuple[object, object]]]
-"""The square root of a whole number, and bases with their exponents: one term without its number."""
-Combination = frozenset[tuple[Key, Fraction]]
-_NO_KEY: Key = (1, frozenset())
+TermKey = tuple[int, frozenset[tuple[object, object]]]
+"""The square root of a whole number, and bases with their exponents: one term without its
+number."""
+Combination = frozenset[tuple[TermKey, Fraction]]
+_NO_KEY: TermKey = (1, frozenset())
 
 
 @functools.lru_cache(maxsize=4096)
 def combination(formula: Formula) -> Combination:
-    """The terms of an expression with their coefficients. Numbers are multiplied, distributed over a
-    sum and collected, and numeric square roots simplified; products of sums are not expanded."""
+    """The terms of an expression with their coefficients. Numbers are multiplied, distributed over
+    a sum and collected, and numeric square roots simplified; products of sums are not expanded."""
     try:
         return frozenset(_terms(formula).items())
     except (ArithmeticError, ValueError):
         return frozenset({((1, frozenset({(formula, Fraction(1))})), Fraction(1))})
 
 
-def _terms(formula: Formula) -> dict[Key, Fraction]:
+def _terms(formula: Formula) -> dict[TermKey, Fraction]:
     if formula.kind == "number":
         return {_NO_KEY: formula.value[0]} if formula.value[0] else {}
     if formula.kind == "sum":
-        found: dict[Key, Fraction] = {}
+        found: dict[TermKey, Fraction] = {}
         for one in formula.args:
             for key, value in _terms(one).items():
                 found[key] = found.get(key, Fraction(0)) + value
@@ -48,7 +49,7 @@ def _terms(formula: Formula) -> dict[Key, Fraction]:
     return {(1, frozenset({(base, Fraction(1))})): Fraction(1)}
 
 
-def _term(formula: Formula) -> dict[Key, Fraction]:
+def _term(formula: Formula) -> dict[TermKey, Fraction]:
     factors = formula.args if formula.kind == "product" else (formula,)
     value = Fraction(formula.value if formula.kind == "product" else 1)
     inside, bases, exponents = Fraction(1), list[Formula](), list[object]()
@@ -80,7 +81,7 @@ def _term(formula: Formula) -> dict[Key, Fraction]:
 
     sums = [one for one, power in zip(bases, exponents, strict=True) if one.kind == "sum"]
     if len(bases) == len(sums) == 1 and exponents[0] == 1:
-        scaled: dict[Key, Fraction] = {}
+        scaled: dict[TermKey, Fraction] = {}
         for (root, key), part in _terms(sums[0]).items():
             for other, factor in _terms(_root_product(root, under)).items():
                 scaled[(other[0], key)] = part * value * factor

@@ -32,7 +32,7 @@ _NUMERIC: dict[str, Callable[[complex], complex]] = {
 
 
 def values(formula: Formula) -> tuple[complex, ...] | None:
-    """Values at two fixed points that the names of the symbols give; None where there is none."""
+    """Values at two fixed points that the names of the symbols give; None if there is none."""
     try:
         found = tuple(_value(formula, point) for point in (1.0, 2.0))
     except (ArithmeticError, ValueError, RecursionError):

@@ -1,5 +1,5 @@
-"""Answers of data sets, read as what they mean: a number, a formula or a word, without what surrounds
-it. Text in which an answer would have to be guessed is refused."""
+"""Answers of data sets, read as what they mean: a number, a formula or a word, without what
+surrounds it. Text in which an answer would have to be guessed is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _AMOUNT = re.compile(
 """A number and its unit: `12 feet per second`, `5 km/h`, `12 \\text{ cm}^2`."""
 _TEXT_ALONE = re.compile(r"\\(?:text\w*|mathrm|mbox)\s*\{([^{}]{1,100})\}")
 _MEASURE = re.compile(
-    rf"((?=.*(?:\d|\\pi)).*[^\s\\,;:!]){_GAP}(\\(?:text|mathrm|mbox|textrm)\s*\{{[\s~]*[A-Za-z][A-Za-z ./]*\}})"
+    rf"((?=.*(?:\d|\\pi)).*[^\s\\,;:!]){_GAP}(\\(?:text|mathrm|mbox|textrm)"
+    r"\s*\{[\s~]*[A-Za-z][A-Za-z ./]*\})"
     rf"{_UNIT_POWER}",
     re.S,
 )
@@ -37,7 +38,7 @@ _MULTIPLE = re.compile(
 )
 """Words after a number that change its value, or say that it is one of several."""
 _TOWER = re.compile(r"\^\s*\{?\s*\d*\s*\^|\^\s*\{?\s*\d{6,}|\d\s*\^\s*\{?\s*\d+\s*\^|\{{30,}")
-"""Powers of powers of numbers, which no answer needs and which take for ever."""
+"""Powers of powers of numbers, which no answer needs and which take forever."""
 _UNREAD = re.compile(
     "0[xX][\\da-fA-F]|[\u221a\u00bc-\u00be\u2150-\u215e\u00b2\u00b3]|\\d[eE][-+]?\\d|\\d['\u2032]\\d"
 )
@@ -60,8 +61,8 @@ _FUNCTIONS = frozenset(
 
 def read_answer(text: str) -> str:
     """The LaTeX of the one final answer in a data set's `answer`: the text behind `####` (GSM8K),
-    in the last `\\boxed{}`, between delimiters, or all of it; an amount of money or of a unit as its
-    number. Raises ValueError, with the reason, for what is not one answer."""
+    in the last `\\boxed{}`, between delimiters, or all of it; an amount of money or of a unit as
+    its number. Raises ValueError, with the reason, for what is not one answer."""
     found = text.strip()
     if len(found) > MAX_SOLUTION:
         raise ValueError(f"has {len(found)} characters, of at most {MAX_SOLUTION}")
@@ -136,7 +137,8 @@ def _is_prose(word: str) -> bool:
 
 
 def _is_word(text: str) -> bool:
-    """True for words of text such as `east` or `Monday`, which math-verify would read as a product."""
+    """True for words of text such as `east` or `Monday`, which math-verify would read as a
+    product."""
     word = re.fullmatch(r"(?:[A-Za-z]{3,}|no)(?:[ -][A-Za-z]+){0,2}", text, re.I) is not None
     return word and text.lower() not in _FUNCTIONS
 

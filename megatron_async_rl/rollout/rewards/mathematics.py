@@ -1,8 +1,8 @@
 """The `math` reward: 1 if math-verify finds the prompt's `answer` in the response, else 0.
 
-math-verify evaluates what it reads, so "9 - 7" equals 2, and a policy can earn the reward by copying
-the question. `form: final` (the default) therefore also requires an answer in its final form
-(final_form.py).
+math-verify evaluates what it reads, so "9 - 7" equals 2, and a policy can earn the reward by
+copying the question. `form: final` (the default) therefore also requires an answer in its final
+form (final_form.py).
 
 A dollar sign is a delimiter of LaTeX only around a formula; `\\$5` and `$5` are amounts of money.
 
@@ -50,18 +50,20 @@ _TAG = re.compile(r"</?answer>")
 _LAST_LETTERS = re.compile(
     rf"({TEXT_COMMAND.pattern})|(?<=[\d}}\s])([A-Za-z]+)(?=\s*(?:\$|\\\)|\\\]|\}}))"
 )
-"""Letters at the end of a formula, some of which math-verify takes for units; or text, which is kept
+"""Letters at the end of a formula; math-verify takes some of them for units; or text, which is kept
 as it is."""
 
 
 def math(prompt: Prompt, response: str, /, *, form: Form = "final") -> float:
-    """`form`: `any` accepts every expression that evaluates to the answer, also a copied question."""
+    """`form`: `any` accepts every expression that evaluates to the answer, also a copied
+    question."""
     from math_verify import verify
 
     _quiet()
     answer, gold = _gold_of(prompt)
     response = re.sub(r"[ \t]{2,}", " ", response)
-    # math-verify takes time that grows with the square of a box's length: seconds for 2,000 characters.
+    # math-verify takes time that grows with the square of a box's length: seconds for 2,000
+    # characters.
     if len(boxed_in(response) or "") > MAX_ANSWER:
         return 0.0
     try:
@@ -116,8 +118,8 @@ def _with_last_letters(text: str) -> str:
 
 
 def _prepared(response: str, answer: str) -> str:
-    """A response in which math-verify finds what is meant: an equation that is all of it and the last
-    boxed answer are read as an answer of a data set, and no variable at the end is taken for a
+    """A response in which math-verify finds what is meant: an equation that is all of it and the
+    last boxed answer are read as an answer of a data set, and no variable at the end is taken for a
     unit, as `c` in 2c would be."""
     text = _BOLD.sub(r"\1", _without_amounts(response)).replace(r"\varnothing", r"\emptyset")
     whole = read(text.strip()) if len(text) <= MAX_ANSWER else None
@@ -139,7 +141,8 @@ def _prepared(response: str, answer: str) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _extraction() -> tuple[Any, ...]:
-    """Return the forms that math-verify looks for. Its `nits` replace 0.5 by a fraction, which is another form."""
+    """Return the forms that math-verify looks for. Its `nits` replace 0.5 by a fraction, which is
+    another form."""
     from dataclasses import replace
 
     from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
@@ -188,8 +191,8 @@ def _quiet() -> None:
 
 
 def _validate(prompt: Prompt, *, form: Form = "final") -> None:
-    """An answer must earn the reward itself, boxed as it is read and as the row has it. A number does:
-    most rows have one, and data sets are large."""
+    """An answer must earn the reward itself, boxed as it is read and as the row has it. A number
+    does: most rows have one, and data sets are large."""
     given = text_field(prompt, "answer")
     try:
         answer = read_answer(given)

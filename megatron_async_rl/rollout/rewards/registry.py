@@ -86,35 +86,40 @@ class ColumnError(RewardError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Context:
+class RewardContext:
     """How a response came about; a reward gets those it names as parameters."""
 
     finish_reason: FinishReason = "stop"
     tokens: int = 0
-    """Of the response."""
+    """Number of response tokens."""
     seconds: float = 0.0
     """From when its engine took it until it ended."""
     version: int = 0
-    """Of the weights that sampled its last token."""
+    """Version of the weights that sampled the last token."""
     held_out: bool = False
     """Sampled for an evaluation."""
 
 
-NOTHING_KNOWN = Context()
-"""Of a response that nobody sampled."""
+NOTHING_KNOWN = RewardContext()
+"""Context of a response that was not sampled."""
 
+RENAMED_VALUES: Mapping[tuple[str, str], str] = {
+    ("isolation", "limits"): "write isolation: rlimits, its present name"
+}
+"""Fixes for former values of settings."""
 _WHOLE = re.compile(r"([-+]?[0-9]+)\.0+")
-CONTEXT = (*Context.__dataclass_fields__, "timeout_s")
-"""What a reward may ask for by the name of a parameter. `timeout_s`: the limit of the call."""
+CONTEXT = (*RewardContext.__dataclass_fields__, "timeout_s")
+"""Names of parameters that a reward may declare to receive context. `timeout_s`: the time limit
+of the call."""
 
 
 @dataclass(frozen=True)
-class Item:
+class RewardItem:
     """A response to score."""
 
     prompt: Prompt
     response: str
-    context: Context = NOTHING_KNOWN
+    context: RewardContext = NOTHING_KNOWN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +128,7 @@ class BuiltInReward:
 
     function: Callable[..., Any]
     required_fields: tuple[str, ...] = ()
-    """Keys that every JSONL line needs beside `prompt`."""
+    """Keys that every JSONL line needs besides `prompt`."""
     fields_of: Callable[..., tuple[str, ...]] | None = None
     """Called with the settings: more of them."""
     check: Callable[..., None] | None = None
@@ -137,7 +142,7 @@ class BuiltInReward:
     requires: str | None = None
     """Module of another package, imported before the first call."""
     cpu_limit_s: float | None = None
-    """A response that takes more processor time is wrong (0), which is no error."""
+    """A response that takes more processor time is wrong (0), which is not an error."""
     memory_mib: int | None = None
     """Most address space of the process that calls it."""
 
@@ -159,8 +164,10 @@ class BoundReward:
         """It takes a list of responses and returns one of numbers."""
         return self.batched or self.of_groups
 
-    def arguments(self, items: list[Item], timeout_s: float) -> tuple[list[Any], dict[str, Any]]:
-        """Of one call: of all `items`, or of the only one."""
+    def arguments(
+        self, items: list[RewardItem], timeout_s: float
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments of one call with all `items`, or with the only one."""
 
         def values(name: str) -> Any:
             if name == "timeout_s":
@@ -185,7 +192,7 @@ def built_in(name: str) -> BuiltInReward | None:
 
 
 def required_fields(name: str, settings: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-    """Keys that every JSONL line needs for this reward, beside `prompt`; those that a
+    """Keys that every JSONL line needs for this reward, besides `prompt`; those that a
     `module:function` reads are unknown."""
     found = built_in(name)
     if found is None:
@@ -259,10 +266,10 @@ def load_reward(
 
 
 def text_field(prompt: Prompt, name: str) -> str:
-    """Return `prompt.fields[name]` as text without white space and invisible characters around it. A
-    number is written without a fraction of 0, since a table with empty cells holds 27.0 for 27.
-    Raises ColumnError for a value without a visible character, and for one that is neither text nor
-    a finite number."""
+    """Return `prompt.fields[name]` as text without white space and invisible characters around it.
+    A number is written without a fraction of 0, since a table with empty cells holds 27.0 for 27.
+    Raises ColumnError for a value without a visible character, and for a value that is neither text
+    nor a finite number."""
     value = prompt.fields.get(name)
     if (whole := whole_number(value)) is not None:
         value = whole
@@ -278,7 +285,8 @@ def text_field(prompt: Prompt, name: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Return the beginning of `value` as Python writes it, with escapes for what would be invisible."""
+    """Return the beginning of `value` as Python writes it, with escapes for what would be
+    invisible."""
     try:
         text = ascii(value) if isinstance(value, str) and is_blank(value) else repr(value)
     except (ValueError, RecursionError):  # a number of more digits than Python writes
@@ -337,7 +345,7 @@ def imported(module_name: str, name: str, key: str) -> Any:
 def _bind(
     function: Callable[..., Any], name: str, settings: Mapping[str, Any], key: str
 ) -> BoundReward:
-    """Every parameter beside the first two is a setting, a part of the context, or left at its
+    """Every parameter after the first two is a setting, a part of the context, or left at its
     default."""
     asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         getattr(function, "__call__", None)  # noqa: B004 - of an object, not whether it has one
@@ -362,7 +370,8 @@ def _bind(
             raise RewardError(
                 f"{key}.settings",
                 f"{name} has no setting {unknown[0]!r}",
-                f"{hint}it takes {', '.join(one for one in others if one not in CONTEXT) or 'none'}",
+                f"{hint}it takes"
+                f" {', '.join(one for one in others if one not in CONTEXT) or 'none'}",
             ) from error
         needed = [one for one in others if one not in extra and _is_needed(signature, one)]
         if needed and len(first) == len(BATCHED):
@@ -391,8 +400,8 @@ def _bind(
 
 
 def _parameters(signature: inspect.Signature) -> tuple[list[str], list[str], bool]:
-    """The names of the first two, those that can be given by name beside them, and whether it takes
-    any name."""
+    """The names of the first two, those that can also be given by name, and whether it takes any
+    name."""
     every = list(signature.parameters.values())
     positional = [
         one for one in every if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
@@ -429,7 +438,8 @@ def _typed(
         try:
             typed[one] = TypeAdapter(hints[one]).validate_python(typed[one])
         except ValidationError as error:
-            said = error.errors(include_url=False)[0]["msg"].replace("Input should", "it should")
-            what = f"got {settings[one]!r}: {said}"
-            raise RewardError(f"{key}.settings.{one}", what, "change it") from error
+            message = error.errors(include_url=False)[0]["msg"].replace("Input should", "it should")
+            what = f"got {settings[one]!r}: {message}"
+            fix = RENAMED_VALUES.get((one, str(settings[one])), "change it")
+            raise RewardError(f"{key}.settings.{one}", what, fix) from error
     return typed

@@ -1,27 +1,27 @@
-"""A sandbox for Python programs that nobody has read: what a model wrote, or the tests of a data
-set.
+"""A sandbox for unreviewed Python programs: what a model wrote, or the tests of a data set.
 
     run("print(input())", stdin="4\\n")  ->  Ended(code=0, output="4\\n")
 
-With `isolation: namespaces` (Linux; sandbox_program.py builds the walls) a program
-- has no network, and sees no process but its own;
+With `isolation: namespaces` (Linux; sandbox_program.py sets it up) a program
+- has no network, and sees only its own processes;
 - sees of the file system Python's standard library, read-only, and an empty /tmp of its own: not
   the run, not the home directory, not /etc, not /proc;
 - inherits no environment variable and no open file;
-- has limits on processor time, memory, processes, and the size of files and output; memory that they
-  would not see is refused;
+- has limits on processor time, memory, processes, and the size of files and output; memory that
+  they would not see is refused;
 - ends with all it started, whatever that did to hide, when it ends or its time is up.
 It is a wall of the kernel's, not a machine of its own.
 
-With `isolation: limits`, for machines that do not allow namespaces, only the limits, the empty
+With `isolation: rlimits`, for machines that do not allow namespaces, only the limits, the empty
 environment, the end of all its processes and the refusal of sockets are left: it reaches no network
 and no port of this machine. If root starts it, it is a user of its own, reads what every user can
-and ends nobody else's process; if another user does, it reads what that user can, and only Landlock
-(Linux 6.12 or newer) keeps it from ending that user's processes, the run's and its own launcher too.
-It writes only into a folder of its own, which is removed with whatever it holds: Landlock refuses
-other places (Linux 5.13 or newer; an older kernel does not). The size of that folder, with files that the
-program has removed and still holds open, is checked CHECKS_PER_S times a second, and a program that
-exceeds it is killed. Locks and pools of `multiprocessing` do not work there: they are in /dev/shm.
+and cannot end other users' processes; if another user does, it reads what that user can, and only
+Landlock (Linux 6.12 or newer) keeps it from ending that user's processes, the run's and its own
+launcher too. It writes only into a folder of its own, which is removed with whatever it holds:
+Landlock refuses other places (Linux 5.13 or newer; an older kernel does not). The size of that
+folder, with files that the program has removed and still holds open, is checked CHECKS_PER_S times
+a second, and a program that exceeds it is killed. Locks and pools of `multiprocessing` do not work
+there: they are in /dev/shm.
 """
 
 from __future__ import annotations
@@ -49,38 +49,39 @@ import psutil
 
 from megatron_async_rl.watchdog.run_folder import SHORT, VARIABLE, public_folder, remove_tree
 
-Isolation = Literal["namespaces", "limits"]
+Isolation = Literal["namespaces", "rlimits"]
 START_S = 30.0
-"""Longest time for the walls to stand, on the busiest machine."""
+"""Longest time to set up the isolation, on the busiest machine."""
 TIME_UP = (128 + signal.SIGXCPU, 128 + signal.SIGKILL)
 NOBODY = 65534
 CHECKS_PER_S = 20
 MAX_FILES = 4096
-"""Limit of the files of a program under `isolation: limits`, as in the /tmp of one in namespaces."""
+"""Limit of the files of a program under `isolation: rlimits`, as in the /tmp of one in
+namespaces."""
 TOO_LARGE = 128 + signal.SIGXFSZ
 """Code of a program that was killed for the size of its files."""
 _PROGRAM = Path(__file__).with_name("sandbox_program.py")
 
 
 class SandboxError(RuntimeError):
-    """The walls of the sandbox could not be built; nothing was run."""
+    """The isolation of the sandbox could not be set up; nothing was run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of one program."""
+    """Limits of one program."""
 
     cpu_s: float = 5.0
     """Processor time of each of its processes, in whole seconds, rounded up."""
     wall_s: float = 20.0
-    """By the clock, from when the walls stand."""
+    """Wall-clock seconds, from when the isolation is set up."""
     memory_mib: int = 512
     """Address space of each process."""
     processes: int = 8
     """Threads included."""
     file_mib: int = 16
-    """Largest file, and all files together (under `isolation: limits` with Landlock alone, as checked
-    CHECKS_PER_S times a second); standard output has the same limit of its own."""
+    """Largest file, and all files together (under `isolation: rlimits` with Landlock alone, as
+    checked CHECKS_PER_S times a second); standard output has the same limit of its own."""
     isolation: Isolation = "namespaces"
 
 
@@ -95,7 +96,7 @@ class Usage:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class ProgramEnd:
     """How a program ended. `code`: 128 + number of the signal where one ended it; None where its
     time was up, and `timed_out` where that is time by the clock. `output`: what it printed, cut at
     the limit."""
@@ -106,7 +107,7 @@ class Ended:
     usage: Usage = field(compare=False, default=Usage(cpu_s=0.0, elapsed_s=0.0, computing=False))
 
 
-def run(source: str, *, stdin: str = "", limits: Limits | None = None) -> Ended:
+def run(source: str, *, stdin: str = "", limits: Limits | None = None) -> ProgramEnd:
     """Runs `source` as a program. Raises SandboxError."""
     with Sandbox(source, stdin=stdin, limits=limits or Limits()) as sandbox:
         return sandbox.wait()
@@ -123,41 +124,41 @@ class Sandbox:
         self._started = time.monotonic()
         self._folder = (
             tempfile.mkdtemp(prefix="mar-sandbox-", dir=_parent())
-            if limits.isolation == "limits"
+            if limits.isolation == "rlimits"
             else None
         )
         self._too_large = False
         temporary = {} if self._folder is None else dict.fromkeys(("HOME", "TMPDIR"), self._folder)
         self._output = os.memfd_create("output")
         given = os.memfd_create("input")
-        ours, theirs = socket.socketpair()
+        local, remote = socket.socketpair()
         try:
             os.write(given, stdin.encode(errors="surrogatepass"))
             os.lseek(given, 0, os.SEEK_SET)
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-X", "utf8", str(_PROGRAM), self._settings(theirs)],
+                [sys.executable, "-I", "-S", "-X", "utf8", str(_PROGRAM), self._settings(remote)],
                 stdin=given,
                 stdout=self._output,
                 stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), *passed],
+                pass_fds=[remote.fileno(), *passed],
                 env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"} | temporary,
                 cwd="/",
                 start_new_session=True,
             )
         except BaseException:
-            ours.close()
+            local.close()
             self._clean()
             raise
         finally:
             os.close(given)
-            theirs.close()
+            remote.close()
         try:
-            self._open(ours, source)
+            self._open(local, source)
         except BaseException:
             self.close()
             raise
         finally:
-            ours.close()
+            local.close()
         self._deadline = time.monotonic() + limits.wall_s
 
     def __enter__(self) -> Sandbox:
@@ -166,11 +167,11 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def wait(self, *asked: Sandbox) -> Ended:
-        """`asked`: those whose programs it waits for; where time is up their usage counts with its
-        own."""
-        timed_out = not self._ends_before(self._deadline, asked)
-        every = [one._usage() for one in (self, *(asked if timed_out else ()))]
+    def wait(self, *requested: Sandbox) -> ProgramEnd:
+        """`requested`: those whose programs it waits for; where time is up their usage counts with
+        its own."""
+        timed_out = not self._ends_before(self._deadline, requested)
+        every = [one._usage() for one in (self, *(requested if timed_out else ()))]
         usage = Usage(
             cpu_s=sum(one.cpu_s for one in every),
             elapsed_s=max(one.elapsed_s for one in every),
@@ -184,9 +185,9 @@ class Sandbox:
             code, timed_out = TOO_LARGE, False
         elif timed_out or code in TIME_UP:
             code = None
-        most = self._limits.file_mib * 2**20
-        output = os.pread(self._output, most, 0).decode(errors="replace")
-        return Ended(code=code, output=output, timed_out=timed_out, usage=usage)
+        maximum = self._limits.file_mib * 2**20
+        output = os.pread(self._output, maximum, 0).decode(errors="replace")
+        return ProgramEnd(code=code, output=output, timed_out=timed_out, usage=usage)
 
     def close(self) -> None:
         self._end()
@@ -209,29 +210,31 @@ class Sandbox:
         )
 
     def _open(self, control: socket.socket, source: str) -> None:
-        """Maps the users of the new namespace, hands over the source and waits until the walls
-        stand."""
+        """Maps the users of the new namespace, hands over the source and waits until the isolation
+        is set up."""
         control.settimeout(START_S)
-        with control.makefile("rb") as said:
+        with control.makefile("rb") as printed:
             try:
-                self._require(said.readline(), b"unshared\n")
+                self._require(printed.readline(), b"unshared\n")
                 if self._limits.isolation == "namespaces":
                     self._map_users()
                 content = source.encode(errors="surrogatepass")
                 control.sendall(b"." + struct.pack("!I", len(content)) + content)
-                self._require(said.readline(), b"ready\n")
+                self._require(printed.readline(), b"ready\n")
             except OSError as error:
                 raise SandboxError(f"the sandbox did not start: {error}") from error
 
-    def _require(self, said: bytes, expected: bytes) -> None:
-        if said == expected:
+    def _require(self, printed: bytes, expected: bytes) -> None:
+        if printed == expected:
             return
-        why = said.decode(errors="replace").removeprefix("failed ").strip() or "its process ended"
+        why = (
+            printed.decode(errors="replace").removeprefix("failed ").strip() or "its process ended"
+        )
         raise SandboxError(f"the sandbox did not start: {why}")
 
     def _map_users(self) -> None:
-        """Root stays root for launcher and init, and the program becomes nobody; another user stays
-        itself."""
+        """Root stays root for launcher and init, and the program becomes the user `nobody`; another
+        user stays itself."""
         folder = Path(f"/proc/{self._process.pid}")
         if os.getuid() == 0:
             for name in ("uid_map", "gid_map"):
@@ -278,8 +281,8 @@ class Sandbox:
         """Kill the program if its files exceed their limit together."""
         if self._folder is None or self._too_large:
             return
-        most = self._limits.file_mib * 2**20
-        if _exceeds(self._folder, most, _unlinked(self._folder, self._process.pid)):
+        maximum = self._limits.file_mib * 2**20
+        if _exceeds(self._folder, maximum, _unlinked(self._folder, self._process.pid)):
             self._too_large = True
             self._terminate()
 
@@ -307,8 +310,8 @@ class Sandbox:
 
 
 def _parent() -> Path:
-    """Return the folder of the programs' own folders, which a later start removes if this process is
-    killed."""
+    """Return the folder of the programs' own folders, which a later start removes if this process
+    is killed."""
     temporary = Path(tempfile.gettempdir()).resolve()
     private = any(not one.stat().st_mode & stat.S_IXOTH for one in (temporary, *temporary.parents))
     # Root's programs are another user, and name their files by whole paths.
@@ -317,11 +320,11 @@ def _parent() -> Path:
     return temporary if VARIABLE in os.environ else public_folder(temporary)
 
 
-def _exceeds(folder: str, most: int, unlinked: Sequence[int]) -> bool:
-    """True if the files below `folder` and `unlinked` ones of these sizes occupy more than `most`
-    bytes, or are more than MAX_FILES."""
+def _exceeds(folder: str, maximum: int, unlinked: Sequence[int]) -> bool:
+    """True if the files below `folder` and `unlinked` ones of these sizes occupy more than
+    `maximum` bytes, or are more than MAX_FILES."""
     size, files = sum(unlinked), len(unlinked)
-    if size > most or files > MAX_FILES:
+    if size > maximum or files > MAX_FILES:
         return True
     folders = [folder]
     while folders:
@@ -333,19 +336,19 @@ def _exceeds(folder: str, most: int, unlinked: Sequence[int]) -> bool:
                         size += entry.stat(follow_symlinks=False).st_blocks * 512
                         if entry.is_dir(follow_symlinks=False):
                             folders.append(entry.path)
-                    if size > most or files > MAX_FILES:
+                    if size > maximum or files > MAX_FILES:
                         return True
         except OSError as error:
-            # Too deep for a path, or without rights: nobody can tell what it holds. Others were
-            # removed or replaced meanwhile.
+            # Too deep for a path, or without rights: its content is unknown. Others were removed or
+            # replaced meanwhile.
             if error.errno in (errno.ENAMETOOLONG, errno.EACCES):
                 return True
     return False
 
 
 def _unlinked(folder: str, launcher: int) -> list[int]:
-    """Sizes of the files that processes below `launcher` removed from the file system of `folder` and
-    still hold, open or in memory."""
+    """Sizes of the files that processes below `launcher` removed from the file system of `folder`
+    and still hold, open or in memory."""
     sizes: dict[int, int] = {}
     try:
         device = os.stat(folder).st_dev

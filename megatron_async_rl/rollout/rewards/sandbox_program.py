@@ -50,14 +50,15 @@ REFUSED = {
     "aarch64": (194, 190, 186, 279, 447, 97, 268, 180, 425, 217, 218, 219, 30),
 }
 """System calls that hold memory outside of any address space, begin a namespace, in which a program
-could mount some more, read the keys of whoever started it, or hold up its input and output."""
+could mount some more, read the keys of the user who started it, or hold up its input and output."""
 FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 """Kinds of sockets in a network namespace, which others leave (AF_VSOCK, to the host of a virtual
 machine)."""
 SYS_SOCKET = {"x86_64": 41, "aarch64": 198}
 SYS_SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
 CONNECTED = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
-"""Types of sockets of a pair that stay with their peer. One of datagrams sends to any Unix socket."""
+"""Types of sockets of a pair that stay with their peer. One of datagrams sends to any Unix
+socket."""
 OF_SELF = {
     # setpriority; prlimit64, sched_setparam, sched_setscheduler, sched_setaffinity, sched_setattr
     "x86_64": {141: (16, 24), 302: (16,), 142: (16,), 144: (16,), 203: (16,), 314: (16,)},
@@ -66,7 +67,8 @@ OF_SELF = {
 """System calls that limit or slow down a process, and the places of the arguments that are 0 where
 that is the caller."""
 MOST_FILES = 4096
-"""In /tmp: an empty one takes memory that its size does not count."""
+"""Limit of the number of files in /tmp: even an empty file takes memory that the size limit does
+not count."""
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 SYS_CLONE3 = 435
 DEVICES = ("null", "zero", "random", "urandom")
@@ -162,10 +164,10 @@ def limit(settings: dict[str, Any]) -> None:
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
     }
-    for which, most in limits.items():
+    for which, maximum in limits.items():
         _, hard = resource.getrlimit(which)
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(which, (most, most))
+        maximum = maximum if hard == resource.RLIM_INFINITY else min(maximum, hard)
+        resource.setrlimit(which, (maximum, maximum))
 
 
 def drop_capabilities() -> None:
@@ -176,7 +178,7 @@ def drop_capabilities() -> None:
 
 
 def refuse_calls(families: tuple[int, ...]) -> None:
-    """Refuse the calls of REFUSED, limits and priorities of other processes, and sockets beside
+    """Refuse the calls of REFUSED, limits and priorities of other processes, and sockets except for
     `families` (without any, also pairs that may leave each other), with EPERM.
 
     A filter cannot read the flags of clone3, so that call does not exist here: the C library then
@@ -259,9 +261,9 @@ def change_user(user: int) -> None:
 
 
 def become_own_user(folder: str) -> None:
-    """Root becomes a user that only this sandbox has, so that limits bind it and it can end nobody
-    else's process; where there is no such user, as inside of a namespace of one, it stays. `folder`
-    becomes that user's."""
+    """Root becomes a user that only this sandbox has, so that limits bind it and it cannot end
+    other users' processes; where there is no such user, as inside of a namespace of one, it stays.
+    `folder` becomes that user's."""
     library = {
         place: os.open(path, os.O_PATH)
         for place, path in enumerate(sys.path)
@@ -315,7 +317,7 @@ def give_up(*_: object) -> None:
 
 
 def wait_for(pid: int) -> int:
-    """How the program ended, as `os.waitstatus_to_exitcode` says it; adopted processes that end
+    """How the program ended, as a code of `os.waitstatus_to_exitcode`; adopted processes that end
     before it are passed over."""
     while True:
         ended, status = os.waitpid(-1, 0)
@@ -339,14 +341,14 @@ def keep(forwarded: tuple[int, ...] = ()) -> int:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
-    keeper = os.getpid()
+    subreaper = os.getpid()
     child = os.fork()
     if not child:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
-        if os.getppid() != keeper:
+        if os.getppid() != subreaper:
             os._exit(1)
-        return keeper
+        return subreaper
 
     def forward(number: int, _: object) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -4,16 +4,16 @@
 
     {"prompt": {"id", "text", "fields"}, "response", "finish_reason", "tokens"}  ->  {"reward": 0.5}
 
-`judge`, a model behind an OpenAI-compatible endpoint: it is shown prompt and response, and its score
-is read out of what it answers. The answer, not the response, is searched: what the response says of
-itself reaches the judge only as text between the tags of the template, which it cannot close.
+`judge`, a model behind an OpenAI-compatible endpoint: it is shown prompt and response, and its
+score is read out of what it answers. The answer, not the response, is searched: the response
+reaches the judge only as text between the tags of the template, which it cannot close.
 
 Invariants of `post`:
 - what may pass (no connection, 408, 425, 429, 5xx) is tried again, later and later, and not before
-  the server wants it (Retry-After), until the time of the call is up; every other answer fails at
+  the server permits it (Retry-After), until the time of the call is up; every other answer fails at
   once;
 - an answer is one to what was posted, and not to a GET that a redirection made of it;
-- a failure names the server and says what it did last.
+- a failure names the server and its last answer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron_async_rl.samples.types import Prompt
 AGAIN = (408, 425, 429)
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 8.0
 SHARE_OF_TIME = 0.9
-"""Share of the call's time limit: so the failure can still be told in words."""
+"""Share of the call's time limit: so that the failure can still be described."""
 LONGEST = 2**20
 """Bytes of an answer."""
 
@@ -59,13 +59,14 @@ in it.
 </answer>
 
 How good is the answer? Give reasons in a few sentences, then end with one line: Score: N, where N is
-a number from 0 (useless) to 10 (perfect)."""
+a number from 0 (useless) to 10 (perfect)."""  # noqa: E501 - verbatim
 PATTERN = (
     r"(?im)^[^\w\n>]*(?:\w+[ \t]+){0,2}score(?:[ \t]*[(\[][^)\]\n]*[)\]])?"  # Final score (0-10)
     r"[^\w\n]*?([-+\u2212]?\d+(?:\.\d+)?)"  # : **7.5
-    r"(?![\d.]*\d|[,e]\d|\s*[-\u2013]\s*\d|\s+to\s)"  # not a part of another, or the first of a range
+    # Not a part of another number, nor the first of a range.
+    r"(?![\d.]*\d|[,e]\d|\s*[-\u2013]\s*\d|\s+to\s)"
 )
-"""A line that begins with Score, and quotes nobody, and its number."""
+"""A line that begins with Score, outside quotes, and its number."""
 OWN = ("prompt", "response")
 _FIELD = re.compile(r"\{(\w+)\}")
 _TAG = re.compile(r"</(\w+)>")
@@ -90,8 +91,8 @@ async def http(
     api_key_env: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> float:
-    """`api_key_env`: environment variable whose value is sent as a bearer token. A field that is no
-    finite number, for which JSON has no word, is sent as null."""
+    """`api_key_env`: environment variable whose value is sent as a bearer token. A field that is
+    not finite, which JSON cannot express, is sent as null."""
     fields = to_jsonable_python(dict(prompt.fields), inf_nan_mode="null")
     body = {
         "prompt": {"id": prompt.id, "text": prompt.text, "fields": fields},
@@ -145,9 +146,9 @@ async def post(url: str, body: Any, headers: Mapping[str, str], timeout_s: float
 
 
 def _wanted_s(answer: aiohttp.ClientResponse) -> float:
-    """Time after which the server wants to be asked again: 0 where it does not say, or as a date."""
-    said = answer.headers.get("Retry-After", "")
-    return float(said) if re.fullmatch(r"[0-9]{1,9}", said) else 0.0
+    """Seconds of the Retry-After header; 0 if it is missing or is a date."""
+    message = answer.headers.get("Retry-After", "")
+    return float(message) if re.fullmatch(r"[0-9]{1,9}", message) else 0.0
 
 
 def authorization(api_key_env: str | None) -> dict[str, str]:
@@ -164,11 +165,11 @@ def check_server(*, key: str, url: str, api_key_env: str | None = None, **_: Any
     parts = urlsplit(url)
     try:
         possible = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # a port that is none
+    except ValueError:  # an invalid port
         possible = False
     if not possible:
         fix = "write it as http://HOST:PORT/PATH"
-        raise RewardError(f"{key}.url", f"{url!r} is no address of a server", fix)
+        raise RewardError(f"{key}.url", f"{url!r} is not an address of a server", fix)
     if api_key_env is not None and not os.environ.get(api_key_env):
         what = f"the environment variable {api_key_env!r} is not set"
         fix = "export it before the run (and before `ray start` on other machines)"
@@ -228,30 +229,30 @@ async def judge(
         if name in prompt.fields
     }
     known |= {"prompt": prompt.text, "response": _within(template, response)}
-    asked = _FIELD.sub(lambda field: known.get(field[1], field[0]), template)
-    messages = [{"role": "user", "content": asked}]
+    requested = _FIELD.sub(lambda field: known.get(field[1], field[0]), template)
+    messages = [{"role": "user", "content": requested}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     request = {"model": model, "messages": messages, "temperature": 0.0, **(body or {})}
     url = f"{url.rstrip('/')}/chat/completions"
     answer = await post(url, request, authorization(api_key_env), timeout_s)
     try:
-        said = answer["choices"][0]["message"]["content"]
+        message = answer["choices"][0]["message"]["content"]
     except (LookupError, TypeError):
         raise ServerFailed(f"{url} answered no chat completion: {short(answer)}") from None
-    scores = re.findall(pattern, said) if isinstance(said, str) else []
+    scores = re.findall(pattern, message) if isinstance(message, str) else []
     try:
         score = float(scores[-1])
     except (LookupError, ValueError):
-        raise ServerFailed(f"the judge gave no score: {short(said)}") from None
+        raise ServerFailed(f"the judge gave no score: {short(message)}") from None
     if not lowest <= score <= highest:
         raise ServerFailed(f"the judge gave {score:g}, not from {lowest:g} to {highest:g}")
     return (score - lowest) / (highest - lowest)
 
 
 def _shown_to_judge(prompt: Prompt, name: str) -> str:
-    """Return a field of the prompt as text: lists and objects as JSON. Raises ColumnError for one that
-    shows nothing."""
+    """Return a field of the prompt as text: lists and objects as JSON. Raises ColumnError for a
+    value that shows nothing."""
     value = prompt.fields.get(name)
     if isinstance(value, str) and not is_blank(value):
         return value
@@ -287,7 +288,7 @@ def _check_judge(
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
-        what = f"{pattern!r} is no regular expression: {error}"
+        what = f"{pattern!r} is not a regular expression: {error}"
         raise RewardError(f"{key}.pattern", what, "correct it") from error
     if groups != 1:
         what, fix = f"{pattern!r} has {groups} groups", "put the score, alone, in ( )"
@@ -298,7 +299,7 @@ def _check_judge(
 
 
 def _fields_of_judge(*, template: str = TEMPLATE, **_: Any) -> tuple[str, ...]:
-    """Those that the template names."""
+    """Fields of a row that the template names."""
     return tuple(name for name in dict.fromkeys(_FIELD.findall(template)) if name not in OWN)
 
 

@@ -5,7 +5,7 @@
 
 Invariants:
 - the reward and what it needs are imported before the first call is read, so the time of an import
-  is no response's;
+  does not count for a response;
 - a plain reward has one call at a time, on the main thread; an `async` one as many as come;
 - its limits on memory hold from the first call on;
 - what a reward prints goes where the engine's output goes, never into the socket; so does where
@@ -33,7 +33,7 @@ from typing import Any
 from megatron_async_rl.rollout.rewards.registry import (
     LARGEST,
     BoundReward,
-    Item,
+    RewardItem,
     built_in,
     load_reward,
 )
@@ -55,7 +55,7 @@ module."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """`error` says why there is no reward; `reward` is 0.0 then. `parts`: the rewards it is
+    """`error` is the reason for a missing reward; `reward` is 0.0 then. `parts`: the rewards it is
     made of, by their names; null: it has none."""
 
     reward: float
@@ -68,28 +68,30 @@ class CallFailed(Exception):
     """A call that has no result for any of its responses."""
 
 
-def call(reward: BoundReward, items: list[Item], timeout_s: float) -> list[Scored]:
+def call(reward: BoundReward, items: list[RewardItem], timeout_s: float) -> list[Scored]:
     """Calls a plain reward. Raises CallFailed; a value that is not a finite number is an error of
     its response."""
     positional, keyword = reward.arguments(items, timeout_s)
     try:
         return _scored(reward, items, reward.function(*positional, **keyword))
     except BaseException as error:  # noqa: BLE001 - user code, `sys.exit` included
-        raise CallFailed(_said(error)) from None
+        raise CallFailed(_message(error)) from None
 
 
-async def call_async(reward: BoundReward, items: list[Item], timeout_s: float) -> list[Scored]:
-    """As `call`, of an `async` reward."""
+async def call_async(
+    reward: BoundReward, items: list[RewardItem], timeout_s: float
+) -> list[Scored]:
+    """Call an `async` reward; see `call`."""
     positional, keyword = reward.arguments(items, timeout_s)
     try:
         return _scored(reward, items, await reward.function(*positional, **keyword))
     except asyncio.CancelledError:
         raise
     except BaseException as error:  # noqa: BLE001 - user code, `sys.exit` included
-        raise CallFailed(_said(error)) from None
+        raise CallFailed(_message(error)) from None
 
 
-def _scored(reward: BoundReward, items: Sequence[Item], returned: Any) -> list[Scored]:
+def _scored(reward: BoundReward, items: Sequence[RewardItem], returned: Any) -> list[Scored]:
     if not reward.of_several:
         return [_one(returned)]
     values = list(returned)
@@ -105,14 +107,14 @@ def _one(returned: Any) -> Scored:
     try:
         value = float(returned)
     except BaseException as error:  # noqa: BLE001 - an object of the user's
-        return Scored(reward=0.0, error=_said(error))
+        return Scored(reward=0.0, error=_message(error))
     if not abs(value) <= LARGEST:
         what = f"the reward is {value}, not a finite number of at most {LARGEST:g}"
         return Scored(reward=0.0, error=what)
     return Scored(reward=value)
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     text = str(error)
     if len(text) > LONGEST_ERROR:
         text = f"{text[:LONGEST_ERROR]}... ({len(text)} characters)"
@@ -124,7 +126,7 @@ def framed(payload: bytes) -> bytes:
     return LENGTH.pack(len(payload)) + payload
 
 
-def encode_call(number: int, items: Sequence[Item] | None) -> bytes:
+def encode_call(number: int, items: Sequence[RewardItem] | None) -> bytes:
     """`items`: None cancels the call `number`."""
     return framed(pickle.dumps((number, items), pickle.HIGHEST_PROTOCOL))
 
@@ -153,8 +155,8 @@ def serve(
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if memory_mib is not None:
             _, hard = resource.getrlimit(resource.RLIMIT_AS)
-            most = memory_mib * 2**20
-            soft = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            maximum = memory_mib * 2**20
+            soft = maximum if hard == resource.RLIM_INFINITY else min(maximum, hard)
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
         faulthandler.register(signal.SIGUSR1, all_threads=False)
@@ -185,7 +187,7 @@ async def _serve_async(reward: BoundReward, connection: socket.socket, timeout_s
     calls, replies = await asyncio.open_connection(sock=connection)
     tasks: dict[int, asyncio.Task[None]] = {}
 
-    async def work(number: int, items: list[Item]) -> None:
+    async def work(number: int, items: list[RewardItem]) -> None:
         try:
             reply = _result(number, await call_async(reward, items, timeout_s))
         except CallFailed as error:
@@ -204,7 +206,7 @@ async def _serve_async(reward: BoundReward, connection: socket.socket, timeout_s
         if items is not None:
             tasks[number] = asyncio.create_task(work(number, items))
         elif (task := tasks.pop(number, None)) is not None:
-            # It may take its time to end, or refuse to: nobody waits for it any more.
+            # It may take its time to end, or refuse to: it is no longer waited for.
             task.cancel()
             replies.write(_reply({"call": number, "cancelled": True}))
 

@@ -1,0 +1,324 @@
+"""Check the style rules that ruff has no rule for; `make lint` runs it.
+
+Rules:
+- a docstring starts with a noun phrase or an imperative verb;
+- docstrings, comments and messages contain none of PHRASES;
+- a class or alias of the package has a name of its own, and so has a file;
+- a file of the package has at most MAX_LINES lines;
+- Markdown has at most MAX_COLUMNS columns, except for tables, code and links.
+
+The lists of exceptions only shrink: an entry without a violation is an error, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import io
+import re
+import sys
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "megatron_async_rl"
+FOLDERS = (PACKAGE, "tests", "benchmarks", "examples", "launchers", "lint")
+MAX_LINES = 500
+MAX_COLUMNS = 100
+
+OPENERS = (
+    "Of",
+    "Those",
+    "Where",
+    "What",
+    "As",
+    "By",
+    "Whether",
+    "Who",
+    "Nobody",
+    "For",
+    "In",
+    "With",
+)
+"""First words that leave a docstring without a subject and without an imperative verb."""
+
+STARTS = re.compile(rf'["\']\s*(?:{"|".join(OPENERS)})\b')
+"""Matches the text of every file with a bad docstring, and of some others."""
+
+PHRASES = {
+    "is no": "is not",
+    "are no": "are not",
+    "beside": "besides, with or next to",
+    "one that": "the noun, or that",
+    "by which": "a sentence with a verb",
+    "of which": "whose, or a second sentence",
+    "in the place of": "instead of, or for",
+    "told": "reported, named or passed",
+    "says": "reports, states or names",
+    "said": "reported, stated or named",
+    "standstill": "stall or hang",
+    "stands still": "stalls or hangs",
+    "stand still": "stall, hang or pause",
+    "weights in 8 bits": "FP8 weights",
+    "8-bit float": "FP8",
+    "8-bit floats": "FP8",
+    "borrow": "acquire",
+    "borrows": "acquires",
+    "borrowed": "acquired",
+    "give back": "release or return",
+    "gives back": "releases or returns",
+    "given back": "released or returned",
+    "walls": "isolation",
+    "keeper": "subreaper",
+    "in words": "as text",
+    "for ever": "forever",
+    "at the most": "at most",
+    "at the least": "at least",
+    "wants": "requests or needs",
+    "none of its": "a sentence with a verb",
+    "none of theirs": "a sentence with a verb",
+    "none of them": "a sentence with a verb",
+}
+"""A phrase, and the plain English for it."""
+
+BEFORE = r"(?<![\w._-])(?<![Tt]here )"
+AFTER = r"(?![\w_]| (?:longer|more|less|later|earlier|other)\b)"
+"""Surroundings of a phrase. Names of keys, `there is no` and `is no longer` are plain English."""
+
+SHARED_STEMS = {"__init__", "registry", "errors"}
+"""Names of files that every folder may have."""
+
+SAME_STEMS = {
+    "megatron_async_rl/data/conversation.py",
+    "megatron_async_rl/flow/batches.py",
+    "megatron_async_rl/flow/spec.py",
+    "megatron_async_rl/flow/summary.py",
+    "megatron_async_rl/objectives/batch.py",
+    "megatron_async_rl/plan/batch.py",
+    "megatron_async_rl/plan/layers.py",
+    "megatron_async_rl/policy/batches.py",
+    "megatron_async_rl/policy/layers.py",
+    "megatron_async_rl/policy/model.py",
+    "megatron_async_rl/report/summary.py",
+    "megatron_async_rl/rollout/environments/conversation.py",
+    "megatron_async_rl/rollout/spec.py",
+    "megatron_async_rl/simulate/model.py",
+}
+"""Files of one name that are still to be renamed."""
+
+LONG_FILES = {
+    "megatron_async_rl/cli.py",
+    "megatron_async_rl/config/schema.py",
+    "megatron_async_rl/data/prompts.py",
+    "megatron_async_rl/flow/controller.py",
+    "megatron_async_rl/flow/rank0.py",
+    "megatron_async_rl/flow/sample_log.py",
+    "megatron_async_rl/launch/launcher.py",
+    "megatron_async_rl/metrics/catalogue.py",
+    "megatron_async_rl/metrics/log.py",
+    "megatron_async_rl/plan/layout.py",
+    "megatron_async_rl/plan/preflight.py",
+    "megatron_async_rl/plan/screen.py",
+    "megatron_async_rl/policy/model_blocks.py",
+    "megatron_async_rl/policy/policy.py",
+    "megatron_async_rl/rollout/environments/built_in.py",
+    "megatron_async_rl/rollout/rewards/formula_parser.py",
+}
+"""Files that are still to be split."""
+
+LONG_PAGES = {
+    "CHANGELOG.md",
+    "README.md",
+    "docs/stability.md",
+}
+"""Pages that are still to be wrapped."""
+
+
+def statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    """All statements of a file. Unlike ast.walk, this skips expressions, which are most nodes."""
+    blocks: list[list[ast.stmt]] = [tree.body]
+    while blocks:
+        for statement in blocks.pop():
+            yield statement
+            if isinstance(statement, ast.Expr | ast.Assign | ast.Return):
+                continue
+            for field in ("body", "orelse", "finalbody"):
+                blocks += filter(None, [getattr(statement, field, None)])
+            for field in ("handlers", "cases"):
+                blocks += [one.body for one in getattr(statement, field, ())]
+
+
+def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+    """String expressions that document a module, class, function or attribute."""
+    for statement in statements(tree):
+        match statement:
+            case ast.Expr(value=ast.Constant(value=str()) as docstring):
+                yield docstring
+
+
+def openers(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and message of each docstring that starts with one of OPENERS."""
+    for docstring in docstrings(tree):
+        first = re.match(r"\w*", docstring.value.lstrip())
+        if first is not None and first.group() in OPENERS:
+            message = "a docstring starts with a noun or an imperative verb"
+            yield docstring.lineno, f"{message}, not with {first.group()!r}"
+
+
+def phrases(source: str, tree: ast.Module, *, messages: bool) -> Iterator[tuple[int, str]]:
+    """Line and message of each phrase of PHRASES in docstrings, comments and, with `messages`, all
+    other strings. Text between backticks is code."""
+    if not any(found_phrases(_plain(source))):
+        return  # Most files have none, and reading their tokens takes time.
+    documented = {(one.lineno, one.col_offset) for one in docstrings(tree)}
+    for line, text in _texts(source, documented, messages=messages):
+        prose = re.sub(r"\s+", " ", re.sub(r"`[^`]*`", "`", text))
+        for phrase in found_phrases(prose):
+            yield line, f"{phrase!r}: write {PHRASES[phrase]}"
+
+
+def found_phrases(prose: str) -> Iterator[str]:
+    """Phrases of PHRASES in a text."""
+    for phrase in PHRASES:
+        if phrase in prose and re.search(BEFORE + phrase + AFTER, prose):
+            yield phrase
+
+
+def _plain(source: str) -> str:
+    return " ".join(source.replace("#", " ").split())
+
+
+STRINGS = (tokenize.STRING, tokenize.FSTRING_MIDDLE)
+KEY = re.compile(r"[\"'][\w.]+[\"']")
+
+
+def _texts(
+    source: str, documented: set[tuple[int, int]], *, messages: bool
+) -> Iterator[tuple[int, str]]:
+    """Line and text of docstrings and comments and, with `messages`, of all other strings. Comments
+    on successive lines are one text."""
+    comment: list[str] = []
+    begins = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            begins = begins if comment else token.start[0]
+            comment.append(token.string.lstrip("# "))
+        elif comment and token.type != tokenize.NL:
+            yield begins, " ".join(comment)
+            comment = []
+        text = token.start in documented or (messages and token.type in STRINGS)
+        if text and not KEY.fullmatch(token.string):
+            yield token.start[0], token.string
+
+
+def names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and name of each class, and of each alias of a module. A leading underscore does not
+    count."""
+    for statement in statements(tree):
+        if isinstance(statement, ast.ClassDef):
+            yield statement.lineno, statement.name.lstrip("_")
+    for statement in tree.body:
+        if isinstance(statement, ast.TypeAlias):
+            yield statement.lineno, statement.name.id.lstrip("_")
+        elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            name = statement.targets[0].id.lstrip("_")
+            if name[:1].isupper() and not name.isupper():
+                yield statement.lineno, name
+
+
+def repeated_names(trees: Mapping[str, ast.Module]) -> Iterator[str]:
+    """A message for each class or alias whose name an earlier file has."""
+    places = defaultdict(list)
+    for path, tree in trees.items():
+        for line, name in names(tree):
+            places[name].append(f"{path}:{line}")
+    for name, found in places.items():
+        for place in found[1:]:
+            yield f"{place}: the name {name} stands for something else at {found[0]}"
+
+
+def repeated_stems(paths: Iterable[str]) -> set[str]:
+    """Files of the package whose base name another file has. A section of config/ may have the name
+    of the folder or file that it configures."""
+    places = defaultdict(list)
+    for path in paths:
+        one = Path(path)
+        if one.stem not in SHARED_STEMS and one.parent.name != "config":
+            places[one.stem].append(path)
+    return {path for found in places.values() if len(found) > 1 for path in found}
+
+
+def long_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Line and message of each line of Markdown that is too long and could be wrapped."""
+    code = False
+    for number, line in enumerate(text.splitlines(), 1):
+        code ^= line.lstrip().startswith("```")
+        words = max((len(word) for word in line.split()), default=0)
+        table = line.lstrip().startswith(("|", "#", "<"))
+        code_of_list = line.startswith(" " * 8) or re.fullmatch(r" *`[^`]*`", line)
+        if len(line) > MAX_COLUMNS and not (
+            code or table or code_of_list or "](" in line or words > MAX_COLUMNS
+        ):
+            yield number, f"has {len(line)} columns, more than {MAX_COLUMNS}"
+
+
+def exceptions(found: set[str], allowed: set[str], what: str) -> Iterator[str]:
+    """A message for each violation that is not in the list, and for each entry without one."""
+    for path in sorted(found - allowed):
+        yield f"{path}: {what}"
+    for path in sorted(allowed - found):
+        yield f"lint/style.py: remove {path} from the list of files that: {what}"
+
+
+def check(root: Path = ROOT) -> list[str]:
+    """All violations of the repository, one sentence each."""
+    found = []
+    trees: dict[str, ast.Module] = {}
+    long_files = set()
+    for folder in FOLDERS:
+        for file in sorted((root / folder).rglob("*.py")):
+            if file.is_symlink() or f"{PACKAGE}/share/" in file.as_posix():
+                continue
+            path, source = file.relative_to(root).as_posix(), file.read_text(encoding="utf-8")
+            if folder != PACKAGE and not (
+                STARTS.search(source) or any(found_phrases(_plain(source)))
+            ):
+                continue  # Parsing takes most of the time.
+            tree = ast.parse(source)
+            messages = folder not in ("tests", "lint")
+            found += [
+                f"{path}:{line}: {message}"
+                for line, message in (*openers(tree), *phrases(source, tree, messages=messages))
+            ]
+            if folder == PACKAGE:
+                trees[path] = tree
+                if source.count("\n") > MAX_LINES:
+                    long_files.add(path)
+    found += repeated_names(trees)
+    found += exceptions(repeated_stems(trees), SAME_STEMS, "the base name is another file's, too")
+    found += exceptions(long_files, LONG_FILES, f"more than {MAX_LINES} lines")
+    pages = {
+        file.relative_to(root).as_posix(): [*long_lines(file.read_text(encoding="utf-8"))]
+        for file in sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md")])
+    }
+    wide = {path for path, lines in pages.items() if lines}
+    found += [
+        f"{path}:{line}: {message}"
+        for path in sorted(wide - LONG_PAGES)
+        for line, message in pages[path]
+    ]
+    found += exceptions(wide & LONG_PAGES, LONG_PAGES, f"lines of more than {MAX_COLUMNS} columns")
+    return found
+
+
+def main() -> int:
+    gc.disable()  # Syntax trees have no cycles, and collecting takes a third of the time.
+    found = check()
+    print(*found, sep="\n", end="\n" if found else "")
+    return min(len(found), 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""The tests and cases that only `make test-all` runs.
+
+The gate runs every kind of test on cases that can each fail by themselves; `make test-all` adds
+what takes long and seldom finds more: all pairs of layouts, methods and damages, several machines,
+Slurm and the tables of studies.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import pytest
+
+THOROUGH = os.environ.get("MAR_TESTS") == "all"
+"""True under `make test-all`, which sets MAR_TESTS=all."""
+thorough = pytest.mark.thorough
+"""Mark of a test, a module (`pytestmark`) or a case (`pytest.param(..., marks=thorough)`) that the
+gate leaves out; tests/conftest.py deselects it."""
+
+
+def chosen[Case](cases: Mapping[str, Case], *in_gate: str) -> dict[str, Case]:
+    """Return all `cases`, or in the gate those named `in_gate`.
+
+    For tables whose results are computed together, so that the gate does not compute the others.
+    """
+    return {name: case for name, case in cases.items() if THOROUGH or name in in_gate}

@@ -1,0 +1,70 @@
+"""Each rule of lint/style.py rejects an example, and the repository follows all of them."""
+
+import ast
+import gc
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FILE = Path(__file__).parents[2] / "lint" / "style.py"
+
+
+@pytest.fixture(scope="module")
+def style() -> Iterator[Any]:
+    spec = importlib.util.spec_from_file_location("style", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    gc.disable()
+    yield module
+    gc.enable()
+
+
+def test_the_repository_follows_the_rules_of_style(style: Any) -> None:
+    assert style.check() == []
+
+
+def test_a_docstring_without_a_subject_is_rejected(style: Any) -> None:
+    source = (
+        'class A:\n    x: int = 0\n    """Of x."""\n    def f(self):\n        """Return x."""\n'
+    )
+    assert [line for line, _ in style.openers(ast.parse(source))] == [3]
+
+
+def test_a_banned_phrase_is_rejected_in_docstrings_comments_and_messages(style: Any) -> None:
+    source = (
+        '"""The file says\nwhy."""\n# A run that is\n# no run.\nwhat = f"{1} is no number"\n'
+        '# There is no file, and `x` is no more.\nkey = "beside"\n'
+    )
+    found = style.phrases(source, ast.parse(source), messages=True)
+    assert [line for line, _ in found] == [1, 3, 5]
+    found = style.phrases(source, ast.parse(source), messages=False)
+    assert [line for line, _ in found] == [1, 3]
+
+
+def test_a_class_or_alias_with_the_name_of_another_is_rejected(style: Any) -> None:
+    first = ast.parse("class Row: ...\nKey = tuple[str, ...]\nLIMIT = 1\n")
+    second = ast.parse("class _Row: ...\ntype Key = str\nLIMIT = 1\n")
+    found = list(style.repeated_names({"a.py": first, "b.py": second}))
+    assert [one.split(": ")[0] for one in found] == ["b.py:1", "b.py:2"]
+
+
+def test_a_file_with_the_name_of_another_is_rejected(style: Any) -> None:
+    paths = ("p/a/errors.py", "p/b/errors.py", "p/config/batch.py", "p/a/batch.py", "p/b/one.py")
+    assert style.repeated_stems(paths) == set()
+    assert style.repeated_stems([*paths, "p/c/one.py"]) == {"p/b/one.py", "p/c/one.py"}
+
+
+def test_a_wide_line_of_a_page_is_rejected_except_in_tables_code_and_links(style: Any) -> None:
+    wide = "word " * 21
+    page = f"{wide}\n| {wide} |\n[{wide}](x.md)\n```\n{wide}\n```\n"
+    assert [line for line, _ in style.long_lines(page)] == [1]
+
+
+def test_an_exception_without_a_violation_is_rejected(style: Any) -> None:
+    assert [*style.exceptions({"a"}, {"a"}, "is long")] == []
+    assert len([*style.exceptions({"a"}, {"b"}, "is long")]) == 2
