@@ -1,6 +1,5 @@
 """Plans without a trial of the reward, which starts a process for each plan: for tests of other
-parts
-of a plan."""
+parts of a plan."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ class Limited(LimitedThreads, socketserver.TCPServer):
 @pytest.fixture
 def server() -> Iterator[Limited]:
     with Limited(("127.0.0.1", 0), Echo) as made:
-        threading.Thread(target=made.serve_forever, daemon=True).start()
+        threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
         yield made
         made.shutdown()
 
