@@ -34,8 +34,8 @@ from megatron_async_rl.config.schema import Config
 
 
 def validated(tree: Mapping[str, Any]) -> Config:
-    """Return the configuration that `tree`, plain JSON, describes. Raises ValidationError for one
-    that does not follow the schema or that a rule refuses."""
+    """Return the configuration that `tree`, plain JSON, describes. Raises ValidationError where it
+    does not follow the schema, or where a rule refuses it."""
     # As JSON, strict: a list is a tuple and text is a path, but "3" is not a number and true is
     # not 1.
     return _CHECKED.validate_json(json.dumps(tree), strict=True)
