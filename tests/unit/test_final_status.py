@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.rules import validated
 from megatron_async_rl.launch import launcher
 from megatron_async_rl.launch.launcher import LocalRanks
 from megatron_async_rl.launch.peers import Nodes, PeerNodes
@@ -45,7 +45,7 @@ def run_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], E
     returns its exit code, the final status, and what it showed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launcher, "POLL_S", 0.02)
-    config = Config.model_validate({**config_tree(), "run": {"dir": tmp_path / "run", "steps": 5}})
+    config = validated({**config_tree(), "run": {"dir": str(tmp_path / "run"), "steps": 5}})
 
     def begin(script: str) -> Callable[[LocalRanks, str, ExitStack], subprocess.Popen[bytes]]:
         def start(ranks: LocalRanks, run_id: str, held: ExitStack) -> subprocess.Popen[bytes]:
