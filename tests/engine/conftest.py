@@ -34,7 +34,7 @@ def in_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         index=0,
         model_path=folder,
         dtype="float32",
-        rollout=RolloutConfig.model_validate({"reward": {"name": REWARD}, "start_timeout_s": 900}),
+        rollout=RolloutConfig.model_validate({"sampling": SAMPLING, "reward": {"name": REWARD}}),
         seed=11,
         device="cpu",
         log_dir=folder,
