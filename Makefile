@@ -1,5 +1,5 @@
 # make demo | study-quick | test | lint | setup: each sets up $(VENV) first, and reuses it while requirements/ stays the same.
-# make test-all: all tests, including every combination of layouts, several machines, Slurm, and as root the network tests; an hour or more.
+# make test-all: all tests, including every combination of layouts, several machines, Slurm, mutants of the package, and as root the network tests; an hour or more.
 # make network-tests: failure tests across 2 and 3 network namespaces; needs root.
 # make gpu-tests: tests on a CUDA device, with $(VENV) if it exists and otherwise with the packages on PYTHONPATH.
 # make loader-test: Transformer Engine's wheels (190 MB, from the package index) load into torch's process with one cuDNN; needs root.
@@ -52,6 +52,7 @@ test-all: setup
 	@cd "$(ROOT)"
 	export MAR_TESTS=all
 	"$$VENV/bin/python" -m pytest --numprocesses=2 --durations=30
+	"$$VENV/bin/python" -m tests.mutation.run
 	[[ "$$(id -u)" != 0 ]] || "$$VENV/bin/python" -m pytest tests/network
 	[[ "$$(id -u)" != 0 ]] || $(MAKE) -f "$(ROOT)/Makefile" loader-test
 

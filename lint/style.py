@@ -5,6 +5,9 @@ Rules:
 - docstrings, comments and messages contain none of PHRASES;
 - a class or alias of the package has a name of its own, and so has a file;
 - a file of the package has at most MAX_LINES lines;
+- modules of the package do not import each other in a circle, types included, and have fewer than
+  MAX_TYPE_IMPORTS imports of types alone;
+- only config/rules.py makes a Config, so that no configuration passes unchecked;
 - Markdown has at most MAX_COLUMNS columns, except for tables, code and links.
 
 The lists of exceptions only shrink: an entry without a violation is an error, too.
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import graphlib
 import io
 import re
 import sys
@@ -27,6 +31,7 @@ PACKAGE = "megatron_async_rl"
 FOLDERS = (PACKAGE, "tests", "benchmarks", "examples", "launchers", "lint")
 MAX_LINES = 500
 MAX_COLUMNS = 100
+MAX_TYPE_IMPORTS = 30
 
 OPENERS = (
     "Of",
@@ -86,6 +91,9 @@ PHRASES = {
 BEFORE = r"(?<![\w._-])(?<![Tt]here )"
 AFTER = r"(?![\w_]| (?:longer|more|less|later|earlier|other)\b)"
 """Surroundings of a phrase. Names of keys, `there is no` and `is no longer` are plain English."""
+
+MAKES_CONFIG = re.compile(r"(?<![\w.])(?<!class )Config(\.model_(validate|construct)\w*)?\(")
+CHECKS_CONFIG = f"{PACKAGE}/config/rules.py"
 
 SHARED_STEMS = {"__init__", "registry", "errors"}
 """Names of files that every folder may have."""
@@ -264,6 +272,70 @@ def long_lines(text: str) -> Iterator[tuple[int, str]]:
             yield number, f"has {len(line)} columns, more than {MAX_COLUMNS}"
 
 
+def imports(tree: ast.Module) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Imports that run with the module, or under TYPE_CHECKING, and whether they are of the latter.
+    Those inside functions run later."""
+    blocks: list[tuple[list[ast.stmt], bool]] = [(tree.body, False)]
+    while blocks:
+        block, types = blocks.pop()
+        for statement in block:
+            match statement:
+                case ast.Import() | ast.ImportFrom():
+                    yield statement, types
+                case ast.If():
+                    only = "TYPE_CHECKING" in ast.unparse(statement.test)
+                    blocks += [(statement.body, types or only), (statement.orelse, types)]
+                case ast.Try():
+                    handlers = [one.body for one in statement.handlers]
+                    inside = (statement.body, *handlers, statement.orelse, statement.finalbody)
+                    blocks += [(one, types) for one in inside]
+                case ast.With() | ast.ClassDef():
+                    blocks.append((statement.body, types))
+
+
+def import_cycle(trees: Mapping[str, ast.Module]) -> list[str]:
+    """Modules of a circle of imports, the first one again at its end; empty without one."""
+    modules = {
+        path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree
+        for path, tree in trees.items()
+    }
+    graph: dict[str, set[str]] = {}
+    for module, tree in modules.items():
+        named = graph.setdefault(module, set())
+        for statement, _ in imports(tree):
+            for alias in statement.names:
+                if isinstance(statement, ast.ImportFrom):
+                    inner = f"{statement.module}.{alias.name}"
+                    named.add(inner if inner in modules else str(statement.module))
+                else:
+                    named.add(alias.name)
+    try:
+        graphlib.TopologicalSorter(
+            {module: named & modules.keys() for module, named in graph.items()}
+        ).prepare()
+    except graphlib.CycleError as error:
+        # The sorter lists them from the imported to the importing module.
+        return [*reversed(error.args[1])]
+    return []
+
+
+def type_imports(trees: Mapping[str, ast.Module]) -> list[str]:
+    """File and line of each import under TYPE_CHECKING."""
+    return [
+        f"{path}:{statement.lineno}"
+        for path, tree in trees.items()
+        for statement, types in imports(tree)
+        if types
+    ]
+
+
+def unchecked_configs(source: str) -> Iterator[int]:
+    """Line of each place that makes a Config without config/rules.py."""
+    for number, line in enumerate(source.splitlines(), 1):
+        if MAKES_CONFIG.search(line):
+            yield number
+
+
 def exceptions(found: set[str], allowed: set[str], what: str) -> Iterator[str]:
     """A message for each violation that is not in the list, and for each entry without one."""
     for path in sorted(found - allowed):
@@ -294,9 +366,21 @@ def check(root: Path = ROOT) -> list[str]:
             ]
             if folder == PACKAGE:
                 trees[path] = tree
+                if path != CHECKS_CONFIG:
+                    found += [
+                        f"{path}:{line}: make a Config by validated() of {CHECKS_CONFIG}"
+                        for line in unchecked_configs(source)
+                    ]
                 if source.count("\n") > MAX_LINES:
                     long_files.add(path)
     found += repeated_names(trees)
+    if cycle := import_cycle(trees):
+        found.append(f"import cycle: {' -> '.join(cycle)}")
+    if len(types := type_imports(trees)) >= MAX_TYPE_IMPORTS:
+        found.append(
+            f"{len(types)} imports under TYPE_CHECKING, and {MAX_TYPE_IMPORTS - 1} are allowed:"
+            f" {', '.join(types)}"
+        )
     found += exceptions(repeated_stems(trees), SAME_STEMS, "the base name is another file's, too")
     found += exceptions(long_files, LONG_FILES, f"more than {MAX_LINES} lines")
     pages = {

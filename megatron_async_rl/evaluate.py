@@ -119,7 +119,7 @@ def resolve(
         responses = responses.absolute()
         _require_writable(target, "--responses", responses)
     config = _config(target, config_file, overrides)
-    rollout, sets = config.rollout, eval_sets(config, config.eval or EvalConfig())
+    rollout = config.rollout
     if rollout is None:
         fix = "name a config with a `rollout` section (sampling, reward): --config CONFIG"
         raise _refused(
@@ -128,6 +128,7 @@ def resolve(
             "the config has none: a supervised run's config does not say how to sample",
             fix,
         )
+    sets = eval_sets(config.data, rollout.sampling, config.eval or EvalConfig())
     if not sets:
         raise _refused(
             target,

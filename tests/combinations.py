@@ -17,7 +17,8 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from megatron_async_rl.config.losses import Aggregation
-from megatron_async_rl.config.objective import Proximal
+from megatron_async_rl.config.ratios import Proximal
+from megatron_async_rl.config.rules import validated
 from megatron_async_rl.config.schema import Config
 from tests.method_settings import models
 from tests.thorough import THOROUGH
@@ -96,7 +97,7 @@ def config_of(chosen: dict[str, Any]) -> Config | None:
         tree["flow"] |= {"async_ratio": 0, "group_size": 1}
         del tree["rollout"]
     try:
-        return Config.model_validate(tree)
+        return validated(tree)
     except ValidationError:
         return None
 

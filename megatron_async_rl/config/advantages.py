@@ -20,7 +20,8 @@ Discount = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
 class AdvantageSettings(ReadsRatios):
-    """The class attributes are facts about the estimator, for config/rules.py."""
+    """The class attributes are facts about the estimator, for config/objective.py and the
+    rules."""
 
     method: ClassVar[Any] = None
     """A plug-in's own AdvantageMethod. Built-in ones have a registry line."""

@@ -19,7 +19,8 @@ from megatron_async_rl.config.settings_model import bare_name, or_plug_in
 
 
 class CorrectionSettings(ReadsRatios):
-    """The class attributes are facts about the correction, for config/rules.py."""
+    """The class attributes are facts about the correction, for config/objective.py and the
+    rules."""
 
     method: ClassVar[Any] = None
     """A plug-in's own CorrectionMethod. Built-in ones have a registry line."""

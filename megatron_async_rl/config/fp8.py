@@ -1,17 +1,14 @@
-"""Settings of FP8 GEMMs, the requirements of each recipe, and incompatible settings."""
+"""Settings of FP8 GEMMs, and the requirements of each recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import NonNegativeInt
 
 from megatron_async_rl.config.settings_model import Strict
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.schema import Config, ParallelConfig
 
 Recipe = Literal["tensorwise", "blockwise", "delayed", "mxfp8"]
 
@@ -125,52 +122,9 @@ def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-def row_multiple(fp8: Fp8Config | None, parallel: ParallelConfig) -> int:
-    """Tokens that a rank's rows are a multiple of, whatever else divides a sequence."""
+def row_multiple(fp8: Fp8Config | None, *, sequence: bool) -> int:
+    """Tokens that a rank's rows are a multiple of, whatever else divides a sequence. `sequence`:
+    sequence parallelism does."""
     if fp8 is None:
         return 1
-    return fp8.facts.gathered if parallel.sequence else fp8.facts.rows
-
-
-def fp8_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why 8-bit products do not fit the run; none: they do."""
-    policy = config.policy
-    fp8 = policy.fp8
-    if fp8 is None:
-        return
-    if policy.device == "cpu":
-        yield ("policy.fp8: FP8 GEMMs need CUDA; set policy.device: cuda, or policy.fp8: null")
-    if policy.layers == "local":
-        yield (
-            "policy.fp8 is for Transformer Engine's layers, and policy.layers is local; set"
-            " policy.layers: transformer_engine, or policy.fp8: null"
-        )
-    if config.model.dtype != "bfloat16":
-        yield (
-            f"policy.fp8 rounds from bfloat16, and model.dtype is {config.model.dtype}; set"
-            " model.dtype: bfloat16, or policy.fp8: null"
-        )
-    if policy.lora is not None:
-        yield (
-            "policy.fp8 is for Transformer Engine's layers, and policy.lora adds adapters to"
-            " Megatron's own; set one of the two to null"
-        )
-    if fp8.recipe == "delayed" and fp8.first_last_layers_bf16:
-        yield (
-            "policy.fp8.first_last_layers_bf16 needs a recipe that scales each product by itself,"
-            " and Megatron enters recipe: delayed once for all layers; set it to 0, or recipe:"
-            " tensorwise"
-        )
-    if not fp8.primary_weights:
-        return
-    if fp8.facts.primary:
-        yield (
-            f"policy.fp8.primary_weights does not go with recipe: {fp8.recipe}:"
-            f" {fp8.facts.primary}; set it to false, or recipe: tensorwise or blockwise"
-        )
-    if not policy.parallel.distributed_optimizer:
-        yield (
-            "policy.fp8.primary_weights needs the distributed optimizer, which alone makes 8-bit"
-            " weights from float32 ones; set policy.parallel.distributed_optimizer: true, or"
-            " primary_weights: false"
-        )
+    return fp8.facts.gathered if sequence else fp8.facts.rows

@@ -34,6 +34,7 @@ from megatron_async_rl.config.keys import (
     text_keys,
 )
 from megatron_async_rl.config.problem import ConfigError, Problem
+from megatron_async_rl.config.rules import validated
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import (
     NO_VALUE,
@@ -92,9 +93,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         _override(tree, override, origins)
     try:
-        # As JSON, strict: a list is a tuple and text is a path, but "3" is not a number and true is
-        # not 1.
-        return Config.model_validate_json(json.dumps(tree), strict=True)
+        return validated(tree)
     except ValidationError as error:
         raise ConfigError(str(path), explain(error, tree, origins)) from error
 

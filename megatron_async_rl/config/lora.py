@@ -1,16 +1,13 @@
-"""Settings of low-rank adapters, the sizes of what they adapt, and what they do not go with."""
+"""Settings of low-rank adapters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
 from megatron_async_rl.config.settings_model import Strict
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.schema import Config
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ATTENTION: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -52,28 +49,3 @@ class LoraConfig(Strict):
     """Precision of the merged weights that engines load. `model`: model.dtype; in bfloat16
     rounding loses nearly all of a product that is still small. `float32`: the exact sum, in
     engines that compute in float32 (twice the bytes per weight and cached token, and slower)."""
-
-
-def lora_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why adapters do not fit the run; none: they do."""
-    if config.policy.lora is None:
-        return
-    if config.policy.lora.merge == "float32":
-        if config.model.dtype == "float32":
-            yield (
-                "policy.lora.merge: float32 keeps what bfloat16 would round away, and model.dtype"
-                " is float32 already; remove it"
-            )
-        if config.rollout is not None and config.rollout.quantised:
-            yield (
-                "policy.lora.merge: float32 has engines compute in float32, and"
-                f" rollout.vllm.quantization: {config.rollout.vllm['quantization']} quantises their"
-                " weights from bfloat16; remove one of the two"
-            )
-    reference = config.objective.reference
-    if reference is not None and reference.path is not None:
-        yield (
-            "objective.reference.path names a model of its own, and with policy.lora ranks hold one"
-            " set of whole weights, the base model's; leave it out (the reference is then"
-            " model.path without adapters), or set policy.lora: null"
-        )

@@ -23,7 +23,8 @@ Aggregation = Literal[
 
 
 class LossSettings(ReadsRatios):
-    """The class attributes are facts about the loss, for config/rules.py and objectives/."""
+    """The class attributes are facts about the loss, for config/objective.py, the rules and
+    objectives/."""
 
     method: ClassVar[Any] = None
     """A plug-in's own LossMethod. Built-in ones have a registry line."""

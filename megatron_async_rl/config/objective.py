@@ -1,21 +1,29 @@
 """Settings of the objective: an advantage, a loss, corrections in order, and the
-terms added to the loss."""
+terms added to the loss; and the combinations of them that are refused.
+
+Each conflict states the combination, the reason, and the fix. The facts about each method are class
+attributes of its settings model, so a new method brings its own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from megatron_async_rl.config.advantages import Advantage, GrpoAdvantage, NoAdvantage
+from megatron_async_rl.config.advantages import (
+    Advantage,
+    GrpoAdvantage,
+    NoAdvantage,
+    OpobAdvantage,
+    OtbAdvantage,
+)
 from megatron_async_rl.config.corrections import Correction
 from megatron_async_rl.config.losses import Aggregation, Loss, PpoClipLoss
-from megatron_async_rl.config.ratios import Ratio, ReadsRatios
-from megatron_async_rl.config.rules import objective_conflicts
+from megatron_async_rl.config.ratios import Proximal, Ratio, ReadsRatios
 from megatron_async_rl.config.settings_model import Strict
-
-Proximal = Literal["behavior", "recompute", "loglinear", "ewma", "snapshot"]
 
 
 class KlConfig(ReadsRatios):
@@ -173,3 +181,135 @@ class ObjectiveConfig(Strict):
         for reason in objective_conflicts(self):
             raise ValueError(reason)
         return self
+
+
+def objective_conflicts(objective: ObjectiveConfig) -> Iterator[str]:
+    """Reasons why the parts of this objective do not compose; none: they do."""
+    loss, advantage = objective.loss, objective.advantage
+    yield from _aggregation(objective)
+    if not loss.uses_advantage and advantage.name != "none":
+        yield (
+            f"loss: {loss.name} reads no advantage, so advantage: {advantage.name} would be without"
+            " effect; set advantage: none"
+        )
+    yield from _advantage(objective)
+    yield from _corrections(objective)
+    if loss.name == "sft" and objective.kl is not None and objective.kl.ratios:
+        yield (
+            "kl.weight: truncated weighs by pi / pi_behavior, and loss: sft learns from given"
+            " responses, which no policy sampled; set kl.weight: none"
+        )
+    if loss.uses_reference and objective.reference is None:
+        yield (
+            f"loss: {loss.name} compares with a reference policy: add `reference: {{}}` (the run's"
+            " first weights, kept in host memory), or name another model or a refresh there"
+        )
+    if loss.name == "decoupled_ppo" and objective.proximal == "behavior":
+        yield (
+            "loss: decoupled_ppo weighs by pi_prox / pi_behavior, which is 1 with proximal:"
+            " behavior, so it would be ppo_clip; set proximal: recompute (or another), or loss:"
+            " ppo_clip"
+        )
+    if objective.reference is not None and not objective.needs_reference:
+        yield (
+            "reference is set, but nothing compares with it: add kl, or remove reference (loss:"
+            f" {loss.name} does not use it)"
+        )
+
+
+def _aggregation(objective: ObjectiveConfig) -> Iterator[str]:
+    used, loss = objective.aggregation_used, objective.loss
+    if (used == "seq-mean") != (loss.level == "sequence"):
+        own = loss.default_aggregation
+        yield (
+            f"aggregation: {used} does not fit loss: {loss.name}, which is defined per"
+            f" {loss.level}; leave aggregation out (it is {own})"
+        )
+    if (used == "seq-mean-token-sum-norm") != (objective.norm_length is not None):
+        yield (
+            "norm_length and aggregation: seq-mean-token-sum-norm go together; "
+            f"got aggregation={used}, norm_length={objective.norm_length}"
+        )
+
+
+def _advantage(objective: ObjectiveConfig) -> Iterator[str]:
+    advantage = objective.advantage
+    if advantage.reads_values and objective.value is None:
+        yield f"advantage: {advantage.name} reads the estimates of a value head; add value"
+    if objective.value is not None and not advantage.reads_values:
+        yield (
+            f"value is set, but advantage: {advantage.name} makes no returns for it to learn; set"
+            " advantage: gae or remove it"
+        )
+    if isinstance(advantage, OtbAdvantage) and objective.proximal != "recompute":
+        yield (
+            "advantage: otb reads 1 - 2 p + sum p^2, with p of the proximal policy and the sum of"
+            f" the policy in training; they are not the same with proximal: {objective.proximal};"
+            " set proximal: recompute"
+        )
+    if isinstance(advantage, OpobAdvantage):
+        yield from _opob(objective, advantage)
+
+
+def _opob(objective: ObjectiveConfig, advantage: OpobAdvantage) -> Iterator[str]:
+    loss, used = objective.loss, objective.aggregation_used
+    if loss.uses_advantage and not loss.linear_in_advantage:
+        yield (
+            "advantage: opob is the baseline of least variance for gradients that are the"
+            f" advantage times something it does not change, and loss: {loss.name} clips or weighs"
+            " by the advantage; set a loss that does not, like reinforce"
+        )
+    signed = [correction.name for correction in objective.corrections if correction.uses_advantage]
+    if signed and advantage.mode == "exact":
+        yield (
+            f"corrections {signed} look at the sign of the advantage, which advantage: opob, mode:"
+            " exact knows only after the backward passes; remove them, or set mode: cheap"
+        )
+    if advantage.mode == "cheap" and used not in ("seq-mean", "seq-mean-token-mean"):
+        yield (
+            "advantage: opob, mode: cheap estimates the score gradient of a mean over the"
+            f" response's tokens, and aggregation: {used} takes another; set aggregation:"
+            " seq-mean-token-mean, or mode: exact"
+        )
+
+
+def _corrections(objective: ObjectiveConfig) -> Iterator[str]:
+    loss = objective.loss
+    names = [correction.name for correction in objective.corrections]
+    if names and loss.name == "sft":
+        yield (
+            f"corrections {names} compare with the policy that sampled, and loss: sft learns from"
+            " given responses; remove them"
+        )
+    idle = [
+        correction.name
+        for correction in objective.corrections
+        if correction.compares_prox_with_behavior
+    ]
+    if idle and objective.proximal == "behavior":
+        yield (
+            f"corrections {idle} look at pi_prox / pi_behavior, which is 1 with proximal: behavior;"
+            " set proximal: recompute (or another), or remove the corrections"
+        )
+    idle = [
+        correction.name
+        for correction in objective.corrections
+        if correction.compares_current_with_prox
+    ]
+    if idle and objective.proximal == "recompute" and objective.steps_per_batch == 1:
+        yield (
+            f"corrections {idle} look at pi / pi_prox, which is 1 with proximal: recompute, as each"
+            " batch is one step; set proximal: behavior (or another), minibatches or epochs above"
+            " 1, or remove the corrections"
+        )
+    for correction in objective.corrections:
+        if correction.weighs and loss.against_behavior:
+            yield (
+                f"correction {correction.name} weighs by an importance ratio that loss: {loss.name}"
+                " already holds (its ratio is against the behaviour policy); remove one of the two"
+            )
+        if correction.per_token and loss.level == "sequence":
+            yield (
+                f"correction {correction.name} gives each token its own factor, and loss:"
+                f" {loss.name} is one number per sequence; use its sequence level"
+            )

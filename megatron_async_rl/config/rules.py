@@ -1,163 +1,54 @@
-"""Methods that do not go together. Each conflict states the combination, the reason, and the fix.
+"""Checks of a finished configuration. `validated` makes one and runs all of them.
 
-`objective_conflicts` looks at the objective alone, `run_conflicts` at the objective and the
-gradient controls within a run. The facts about each method are class attributes of its settings
-model, so a new method brings its own.
+Each conflict states the combination, the reason, and the fix. The facts about each method are class
+attributes of its settings model, so a new method brings its own. Sections of the schema know
+nothing of each other; they are combined here and in the other files of rules.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
-from megatron_async_rl.config.advantages import OpobAdvantage, OtbAdvantage
-from megatron_async_rl.config.environment import environment_conflicts
-from megatron_async_rl.config.flow import flow_conflicts
-from megatron_async_rl.config.fp8 import fp8_conflicts
-from megatron_async_rl.config.lora import lora_conflicts
-from megatron_async_rl.config.sampling import eval_conflicts, sampling_conflicts
+from pydantic import AfterValidator, TypeAdapter
 
-if TYPE_CHECKING:
-    from megatron_async_rl.config.controls import ControlConfig
-    from megatron_async_rl.config.objective import ObjectiveConfig
-    from megatron_async_rl.config.schema import Config
-
-BFLOAT16_BETA = 1.0 - 2.0**-8
-"""Largest beta at which a moment in bfloat16, left alone, still decays at every step: half the
-distance of two neighbouring numbers is at most 2^-8 of them."""
-
-
-def objective_conflicts(objective: ObjectiveConfig) -> Iterator[str]:
-    """Reasons why the parts of this objective do not compose; none: they do."""
-    loss, advantage = objective.loss, objective.advantage
-    yield from _aggregation(objective)
-    if not loss.uses_advantage and advantage.name != "none":
-        yield (
-            f"loss: {loss.name} reads no advantage, so advantage: {advantage.name} would be without"
-            " effect; set advantage: none"
-        )
-    yield from _advantage(objective)
-    yield from _corrections(objective)
-    if loss.name == "sft" and objective.kl is not None and objective.kl.ratios:
-        yield (
-            "kl.weight: truncated weighs by pi / pi_behavior, and loss: sft learns from given"
-            " responses, which no policy sampled; set kl.weight: none"
-        )
-    if loss.uses_reference and objective.reference is None:
-        yield (
-            f"loss: {loss.name} compares with a reference policy: add `reference: {{}}` (the run's"
-            " first weights, kept in host memory), or name another model or a refresh there"
-        )
-    if loss.name == "decoupled_ppo" and objective.proximal == "behavior":
-        yield (
-            "loss: decoupled_ppo weighs by pi_prox / pi_behavior, which is 1 with proximal:"
-            " behavior, so it would be ppo_clip; set proximal: recompute (or another), or loss:"
-            " ppo_clip"
-        )
-    if objective.reference is not None and not objective.needs_reference:
-        yield (
-            "reference is set, but nothing compares with it: add kl, or remove reference (loss:"
-            f" {loss.name} does not use it)"
-        )
+from megatron_async_rl.config.advantages import OpobAdvantage
+from megatron_async_rl.config.controls import ControlConfig
+from megatron_async_rl.config.flow_rules import flow_conflicts
+from megatron_async_rl.config.policy_rules import (
+    fp8_conflicts,
+    gather_conflicts,
+    lora_conflicts,
+    precision_conflicts,
+    routing_conflicts,
+)
+from megatron_async_rl.config.rollout_rules import (
+    engine_conflicts,
+    environment_conflicts,
+    transport_conflicts,
+)
+from megatron_async_rl.config.sampling_rules import eval_conflicts, sampling_conflicts
+from megatron_async_rl.config.schema import Config
 
 
-def _aggregation(objective: ObjectiveConfig) -> Iterator[str]:
-    used, loss = objective.aggregation_used, objective.loss
-    if (used == "seq-mean") != (loss.level == "sequence"):
-        own = loss.default_aggregation
-        yield (
-            f"aggregation: {used} does not fit loss: {loss.name}, which is defined per"
-            f" {loss.level}; leave aggregation out (it is {own})"
-        )
-    if (used == "seq-mean-token-sum-norm") != (objective.norm_length is not None):
-        yield (
-            "norm_length and aggregation: seq-mean-token-sum-norm go together; "
-            f"got aggregation={used}, norm_length={objective.norm_length}"
-        )
+def validated(tree: Mapping[str, Any]) -> Config:
+    """Return the configuration that `tree`, plain JSON, describes. Raises ValidationError where it
+    does not follow the schema, or where a rule refuses it."""
+    # As JSON, strict: a list is a tuple and text is a path, but "3" is not a number and true is
+    # not 1.
+    return _CHECKED.validate_json(json.dumps(tree), strict=True)
 
 
-def _advantage(objective: ObjectiveConfig) -> Iterator[str]:
-    advantage = objective.advantage
-    if advantage.reads_values and objective.value is None:
-        yield f"advantage: {advantage.name} reads the estimates of a value head; add value"
-    if objective.value is not None and not advantage.reads_values:
-        yield (
-            f"value is set, but advantage: {advantage.name} makes no returns for it to learn; set"
-            " advantage: gae or remove it"
-        )
-    if isinstance(advantage, OtbAdvantage) and objective.proximal != "recompute":
-        yield (
-            "advantage: otb reads 1 - 2 p + sum p^2, with p of the proximal policy and the sum of"
-            f" the policy in training; they are not the same with proximal: {objective.proximal};"
-            " set proximal: recompute"
-        )
-    if isinstance(advantage, OpobAdvantage):
-        yield from _opob(objective, advantage)
+def _checked(config: Config) -> Config:
+    for reason in run_conflicts(config):
+        raise ValueError(reason)
+    return config
 
 
-def _opob(objective: ObjectiveConfig, advantage: OpobAdvantage) -> Iterator[str]:
-    loss, used = objective.loss, objective.aggregation_used
-    if loss.uses_advantage and not loss.linear_in_advantage:
-        yield (
-            "advantage: opob is the baseline of least variance for gradients that are the"
-            f" advantage times something it does not change, and loss: {loss.name} clips or weighs"
-            " by the advantage; set a loss that does not, like reinforce"
-        )
-    signed = [correction.name for correction in objective.corrections if correction.uses_advantage]
-    if signed and advantage.mode == "exact":
-        yield (
-            f"corrections {signed} look at the sign of the advantage, which advantage: opob, mode:"
-            " exact knows only after the backward passes; remove them, or set mode: cheap"
-        )
-    if advantage.mode == "cheap" and used not in ("seq-mean", "seq-mean-token-mean"):
-        yield (
-            "advantage: opob, mode: cheap estimates the score gradient of a mean over the"
-            f" response's tokens, and aggregation: {used} takes another; set aggregation:"
-            " seq-mean-token-mean, or mode: exact"
-        )
-
-
-def _corrections(objective: ObjectiveConfig) -> Iterator[str]:
-    loss = objective.loss
-    names = [correction.name for correction in objective.corrections]
-    if names and loss.name == "sft":
-        yield (
-            f"corrections {names} compare with the policy that sampled, and loss: sft learns from"
-            " given responses; remove them"
-        )
-    idle = [
-        correction.name
-        for correction in objective.corrections
-        if correction.compares_prox_with_behavior
-    ]
-    if idle and objective.proximal == "behavior":
-        yield (
-            f"corrections {idle} look at pi_prox / pi_behavior, which is 1 with proximal: behavior;"
-            " set proximal: recompute (or another), or remove the corrections"
-        )
-    idle = [
-        correction.name
-        for correction in objective.corrections
-        if correction.compares_current_with_prox
-    ]
-    if idle and objective.proximal == "recompute" and objective.steps_per_batch == 1:
-        yield (
-            f"corrections {idle} look at pi / pi_prox, which is 1 with proximal: recompute, as each"
-            " batch is one step; set proximal: behavior (or another), minibatches or epochs above"
-            " 1, or remove the corrections"
-        )
-    for correction in objective.corrections:
-        if correction.weighs and loss.against_behavior:
-            yield (
-                f"correction {correction.name} weighs by an importance ratio that loss: {loss.name}"
-                " already holds (its ratio is against the behaviour policy); remove one of the two"
-            )
-        if correction.per_token and loss.level == "sequence":
-            yield (
-                f"correction {correction.name} gives each token its own factor, and loss:"
-                f" {loss.name} is one number per sequence; use its sequence level"
-            )
+# A validator, so that pydantic reports a conflict in the way it reports every other error.
+_CHECKED = TypeAdapter(Annotated[Config, AfterValidator(_checked)])
 
 
 def run_conflicts(config: Config) -> Iterator[str]:
@@ -166,11 +57,11 @@ def run_conflicts(config: Config) -> Iterator[str]:
     yield from flow_conflicts(config)
     yield from lora_conflicts(config)
     yield from fp8_conflicts(config)
-    yield from _precision(config)
-    yield from _gather(config)
-    yield from _transport(config)
-    yield from _engines(config)
-    yield from _routing(config)
+    yield from precision_conflicts(config)
+    yield from gather_conflicts(config)
+    yield from transport_conflicts(config)
+    yield from engine_conflicts(config)
+    yield from routing_conflicts(config)
     yield from sampling_conflicts(config)
     yield from eval_conflicts(config)
     yield from environment_conflicts(config)
@@ -250,124 +141,6 @@ def run_conflicts(config: Config) -> Iterator[str]:
         )
 
 
-def _gather(config: Config) -> Iterator[str]:
-    """Reasons why weights cannot be gathered during a forward pass; none: they can."""
-    policy, key = config.policy, "policy.parallel.overlap_param_gather"
-    if not policy.parallel.overlap_param_gather:
-        return
-    if not policy.parallel.distributed_optimizer:
-        yield (
-            f"{key}: without the distributed optimizer every rank updates all weights, and there is"
-            " nothing to gather; set policy.parallel.distributed_optimizer: true, or remove it"
-        )
-    elif not policy.parallel.overlap_grad_reduce:
-        yield (
-            f"{key} needs gradients in buckets, or the first layer would wait for all weights; set"
-            " policy.parallel.overlap_grad_reduce: true, or remove it"
-        )
-    if config.objective.steps_per_batch == 1:
-        yield (
-            f"{key}: a batch makes one optimizer step, whose weights are published at once; set"
-            " objective.minibatches or objective.epochs to more than 1, or remove it"
-        )
-    if policy.lora is not None:
-        yield (
-            f"{key} waits for the weights of a layer where the layer begins, and adapters"
-            " (policy.lora) are read by the layers that they adapt; remove one of the two"
-        )
-
-
-def _engines(config: Config) -> Iterator[str]:
-    """Reasons why no engine can be as the configuration has it; none: one can."""
-    rollout = config.rollout
-    if rollout is None:
-        return
-    if rollout.pipeline > 1 and config.policy.routing_replay == "rollout":
-        yield (
-            f"rollout.pipeline: {rollout.pipeline}, and vLLM records the experts of"
-            " policy.routing_replay: rollout where one stage has all layers; set rollout.pipeline:"
-            " 1 and a larger rollout.tensor, or policy.routing_replay: none or proximal"
-        )
-    if rollout.vllm.get("enable_expert_parallel") and rollout.tensor == 1:
-        yield (
-            "rollout.vllm.enable_expert_parallel divides experts over the workers of"
-            " rollout.tensor, and that is 1; set it to more, or remove the option"
-        )
-    if rollout.quantised and config.model.dtype == "float32":
-        yield (
-            f"rollout.vllm.quantization: {rollout.vllm['quantization']} multiplies in 8 bits what"
-            " is bfloat16 else, and model.dtype is float32; set model.dtype: bfloat16, or remove it"
-        )
-
-
-def _transport(config: Config) -> Iterator[str]:
-    """Reasons why weights cannot travel as configured; none: they can."""
-    transport = config.weights.transport
-    if transport == "shared_memory":
-        return
-    if config.rollout is None:
-        yield (
-            f"weights.transport: {transport} has no engines to bring weights to: objective.loss:"
-            f" {config.objective.loss.name} learns without; remove it"
-        )
-        return
-    colocated = config.rollout.placement == "colocated"
-    if transport == "cuda_ipc" and not colocated:
-        yield (
-            "weights.transport: cuda_ipc passes weights between processes on the same devices, and"
-            " rollout.placement: disaggregated gives engines devices of their own; set"
-            " weights.transport: shared_memory, or rollout.placement: colocated"
-        )
-    elif transport != "cuda_ipc" and colocated:
-        why = {
-            "relay": "brings weights to engines on other machines",
-            "collective": "connects the policy's device with others, as NCCL takes none twice",
-        }[transport]
-        yield (
-            f"weights.transport: {transport} {why}, and rollout.placement: colocated has the"
-            " engines on the policy's own devices; set weights.transport: shared_memory or"
-            " cuda_ipc, or rollout.placement: disaggregated"
-        )
-
-
-def _routing(config: Config) -> Iterator[str]:
-    """Reasons why there is no choice of experts to replay; none: there is one."""
-    objective, replay = config.objective, config.policy.routing_replay
-    if config.samples.experts and replay != "rollout":
-        yield (
-            "samples.experts keeps the experts that policy.routing_replay: rollout has the engines"
-            f" record, and it is {replay}; remove samples.experts, or set policy.routing_replay:"
-            " rollout"
-        )
-    if replay == "none":
-        return
-    if config.supervised:
-        yield (
-            f"policy.routing_replay: {replay} replays the experts of sampled responses, and"
-            " objective.loss: sft learns from given ones; set it to none"
-        )
-    elif replay == "proximal":
-        if objective.proximal != "recompute" or objective.steps_per_batch == 1:
-            yield (
-                "policy.routing_replay: proximal replays the experts of the pass that makes"
-                " pi_prox under the weights at the start of a batch of several optimizer steps; set"
-                " objective.proximal: recompute and objective.minibatches or epochs above 1, or"
-                " policy.routing_replay: rollout"
-            )
-        elif not (objective.loss.uses_proximal or objective.corrections):
-            yield (
-                "policy.routing_replay: proximal replays the experts of the pass that makes"
-                f" pi_prox, and objective.loss: {objective.loss.name} without corrections has none;"
-                " set another loss, or policy.routing_replay: rollout"
-            )
-        elif isinstance(objective.advantage, OpobAdvantage) and objective.advantage.mode == "exact":
-            yield (
-                "policy.routing_replay: proximal belongs to micro-batches as they are scored, and"
-                " objective.advantage: opob, mode: exact trains one sequence at a time; set mode:"
-                " cheap, or policy.routing_replay: rollout"
-            )
-
-
 def _controls(config: Config) -> Iterator[str]:
     """Reasons why the gradient controls do not go together, or not with this run; none: they do."""
     controls = config.controls
@@ -444,34 +217,3 @@ def _beta1(config: Config, control: ControlConfig) -> Iterator[str]:
             f"controls: momentum_by_alignment lowers beta1 from policy.optimizer.betas ({own:g}) to"
             f" beta1_min ({control.beta1_min:g}), which must be below it"
         )
-
-
-def _precision(config: Config) -> Iterator[str]:
-    """Reasons why the numbers of gradients and moments do not fit the run; none: they do."""
-    settings = config.policy.optimizer
-    if settings.gradient_dtype == "bfloat16" and config.model.dtype != "bfloat16":
-        yield (
-            "policy.optimizer.gradient_dtype: bfloat16 sums gradients in the model's numbers, and"
-            f" model.dtype is {config.model.dtype}, so it would change nothing; set model.dtype:"
-            " bfloat16, or gradient_dtype: float32"
-        )
-    if settings.moment_dtype == "bfloat16":
-        for key, beta in _betas(config):
-            if beta > BFLOAT16_BETA:
-                yield (
-                    f"{key}: {beta:g} does not go with policy.optimizer.moment_dtype: bfloat16: a"
-                    f" step changes a moment by {1.0 - beta:.2g} of itself, and bfloat16 rounds by"
-                    " up to 2^-8 = 0.0039 of it, so that it would stay where it is; set it to at"
-                    " most 0.996, or moment_dtype: float32"
-                )
-
-
-def _betas(config: Config) -> Iterator[tuple[str, float]]:
-    """(key, value) of every beta that the configuration gives Adam."""
-    for index, beta in enumerate(config.policy.optimizer.betas):
-        yield f"policy.optimizer.betas.{index}", beta
-    for index, control in enumerate(config.controls):
-        for name in ("beta1", "beta1_max") if control.sets_beta1 else ():
-            own = getattr(control, name, None)
-            if own is not None:
-                yield f"controls.{index}.{name}", own

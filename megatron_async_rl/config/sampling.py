@@ -8,9 +8,9 @@ make them differ at equal weights.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
@@ -21,13 +21,8 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_async_rl.config.data import FileConfig
-from megatron_async_rl.config.problem import shipped
-from megatron_async_rl.config.ratios import ReadsRatios, engine_ratios
+from megatron_async_rl.config.data import DataConfig, FileConfig
 from megatron_async_rl.config.settings_model import Strict
-
-if TYPE_CHECKING:
-    from megatron_async_rl.config.schema import Config
 
 COLDEST = 0.01
 """Lowest temperature above 0: vLLM would draw from this one for those below it, and not say so."""
@@ -89,7 +84,7 @@ class SamplingConfig(Strict):
     def renormalised(self) -> list[str]:
         """Settings that make an engine's log-probs differ from the trainer's, as `top_p: 0.9`."""
         return [
-            f"{name}: {_shown(getattr(self, name))}"
+            f"{name}: {shown(getattr(self, name))}"
             for name in RENORMALISING
             if getattr(self, name) != type(self).model_fields[name].default
         ]
@@ -104,10 +99,6 @@ RENORMALISING = (
     "frequency_penalty",
     "bad_words",
 )
-
-
-SAMPLED_ONLY = ("sampling", "samples_per_prompt", "pass_at", "pass_reward", "engines")
-"""Settings of `eval` and its sets that say how to sample, or how to score it."""
 
 
 class EvalSampling(SamplingConfig):
@@ -259,28 +250,30 @@ class EvalSet(HeldOutFile):
     """Config key that set sampling.max_tokens."""
 
 
-def _named_sets(config: Config, evaluation: EvalConfig) -> list[tuple[str, EvalSetConfig]]:
+def _named_sets(data: DataConfig, evaluation: EvalConfig) -> list[tuple[str, EvalSetConfig]]:
     """The sets in their order with the keys they stand at; data.eval alone is a list of one."""
     named = [(f"eval.sets.{index}", one) for index, one in enumerate(evaluation.sets)]
-    if not named and config.data.eval is not None:
-        named = [("eval", EvalSetConfig.model_construct(name="", path=config.data.eval))]
+    if not named and data.eval is not None:
+        named = [("eval", EvalSetConfig.model_construct(name="", path=data.eval))]
     return named
 
 
-def held_out_files(config: Config, evaluation: EvalConfig) -> list[HeldOutFile]:
+def held_out_files(data: DataConfig, evaluation: EvalConfig) -> list[HeldOutFile]:
     """Files of the held-out sets, in order, for sampled and given responses alike."""
     return [
-        HeldOutFile(key=key, name=one.name, file=one)
-        for key, one in _named_sets(config, evaluation)
+        HeldOutFile(key=key, name=one.name, file=one) for key, one in _named_sets(data, evaluation)
     ]
 
 
-def eval_sets(config: Config, evaluation: EvalConfig) -> list[EvalSet]:
-    """The sets to sample; none where there are no engines."""
-    if config.rollout is None:
+def eval_sets(
+    data: DataConfig, training: SamplingConfig | None, evaluation: EvalConfig
+) -> list[EvalSet]:
+    """The sets to sample; none where there are no engines. `training`: of rollout.sampling, null
+    without engines."""
+    if training is None:
         return []
     found = []
-    for key, one in _named_sets(config, evaluation):
+    for key, one in _named_sets(data, evaluation):
         sampling = one.sampling or evaluation.sampling
         section = "rollout" if sampling.max_tokens is None else key if one.sampling else "eval"
         found.append(
@@ -291,147 +284,13 @@ def eval_sets(config: Config, evaluation: EvalConfig) -> list[EvalSet]:
                 samples_per_prompt=one.samples_per_prompt or evaluation.samples_per_prompt,
                 pass_at=evaluation.pass_at if one.pass_at is None else one.pass_at,
                 pass_reward=evaluation.pass_reward if one.pass_reward is None else one.pass_reward,
-                sampling=sampling.over(config.rollout.sampling),
+                sampling=sampling.over(training),
                 max_tokens_key=f"{section}.sampling.max_tokens",
             )
         )
     return found
 
 
-def eval_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why the held-out sets cannot be sampled; none: they can."""
-    evaluation = config.eval
-    if evaluation is None:
-        return
-    if evaluation.sets and config.data.eval is not None:
-        yield "data.eval and eval.sets both name held-out prompts; name all of them in eval.sets"
-    if not evaluation.sets and config.data.eval is None:
-        yield "`eval` needs held-out prompts: name a file as data.eval, or several as eval.sets"
-    if config.supervised:
-        yield from _sampled_only(evaluation)
-    for one in eval_sets(config, evaluation):
-        place = one.key
-        maximum = max(one.pass_at, default=1)
-        if maximum > one.samples_per_prompt:
-            yield (
-                f"{place}.pass_at: {maximum} needs as many responses per prompt; set"
-                f" {place}.samples_per_prompt to at least {maximum}"
-            )
-        if one.sampling.temperature == 0 and one.samples_per_prompt > 1:
-            yield (
-                f"{place}.sampling.temperature: 0 takes the likeliest token, so all"
-                f" {one.samples_per_prompt} responses to a prompt would be one; set"
-                f" {place}.samples_per_prompt: 1"
-            )
-
-
-def _sampled_only(evaluation: EvalConfig) -> Iterator[str]:
-    """Settings of an evaluation that samples, where responses are given."""
-    places = {"eval": evaluation} | {
-        f"eval.sets.{index}": one for index, one in enumerate(evaluation.sets)
-    }
-    set_here = [
-        f"{key}.{name}"
-        for key, one in places.items()
-        for name, field in type(one).model_fields.items()
-        if name in SAMPLED_ONLY and getattr(one, name) != field.default
-    ]
-    if set_here:
-        yield (
-            f"{set_here[0]} is of sampled responses, and objective.loss: sft measures the loss of"
-            f" held-out responses that are given; remove {' and '.join(set_here)}"
-        )
-
-
-def sampling_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why training's sampling does not go with the objective; none: it does."""
-    if config.rollout is None:
-        return
-    sampling, objective = config.rollout.sampling, config.objective
-    if sampling.temperature == 0:
-        yield (
-            "rollout.sampling.temperature: 0 takes the likeliest token: the responses of a group"
-            " are all the same, and the trainer's log-probs are those of temperature 1; set it"
-            " above 0 (held-out prompts: eval.sampling.temperature: 0)"
-        )
-    if not sampling.renormalised:
-        return
-    what = (
-        f"rollout.sampling.{sampling.renormalised[0]} makes the engines draw from another"
-        " distribution than the trainer's softmax over all tokens, and"
-    )
-    name = sampling.renormalised[0].partition(":")[0]
-    off = f"set {name}: {_shown(SamplingConfig.model_fields[name].default)}"
-    for key, method, template in _readers(config):
-        if not method.weighs_each_token and engine_ratios(method, objective.proximal):
-            yield f"{what} {key} {template.format(off=off)}"
-
-
-def _readers(config: Config) -> Iterator[tuple[str, ReadsRatios, str]]:
-    """(key, method, why it must not read a ratio of the engines' log-probs and what to do) of every
-    part of the objective and of every control."""
-    objective = config.objective
-    loss, proximal = objective.loss, objective.proximal
-    if loss.uses_proximal and engine_ratios(loss, proximal) == {"pi/prox"}:
-        yield (
-            f"objective.proximal: {proximal}",
-            loss,
-            "takes the engines' log-probs for the trainer's: a ratio would not be 1 where nothing"
-            " changed, and clipping would act on the difference; set objective.proximal:"
-            " recompute, or {off}",
-        )
-    else:
-        yield (
-            f"objective.loss: {loss.name}",
-            loss,
-            "holds pi / pi_behavior with the engines' log-probs: its ratio would not be 1 where"
-            " nothing changed; set a loss that does not, such as ppo_clip with objective.proximal:"
-            " recompute, or {off}",
-        )
-    yield (
-        f"objective.advantage: {objective.advantage.name}",
-        objective.advantage,
-        "weighs responses by the engines' log-probs: the difference would decide the baseline, more"
-        " so for longer responses; set an advantage that does not, such as rloo, or {off}",
-    )
-    for correction in objective.corrections:
-        if "pi/prox" in correction.ratios:
-            template = (
-                f"compares with objective.proximal: {proximal}, which holds the engines' log-probs:"
-                " it would act on the difference; set objective.proximal: recompute with several"
-                " optimizer steps per batch, or {off}"
-            )
-        else:
-            template = (
-                "multiplies or averages the difference over a whole response: its weight would fall"
-                " with the length; give it level: token, or {off}"
-            )
-        yield f"correction {correction.name}", correction, template
-    for control in config.controls:
-        yield (
-            f"controls: {control.name}",
-            control,
-            "takes pi / pi_behavior for staleness: it would act on the difference; remove it, or"
-            " {off}",
-        )
-
-
-def sampling_warnings(config: Config) -> list[str]:
-    """Notes on training's sampling, for a reader of the metrics."""
-    if config.rollout is None or not config.rollout.sampling.renormalised:
-        return []
-    objective = config.objective
-    weighed = [f"correction {one.name}" for one in objective.corrections if one.weighs_each_token]
-    if objective.kl is not None and engine_ratios(objective.kl, objective.proximal):
-        weighed.append("kl")
-    also = f", and so do the weights of {' and '.join(weighed)}" if weighed else ""
-    return [
-        f"rollout.sampling: {', '.join(config.rollout.sampling.renormalised)}: engines report"
-        " log-probs of the distribution they draw from, and the trainer's are of the whole softmax,"
-        f" so ratio/* holds that difference too{also}"
-        f" ({shipped('docs/sampling.md')})"
-    ]
-
-
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Text of a setting of sampling in messages."""
     return f"{value:g}" if isinstance(value, (int, float)) else str(list(value))

@@ -30,7 +30,6 @@ from megatron_async_rl.config.flow import OldestFirst, Selection
 from megatron_async_rl.config.fp8 import Fp8Config, row_multiple
 from megatron_async_rl.config.lora import LoraConfig
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.rules import run_conflicts
 from megatron_async_rl.config.sampling import (
     EvalConfig,
     EvalSet,
@@ -209,7 +208,8 @@ class PolicyConfig(Strict):
         context-parallel rank holds two pieces of a sequence, sequence parallelism divides what it
         holds, and 8-bit products want a multiple of their own of what is left."""
         parallel = self.parallel
-        own = row_multiple(self.fp8, parallel) * (parallel.tensor if parallel.sequence else 1)
+        own = row_multiple(self.fp8, sequence=parallel.sequence)
+        own *= parallel.tensor if parallel.sequence else 1
         return own if parallel.context == 1 else parallel.context * math.lcm(2, own)
 
 
@@ -559,12 +559,13 @@ class Config(Strict):
     @property
     def eval_sets(self) -> list[EvalSet]:
         """Held-out prompts that the run evaluates on."""
-        return [] if self.eval is None else eval_sets(self, self.eval)
+        training = None if self.rollout is None else self.rollout.sampling
+        return [] if self.eval is None else eval_sets(self.data, training, self.eval)
 
     @property
     def held_out_files(self) -> list[HeldOutFile]:
         """Held-out rows that the run evaluates on, sampled or given."""
-        return [] if self.eval is None else held_out_files(self, self.eval)
+        return [] if self.eval is None else held_out_files(self.data, self.eval)
 
     @property
     def optimizer_steps(self) -> int:
@@ -577,9 +578,3 @@ class Config(Strict):
         controls calibrate on their optimizer steps."""
         wanted = max((control.fresh_steps for control in self.controls), default=0)
         return math.ceil(wanted / self.objective.steps_per_batch)
-
-    @model_validator(mode="after")
-    def _pieces_fit(self) -> Config:
-        for reason in run_conflicts(self):
-            raise ValueError(reason)
-        return self

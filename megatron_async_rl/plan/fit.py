@@ -23,6 +23,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from megatron_async_rl.config.problem import Problem
+from megatron_async_rl.config.rules import validated
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.colocated import Phase
 from megatron_async_rl.plan.layout import (
@@ -393,7 +394,7 @@ def with_value(config: Config, key: str, value: Any) -> Config | None:
         place = place[section]
     place[name] = value
     try:
-        return Config.model_validate_json(json.dumps(tree), strict=True)
+        return validated(tree)
     except ValidationError:
         return None
 

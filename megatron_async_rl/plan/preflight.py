@@ -227,11 +227,12 @@ def _files(config: Config, shape: ModelShape | None) -> list[_File]:
         files = [_File(f"data.sources.{index}.path", one, maximum) for index, one in places]
     evaluation = config.eval or EvalConfig()
     if config.supervised:
-        sets = held_out_files(config, evaluation)
+        sets = held_out_files(data, evaluation)
         return files + [_File(one.path_key, one.file, None) for one in sets]
+    training = None if rollout is None else rollout.sampling
     return files + [
         _File(one.path_key, one.file, room(one.sampling.max_tokens))
-        for one in eval_sets(config, evaluation)
+        for one in eval_sets(data, training, evaluation)
     ]
 
 

@@ -10,15 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from megatron_async_rl.flow.errors import RewardFailed
 from megatron_async_rl.metrics.status import read_status
+from megatron_async_rl.policy.anomaly import AnomalyReport
 from megatron_async_rl.samples.history import account
 from megatron_async_rl.samples.types import Sample
 from tests.loop.one_process import Crash, Engines, LoopEngine, OneProcess, varied
+from tests.thorough import THOROUGH
 
 STEPS = 3
 SYNCHRONOUS = ("flow.async_ratio=0",)
@@ -124,6 +126,9 @@ def test_each_version_is_evaluated_once_with_its_own_weights(
     assert {version for version, _ in asked} == {0, 1, 2, 3}
 
 
+PHASES = list(Phase) if THOROUGH else [Phase.explicit]
+"""Phases of the properties below. The gate runs the explicit examples: the calls after which state
+differs, and each call during which an engine may be lost; `make test-all` draws more."""
 CRASHES = st.tuples(
     st.sampled_from(
         (
@@ -140,7 +145,12 @@ CRASHES = st.tuples(
 )
 
 
-@settings(max_examples=8)
+@example(("await_batch", 1), SYNCHRONOUS)
+@example(("after await_batch", 2), SYNCHRONOUS)
+@example(("give_devices", 2), COLOCATED)
+@example(("log", 3), SYNCHRONOUS)
+@example(("state", 3), COLOCATED)
+@settings(max_examples=20, phases=PHASES)
 @given(CRASHES, st.sampled_from([SYNCHRONOUS, COLOCATED]))
 def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(
     loop: OneProcess,
@@ -159,7 +169,10 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(
     require_same(config.run.dir, weights)
 
 
-@settings(max_examples=5)
+@example(("after await_batch", 2))
+@example(("publish", 2))
+@example(("log", 3))
+@settings(max_examples=10, phases=PHASES)
 @given(CRASHES)
 def test_a_resumed_asynchronous_run_loses_nothing(loop: OneProcess, crash: tuple[str, int]) -> None:
     def prepare(engine: LoopEngine) -> None:
@@ -186,7 +199,13 @@ LOSSES = st.one_of(
 )
 
 
-@settings(max_examples=10)
+@example(("submit", 2))
+@example(("update", 3))
+@example(("evaluate", 2))
+@example(("sleep", 2))
+@example(("wake weights", 4))
+@example(("wake cache", 3))
+@settings(max_examples=20, phases=PHASES)
 @given(LOSSES)
 def test_an_engine_lost_in_any_phase_changes_no_weight(
     loop: OneProcess, weights: dict[str, np.ndarray], loss: tuple[str, int]
@@ -240,3 +259,60 @@ def test_a_step_that_is_not_finite_is_skipped_and_traced(loop: OneProcess) -> No
     assert [sample["id"] for sample in anomaly["samples"]] == ["5-0", "5-1"]
     digests = engines.all[0].digests
     assert digests[0] != digests[1] == digests[2] != digests[3], "step 2 was not taken"
+
+
+def test_an_anomalous_gradient_is_traced_and_trained_on_unchanged(
+    loop: OneProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 6 has a group whose rewards differ by 10,000 times what others' do."""
+    squares: list[dict[str, float]] = []
+    made: dict[str, Sample] = {}
+    measure = AnomalyReport._squares_of_parameters
+
+    def spiked(sample: Sample) -> Sample:
+        made[sample.id] = varied(sample)
+        if sample.id.startswith("22-"):
+            made[sample.id] = replace(made[sample.id], reward=1e4 * (sample.id == "22-0"))
+        return made[sample.id]
+
+    def prepare(engine: LoopEngine) -> None:
+        engine.alter = spiked
+
+    def run(name: str) -> Path:
+        settings = ("run.steps=6", "objective.advantage=rloo", "policy.optimizer.lr=1e-4")
+        return loop.run(loop.config(name, *SYNCHRONOUS, *settings), Engines(prepare=prepare))
+
+    monkeypatch.setattr(
+        AnomalyReport,
+        "_squares_of_parameters",
+        lambda self, gradients: squares.append(measure(self, gradients)) or squares[-1],
+    )
+    run_dir = run("anomalous")
+    require_whole(loop, run_dir, steps=6)
+    norms = [line["policy/grad_norm"] for line in lines(run_dir / "metrics.jsonl")]
+    (anomaly,) = lines(run_dir / "anomalies.jsonl")
+    ((sample, *others),) = (anomaly["samples"],)
+    assert not others
+    name = sample["id"]
+    assert name in ("22-0", "22-1"), "their advantages differ by their sign alone"
+    assert sample == {
+        "id": name,
+        "reward": made[name].reward,
+        "length": 2,
+        "prompt_ids": list(made[name].prompt.token_ids),
+        "response_ids": made[name].response_ids.tolist(),
+        "loss_mask": [1, 1],
+        "segment_starts": None,
+        "behavior_logprobs": made[name].behavior_logprobs.tolist(),
+        "versions": [5, 5],
+    }
+    assert (anomaly["step"], anomaly["norm"]) == (6, norms[-1])
+    assert anomaly["median"] == sorted(norms[:5])[2]
+    (of_parameters,) = squares
+    total = sum(of_parameters.values())
+    assert total == pytest.approx(norms[-1] ** 2)
+    assert of_parameters[anomaly["parameter"]] == max(of_parameters.values())
+    assert anomaly["share"] == max(of_parameters.values()) / total
+
+    monkeypatch.setattr(AnomalyReport, "_culprits", lambda *_: [])
+    require_same(run("not traced"), weights_of(run_dir))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.rules import validated
 from megatron_async_rl.policy.microbatch import assign_owners
 from megatron_async_rl.policy.opob import own_groups
 from tests.parallel import layouts
@@ -20,7 +20,9 @@ from tests.written_run import config_tree
 pytestmark = pytest.mark.parallel
 
 LAYOUTS = [
-    name for name, parallel in layouts.DISTINCT.items() if "virtual_pipeline" not in parallel
+    name
+    for name, parallel in layouts.OFFERED["opob_program"].items()
+    if "virtual_pipeline" not in parallel
 ]
 OTHERS = [name for name in LAYOUTS if name != "single"]
 RUNS = [
@@ -259,6 +261,6 @@ def test_layouts_on_which_a_sequences_gradient_is_not_measured_are_refused_befor
     }
     config = {**config_tree(), "policy": {"parallel": parallel}, "objective": objective}
     with pytest.raises(ValidationError, match=rf"mode: exact.*policy\.parallel\.{key} > 1"):
-        Config.model_validate(config)
+        validated(config)
     objective["advantage"]["mode"] = "cheap"
-    Config.model_validate(config)
+    validated(config)

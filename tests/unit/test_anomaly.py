@@ -13,12 +13,12 @@ from megatron_async_rl.controls.gac import Gac
 from megatron_async_rl.policy import step as step_module
 from megatron_async_rl.policy.anomaly import (
     ENOUGH,
-    WHOLE,
     WINDOW,
     AnomalyReport,
     NormHistory,
     NotFinite,
     Spike,
+    named_ids,
 )
 from megatron_async_rl.policy.step import OptimizerStep, StepFacts
 from tests.gradients import OneRank, Shard
@@ -77,9 +77,13 @@ def test_the_median_is_of_the_newest_norms_and_gradients_of_nothing_are_not_amon
     for norm in [100.0] * WINDOW + [0.0] * WINDOW:
         history.add(norm)
     assert history.spike(1000.0) is None
-    for _ in range(WINDOW):
+    for _ in range(50):
         history.add(1.0)
+    assert history.values == [1.0] * 50, "no older norm is left"
     assert history.spike(1000.0) == Spike(norm=1000.0, median=1.0)
+    resumed = NormHistory()
+    resumed.load_state_dict({"values": [2.0] * 60, "largest_median": 2.0})
+    assert len(resumed.values) == 50
 
 
 @pytest.mark.parametrize("on_anomaly", ["report", "skip"])
@@ -161,10 +165,10 @@ class OneRankReport(AnomalyReport):
         return [own]
 
 
-@pytest.mark.parametrize("count", [1, WHOLE, WHOLE + 1])
+@pytest.mark.parametrize("count", [1, 16, 17])
 def test_named_samples_alone_are_sent_and_many_go_without_their_tokens(tmp_path, count):
     samples = columns(ragged_batch(groups=8))
-    assert len(samples) > WHOLE + 1
+    assert len(samples) > 18
     report = OneRankReport(tmp_path / "anomalies.jsonl", range(1, 1 + count))
     report.write(
         Spike(100.0, 1.0),
@@ -180,7 +184,7 @@ def test_named_samples_alone_are_sent_and_many_go_without_their_tokens(tmp_path,
     (line,) = (tmp_path / "anomalies.jsonl").read_text().splitlines()
     named = json.loads(line)["samples"]
     assert [each["id"] for each in named] == samples.ids.to_pylist()[1 : 1 + count]
-    assert {"response_ids" in each for each in named} == {count <= WHOLE}
+    assert {"response_ids" in each for each in named} == {count <= 16}
 
 
 def test_noise_below_the_norm_that_is_clipped_to_is_no_anomaly():
@@ -284,3 +288,8 @@ def test_samples_whose_own_loss_is_not_finite_are_named_without_a_search(tmp_pat
         losses=losses,
     )
     assert ids == [samples.ids[3].as_py()]
+
+
+def test_a_message_names_four_samples_and_counts_the_others():
+    assert named_ids("abcd") == "a, b, c, d"
+    assert named_ids("abcde") == "a, b, c, d and 1 others together"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron_async_rl.flow import buffer_file
-from megatron_async_rl.flow.buffer import Buffer, GroupState
+from megatron_async_rl.flow.buffer import EMPTY, Buffer, GroupState
 from megatron_async_rl.flow.buffer_file import PARTIALS, BufferBroken, read, written
 from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.columns import LOGGED
@@ -144,6 +144,12 @@ def test_every_field_comes_back_as_it_was(rows: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(buffer_file, "ROWS", rows)
     assert same(read(written(full())), full())
     assert same(read(written(Buffer())), Buffer())
+
+
+def test_a_run_without_a_checkpoint_begins_with_nothing() -> None:
+    nothing = Buffer(groups=(), stored=(), equal=(0, 0), first_versions=())
+    assert same(EMPTY, nothing)
+    assert same(read(written(EMPTY)), nothing)
 
 
 def test_a_file_from_before_samples_had_experts_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

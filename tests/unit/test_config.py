@@ -17,7 +17,7 @@ from megatron_async_rl.config import docs as document
 from megatron_async_rl.config.keys import leaf_types, path_keys, walk
 from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.config.problem import SCREEN_PROBLEMS, ConfigError, Problem
-from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.rules import validated
 from megatron_async_rl.config.yaml_tree import read_document, write
 from tests.method_settings import models
 from tests.written_run import config_tree
@@ -204,7 +204,7 @@ def test_numbers_and_texts_survive_dump_and_load(tmp_path_factory, lr, ratio, st
     tree["flow"]["async_ratio"] = ratio
     tree["rollout"]["sampling"]["stop"] = stop
     tree["run"]["dir"], tree["model"]["path"], tree["data"]["train"] = "/r", "/m", "/d"
-    made = Config.model_validate(tree)
+    made = validated(tree)
     copy = tmp_path_factory.mktemp("dump") / "config.yaml"
     copy.write_text(dump(made))
     assert load(copy) == made
@@ -695,3 +695,17 @@ def test_the_page_of_keys_is_up_to_date():
 )
 def test_every_example_follows_the_schema(example):
     load(example)
+
+
+def test_a_path_that_libraries_would_read_otherwise_is_refused(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.getfilesystemencoding", lambda: "latin-1")
+    assert load(file, ["run.dir=/runs/a"]).run.dir == Path("/runs/a")
+    with pytest.raises(ConfigError) as refused:
+        load(file, ["run.dir=/runs/é"])
+    (problem,) = refused.value.problems
+    assert problem.key == "run.dir"
+    assert "/runs/é is not a path that all parts of a run can open in this locale" in problem.what
+    monkeypatch.setattr("sys.getfilesystemencoding", lambda: "utf-8")
+    assert load(file, ["run.dir=/runs/é"]).run.dir == Path("/runs/é")

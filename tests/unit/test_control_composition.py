@@ -2,10 +2,9 @@
 fix."""
 
 import pytest
-import yaml
 from pydantic import ValidationError
 
-from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.rules import validated
 from tests.cases import looped
 from tests.written_run import config_tree
 
@@ -16,9 +15,7 @@ ALIGNED = {"name": "momentum_by_alignment"}
 
 
 def build(*controls, **changes):
-    return Config.model_validate(
-        yaml.safe_load(yaml.safe_dump({**config_tree(), "controls": list(controls), **changes}))
-    )
+    return validated({**config_tree(), "controls": list(controls), **changes})
 
 
 @looped(

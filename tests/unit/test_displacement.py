@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import yaml
 from pydantic import ValidationError
 
 from megatron_async_rl.config.controls import DisplacementControl
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.schema import Config, OptimizerConfig
+from megatron_async_rl.config.rules import validated
+from megatron_async_rl.config.schema import OptimizerConfig
 from megatron_async_rl.controls.decision import Control, Decision
 from megatron_async_rl.controls.displacement import Displacement
 from megatron_async_rl.objectives.objective import Objective
@@ -338,7 +338,7 @@ def config(**changes):
         for key, value in changes.items()
     }
     tree |= {"controls": ["displacement"], **changed}
-    return Config.model_validate(yaml.safe_load(yaml.safe_dump(tree)))
+    return validated(tree)
 
 
 def test_a_store_that_does_not_reach_back_to_the_oldest_start_is_refused():

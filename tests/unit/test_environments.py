@@ -20,7 +20,7 @@ import pytest
 
 from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.config.problem import DataError
-from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.rules import validated
 from megatron_async_rl.data.prompts import MixturePart, PromptSet
 from megatron_async_rl.plan.preflight import _tasks
 from megatron_async_rl.rollout.environments import (
@@ -766,10 +766,10 @@ def test_a_run_whose_reward_or_tool_cannot_work_is_refused(
         "rollout": {"sampling": {"max_tokens": 8}, **rollout},
     }
     if what is None:
-        assert Config.model_validate(settings).rollout is not None
+        assert validated(settings).rollout is not None
     else:
         with pytest.raises(ValueError, match=what):
-            Config.model_validate(settings)
+            validated(settings)
 
 
 def test_tools_are_described_by_their_signatures_and_docstrings() -> None:

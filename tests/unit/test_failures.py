@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.rules import validated
 from megatron_async_rl.flow.errors import EngineFailed, RewardFailed
 from megatron_async_rl.launch import launcher
 from megatron_async_rl.metrics.status import Status, write_status
@@ -110,7 +110,7 @@ def test_files_of_one_name_are_not_written_over_each_other_before_they_are_whole
 def test_what_killed_processes_left_half_written_goes_with_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = Config.model_validate({**config_tree(), "run": {"dir": tmp_path, "steps": 1}})
+    config = validated({**config_tree(), "run": {"dir": str(tmp_path), "steps": 1}})
     write_status(tmp_path, Status(phase="failed", step=0, steps=1, time=0.0))
     (tmp_path / "mine.partial").touch()
     kept = {path.name for path in tmp_path.iterdir()}

@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.rules import validated
 from megatron_async_rl.launch import launcher
 from megatron_async_rl.launch.launcher import LocalRanks
 from megatron_async_rl.launch.peers import Nodes, PeerNodes
@@ -44,10 +45,10 @@ def run_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], E
     returns its exit code, the final status, and what it showed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launcher, "POLL_S", 0.02)
-    config = Config.model_validate({**config_tree(), "run": {"dir": tmp_path / "run", "steps": 5}})
+    config = validated({**config_tree(), "run": {"dir": str(tmp_path / "run"), "steps": 5}})
 
-    def begin(script: str) -> Callable[[LocalRanks, str], subprocess.Popen[bytes]]:
-        def start(ranks: LocalRanks, run_id: str) -> subprocess.Popen[bytes]:
+    def begin(script: str) -> Callable[[LocalRanks, str, ExitStack], subprocess.Popen[bytes]]:
+        def start(ranks: LocalRanks, run_id: str, held: ExitStack) -> subprocess.Popen[bytes]:
             with open(ranks.log, "wb") as log:
                 return subprocess.Popen(
                     ["bash", "-c", script],

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import yaml
 from pydantic import ValidationError
 
+from megatron_async_rl.config.rules import validated
 from megatron_async_rl.config.schema import Config
 from tests.cases import looped
 from tests.written_run import config_tree
@@ -24,7 +24,7 @@ def build(
     tree = config_tree()
     tree["flow"] |= flow or {}
     tree["rollout"] |= rollout or {}
-    return Config.model_validate(yaml.safe_load(yaml.safe_dump({**tree, **sections})))
+    return validated({**tree, **sections})
 
 
 @looped(

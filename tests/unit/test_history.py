@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_async_rl.config.schema import FlowConfig, SamplesConfig
@@ -24,7 +25,7 @@ from megatron_async_rl.report.sample_browser import SampleBrowser
 from megatron_async_rl.samples.frames import SegmentBroken
 from megatron_async_rl.samples.history import HistoryBroken, account
 from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
-from megatron_async_rl.samples.segments import FOLDER, read_entries, read_table
+from megatron_async_rl.samples.segments import FOLDER, gaps_in, read_entries, read_table
 from megatron_async_rl.samples.types import Request, Sample
 from tests.cases import looped
 from tests.logged_samples import row, sample
@@ -305,3 +306,16 @@ def test_an_outcome_without_its_sample_is_a_fault(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(HistoryBroken, match="is of sample 3-1, which is missing"):
         account(tmp_path)
+
+
+def test_gaps_in_the_numbers_are_named_from_the_first_to_the_last_that_must_be_there() -> None:
+    def gaps(numbers: list[int], **known: int | None) -> str:
+        return gaps_in([np.array(numbers, np.int64)], **{"first": None, **known})
+
+    assert gaps([]) == gaps([], first=0) == gaps([3, 4], first=3, end=5) == ""
+    assert gaps([3, 5]) == gaps([3, 5], first=3, end=6) == "4 to 4"
+    assert gaps([3, 7], first=1, end=10) == "1 to 2, 4 to 6, 8 to 9"
+    assert gaps([], first=0, end=3) == "0 to 2"
+    five = "1 to 1, 3 to 3, 5 to 5, 7 to 7, 9 to 9"
+    assert gaps([0, 2, 4, 6, 8, 10]) == five
+    assert gaps([0, 2, 4, 6, 8, 10, 12]) == f"{five}, 1 more ranges"

@@ -95,6 +95,8 @@ def test_a_ray_of_our_own_starts_no_monitor(monkeypatch: pytest.MonkeyPatch) -> 
     from ray._private.node import Node
 
     started: list[Node] = []
+    for name in ("start_log_monitor", "start_api_server"):
+        monkeypatch.setattr(Node, name, getattr(Node, name))
     monkeypatch.setattr(Node, "start_monitor", started.append)
     head = Mock(_gcs_address=None, _gcs_client=None)
     head._ray_params = Mock(no_monitor=False, ray_client_server_port=None)

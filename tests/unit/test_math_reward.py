@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_async_rl.rollout.rewards import mathematics
+from megatron_async_rl.rollout.rewards.formula_parser import read
+from megatron_async_rl.rollout.rewards.formula_terms import combination
 from megatron_async_rl.rollout.rewards.math_answer import read_answer
 from megatron_async_rl.rollout.rewards.mathematics import math
 from megatron_async_rl.rollout.rewards.registry import RewardError, validate_row
@@ -330,3 +332,30 @@ def test_a_number_in_text_without_a_fraction_is_a_whole_number() -> None:
         prompt = Prompt(id="p", text="?", token_ids=(1,), fields={"answer": answer})
         assert arithmetic(prompt, "27") == 1.0
     assert score(1.5e-07, r"\boxed{1.5 \times 10^{-7}}") == 1.0
+
+
+def test_numbers_are_calculated_and_roots_simplified_in_terms() -> None:
+    def same(one: str, other: str) -> bool:
+        found = [read(text) for text in (one, other)]
+        return combination(found[0]) == combination(found[1])
+
+    for one, other in (
+        (r"\sqrt{4}", "2"),
+        (r"\sqrt{9}", "3"),
+        (r"\sqrt{12}", r"2\sqrt{3}"),
+        (r"\sqrt{1/2}", r"\sqrt{2}/2"),
+        (r"\sqrt{2}\sqrt{3}", r"\sqrt{6}"),
+        (r"\sqrt{2}(x+\sqrt{3})", r"\sqrt{2}x+\sqrt{6}"),
+        ("x^2 x", "x^3"),
+        ("(x-1)^2", "(1-x)^2"),
+        ("(x-1)^3", "-(1-x)^3"),
+        ("2^{64}", str(2**64)),
+    ):
+        assert same(one, other), (one, other)
+    for one, other in (
+        ("2^{65}", str(2**65)),  # a power that large is not an operation to carry out
+        ("(x-1)^3", "(1-x)^3"),
+        ("x^2 x", "x^2"),
+        (r"\sqrt{3}", "3"),
+    ):
+        assert not same(one, other), (one, other)

@@ -43,6 +43,18 @@ def test_matched_norm_leaves_the_length_that_gac_leaves_and_the_direction_alone(
     assert {name: decision.metrics[name] for name in shared} == shared
 
 
+def test_matched_norm_compares_each_gradient_with_the_one_before_as_gac_does():
+    gac, null = Gac(GacControl(c_low=0.15)), MatchedNorm(MatchedNormControl(c_low=0.15))
+    cosines = []
+    for c in (0.6, 0.2, -0.7):
+        for given in aligned(c, seed=int(10 * c) % 7):
+            judged = gac.apply(step(copied(given))).metrics
+            found = null.apply(step(copied(given))).metrics
+            assert found.get("gac/cosine") == judged.get("gac/cosine")
+            cosines.append(found.get("gac/cosine"))
+    assert len(set(cosines)) == 6, "none is judged by an old gradient"
+
+
 def test_matched_norm_skips_where_gac_does():
     null = MatchedNorm(MatchedNormControl(c_high=0.5))
     first, second = aligned(0.9)

@@ -9,6 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_async_rl.config.load import load
+from megatron_async_rl.config.rules import validated
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.controls.registry import build_controls
 from megatron_async_rl.objectives.objective import Objective
@@ -123,7 +124,7 @@ def test_each_kind_of_method_is_added_by_one_file_and_one_line(folder):
         corrections=["mine:Halved"],
     )
     tree["controls"] = [{"name": "mine:SlowerSettings", "scale": 0.25}]
-    chosen = Config.model_validate(tree)
+    chosen = validated(tree)
     objective, batch = Objective(chosen.objective), columns(ragged_batch())
     targets = objective.decide(objective.prepare(batch, {}))
     part = part_of(targets, range(len(targets.samples)))
@@ -140,10 +141,10 @@ def test_each_kind_of_method_is_added_by_one_file_and_one_line(folder):
 def test_a_run_with_plug_ins_is_read_again_as_it_was_written(folder):
     tree = config(loss={"name": "mine:Scaled", "factor": 3.0})
     tree["controls"] = ["mine:SlowerSettings"]
-    chosen = Config.model_validate(tree)
+    chosen = validated(tree)
     dumped = chosen.model_dump(mode="json", warnings="error")
     assert dumped["objective"]["loss"] == {"name": "mine:Scaled", "factor": 3.0}
-    assert Config.model_validate(dumped) == chosen
+    assert validated(dumped) == chosen
     assert Config.model_validate(chosen.model_copy()) == chosen
     (folder / "again.yaml").write_text(yaml.safe_dump(dumped))
     assert load(folder / "again.yaml").objective.loss == chosen.objective.loss
@@ -153,7 +154,7 @@ def test_the_rules_hold_for_a_plug_in_too(folder):
     tree = config()
     tree["controls"] = ["mine:SlowerSettings", "ess_lr"]
     with pytest.raises(ValidationError, match="both scale the learning rate"):
-        Config.model_validate(tree)
+        validated(tree)
 
 
 @pytest.mark.parametrize(
@@ -174,19 +175,19 @@ def test_the_rules_hold_for_a_plug_in_too(folder):
 )
 def test_what_is_no_plug_in_is_refused_with_the_reason(folder, name, reason):
     with pytest.raises(ValidationError, match=reason):
-        Config.model_validate(config(loss=name))
+        validated(config(loss=name))
 
 
 def test_a_control_that_is_a_function_is_refused_with_the_reason(folder):
     tree = config()
     tree["controls"] = ["mine:BareControl"]
     with pytest.raises(ValidationError, match=r"a subclass of .*\.decision\.Control"):
-        Config.model_validate(tree)
+        validated(tree)
 
 
 def test_a_wrong_setting_of_a_plug_in_is_refused_where_it_stands(folder):
     with pytest.raises(ValidationError) as refused:
-        Config.model_validate(config(loss={"name": "mine:Scaled", "fctor": 3.0}))
+        validated(config(loss={"name": "mine:Scaled", "fctor": 3.0}))
     assert refused.value.errors()[0]["loc"] == ("objective", "loss", "fctor")
 
 

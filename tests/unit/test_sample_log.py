@@ -617,6 +617,20 @@ def test_a_log_of_a_version_without_checksums_is_refused_by_name(tmp_path: Path)
     assert old.read_bytes() == b"old"
 
 
+def test_a_folder_that_is_absent_is_empty_and_another_thing_in_its_place_is_damage(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / FOLDER
+    assert segments_in(folder) == []
+    folder.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(SegmentBroken, match="is a link to a folder that is not there"):
+        segments_in(folder)
+    folder.unlink()
+    folder.write_text("a file")
+    with pytest.raises(SegmentBroken, match="cannot be read as a folder: Not a directory"):
+        segments_in(folder)
+
+
 def test_an_evaluation_that_a_crash_repeats_stands_there_once(tmp_path: Path) -> None:
     first, again = (replace(sample(0), id="-1-0") for _ in range(2))
     log = begun(tmp_path)

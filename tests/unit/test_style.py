@@ -59,6 +59,39 @@ def test_a_file_with_the_name_of_another_is_rejected(style: Any) -> None:
     assert style.repeated_stems([*paths, "p/c/one.py"]) == {"p/b/one.py", "p/c/one.py"}
 
 
+def test_an_import_cycle_is_rejected_where_one_import_is_of_types_alone(style: Any) -> None:
+    first = ast.parse("from p import b\ndef f():\n    import p.c\n")
+    second = ast.parse("if TYPE_CHECKING:\n    from p.a import A\nelse:\n    import p.c\n")
+    trees = {"p/a.py": first, "p/b.py": second, "p/c.py": ast.parse("import p.b.x\n")}
+    cycle = style.import_cycle(trees)
+    assert sorted(cycle[1:]) == ["p.a", "p.b"]
+    assert cycle[0] == cycle[-1]
+    assert style.type_imports(trees) == ["p/b.py:2"]
+    # An import inside a function runs later, so that it closes no circle.
+    assert style.import_cycle({"p/b.py": second, "p/c.py": first}) == []
+    tried = ast.parse("try:\n    import p.b\nexcept ImportError:\n    from p.c import x\n")
+    assert len(style.import_cycle({"p/__init__.py": second, "p/a.py": tried})) == 0
+    assert len(style.import_cycle({"p/b.py": second, "p/a.py": tried})) == 3
+
+
+def test_too_many_imports_of_types_alone_are_rejected(style: Any, tmp_path: Path) -> None:
+    (tmp_path / style.PACKAGE).mkdir()
+    lines = "    import a\n" * 30
+    (tmp_path / style.PACKAGE / "one.py").write_text(f"if TYPE_CHECKING:\n{lines}")
+    (found,) = [one for one in style.check(tmp_path) if "TYPE_CHECKING" in one]
+    assert found.startswith("30 imports under TYPE_CHECKING, and 29 are allowed")
+    (tmp_path / style.PACKAGE / "one.py").write_text("from p import b\n")
+    assert not [one for one in style.check(tmp_path) if "TYPE_CHECKING" in one]
+
+
+def test_a_configuration_that_no_rule_checks_is_rejected(style: Any) -> None:
+    source = (
+        "class Config(Strict):\nConfig.model_validate(tree)\nRunConfig(dir=dir)\n"
+        "return Config.model_validate_json(\nvalidated(tree)\nConfig(run=run)\n"
+    )
+    assert [*style.unchecked_configs(source)] == [2, 4, 6]
+
+
 def test_a_wide_line_of_a_page_is_rejected_except_in_tables_code_and_links(style: Any) -> None:
     wide = "word " * 21
     page = f"{wide}\n| {wide} |\n[{wide}](x.md)\n```\n{wide}\n```\n"

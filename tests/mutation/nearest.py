@@ -1,0 +1,86 @@
+"""The test files nearest to a module: those that import it over the fewest steps."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+FOLDERS = ("tests/unit", "tests/loop")
+
+
+class ImportMap:
+    """Imports among the package, the tests and their helpers in the checkout `root`."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._files = {
+            str(path.relative_to(root))
+            for folder in ("megatron_async_rl", "tests", "examples", "benchmarks")
+            for path in (root / folder).rglob("*.py")
+        }
+        self._tests = sorted(
+            file
+            for file in self._files
+            if file.startswith(FOLDERS) and Path(file).name.startswith("test_")
+        )
+        self._imports = cache(self._read_imports)
+        self._tree = cache(self._read_tree)
+
+    def nearest(self, file: str, limit: int) -> list[str]:
+        """At most `limit` test files, nearest first: those named after the module, then by the
+        number of imports between them, by how often they use a name of the module, and by how few
+        other modules they import."""
+        name = Path(file).stem if Path(file).stem != "__init__" else Path(file).parent.name
+        ranked = []
+        for test in self._tests:
+            distance = self._distance(test, file)
+            if distance is not None:
+                named = Path(test).stem.removeprefix("test_") == name
+                uses = self._uses(test, file)
+                ranked.append((not named, distance, -uses, len(self._imports(test)), test))
+        ranked.sort()
+        return [test for *_, test in ranked[:limit]]
+
+    def _uses(self, test: str, file: str) -> int:
+        """How often `test` names what it imports from `file`."""
+        module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        tree = self._tree(test)
+        names = {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+            if module in (node.module, f"{node.module}.{alias.name}")
+        }
+        return sum(isinstance(node, ast.Name) and node.id in names for node in ast.walk(tree))
+
+    def _distance(self, start: str, goal: str) -> int | None:
+        seen, ahead, steps = {start}, [start], 0
+        while ahead:
+            steps += 1
+            ahead = [near for one in ahead for near in self._imports(one) if near not in seen]
+            if goal in ahead:
+                return steps
+            seen.update(ahead)
+        return None
+
+    def _read_tree(self, file: str) -> ast.Module:
+        return ast.parse((self._root / file).read_text(encoding="utf-8"))
+
+    def _read_imports(self, file: str) -> frozenset[str]:
+        found = set()
+        for node in ast.walk(self._tree(file)):
+            if isinstance(node, ast.Import):
+                found |= {one.name for one in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found |= {f"{node.module}.{one.name}" for one in node.names} | {node.module}
+        return frozenset(
+            candidate
+            for name in found
+            for candidate in (
+                f"{name.replace('.', '/')}.py",
+                f"{name.replace('.', '/')}/__init__.py",
+            )
+            if candidate in self._files
+        )
