@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from megatron_async_rl.weights.digest import tensor_digest
+from tests.cases import looped
 from tests.parallel.models import (
     ALL_LAYOUTS,
     CASES,
@@ -25,9 +26,7 @@ def assert_same(found, expected):
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize(
-    ("layout", "model"), [*CASES, *((layout, "qwen3-bfloat16") for layout in LAYOUTS)]
-)
+@looped(("layout", "model"), [*CASES, *((layout, "qwen3-bfloat16") for layout in LAYOUTS)])
 def test_exported_tensors_are_the_checkpoints_bit_for_bit(layout, model):
     rank_zero, *others = results(layout)
     for kind in ("exported", "exported_in_small_buckets"):
@@ -35,7 +34,7 @@ def test_exported_tensors_are_the_checkpoints_bit_for_bit(layout, model):
         assert all(rank["models"][model][kind] is None for rank in others)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@looped("layout", LAYOUTS)
 def test_a_bucket_costs_one_collective_per_dimension_however_many_tensors_it_has(layout):
     """One bucket per stage here: a gather over tensor ranks, and a message from every later
     stage."""
@@ -45,7 +44,7 @@ def test_a_bucket_costs_one_collective_per_dimension_however_many_tensors_it_has
     assert max(ranks) <= max((tensor > 1) + 1, stages)
 
 
-@pytest.mark.parametrize("layout", MIXTURE_LAYOUTS)
+@looped("layout", MIXTURE_LAYOUTS)
 def test_divided_experts_travel_in_buckets_of_their_own(layout):
     """Two buckets per stage: what every data-parallel rank holds, and the experts, gathered over
     their owners."""
@@ -55,7 +54,7 @@ def test_divided_experts_travel_in_buckets_of_their_own(layout):
     assert results(layout)[0]["models"]["mixture"]["collectives"] == whole + divided
 
 
-@pytest.mark.parametrize(
+@looped(
     ("layout", "model"),
     [("single", "qwen3-tied"), ("data", "qwen3-tied"), ("mixture_single", "mixture")],
 )
@@ -69,8 +68,8 @@ def test_what_one_rank_holds_whole_is_exported_without_a_copy(layout, model):
 STAGED = [*CASES, *((layout, "qwen3-bfloat16") for layout in LAYOUTS)]
 
 
-@pytest.mark.parametrize("way", ["by tensors", "by rows", "gathered", "lent"])
-@pytest.mark.parametrize(("layout", "model"), STAGED)
+@looped("way", ["by tensors", "by rows", "gathered", "lent"])
+@looped(("layout", "model"), STAGED)
 def test_what_all_ranks_stage_is_the_checkpoint_and_so_are_its_digests(layout, model, way):
     """Digests of the checkpoint are of whole tensors; on every rank the same sums of parts."""
     expected = tensors_of(source_of(model))
@@ -81,7 +80,7 @@ def test_what_all_ranks_stage_is_the_checkpoint_and_so_are_its_digests(layout, m
         assert staged["digests"] == digests
 
 
-@pytest.mark.parametrize(("layout", "model"), CASES)
+@looped(("layout", "model"), CASES)
 def test_every_rank_writes_its_share_and_no_weights_go_through_another(layout, model):
     settings = ALL_LAYOUTS[layout]
     expected = tensors_of(source_of(model))
@@ -95,7 +94,7 @@ def test_every_rank_writes_its_share_and_no_weights_go_through_another(layout, m
         assert staging["collectives"].get("all_reduce", 0) == (settings["ranks"] > 1)
 
 
-@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+@looped("layout", ALL_LAYOUTS)
 def test_a_flipped_bit_swapped_rows_and_a_stale_shard_are_each_caught(layout):
     model = FAULTY[layout in MIXTURE_LAYOUTS]
     damaged = "model.layers.1.self_attn.q_proj.weight"
@@ -106,7 +105,7 @@ def test_a_flipped_bit_swapped_rows_and_a_stale_shard_are_each_caught(layout):
         assert stale in tensors_of(source_of(model))
 
 
-@pytest.mark.parametrize("layout", ALL_LAYOUTS)
+@looped("layout", ALL_LAYOUTS)
 def test_a_trained_model_is_written_as_a_directory_that_transformers_loads(layout, tmp_path):
     expected = results(layout)[0]["checkpoint"]["after_export"]
     assert_same(as_transformers_loads(directory_of(layout) / "hf", tmp_path), expected)

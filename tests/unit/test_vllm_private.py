@@ -53,7 +53,7 @@ def found(name: str) -> bool:
     return False
 
 
-@looped("name", sorted({*vllm_private.NAMES, *expert_recorder.NAMES, *imported()}))
+@looped("name", lambda: sorted({*vllm_private.NAMES, *expert_recorder.NAMES, *imported()}))
 def test_the_installed_vllm_has_every_name_we_use(name: str) -> None:
     assert found(name), f"vLLM has no {name}"
 
