@@ -12,15 +12,21 @@ import psutil
 def core_of(log: Path) -> psutil.Process:
     """It gives its number in each line; an engine that is started anew begins a new log. Raises
     psutil.NoSuchProcess."""
-    numbers = re.findall(r"\(EngineCore pid=(\d+)\)", log.read_text())
-    assert numbers, f"no vLLM process has written to {log}"
+    return _named("EngineCore", log)
+
+
+def actor_of(log: Path) -> psutil.Process:
+    """The engine's actor. Raises psutil.NoSuchProcess."""
+    return _named("MainProcess", log)
+
+
+def _named(name: str, log: Path) -> psutil.Process:
+    numbers = re.findall(rf"\({name} pid=(\d+)\)", log.read_text())
+    assert numbers, f"no {name} has written to {log}"
     return psutil.Process(int(numbers[-1]))
 
 
 def workers_of(log: Path) -> list[psutil.Process]:
     """The tensor-parallel workers that `core_of` started, by rank. Raises psutil.NoSuchProcess."""
     numbers = dict(re.findall(r"\(Worker_TP(\d+) pid=(\d+)\)", log.read_text()))
-    workers = [psutil.Process(int(numbers[rank])) for rank in sorted(numbers)]
-    core = core_of(log)
-    assert all(worker.ppid() == core.pid for worker in workers), (workers, core)
-    return workers
+    return [psutil.Process(int(numbers[rank])) for rank in sorted(numbers)]

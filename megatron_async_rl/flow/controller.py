@@ -61,6 +61,7 @@ from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.flow.spec import ControllerSpec, DataState, Handout, PromptProvider
 from megatron_async_rl.flow.summary import Ages, FlowCounts, engine_counts, summarise_dropped
 from megatron_async_rl.flow.updates import cancel_all
+from megatron_async_rl.rollout.cluster import preloaded_worker
 from megatron_async_rl.rollout.engine_process import start_engine
 from megatron_async_rl.samples.columns import NUMERIC
 from megatron_async_rl.samples.rows import SampleRow, TrainBatch, gathered
@@ -527,7 +528,9 @@ def start_controller(source: PromptProvider, spec: ControllerSpec) -> Any:
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     remote_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1000)(Controller)
-    return remote_class.options(name=NAME, scheduling_strategy=here).remote(source, spec)
+    return remote_class.options(name=NAME, scheduling_strategy=here, **preloaded_worker()).remote(
+        source, spec
+    )
 
 
 async def _at_most(wait: Any, seconds: float) -> None:

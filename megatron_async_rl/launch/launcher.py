@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -43,9 +43,12 @@ from megatron_async_rl.metrics.log import FILE as METRICS
 from megatron_async_rl.metrics.log import cut_unreadable
 from megatron_async_rl.metrics.status import FILE as STATUS
 from megatron_async_rl.metrics.status import FINAL, Status, read_status, write_status
+from megatron_async_rl.plan.layout import PLANNED_DEVICE
 from megatron_async_rl.report.progress import Progress, print_summary
 from megatron_async_rl.rollout.allocator import set_options_of_ranks
 from megatron_async_rl.rollout.cluster import prepare_environment, stay_on_this_machine
+from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.rollout.vllm_plugin import serving_engines
 from megatron_async_rl.samples.segments import FOLDER as SAMPLES
 from megatron_async_rl.watchdog import stall, watch
 from megatron_async_rl.watchdog.events import (
@@ -57,12 +60,16 @@ from megatron_async_rl.watchdog.events import (
 )
 from megatron_async_rl.watchdog.host_memory import kernel_shortage
 from megatron_async_rl.watchdog.logs import KILLED, PRIMARY, SECONDARY, find_cause, tail
+from megatron_async_rl.watchdog.preloaded import VARIABLE as PRELOADED
+from megatron_async_rl.watchdog.preloaded import serving
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE, STOPPED, of_run
 from megatron_async_rl.watchdog.progress_monitor import FOLDER
 from megatron_async_rl.watchdog.run_folder import RunFolder, run_folder
 from megatron_async_rl.watchdog.watchdog import Watchdog
 from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 
+RANK_IMPORTS = "megatron_async_rl.train"
+"""Module that imports everything that a rank imports."""
 POLL_S = 0.25
 KILL_GRACE_S = 10.0
 CLOSING_S = 30.0
@@ -213,9 +220,9 @@ def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
     config, nodes = ranks.config, ranks.nodes
     run_dir, run_id = config.run.dir, uuid.uuid4().hex  # each machine ends its own processes
     earlier, stall_found, exit_code, error = read_status(run_dir), None, 1, None
-    with deferred() as interrupts:
+    with deferred() as interrupts, contextlib.ExitStack() as held:
         try:
-            process = _start_ranks(ranks, run_id)
+            process = _start_ranks(ranks, run_id, held)
             progress = Progress(run_dir, config.run.steps, console)
             watchdog = Watchdog(
                 run_dir,
@@ -344,6 +351,8 @@ def environment_of_ranks(
     """`given`, with what ranks need; `wanted`: default values of the variables that this machine's
     ranks need. `nodes`: machines that have ranks."""
     environment = {**wanted, **given, RUN_ID_VARIABLE: run_id}
+    for name in [one for one in environment if one.startswith(PRELOADED)]:
+        del environment[name]  # servers of another run, whose forks would carry its id
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment.setdefault(
         "SPT_NOENV", "1"
@@ -356,7 +365,10 @@ def environment_of_ranks(
     return environment
 
 
-def _start_ranks(ranks: LocalRanks, run_id: str) -> subprocess.Popen[bytes]:
+def _start_ranks(
+    ranks: LocalRanks, run_id: str, held: contextlib.ExitStack
+) -> subprocess.Popen[bytes]:
+    """Start torchrun. `held`: closed after the ranks have ended."""
     config, nodes = ranks.config, ranks.nodes
     command = [
         sys.executable,
@@ -370,6 +382,7 @@ def _start_ranks(ranks: LocalRanks, run_id: str) -> subprocess.Popen[bytes]:
     environment = environment_of_ranks(os.environ, run_id, ranks.environment, nodes=nodes.count)
     ranks.folder.set_in(environment)
     locks = ranks.folder.locks if ranks.lock is None else (*ranks.folder.locks, ranks.lock)
+    locks += tuple(_preload(ranks, environment, held))
     with open(ranks.log, "wb") as log:
         return subprocess.Popen(
             command,
@@ -380,6 +393,37 @@ def _start_ranks(ranks: LocalRanks, run_id: str) -> subprocess.Popen[bytes]:
             start_new_session=True,
             pass_fds=locks,
         )
+
+
+def _preload(
+    ranks: LocalRanks, environment: MutableMapping[str, str], held: contextlib.ExitStack
+) -> list[int]:
+    """Start the servers that ranks and engines are forked from, in parallel, and set their
+    addresses in `environment`. Returns descriptors that keep the servers alive.
+
+    GPU runs have no servers: some imports initialise CUDA, which a fork could not use."""
+    config, folder = ranks.config, ranks.folder.path
+    if environment.get(PLANNED_DEVICE) == "cuda":
+        return []
+    logs = config.run.dir / "logs"
+    log = logs / f"preloaded_ranks{ranks.log.stem.removeprefix('torchrun')}.log"
+    servers: list[contextlib.AbstractContextManager[int]] = [
+        serving("ranks", RANK_IMPORTS, environment, {}, folder, log)
+    ]
+    # Engines of a Ray that was there before inherit nothing from this process.
+    if config.rollout is not None and not environment.get("RAY_ADDRESS"):
+        spec = EngineSpec(
+            index=0,
+            model_path=config.model.path,
+            dtype=config.engine_dtype,
+            rollout=config.rollout,
+            seed=config.run.seed,
+            device="cpu",
+            log_dir=logs,
+        )
+        log = logs / "preloaded_engines.log"
+        servers.append(serving_engines(spec, environment, folder, log))
+    return [held.enter_context(server) for server in servers]
 
 
 def _watch(

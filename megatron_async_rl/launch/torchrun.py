@@ -12,10 +12,14 @@ Invariants:
 
 from __future__ import annotations
 
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch.distributed import Store, run
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import (
+    SubprocessHandler,
+)
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -26,6 +30,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from megatron_async_rl.launch.peers import RENDEZVOUS
+from megatron_async_rl.watchdog import preloaded
 from megatron_async_rl.weights.bound_store import serve_store
 
 
@@ -59,7 +64,22 @@ def _rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
     )
 
 
+def _start_rank(
+    handler: SubprocessHandler, command: Sequence[str], environment: Mapping[str, str]
+) -> preloaded.Process | subprocess.Popen[bytes]:
+    """Start a rank from the server of ranks, or as torchrun does where there is none."""
+    arguments, address = command[1:], preloaded.address_of("ranks")
+    rank = None
+    if command[0] == sys.executable:  # not where torchrun binds it to a NUMA node
+        rank = preloaded.start(address, arguments, environment, (0, 1, 2), new_session=True)
+    return rank or _start_interpreter(handler, tuple(command), dict(environment))
+
+
+_start_interpreter = SubprocessHandler._popen
+
+
 def main(given: Sequence[str]) -> None:
+    SubprocessHandler._popen = _start_rank
     rendezvous_handler_registry.register(RENDEZVOUS, _rendezvous)
     run.main(list(given))
 

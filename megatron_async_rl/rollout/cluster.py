@@ -31,6 +31,7 @@ from megatron_async_rl.rollout.allocator import without_expandable_segments
 from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import DeadlineExceeded, ray_get
+from megatron_async_rl.watchdog.preloaded import executable
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE
 from megatron_async_rl.watchdog.run_folder import use_run_folder
 
@@ -248,6 +249,9 @@ def join_ray(
 
     ray_constants.ENABLE_RAY_CLUSTER = False
     start_no_monitor()
+    if executable("engines") is not None:
+        # Actors are forked from the server, and would leave prestarted workers idle.
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     # Engines inherit what Ray does, and this process may still have to read it.
     of_ranks = os.environ.pop(CONNECTIONS, None)
     try:
@@ -267,12 +271,14 @@ def join_ray(
 
 
 def start_no_monitor() -> None:
-    """Keep Ray's autoscaler monitor from starting with a Ray of our own: a run never adds machines
-    by it, and it serves metrics on port 44217 without a token. `ray.init` has no option for
-    this."""
+    """Keep a Ray of our own from starting processes that a run does not use: the autoscaler's
+    monitor, which serves metrics on port 44217 without a token, the log monitor, and the
+    dashboard's server. `ray.init` has no option for these."""
     from ray._private.node import Node
 
     Node.start_monitor = lambda node: None
+    Node.start_log_monitor = lambda node: None
+    Node.start_api_server = lambda node, **_: None
 
 
 def inherited(environment: Mapping[str, str], folder: str) -> dict[str, str]:
@@ -310,6 +316,13 @@ def place_of_engine(spec: EngineSpec) -> Any:
     others.remove(here)
     machines = [*others, here]
     return NodeAffinitySchedulingStrategy(machines[spec.index % len(machines)], soft=False)
+
+
+def preloaded_worker() -> dict[str, Any]:
+    """Return the options of actors on this machine: if there is a server of engines, it forks
+    them."""
+    python = executable("engines")
+    return {} if python is None else {"runtime_env": {"py_executable": python}}
 
 
 async def node_of(actor: Any) -> str:

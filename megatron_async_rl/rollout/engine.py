@@ -30,8 +30,6 @@ import pickle
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING
 
-import psutil
-
 from megatron_async_rl.config.environment import AGENTS, TOOLS
 from megatron_async_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_async_rl.rollout.allocator import drop_expandable_segments
@@ -58,7 +56,7 @@ from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import name_this_process
 from megatron_async_rl.watchdog.logs import redirect_output
-from megatron_async_rl.watchdog.processes import collect_rarely
+from megatron_async_rl.watchdog.processes import collect_rarely, descendants
 from megatron_async_rl.watchdog.run_folder import name_shared_memory, use_run_folder
 from megatron_async_rl.weights.manifest import Manifest, WeightUpdate
 
@@ -128,10 +126,9 @@ class RolloutEngine:
         self._scorer.start()
         if self._environments is not None:
             self._environments.start()
-        before = {one.pid for one in psutil.Process().children(recursive=True)}
+        before = descendants()
         self._llm = AsyncLLM.from_engine_args(engine_arguments(spec))
-        started = {one.pid for one in psutil.Process().children(recursive=True)} - before
-        name_vllm_processes(started)
+        name_vllm_processes(descendants() - before)
         if spec.device == "cpu" and spec.rollout.workers > 1:
             await self._llm.collective_rpc("complete_on_cpu")
         await self._llm.init_weight_transfer_engine(

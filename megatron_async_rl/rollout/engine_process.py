@@ -11,12 +11,19 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, cast
 
 import psutil
 
-from megatron_async_rl.rollout.cluster import memory_of, node_of, place_of_engine
+from megatron_async_rl.rollout.cluster import (
+    memory_of,
+    node_of,
+    place_of_engine,
+    preloaded_worker,
+)
 from megatron_async_rl.rollout.engine import RolloutEngine
 from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.samples.rows import EngineReport
@@ -26,7 +33,7 @@ from megatron_async_rl.watchdog.deadline import answer_of
 from megatron_async_rl.watchdog.events import out_of_memory
 from megatron_async_rl.watchdog.host_memory import MemoryKind
 from megatron_async_rl.watchdog.logs import find_cause, tail
-from megatron_async_rl.watchdog.processes import condition
+from megatron_async_rl.watchdog.processes import condition, descendants
 from megatron_async_rl.weights.manifest import Manifest, WeightUpdate
 
 MAX_CALLS = 1000
@@ -131,6 +138,7 @@ async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
             num_gpus=spec.rollout.workers if spec.device == "cuda" else 0,
             max_concurrency=MAX_CALLS,
             scheduling_strategy=place_of_engine(spec),
+            **preloaded_worker(),
         )
         .remote(spec)
     )
@@ -158,8 +166,11 @@ async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
 
 def _processes(actor: object) -> list[tuple[int, float]]:
     """The actor's and its children's, such as vLLM's."""
-    own = psutil.Process()
-    return [(one.pid, one.create_time()) for one in (own, *own.children(recursive=True))]
+    found = []
+    for pid in (os.getpid(), *descendants()):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.append((pid, psutil.Process(pid).create_time()))
+    return found
 
 
 def _keep_old_log(spec: EngineSpec) -> None:

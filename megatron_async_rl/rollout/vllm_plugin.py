@@ -11,6 +11,8 @@ import gc
 import os
 import re
 import sys
+from collections.abc import MutableMapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from megatron_async_rl.rollout import expert_recorder
 from megatron_async_rl.rollout.cluster import loopback_interface
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.watchdog import watch
+from megatron_async_rl.watchdog.preloaded import serving, spawn_by_fork
 from megatron_async_rl.watchdog.processes import PARENT, die_with_parent
 from megatron_async_rl.watchdog.run_folder import name_shared_memory
 
@@ -31,6 +34,9 @@ BACKEND = "mar_weights"
 OPENMP = ("libgomp", "libiomp", "libomp.")
 """First letters of the file names of OpenMP's libraries: GNU's, Intel's and LLVM's."""
 
+IMPORTS = "megatron_async_rl.rollout.engine_imports"
+"""Module that imports everything that an engine imports."""
+
 WORKER_EXTENSION = "megatron_async_rl.weights.receive.WeightLoadingWorker"
 
 
@@ -41,6 +47,7 @@ def register() -> None:
     from megatron_async_rl.weights import vllm_private
 
     die_with_parent()
+    spawn_by_fork("engines")
     watch.join()
     name_shared_memory()
     # Python looks through all that was imported for garbage six times while vLLM starts, and once
@@ -105,6 +112,15 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         if openmp.is_file():
             values["LD_PRELOAD"] = _preloaded(openmp, os.environ.get("LD_PRELOAD", ""))
     return values
+
+
+def serving_engines(
+    spec: EngineSpec, variables: MutableMapping[str, str], folder: Path, log: Path
+) -> AbstractContextManager[int]:
+    """Run the server from which the actor and vLLM's processes of a CPU engine with the settings
+    `spec` are forked; see `preloaded.serving`."""
+    own = {name: value for name, value in environment(spec).items() if name != PARENT}
+    return serving("engines", IMPORTS, variables, own, folder, log)
 
 
 def _preloaded(openmp: Path, inherited: str) -> str:

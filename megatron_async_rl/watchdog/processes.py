@@ -10,6 +10,7 @@ parent was killed meanwhile ends itself.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -18,11 +19,12 @@ from pathlib import Path
 
 import psutil
 
-RUN_ID_VARIABLE = "MEGATRON_ASYNC_RL_RUN_ID"
-PARENT = "MAR_ENGINE_PARENT"
+from megatron_async_rl.watchdog import preloaded
+
+PARENT = preloaded.PARENT
 """Environment variable: process id of the engine actor, or of the process of vLLM that descends
 from it."""
-
+RUN_ID_VARIABLE = "MEGATRON_ASYNC_RL_RUN_ID"
 OBJECTS_BETWEEN_COLLECTIONS = 100_000
 """Far more than ten thousand groups in flight gain and lose at a batch; by default Python looks for
 garbage at 700."""
@@ -43,6 +45,18 @@ def of_run(run_id: str) -> list[psutil.Process]:
             return False
 
     return [process for process in psutil.process_iter() if belongs(process)]
+
+
+def descendants() -> set[int]:
+    """Return the ids of all processes that this one started, directly or not. A fork of the server
+    of engines (`preloaded`) counts as started by its requester."""
+    own = psutil.Process()
+    found = {child.pid for child in own.children(recursive=True)}
+    forked = preloaded.started_by(preloaded.address_of("engines"), {own.pid, *found})
+    for pid in forked:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    return found | forked
 
 
 def condition(pid: int, written_at: float | None = None) -> str | None:

@@ -51,8 +51,9 @@ def troubled(workspace: Workspace) -> dict[str, object]:
     run = workspace.folder / "runs" / "fleet"
     process = workspace.start("train", str(config))
     wait_until(lambda: len(workspace.metrics("fleet")) >= 2, process)
-    actor = core_of(run / "logs" / "engine-0.log").parent()
-    assert actor is not None
+    pid = pid_of(run, "engine-0")
+    assert pid is not None
+    actor = psutil.Process(pid)
     actor.send_signal(signal.SIGSTOP)
     wait_until(lambda: pid_of(run, "engine-0") not in (None, actor.pid), process)
     psutil.Process(pid_of(run, "engine-0")).kill()

@@ -3,10 +3,15 @@ test_through_updates.py look at, in this order."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
+from megatron_async_rl.config.schema import RolloutConfig
+from megatron_async_rl.rollout.cluster import prepare_environment
+from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.rollout.vllm_plugin import serving_engines
 from tests.engine.reference import save_checkpoint
 from tests.engine.running import (
     CHECKPOINTS,
@@ -20,19 +25,31 @@ from tests.engine.running import (
 
 
 @pytest.fixture(scope="session")
-def in_ray() -> Iterator[None]:
-    """Ray, for fixtures that start engines."""
+def in_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Ray, and the server that engines are forked from, for fixtures that start engines."""
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=200 * 2**20,
-        log_to_driver=False,
+    folder = tmp_path_factory.mktemp("server")
+    spec = EngineSpec(
+        index=0,
+        model_path=folder,
+        dtype="float32",
+        rollout=RolloutConfig.model_validate({"reward": {"name": REWARD}, "start_timeout_s": 900}),
+        seed=11,
+        device="cpu",
+        log_dir=folder,
     )
-    yield
-    ray.shutdown()
+    prepare_environment(os.environ)  # as the server's and the engines'
+    with serving_engines(spec, os.environ, folder, folder / "log"):
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=200 * 2**20,
+            log_to_driver=False,
+        )
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture(scope="session")

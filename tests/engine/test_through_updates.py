@@ -5,7 +5,6 @@ the next version, and the last ones end the engines.
 """
 
 import contextlib
-import os
 import pickle
 import signal
 import time
@@ -39,7 +38,7 @@ from tests.engine.running import (
 )
 from tests.parallel.ranks import run_ranks
 from tests.staged import stage
-from tests.vllm_process import core_of, workers_of
+from tests.vllm_process import actor_of, core_of, workers_of
 
 pytestmark = pytest.mark.engine
 
@@ -313,9 +312,7 @@ def test_an_engine_that_stands_still_is_silent_and_nothing_of_it_outlives_its_ki
 ) -> None:
     import ray
 
-    core = core_of(engines.specs[RECOMPUTE].log)
-    actor = core.parent()
-    assert actor is not None
+    core, actor = core_of(engines.specs[RECOMPUTE].log), actor_of(engines.specs[RECOMPUTE].log)
     workers = workers_of(engines.specs[RECOMPUTE].log)
     assert len(workers) == 2
     while report(engines.handles[RECOMPUTE], 0.1).silent_s > 2:
@@ -323,7 +320,7 @@ def test_an_engine_that_stands_still_is_silent_and_nothing_of_it_outlives_its_ki
     core.send_signal(signal.SIGSTOP)
     while report(engines.handles[RECOMPUTE], 0.1).silent_s <= 5:
         pass  # it grows now
-    stopped = [actor, *actor.children(recursive=True)]
+    stopped = [core, actor, *workers, *actor.children(recursive=True)]
     for process in stopped:
         process.send_signal(signal.SIGSTOP)
     core.kill()
@@ -338,14 +335,8 @@ def test_an_engine_that_stands_still_is_silent_and_nothing_of_it_outlives_its_ki
 
 
 def test_the_engine_process_ends_when_its_actor_is_killed(engines: Engines) -> None:
-    actors = {
-        int(line.split("pid=")[1].split(")")[0])
-        for line in engines.specs[KEEP].log.read_text().splitlines()
-        if "MainProcess pid=" in line
-    }
-    (actor,) = actors
-    core = core_of(engines.specs[KEEP].log)
-    assert core.ppid() == actor
-    os.kill(actor, signal.SIGKILL)
+    log = engines.specs[KEEP].log
+    core = core_of(log)
+    actor_of(log).kill()
     _, alive = psutil.wait_procs([core], timeout=300)
     assert not alive

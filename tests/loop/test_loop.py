@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
@@ -20,6 +20,7 @@ from megatron_async_rl.policy.anomaly import AnomalyReport
 from megatron_async_rl.samples.history import account
 from megatron_async_rl.samples.types import Sample
 from tests.loop.one_process import Crash, Engines, LoopEngine, OneProcess, varied
+from tests.thorough import THOROUGH
 
 STEPS = 3
 SYNCHRONOUS = ("flow.async_ratio=0",)
@@ -125,6 +126,9 @@ def test_each_version_is_evaluated_once_with_its_own_weights(
     assert {version for version, _ in asked} == {0, 1, 2, 3}
 
 
+PHASES = list(Phase) if THOROUGH else [Phase.explicit]
+"""Phases of the properties below. The gate runs the explicit examples: the calls after which state
+differs, and each call during which an engine may be lost; `make test-all` draws more."""
 CRASHES = st.tuples(
     st.sampled_from(
         (
@@ -141,7 +145,12 @@ CRASHES = st.tuples(
 )
 
 
-@settings(max_examples=8)
+@example(("await_batch", 1), SYNCHRONOUS)
+@example(("after await_batch", 2), SYNCHRONOUS)
+@example(("give_devices", 2), COLOCATED)
+@example(("log", 3), SYNCHRONOUS)
+@example(("state", 3), COLOCATED)
+@settings(max_examples=20, phases=PHASES)
 @given(CRASHES, st.sampled_from([SYNCHRONOUS, COLOCATED]))
 def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(
     loop: OneProcess,
@@ -160,7 +169,10 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(
     require_same(config.run.dir, weights)
 
 
-@settings(max_examples=5)
+@example(("after await_batch", 2))
+@example(("publish", 2))
+@example(("log", 3))
+@settings(max_examples=10, phases=PHASES)
 @given(CRASHES)
 def test_a_resumed_asynchronous_run_loses_nothing(loop: OneProcess, crash: tuple[str, int]) -> None:
     def prepare(engine: LoopEngine) -> None:
@@ -187,7 +199,13 @@ LOSSES = st.one_of(
 )
 
 
-@settings(max_examples=10)
+@example(("submit", 2))
+@example(("update", 3))
+@example(("evaluate", 2))
+@example(("sleep", 2))
+@example(("wake weights", 4))
+@example(("wake cache", 3))
+@settings(max_examples=20, phases=PHASES)
 @given(LOSSES)
 def test_an_engine_lost_in_any_phase_changes_no_weight(
     loop: OneProcess, weights: dict[str, np.ndarray], loss: tuple[str, int]

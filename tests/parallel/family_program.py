@@ -1,9 +1,12 @@
 """One rank of the model families' tests: each tiny model's log-probs and exported weights, the
 gradient of one supervised step, and the weights of a checkpoint; arguments as those of
-layout_program."""
+layout_program.
+
+The material also has `models.json`: layout -> names of its models."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from megatron_async_rl.config.objective import ObjectiveConfig
@@ -71,13 +74,8 @@ def measured(rank: Rank, model: str) -> dict:
 
 def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     rank = Rank(material, parallel, output.with_suffix(".scratch"))
-    chosen = sorted(path.name for path in material.iterdir() if path.is_dir())
-    mixture = output.stem.startswith(("mixture", "expert"))
-    if output.stem == "context":
-        chosen = list(CONTEXT_MODELS)
-    results = {
-        model: measured(rank, model) for model in chosen if model.startswith("mixture") == mixture
-    }
+    chosen = json.loads((material / "models.json").read_text())[output.stem]
+    results = {model: measured(rank, model) for model in chosen}
     save(rank, results, [result["steps"] for result in results.values()], output)
 
 

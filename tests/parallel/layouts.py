@@ -19,6 +19,7 @@ from megatron_async_rl.samples.rows import TrainBatch
 from tests.parallel.layout_program import TEMPERATURE
 from tests.parallel.ranks import run_ranks
 from tests.ports import free_ports
+from tests.thorough import chosen
 from tests.tiny_models import save_tiny_model
 from tests.train_batches import groups_of, ragged_batch
 
@@ -51,77 +52,59 @@ MIXTURE_LAYOUTS = {
 ALL_LAYOUTS = {**LAYOUTS, **MIXTURE_LAYOUTS}
 CONTEXT_LAYOUTS = {"context": {"ranks": 2, "context": 2}}
 """Layouts of the tied dense model."""
-DENSE_LAYOUTS = {**LAYOUTS, **CONTEXT_LAYOUTS}
 EVERY_LAYOUT = {**ALL_LAYOUTS, **CONTEXT_LAYOUTS}
-LORA_LAYOUTS = {
-    name: EVERY_LAYOUT[name]
-    for name in (
-        "single",
-        "sequence",
-        "virtual_pipeline",
-        "tensor_pipeline",
-        "data_distributed_optimizer",
-        "data_replicated_optimizer",
-        "context",
-        "mixture_single",
-        "expert_tensor",
-    )
-}
-"""Layouts of `lora_program`: each way to divide a model, mostly in combination."""
-FP8_LAYOUTS = {
-    name: EVERY_LAYOUT[name]
-    for name in (
-        "single",
-        "sequence",
-        "virtual_pipeline",
-        "data_distributed_optimizer",
-        "data_replicated_optimizer",
-        "context",
-        "expert",
-        "expert_replicated_optimizer",
-    )
-}
-"""Layouts of `fp8_program`."""
-GRADIENT_LAYOUTS = {
-    "context_replicated": {"ranks": 2, "context": 2, "distributed_optimizer": False},
-    "context_tensor": {"ranks": 4, "context": 2, "tensor": 2, "sequence": True},
-    "context_pipeline_replicated": {
-        "ranks": 4,
-        "context": 2,
-        "pipeline": 2,
-        "distributed_optimizer": False,
+GRADIENT_LAYOUTS = chosen(
+    {
+        "context_replicated": {"ranks": 2, "context": 2, "distributed_optimizer": False},
+        "context_tensor": {"ranks": 4, "context": 2, "tensor": 2, "sequence": True},
+        "context_pipeline_replicated": {
+            "ranks": 4,
+            "context": 2,
+            "pipeline": 2,
+            "distributed_optimizer": False,
+        },
+        "context_virtual_pipeline": {
+            "ranks": 4,
+            "context": 2,
+            "pipeline": 2,
+            "virtual_pipeline": 2,
+            "distributed_optimizer": False,
+        },
+        "expert_context": {"ranks": 4, "expert": 2, "context": 2, "distributed_optimizer": False},
+        "data_tensor_replicated": {"ranks": 4, "tensor": 2, "distributed_optimizer": False},
+        "data_tensor_distributed": {"ranks": 4, "tensor": 2},
+        "data_pipeline_replicated": {"ranks": 4, "pipeline": 2, "distributed_optimizer": False},
+        "data_pipeline_distributed": {"ranks": 4, "pipeline": 2},
+        "virtual_pipeline_tensor": {"ranks": 4, "pipeline": 2, "virtual_pipeline": 2, "tensor": 2},
+        "expert_replicas": {"ranks": 4, "expert": 2, "distributed_optimizer": False},
+        "expert_replicas_distributed": {"ranks": 4, "expert": 2},
+        "expert_pipeline": {
+            "ranks": 4,
+            "expert": 2,
+            "pipeline": 2,
+            "distributed_optimizer": False,
+        },
+        "expert_tensor_pipeline": {
+            "ranks": 4,
+            "expert": 2,
+            "tensor": 2,
+            "sequence": True,
+            "pipeline": 2,
+        },
     },
-    "context_virtual_pipeline": {
-        "ranks": 4,
-        "context": 2,
-        "pipeline": 2,
-        "virtual_pipeline": 2,
-        "distributed_optimizer": False,
-    },
-    "expert_context": {"ranks": 4, "expert": 2, "context": 2, "distributed_optimizer": False},
-    "data_tensor_replicated": {"ranks": 4, "tensor": 2, "distributed_optimizer": False},
-    "data_tensor_distributed": {"ranks": 4, "tensor": 2},
-    "data_pipeline_replicated": {"ranks": 4, "pipeline": 2, "distributed_optimizer": False},
-    "data_pipeline_distributed": {"ranks": 4, "pipeline": 2},
-    "virtual_pipeline_tensor": {"ranks": 4, "pipeline": 2, "virtual_pipeline": 2, "tensor": 2},
-    "expert_replicas": {"ranks": 4, "expert": 2, "distributed_optimizer": False},
-    "expert_replicas_distributed": {"ranks": 4, "expert": 2},
-    "expert_pipeline": {
-        "ranks": 4,
-        "expert": 2,
-        "pipeline": 2,
-        "distributed_optimizer": False,
-    },
-    "expert_tensor_pipeline": {
-        "ranks": 4,
-        "expert": 2,
-        "tensor": 2,
-        "sequence": True,
-        "pipeline": 2,
-    },
-}
+    "context_pipeline_replicated",
+    "expert_context",
+    "data_tensor_distributed",
+    "expert_tensor_pipeline",
+)
 """Two dimensions at a time: what decides where a gradient is counted. `objective_program` measures
-the gradient alone on these. Those named `expert...` run the model with experts."""
+the gradient alone on these. Those named `expert...` run the model with experts.
+
+The gate keeps four. Each part of `GradientShard.counted` decides on at least one of them
+(`rules_of` in test_gradient_view.py): tied embeddings, context replicas and data replicas of a
+replicated optimizer on the first; replicas of experts on the second; tensor-parallel copies with a
+distributed optimizer on the third; and tied embeddings, copies and experts on the last.
+"""
 
 
 FEW = ("single", "data_distributed_optimizer", "tensor_pipeline")
@@ -133,16 +116,121 @@ BEFORE_THE_OPTIMIZER = {
     if settings.get("distributed_optimizer", True)
 }
 """Layouts of the forward and backward pass."""
+
+
+def _named(*names: str) -> dict[str, dict[str, Any]]:
+    return {name: EVERY_LAYOUT[name] for name in names}
+
+
 OFFERED = {
-    "layout_program": DENSE_LAYOUTS,
-    "objective_program": LAYOUTS | MIXTURE_LAYOUTS | GRADIENT_LAYOUTS,
-    "displacement_program": DISTINCT | MIXTURE_LAYOUTS,
-    "packing_program": BEFORE_THE_OPTIMIZER,
-    "recompute_program": BEFORE_THE_OPTIMIZER,
-    "lora_program": LORA_LAYOUTS,
-    "fp8_program": FP8_LAYOUTS,
+    "layout_program": chosen(
+        LAYOUTS | CONTEXT_LAYOUTS,
+        "single",
+        "sequence",
+        "virtual_pipeline",
+        "data_distributed_optimizer",
+        "data_replicated_optimizer",
+        "context",
+    ),
+    "objective_program": chosen(
+        ALL_LAYOUTS, *(name for name in ALL_LAYOUTS if name not in ("tensor", "pipeline"))
+    )
+    | GRADIENT_LAYOUTS,
+    "displacement_program": chosen(
+        {k: v for k, v in (DISTINCT | MIXTURE_LAYOUTS).items() if v["ranks"] <= 2},
+        "single",
+        "sequence",
+        "virtual_pipeline",
+        "data_distributed_optimizer",
+        "mixture_single",
+        "expert_replicated_optimizer",
+    ),
+    "packing_program": chosen(
+        BEFORE_THE_OPTIMIZER,
+        "single",
+        "sequence",
+        "virtual_pipeline",
+        "context",
+        "mixture_single",
+        "expert",
+    ),
+    "recompute_program": chosen(
+        BEFORE_THE_OPTIMIZER,
+        "single",
+        "sequence",
+        "virtual_pipeline",
+        "context",
+        "mixture_single",
+        "expert",
+    ),
+    "lora_program": chosen(
+        _named(
+            "single",
+            "tensor",
+            "sequence",
+            "virtual_pipeline",
+            "tensor_pipeline",
+            "data_distributed_optimizer",
+            "data_replicated_optimizer",
+            "context",
+            "mixture_single",
+            "expert",
+            "expert_tensor",
+        ),
+        "single",
+        "tensor",
+        "sequence",
+        "virtual_pipeline",
+        "data_distributed_optimizer",
+        "context",
+        "mixture_single",
+        "expert",
+    ),
+    "fp8_program": chosen(
+        _named(
+            "single",
+            "sequence",
+            "virtual_pipeline",
+            "data_distributed_optimizer",
+            "data_replicated_optimizer",
+            "context",
+            "expert",
+            "expert_replicated_optimizer",
+        ),
+        "single",
+        "sequence",
+        "virtual_pipeline",
+        "data_distributed_optimizer",
+        "context",
+        "expert",
+    ),
+    "minibatch_program": chosen(DISTINCT, "single", "sequence", "data_distributed_optimizer"),
+    "reference_program": chosen(
+        {name: settings for name, settings in DISTINCT.items() if settings["ranks"] <= 2},
+        "single",
+        "virtual_pipeline",
+        "data_distributed_optimizer",
+    ),
+    "value_head_program": chosen(
+        DISTINCT, "single", "sequence", "virtual_pipeline", "data_distributed_optimizer"
+    ),
+    "opob_program": chosen(
+        DISTINCT | _named("pipeline"),
+        "single",
+        "sequence",
+        "pipeline",
+        "virtual_pipeline",
+        "data_distributed_optimizer",
+    ),
 }
-"""The layouts of each program; `DISTINCT` for the others."""
+"""The layouts of each program.
+
+The gate divides every program's samples or model in each way that the program's facts depend on, on
+as few ranks as that takes: tensor-parallel ranks with sequence parallelism, which also cut
+activations; interleaved stages, which also have several chunks; a distributed optimizer, which also
+cuts parameters. Pairs of dimensions on four ranks are `objective_program`'s: the gradient there is
+whole, so what a later part of the step makes of it depends on one dimension at a time.
+"""
 
 
 _directories: list[tempfile.TemporaryDirectory] = []
@@ -226,7 +314,7 @@ def _results_of_all(ranks: int, program: str) -> dict[str, dict] | AssertionErro
     """The layouts of this many ranks share one start of the processes, which takes longer than the
     steps.
     """
-    return run_program(program, material(), OFFERED.get(program, DISTINCT), ranks)
+    return run_program(program, material(), OFFERED[program], ranks)
 
 
 def run_program(

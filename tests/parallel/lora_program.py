@@ -46,8 +46,8 @@ from tests.train_batches import groups_of
 LORA = LoraConfig(rank=3, alpha=4.5)
 DROPPED = LORA.model_copy(update={"dropout": 0.5})
 CHECKPOINT = "lora_checkpoint"
-DROPS = ("tensor_pipeline", "sequence")
-"""Layouts whose ranks draw masks of the same inputs, and of different ones."""
+DROPS = ("tensor", "tensor_pipeline", "sequence")
+"""Layouts whose ranks draw masks of the same inputs, and (`sequence`) of different ones."""
 OBJECTIVE = ObjectiveConfig(
     kl=KlConfig(coef=0.1), reference=ReferenceConfig(), proximal="ewma", ewma_decay=0.6
 )

@@ -2,7 +2,8 @@
 layout.
 
 Arguments: directory of the material (models, sequences), a JSON of ParallelConfig, the output
-directory, and a directory of checkpoints to load after this layout has saved its own.
+directory, a directory of checkpoints to load after this layout has saved its own, and the names of
+the models.
 """
 
 from __future__ import annotations
@@ -434,7 +435,7 @@ def interrupted_saves(
         (Path, "open"),
         (Path, "mkdir"),
     ]
-    found = []
+    found, tried = [], set()
     for survives in range(400):
         directory = output / f"killed_{survives}"
         shutil.copytree(pristine, directory)
@@ -467,18 +468,20 @@ def interrupted_saves(
         loaded = fresh.load(directory)
         weights = fresh.weights()
         whole = {"first": first, "second": second}[loaded.state["mark"]]
-        mark = read_file(directory, "mark.bin")
-        fresh.save(directory, 3, keep=1, mark="third")
-        found.append(
-            {
-                "mark": loaded.state["mark"],
-                "step": loaded.step,
-                "whole": all(torch.equal(weights[name], whole[name]) for name in whole),
-                "file": mark.decode(),
-                "saves_again": fresh.load(directory).state["mark"] == "third",
-                "left": sorted(p.name for p in directory.iterdir()),
-            }
-        )
+        entry = {
+            "mark": loaded.state["mark"],
+            "step": loaded.step,
+            "whole": all(torch.equal(weights[name], whole[name]) for name in whole),
+            "file": read_file(directory, "mark.bin").decode(),
+        }
+        # What the next save finds differs by the files that are there.
+        there = frozenset(path.relative_to(directory) for path in directory.rglob("*"))
+        if there not in tried:
+            tried.add(there)
+            fresh.save(directory, 3, keep=1, mark="third")
+            entry["saves_again"] = fresh.load(directory).state["mark"] == "third"
+            entry["left"] = sorted(path.name for path in directory.iterdir())
+        found.append(entry)
         shutil.rmtree(directory)
         if finished:
             return found
@@ -543,18 +546,19 @@ def refusals(source: Path, layout: Layout, output: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    material, settings, output, other = (
+    material, settings, output, other, chosen = (
         Path(sys.argv[1]),
         json.loads(sys.argv[2]),
         Path(sys.argv[3]),
         sys.argv[4],
+        sys.argv[5:],
     )
     device.install("cpu")
     parallel = ParallelConfig(**settings)
     layout = initialise(parallel, "cpu", timeout_s=600)
     samples = torch.load(material / "samples.pt", weights_only=False)
     results: dict = {"models": {}}
-    for path in sorted(p for p in material.iterdir() if p.is_dir()):
+    for path in (material / name for name in chosen):
         model = load_model(
             path, parallel, layout, "bfloat16" if path.name.endswith("bfloat16") else "float32"
         )
@@ -582,9 +586,7 @@ def main() -> None:
         results["earlier"] = earlier_checkpoint(parallel, layout, output / "earlier")
     if layout.world_size == 1 and kind == "dense":
         results["refusals"] = refusals(material / "qwen3-tied", layout, output)
-        results["interrupted"] = interrupted_saves(
-            material / "qwen3-tied", parallel, layout, output
-        )
+        results["interrupted"] = interrupted_saves(material / "one-layer", parallel, layout, output)
     gathered: list = [None] * layout.world_size
     dist.all_gather_object(gathered, results)
     if layout.rank == 0:

@@ -28,6 +28,7 @@ from megatron_async_rl.policy.step import clip_to
 from tests.parallel.layout_program import CONTROLS, Rank, received, run_each, save, scorable
 from tests.parallel.layouts import DISTINCT, FEW, LAYOUTS, MIXTURE_LAYOUTS, replaced
 from tests.parallel.whole_tensors import assembled
+from tests.thorough import chosen
 
 # With bounds at which the material's batches have tokens on both sides.
 OBJECTIVES = {
@@ -65,6 +66,19 @@ REPLAYS = {
     "packed_recomputed": {"sequence": "packed", "recompute": "full"},
 }
 """Settings of the policies that replay given experts."""
+DECIDING = chosen(
+    DISTINCT | MIXTURE_LAYOUTS,
+    "single",
+    "sequence",
+    "virtual_pipeline",
+    "data_distributed_optimizer",
+    "tensor_pipeline",
+    "mixture_single",
+    "expert",
+    "expert_tensor",
+)
+"""Layouts that decide on whole batches. Decisions come before the optimizer step, so the gate
+leaves out layouts that differ only in the optimizer."""
 WHOLE_BATCH = ("m2po", "bapo", *DENSE_OBJECTIVES)
 SKIPPING = ("single", "tensor_pipeline", "mixture_single", "expert_tensor")
 """Layouts that skip an anomalous step; that a skipped step changes nothing is shown on every
@@ -358,7 +372,12 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
     }
     if mixture:
         results["routing"] = routing(rank)
-    if output.stem not in DISTINCT | MIXTURE_LAYOUTS:
+    prefix = "mixture_" if mixture else ""
+    kinds = {"report": ANOMALOUS, "skip": SKIPPING}
+    results["anomalous"] = {
+        kind: anomalous(rank, prefix, kind) for kind, on in kinds.items() if output.stem in on
+    }
+    if output.stem not in DECIDING:
         if rank.layout.rank == 0:
             torch.save(results, output)
         rank.layout.shutdown()
@@ -370,11 +389,6 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
         for name in WHOLE_BATCH:
             one_by_one = rank.policy(model, objective=objectives[name], budget=26)
             results[f"{name}_one_by_one"] = rank.train(one_by_one, [a, b])
-    prefix = "mixture_" if mixture else ""
-    kinds = {"report": ANOMALOUS, "skip": SKIPPING}
-    results["anomalous"] = {
-        kind: anomalous(rank, prefix, kind) for kind, on in kinds.items() if output.stem in on
-    }
     results["collectives"] = [
         collectives_of_a_step(
             rank,

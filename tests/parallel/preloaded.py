@@ -5,12 +5,22 @@ import atexit
 import gc
 import os
 
+import torch.export._trace
+import transformers.models.llama.configuration_llama
+import transformers.models.qwen2.configuration_qwen2
+import transformers.models.qwen3.configuration_qwen3
+import transformers.models.qwen3_moe.configuration_qwen3_moe
+
 import megatron_async_rl.cli
 import megatron_async_rl.launch.launcher
 import megatron_async_rl.plan.preflight
 import megatron_async_rl.policy.policy
 import megatron_async_rl.weights.convert
 import megatron_async_rl.weights.export
+import tests.parallel.layouts
+import tests.parallel.models
+import tests.parallel.objective_program
+import tests.parallel.staged_weights
 
 # Megatron collects garbage at every save: nothing of the above is any.
 gc.collect()

@@ -9,6 +9,7 @@ tests take less. Runs of `mar train` use torchrun itself.
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import runpy
@@ -102,6 +103,7 @@ def _be(program: str, args: list[str], environment: dict[str, object], log: Path
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    faulthandler.enable(2)  # A crash leaves its stacks in the output.
     os.environ |= {name: str(value) for name, value in environment.items()}
     sys.argv = [program, *args]
     runpy.run_module(program, run_name="__main__", alter_sys=True)

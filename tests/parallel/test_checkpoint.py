@@ -17,7 +17,7 @@ from tests.parallel.ranks import run_alone
 
 pytestmark = pytest.mark.parallel
 
-FOREIGN = [layout for layout, other in LOADS_FROM.items() if other]
+FOREIGN = [layout for layout in ALL_LAYOUTS if LOADS_FROM[layout]]
 
 
 def saved(layout):
@@ -75,7 +75,9 @@ def test_a_save_killed_at_any_moment_leaves_the_old_checkpoint_or_the_new_one():
 
 
 def test_a_save_after_a_killed_one_works_and_clears_what_it_left():
-    for entry in results("single")[0]["interrupted"]:
+    tried = [entry for entry in results("single")[0]["interrupted"] if "left" in entry]
+    assert len(tried) > 10
+    for entry in tried:
         assert entry["saves_again"]
         assert entry["left"] == ["latest", "step_00000003"]
 

@@ -8,7 +8,7 @@ and the final weights, by name.
 The advantages `otb`, `opob`, `gae` and `partial_return` and the loss `sft` are not drawn: they have
 tests of their own.
 
-MAR_DIFFERENTIAL_CASES=N draws N cases (20 by default; `make test-all` takes 300), and
+MAR_DIFFERENTIAL_CASES=N draws N cases (`make test-all` takes 300, the gate those of `IN_GATE`), and
 MAR_DIFFERENTIAL_FIRST=SEED the first one's seed: a failure names the seed of its case.
 """
 
@@ -20,6 +20,7 @@ import json
 import os
 import pickle
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,20 @@ from tests.train_batches import groups_of, ragged_batch
 pytestmark = pytest.mark.parallel
 
 CASES_PER_START = 40
-CASES = int(os.environ.get("MAR_DIFFERENTIAL_CASES", "300" if THOROUGH else "20"))
-FIRST = int(os.environ.get("MAR_DIFFERENTIAL_FIRST", "0"))
+IN_GATE = (0, 1, 4, 6, 7, 11, 19, 32)
+"""Seeds of cases that together have every proximal policy, control and kind of model, both ways to
+lay out sequences, every dimension of a layout, and both optimizers."""
+
+
+def chosen_seeds() -> Sequence[int]:
+    cases, first = (os.environ.get(f"MAR_DIFFERENTIAL_{name}") for name in ("CASES", "FIRST"))
+    if cases is first is None and not THOROUGH:
+        return IN_GATE
+    start = int(first or 0)
+    return range(start, start + int(cases or 300))
+
+
+SEEDS = chosen_seeds()
 TOLERANCE = 1e-5
 """Largest error of a tensor, relative to the norm of the whole gradient. The policy computes in
 float32, whose rounding of logits (about 1e-7 of values near 8) reaches log-probs as 1e-6; sums over
@@ -226,7 +239,7 @@ def material() -> Path:
                 with_behavior(directory / model, raw), version
             )
     (directory / "batches.pickle").write_bytes(pickle.dumps(batches))
-    cases = {str(seed): case_of(seed) for seed in range(FIRST, FIRST + CASES)}
+    cases = {str(seed): case_of(seed) for seed in SEEDS}
     (directory / "cases.json").write_text(json.dumps(cases))
     return directory
 
@@ -317,7 +330,31 @@ def label(seed: int) -> str:
     )
 
 
-@pytest.mark.parametrize("seed", range(FIRST, FIRST + CASES), ids=label)
+def test_the_gates_cases_have_every_kind() -> None:
+    cases = [case_of(seed) for seed in IN_GATE]
+    assert {case["objective"]["proximal"] for case in cases} == {
+        "behavior",
+        "recompute",
+        "loglinear",
+        "ewma",
+        "snapshot",
+    }
+    assert {one["name"] for case in cases for one in case["controls"]} == {
+        one["name"] for controls in CONTROLS for one in controls
+    }
+    assert {"lora" if case["lora"] else case["model"] for case in cases} == {
+        "tied",
+        "untied",
+        "mixture",
+        "lora",
+    }
+    assert {case["sequence"] for case in cases} == {"padded", "packed"}
+    assert {name for case in cases for name in case["parallel"]} == {
+        name for layout in (*DENSE, *MIXTURE) for name in layout if name != "virtual_pipeline"
+    }
+
+
+@pytest.mark.parametrize("seed", SEEDS, ids=label)
 def test_every_gradient_and_the_final_weights_are_the_references(seed: int) -> None:
     case = case_of(seed)
     found = results(case["parallel"]["ranks"])[str(seed)]

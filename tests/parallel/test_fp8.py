@@ -25,7 +25,7 @@ def results(layout):
     return layouts.results(layout, "fp8_program")
 
 
-@pytest.mark.parametrize("layout", layouts.FP8_LAYOUTS)
+@pytest.mark.parametrize("layout", layouts.OFFERED["fp8_program"])
 def test_float32_weights_are_the_files_and_the_models_are_their_rounding(layout):
     found = results(layout)["loaded"]
     assert [said for said, holds in found.items() if not holds] == []

@@ -10,8 +10,10 @@ from tests.train_batches import samples_in
 
 pytestmark = pytest.mark.parallel
 
+LAYOUTS = layouts.OFFERED["layout_program"]
 
-@pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_projected_gradient_has_the_norm_that_the_cosine_predicts(layout):
     """cos(g', u) = c_low leaves |g'| = |g| sqrt((1 - c^2) / (1 - c_low^2)): the raw |g| is the same
     everywhere."""
@@ -30,7 +32,7 @@ def test_a_projected_gradient_has_the_norm_that_the_cosine_predicts(layout):
     assert raw == pytest.approx(raw_single, rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_skipped_step_changes_no_weight_no_moment_and_no_step_count(layout):
     result = layouts.results(layout)["skip"]
     (step,) = result["steps"]
@@ -41,7 +43,7 @@ def test_a_skipped_step_changes_no_weight_no_moment_and_no_step_count(layout):
         assert torch.equal(result["weights"][name], before), name
 
 
-@pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_after_the_cap_of_skips_the_step_is_projected(layout):
     after = layouts.results(layout)["after_skip"]
     assert after["steps"][0]["gac/regime"] == 1
@@ -50,7 +52,7 @@ def test_after_the_cap_of_skips_the_step_is_projected(layout):
     assert any(not torch.equal(after["weights"][name], before[name]) for name in before)
 
 
-@pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_loss_or_gradient_that_is_not_finite_is_never_applied_and_drops_the_reference(layout):
     """A loss in the second step, a gradient in the fifth."""
     result = layouts.results(layout)["bad"]
@@ -64,7 +66,7 @@ def test_a_loss_or_gradient_that_is_not_finite_is_never_applied_and_drops_the_re
             assert torch.equal(after[name], tensor), name
 
 
-@pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_that_is_not_finite_is_traced_to_its_samples(layout):
     """A loss to the sample that has no finite one; a gradient that is spoiled whatever it is made
     of, to all."""
@@ -79,7 +81,7 @@ def test_a_step_that_is_not_finite_is_traced_to_its_samples(layout):
     assert sorted(sample["id"] for sample in gradient["samples"]) == sorted(trained)
 
 
-@pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_that_are_not_finite_on_one_rank_leave_the_older_checkpoint(layout):
     bad = layouts.results(layout)["bad"]
     saved, stepped, ended, refused = bad["refused"]

@@ -11,7 +11,7 @@ from tests.parallel.objective_program import models_of
 
 pytestmark = pytest.mark.parallel
 
-ALL = layouts.ALL_LAYOUTS | layouts.GRADIENT_LAYOUTS
+ALL = layouts.OFFERED["objective_program"]
 
 
 def is_mixture(layout):
@@ -102,3 +102,8 @@ def test_each_part_of_the_rule_of_what_counts_is_decided(layout, model):
     for rule, products in found["broken"].items():
         off = relative(products[1:], found["products"][1:])
         assert (off > 1e-4) if needed[rule] else (off == 0.0), (rule, off)
+
+
+def test_every_part_of_the_rule_is_needed_on_some_layout():
+    needed = {rule for case in CASES for rule, decides in rules_of(*case).items() if decides}
+    assert needed == rules_of(*CASES[0]).keys()

@@ -12,7 +12,8 @@ from tests.train_batches import columns, samples_in
 
 pytestmark = pytest.mark.parallel
 
-OTHERS = [name for name in layouts.DENSE_LAYOUTS if name != "single"]
+LAYOUTS = layouts.OFFERED["layout_program"]
+OTHERS = [name for name in LAYOUTS if name != "single"]
 PER_LAYOUT = ("time/", "policy/padding_share", "policy/micro_batches")
 
 
@@ -63,12 +64,12 @@ def test_sequence_aggregation_against_the_own_start_weights_is_layout_invariant(
     compare_weights(found["weights"], expected["weights"])
 
 
-@pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_ranks_of_a_layout_are_told_the_same_numbers(layout):
     assert layouts.results(layout)["ranks_agree"]
 
 
-@pytest.mark.parametrize("variant", ["one_by_one", "all_at_once", "permuted"])
+@pytest.mark.parametrize("variant", ["one_by_one", "smaller", "permuted"])
 def test_token_budget_and_sample_order_do_not_matter(variant):
     found, expected = layouts.results("single")[variant], layouts.results("single")["tied"]
     compare_steps(found["steps"], expected["steps"])
@@ -79,13 +80,13 @@ def test_the_budgets_compared_were_really_different():
     single = layouts.results("single")
     counts = [
         single[name]["steps"][0]["policy/micro_batches"]
-        for name in ("all_at_once", "tied", "one_by_one")
+        for name in ("tied", "smaller", "one_by_one")
     ]
     assert counts[0] < counts[1] < counts[2]
 
 
 @pytest.mark.parametrize("model", ["tied", "untied"])
-@pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_scores_are_transformers_log_probs_at_the_sampling_temperature(layout, model):
     reference = layouts.reference_model(model)
     samples = list(samples_in(layouts.batch("a")))
@@ -98,7 +99,7 @@ def test_scores_are_transformers_log_probs_at_the_sampling_temperature(layout, m
             )
 
 
-@pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_tokens_go_to_the_data_parallel_rank_that_trains_them_alone(layout):
     by_rank = layouts.results(layout)["tokens_of"]
     of_each = dict(by_rank)
@@ -129,7 +130,7 @@ def first_step_by_hand():
     return float(loss), norm, float(torch.cat(entropies).mean())
 
 
-@pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_first_step_has_the_loss_and_gradient_of_a_plain_autograd_loop(layout):
     loss, norm, entropy = first_step_by_hand()
     first = layouts.results(layout)["tied"]["steps"][0]
@@ -147,7 +148,7 @@ def test_clipping_scales_to_the_limit_and_null_does_not_clip():
     assert layouts.results("single")["tied"]["norms"]["megatron"] <= 0.5
 
 
-@pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_weight_decay_shrinks_matrices_and_leaves_norms_alone(layout):
     """Equal rewards: the gradient is exactly zero, so what moves is the decay, 1 - lr x
     weight_decay = 0.999."""
@@ -162,7 +163,7 @@ def test_weight_decay_shrinks_matrices_and_leaves_norms_alone(layout):
         )
 
 
-@pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_batch_whose_rewards_all_failed_changes_nothing(layout):
     result = layouts.results(layout)["empty"]
     assert result["steps"][0]["policy/skipped"] == 1
@@ -184,7 +185,7 @@ def test_given_responses_are_trained_on_by_weighted_log_likelihood():
     assert not [key for key in step if key.startswith(("ratio/", "clip/"))]
 
 
-@pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_loss_of_given_responses_is_measured_over_all_tokens_and_nothing_moves(layout):
     """The loss equals that of a supervised step on all of them. Other tests compare the
     following training with one rank, and the resume test compares it bit for bit."""
@@ -194,7 +195,7 @@ def test_the_loss_of_given_responses_is_measured_over_all_tokens_and_nothing_mov
     assert tokens == sum(int(s.loss_mask.sum()) for s in samples_in(layouts.batch("given")))
 
 
-@pytest.mark.parametrize("layout", layouts.DENSE_LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_resumed_policy_goes_on_as_if_it_had_not_stopped(layout):
     """Weights, Adam's moments, GAC's reference and the schedule's clock: to the bit."""
     through, resumed = layouts.results(layout)["uninterrupted"], layouts.results(layout)["resumed"]

@@ -23,7 +23,7 @@ from tests.train_batches import columns, samples_in
 
 pytestmark = pytest.mark.parallel
 
-EVERY = layouts.LORA_LAYOUTS
+EVERY = layouts.OFFERED["lora_program"]
 
 
 def results(layout):
@@ -164,7 +164,7 @@ def test_dropout_acts_in_training_alone_repeats_and_is_resumed():
     assert first[0]["policy/grad_norm"] != pytest.approx(plain[0]["policy/grad_norm"], rel=1e-2)
 
 
-@pytest.mark.parametrize("layout", DROPS)
+@pytest.mark.parametrize("layout", [name for name in DROPS if name in EVERY])
 def test_copies_of_an_adapter_stay_the_same_under_dropout(layout):
     assert results(layout)["replicas_agree_after_dropout"]
 

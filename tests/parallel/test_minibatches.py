@@ -18,6 +18,7 @@ from tests.train_batches import groups_of
 
 pytestmark = pytest.mark.parallel
 
+LAYOUTS = layouts.OFFERED["minibatch_program"]
 BETAS, EPS, CLIP_GRAD, STEPS_OF_RUN = (0.9, 0.95), 0.01, 0.5, 10
 """The optimizer of `Rank.policy`."""
 
@@ -103,7 +104,7 @@ RUNS = {"ppo": 2, "one_epoch": 1}
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("layout", layouts.DISTINCT)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_minibatches_and_epochs_are_those_of_a_plain_loop(layout, run):
     found, loop = results(layout)[run], by_hand(RUNS[run])
     assert len(found["steps"]) == len(loop.steps) == 2 * 3 * RUNS[run]
@@ -132,7 +133,7 @@ def test_the_loop_by_hand_clips_in_the_second_epoch_what_it_did_not_in_the_first
     assert second > first > 0.0
 
 
-@pytest.mark.parametrize("layout", layouts.DISTINCT)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_gac_compares_consecutive_optimizer_steps_within_a_batch_and_across(layout):
     found, expected = results(layout)["ppo"]["steps"], by_hand(2).steps
     assert "gac/cosine" not in found[0]
@@ -154,7 +155,7 @@ def test_m2po_bounds_the_moment_of_the_minibatch_under_the_steps_own_weights():
     ("layout", "run"),
     [
         (layout, run)
-        for layout in layouts.DISTINCT
+        for layout in LAYOUTS
         if layout != "single"
         for run in ((*OBJECTIVES, "controlled") if layout in layouts.FEW else EVERYWHERE)
     ],
@@ -166,7 +167,7 @@ def test_every_step_is_that_of_one_process(layout, run):
     compare_weights(found["weights"], expected["weights"], atol=2e-5)
 
 
-@pytest.mark.parametrize("layout", layouts.DISTINCT)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_agree_and_a_resumed_run_goes_on_bit_for_bit(layout):
     assert results(layout)["ranks_agree"]
     assert results(layout)["resumes"]

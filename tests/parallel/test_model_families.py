@@ -5,6 +5,7 @@ and experts."""
 from __future__ import annotations
 
 import functools
+import json
 import pickle
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from megatron_async_rl.policy.supported import FAMILIES
 from tests.parallel import layouts
 from tests.parallel.family_program import CONTEXT_MODELS
 from tests.parallel.models import tensors_of
+from tests.thorough import THOROUGH
 from tests.tiny_models import save_tiny_model
 from tests.train_batches import ragged_batch, samples_in
 
@@ -95,12 +97,26 @@ MODELS["gemma3"] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
     },
 }
-CASES = [
-    (layout, model)
-    for model in MODELS
-    for layout in (MIXTURE_LAYOUTS if model.startswith("mixture") else LAYOUTS)
-    if layout != "context" or model in CONTEXT_MODELS
-]
+DIVIDED = {
+    "sequence": ("mistral-full", "llama-bias", "qwen2-window", "qwen3-yarn", "gemma3"),
+    "pipeline": ("mistral-yarn", "gemma3"),
+}
+"""Models that the gate also divides: over tensor-parallel ranks, one with each kind of tensor
+(biases of all or some projections, norms of queries and keys, four norms a layer); over stages,
+models whose layers differ or share a rotation."""
+
+
+def models_of(layout: str) -> list[str]:
+    """Return the models of a layout."""
+    if layout in MIXTURE_LAYOUTS:
+        return [model for model in MODELS if model.startswith("mixture")]
+    dense = [model for model in MODELS if not model.startswith("mixture")]
+    if layout == "context":
+        return [model for model in dense if model in CONTEXT_MODELS]
+    return dense if THOROUGH else [each for each in dense if each in DIVIDED.get(layout, dense)]
+
+
+CASES = [(layout, model) for layout in LAYOUTS | MIXTURE_LAYOUTS for model in models_of(layout)]
 
 
 def batch(name: str):
@@ -121,6 +137,8 @@ def material() -> Path:
     batches = {name: batch(name) for name in ("a", "given")}
     (directory / "batches.pickle").write_bytes(pickle.dumps(batches))
     torch.save(list(samples_in(batches["given"])), directory / "samples.pt")
+    chosen = {layout: models_of(layout) for layout in LAYOUTS | MIXTURE_LAYOUTS}
+    (directory / "models.json").write_text(json.dumps(chosen))
     return directory
 
 

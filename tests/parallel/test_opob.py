@@ -20,7 +20,9 @@ from tests.written_run import config_tree
 pytestmark = pytest.mark.parallel
 
 LAYOUTS = [
-    name for name, parallel in layouts.DISTINCT.items() if "virtual_pipeline" not in parallel
+    name
+    for name, parallel in layouts.OFFERED["opob_program"].items()
+    if "virtual_pipeline" not in parallel
 ]
 OTHERS = [name for name in LAYOUTS if name != "single"]
 RUNS = [

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.parallel.ranks import run_alone
 from tests.published_models import write_config
+from tests.thorough import chosen
 
 pytestmark = pytest.mark.parallel
 
@@ -34,7 +35,8 @@ RECIPES = {
     "qwen3_8b_colocated": "Qwen3-8B",
 }
 """Cases whose model or layout differs."""
-MODELS = {name: name for name in TENSORS} | RECIPES
+MODELS = chosen({name: name for name in TENSORS} | RECIPES, "Qwen3-32B", "qwen3_30b_a3b")
+"""The gate has one with each way to cut a stage: tensor-parallel ranks, and ranks with experts."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             }
         )
     )
-    for name in set(MODELS.values()):
+    for name in {"Qwen3-32B", *MODELS.values()}:
         write_config(folder / name, name)
 
     def of(name: str, data: int) -> tuple[str, list[str]]:
@@ -60,8 +62,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         return str(folder / "run.yaml"), [f"model.path={folder / name}", *overrides]
 
     recipes = Path(__file__).parents[2] / "examples" / "recipes"
-    models = [of(name, 1) for name in TENSORS]
-    for recipe, name in RECIPES.items():
+    models = [of(name, 1) for name in MODELS if name in TENSORS]
+    for recipe, name in ((recipe, name) for recipe, name in MODELS.items() if recipe in RECIPES):
         # In 8 bits a parameter has the same name, shape and part.
         overrides = [f"model.path={folder / name}", "policy.fp8=null", "policy.layers=local"]
         models.append((str(recipes / f"{recipe}.yaml"), overrides))

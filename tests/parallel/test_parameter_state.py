@@ -16,13 +16,32 @@ from tests.parallel.parameter_state_program import LEAN_LAYOUTS, MODELS, TRAINED
 from tests.parallel.ranks import run_ranks
 from tests.parallel.test_layout_invariance import compare_steps, compare_weights
 from tests.ports import free_ports
+from tests.thorough import chosen
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.parallel
 
-PAIRS = [name for name, settings in layouts.DENSE_LAYOUTS.items() if settings["ranks"] == 2]
-CHECKPOINTED = ["tensor", "context", "data_distributed_optimizer", "pipeline"]
+DENSE = layouts.LAYOUTS | layouts.CONTEXT_LAYOUTS
+PAIRS = list(
+    chosen(
+        {name: settings for name, settings in DENSE.items() if settings["ranks"] == 2},
+        "tensor",
+        "virtual_pipeline",
+        "context",
+        "data_distributed_optimizer",
+    )
+)
+"""Two-rank layouts. The gate has one for each way to cut what is saved: `tensor` cuts matrices,
+`virtual_pipeline` the layers, and the others the optimizer's slices, over ranks that have the same
+samples or different ones."""
+CHECKPOINTED = [
+    name
+    for name in ("tensor", "context", "data_distributed_optimizer", "pipeline", "virtual_pipeline")
+    if name in PAIRS
+]
 """Two-rank layouts whose checkpoints one rank goes on from."""
+LEAN = [name for name in LEAN_LAYOUTS if name in ("single", *PAIRS)]
+WHOLE_HERE = [name for name in WHOLE if name in ("single", *PAIRS)]
 
 
 FOREIGN = {
@@ -37,12 +56,10 @@ any layout holds the same is what one rank shows, with both models."""
 def run(names, checkpoints, *, save=(), load=None):
     output = layouts.temporary()
     ports = free_ports(len(names))
-    arguments = {
-        name: (port, layouts.DENSE_LAYOUTS[name]) for name, port in zip(names, ports, strict=True)
-    }
+    arguments = {name: (port, DENSE[name]) for name, port in zip(names, ports, strict=True)}
     todo = json.dumps({"save": list(save), "load": load or {}})
     run_ranks(
-        layouts.DENSE_LAYOUTS[names[0]]["ranks"],
+        DENSE[names[0]]["ranks"],
         "tests.parallel.parameter_state_program",
         [layouts.material(), json.dumps(arguments), checkpoints, output, todo],
     )
@@ -129,7 +146,7 @@ def test_state_of_a_control_that_is_no_longer_configured_is_passed_over():
 
 
 @pytest.mark.parametrize("trained", TRAINED)
-@pytest.mark.parametrize("layout", LEAN_LAYOUTS)
+@pytest.mark.parametrize("layout", LEAN)
 def test_with_gradients_and_moments_in_bfloat16_a_resumed_run_goes_on_bit_for_bit(layout, trained):
     found = of(layout)["lean"][trained]
     assert found["moments"] == found["buffers"] == {torch.bfloat16}
@@ -137,7 +154,7 @@ def test_with_gradients_and_moments_in_bfloat16_a_resumed_run_goes_on_bit_for_bi
     assert found["resumed"]
 
 
-@pytest.mark.parametrize("layout", LEAN_LAYOUTS)
+@pytest.mark.parametrize("layout", LEAN)
 def test_state_in_fewer_bits_is_saved_and_loaded_in_blocks_and_shards_alone(layout):
     """GAC's gradient and a moving reference included. Loading takes only the memory of this
     rank's own shard."""
@@ -148,7 +165,7 @@ def test_state_in_fewer_bits_is_saved_and_loaded_in_blocks_and_shards_alone(layo
         assert made <= max(BLOCK, own)
 
 
-@pytest.mark.parametrize("layout", LEAN_LAYOUTS)
+@pytest.mark.parametrize("layout", LEAN)
 def test_one_float32_gradient_of_the_output_layer_serves_all_micro_batches_of_a_step(layout):
     found = of(layout)["lean"]
     for micro_batches, places in found["weights"]["head"]:
@@ -161,7 +178,7 @@ READ = ("policy/grad_norm", "gac/cosine", "momentum/cosine", "displacement/cosin
 
 
 @pytest.mark.parametrize("trained", TRAINED)
-@pytest.mark.parametrize("layout", [name for name in LEAN_LAYOUTS if name != "single"])
+@pytest.mark.parametrize("layout", [name for name in LEAN if name != "single"])
 def test_controls_read_the_same_of_gradients_and_moments_in_bfloat16_on_any_layout(layout, trained):
     """Within what products of a model in bfloat16 move them, which layouts round differently."""
     found, expected = (of(each)["lean"][trained]["steps"] for each in (layout, "single"))
@@ -170,7 +187,7 @@ def test_controls_read_the_same_of_gradients_and_moments_in_bfloat16_on_any_layo
 
 
 @pytest.mark.parametrize("trained", TRAINED)
-@pytest.mark.parametrize("layout", [name for name in LEAN_LAYOUTS if name in WHOLE])
+@pytest.mark.parametrize("layout", [name for name in LEAN if name in WHOLE])
 def test_a_cosine_with_moments_in_bfloat16_is_that_of_the_same_shards_in_float64(layout, trained):
     found, exact = of(layout)["lean"][trained]["cosines"]
     assert 0.01 < abs(exact) < 0.99
@@ -179,7 +196,7 @@ def test_a_cosine_with_moments_in_bfloat16_is_that_of_the_same_shards_in_float64
 
 def test_one_rank_goes_on_with_the_moments_in_bfloat16_that_any_layout_saved():
     single = of("single")
-    assert set(single["lean_from"]) == {*CHECKPOINTED, "single"} & set(LEAN_LAYOUTS)
+    assert set(single["lean_from"]) == {*CHECKPOINTED, "single"} & set(LEAN)
     for origin, steps in single["lean_from"].items():
         assert_read_alike(steps, of(origin)["lean"]["weights"]["steps"][2:])
 
@@ -203,7 +220,7 @@ def of(layout):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", WHOLE)
+@pytest.mark.parametrize("layout", WHOLE_HERE)
 def test_a_policy_that_makes_room_after_each_step_takes_the_same_steps_bit_for_bit(layout, dtype):
     """Its checkpoint is written meanwhile, and a step is refused."""
     found = of(layout)["room"][dtype]

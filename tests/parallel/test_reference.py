@@ -9,7 +9,7 @@ from tests.parallel.test_layout_invariance import compare_steps
 
 pytestmark = pytest.mark.parallel
 
-LAYOUTS = [name for name, settings in layouts.DISTINCT.items() if settings["ranks"] <= 2]
+LAYOUTS = layouts.OFFERED["reference_program"]
 RUNS = ["frozen", "refreshed", "path", "snapshot", "average"]
 
 

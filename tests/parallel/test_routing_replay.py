@@ -19,10 +19,9 @@ from tests.train_batches import samples_in
 
 pytestmark = pytest.mark.parallel
 
-LAYOUTS = (
-    *layouts.MIXTURE_LAYOUTS,
-    *(name for name in layouts.GRADIENT_LAYOUTS if name.startswith("expert")),
-)
+LAYOUTS = [
+    name for name in layouts.OFFERED["objective_program"] if name.startswith(("mixture", "expert"))
+]
 OTHERS = [layout for layout in LAYOUTS if layout != "mixture_single"]
 
 

@@ -10,7 +10,8 @@ from tests.train_batches import samples_in
 
 pytestmark = pytest.mark.parallel
 
-OTHERS = [name for name in layouts.DISTINCT if name != "single"]
+LAYOUTS = layouts.OFFERED["value_head_program"]
+OTHERS = [name for name in LAYOUTS if name != "single"]
 
 
 def results(layout):
@@ -33,9 +34,9 @@ def test_steps_and_weights_of_actor_and_critic_are_those_of_one_rank(layout, run
             torch.testing.assert_close(head[name], one[name], atol=1e-6, rtol=0.0)
 
 
-@pytest.mark.parametrize("layout", layouts.DISTINCT)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_head_is_on_the_last_stage_and_equal_on_all_its_ranks(layout):
-    settings = layouts.DISTINCT[layout]
+    settings = LAYOUTS[layout]
     found = results(layout)["tied"]["head"]
     held = [rank for rank, head in enumerate(found) if head]
     assert (
@@ -50,7 +51,7 @@ def test_the_head_is_on_the_last_stage_and_equal_on_all_its_ranks(layout):
             assert torch.equal(found[rank]["weight.gradient"], found[held[0]]["weight.gradient"])
 
 
-@pytest.mark.parametrize("layout", layouts.DISTINCT)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_first_step_has_the_value_loss_of_zero_estimates(layout):
     """V is 0 before the first step, so its loss is half the mean squared return, times the
     factor."""
@@ -89,13 +90,13 @@ def test_a_head_that_is_not_detached_shapes_the_hidden_states():
     assert attached["policy/grad_norm"] > 1.01 * detached["policy/grad_norm"]
 
 
-@pytest.mark.parametrize("layout", layouts.DISTINCT)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_engines_are_sent_what_they_are_sent_without_a_value_head(layout):
     assert results(layout)["tied"]["exported"] == sorted(results("single")["plain"]["weights"])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", layouts.DISTINCT)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_head_and_its_optimizer_state_are_in_the_checkpoint(layout, dtype):
     found = results(layout)["resumed"][dtype]
     for saved, loaded in zip(found["saved"], found["loaded"], strict=True):

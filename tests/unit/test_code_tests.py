@@ -110,6 +110,10 @@ VACUOUS: list[tuple[str, str]] = [
     ("class Suite:\n  def test_it(self): assert f(1) == 2", "nothing calls `Suite.test_it`"),
     ("class A:\n  def run(self): assert f(1) == 2\nA()", "nothing calls `run`"),
     ("if False:\n  assert f(1) == 2", "line 2 that is never run"),
+    (
+        "def helper():\n  assert f(1) == 2\ntry: g()\nexcept E:\n  if False: helper()",
+        "nothing calls `helper`",
+    ),
     ("if not True or 1 > 2:\n  assert f(1) == 2", "line 2 that is never run"),
     ("while 0:\n  assert f(1) == 2", "line 2 that is never run"),
     ("for x in []:\n  assert f(x) == 2", "line 2 that is never run"),
@@ -142,6 +146,8 @@ def test_a_test_that_would_pass_for_no_code_is_refused() -> None:
 
 
 SOUND = [
+    "def helper():\n  assert f(1) == 2\ntry: g()\nexcept helper(): pass",
+    "def helper():\n  assert f(1) == 2\nmatch f(1):\n  case 1 if helper(): pass",
     "assert set(f((3, 4), (5, 4))) == set((4, 5)), 'é'  # ü",
     f"METADATA = {{'author': 'x'}}\n{CHECK}assert candidate([1.0], 0.3) == True",
     "l = [2, 1]\nf(l)\nassert l == [1, 2]",

@@ -10,6 +10,7 @@ import torch
 
 from megatron_async_rl import cli
 from megatron_async_rl.config.load import dump, load
+from megatron_async_rl.config.problem import ConfigError
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.registry import ADVANTAGES, CORRECTIONS, LOSSES
 from megatron_async_rl.objectives.targets import valid_samples
@@ -165,3 +166,32 @@ def test_a_loss_that_reads_no_advantage_has_none_where_none_is_named(tmp_path):
     kept = tmp_path / "kept.yaml"
     kept.write_text(dump(load(file, ["objective.loss=topr"])))
     assert load(kept) == load(file, ["objective.loss=topr"])
+
+
+def test_a_limit_permits_its_own_value_and_not_the_next(tmp_path):
+    file = write_run(tmp_path)  # four steps of four groups, async_ratio 1
+    gac = "controls=[{name: gac, calibrate: {steps: %d}}]"
+    momentum = "controls=[{name: momentum_by_alignment, beta1_min: %g}]"
+    rare = ["policy.optimizer.moment_dtype=bfloat16", "model.dtype=bfloat16"]
+    for key, permitted, refused in (
+        ("minibatches", ["objective.minibatches=4"], ["objective.minibatches=5"]),
+        (
+            "snapshots",
+            ["objective.proximal=snapshot", "objective.snapshots=2"],
+            ["objective.proximal=snapshot", "objective.snapshots=1"],
+        ),
+        ("calibrate", [gac % 2], [gac % 3]),
+        ("minibatches", ["objective.minibatches=2", "objective.epochs=2", "controls=[gac]"], None),
+        ("minibatches", None, ["objective.minibatches=1", "objective.epochs=2", "controls=[gac]"]),
+        ("beta1_min", [momentum % 0.89], [momentum % 0.9]),
+        (
+            "betas",
+            [*rare, "policy.optimizer.betas=[0.9, 0.996]"],
+            [*rare, "policy.optimizer.betas=[0.9, 0.9961]"],
+        ),
+    ):
+        if permitted is not None:
+            load(file, permitted)
+        if refused is not None:
+            with pytest.raises(ConfigError, match=key):
+                load(file, refused)

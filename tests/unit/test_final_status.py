@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -46,8 +47,8 @@ def run_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], E
     monkeypatch.setattr(launcher, "POLL_S", 0.02)
     config = validated({**config_tree(), "run": {"dir": str(tmp_path / "run"), "steps": 5}})
 
-    def begin(script: str) -> Callable[[LocalRanks, str], subprocess.Popen[bytes]]:
-        def start(ranks: LocalRanks, run_id: str) -> subprocess.Popen[bytes]:
+    def begin(script: str) -> Callable[[LocalRanks, str, ExitStack], subprocess.Popen[bytes]]:
+        def start(ranks: LocalRanks, run_id: str, held: ExitStack) -> subprocess.Popen[bytes]:
             with open(ranks.log, "wb") as log:
                 return subprocess.Popen(
                     ["bash", "-c", script],

@@ -29,6 +29,7 @@ from megatron_async_rl.samples.segments import FOLDER, gaps_in, read_entries, re
 from megatron_async_rl.samples.types import Request, Sample
 from tests.cases import looped
 from tests.logged_samples import row, sample
+from tests.thorough import examples
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, manifest
 from tests.unit.flow_setup import WholeRewards, controller_of, flow, position, run, stage, until
 
@@ -52,7 +53,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample_log._SampleLogSegment, "sync", lambda self: None)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(examples(5, 2)))
 def test_every_group_of_a_run_ends_and_the_log_says_how(tmp_path: Path, seed: int) -> None:
     """Many histories of a few starts each: engines are lost, groups are late or equal, a start ends
     in a crash after any step, and the next goes on from a checkpoint before it."""

@@ -275,7 +275,7 @@ def hub(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     files = {file.name: file.read_bytes() for file in model.iterdir()}
     files |= {"pytorch_model.bin": b"x", "original/params.json": b"{}"}
     server = Hub(files)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", server.address)

@@ -95,6 +95,8 @@ def test_a_ray_of_our_own_starts_no_monitor(monkeypatch: pytest.MonkeyPatch) -> 
     from ray._private.node import Node
 
     started: list[Node] = []
+    for name in ("start_log_monitor", "start_api_server"):
+        monkeypatch.setattr(Node, name, getattr(Node, name))
     monkeypatch.setattr(Node, "start_monitor", started.append)
     head = Mock(_gcs_address=None, _gcs_client=None)
     head._ray_params = Mock(no_monitor=False, ray_client_server_port=None)
@@ -218,7 +220,7 @@ class Limited(LimitedThreads, socketserver.TCPServer):
 @pytest.fixture
 def server() -> Iterator[Limited]:
     with Limited(("127.0.0.1", 0), Echo) as made:
-        threading.Thread(target=made.serve_forever, daemon=True).start()
+        threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
         yield made
         made.shutdown()
 

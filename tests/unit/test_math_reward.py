@@ -345,6 +345,7 @@ def test_numbers_are_calculated_and_roots_simplified_in_terms() -> None:
         (r"\sqrt{12}", r"2\sqrt{3}"),
         (r"\sqrt{1/2}", r"\sqrt{2}/2"),
         (r"\sqrt{2}\sqrt{3}", r"\sqrt{6}"),
+        (r"\sqrt{2}(x+\sqrt{3})", r"\sqrt{2}x+\sqrt{6}"),
         ("x^2 x", "x^3"),
         ("(x-1)^2", "(1-x)^2"),
         ("(x-1)^3", "-(1-x)^3"),

@@ -28,6 +28,7 @@ from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.config.problem import ConfigError
 from megatron_async_rl.flow.colocated import PHASES
 from megatron_async_rl.metrics.status import Status, write_status
+from megatron_async_rl.plan import totals
 from megatron_async_rl.plan.activations import stores_scores
 from megatron_async_rl.plan.fit import lent_bytes, twin_bytes
 from megatron_async_rl.plan.layout import number_of, rank_coordinates, rank_environment
@@ -1771,3 +1772,25 @@ def test_a_rank_that_computes_losses_holds_its_own_targets_of_a_step(tmp_path: P
     more = last("flow.prompts_per_step=16") - last()
     assert more == TARGET_BYTES * 8 * 4 // 2 * load(file).rollout.sampling.max_tokens
     assert last("objective.minibatches=2") + more // 2 == last()
+
+
+def test_numbers_are_shown_in_the_largest_unit_that_they_reach():
+    assert [totals._count(tokens) for tokens in (999, 1000, 10**6 - 1000, 10**6, 10**9)] == [
+        "999",
+        "1 thousand",
+        "999 thousand",
+        "1 million",
+        "1 billion",
+    ]
+    assert [totals._bytes(size * 2**20) for size in (1023, 1024, 2**20 - 1, 2**20)] == [
+        "1023.0 MiB",
+        "1.0 GiB",
+        "1024.0 GiB",
+        "1.00 TiB",
+    ]
+    assert [totals._number(value) for value in (0.12345, 99.94, 100, 12345.6)] == [
+        "0.123",
+        "99.9",
+        "100",
+        "12,346",
+    ]

@@ -29,6 +29,7 @@ from megatron_async_rl.samples import Prompt
 from tests.cases import looped
 from tests.ports import free_ports
 from tests.published_models import PUBLISHED, write_config
+from tests.reward_trials import untried_rewards
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "recipes"
@@ -40,7 +41,17 @@ echo "$*" >> "$ASKED"
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Recipes and launchers, with what the hub would have brought."""
+    return write_checkout(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def unchanged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout that no test changes."""
+    return write_checkout(tmp_path_factory.mktemp("checkout"))
+
+
+def write_checkout(tmp_path: Path) -> Path:
+    """Write recipes and launchers, with what the hub would have brought."""
     shutil.copytree(RECIPES, tmp_path / "examples" / "recipes")
     (tmp_path / "launchers").symlink_to(ROOT / "launchers")
     for name, files in {"gsm8k": ("train", "test"), "dapo_math_17k": ("train", "aime24")}.items():
@@ -54,15 +65,19 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("gigabytes", [80, 141])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_fits_the_gpus_of_its_machines(checkout: Path, name: str, gigabytes: int) -> None:
-    file = checkout / "examples" / "recipes" / f"{name}.yaml"
+@looped("name", NAMES)
+def test_a_recipe_fits_the_gpus_of_its_machines(unchanged: Path, name: str) -> None:
+    """And its reward scores a response to its data."""
+    file = unchanged / "examples" / "recipes" / f"{name}.yaml"
     nodes, trainer_nodes, gpus = machines_of(file)
-    require_fit(file, (), gigabytes, nodes=nodes, trainer_nodes=trainer_nodes, gpus=gpus)
+    counts = {"nodes": nodes, "trainer_nodes": trainer_nodes, "gpus": gpus}
+    require_fit(file, (), 80, **counts)
+    with untried_rewards():
+        require_fit(file, (), 141, **counts)
 
 
 @looped("name", NAMES)
+@untried_rewards()
 def test_a_recipe_is_planned_on_a_machine_that_has_nothing(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,13 +155,14 @@ DIVISIONS = re.findall(
 )
 
 
-@pytest.mark.parametrize("gigabytes", [80, 141])
-@pytest.mark.parametrize(("nodes", "trainer_nodes", "overrides"), DIVISIONS)
-@pytest.mark.parametrize("name", [name for name in NAMES if "_32b" in name])
+@looped("gigabytes", [80, 141])
+@looped(("nodes", "trainer_nodes", "overrides"), DIVISIONS)
+@looped("name", [name for name in NAMES if "_32b" in name])
+@untried_rewards()
 def test_a_recipe_of_32_billion_weights_fits_fewer_and_more_machines_as_its_page_says(
-    checkout: Path, name: str, nodes: str, trainer_nodes: str, overrides: str, gigabytes: int
+    unchanged: Path, name: str, nodes: str, trainer_nodes: str, overrides: str, gigabytes: int
 ) -> None:
-    file = checkout / "examples" / "recipes" / f"{name}.yaml"
+    file = unchanged / "examples" / "recipes" / f"{name}.yaml"
     counts = {"nodes": int(nodes), "trainer_nodes": int(trainer_nodes)}
     require_fit(file, overrides.split(), gigabytes, **counts)
 

@@ -1,0 +1,295 @@
+"""Processes from a fork server, which has imported what they import (watchdog/fork_server.py).
+
+    requester --- arguments, environment, descriptors ---> server (has imported; one thread)
+              <-- process id, and the exit code at its end --- | fork
+                                                               +--> process
+
+Imports take most of the CPU time of a start on a CPU: Megatron's in each rank, vLLM's in an
+engine's actor and again in its core. A request is the command line of an interpreter, and the
+process does what the interpreter would do.
+
+Invariants:
+- a process ends with its requester, because the server kills it, and with the server, because the
+  kernel does;
+- if no server answers, or if PYTHONPATH differs, the requester starts the interpreter itself: only
+  time is lost;
+- a library that reads a variable when it is loaded reads the server's; otherwise a process has the
+  environment of its requester.
+
+This file imports only the standard library, because Ray starts it as a program instead of Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+Kind = Literal["ranks", "engines"]
+VARIABLE = "MEGATRON_ASYNC_RL_PRELOADED_"
+"""Prefix of the environment variables that hold the servers' addresses, by kind in capitals."""
+PARENT = "MAR_ENGINE_PARENT"
+"""See `watchdog.processes.PARENT`."""
+PACKAGE = __name__.rpartition(".")[0].rpartition(".")[0]
+
+MOST_DESCRIPTORS = 253
+"""Limit of the kernel for one message."""
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Process:
+    """Process that the server forked, with the methods of `subprocess.Popen` that torchrun uses.
+    The server kills the process when this object is garbage collected."""
+
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._connection = connection
+
+    def poll(self) -> int | None:
+        """Exit code, negative for a signal; None while the process runs."""
+        return self.wait(0.0)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait for up to `timeout` seconds (None: without a limit); returns what `poll` returns."""
+        if self.returncode is None:
+            self._connection.settimeout(timeout)
+            try:
+                answer = self._connection.recv(4, socket.MSG_WAITALL)
+            except (BlockingIOError, TimeoutError):
+                return None
+            except OSError:
+                answer = b""
+            # A server that is gone has taken its processes along.
+            self.returncode = struct.unpack("i", answer)[0] if answer else -signal.SIGKILL
+            self._connection.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def address_of(kind: Kind) -> str | None:
+    """Address of this process's server of `kind`; None where there is none."""
+    return os.environ.get(f"{VARIABLE}{kind.upper()}")
+
+
+def start(
+    address: str | None,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    descriptors: Sequence[int],
+    *,
+    new_session: bool = False,
+) -> Process | None:
+    """Fork a process that runs `python ARGUMENTS` from the server at `address`. Returns None if no
+    server accepts the request.
+
+    descriptors: descriptors of this process that the new one inherits, with the same numbers.
+    """
+    if address is None or len(descriptors) > MOST_DESCRIPTORS:
+        return None
+    request = {
+        "arguments": list(arguments),
+        "environment": dict(environment),
+        "folder": os.getcwd(),
+        "descriptors": list(descriptors),
+        "new_session": new_session,
+    }
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        _send(connection, address, request, descriptors)
+        answer = connection.recv(4, socket.MSG_WAITALL)
+    except OSError:
+        answer = b""
+    if len(answer) < 4:
+        connection.close()
+        return None
+    return Process(connection, struct.unpack("i", answer)[0])
+
+
+def started_by(address: str | None, requesters: Collection[int]) -> set[int]:
+    """Return the ids of the processes that the server at `address` has forked for `requesters`, and
+    for the processes that it forked for those."""
+    if address is None:
+        return set()
+    with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as connection:
+        _send(connection, address, {"started_by": list(requesters)}, ())
+        with connection.makefile("rb") as answer:
+            return set(json.load(answer))
+    return set()
+
+
+def _send(
+    connection: socket.socket,
+    address: str,
+    request: Mapping[str, Any],
+    descriptors: Sequence[int],
+) -> None:
+    content = json.dumps(request).encode("utf-8", "surrogateescape")
+    connection.connect(address)
+    socket.send_fds(connection, [struct.pack("I", len(content))], list(descriptors))
+    connection.sendall(content)
+
+
+def spawn_by_fork(kind: Kind) -> None:
+    """Have `multiprocessing` fork from the server of `kind`, if there is one, and not spawn."""
+    import io
+    from multiprocessing import context as contexts
+    from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn
+    from multiprocessing import util as utilities
+
+    context, util = cast("Any", contexts), cast("Any", utilities)
+
+    class Popen(cast("Any", popen_spawn_posix).Popen):  # type: ignore[misc]
+        """The start method `spawn`, with a fork of the server instead of a new interpreter."""
+
+        _process: Process | None
+        _fds: list[int]
+
+        def _launch(self, process_obj: BaseProcess) -> None:
+            tracker, content = resource_tracker.getfd(), io.BytesIO()
+            context.set_spawning_popen(self)
+            try:  # which collects the descriptors that it needs
+                reduction.dump(spawn.get_preparation_data(process_obj.name), content)
+                reduction.dump(process_obj, content)
+            finally:
+                context.set_spawning_popen(None)
+            child_r, parent_w = os.pipe()
+            parent_r, child_w = os.pipe()
+            command = spawn.get_command_line(tracker_fd=tracker, pipe_handle=child_r)[1:]
+            kept = {0, 1, 2, tracker, child_r, child_w, *self._fds}
+            self._process = start(
+                address_of(kind), command, os.environ, sorted(cast("set[int]", kept))
+            )
+            os.close(child_r)
+            os.close(child_w)
+            if self._process is None:
+                os.close(parent_r)
+                os.close(parent_w)
+                self._fds = []
+                super()._launch(process_obj)
+                return
+            self.pid = self._process.pid
+            self.sentinel = parent_r
+            self.finalizer = util.Finalize(self, util.close_fds, (parent_r, parent_w))
+            with open(parent_w, "wb", closefd=False) as file:
+                file.write(content.getbuffer())
+
+        def poll(self, flag: int = os.WNOHANG) -> int | None:
+            if self._process is None:
+                return super().poll(flag)
+            self.returncode = self._process.wait(0.0 if flag == os.WNOHANG else None)
+            return self.returncode
+
+    if address_of(kind) is not None:
+        context.SpawnProcess._Popen = staticmethod(Popen)
+
+
+def executable(kind: Kind) -> str | None:
+    """Return the shell command that replaces `python` for processes of the server of `kind`, or
+    None if there is no server."""
+    address = address_of(kind)
+    if address is None:
+        return None
+    # In UTF-8 mode, as the server, variables stay the same bytes.
+    return shlex.join([sys.executable, "-X", "utf8", "-I", "-S", __file__, address])
+
+
+@contextlib.contextmanager
+def serving(
+    kind: Kind,
+    module: str,
+    environment: MutableMapping[str, str],
+    own: Mapping[str, str],
+    folder: Path,
+    log: Path,
+) -> Iterator[int]:
+    """Run a server of `kind` that imports `module`, and set its address in `environment`. Yields a
+    descriptor: the server ends once no process holds it.
+
+    own: variables of the server besides `environment`. folder: folder of its socket. log: file for
+    the output of the imports.
+    """
+    address = str(folder / f"preloaded-{kind}")
+    alive_r, alive_w = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener, open(log, "wb") as file:
+        listener.bind(address)
+        # From here on requests wait for the imports.
+        listener.listen(64)
+        environment[f"{VARIABLE}{kind.upper()}"] = address
+        numbers = [str(listener.fileno()), str(alive_r)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", f"{PACKAGE}.watchdog.fork_server", *numbers, module],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**environment, **own},
+            pass_fds=(listener.fileno(), alive_r),
+            start_new_session=True,
+        )
+    os.close(alive_r)
+    try:
+        yield alive_w
+    finally:
+        os.close(alive_w)
+        process.kill()
+        process.wait()
+
+
+def _replace(address: str, arguments: Sequence[str]) -> None:
+    """Run `python ARGUMENTS` in a fork of the server, and end as that process ends."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
+    held = [number for number in descriptors if _is_open(number)]
+    process = start(address, arguments, os.environ, held)
+    if process is None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.execv(sys.executable, [sys.executable, *arguments])
+
+    def forward(number: int, _: object) -> None:
+        # Not by `send_signal`, whose poll would change the wait that this interrupts.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+    for number in _FORWARDED:
+        signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    code = process.wait()
+    if code is not None and code < 0:
+        if -code in _FORWARDED:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code or 0)
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:  # it was the descriptor of the listing
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    _replace(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,215 @@
+"""Fork server: its processes do what an interpreter would do, and none outlives its requester or
+the server. The server of these tests imports one small module."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from multiprocessing import context
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.launch import launcher
+from megatron_async_rl.launch.launcher import LocalRanks, environment_of_ranks
+from megatron_async_rl.launch.peers import Nodes
+from megatron_async_rl.plan.layout import PLANNED_DEVICE
+from megatron_async_rl.watchdog import preloaded
+from megatron_async_rl.watchdog.processes import PARENT, descendants
+from megatron_async_rl.watchdog.run_folder import RunFolder
+from tests.written_run import config_tree
+
+ROOT = Path(__file__).resolve().parents[2]
+FOR_EVER = "import time; print('begun', flush=True); time.sleep(600)"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
+    """Address of a server, and the environment that names it."""
+    folder = tmp_path_factory.mktemp("of us", numbered=False)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"}
+    own = {"OF_SERVER": "1"}
+    with preloaded.serving("engines", "wave", environment, own, folder, folder / "log"):
+        yield environment[f"{preloaded.VARIABLE}ENGINES"], environment
+
+
+@pytest.fixture
+def here(server: tuple[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> str:
+    """This process has the server's address and environment."""
+    address, environment = server
+    for name in ("PYTHONPATH", f"{preloaded.VARIABLE}ENGINES"):
+        monkeypatch.setenv(name, environment[name])
+    monkeypatch.setattr(context.SpawnProcess, "_Popen", context.SpawnProcess._Popen)
+    return address
+
+
+def command() -> list[str]:
+    return shlex.split(preloaded.executable("engines") or sys.executable)
+
+
+def told(code: str, *arguments: str, cwd: Path | None = None) -> tuple[int, str]:
+    """Exit code and output of `python -c CODE ARGUMENTS` from the server."""
+    process = subprocess.run(
+        [*command(), "-u", "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        check=False,
+    )
+    return process.returncode, process.stdout + process.stderr
+
+
+def test_it_is_what_the_interpreter_would_have_started(here: str, tmp_path: Path) -> None:
+    code = (
+        "import os, sys; print(__name__, sys.argv, os.getcwd(), 'wave' in sys.modules,"
+        " os.environ.get('OF_SERVER')); print('bad', file=sys.stderr); sys.exit(3)"
+    )
+    said = f"__main__ ['-c', 'a b'] {tmp_path} True None\nbad\n"
+    assert told(code, "a b", cwd=tmp_path) == (3, said)
+
+
+@pytest.mark.parametrize("kind", ["script", "module"])
+def test_scripts_and_modules_run_as_programs(here: str, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "beside.py").write_text("NAME = 'beside'", encoding="utf-8")
+    text = "import sys, beside; print(__name__, beside.NAME, sys.argv[1:])"
+    (tmp_path / "program.py").write_text(text, encoding="utf-8")
+    how = ["-m", "program"] if kind == "module" else [str(tmp_path / "program.py")]
+    ran = subprocess.run([*command(), *how, "x"], capture_output=True, text=True, cwd=tmp_path)
+    assert ran.stdout == "__main__ beside ['x']\n", ran.stderr
+
+
+def test_its_end_is_its_requesters_end(here: str) -> None:
+    assert told("import os; os.kill(os.getpid(), 9)")[0] == -signal.SIGKILL
+    assert told("raise SystemExit('why')") == (1, "why\n")
+    code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7));"
+    process = subprocess.Popen([*command(), "-c", code + FOR_EVER], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.terminate()
+    assert process.wait(60) == 7
+
+
+def test_it_ends_with_its_requester(here: str) -> None:
+    process = subprocess.Popen([*command(), "-c", FOR_EVER], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    (pid,) = preloaded.started_by(here, [process.pid])
+    assert psutil.Process(pid).parent() != psutil.Process(process.pid)
+    process.kill()
+    # The process has the other end of the pipe: it is gone where that is.
+    assert process.stdout.read() == b""
+    process.wait()
+
+
+def test_it_ends_with_the_server(tmp_path: Path) -> None:
+    environment = dict(os.environ)
+    with preloaded.serving("ranks", "wave", environment, {}, tmp_path, tmp_path / "log"):
+        address, (read, write) = environment[f"{preloaded.VARIABLE}RANKS"], os.pipe()
+        process = preloaded.start(address, ["-c", FOR_EVER], environment, (0, write, 2))
+        assert process is not None
+        os.close(write)
+    with open(read, "rb") as end:
+        assert end.read() == b""
+    assert process.wait() == -signal.SIGKILL
+
+
+def answer(connection: object, value: object) -> None:
+    named = os.environ.get(PARENT)
+    connection.send((value, os.getppid(), named, os.getpid()))  # type: ignore[attr-defined]
+    connection.recv()  # type: ignore[attr-defined]
+
+
+def test_spawned_processes_come_from_the_server(here: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have descriptors of their own, and PARENT names the process itself."""
+    monkeypatch.setenv(PARENT, str(os.getpid()))
+    preloaded.spawn_by_fork("engines")
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=answer, args=(theirs, [1]))
+    process.start()
+    theirs.close()
+    value, parent, named, pid = ours.recv()
+    assert value == [1]
+    assert parent != os.getpid()
+    assert named == str(pid) == str(process.pid)
+    assert pid in descendants()
+    assert process.is_alive()
+    ours.send(None)
+    process.join(60)
+    assert process.exitcode == 0
+    assert pid not in descendants()
+
+
+@pytest.mark.parametrize("why", ["no server", "an import that fails", "another PYTHONPATH"])
+def test_without_a_server_the_interpreter_starts(
+    here: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    environment = dict(os.environ)
+    code = "import sys; print('wave' in sys.modules)"
+    if why == "another PYTHONPATH":
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        assert told(code) == (0, "False\n")
+        return
+    if why == "an import that fails":
+        log = tmp_path / "log"
+        with preloaded.serving("engines", "not_there", environment, {}, tmp_path, log):
+            monkeypatch.setenv(f"{preloaded.VARIABLE}ENGINES", str(tmp_path / "preloaded-engines"))
+            assert told(code) == (0, "False\n")
+        return
+    monkeypatch.setenv(f"{preloaded.VARIABLE}ENGINES", str(tmp_path / "none"))
+    assert told(code) == (0, "False\n")
+    preloaded.spawn_by_fork("engines")
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=answer, args=(theirs, [1]))
+    process.start()
+    assert ours.recv()[1] == os.getpid()
+    ours.send(None)
+    process.join(60)
+    assert process.exitcode == 0
+
+
+SUPERVISED = {
+    "objective": {"loss": "sft", "advantage": "none"},
+    "flow": {"prompts_per_step": 4, "group_size": 1, "async_ratio": 0},
+    "rollout": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "tree", "kinds"),
+    [
+        ({}, {}, ["ranks", "engines"]),
+        ({}, SUPERVISED, ["ranks"]),
+        ({"RAY_ADDRESS": "node0:6379"}, {}, ["ranks"]),  # its engines inherit nothing
+        ({PLANNED_DEVICE: "cuda"}, {}, []),  # imports may initialise CUDA
+    ],
+)
+def test_a_run_has_the_servers_that_it_can_use(
+    environment: dict[str, str],
+    tree: dict[str, object],
+    kinds: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def serving(kind: str, *_: object) -> nullcontext[str]:
+        return nullcontext(kind)
+
+    monkeypatch.setattr(launcher, "serving", serving)
+    monkeypatch.setattr(launcher, "serving_engines", lambda *_: nullcontext("engines"))
+    config = Config.model_validate({**config_tree(), **tree})
+    folder = RunFolder(tmp_path, tmp_path, ())
+    ranks = LocalRanks(config, Nodes(), "127.0.0.1", "0", {}, folder, None)
+    with ExitStack() as held:
+        assert launcher._preload(ranks, environment, held) == kinds
+
+
+def test_servers_of_another_run_are_not_used() -> None:
+    given = {f"{preloaded.VARIABLE}ENGINES": "/tmp/of-another"}
+    assert not given.keys() & environment_of_ranks(given, "id", {}).keys()
