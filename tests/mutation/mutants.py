@@ -49,17 +49,6 @@ MESSAGES = (
     *("what", "fix", "where", "help", "description", "message", "title", "examples", "doc"),
     "highlight",
 )
-    "what",
-    "fix",
-    "where",
-    "help",
-    "description",
-    "message",
-    "title",
-    "examples",
-    "doc",
-    "highlight",
-)
 DURATIONS = ("timeout", "seconds", "patience", "interval")
 
 
