@@ -45,7 +45,10 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.BitOr: ast.BitAnd,
 }
 LOGGERS = ("log", "logger", "logging", "warnings")
-MESSAGES = ("what", "fix", "where", "help", "description", "message", "title", "examples", "doc")
+MESSAGES = (
+    *("what", "fix", "where", "help", "description", "message", "title", "examples", "doc"),
+    "highlight",
+)
 DURATIONS = ("timeout", "seconds", "patience", "interval")
 
 
@@ -246,7 +249,7 @@ def _of_statement(node: ast.stmt) -> Iterator[tuple[ast.AST, ast.AST | str]]:
             yield node, "pass"
         case ast.AugAssign():
             yield node, "pass"
-        case ast.Return(value=ast.expr() as value) if not _is_none(value):
+        case ast.Return(value=ast.expr() as value) if not _is_none_or_false(value):
             yield node, "return None"
         case ast.If() | ast.While() if not _is_true(node.test):
             yield node.test, ast.UnaryOp(ast.Not(), node.test)
@@ -328,8 +331,8 @@ def _is_one_number(node: ast.expr) -> bool:
     )
 
 
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
+def _is_none_or_false(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value in (None, False)
 
 
 def _is_true(node: ast.expr) -> bool:

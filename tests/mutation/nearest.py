@@ -27,8 +27,8 @@ class ImportMap:
         self._imports = cache(self._read_imports)
         self._tree = cache(self._read_tree)
 
-    def nearest(self, file: str, limit: int) -> list[str]:
-        """At most `limit` test files, nearest first: those named after the module, then by the
+    def nearest(self, file: str) -> list[str]:
+        """Test files that import `file`, nearest first: those named after the module, then by the
         number of imports between them, by how often they use a name of the module, and by how few
         other modules they import."""
         name = Path(file).stem if Path(file).stem != "__init__" else Path(file).parent.name
@@ -40,7 +40,7 @@ class ImportMap:
                 uses = self._uses(test, file)
                 ranked.append((not named, distance, -uses, len(self._imports(test)), test))
         ranked.sort()
-        return [test for *_, test in ranked[:limit]]
+        return [test for *_, test in ranked]
 
     def _uses(self, test: str, file: str) -> int:
         """How often `test` names what it imports from `file`."""

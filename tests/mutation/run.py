@@ -49,6 +49,7 @@ from tests.mutation.nearest import ImportMap
 
 # Threads of libraries would not be there after a fork.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("MAR_TESTS", None)  # the tests of the gate, without those marked `thorough`
 os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +60,8 @@ COUNT = 100
 NEAREST = 6
 WHOLE_LOOP = "tests/loop/test_loop.py"
 """Its tests execute much of the package: those that execute a mutant's lines run, too."""
+TESTS_S = 60.0
+"""Length, in all, of the tests of one round that execute a mutant's lines."""
 OTHERS_S = 15.0
 """Length, in all, of tests that may execute a mutant's lines out of sight: in a fixture of an
 earlier test or in another process."""
@@ -318,20 +321,26 @@ class Judge:
     def verdict(self, mutant: Mutant) -> str:
         """`survived`, or what killed the mutant."""
         places = {f"{mutant.file}:{line}" for line in range(mutant.lines[0], mutant.lines[1] + 1)}
-        nearest = self._map.nearest(mutant.file, self._nearest)
+        files = self._map.nearest(mutant.file)
+        near, far = files[: self._nearest], files[self._nearest :]
         others: list[tuple[bool, float, str]] = []
         # Most mutants need the baseline of one file only.
-        for files in (nearest[:1], nearest[1:3], [*nearest[3:], WHOLE_LOOP]):
-            tests, more = self._tests(files, places)
-            others += more
-            if (killer := self._killer(mutant, tests)) is not None:
+        for at, some in enumerate((near[:1], near[1:3], near[3:], [WHOLE_LOOP, *far])):
+            tests, more = self._tests(some, places)
+            others += more if at < 3 else []
+            if (killer := self._killer(mutant, self._within(tests, TESTS_S))) is not None:
                 return killer
-        left, chosen = OTHERS_S, []
-        for _, seconds, test in sorted(others):
-            left -= seconds
-            if left >= 0.0:
-                chosen.append(test)
+        chosen = self._within([test for *_, test in sorted(others)], OTHERS_S)
         return self._killer(mutant, chosen) or "survived"
+
+    def _within(self, tests: list[str], seconds: float) -> list[str]:
+        """The first tests, as many as take no longer in all, and one at least."""
+        total, chosen = 0.0, list[str]()
+        for test in tests:
+            total += self._baselines[test.partition("::")[0]].seconds[test]
+            if total <= seconds or not chosen:
+                chosen.append(test)
+        return chosen
 
     def _tests(
         self, files: list[str], places: set[str]

@@ -34,6 +34,7 @@ def edits(source: str) -> set[tuple[str, str]]:
         ("self.x = y", {("self.x = y", "pass")}),
         ("x += y", {("x += y", "pass")}),
         ("def f():\n  return x", {("return x", "return None")}),
+        ("def f():\n  return False", {("False", "True")}),
         ("raise Wrong('a', 1)", {("raise Wrong('a', 1)", "pass")}),
         ("x = [a for a in b if a]", {("a", "not a")}),
         ("x = y if z else w", {("z", "not z")}),
@@ -63,6 +64,7 @@ def test_every_operator_edits_its_construct(source, expected):
         "x = f(timeout=3, what=a or b)",
         "x = zip(a, b, strict=True)",
         "return_ = None",
+        "def f():\n  return None",
     ],
 )
 def test_text_annotations_logs_and_durations_are_not_edited(source):
@@ -104,7 +106,7 @@ def test_nearest_tests_have_the_modules_name_or_the_fewest_imports(tmp_path: Pat
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    near = ImportMap(tmp_path).nearest("megatron_async_rl/flow/buffer.py", 5)
+    near = ImportMap(tmp_path).nearest("megatron_async_rl/flow/buffer.py")
     assert near == [f"tests/unit/test_{name}.py" for name in ("buffer", "direct", "user")]
 
 
