@@ -20,8 +20,8 @@ from tests.parallel.layouts import BLANK, replaced
 from tests.train_batches import joined, samples_in
 
 BUDGET = 96
-"""Tokens of a packed micro-batch: three of the batch on one rank, and an empty one where their number
-has to be even."""
+"""Tokens of a packed micro-batch: three micro-batches on one rank, and an empty one where their
+number must be even."""
 OBJECTIVES = {
     "gspo": ObjectiveConfig(loss="gspo"),
     "recompute": ObjectiveConfig(proximal="recompute", aggregation="seq-mean-token-mean"),
