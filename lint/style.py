@@ -42,6 +42,7 @@ OPENERS = (
     "By",
     "Whether",
     "Who",
+    "Which",
     "Nobody",
     "For",
     "In",

@@ -88,7 +88,7 @@ class AlignmentSettings(ControlSettings):
     target: Literal["threshold", "zero"] = "threshold"
     """Project to cosine c_low exactly, or remove the aligned component."""
     reference: Literal["raw", "applied"] = "raw"
-    """Which previous gradient is compared with: as it came, or as it was applied."""
+    """Form of the previous gradient to compare with: as computed, or as applied."""
     max_consecutive_skips: PositiveInt = 4
     """A skip freezes the weights, so the next gradient is as aligned; after this many the step is
     projected instead."""

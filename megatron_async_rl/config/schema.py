@@ -406,7 +406,8 @@ class FlowConfig(Strict):
     """alpha of ROLL Flash (arXiv 2510.11345): no sample starts more than ceil(alpha) versions
     before it is trained on; 0 is synchronous."""
     selection: Selection = OldestFirst()
-    """Which finished groups a step trains on: a name, or a mapping with `name` and its settings."""
+    """Choice of the finished groups that a step trains on: a name, or a mapping with `name` and its
+    settings."""
     late: Literal["wait", "drop"] = "wait"
     """Treatment of a group that must train now by the staleness law and is still running: `wait`
     for it, or `drop` it if enough others have finished. Dropping favours short responses. The

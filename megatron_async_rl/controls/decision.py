@@ -29,7 +29,7 @@ class OptimizerView(Protocol):
 
     def momentum(self) -> Sequence[Tensor] | None:
         """Adam's first moment, to be read; None on every rank before the first step. A tensor that
-        is not kept in float32 on the device is made when it is asked for."""
+        is not kept in float32 on the device is made at its first use."""
         ...
 
     def last_update(self) -> Sequence[Tensor] | None:
@@ -37,7 +37,7 @@ class OptimizerView(Protocol):
         every rank before the first.
 
         Adam's own part of it: what a control moved the parameters by besides (`UpdateCorrection`)
-        is not in it. Each tensor is computed when it is asked for.
+        is not in it. Each tensor is computed at its first use.
         """
         ...
 

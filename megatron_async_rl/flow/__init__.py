@@ -1,2 +1,2 @@
-"""Which samples train when: the staleness law and the controller that admits, orders and hands out
-groups. No torch."""
+"""Flow of samples: the staleness law, and the controller that admits, orders and hands out groups.
+Imports no torch."""

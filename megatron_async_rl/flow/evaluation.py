@@ -429,7 +429,7 @@ def _parts(name: str, result: EvalResult) -> dict[str, float]:
 
 
 class EvalSchedule:
-    """Which versions are evaluated during a run, and what is kept of each.
+    """Versions that are evaluated during a run, and what is kept of each.
 
     Invariants:
     - a version is evaluated once, over stops and resumes: `means` goes into the checkpoint;

@@ -1,5 +1,5 @@
-"""Which groups train at a step: selections among those that wait, and the store of responses that
-train again.
+"""Selections of the groups that train at a step, among those that wait, and the store of responses
+that train again.
 
 Invariants:
 - a selection is a pure function, which answers fewer than `count` while the step has to wait;

@@ -1,4 +1,4 @@
-"""Which version of the weights is staged, who reads it, and which engines may pause to load it.
+"""State of weight updates: the staged version, its readers, and the engines that may pause for it.
 
     rank 0 --stage--> newest ---------------loading--> engines of its machine, each in its turn
                          +--sending--> copy --loading--> engines of another machine

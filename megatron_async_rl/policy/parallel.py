@@ -1,4 +1,4 @@
-"""Which rank holds what: process groups over Megatron's parallel state, and the shards of a
+"""Layout of a model over ranks: process groups over Megatron's parallel state, and the shards of a
 gradient.
 
 Invariants:
@@ -90,14 +90,14 @@ class Layout:
 
     @property
     def replica(self) -> int:
-        """Which copy of its parameters, experts apart, this rank holds, from 0: its rank among the
-        data- and context-parallel ranks."""
+        """Index from 0 of the copy of its parameters, except experts, that this rank holds: its
+        rank among the data- and context-parallel ranks."""
         return self.dp_rank * self.cp_size + self.cp_rank
 
     @property
     def expert_replica(self) -> int:
-        """Which copy of its experts this rank holds, from 0: its rank among the stage's ranks with
-        the same experts."""
+        """Index from 0 of the copy of its experts that this rank holds: its rank among the stage's
+        ranks with the same experts."""
         return (self.replica * self.tp_size + self.tp_rank) // self.ep_size
 
     def replicas_of(self, parameter: torch.Tensor) -> Any:

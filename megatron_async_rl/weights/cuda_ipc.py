@@ -123,7 +123,7 @@ class IpcBuckets(Staging):
 
     def fill(self, number: int, place: int, parts: Iterable[ShardSlice]) -> BucketRef:
         """Collective. Puts a bucket of the version into a place on every device, and returns where
-        it is. parts: this rank's of the bucket; one is done with when the next is asked for.
+        it is. parts: this rank's of the bucket; each is copied before the next is requested.
 
         Raises what kept this rank from it, and NotStaged where it is another rank that could not.
         """

@@ -110,7 +110,7 @@ class Staging:
         when_free: Callable[[], None] = lambda: None,
     ) -> Manifest:
         """Collective. buckets: of the whole version, the same on every rank. parts: this rank's;
-        one is done with when the next is asked for. when_free: returns once the slot may be
+        each is copied before the next is requested. when_free: returns once the slot may be
         written, on rank 0.
 
         Raises ValueError for an update without buckets, with a tensor that comes twice, or with a
@@ -219,7 +219,7 @@ class StagingSlot:
         for index, size in enumerate(sizes):
             if index < len(self._places) and self._places[index].size == size:
                 continue
-            self.discard_from(index)  # before more memory is asked for
+            self.discard_from(index)  # before more memory is requested
             self._places.append(self._carrier.place(size))
         return [place.path for place in self._places]
 

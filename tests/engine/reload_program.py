@@ -53,7 +53,7 @@ from tests.staged import flip_a_bit, parts, stage
 
 OWN = [(1, False, False), (0, False, False), (1, False, True)]
 LAYERWISE = [(0, True, False), (1, True, True)]
-"""Which checkpoint, whether layer by layer, and whether it is lent."""
+"""The checkpoint, whether it is loaded layer by layer, and whether on demand."""
 LENT_BUCKETS = 7
 
 

@@ -1,5 +1,5 @@
-"""Which advantages and corrections go together with what; rules about losses and controls are
-tested with those."""
+"""Combinations of advantages and corrections with other settings. Rules about losses and controls
+are tested with those."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,4 +1,4 @@
-"""Which gradient controls go together: what is refused, and that the reason names both and the
+"""Combinations of gradient controls: what is refused, and that the reason names both and the
 fix."""
 
 import pytest

@@ -1,4 +1,4 @@
-"""Which settings of flow, engines and evaluation go together: what is refused, with the key to
+"""Combinations of settings of flow, engines and evaluation: what is refused, with the key to
 change."""
 
 from __future__ import annotations

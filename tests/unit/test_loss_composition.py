@@ -1,4 +1,4 @@
-"""Which losses a run may have is decided before anything starts, with the reason."""
+"""The losses that a run may have: refusals come before anything starts, with the reason."""
 
 from __future__ import annotations
 

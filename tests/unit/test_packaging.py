@@ -196,7 +196,7 @@ def test_what_the_builder_is_sent_is_what_the_dockerfiles_copy() -> None:
 
 
 def test_the_gpu_image_has_one_cudnn_and_builds_against_its_headers() -> None:
-    """Which libraries a process then loads: tests/unit/test_libraries.py."""
+    """The libraries that a process then loads: tests/unit/test_libraries.py."""
     text = (ROOT / "Dockerfile").read_text()
     (base,) = re.findall(r"^FROM (\S+)$", text, re.MULTILINE)
     assert base.startswith("nvidia/cuda:")

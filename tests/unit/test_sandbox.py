@@ -326,7 +326,7 @@ else:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="another user stays itself without namespaces")
 def test_without_namespaces_root_becomes_a_user_of_its_own() -> None:
-    """Which can use the standard library, write where it is, and end no other process."""
+    """The code can use the standard library, write in its folder, and end no other process."""
     source = """
 import os, decimal, sqlite3, ssl
 open("mine", "w").close()

@@ -1,5 +1,5 @@
-"""Which waiting groups train: never a choice that makes another late, always one where one exists,
-and the earliest finished."""
+"""Choice of the waiting groups that train: never a choice that makes another late, always one where
+one exists, and the earliest finished."""
 
 from __future__ import annotations
 
