@@ -229,8 +229,12 @@ def test_log_ratios_of_fifty_and_rows_without_a_token_do_not_break_a_comparison(
 
 def test_a_rate_that_depends_on_the_run_is_not_compared(tmp_path):
     case = {
-        **{"case": "one", "kind": "scalar", "name": "ess_log_weights", "dtype": "float64"},
-        **{"inputs": {"log_weights": [0.0, 0.1]}, "expect": {"ess": 1.995}},
+        "case": "one",
+        "kind": "scalar",
+        "name": "ess_log_weights",
+        "dtype": "float64",
+        "inputs": {"log_weights": [0.0, 0.1]},
+        "expect": {"ess": 1.995},
         "params": {"shape": "small", "reference_ratio": "auto"},
     }
     code, output = conform(tmp_path, [case])
