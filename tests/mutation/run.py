@@ -3,6 +3,8 @@
     python -m tests.mutation.run                          a sample of the package
     python -m tests.mutation.run --seed 7 --count 100     another one
     python -m tests.mutation.run --only flow/buffer.py    of some files
+    python -m tests.mutation.run --key _gather_bucket --tests tests/parallel/test_export.py
+                                                          against tests that start ranks or engines
 
 Prints every mutant with `killed by TEST`, `killed by time or crash`, or `SURVIVED`, and fails if
 more than `--limit` mutants survive that reviewed.txt does not list: those change the behaviour of
@@ -62,6 +64,7 @@ WHOLE_LOOP = "tests/loop/test_loop.py"
 """Its tests execute much of the package: those that execute a mutant's lines run, too."""
 TESTS_S = 60.0
 """Length, in all, of the tests of one round that execute a mutant's lines."""
+NAMED_TESTS_S = 900.0
 OTHERS_S = 15.0
 """Length, in all, of tests that may execute a mutant's lines out of sight: in a fixture of an
 earlier test or in another process."""
@@ -333,6 +336,16 @@ class Judge:
         chosen = self._within([test for *_, test in sorted(others)], OTHERS_S)
         return self._killer(mutant, chosen) or "survived"
 
+    def verdict_of(self, mutant: Mutant, tests: list[str]) -> str:
+        """`survived`, or `killed`, by tests that are named and not chosen by their lines."""
+
+        def act() -> int:
+            return _pytest(tests, object(), "-x")
+
+        with self._workspace.mutated(mutant):
+            found = self._workspace.run(act, NAMED_TESTS_S)
+        return "survived" if found == 0 else "named tests"
+
     def _within(self, tests: list[str], seconds: float) -> list[str]:
         """The first tests, as many as take no longer in all, and one at least."""
         total, chosen = 0.0, list[str]()
@@ -418,6 +431,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", help="end of a file's path; repeatable")
     parser.add_argument("--key", help="only mutants whose key contains this text")
     parser.add_argument("--nearest", type=int, default=NEAREST, help="test files per mutant")
+    parser.add_argument("--tests", nargs="+", help="these test files instead of the nearest ones")
     parser.add_argument("--limit", type=float, default=0.05, help="share of mutants to survive")
     options = parser.parse_args()
     mutants = [
@@ -437,7 +451,8 @@ def main() -> int:
         judge = Judge(workspace, options.nearest)
         for at, mutant in enumerate(drawn, 1):
             begin = time.monotonic()
-            found = judge.verdict(mutant)
+            named = options.tests
+            found = judge.verdict_of(mutant, named) if named else judge.verdict(mutant)
             listed = " (reviewed)" if mutant.key in known else ""
             shown = f"SURVIVED{listed}" if found == "survived" else f"killed by {found}"
             place = f"{mutant.file}:{mutant.lines[0]}"

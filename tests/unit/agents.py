@@ -38,6 +38,7 @@ def streamed(text: str) -> dict[str, Any]:
     assert end == "[DONE]"
     first, last, *usage = map(json.loads, chunks)
     (begun,), (ended,) = first["choices"], last["choices"]
+    assert begun["index"] == ended["index"] == 0
     message = begun.pop("delta")
     counts = {} if not usage else {"usage": usage[0]["usage"]}
     return first | counts | {"choices": [begun | ended | {"message": message}]}

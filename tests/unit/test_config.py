@@ -709,3 +709,11 @@ def test_a_path_that_libraries_would_read_otherwise_is_refused(
     assert "/runs/é is not a path that all parts of a run can open in this locale" in problem.what
     monkeypatch.setattr("sys.getfilesystemencoding", lambda: "utf-8")
     assert load(file, ["run.dir=/runs/é"]).run.dir == Path("/runs/é")
+
+
+def test_only_controls_that_calibrate_make_a_run_begin_synchronously(file: Path) -> None:
+    calibrated = "controls=[{name: gac, calibrate: {steps: 2}}, ess_lr]"
+    assert load(file).fresh_steps == 0
+    assert load(file, ["controls=[gac]"]).fresh_steps == 0
+    assert load(file, [calibrated]).fresh_steps == 3
+    assert load(file, [calibrated, "objective.minibatches=2"]).fresh_steps == 2

@@ -225,3 +225,18 @@ def test_log_ratios_of_fifty_and_rows_without_a_token_do_not_break_a_comparison(
     case["expect"] = {"loss": (np.exp(20.0) + 0.8) / 2, "grad_logp": [[0.0, 0.0], [0.0, 0.0]]}
     outcome = judge_one(case)
     assert outcome.passed, outcome.reason
+
+
+def test_a_rate_that_depends_on_the_run_is_not_compared(tmp_path):
+    case = {
+        "case": "one",
+        "kind": "scalar",
+        "name": "ess_log_weights",
+        "dtype": "float64",
+        "inputs": {"log_weights": [0.0, 0.1]},
+        "expect": {"ess": 1.995},
+        "params": {"shape": "small", "reference_ratio": "auto"},
+    }
+    code, output = conform(tmp_path, [case])
+    assert code == 1
+    assert "auto is known only within a run" in output

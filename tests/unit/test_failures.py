@@ -13,10 +13,19 @@ import pytest
 from rich.console import Console
 
 from megatron_async_rl.config.rules import validated
-from megatron_async_rl.flow.errors import EngineFailed, RewardFailed
+from megatron_async_rl.flow.errors import (
+    LATE_SHOWN,
+    EngineFailed,
+    LateGroup,
+    RewardFailed,
+    batch_timeout,
+    require_a_reward,
+    reward_failed,
+)
 from megatron_async_rl.launch import launcher
 from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.policy.parallel import RankZeroFailed
+from megatron_async_rl.samples.types import Sample
 from megatron_async_rl.watchdog.deadline import DeadlineExceeded, ProcessDied
 from megatron_async_rl.watchdog.events import (
     Failure,
@@ -29,6 +38,7 @@ from megatron_async_rl.watchdog.logs import DEADLINE, PRIMARY, SECONDARY
 from megatron_async_rl.watchdog.progress_monitor import ProgressMonitor, write_whole
 from megatron_async_rl.watchdog.snapshots import HostSnapshot, publish
 from tests.cases import looped
+from tests.logged_samples import row, sample
 from tests.written_run import config_tree
 
 
@@ -169,3 +179,36 @@ def test_a_wait_that_was_over_keeps_its_fix_unless_a_log_holds_a_cause(tmp_path:
     assert "DeadlineExceeded: it\n  fix: wait more" in explained(tmp_path)
     log.write_text("Traceback (most recent call last):\n  File 'x', line 1\nMemoryError: no room\n")
     assert "The run failed: MemoryError: no room" in explained(tmp_path)
+
+
+def test_a_batch_that_does_not_come_names_its_first_groups_and_why_they_wait() -> None:
+    late = [
+        LateGroup(index=one, prompt=f"p{one}", seconds=9.0 - one, engines=range(one))
+        for one in range(LATE_SHOWN)
+    ]
+    late[2] = replace(late[2], unscored=True)
+    message = str(batch_timeout(7, 60.0, late, [6, 7]))
+    first, *groups = message.splitlines()
+    assert f"version 7 in 60 s; {LATE_SHOWN} groups" in first
+    assert "the engines hold version 6, 7" in first
+    assert [group.strip() for group in groups[:3]] == [
+        "group 0 (prompt p0): 9.0 s, on no engine yet",
+        "group 1 (prompt p1): 8.0 s, on engine 0",
+        "group 2 (prompt p2): 7.0 s, waits for its reward (per: group)",
+    ]
+    assert len(groups) == LATE_SHOWN, "all are shown"
+    more = str(batch_timeout(7, 60.0, [*late, late[0]], [6, 7])).splitlines()
+    assert len(more) == LATE_SHOWN + 2
+    assert more[-1].strip() == "and 1 more"
+
+
+def test_samples_without_a_reward_stop_the_run_only_if_all_are() -> None:
+    def unrewarded(one: Sample) -> Sample:
+        return replace(one, reward=float("nan"), reward_error="KeyError: no answer")
+
+    sound, failed = row(sample(1, 0)), row(sample(0, 0, unrewarded))
+    require_a_reward([failed, sound], 3)
+    with pytest.raises(RewardFailed, match=r"all 2 responses of the batch for step 3(?s:.)*answer"):
+        require_a_reward([failed, failed], 3)
+    assert "on sample 0-0: KeyError: no answer" in str(reward_failed([failed]))
+    assert "on sample 0-0 (and 1 more of its group): Key" in str(reward_failed([failed] * 2))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from megatron_async_rl.config.schema import FlowConfig, SamplesConfig
@@ -22,6 +23,7 @@ from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.sample_log import SampleLogWriter, open_sample_log
 from megatron_async_rl.flow.spec import DataState
 from megatron_async_rl.report.sample_browser import SampleBrowser
+from megatron_async_rl.samples import history
 from megatron_async_rl.samples.frames import SegmentBroken
 from megatron_async_rl.samples.history import HistoryBroken, account
 from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
@@ -319,3 +321,15 @@ def test_gaps_in_the_numbers_are_named_from_the_first_to_the_last_that_must_be_t
     five = "1 to 1, 3 to 3, 5 to 5, 7 to 7, 9 to 9"
     assert gaps([0, 2, 4, 6, 8, 10]) == five
     assert gaps([0, 2, 4, 6, 8, 10, 12]) == f"{five}, 1 more ranges"
+
+
+def test_two_outcomes_of_one_number_are_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = written(tmp_path, lambda log: log.trained([0], both(), 1))
+    account(run_dir)
+    table = read_table(run_dir, "outcomes")
+    twice = pa.concat_tables([table, table.slice(1, 1)])
+    monkeypatch.setattr(history, "read_table", lambda *_: twice)
+    with pytest.raises(HistoryBroken, match="two outcomes have the number 1"):
+        account(run_dir)

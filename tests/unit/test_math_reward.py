@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_async_rl.rollout.rewards import mathematics
+from megatron_async_rl.rollout.rewards.finished_form import is_finished
 from megatron_async_rl.rollout.rewards.formula_parser import read
 from megatron_async_rl.rollout.rewards.formula_terms import combination
 from megatron_async_rl.rollout.rewards.math_answer import read_answer
@@ -359,3 +360,31 @@ def test_numbers_are_calculated_and_roots_simplified_in_terms() -> None:
         (r"\sqrt{3}", "3"),
     ):
         assert not same(one, other), (one, other)
+
+
+def test_powers_of_constants_are_finished_unless_i_has_a_whole_exponent() -> None:
+    for text, finished in (
+        (r"\pi^2", True),
+        ("e^2", True),
+        (r"\sqrt{\pi}", True),
+        (r"\sqrt{i}", True),
+        ("i^2", False),
+        ("i^3", False),
+        (r"\pi^1", False),
+    ):
+        formula = read(text)
+        assert formula is not None
+        assert is_finished(formula) == finished, text
+
+
+def test_signs_of_exponents_and_both_ends_of_brackets_are_read() -> None:
+    assert read("x^+2") == read("x^2") != read("x^-2")
+    for opening, closing, name in (
+        (r"\lfloor", r"\rfloor", "floor"),
+        (r"\lceil", r"\rceil", "ceil"),
+        ("|", "|", "abs"),
+    ):
+        found = read(f"{opening} x {closing} + 1")
+        assert found is not None
+        assert name in {one.value for one in found.args}
+        assert read(f"{opening} x + 1") is None

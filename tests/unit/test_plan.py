@@ -594,6 +594,12 @@ def test_a_missing_shard_of_the_weights_is_a_problem(file):
     assert "model-00001-of-00002.safetensors" in problem.what
 
 
+def test_weights_in_another_format_are_a_problem(file):
+    (file.parent / "model" / "model.safetensors").rename(file.parent / "model" / "weights.bin")
+    (problem,) = plan(file).problems
+    assert "holds no *.safetensors weights" in problem.what
+
+
 def test_ranks_and_engines_each_take_a_gpu(file):
     overrides = (
         "policy.device=auto",

@@ -120,6 +120,9 @@ def test_every_finished_sample_is_there_with_what_became_of_it(tmp_path: Path) -
     assert entry.group == 0
     np.testing.assert_array_equal(again.response_ids, trained.response_ids)
     np.testing.assert_array_equal(again.behavior_logprobs, trained.behavior_logprobs)
+    newest = newest_trained(tmp_path)
+    assert newest is not None
+    assert newest.id == trained.id
     assert (again.prompt, again.reward) == (PROMPT, 0.5)
 
 
