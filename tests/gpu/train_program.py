@@ -88,7 +88,8 @@ def cosines(rank: Rank, dtype: str) -> tuple[float, float]:
 def waits(rank: Rank, kind: str, dtype: str, sequence: str) -> dict:
     """Host syncs and uploads of the targets while a step's micro-batches run, after a first
     step."""
-    policy = rank.policy(dtype=dtype, sequence=sequence)
+    # A budget that cuts the batch into more than two micro-batches.
+    policy = rank.policy(dtype=dtype, sequence=sequence, budget=96)
     batch, run, steps = received(policy, rank.batches["a"]), policy.schedule.forward_backward, []
 
     def watched(micro_batches, consume) -> None:
