@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -59,7 +60,7 @@ def looped(
 
         def loop(*arguments: Any, **named: Any) -> None:
             fixtures = signature.bind(*arguments, **named).arguments
-            skipped: list[BaseException] = []
+            skipped: dict[str, BaseException] = {}
             done = 0
             for number, (label, values) in enumerate(_rows(split, rows, ids)):
                 same_numbers()
@@ -69,11 +70,14 @@ def looped(
                             test(**values, **_own(fixtures, number, own))
                         done += 1
                     except pytest.skip.Exception as skip:
-                        skipped.append(skip)
+                        skipped[label] = skip
             # The other cases count although one could not run here.
             if skipped and not done:
-                raise skipped[0]
+                raise next(iter(skipped.values()))
             assert done, "no case of the table ran"
+            # pytest lists warnings at its end, so that no skipped case goes unnoticed.
+            for label, skip in skipped.items():
+                warnings.warn(f"{test.__name__}: skipped case {label}: {skip}", stacklevel=2)
 
         loop.__name__, loop.__qualname__ = test.__name__, test.__qualname__
         loop.__module__, loop.__doc__ = test.__module__, test.__doc__

@@ -63,7 +63,8 @@ def test_a_case_that_cannot_run_here_stops_no_other():
 
         return test
 
-    table("elsewhere", "here")()
+    with pytest.warns(UserWarning, match="skipped case 'elsewhere': not here"):
+        table("elsewhere", "here")()
     assert notes_of(table("elsewhere", "wrong")) == ["case: 'wrong'"]
     with pytest.raises(pytest.skip.Exception, match="not here"):
         table("elsewhere", "elsewhere")()
