@@ -1,14 +1,12 @@
-"""A whole run in a few numbers: its summary for the terminal and the report, dropped compared with
-trained samples, and the rates that a plan of another run can start from."""
+"""Totals of a run: its summary for the terminal and the report, and dropped compared with trained
+samples."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median
 
-from megatron_async_rl.metrics.log import MetricRow, number
+from megatron_async_rl.metrics.log import number
 from megatron_async_rl.metrics.status import Status
 from megatron_async_rl.report.metric_rows import MetricRows
 
@@ -22,9 +20,6 @@ IN_A_STEP = {
 """Parts of a step of rank 0: for samples, on the optimizer step, on handing over weights."""
 REASONS = {"flow/dropped_late": "late", "flow/dropped_equal": "of equal reward"}
 """Reasons for which a group was dropped."""
-HOLE_STEPS = 10
-"""A line that came this many median steps after the previous one came after a stop, and its shares
-are of another interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,70 +156,3 @@ def compare_dropped(rows: MetricRows) -> DroppedSummary | None:
 
 def _against(trained: float | None, form: str) -> str:
     return f" against {trained:{form}}" if trained is not None else ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredRates:
-    steps: int
-    train_s: float
-    """Median over the steps, as the other seconds."""
-    publish_s: float
-    pause_s: float
-    """That of the engine that paused longest."""
-    tokens_per_step: float
-    """Response tokens that the engines sampled, mean."""
-    tokens_per_busy_s: float
-    """Tokens of one engine in a second in which it sampled, mean over the run's engines."""
-
-    def generate_s(self, engines: int) -> float:
-        """Seconds in which `engines` engines that are always busy sample one step's tokens."""
-        return self.tokens_per_step / (engines * self.tokens_per_busy_s)
-
-
-def measure(rows: Sequence[MetricRow]) -> MeasuredRates | None:
-    """Null if a run has no timeline of its engines, or not for two steps."""
-    step_s = _numbers(rows, "time/step_s")
-    if len(step_s) < 2:
-        return None
-    longest = HOLE_STEPS * median(step_s)
-    tokens = busy_s = 0.0
-    intervals = 0
-    for before, row in itertools.pairwise(rows):
-        shares, finished = row.get("engine/busy_shares"), row.get("engine/tokens")
-        interval = (number(row, "time") or 0.0) - (number(before, "time") or 0.0)
-        if isinstance(shares, list) and isinstance(finished, list) and 0 < interval <= longest:
-            tokens += sum(finished)
-            busy_s += interval * sum(shares)
-            intervals += 1
-    train = _numbers(rows, "time/train_s")
-    if not intervals or tokens <= 0 or busy_s <= 0 or not train:
-        return None
-    return MeasuredRates(
-        steps=len(rows),
-        train_s=median(train),
-        publish_s=median(_numbers(rows, "time/publish_s") or [0.0]),
-        pause_s=median(_numbers(rows, "weights/pause_s") or [0.0]),
-        tokens_per_step=tokens / intervals,
-        tokens_per_busy_s=tokens / busy_s,
-    )
-
-
-def update_per_lr(rows: Sequence[MetricRow]) -> float | None:
-    """G of the planning rule: length of an update over its learning rate, median; null where no
-    control measured updates."""
-    ratios = []
-    for row in rows:
-        norm, lr = (
-            number(row, "update/norm"),
-            (number(row, "policy/lr") or 0.0) * (number(row, "policy/lr_scale") or 1.0),
-        )
-        # Steps not made have no update to learn from; among a batch's several they are zeros in the
-        # mean.
-        made = 1.0 - (number(row, "policy/skipped") or 0.0)
-        if norm and lr > 0 and made > 0:
-            ratios.append(norm / made / lr)
-    return median(ratios) if ratios else None
-
-
-def _numbers(rows: Sequence[MetricRow], key: str) -> list[float]:
-    return [value for row in rows if (value := number(row, key)) is not None]
