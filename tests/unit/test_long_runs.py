@@ -18,7 +18,7 @@ from megatron_async_rl.flow.sample_log import SampleLogWriter
 from megatron_async_rl.report import metric_rows
 from megatron_async_rl.report.anomalies import KEPT, Anomaly, AnomalyList
 from megatron_async_rl.report.metric_rows import MetricRows
-from megatron_async_rl.report.summary import summarise_run
+from megatron_async_rl.report.run_data import summarise_run
 from tests.logged_samples import row, sample
 from tests.thorough import examples
 
