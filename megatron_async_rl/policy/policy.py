@@ -32,18 +32,19 @@ from megatron_async_rl.config.schema import ModelConfig, PolicyConfig
 from megatron_async_rl.controls.decision import Control
 from megatron_async_rl.controls.registry import build_controls
 from megatron_async_rl.gradients import Gradients
+from megatron_async_rl.objectives.batch import TokenBatch
 from megatron_async_rl.objectives.objective import Objective
-from megatron_async_rl.objectives.targets import BatchTargets, StepTargets, valid_samples
+from megatron_async_rl.objectives.targets import StepTargets, valid_samples
 from megatron_async_rl.policy import checkpoint
 from megatron_async_rl.policy.adam_view import optimizer_parameters
 from megatron_async_rl.policy.anomaly import AnomalyReport, NotFinite, Spike
 from megatron_async_rl.policy.background import Background
-from megatron_async_rl.policy.batches import Minibatch, divide, over_steps, receive
+from megatron_async_rl.policy.batches import divide, over_steps, receive
 from megatron_async_rl.policy.context_parallel import ContextParallelSlice
 from megatron_async_rl.policy.device_memory import DeviceMemory
 from megatron_async_rl.policy.finite import refuse_nonfinite_steps, require_finite
 from megatron_async_rl.policy.forward import Schedule
-from megatron_async_rl.policy.microbatch import Batcher, MicroBatch
+from megatron_async_rl.policy.microbatch import Batcher, MicroBatch, Minibatch
 from megatron_async_rl.policy.model import DTYPES, PolicyModel, build_model
 from megatron_async_rl.policy.opob import ExactBaseline, exact_baseline
 from megatron_async_rl.policy.optimizer import (
@@ -206,17 +207,18 @@ class Policy:
             return over_steps([self.step.skip() for _ in range(settings.steps_per_batch)])
         started, updates = time.perf_counter(), self.step.updates
         minibatches = [
-            Minibatch(rows, *self.batcher.of(samples.select(rows)))
+            self.batcher.of(samples, rows)
             for rows in divide(samples.group, batch.version, settings.minibatches)
         ]
-        targets = self.objective.prepare(samples, self._precompute(samples, minibatches))
+        columns = self._precompute(samples, minibatches)
+        whole = self.objective.prepare(samples, columns)
         precomputed = time.perf_counter()
         steps = []
         for minibatch in minibatches * settings.epochs:
             steps.append(
                 self._optimizer_step(
                     minibatch,
-                    targets.select(minibatch.rows),
+                    whole.select(torch.from_numpy(minibatch.rows)),
                     lag_max=_largest_lag(samples),
                     moved=self.step.updates > updates,
                 )
@@ -230,7 +232,7 @@ class Policy:
         # Whatever reads weights between two batches (engines, checkpoints, copies) finds them
         # whole.
         self.schedule.gather_weights()
-        metrics = {**over_steps(steps), **targets.metrics}
+        metrics = {**over_steps(steps), **self.objective.metrics(whole, columns)}
         metrics["time/precompute_s"] += precomputed - started
         if self.schedule.routing is not None:
             self.schedule.routing.forget()
@@ -259,10 +261,10 @@ class Policy:
         return {"policy/rerouted": float(other / replayed)} if replayed else {}
 
     def _optimizer_step(
-        self, minibatch: Minibatch, batch: BatchTargets, *, lag_max: int, moved: bool
+        self, minibatch: Minibatch, prepared: TokenBatch, *, lag_max: int, moved: bool
     ) -> dict[str, float]:
         """moved: the weights are no longer those that the batch began with."""
-        samples, plan, mine = batch.samples, minibatch.plan, minibatch.own
+        samples, mine = minibatch.samples, minibatch.micro_batches
         if not samples.loss_mask.any():
             return {"time/precompute_s": 0.0, **self.step.skip()}
         started = time.perf_counter()
@@ -272,7 +274,9 @@ class Policy:
             if past is not None
             else None
         )
-        targets = self.objective.decide(batch, self._again(samples, mine) if moved else None)
+        targets = self.objective.decide(
+            samples, prepared, self._again(samples, mine) if moved else None
+        )
         precomputed = time.perf_counter()
         table = StepTable(len(samples), self.layout.device)
         # Without the distributed optimizer a parameter's grad is its gradient buffer: left in
@@ -304,7 +308,7 @@ class Policy:
                 gradients,
                 step=samples.version + 1,
                 samples=samples,
-                rows=plan.ranks[self.layout.dp_rank],
+                rows=[micro_batch.samples for micro_batch in mine],
                 build=lambda rows: self.batcher.build(samples, rows),
                 consume=self._loss(targets, scratch),
                 losses=table.losses,
@@ -325,8 +329,8 @@ class Policy:
             **targets.metrics,
             **chosen,
             **taken,
-            "policy/micro_batches": float(plan.micro_batches),
-            "policy/padding_share": plan.padding_share,
+            "policy/micro_batches": float(len(mine)),
+            "policy/padding_share": minibatch.padding_share,
             "time/precompute_s": precomputed - started,
             "time/forward_backward_s": reduced - precomputed,
             "time/optimizer_s": time.perf_counter() - reduced,
@@ -340,7 +344,9 @@ class Policy:
         if self.schedule.routing is not None:
             self.schedule.routing.check(samples.routed_experts)
         table = PrecomputeTable(samples, ["logp"], self.layout)
-        table.run(self.schedule, self.batcher.of(samples)[1], [Precompute("logp", "logp")])
+        table.run(
+            self.schedule, self.batcher.of(samples).micro_batches, [Precompute("logp", "logp")]
+        )
         return np.split(table.finish()["logp"].numpy(), samples.starts[1:-1])
 
     def mean_loss(self, take: Callable[[], TrainBatch | None]) -> tuple[float, int]:
@@ -377,12 +383,16 @@ class Policy:
                 if each.weights is not None:
                     each.weights.place()
                 if each.rows is not None:
-                    own = self.batcher.of(samples.select(each.rows))[1]
+                    own = self.batcher.of(samples, np.array(each.rows)).micro_batches
                     table.run(self.schedule, own, each.fills, each.rows, each.routing)
                     continue
                 for minibatch in minibatches:
                     table.run(
-                        self.schedule, minibatch.own, each.fills, minibatch.rows, each.routing
+                        self.schedule,
+                        minibatch.micro_batches,
+                        each.fills,
+                        minibatch.rows,
+                        each.routing,
                     )
         return table.finish()
 

@@ -426,15 +426,18 @@ class RecordedLoss:
         self._targets = targets
         self._table = table
         self._owner = owner
-        targets.owned_by(owner)  # gathered before the micro-batches run, so that none waits for it
+        targets.gather(owner)  # before the micro-batches run, so that none waits for it
         self._advantage = advantage
         self._with_terms = with_terms
 
     def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
         targets = self._targets
-        placed = targets.placed(self._owner, outputs.logp.dtype, outputs.logp.device)
-        tokens = placed.part(
-            micro_batch.owned_tokens, micro_batch.batch_samples, micro_batch.sequence
+        tokens = targets.micro_batch(
+            self._owner,
+            micro_batch.owned_tokens,
+            micro_batch.batch_samples,
+            micro_batch.sequence,
+            dtype=outputs.logp.dtype,
         )
         tokens = tokens.replace(logp=outputs.logp, entropy=outputs.entropy)
         if outputs.values is not None:

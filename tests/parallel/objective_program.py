@@ -314,7 +314,7 @@ def with_own_choice(rank: Rank, name: str) -> None:
     routing = policy.schedule.routing
     mine = received(policy, scorable(rank.batches[name]))
     chosen = {}
-    for micro_batch in policy.batcher.of(mine)[1]:
+    for micro_batch in policy.batcher.of(mine).micro_batches:
         policy.schedule.forward([micro_batch], "record")
         layers = routing.recorded[micro_batch]
         rows, length = micro_batch.tokens.shape
