@@ -131,7 +131,6 @@ LONG_FILES = {
     "megatron_async_rl/plan/preflight.py",
     "megatron_async_rl/plan/screen.py",
     "megatron_async_rl/policy/model_blocks.py",
-    "megatron_async_rl/policy/policy.py",
     "megatron_async_rl/rollout/environments/built_in.py",
     "megatron_async_rl/rollout/rewards/formula_parser.py",
 }

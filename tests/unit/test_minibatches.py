@@ -17,7 +17,6 @@ from megatron_async_rl.objectives.targets import valid_samples
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.plan import make_plan
 from megatron_async_rl.policy.batches import divide, over_steps
-from megatron_async_rl.policy.policy import _largest_lag
 from megatron_async_rl.report.metric_rows import MetricRows
 from megatron_async_rl.report.summary import summarise_run
 from megatron_async_rl.samples import Prompt
@@ -214,7 +213,7 @@ def test_the_largest_lag_is_that_of_a_token_that_is_trained_on():
         make_sample(prompt, "0-1", [3], versions=[1], reward_error="no"),
     )
     batch = columns(TrainBatch.of(7, [group]))
-    assert _largest_lag(valid_samples(batch)) == 1
+    assert valid_samples(batch).lag_max == 1
 
 
 def test_the_summary_counts_gacs_optimizer_steps_not_lines():
