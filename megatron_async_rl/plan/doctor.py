@@ -28,7 +28,7 @@ from megatron_async_rl.config.problem import shipped
 from megatron_async_rl.plan.machine import GIB, Machine, this_machine
 from megatron_async_rl.plan.screen import size
 from megatron_async_rl.policy.supported import APEX_WEIGHT_GRADIENTS, PINNED, engine_obstacle
-from megatron_async_rl.rollout.rewards.sandbox import SandboxError, run
+from megatron_async_rl.rollout.isolation.sandbox import SandboxError, run
 
 PACKAGE = "megatron-async-rl"
 APEX = "apex"
