@@ -20,13 +20,18 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import YamlFault, read_tree, write
 from megatron_async_rl.flow.staleness import admitted_limit, max_lag
 from megatron_async_rl.metrics.log import read_newest
-from megatron_async_rl.plan.estimate import Overlap, run_ahead
+from megatron_async_rl.plan.estimate import (
+    MeasuredRates,
+    Overlap,
+    measure,
+    run_ahead,
+    update_per_lr,
+)
 from megatron_async_rl.plan.fit import lent_bytes, shared_memory, shm_size, twin_bytes
 from megatron_async_rl.plan.layout import number_of
 from megatron_async_rl.plan.machine import GIB, MIB, Machine
 from megatron_async_rl.plan.overhead import OverheadParts, of_engine, of_rank, of_sleeping_engine
 from megatron_async_rl.plan.plan import RunPlan
-from megatron_async_rl.report.summary import MeasuredRates, measure, update_per_lr
 
 PROCESSES_SHOWN = 16
 STAGES_SHOWN = 5
