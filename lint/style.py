@@ -119,7 +119,6 @@ SAME_STEMS = {
 
 LONG_FILES = {
     "megatron_async_rl/cli.py",
-    "megatron_async_rl/config/schema.py",
     "megatron_async_rl/data/prompts.py",
     "megatron_async_rl/flow/controller.py",
     "megatron_async_rl/flow/rank0.py",

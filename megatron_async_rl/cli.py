@@ -24,8 +24,8 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from megatron_async_rl import __version__
+from megatron_async_rl.config.durable import reason
 from megatron_async_rl.config.problem import SHARE, ConfigError, UserError
-from megatron_async_rl.config.read_back import reason
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.launch.peers import Nodes, PeerNodes
 

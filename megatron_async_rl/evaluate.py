@@ -29,8 +29,9 @@ from megatron_async_rl.config.data import DataConfig
 from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError, Problem
+from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.config.sampling import EvalConfig, EvalSet, eval_sets
-from megatron_async_rl.config.schema import Config, RolloutConfig
+from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data import DataError
 from megatron_async_rl.data.hub import fetch, located, name_of, parse
 from megatron_async_rl.flow.evaluation import (

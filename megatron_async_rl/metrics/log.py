@@ -32,9 +32,8 @@ from typing import Any, BinaryIO
 
 from pydantic import BaseModel, ValidationError
 
-from megatron_async_rl.config.durable import digest
+from megatron_async_rl.config.durable import digest, reading, unreadable
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.config.read_back import reading, unreadable
 from megatron_async_rl.metrics.catalogue import (
     METRICS,
     Metric,

@@ -22,8 +22,8 @@ from megatron_async_rl.config.engine_options import (
     vllm_arguments,
     wrong_value,
 )
-from megatron_async_rl.config.environment import AGENTS, TOOLS, EnvironmentConfig
 from megatron_async_rl.config.problem import Problem, UserError
+from megatron_async_rl.config.rollout import AGENTS, TOOLS, EnvironmentConfig, RewardConfig
 from megatron_async_rl.config.sampling import (
     EvalConfig,
     EvalSampling,
@@ -31,7 +31,7 @@ from megatron_async_rl.config.sampling import (
     eval_sets,
     held_out_files,
 )
-from megatron_async_rl.config.schema import Config, RewardConfig
+from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data import (
     DataError,
     DataIdentity,
