@@ -23,7 +23,7 @@ from threading import Lock
 from typing import BinaryIO
 
 from megatron_async_rl.config.durable import reading
-from megatron_async_rl.metrics.log import GrowingFile
+from megatron_async_rl.metrics.json_lines import GrowingFile
 
 _log = logging.getLogger(__name__)
 

@@ -36,13 +36,12 @@ from megatron_async_rl.plan.layout import (
     by_node,
     device_of,
     engines_elsewhere,
-    gpu_problems,
     layers_of,
-    layout_problems,
     number_of,
     processes,
     spread_notes,
 )
+from megatron_async_rl.plan.layout_problems import gpu_problems, layout_problems
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.memory import (
     EngineMemory,
