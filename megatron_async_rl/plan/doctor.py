@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_async_rl.config.fp8 import RECIPES, lacking, version_of
+from megatron_async_rl.config.policy import RECIPES, lacking, version_of
 from megatron_async_rl.config.problem import shipped
 from megatron_async_rl.plan.machine import GIB, Machine, this_machine
 from megatron_async_rl.plan.screen import size

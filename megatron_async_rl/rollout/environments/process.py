@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from megatron_async_rl.config.environment import EnvironmentConfig
+from megatron_async_rl.config.rollout import EnvironmentConfig
 from megatron_async_rl.rollout.environments import (
     Environment,
     checked_content,
