@@ -29,7 +29,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_async_rl.config.schema import OptimizerConfig
+from megatron_async_rl.config.policy import OptimizerConfig
 from megatron_async_rl.controls.decision import (
     Control,
     Decision,
