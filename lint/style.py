@@ -119,7 +119,6 @@ SAME_STEMS = {
 LONG_FILES = {
     "megatron_async_rl/data/prompts.py",
     "megatron_async_rl/flow/controller.py",
-    "megatron_async_rl/flow/rank0.py",
     "megatron_async_rl/flow/sample_log.py",
     "megatron_async_rl/policy/model_blocks.py",
     "megatron_async_rl/rollout/environments/built_in.py",
