@@ -58,13 +58,9 @@ from megatron_async_rl.rollout.environments import EnvironmentRefused, load_fact
 from megatron_async_rl.rollout.environments.built_in import prompt_tokenizer
 from megatron_async_rl.rollout.environments.chat import follow_ups
 from megatron_async_rl.rollout.environments.conversation import failures
+from megatron_async_rl.rollout.isolation.supervisor import UserCodeStartError
 from megatron_async_rl.rollout.rewards.registry import RewardError, RewardItem
-from megatron_async_rl.rollout.scoring import (
-    Scorer,
-    WorkerStartError,
-    require_rewards,
-    reward_fields,
-)
+from megatron_async_rl.rollout.scoring import Scorer, require_rewards, reward_fields
 from megatron_async_rl.samples import Prompt
 
 PROMPTS_IN_A_PLAN = 2000
@@ -421,7 +417,7 @@ async def _score_made_up(settings: RewardConfig, read: Mapping[str, PromptSet]) 
                         fix=fix,
                     )
                 )
-    except WorkerStartError as error:
+    except UserCodeStartError as error:
         fix = "correct the module, or raise rollout.reward.memory_mib"
         found.append(Problem(key=_named(settings), what=str(error), fix=fix))
     finally:
