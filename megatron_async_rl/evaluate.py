@@ -44,11 +44,11 @@ from megatron_async_rl.flow.evaluation import (
 from megatron_async_rl.flow.fleet import Fleet, FleetSettings
 from megatron_async_rl.flow.group_rewards import GroupRewards
 from megatron_async_rl.flow.requests import Listener
-from megatron_async_rl.plan.batch import context_limit
 from megatron_async_rl.plan.layout import Device, device_of
 from megatron_async_rl.plan.layout_problems import head_size_problems
 from megatron_async_rl.plan.machine import this_machine
 from megatron_async_rl.plan.model_files import read_model
+from megatron_async_rl.plan.totals import context_limit
 from megatron_async_rl.policy.checkpoint_folder import (
     CONFIG_FILE,
     about,

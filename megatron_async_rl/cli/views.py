@@ -83,8 +83,8 @@ def plan(
     from megatron_async_rl.config.load import load
     from megatron_async_rl.data.hub import located
     from megatron_async_rl.plan.machine import CHIPS, GIB, described_machine, this_machine
+    from megatron_async_rl.plan.model_files import published_config
     from megatron_async_rl.plan.preflight import preflight
-    from megatron_async_rl.plan.published_models import published_config
     from megatron_async_rl.plan.resume import conflicts
     from megatron_async_rl.plan.screen import show_plan
 
@@ -346,8 +346,8 @@ def conform(
     ],
 ) -> None:
     """Run reference vectors through the registries; exit code 0 only if every case passes."""
-    from megatron_async_rl.conform.cases import read_cases
     from megatron_async_rl.conform.judge import show
+    from megatron_async_rl.conform.methods import read_cases
 
     raise typer.Exit(show({file: read_cases(file) for file in files}, console()))
 
@@ -369,7 +369,7 @@ def doctor(
     """Check this installation and say what each missing part would bring; exit code 1 if a needed
     one is missing."""
     if models:
-        from megatron_async_rl.plan.model_table import show_families
+        from megatron_async_rl.plan.doctor import show_families
 
         show_families(console())
         return

@@ -25,8 +25,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from megatron_async_rl.conform.cases import Case, Numbers
-from megatron_async_rl.conform.methods import CaseValues, run_case
+from megatron_async_rl.conform.methods import Case, CaseValues, Numbers, run_case
 
 TOLERANCE = {"float64": (1e-6, 1e-6), "float32": (1e-5, 1e-4)}
 """dtype of the reference -> (absolute, relative)."""

@@ -24,25 +24,15 @@ import math
 from dataclasses import dataclass
 
 from megatron_async_rl.config.advantages import OpobAdvantage, OtbAdvantage
-from megatron_async_rl.config.corrections import (
-    IcepopCorrection,
-    OpsmCorrection,
-    TisCorrection,
-)
+from megatron_async_rl.config.corrections import IcepopCorrection, OpsmCorrection, TisCorrection
 from megatron_async_rl.config.flow import ExactLag
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.plan.activations import engine_bytes
-from megatron_async_rl.plan.batch import Batch
-from megatron_async_rl.plan.layers import fp8_layers
-from megatron_async_rl.plan.layout import (
-    Device,
-    engine_count,
-    engines_elsewhere,
-    rank_coordinates,
-)
+from megatron_async_rl.plan.layer_memory import engine_bytes, fp8_layers
+from megatron_async_rl.plan.layout import Device, engine_count, engines_elsewhere, rank_coordinates
 from megatron_async_rl.plan.machine import CHIPS, Chip, Machine, chip_of
 from megatron_async_rl.plan.memory import engine_memory, product_bytes
 from megatron_async_rl.plan.model_files import ModelShape
+from megatron_async_rl.plan.totals import Batch
 
 COMPUTE_SHARE = 0.4
 """Assumed MFU of training (with recomputation) and of prefill."""

@@ -34,12 +34,13 @@ from megatron_async_rl.plan.layout import (
     rank_coordinates,
 )
 from megatron_async_rl.plan.machine import GIB, MIB, Machine
-from megatron_async_rl.plan.memory import EngineMemory, RankMemory
-from megatron_async_rl.plan.overhead import (
+from megatron_async_rl.plan.memory import (
     CONTEXT_BYTES,
-    of_engine,
-    of_rank,
-    of_sleeping_engine,
+    EngineMemory,
+    RankMemory,
+    engine_overhead,
+    rank_overhead,
+    sleeping_overhead,
 )
 from megatron_async_rl.rollout.cluster import object_store_bytes
 from megatron_async_rl.watchdog.events import described, out_of_memory
@@ -117,7 +118,7 @@ def _needs(
     found: dict[GpuNeedPhase, GpuNeed] = {}
     rollout = config.rollout
     shared = rollout is not None and rollout.placement == "colocated"
-    asleep = of_sleeping_engine(rollout) if rollout is not None and shared else ()
+    asleep = sleeping_overhead(rollout) if rollout is not None and shared else ()
     if ranks:
         largest = max(ranks, key=lambda rank: rank.total + _sender(config, rank))
         found["train"] = GpuNeed(
@@ -131,7 +132,7 @@ def _needs(
                 ("activations", largest.activations),
                 ("log-probs and targets", largest.logprobs),
                 ("the sender of weights", _sender(config, largest)),
-                *of_rank(config),
+                *rank_overhead(config),
                 *asleep,
             ),
             has=has,
@@ -160,7 +161,7 @@ def _needs(
                 ("the engine's weights", engine.of_worker(rollout)),
                 ("the policy's parameters", _kept(kept)),
                 ("buckets on their way", lent_bytes(config, engine)),
-                *of_rank(config),
+                *rank_overhead(config),
                 *asleep,
             ),
             has=has,
@@ -173,8 +174,8 @@ def _needs(
                 ("the engine", share),
                 ("the policy's parameters", _kept(kept)),
                 ("buckets on their way", lent_bytes(config, engine)),
-                *of_rank(config),
-                *of_engine(rollout),
+                *rank_overhead(config),
+                *engine_overhead(rollout),
             ),
             has=has,
         )

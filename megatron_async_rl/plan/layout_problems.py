@@ -1,4 +1,5 @@
-"""Problems of a layout: sizes that do not divide the model, and GPUs that are not there."""
+"""Problems of a layout on a machine: sizes that do not divide the model, missing GPUs, and FP8
+recipes or adapters that the model or the machine cannot have."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_async_rl.config.engine_options import cpu_head_sizes
+from megatron_async_rl.config.policy import ATTENTION, MLP, lacking, needed
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.plan.layers import lora_problems
+from megatron_async_rl.plan.layer_memory import product_sizes, sides
 from megatron_async_rl.plan.layout import (
     PARALLEL,
     Device,
@@ -367,3 +369,83 @@ def _expert_problems(config: Config, shape: ModelShape) -> list[Problem]:
             )
         )
     return found
+
+
+def fp8_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Problem]:
+    """A recipe that the machine's GPUs lack, sizes that it does not divide, and more layers in
+    bfloat16 than there are."""
+    fp8, parallel = config.policy.fp8, config.policy.parallel
+    if fp8 is None:
+        return []
+    found = []
+    why = next(
+        (why for gpu in machine.gpus if (why := lacking(fp8.recipe, gpu.capability, None))), ""
+    )
+    if why:
+        fitting = _fitting(machine)
+        fix = f"set it to {' or '.join(fitting)}" if fitting else "set policy.fp8: null"
+        found.append(Problem(key="policy.fp8.recipe", what=why, fix=fix))
+
+    multiple = fp8.facts.sizes
+    sizes = product_sizes(shape, tensor=parallel.tensor)
+    wrong = [f"{size} ({name})" for name, size in sizes.items() if size % multiple]
+    if wrong:
+        ways = ["lower policy.parallel.tensor"] if parallel.tensor > 1 else []
+        ways += ["take a recipe of finer multiples (tensorwise: 16)"] if multiple > 16 else []
+        found.append(
+            Problem(
+                key="policy.fp8.recipe",
+                what=f"{fp8.recipe} takes multiples of {multiple}, and the model has"
+                f" {', '.join(wrong)}",
+                fix=", or ".join([*ways, "set policy.fp8: null"]),
+            )
+        )
+
+    kept, held = fp8.first_last_layers_bf16, shape.layers // parallel.pipeline
+    maximum = min(held, (shape.layers - 1) // 2)
+    if kept > maximum:
+        what = (
+            f"{kept} layers at each end are not within the {held} of a pipeline stage, or leave"
+            f" none of {shape.layers} in 8 bits"
+        )
+        fix = f"set it to at most {maximum}"
+        found.append(Problem(key="policy.fp8.first_last_layers_bf16", what=what, fix=fix))
+    return found
+
+
+def fp8_warnings(config: Config, machine: Machine) -> list[str]:
+    """Demands on the run's GPUs, where it is not known here that they are met."""
+    fp8 = config.policy.fp8
+    if fp8 is None or all(gpu.capability is not None for gpu in machine.gpus):
+        return []
+    return [
+        f"policy.fp8.recipe: {fp8.recipe} needs GPUs of {needed(fp8.recipe)}; those of the run are"
+        " not known here, and the ranks will look"
+    ]
+
+
+def _fitting(machine: Machine) -> list[str]:
+    return [
+        recipe
+        for recipe in ("tensorwise", "blockwise", "mxfp8")
+        if not any(lacking(recipe, gpu.capability, None) for gpu in machine.gpus)
+    ]
+
+
+def lora_problems(config: Config, shape: ModelShape) -> list[Problem]:
+    """Targets that the model does not have, and a rank that a target has no room for."""
+    lora = config.policy.lora
+    if lora is None:
+        return []
+    experts = [target for target in lora.targets if shape.experts and target in MLP]
+    if experts:
+        rest = [target for target in lora.targets if target in ATTENTION] or ATTENTION
+        what = f"{', '.join(experts)} are experts in this model, which have no adapters"
+        fix = f"set it to [{', '.join(rest)}]"
+        return [Problem(key="policy.lora.targets", what=what, fix=fix)]
+    maximum, target = min((min(sides(shape, target)), target) for target in lora.targets)
+    if lora.rank <= maximum:
+        return []
+    what = f"{lora.rank} is more than {maximum}, the smaller side of {target}"
+    fix = f"set it to at most {maximum}, far below to save anything"
+    return [Problem(key="policy.lora.rank", what=what, fix=fix)]

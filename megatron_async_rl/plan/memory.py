@@ -1,7 +1,12 @@
 """Bytes each trainer rank and each engine needs, by arithmetic on the model's sizes.
 
 Weights, gradients, optimizer state and KV cache are exact up to padding; activations are counted in
-activations.py. With policy.fp8 weights count twice, as they lie and transposed (layers.py).
+layer_memory.py. With policy.fp8 weights count twice, as they lie and transposed.
+
+What CUDA processes take besides tensors is estimated from the libraries' documentation and sources
+and from reports of their users; this project has not measured it. By vLLM's source, an engine's
+context and communicators lie outside the share that `rollout.gpu_memory_utilization` gives it, and
+its graphs inside. Sleep releases weights and cache alone.
 """
 
 from __future__ import annotations
@@ -13,15 +18,16 @@ from megatron_async_rl.config.advantages import OpobAdvantage
 from megatron_async_rl.config.controls import AlignmentSettings
 from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.plan.activations import (
+from megatron_async_rl.plan.layer_memory import (
     FLOAT32,
     activations,
     engine_bytes,
+    fp8_copies,
     layer_activations,
     layers_in_flight,
+    stage_adapters,
     value_bytes,
 )
-from megatron_async_rl.plan.layers import fp8_copies, stage_adapters
 from megatron_async_rl.plan.machine import GIB
 from megatron_async_rl.plan.model_files import ModelShape
 from megatron_async_rl.policy.supported import LayerFamily
@@ -355,3 +361,44 @@ def engine_memory(config: Config, shape: ModelShape, *, on_gpu: bool) -> EngineM
         cache_tokens=tokens,
         bytes_per_token=per_token,
     )
+
+
+CONTEXT_BYTES = GIB // 2
+"""A process's CUDA context with the kernels that it has loaded."""
+NCCL_OF_RANK_BYTES = GIB
+"""Channels of the communicators of a rank: the world, and those of data, tensor, pipeline, context
+and expert parallelism."""
+NCCL_OF_WORKER_BYTES = GIB // 2
+"""Channels of the communicators between the workers of an engine."""
+WORKSPACE_BYTES = GIB // 4
+"""Workspaces of cuBLAS (32 MiB for each handle and stream on Hopper), cuDNN and Transformer
+Engine."""
+GRAPH_BYTES = 5 * GIB // 4
+"""CUDA graphs and lasting buffers of an engine."""
+
+OverheadParts = tuple[tuple[str, int], ...]
+"""(what, bytes) of each."""
+
+
+def rank_overhead(config: Config) -> OverheadParts:
+    """Parts of the GPU of a trainer rank. A world of one has no communicator."""
+    several = config.policy.parallel.ranks > 1
+    return (
+        ("the rank's CUDA context", CONTEXT_BYTES),
+        ("the rank's NCCL channels", NCCL_OF_RANK_BYTES * several),
+        ("the rank's workspaces", WORKSPACE_BYTES),
+    )
+
+
+def engine_overhead(rollout: RolloutConfig) -> OverheadParts:
+    """Parts of each GPU of an engine, outside its share."""
+    return (
+        ("the engine's CUDA context", CONTEXT_BYTES),
+        ("the engine's NCCL channels", NCCL_OF_WORKER_BYTES * (rollout.workers > 1)),
+    )
+
+
+def sleeping_overhead(rollout: RolloutConfig) -> OverheadParts:
+    """Parts of each GPU of an engine that sleeps, or has woken nothing but its weights."""
+    eager = bool(rollout.vllm.get("enforce_eager"))
+    return (*engine_overhead(rollout), ("the engine's CUDA graphs", GRAPH_BYTES * (not eager)))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,14 +24,13 @@ from megatron_async_rl.config.problem import ConfigError, DataError, Problem, Us
 from megatron_async_rl.config.rollout import AGENTS, TOOLS
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import YamlFault, parse_value
-from megatron_async_rl.data.hub import fetch, located, parse
+from megatron_async_rl.data.hub import fetch, located, name_of, parse
 from megatron_async_rl.data.tokenizer import load_tokenizer
 from megatron_async_rl.plan.held_out import MOST, Split, split_off
 from megatron_async_rl.plan.machine import Machine, described_machine, this_machine
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.reward_choice import SETTING, RewardChoice
-from megatron_async_rl.plan.thinking import thinks
 
 TENSOR = (1, 2, 4, 8)
 PROMPTS, GROUP, STEPS = 32, 8, 200
@@ -395,3 +395,44 @@ def _scalar(text: str) -> str:
     except YamlFault:
         plain = False
     return text if plain else json.dumps(text, ensure_ascii=False)
+
+
+_THOUGHT_MARKS = ("<think>", "[THINK]", "enable_thinking")
+"""Parts of the chat templates of such models."""
+_THINKING_NAMES = re.compile(
+    r"thinking|reason|\bqwq\b|\br1\b|magistral|qwen3-[\d.]+b(-a\d+b)?\b", re.IGNORECASE
+)
+_NOT_THINKING = re.compile(r"\b(base|instruct)\b", re.IGNORECASE)
+"""Qwen3's base models have the template of the others."""
+
+
+def thinks(model: Path) -> bool:
+    """True for a model whose chat template opens or closes a thought, and that is not a base model;
+    where its template is not here, for a model with such a name."""
+    name = _name(model)
+    if _NOT_THINKING.search(name):
+        return False
+    template = _template(model)
+    if template is not None:
+        return any(mark in template for mark in _THOUGHT_MARKS)
+    return _THINKING_NAMES.search(name) is not None
+
+
+def _name(model: Path) -> str:
+    """The last part of its name: of the hub where it is from there."""
+    on_hub = parse(model) or parse(Path(name_of(model) or model))
+    return on_hub.id.rpartition("/")[2] if on_hub is not None else model.name
+
+
+def _template(model: Path) -> str | None:
+    """The text of its chat templates; null where it has none."""
+    file = model / "chat_template.jinja"
+    try:
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        settings = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    found = settings.get("chat_template") if isinstance(settings, dict) else None
+    # Several templates are a list of {name, template}.
+    return None if found is None else json.dumps(found, ensure_ascii=False)

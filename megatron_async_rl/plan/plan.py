@@ -13,14 +13,6 @@ from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.rollout_rules import length_warnings, sampling_warnings
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.colocated import Phase
-from megatron_async_rl.plan.batch import (
-    Batch,
-    PromptLengths,
-    batch_of,
-    batch_problems,
-    context_problems,
-    longest_sample,
-)
 from megatron_async_rl.plan.estimate import Estimate, estimate
 from megatron_async_rl.plan.fit import (
     GpuNeed,
@@ -29,7 +21,6 @@ from megatron_async_rl.plan.fit import (
     shared_memory_problems,
 )
 from megatron_async_rl.plan.host import HostMemory, host_memory, host_problems
-from megatron_async_rl.plan.layers import fp8_problems, fp8_warnings
 from megatron_async_rl.plan.layout import (
     Device,
     PlannedProcess,
@@ -41,16 +32,26 @@ from megatron_async_rl.plan.layout import (
     processes,
     spread_notes,
 )
-from megatron_async_rl.plan.layout_problems import gpu_problems, layout_problems
-from megatron_async_rl.plan.machine import Machine
-from megatron_async_rl.plan.memory import (
-    EngineMemory,
-    RankMemory,
-    engine_memory,
-    rank_memory,
+from megatron_async_rl.plan.layout_problems import (
+    fp8_problems,
+    fp8_warnings,
+    gpu_problems,
+    layout_problems,
 )
+from megatron_async_rl.plan.machine import Machine
+from megatron_async_rl.plan.memory import EngineMemory, RankMemory, engine_memory, rank_memory
 from megatron_async_rl.plan.model_files import ModelShape
-from megatron_async_rl.plan.totals import Totals, TrainingSource, totals
+from megatron_async_rl.plan.totals import (
+    Batch,
+    PromptLengths,
+    Totals,
+    TrainingSource,
+    batch_of,
+    batch_problems,
+    context_problems,
+    longest_sample,
+    totals,
+)
 from megatron_async_rl.policy.supported import ChosenLayers
 from megatron_async_rl.rollout.cluster import ELSEWHERE
 

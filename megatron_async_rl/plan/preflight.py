@@ -35,13 +35,12 @@ from megatron_async_rl.data import (
 from megatron_async_rl.data.files import count_rows, data_files
 from megatron_async_rl.data.hub import name_of, parse
 from megatron_async_rl.metrics.trackers import identity_problems, lacking
-from megatron_async_rl.plan.batch import PromptLengths, context_limit
 from megatron_async_rl.plan.layout import device_of
 from megatron_async_rl.plan.machine import Machine, this_machine
 from megatron_async_rl.plan.model_files import ModelShape, published_shape, read_model
 from megatron_async_rl.plan.plan import RunPlan, make_plan
 from megatron_async_rl.plan.resume import checkpoint_notes, checkpoint_problems, data_problems
-from megatron_async_rl.plan.totals import TrainingSource
+from megatron_async_rl.plan.totals import PromptLengths, TrainingSource, context_limit
 from megatron_async_rl.plan.trials import (
     data_problem,
     environment_problems,

@@ -19,7 +19,12 @@ from megatron_async_rl.metrics.log import read_newest
 from megatron_async_rl.plan.fit import lent_bytes, shared_memory, shm_size, twin_bytes
 from megatron_async_rl.plan.layout import number_of
 from megatron_async_rl.plan.machine import GIB, MIB, Machine
-from megatron_async_rl.plan.overhead import OverheadParts, of_engine, of_rank, of_sleeping_engine
+from megatron_async_rl.plan.memory import (
+    OverheadParts,
+    engine_overhead,
+    rank_overhead,
+    sleeping_overhead,
+)
 from megatron_async_rl.plan.pace import expected_overlap, overlap_of, planning_rule, staleness_law
 from megatron_async_rl.plan.plan import RunPlan
 from megatron_async_rl.report.summary import measure, update_per_lr
@@ -352,14 +357,14 @@ def _host_memory(plan: RunPlan, machine: Machine) -> Table:
 
 
 def _overhead(config: Config) -> str:
-    rollout, parts = config.rollout, of_rank(config)
+    rollout, parts = config.rollout, rank_overhead(config)
     lines = [f"besides, on each rank's GPU ~: {_shown(parts)}"]
     if rollout is not None and rollout.placement == "colocated":
-        lines.append(f"and of an engine that sleeps there ~: {_shown(of_sleeping_engine(rollout))}")
+        lines.append(f"and of an engine that sleeps there ~: {_shown(sleeping_overhead(rollout))}")
     elif rollout is not None:
         lines.append(
             "besides, on each GPU of an engine, outside rollout.gpu_memory_utilization ~:"
-            f" {_shown(of_engine(rollout))}"
+            f" {_shown(engine_overhead(rollout))}"
         )
     return "\n".join(lines)
 

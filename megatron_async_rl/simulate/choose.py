@@ -34,7 +34,6 @@ from megatron_async_rl.plan.plan import make_plan
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.report.time_panels import PREDICTED, SIMULATION
 from megatron_async_rl.simulate.calibrate import calibrate
-from megatron_async_rl.simulate.model import SimulationResult, simulate
 from megatron_async_rl.simulate.rates import (
     Hardware,
     ResponseLengths,
@@ -43,6 +42,7 @@ from megatron_async_rl.simulate.rates import (
     lengths_of,
     rates_of,
 )
+from megatron_async_rl.simulate.simulation import SimulationResult, simulate
 
 RATIOS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 SAMPLES, ENGINES, LEAST_ENGINES = 512, 8, 4

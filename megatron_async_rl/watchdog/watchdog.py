@@ -14,8 +14,7 @@ from pathlib import Path
 
 from megatron_async_rl.watchdog.processes import of_run
 from megatron_async_rl.watchdog.progress_monitor import FRESH_S, LAUNCHER, ProgressMonitor
-from megatron_async_rl.watchdog.snapshots import look_here, publish, read_others
-from megatron_async_rl.watchdog.stall import Stall, gather
+from megatron_async_rl.watchdog.stall import Stall, gather, look_here, publish, read_others
 
 LOOK_S = 1.0
 LEFT_S = 30.0
