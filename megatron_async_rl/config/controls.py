@@ -33,6 +33,7 @@ class ControlSettings(ReadsRatios):
         "megatron_async_rl.controls.decision.Control",
     )
     """Requirement on `method`, by name: the configuration is read without torch."""
+    # Facts of the class, so that rules cover plug-ins and never test for a name.
     sets_beta1: ClassVar[bool] = False
     """Decides Adam's beta1; two of them would overrule each other."""
     scales_lr: ClassVar[bool] = False
@@ -47,6 +48,7 @@ class ControlSettings(ReadsRatios):
 
     @property
     def ratios(self) -> frozenset[Ratio]:
+        # Reading pi / mu is what makes a control need sampled responses.
         return frozenset({"pi/mu"} if self.needs_sampled else ())
 
     @property
@@ -66,6 +68,7 @@ class CalibrateConfig(Strict):
 
 
 def _never_turned_back(c_low: float) -> float:
+    # Orthogonal is the least that a projection may leave.
     if c_low < 0.0:
         raise ValueError(
             "must be at least 0: projecting to a negative cosine would turn the gradient against"
@@ -103,10 +106,12 @@ class AlignmentSettings(ControlSettings):
 
     @property
     def fresh_steps(self) -> int:
+        # A cosine compares two gradients, so n cosines need n + 1 steps.
         return self.calibrate.steps + 1 if self.calibrate is not None else 0
 
     @model_validator(mode="after")
     def _ordered(self) -> AlignmentSettings:
+        # With `calibrate` the threshold is known only during the run.
         if self.calibrate is None and self.c_high is not None and self.c_high <= self.c_low:
             raise ValueError(
                 f"c_high ({self.c_high}) must be above c_low ({self.c_low}), or null to never skip"
@@ -121,6 +126,7 @@ class GacControl(AlignmentSettings):
     name: Literal["gac"] = "gac"
 
 
+# Null baselines change one effect of a control and leave out the mechanism.
 class MatchedNormControl(AlignmentSettings):
     """Null baseline of gac, with gac's settings: makes the gradient as short as gac would, without
     turning it."""
@@ -170,6 +176,7 @@ class MomentumByAlignmentControl(ControlSettings):
 
     @model_validator(mode="after")
     def _ordered(self) -> MomentumByAlignmentControl:
+        # beta1 falls linearly between the two, so the interval must not be empty.
         if self.c_high <= self.c_low:
             raise ValueError(f"c_high ({self.c_high}) must be above c_low ({self.c_low})")
         if self.beta1_max is not None and self.beta1_max <= self.beta1_min:
@@ -223,6 +230,7 @@ class DisplacementControl(ControlSettings):
 
     @property
     def ratios(self) -> frozenset[Ratio]:
+        # The divergence is estimated from pi / mu only where it is compared.
         return frozenset({"pi/mu"} if self.tolerated_kl > 0.0 else ())
 
 
@@ -241,5 +249,6 @@ ControlConfig = Annotated[
     ],
     or_plug_in(ControlSettings),
     BeforeValidator(bare_name),
+    # A plug-in has fields of its own, which the stored configuration must keep.
     SerializeAsAny(),
 ]

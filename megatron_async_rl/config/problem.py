@@ -23,6 +23,7 @@ def shipped(name: str) -> str:
     """Path of a file of SHARE, such as docs/study.md, for a message: from the current folder where
     it lies in it."""
     path, here = (SHARE / name).resolve(), Path.cwd()
+    # A path that the user can paste into a command.
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
@@ -48,6 +49,7 @@ class UserError(Exception):
     """
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
+        # Positional arguments, so that the error survives pickling between processes.
         super().__init__(source, tuple(problems))
         self.source = source
         self.problems = tuple(problems)
@@ -59,6 +61,7 @@ class UserError(Exception):
     def __str__(self) -> str:
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         lines = [f"{self.source}: {count}"] if self.source else []
+        # Later problems are often consequences of the first.
         lines += [str(problem) for problem in self.problems[:SCREEN_PROBLEMS]]
         if len(self.problems) > SCREEN_PROBLEMS:
             lines.append(f"... and {len(self.problems) - SCREEN_PROBLEMS} more")
@@ -74,6 +77,7 @@ class DataError(ValueError):
     pickling across processes."""
 
     def __init__(self, path: Path | str, line: int | None, what: str, fix: str) -> None:
+        # The arguments of __init__ in their order: unpickling calls it with `args`.
         super().__init__(str(path), line, what, fix)
         self.path = Path(path)
         self.line = line

@@ -82,6 +82,7 @@ class TestedDistribution:
 
 
 ROOT = Path(__file__).parents[2]
+# Fixes differ: `make setup` exists only in the repository.
 CHECKOUT = (ROOT / "launchers" / "setup.sh").is_file()
 """True in the repository, whose environment `make setup` makes; else the package was
 installed into an environment of the user's."""
@@ -121,6 +122,7 @@ PARTS = (
 def examine(machine: Machine | None = None) -> list[Finding]:
     """Everything looked at, in the order shown."""
     seen = machine or this_machine()
+    # Parts of the other path would be missing without being needed.
     path = "cuda" if seen.gpus else "cpu"
     findings = [_python()]
     ranges = _ranges(path)
@@ -130,6 +132,7 @@ def examine(machine: Machine | None = None) -> list[Finding]:
         if part.on in ((), ("cpu", "cuda")) or path in part.on
     ]
     torch_findings, cuda = _torch(path)
+    # torch's CUDA version decides which FP8 recipes exist.
     findings += [_plugin(), *torch_findings, _gpus(seen), *_transformer_engine(seen)]
     return [*findings, *_fp8(seen, cuda), *_machine(seen), _sandbox()]
 
@@ -142,6 +145,7 @@ def show(
     of another version."""
     missing = [finding.part for finding in findings if finding.state == "missing"]
     if as_json:
+        # Not console.print, which would wrap and colour the JSON.
         console.file.write(json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
         return 1 if missing else 0
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -195,6 +199,7 @@ def _ranges(path: str) -> Mapping[str, Requirement]:
     extra = "gpu" if path == "cuda" else "cpu"
     try:
         requested = [Requirement(one) for one in importlib.metadata.requires(PACKAGE) or ()]
+    # Run from a source tree that was not installed.
     except (importlib.metadata.PackageNotFoundError, InvalidRequirement):
         return {}
     wanted = [
@@ -212,12 +217,15 @@ def _part(part: TestedDistribution, path: str, ranges: Mapping[str, Requirement]
         advice = f"would bring {part.brings}" if not required else f"needed for {part.brings}"
         state: FindingState = "missing" if required else "note"
         return Finding(part.distribution, state, "not installed", advice, fix)
+    # Two projects share the name: only the CUDA extension proves NVIDIA's.
     if part.distribution == APEX and find_spec(APEX_WEIGHT_GRADIENTS) is None:
         advice = "not NVIDIA's, or without its CUDA extensions: PyPI's apex is another project"
         removal = f"pip uninstall --yes {APEX}; {fix}".rstrip("; ")
         return Finding(part.distribution, "note", found, advice, removal)
+    # A local suffix such as +cpu names the build, not the version.
     if part.version and found.split("+")[0] != part.version:
         requested = ranges.get(part.distribution)
+        # Inside the supported range, but not what the tests ran with.
         if requested is not None and requested.specifier.contains(found):
             advice = (
                 f"{part.brings}; tried with {part.version}, and {requested.specifier} should do"
@@ -267,6 +275,7 @@ def _query_output(code: str) -> tuple[str, str]:
     what it imports is slow to load, and a broken build may kill its process."""
     try:
         done = subprocess.run(
+            # A child, because a broken CUDA library may end its process.
             [sys.executable, "-c", code],
             capture_output=True,
             encoding="utf-8",
@@ -283,11 +292,13 @@ def _query_output(code: str) -> tuple[str, str]:
 
 def _torch(path: str) -> tuple[list[Finding], str | None]:
     """Findings, and the version of CUDA that torch is built for."""
+    # One import for all questions: importing torch takes seconds.
     answer, failure = _query_output(
         "import torch; c = torch.backends.cpu.get_cpu_capability(); print(torch.version.cuda or"
         " 'none', torch.cuda.is_available(), torch.distributed.is_gloo_available(),"
         " torch.distributed.is_nccl_available(), c, sep='|')"
     )
+    # Nothing else is known of a torch that cannot be imported.
     if failure:
         fix = _new_torch(path)
         return [Finding("import torch", "missing", failure, "torch cannot be loaded", fix)], None
@@ -305,7 +316,9 @@ def _new_torch(path: str) -> str:
 def _torch_says(answer: str, path: str) -> tuple[list[Finding], str | None]:
     """`answer`: the version of CUDA it is built for; whether that is usable, gloo and NCCL are
     there; its kind of CPU code."""
+    # The order is that of the program in _torch.
     built, available, gloo, nccl, capability = answer.split("|")
+    # The same fact is an error on one path and a note on the other.
     wanted = path == "cuda"
     cuda = f"torch built for {built}, {'usable' if available == 'True' else 'not usable'}"
     driver = (
@@ -340,6 +353,7 @@ def _gpus(machine: Machine) -> Finding:
 
 def _transformer_engine(machine: Machine) -> list[Finding]:
     """None without a GPU, where nothing imports it, or where it is not installed."""
+    # Importing it initialises CUDA.
     if not machine.gpus or machine.transformer_engine is None:
         return []
     # Also that it brings no second cuDNN or cuBLAS into torch's process.
@@ -358,6 +372,7 @@ def _fp8(machine: Machine, cuda: str | None) -> list[Finding]:
     if not known:
         return []
     version = version_of(cuda)
+    # Ranks may get any of the GPUs, so all must have the recipe.
     having = [one for one in RECIPES if not any(lacking(one, each, version) for each in known)]
     advice = "policy.fp8.recipe; needs Transformer Engine"
     if why := engine_obstacle(machine.transformer_engine):

@@ -83,11 +83,13 @@ class GpuNeed:
     @property
     def largest(self) -> str:
         """Text on the largest parts."""
+        # The largest parts are what a user can change.
         shown = sorted(self.parts, key=lambda part: -part[1])[:PARTS_SHOWN]
         return ", ".join(f"{name} {_gib(count)}" for name, count in shown if count)
 
     def __str__(self) -> str:
         return (
+            # Rounded up, so that 80.04 of 80.0 GiB does not read as a fit.
             f"{self.what}: about {_gib(self.total, up=True)} are needed of the {_gib(self.has)}"
             f" {self.of} ({self.largest})"
         )
@@ -104,8 +106,10 @@ def gpu_memory(
         if need.beyond > 0:
             fix = _fix(config, machine, engine, ranks_of, phase, needs)
             problems.append(Problem(key=need.key, what=str(need), fix=fix))
+        # Within the estimate's error nothing is refused.
         elif need.total > (1 - ESTIMATE_ERROR) * need.has:
             notes.append(f"{need}, and the estimate may be {ESTIMATE_ERROR:.0%} off")
+    # Only colocated runs have phases that a user can see.
     order: tuple[Phase, ...] = ("generate", "train", "publish") if "generate" in needs else ()
     return problems, notes, {phase: needs[phase] for phase in order}
 
@@ -120,6 +124,7 @@ def _needs(
     shared = rollout is not None and rollout.placement == "colocated"
     asleep = sleeping_overhead(rollout) if rollout is not None and shared else ()
     if ranks:
+        # The sender shares rank 0's GPU, so the fullest rank may not be the largest.
         largest = max(ranks, key=lambda rank: rank.total + _sender(config, rank))
         found["train"] = GpuNeed(
             key="policy.parallel",
@@ -140,6 +145,7 @@ def _needs(
     if rollout is None or engine is None:
         return found
     share = int(rollout.gpu_memory_utilization * has)
+    # vLLM refuses to start if its weights exceed its share.
     found["engine"] = GpuNeed(
         key="rollout.gpu_memory_utilization",
         what="each GPU of an engine",
@@ -153,7 +159,9 @@ def _needs(
             -(-config.policy.parallel.ranks // machine.nodes), rollout.engines * rollout.workers
         )
         stages = {rank_coordinates(config, rank)[-1] for rank in range(beside)}
+        # The stage that keeps most next to an engine decides.
         kept = max((rank for rank in ranks if rank.stage in stages), key=_kept)
+        # While loading, an engine holds new weights next to the policy's parameters.
         found["publish"] = GpuNeed(
             key="rollout.tensor",
             what=f"an engine, loading next to a rank{_of_stage(kept, ranks)}",
@@ -185,6 +193,7 @@ def _needs(
 def twin_bytes(config: Config, rank: RankMemory) -> int:
     """Bytes of host memory that the training state of a GPU's rank takes while engines have their
     turn: at most, as `controls` counts a little that is not kept."""
+    # Only colocated policies move their state to the host.
     takes_turns = config.rollout is not None and config.rollout.placement == "colocated"
     return rank.optimizer + rank.controls if takes_turns else 0
 
@@ -199,6 +208,7 @@ def lent_bytes(config: Config, engine: EngineMemory) -> int:
     each of at most weights.bucket_mib, or of one tensor that is larger."""
     if config.weights.transport != "cuda_ipc":
         return 0
+    # A tensor larger than a bucket travels in a bucket of its own size.
     return IN_FLIGHT * min(max(config.weights.bucket_mib * MIB, engine.largest), engine.weights)
 
 
@@ -226,11 +236,13 @@ def _fix(
     helpful = []
     share = _share(config, machine, phase, needs[phase])
     for key, value in _changes(config, phase, share):
+        # Every proposal is planned like the config itself: a fix must work.
         changed = with_value(config, key, value)
         ranks = ranks_of(changed) if changed is not None else ()
         if changed is None or not ranks:
             continue
         then = _needs(changed, machine, engine, ranks)
+        # A change may not move the shortage to another phase.
         worse = any(one.beyond > max(0, needs[name].beyond) for name, one in then.items())
         if not worse and then[phase].beyond < needs[phase].beyond:
             shown = json.dumps(value).strip('"')
@@ -243,6 +255,7 @@ def _fix(
         return larger
     named = ", ".join(text for _, text in sorted(helpful)[:KEYS_SHOWN])
     fix = f"set {named}" if len(helpful) == 1 else f"set one or several of {named}"
+    # No single change is enough: larger GPUs are named as well.
     return fix if min(helpful)[0] <= 0 else f"{fix}; or {larger}"
 
 
@@ -279,6 +292,7 @@ def _share(config: Config, machine: Machine, phase: GpuNeedPhase, need: GpuNeed)
     """The share of a GPU at which an engine would fit."""
     if config.rollout is None:
         return None
+    # In hundredths, rounded so that the proposal is enough.
     off = math.ceil(100 * need.beyond / _gpu_bytes(machine)) / 100
     return config.rollout.gpu_memory_utilization + (off if phase == "engine" else -off)
 
@@ -325,7 +339,9 @@ def memory_ran_out(
     memory = out_of_memory(error)
     if memory is None:
         return None
+    # An engine's error may arrive while the ranks are in another phase.
     phase = getattr(error, "phase", phase)  # an engine's own
+    # On a CPU device memory is host memory, and device keys would not help.
     if memory == "host" or on_cpu:
         message = " ".join(described(error).splitlines()[:LINES_SHOWN]).rstrip(".")
         fix = host_fix(config, "cpu" if on_cpu else "cuda")
@@ -393,6 +409,7 @@ def with_value(config: Config, key: str, value: Any) -> Config | None:
     place = tree
     for section in sections:
         place = place[section]
+    # On the dumped tree: a Config is frozen, and its rules must run again.
     place[name] = value
     try:
         return validated(tree)
@@ -410,6 +427,7 @@ def shared_memory_problems(config: Config, engine: EngineMemory, machine: Machin
     """Problems of what /dev/shm has no room for."""
     needed, what = in_shared_memory(config, engine, machine)
     free = machine.shared_memory
+    # Nothing is known of a described machine's /dev/shm.
     if machine.described or free >= needed:
         return []
     return [
@@ -429,6 +447,7 @@ def in_shared_memory(config: Config, engine: EngineMemory, machine: Machine) -> 
     if config.weights.transport == "cuda_ipc":
         ranks = config.policy.parallel.ranks if device_of(config, machine) == "cpu" else 0
         return ranks * lent_bytes(config, engine), f"two buckets of each of {ranks} ranks"
+    # Receivers copy a version into their machine's memory; here that is rank 0's.
     own = config.weights.transport == "collective" and not engines_elsewhere(config, machine)
     receivers = engine_count(config) if own else 0
     what = "two versions of the model" + (f", and two for each of {receivers} engines" * own)
@@ -447,6 +466,7 @@ def shared_memory(
 
 def shm_size(weights: int, store: int) -> str:
     """Docker's option for a /dev/shm with room for both, and for the queues of vLLM and NCCL."""
+    # One GiB more, for the queues of vLLM and NCCL.
     return f"--shm-size={math.ceil((weights + store) / GIB) + 1}g"
 
 

@@ -48,6 +48,7 @@ def activations(
     layer's at a time. micro_batches: of `tokens`, where fewer run than the schedule holds."""
     count = layers_in_flight(config, shape, stage)
     if micro_batches is not None:
+        # Fewer micro-batches than the schedule could hold.
         count = min(count, micro_batches * shape.layers // config.policy.parallel.pipeline)
     recompute, parallel = config.policy.recompute, config.policy.parallel
     kept = partial(layer_activations, config, shape, tokens, longest, on_gpu=on_gpu, layers=layers)
@@ -64,6 +65,7 @@ def activations(
     if recompute == "selective":
         without = kept(core=False)
         return count * without + (kept() - without) + beside
+    # Each layer keeps its input; one layer at a time is computed again.
     return count * numbers * value_bytes(config) + kept() + beside
 
 
@@ -92,6 +94,7 @@ def layers_in_flight(config: Config, shape: ModelShape, stage: int) -> int:
     earlier virtual stage.
     """
     pipeline, virtual = config.policy.parallel.pipeline, config.policy.parallel.virtual_pipeline
+    # Micro-batches that later stages hold when this one begins its backward pass.
     later = pipeline - stage - 1
     chunks = later + 1 if virtual == 1 else 2 * later + (virtual - 1) * pipeline + 1
     return chunks * (shape.layers // (pipeline * virtual))

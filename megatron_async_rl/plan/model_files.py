@@ -44,14 +44,18 @@ class ModelShape:
     @property
     def layer_sharded(self) -> int:
         """Parameters of one layer that tensor parallelism divides."""
+        # Grouped-query attention: keys and values have fewer heads.
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
         bias = qkv if self.attention_bias else 0
+        # Gate, up and down; experts are counted apart, as nothing but expert parallelism divides
+        # them.
         mlp = 0 if self.experts else 3 * self.hidden * self.intermediate
         return self.hidden * qkv + bias + self.heads * self.head_dim * self.hidden + mlp
 
     @property
     def routed_bytes(self) -> int:
         """Bytes of the experts that a token goes to, in all layers, as samples have them."""
+        # One byte indexes 256 experts.
         return self.layers * self.experts_per_token * (1 if self.experts <= 256 else 2)
 
     @property
@@ -90,6 +94,7 @@ def read_model(path: Path, *, weights: bool = True) -> tuple[ModelShape | None, 
     false: they need not be there."""
     if not path.is_dir():
         return None, [_problem(f"{path} is not a directory", _where_to_look(path))]
+    # All problems of a directory are reported together.
     looked = (_weights(path) if weights else None, _tokenizer(path))
     problems = [problem for problem in looked if problem]
     shape, wrong = _shape(path / "config.json")
@@ -99,6 +104,7 @@ def read_model(path: Path, *, weights: bool = True) -> tuple[ModelShape | None, 
 def published_shape(path: Path) -> tuple[ModelShape, str] | None:
     """The shape of a published model whose folder is not here, and where it comes from; null where
     it is not known, or the model cannot be trained."""
+    # A directory that is here always wins.
     found = None if path.is_dir() else published_config(path)
     if found is None:
         return None
@@ -113,6 +119,7 @@ def _problem(what: str, fix: str) -> Problem:
 def _where_to_look(path: Path) -> str:
     if path.exists():
         return "name the model's directory, not a file in it"
+    # A cached folder was removed: the hub has it still.
     on_hub = name_of(path)
     if on_hub is not None:
         return f"it was a folder of the hub's cache: name {on_hub}, and it is fetched again"
@@ -145,6 +152,7 @@ def _no_config(path: Path, error: Exception) -> Problem:
 def _shape_of(content: Mapping[str, Any], path: Path) -> tuple[ModelShape | None, list[Problem]]:
     """`content`: of config.json. `path`: what a problem names."""
     try:
+        # Before any size is read: keys of other families have other meanings.
         ruled_out = unsupported(content)
         if ruled_out is not None:
             return None, [
@@ -155,6 +163,7 @@ def _shape_of(content: Mapping[str, Any], path: Path) -> tuple[ModelShape | None
                 )
             ]
         family = FAMILIES[content["model_type"]]
+        # int(): configs of converted models hold numbers as text.
         heads = int(content["num_attention_heads"])
         hidden = int(content["hidden_size"])
         mixture = family.mixture
@@ -163,6 +172,7 @@ def _shape_of(content: Mapping[str, Any], path: Path) -> tuple[ModelShape | None
             hidden=hidden,
             layers=int(content["num_hidden_layers"]),
             heads=heads,
+            # Older configs have no grouped-query heads, and some write null.
             kv_heads=int(content.get("num_key_value_heads") or heads),
             head_dim=int(content.get("head_dim") or hidden // heads),
             intermediate=int(content["moe_intermediate_size" if mixture else "intermediate_size"]),
@@ -309,6 +319,7 @@ def published_config(path: Path) -> PublishedConfig | None:
     a model of the table under its own name, such as models/Qwen3-8B. Null for any other."""
     name = parse(path)
     ids = [name.id] if name is not None else [one for one in PUBLISHED if _is_last(one, path)]
+    # The cache first: a published config may have been corrected since.
     for one in ids:
         cached = cached_file(one, CONFIG)
         if cached is not None:

@@ -69,6 +69,7 @@ def preflight(
     """The plan of `config` on `machine` (default: this one), with every problem that was found, all
     at once. `without_model`: a published model need not be here, as its sizes are known; what it
     alone could tell is then not checked."""
+    # Read once, so that every check below sees the same machine.
     machine = machine or this_machine()
     # A plan is not kept waiting for the weights of a model that is on a hub.
     fetched = all_data or name_of(config.model.path) is None
@@ -88,6 +89,7 @@ def preflight(
     if shape is not None and published is None and not problems:
         try:
             tokenizer = prompt_tokenizer(config.model.path, config)
+        # The environment is reported by environment_problems, with its own key.
         except EnvironmentRefused:
             tokenizer = tokenizer_of(config.model.path, config.data)  # below it is named
         except DataError as error:
@@ -96,6 +98,7 @@ def preflight(
         problems += _no_room(config, shape)
     if shape is not None and tokenizer is not None:
         problems += _stop_tokens(config, shape)
+    # A plan must answer in seconds; `mar train` may not start on a row that it refuses later.
     limit = None if all_data else PROMPTS_IN_A_PLAN
     read: dict[str, PromptSet] = {}
     identities: dict[str, DataIdentity] = {}
@@ -108,13 +111,16 @@ def preflight(
             try:
                 found, identity = _read(config, one, shape, tokenizer, limit)
             except DataError as error:
+                # A file that is here is checked, also on a machine that is only described.
                 missing = files_elsewhere and one.missing() is not None
                 (elsewhere if missing else problems).append(data_problem(one.key, error))
             else:
                 lengths = _longer(lengths, found.prompts)
                 read[one.key] = found
+                # Only a file that was read whole has a digest to compare with the checkpoint's.
                 if limit is None or found.too_long + len(found.prompts) < limit:
                     identities[one.key] = identity
+    # Before the trial: a reward without its server would fail for that reason alone.
     silent = _silent_servers(config)
     problems += reward_problems(config, {} if silent else read) + environment_problems(
         config, read, tokenizer
@@ -122,9 +128,12 @@ def preflight(
     problems += _engine_options(config, machine)
     if tokenizer is not None:
         problems += grammar_problems(config)
+    # The run directory and its checkpoints lie on this machine's disks.
     if not machine.described:
         problems += _run_directory(config) + checkpoint_problems(config, shape)
         problems += data_problems(config, identities)
+        # Digests of large files take minutes; they are compared last, and only for a run that could
+        # start.
         if all_data and not problems:
             problems += _damaged_model(config)
         problems += _beside(config) + lacking(config.observe.trackers)
@@ -139,6 +148,7 @@ def preflight(
     )
     return replace(
         plan,
+        # Each key once, in the order of the checks.
         absent=tuple(dict.fromkeys(one.key for one in elsewhere)),
         warnings=(
             *plan.warnings,
@@ -162,6 +172,7 @@ def _training_sources(
     for index, source in enumerate(config.data.training):
         held = read.get("data.train" if config.data.train else f"data.sources.{index}.path")
         rows = len(held.prompts) if held is not None else 0
+        # The file was cut at the limit: count its rows without tokenising them.
         if held is None or (limit is not None and rows + held.too_long >= limit):
             try:
                 rows = count_rows(source.path)
@@ -190,6 +201,7 @@ class _File:
 
 def _files(config: Config, shape: ModelShape | None) -> list[_File]:
     def room(max_tokens: int) -> int | None:
+        # Room for a prompt is what the longest response leaves of the context.
         left = 0 if shape is None else context_limit(config, shape) - max_tokens
         return left if left > 0 else None
 
@@ -219,6 +231,7 @@ def _read(
     if config.rollout is not None:
         required = reward_fields(config.rollout.reward)
         found = read_set(data, one.file, tokenizer, required=required, room=one.room, limit=limit)
+        # Of token ids and fields, so that a renamed or reformatted file is the same data.
         return found, DataIdentity.of(found.prompts)
     read = read_set(data, one.file, tokenizer, limit=limit, supervised=True)
     found = fitting(read, tokenizer, data.max_tokens)
@@ -237,6 +250,7 @@ def _no_room(config: Config, shape: ModelShape) -> list[Problem]:
     too_many = {
         one.max_tokens_key: one.sampling.max_tokens
         for one in config.eval_sets
+        # Several sets may inherit one key, which is reported once.
         if one.sampling.max_tokens >= limit and not one.max_tokens_key.startswith("rollout")
     }
     return [
@@ -266,6 +280,7 @@ def _too_long(config: Config, read: Mapping[str, PromptSet]) -> list[str]:
 
 def _not_held_out(read: Mapping[str, PromptSet]) -> list[str]:
     trained = {
+        # By token ids: two spellings of one prompt train the same tokens.
         prompt.token_ids: key
         for key, found in read.items()
         if key.startswith(TRAINING)
@@ -295,6 +310,7 @@ def _rendered_for_an_agent(config: Config) -> list[str]:
 
 def _longer(known: PromptLengths | None, prompts: Sequence[Prompt]) -> PromptLengths:
     """Lengths of both files together; the mean is the first file's, which is the one trained on."""
+    # Tokens as the engine gets them, chat template included.
     counts = [len(prompt.token_ids) for prompt in prompts]
     if known is not None:
         return replace(known, longest=max(known.longest, *counts))
@@ -344,6 +360,7 @@ def _silent_servers(config: Config) -> list[str]:
         address = urlsplit(str(part.settings.get("url", "")))
         if not address.hostname:
             continue
+        # Only a connection is made: a request might start work on the server.
         port = address.port or (443 if address.scheme == "https" else 80)
         try:
             socket.create_connection((address.hostname, port), CONNECT_S).close()
@@ -359,6 +376,7 @@ def _engine_options(config: Config, machine: Machine) -> list[Problem]:
     if config.rollout is None or not config.rollout.vllm:
         return []
     options = config.rollout.vllm
+    # Empty without vLLM; then only this package's own refusals apply.
     known = vllm_arguments()
     refused = dict(refused_options(options, device_of(config, machine)))
     problems = [unknown_option(name, known) for name in options if known and name not in known]
@@ -382,6 +400,7 @@ def _damaged_model(config: Config) -> list[Problem]:
 
 def _run_directory(config: Config) -> list[Problem]:
     existing = config.run.dir
+    # The nearest folder that exists decides whether the others can be made.
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir():

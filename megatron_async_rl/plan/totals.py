@@ -51,12 +51,14 @@ class Totals:
 
     def epochs(self, source: TrainingSource) -> float:
         """Passes over the rows of a source."""
+        # Shares are relative weights, as the mixture draws them.
         weights = sum(one.weight for one in self.sources)
         return self.prompts * source.weight / weights / source.rows
 
     @property
     def disk(self) -> int:
         """Most bytes in run.dir, besides logs and metrics."""
+        # The export is written while all checkpoints still exist.
         return self.checkpoints * self.checkpoint + self.export + self.samples
 
     def hours(self, step_s: float) -> float:
@@ -111,9 +113,11 @@ def totals(
         gpus=len(machine.gpus) * (machine.nodes + machine.engine_nodes) if device == "cuda" else 0,
         used=gpus_used(config, machine) if device == "cuda" else 0,
         prompts=steps * config.flow.prompts_per_step,
+        # Half of max_tokens per response: the true mean is known only afterwards.
         sampled=samples * segments * batch.response if rollout is not None else 0,
         trained=samples * segments * (batch.prompt + batch.response) * config.objective.epochs,
         sources=tuple(one for one in sources if one.rows),
+        # Frozen weights are not saved; they come from model.path again.
         checkpoint=parameters * saved_bytes(config),
         checkpoints=checkpoints_at_once(config),
         export=(shape.parameters + adapter) * value_bytes(config),
@@ -126,6 +130,7 @@ def checkpoints_at_once(config: Config) -> int:
     whole."""
     every, steps = config.checkpoint.every, config.run.steps
     saved = math.ceil(steps / every) if every else 1
+    # The new one is complete before the oldest is removed.
     return min(saved, config.checkpoint.keep + 1)
 
 
@@ -202,6 +207,7 @@ def context_limit(config: Config, shape: ModelShape) -> int:
 def longest_sample(config: Config, shape: ModelShape | None, lengths: PromptLengths | None) -> int:
     """Tokens of the longest prompt + response that can come up, as far as it is known."""
     # Data with a longer one are refused: a micro-batch holds whole samples.
+    # A sample is never divided over micro-batches.
     limit = config.policy.tokens_per_micro_batch
     if shape is not None:
         limit = min(limit, context_limit(config, shape))
@@ -217,8 +223,10 @@ def batch_of(
     budget, parts = config.policy.tokens_per_micro_batch, config.objective.minibatches
 
     def micro_batches(length: int) -> int:
+        # Samples of one optimizer step on one replica.
         share = samples / parts / data_parallel
         if config.policy.sequence == "packed":
+            # Packed rows hold samples without padding.
             return parts * math.ceil(share * length / budget)
         return parts * math.ceil(share / max(1, budget // max(1, length)))
 
@@ -243,6 +251,7 @@ def batch_problems(config: Config, lengths: PromptLengths | None) -> list[Proble
     parallel, flow = config.policy.parallel, config.flow
     samples = flow.prompts_per_step * flow.group_size
     data_parallel = max(1, parallel.data)
+    # Ranks must run the same number of samples, or a collective would hang.
     if samples % data_parallel:
         found.append(
             Problem(
@@ -259,6 +268,7 @@ def batch_problems(config: Config, lengths: PromptLengths | None) -> list[Proble
             )
         )
     smallest = flow.prompts_per_step // config.objective.minibatches * flow.group_size
+    # A replica without samples would still have to join every collective.
     if 0 < smallest < data_parallel <= samples:
         most_minibatches = flow.prompts_per_step // math.ceil(data_parallel / flow.group_size)
         found.append(
@@ -280,6 +290,7 @@ def batch_problems(config: Config, lengths: PromptLengths | None) -> list[Proble
         # The last token is not fed, and rows are rounded up.
         multiple = config.policy.row_multiple
         segments = config.rollout.max_segments
+        # Rounded up as rows are, for context and sequence parallelism and FP8.
         needed = segments * max(maximum, -(-(maximum - 1) // multiple) * multiple)
         several = f", in {segments} rollout.environment.max_segments" if segments > 1 else ""
         if needed > config.policy.tokens_per_micro_batch:
