@@ -85,6 +85,7 @@ def outcome_of(run: StudyRun) -> StudyOutcome:
     held_out = "" if ends == [None, None] else f"{status.measure} {lines}"
     if status.phase == "finished":
         return StudyOutcome(state="finished", step=status.step, held_out=held_out)
+    # Before its first step a run has nothing to keep, so it may simply run again.
     if status.phase == "failed":
         state: RunState = "failed" if status.step else "waiting"
         why = (status.error or "").split("\n")[0]
@@ -105,6 +106,7 @@ def check(grid: Grid, runs: Sequence[StudyRun], *, jobs: int) -> dict[str, Confi
             found: Sequence[Problem] = error.problems
         else:
             configs[run.name] = config
+            # A directory with other settings would be resumed under the wrong name.
             found = [
                 Problem(
                     key=one.key,
@@ -115,10 +117,12 @@ def check(grid: Grid, runs: Sequence[StudyRun], *, jobs: int) -> dict[str, Confi
                 if not one.is_move
             ]
             found = [*found, *preflight(config, all_data=False, machine=machine).problems]
+            # Each run takes GPUs from the first one on.
             if jobs > 1 and device_of(config, machine) == "cuda":
                 what = f"--jobs {jobs} would give the same GPUs to {jobs} runs at a time"
                 found.append(Problem(key="policy.device", what=what, fix="leave out --jobs"))
         for one in found:  # of a hundred runs most have the same
+            # One line per distinct problem.
             problems.setdefault((one.key, one.what), one)
     if problems:
         raise ConfigError(f"{grid.base}, {len(runs)} runs", list(problems.values()))
@@ -131,6 +135,7 @@ class _StartedRun:
     def __init__(self, run: StudyRun, base: Path, steps: int, *, jobs: int, lock: int) -> None:
         self.run, self.steps, self._jobs = run, steps, jobs
         self.began = time.monotonic()
+        # Follows the file: a row is read once, however long the run is.
         self.rows = MetricsReader(run.directory)
         self.last: dict[str, Any] = {}
         run.directory.mkdir(parents=True, exist_ok=True)
@@ -142,6 +147,7 @@ class _StartedRun:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # A run that outlives its study keeps the folder taken.
                 pass_fds=(lock,),
             )
 
@@ -169,12 +175,14 @@ class _StartedRun:
         code = self.process.returncode
         about: dict[str, Any] = {"settings": dict(self.run.settings)}
         about |= {"seconds": round(self.seconds, 2), "exit_code": code, "jobs": self._jobs}
+        # Before the status is judged, so that every start leaves its record.
         write_file(self.run.directory / FILE, json.dumps(about) + "\n")
         try:
             outcome = outcome_of(self.run)
         except UserError as error:
             why = error.problems[0].what
             return StudyOutcome(state="failed", step=int(number(self.last, "step") or 0), why=why)
+        # The directory and the exit code agree.
         if code in (0, INTERRUPTED) or outcome.state == "failed":
             return outcome
         if outcome.state == "finished":
@@ -204,6 +212,7 @@ def study(
     """
     grid = read_grid(path)
     runs = runs_of(grid, only)
+    # All runs first: the last one's typing error must not cost a night.
     configs = check(grid, runs, jobs=jobs)
     at_work: list[_StartedRun] = []
     took: list[float] = []
@@ -218,8 +227,10 @@ def study(
         live = None
         if console.is_terminal:
             live = stack.enter_context(Live(console=console, auto_refresh=False, transient=True))
+        # After the lock in the stack, so that runs end before the folder is released.
         stack.callback(_end, at_work, interrupts)
         drawn_at = time.monotonic()
+        # After a signal nothing new starts, and what runs is waited for.
         while at_work or (left and not interrupts):
             while left and len(at_work) < jobs and not interrupts:
                 run = left.pop(0)
@@ -256,6 +267,7 @@ def study(
 
 def _end(at_work: Sequence[_StartedRun], interrupts: Sequence[int]) -> None:
     """Ends what a study that breaks off has at work. Ctrl-C makes the waits shorter."""
+    # A checkpoint first, then the second Ctrl-C, then SIGKILL.
     for what, timeout_s in ENDING:
         until, requested = time.monotonic() + timeout_s, len(interrupts)
         for one in at_work:

@@ -57,15 +57,18 @@ def train(
     from megatron_async_rl.launch.peers import Nodes, PeerNodes
 
     let_children_import_from_here()
+    # Before anything slow: a wrong endpoint is refused at once on every node.
     nodes = Nodes(nnodes, node_rank, rdzv_endpoint)
     peers = PeerNodes(nodes)
     try:
         code = _train(config, overrides or (), nodes, peers, engine_nodes)
     except UserError as error:
         print_error(error)  # first here: the other nodes may take their time to hear it
+        # The other nodes wait for this one, and would wait until their deadline.
         peers.refuse(str(error))
         raise typer.Exit(USER_ERROR) from None
     except BaseException as error:
+        # A crash may leave little time: notify whoever listens now.
         peers.refuse(f"{type(error).__name__} {error}".strip(), within_s=0.0)
         raise
     raise typer.Exit(code)
@@ -79,6 +82,7 @@ def _train(
     from megatron_async_rl.launch.launcher import refuse_second_run
     from megatron_async_rl.launch.run_lock import refuse_taken, usable
 
+    # First: most mistakes are in the config, and loading it takes no time.
     given = load(config, overrides)
     # What the directory alone decides comes first: it takes no time, and the run that has the
     # directory may also be why memory or GPUs are short.
@@ -86,6 +90,7 @@ def _train(
         with usable(given.run.dir):
             refuse_taken(given.run.dir)
             refuse_second_run(given)
+    # Downloads come after the checks that need no network.
     loaded, found = located(given)
     with usable(loaded.run.dir):
         return _train_loaded(config, loaded, found, nodes, peers, engine_nodes)
@@ -112,9 +117,11 @@ def _train_loaded(
     refused = conflicts(loaded) if nodes.rank == 0 else []
     # A finished run needs no model, no data and no memory any more.
     finished = finished_before if nodes.rank == 0 else already_finished
+    # A conflict is reported even for a finished run.
     if not refused and finished(loaded, console()):
         return 0
     machine = this_machine(nodes.count)
+    # Everything that can be known before a process starts.
     plan = preflight(loaded, all_data=True, machine=machine)
     # What its checkpoint was made with can differ, too: the same key, reported once.
     reported = {one.key for one in refused}
@@ -123,6 +130,7 @@ def _train_loaded(
     problems = [*refused, *(one for one in plan.problems if one.key not in reported), *crowded]
     if problems:
         raise ConfigError(f"{config}: cannot run", problems)
+    # Last, as it may wait for GPUs of a run that has just ended.
     taken = taken_gpus(loaded, machine, nodes.rank)
     if engine_nodes:
         print_text(f"waiting for {engine_nodes} machines of engines to join Ray")
@@ -130,6 +138,7 @@ def _train_loaded(
     unfit = cluster_problems(cluster, waited=engine_nodes > 0) if cluster else []
     if taken or unfit:
         raise NodesError("", [*taken, *unfit])
+    # A run can start with fewer engines: they join later.
     if cluster and cluster.missing:
         print_text(f"note: {cluster.missing} of {engine_nodes} machines have not joined Ray yet")
     for node in cluster.nodes if cluster else ():
@@ -137,6 +146,7 @@ def _train_loaded(
             print_text(
                 f"note: {node.host}, a machine of the Ray cluster, did not answer: {node.silent}"
             )
+    # Allowed differences are printed: nothing the user changed is silent.
     changed = [str(one) for one in differences(loaded)] if nodes.rank == 0 else []
     if changed:
         print_text(f"{loaded.run.dir} goes on with other settings:\n  " + "\n  ".join(changed))
@@ -147,6 +157,7 @@ def _train_loaded(
 
 def _absent(out: Path) -> Path:
     """Called before the first question."""
+    # An existing file may be a config in use.
     if out.exists():
         raise UserError.of("OUT", f"{out} already exists", "name another file, or remove it")
     return out
@@ -236,6 +247,7 @@ def init(
         "eval": held_out,
         "reward": reward,
         "answer_key": answer_key,
+        # Text: options and typed answers pass through the same checks.
         "gpus": None if gpus is None else str(gpus),
         "style": style,
     }
@@ -248,6 +260,7 @@ def init(
         report=print_error,
     )
     answers = questions.ask()
+    # A refused answer is asked for again, without losing the others.
     while True:
         try:
             written = write_config(answers, out)
@@ -269,6 +282,7 @@ def examples(
     """Copy the examples, the launchers and the pages of this version, so that what the pages tell
     you to type works from that folder."""
     for part in sorted(SHARE.iterdir()):
+        # Checked for all parts before the first is copied.
         if (folder / part.name).exists():
             fix = "name a new folder: mar examples FOLDER"
             raise UserError.of("FOLDER", f"{folder / part.name} exists", fix)
@@ -299,6 +313,7 @@ def study(
     from megatron_async_rl.study import study as run_study
 
     let_children_import_from_here()
+    # Exit codes are those of study().
     raise typer.Exit(run_study(grid, only or (), console(), jobs=jobs, retry=retry))
 
 
@@ -333,6 +348,7 @@ def evaluate(
     job = resolve(checkpoint, config, overrides or (), out, responses)
     try:
         run(job, console())
+    # Not a user error: exit code 1, as for a failed run.
     except EvaluationFailed as error:
         print_error(error)
         raise typer.Exit(1) from None

@@ -88,6 +88,7 @@ def plan(
     from megatron_async_rl.plan.resume import conflicts
     from megatron_async_rl.plan.screen import show_plan
 
+    # Options without effect are refused, not ignored.
     for option, value in (("--gpu-memory", gpu_memory), ("--gpu", gpu)):
         if value is not None and gpus is None:
             raise UserError.of(
@@ -98,9 +99,11 @@ def plan(
         raise UserError.of("--gpu", f"{gpu} is not known", f"name one of {', '.join(CHIPS)}")
 
     with_ranks = trainer_nodes or nodes
+    # Before the config is read: it is about the command line alone.
     if with_ranks > nodes:
         what = f"{with_ranks} of {nodes} machines"
         raise UserError.of("--trainer-nodes", what, f"name at most {nodes}, or more --nodes")
+    # A run without metrics has no rates.
     if measured_in is not None and not (measured_in / "metrics.jsonl").is_file():
         raise UserError.of("--from", f"{measured_in} holds no metrics.jsonl", NAME_A_RUN)
     loaded, found = located(
@@ -113,12 +116,14 @@ def plan(
             else gpus is not None
         ),
     )
+    # A resumed run is planned with its own rates.
     if measured_in is None and (loaded.run.dir / "metrics.jsonl").is_file():
         measured_in = loaded.run.dir
     if gpus is None:
         machine = this_machine(with_ranks, nodes - with_ranks)
     else:
         default = chip.sizes[0] if chip is not None else GPU_MEMORY_GIB
+        # Only GPUs are described; cores and disks stay unknown.
         machine = described_machine(
             gpus=gpus,
             gpu_memory_gib=gpu_memory or default,
@@ -127,8 +132,10 @@ def plan(
             chip=chip,
         )
     if host_memory is not None:
+        # Overrides this machine's memory, too.
         machine = replace(machine, memory=int(host_memory * GIB))
     planned = preflight(loaded, all_data=False, machine=machine, without_model=True)
+    # Only a plan that could run here asks whether the directory permits it.
     unlike = [] if machine.described or planned.problems else conflicts(loaded)
     show_plan(
         planned,
@@ -140,6 +147,7 @@ def plan(
         refused=[f"{one.key}: {one.what}" for one in unlike],
         with_config=resolved,
     )
+    # After the screen, which shows all of them.
     if planned.problems:
         raise typer.Exit(USER_ERROR)
 
@@ -184,10 +192,12 @@ def simulate(
     from megatron_async_rl.simulate.choose import predict_from_hardware, predict_from_run
     from megatron_async_rl.simulate.rates import assumed
 
+    # Checked before the config and its model are read.
     ratios = _numbers(async_ratio, "--async-ratio", 0.0)
     counts = [int(one) for one in _numbers(gpus, "--gpus", 2.0)]
     loaded, _ = located(load(config, overrides or ()), weights=False)
     if measured_in:
+        # Measured rates belong to one division of one machine.
         if counts or assume:
             key, what = (
                 "--gpus" if counts else "--assume",
@@ -223,6 +233,7 @@ def report(
     if len(runs) == 1 and out is not None:
         fix = "leave it out, or name several runs"
         raise UserError.of("--out", "a run's report goes into its own directory", fix)
+    # Imported after the checks: matplotlib takes a second.
     from megatron_async_rl.report.report import write_comparison, write_report
 
     written = write_report(runs[0]) if len(runs) == 1 else write_comparison(runs, out)
@@ -239,6 +250,7 @@ def engines(
     weights; those that leave hand on what they had begun."""
     from megatron_async_rl.launch.run_lock import ask_for_engines
 
+    # Only a request: the controller decides and notes the result.
     ask_for_engines(run, count)
     print_text(f"{run} is asked for {count} engines: it notes on its screen who joins and leaves")
 
@@ -303,6 +315,7 @@ def samples(
     wanted = SampleQuery(
         step=step, worst=worst, best=best, random=random, seed=seed, held_out=held_out
     )
+    # Reads the log only, so it is safe while the run continues.
     print_samples(choose(run, wanted), console(), as_json=as_json)
 
 
@@ -323,6 +336,7 @@ def convert(
             f"{checkpoint} is not a directory",
             "name RUN/checkpoint of a run that has saved one",
         )
+    # Files of another model in the folder would be loaded with this one.
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError.of("OUT", f"{out} already exists", "name a new directory")
     with warnings.catch_warnings():
@@ -349,6 +363,7 @@ def conform(
     from megatron_async_rl.conform.judge import show
     from megatron_async_rl.conform.methods import read_cases
 
+    # All files are read before the first case runs.
     raise typer.Exit(show({file: read_cases(file) for file in files}, console()))
 
 
@@ -381,9 +396,11 @@ def doctor(
 def _numbers(text: str, option: str, minimum: float) -> list[float]:
     """Numbers of a comma-separated list, smallest first. Raises UserError."""
     try:
+        # Sorted and distinct: curves are drawn over them.
         found = sorted({float(part) for part in text.split(",")}) if text else []
     except ValueError:
         found = [-1.0]
+    # Also refuses nan, which no comparison accepts.
     if not all(minimum <= one < float("inf") for one in found):
         what = f"{text!r} is not a list of numbers from {minimum:g} on"
         raise UserError.of(option, what, "write such as 64,256")

@@ -32,6 +32,7 @@ class Problem:
     """`key`: dotted config key, command-line option, or the file in fault. `where`: file:line, or
     the command line, that set it."""
 
+    # Fields, not a sentence: commands, `mar init` and tests read them.
     key: str
     what: str
     fix: str

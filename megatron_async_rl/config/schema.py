@@ -31,6 +31,7 @@ from megatron_async_rl.config.settings_model import Strict
 class RunConfig(Strict):
     """Directory, length and seed of the run."""
 
+    # `load` has made every path absolute.
     dir: Path
     """Run directory, which holds metrics, logs, checkpoints and the report."""
     steps: PositiveInt
@@ -46,6 +47,7 @@ class RunConfig(Strict):
 class ModelConfig(Strict):
     """The model to train. The engines start from the same directory."""
 
+    # One directory for ranks and engines, so that both hold the same weights at version 0.
     path: Path
     """A Hugging Face model directory: config.json, safetensors, tokenizer.json or
     tokenizer.model."""
@@ -54,6 +56,7 @@ class ModelConfig(Strict):
     state are float32 unless policy.optimizer lowers their precision."""
 
 
+# Adding a carrier takes this name and its file.
 Transport = Literal["shared_memory", "relay", "collective", "cuda_ipc"]
 """Carriers: each is the file `weights/<name>.py`."""
 
@@ -124,6 +127,7 @@ class ObserveConfig(Strict):
     @model_validator(mode="after")
     def _host_of_a_port(self) -> ObserveConfig:
         if "prometheus_host" in self.model_fields_set and self.prometheus_port is None:
+            # A stored config spells defaults out, and must load again.
             default = type(self).model_fields["prometheus_host"].default
             if self.prometheus_host != default:
                 raise ValueError("prometheus_host has no effect without prometheus_port")
@@ -150,6 +154,7 @@ class SamplesConfig(Strict):
 
     @model_validator(mode="after")
     def _at_least_two_segments(self) -> SamplesConfig:
+        # The segment that is being written is never deleted, so one more must fit.
         if 0 < self.keep_mib < 2 * self.segment_mib:
             raise ValueError(
                 f"segment_mib: {self.segment_mib} is more than half of keep_mib: {self.keep_mib},"
@@ -180,6 +185,7 @@ class Config(Strict):
 
     @property
     def supervised(self) -> bool:
+        # The only method without engines; everything else samples.
         return self.objective.loss.name == "sft"
 
     @property
@@ -208,5 +214,6 @@ class Config(Strict):
     def fresh_steps(self) -> int:
         """Batches at the run's beginning that are synchronous whatever flow.async_ratio is:
         controls calibrate on their optimizer steps."""
+        # In optimizer steps; a batch makes several of them.
         wanted = max((control.fresh_steps for control in self.controls), default=0)
         return math.ceil(wanted / self.objective.steps_per_batch)

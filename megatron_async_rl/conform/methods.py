@@ -76,6 +76,7 @@ def read_cases(file: Path) -> list[Case]:
         )
 
     try:
+        # Everything is checked before any case runs, so that a typing error costs no minutes.
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         what = f"cannot be read: {error.strerror or error}"
@@ -88,6 +89,7 @@ def read_cases(file: Path) -> list[Case]:
     for number, entry in enumerate(content):
         if not isinstance(entry, dict):
             refuse(f"entry {number}: expected an object with keys {', '.join(KEYS)}")
+        # The case's own name where it has one: entries move when a file is edited.
         label = (
             f"case {entry['case']!r}" if isinstance(entry.get("case"), str) else f"entry {number}"
         )
@@ -99,6 +101,7 @@ def read_cases(file: Path) -> list[Case]:
         dtype = entry.get("dtype", DTYPES[0])
         if dtype not in DTYPES:
             refuse(f"{label}: `dtype` is {dtype!r}, expected one of {', '.join(DTYPES)}")
+        # Results are listed by name.
         if entry["case"] in cases:
             refuse(f"{label}: is there twice; the names of a file's cases are unique")
         try:
@@ -109,6 +112,7 @@ def read_cases(file: Path) -> list[Case]:
             _check_shapes(inputs, expect)
         except Malformed as error:
             refuse(f"{label}: {error}")
+        # The order of the file is the order of the output.
         cases[entry["case"]] = Case(
             entry["case"], entry["kind"], entry["name"], entry["params"], inputs, expect, dtype
         )
@@ -117,6 +121,7 @@ def read_cases(file: Path) -> list[Case]:
 
 def _numbers(key: str, value: Any) -> Numbers:
     rows = value if isinstance(value, list) else [value]
+    # NumPy would make an array of objects of ragged rows.
     if len({len(row) if isinstance(row, list) else -1 for row in rows}) > 1:
         raise Malformed(f"`{key}`: its rows are not of one length")
     flat = [number for row in rows for number in (row if isinstance(row, list) else [row])]
@@ -132,6 +137,7 @@ def _numbers(key: str, value: Any) -> Numbers:
 def _check_shapes(inputs: Mapping[str, Numbers], expect: Mapping[str, Numbers]) -> None:
     if not expect:
         raise Malformed("`expect` is empty: there is nothing to compare")
+    # Sequences first: a wrong number of them explains wrong tokens.
     for dimensions in (1, 2):
         shapes = {
             key: values.shape[:dimensions]
@@ -161,6 +167,7 @@ PER_SEQUENCE = ("rewards", "group", "score_norms")
 def settings_of(section: str, name: str, params: Mapping[str, Any]) -> Strict:
     """The settings of method `name` as `objective.<section>` would take them. Raises
     ValidationError, ValueError."""
+    # The schema's own models: a case cannot set what a configuration could not.
     for model in models_in(ObjectiveConfig.model_fields[section].annotation):
         if method_name(model) == name:
             return model.model_validate({**params, "name": name})
@@ -186,9 +193,11 @@ def batch_of(case: Case) -> TokenBatch:
                 f"inputs.{key}: expected numbers per"
                 f" {'sequence' if key in PER_SEQUENCE else 'token'}"
             )
+        # Padding stays in the flat batch, with mask 0.
         given[key] = torch.from_numpy(values.flatten()).to(
             torch.int64 if key in ("group", "lag") else torch.float64
         )
+    # nan, so that a method which reads an absent policy fails visibly.
     unknown = torch.full((rows * length,), math.nan, dtype=torch.float64)
     first = next((given[key] for key in POLICIES if key in given), unknown)
     columns: dict[str, Any] = {
@@ -201,6 +210,7 @@ def batch_of(case: Case) -> TokenBatch:
     batch = TokenBatch(**(columns | given))
     if batch.rewards is None:
         return batch
+    # As in training, where the KL penalty is taken off before.
     batch = batch.replace(token_rewards=token_rewards(batch, torch.zeros_like(batch.mask)))
     return (
         batch
@@ -222,6 +232,7 @@ def micro_batch(whole: TokenBatch, dtype: torch.dtype) -> TokenBatch:
     decided = BatchDecision(
         cast(whole.decided.tokens), cast(whole.decided.sequences), whole.decided.scalars
     )
+    # A micro-batch has no groups: it may hold a part of one.
     return dataclasses.replace(whole, **(cast(columns) | {"group": None, "decided": decided}))
 
 
@@ -235,6 +246,7 @@ def _decided(name: str, case: Case, params: Mapping[str, Any]) -> Mapping[str, f
 
 
 def _m2po_cap(case: Case) -> dict[str, float]:
+    # The cap is decided in this mode only.
     found = _decided("m2po", case, {**case.params, "mode": "cap"})
     return {"log_ratio_cap": found["objective/log_ratio_cap"]}
 
@@ -263,6 +275,7 @@ def _ess_log_weights(case: Case) -> dict[str, float]:
 
 def _of_log_weights(log_weights: Numbers, params: Mapping[str, Any]) -> dict[str, float]:
     settings = EssLrControl.model_validate(params)
+    # `auto` averages over steps, and a case is one step.
     if isinstance(settings.reference_ratio, str):
         raise ValueError("params.reference_ratio: auto is known only within a run")
     ess = effective_sample_size(log_weights)
@@ -310,8 +323,10 @@ def _policy_loss(case: Case, dtype: torch.dtype) -> CaseValues:
     settings: Any = settings_of("loss", case.name, params)
     whole = batch_of(case)
     if method.decide is not None:
+        # Decisions see the whole batch before any micro-batch, as in a step.
         whole = whole.replace(decided=method.decide(whole, settings))
     part = micro_batch(whole, dtype)
+    # A leaf of its own, so that the gradient is that of this loss alone.
     part = part.replace(logp=part.logp.clone().requires_grad_())
     losses = method.function(part, settings)
     if isinstance(losses, SequenceLoss) and aggregation not in (None, "seq-mean"):
@@ -336,6 +351,7 @@ def _policy_loss(case: Case, dtype: torch.dtype) -> CaseValues:
 
 
 def _advantage(case: Case, dtype: torch.dtype) -> CaseValues | None:
+    # Advantages are computed once per batch, always in float64.
     if dtype != torch.float64:
         return None
     method, whole = advantage_method(case.name), batch_of(case)

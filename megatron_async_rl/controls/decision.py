@@ -63,6 +63,7 @@ class StepView:
     outside the run's history; such a gradient is nothing to compare the next one with.
     """
 
+    # Reduced over all ranks, so that every rank sees the same norms.
     gradients: Gradients
     optimizer: OptimizerView
     log_weights: NDArray[np.float64]
@@ -84,8 +85,10 @@ class Decision:
     """
 
     skip: bool = False
+    # Neutral defaults: decisions combine by multiplication.
     lr_scale: float = 1.0
     gradient_scale: float = 1.0
+    # Null, because no number means "leave it".
     beta1: float | None = None
     norm_before: float | None = None
     norm_after: float | None = None

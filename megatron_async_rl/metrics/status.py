@@ -70,6 +70,7 @@ def read_status(run_dir: Path) -> Status | None:
     """
     path = run_dir / FILE
     try:
+        # Another version's status is refused by name instead of read in part.
         return _STATUS.validate_json(path.read_bytes())
     except FileNotFoundError:
         return None

@@ -77,6 +77,7 @@ class Objective:
         self._advantage = advantage_method(config.advantage.name)
         self._loss = loss_method(config.loss.name)
         self._corrections = [(correction_method(c.name), c) for c in config.corrections]
+        # Denominators of kept tokens need every correction of the whole batch.
         self._correct_whole = config.renormalize or any(
             method.whole(c) for method, c in self._corrections
         )
@@ -90,15 +91,18 @@ class Objective:
         batch's order.
         """
         config = self.config
+        # Failed rewards take no part in any statistic.
         samples = valid_samples(batch)
         whole = whole_batch(samples, precomputed)
         if len(samples):
             whole = whole.replace(
                 logp_prox=proximal_logp(whole, config.proximal, precomputed.get("logp_prox"))
             )
+            # Before the advantages, which must see the reward that is optimised.
             whole = whole.replace(rewards=shaped_rewards(whole, samples.trained, config))
             penalty = kl_penalty(whole, config.kl)
             whole = whole.replace(token_rewards=token_rewards(whole, penalty))
+            # Sequence estimators see the penalty in the reward, token estimators per token.
             whole = whole.replace(rewards=whole.require("rewards") - whole.sequence_sum(penalty))
             advantages = self._advantage.function(whole, config.advantage)
             whole = whole.replace(advantages=advantages.tokens)
@@ -120,6 +124,7 @@ class Objective:
         which the batch began.
         """
         whole = batch.whole.replace(
+            # float64, as everything that is decided for the whole batch.
             **{name: column.double() for name, column in (current or {}).items()}
         )
         if len(batch.samples):
@@ -161,8 +166,10 @@ class Objective:
         """
         config = self.config
         if config.steps_per_batch == 1 and config.proximal in ("recompute", "loglinear"):
+            # No gradient may flow through the proximal policy.
             current = batch.replace(logp=batch.logp.detach())
             batch = batch.replace(logp_prox=proximal_logp(current, config.proximal, None))
+        # Per micro-batch only where no correction needs the whole batch.
         if not corrected:
             batch = self._corrected(batch)
         losses = self._loss.function(batch, config.loss)
@@ -196,6 +203,7 @@ class Objective:
         return found
 
     def _corrected(self, batch: TokenBatch) -> TokenBatch:
+        # Corrections are factors: their gradient would be another objective.
         detached = batch.replace(logp=batch.logp.detach())
         for method, settings in self._corrections:
             detached = detached.replace(
@@ -221,6 +229,7 @@ class Objective:
         precomputed = config.proximal in ("snapshot", "ewma") or config.steps_per_batch > 1
         if precomputed and (config.loss.uses_proximal or self._corrections):
             wanted.add("logp_prox")
+        # Replaced by what the proximal policy is made from.
         if "logp_prox" in wanted:
             wanted = (wanted - {"logp_prox"}) | columns_for_proximal(config.proximal)
         return frozenset(wanted)

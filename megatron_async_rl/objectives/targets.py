@@ -45,10 +45,12 @@ class BatchTargets:
 
     def select(self, rows: NDArray[np.int64]) -> BatchTargets:
         """The minibatch of these samples, whole groups. Metrics stay the batch's own."""
+        # One minibatch: no copy.
         if len(rows) == len(self.samples):
             return self
         tokens = torch.from_numpy(spans(self.samples.starts[rows], self.samples.lengths[rows]))
         chosen = torch.from_numpy(rows)
+        # Whole groups in the batch's order, so that group statistics stay valid.
         samples = self.samples.select(rows)
         taken: dict[str, Any] = {
             name: value[chosen if name in (*PER_SEQUENCE, "group") else tokens]
@@ -71,6 +73,7 @@ class StepTargets:
     denominators: Denominators
     corrected: bool
     metrics: Mapping[str, float]
+    # Caches: several passes of a step read the same numbers.
     _owned: dict[int, OwnedTargets] = field(default_factory=dict, init=False, repr=False)
     _placed: dict[int, OwnedTargets] = field(default_factory=dict, init=False, repr=False)
 
@@ -90,6 +93,7 @@ class StepTargets:
 
     def _gathered(self, owner: int) -> OwnedTargets:
         whole, samples = self.whole, self.samples
+        # By token: the model of this rank sees only these.
         owned = torch.from_numpy(samples.owner[samples.rows] == owner)
         kinds: dict[TargetKind, Mapping[str, Tensor]] = {
             "batch": {
@@ -103,6 +107,7 @@ class StepTargets:
             for name, each in tensors.items():
                 if not _by_sequence(kind, name):
                     each = each[owned]
+                # One 0 at the end, which index -1 reads for padding.
                 numbers[kind, name] = torch.cat((each, each.new_zeros((1, *each.shape[1:]))))
         return OwnedTargets(numbers, whole.decided.scalars)
 
@@ -154,6 +159,7 @@ def valid_samples(batch: RankBatch) -> RankBatch:
 
     Raises ValueError for a reward that is not finite and not marked as failed.
     """
+    # A single nan would make every advantage of its group nan.
     strange = batch.valid & ~np.isfinite(batch.rewards)
     if strange.any():
         first = int(strange.argmax())
@@ -176,6 +182,7 @@ def whole_batch(samples: RankBatch, precomputed: Mapping[str, Tensor]) -> TokenB
 
     sequence = torch.tensor(samples.rows)
     behavior = exact(samples.behavior_logprobs)
+    # nan, not 0: a column that is read without being asked for must show.
     unknown = torch.full_like(behavior, float("nan"))
     return TokenBatch(
         logp=precomputed["logp"].double() if "logp" in precomputed else unknown,

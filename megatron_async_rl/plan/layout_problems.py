@@ -35,6 +35,7 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
     found: list[Problem] = []
     tensor, context, pipeline = parallel.tensor, parallel.context, parallel.pipeline
     cell, shared = parallel.replica_ranks, context > 1
+    # All problems are collected, since a user may have to change several sizes at once.
     if parallel.ranks % cell:
         product = (
             f"tensor {tensor} x {f'context {context} x ' if shared else ''}pipeline {pipeline}"
@@ -80,6 +81,7 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
                 fix="set it to 1, or policy.parallel.pipeline above 1",
             )
         )
+    # Without the model's config.json only sizes of the layout can be checked.
     if shape is not None:
         found += _shape_problems(config, shape) + _engine_problems(config, machine, shape)
     if config.policy.device == "cuda" and not machine.gpus:
@@ -88,6 +90,7 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
             " `mar doctor` for what keeps CUDA away"
         )
         found.append(Problem(key="policy.device", what="cuda, but there is no GPU", fix=fix))
+    # Also without a model: too few GPUs is worth knowing first.
     found += gpu_problems(config, machine)
     if machine.engine_nodes and not (config.rollout and engines_elsewhere(config, machine)):
         are = "is" if machine.engine_nodes == 1 else "are"
@@ -104,10 +107,12 @@ def gpu_problems(config: Config, machine: Machine) -> list[Problem]:
     """Problems of ranks and engines that need more GPUs than there are."""
     if not machine.gpus or device_of(config, machine) != "cuda":
         return []
+    # A node that is too small explains the lack of room.
     return _beyond_gpus(config, machine) or _room_problems(config, machine)
 
 
 def _beyond_gpus(config: Config, machine: Machine) -> list[Problem]:
+    # Rounded up: the layout may not divide, and still the fullest node counts.
     ranks, rollout = -(-config.policy.parallel.ranks // machine.nodes), config.rollout
     workers = rollout.workers if rollout else 1
     colocated = rollout is not None and rollout.placement == "colocated"
@@ -125,6 +130,7 @@ def _beyond_gpus(config: Config, machine: Machine) -> list[Problem]:
         f"{number_of('rank', ranks)}{each} and {held}{shared} need {number_of('GPU', wanted)}, and"
         f" {has} {len(machine.gpus)}"
     )
+    # Only keys whose value can be lowered.
     lower = ["policy.parallel.ranks", "rollout.engines", *_divided(config)]
     fix = (
         f"lower {', '.join(lower[:-1])} or {lower[-1]}"
@@ -251,11 +257,13 @@ def _engine_problems(config: Config, machine: Machine, shape: ModelShape) -> lis
         fix = f"set it to at most {shape.layers}"
         found.append(Problem(key="rollout.pipeline", what=what, fix=fix))
     counts = [(shape.heads, "attention heads"), (shape.kv_heads, "key-value heads")]
+    # Experts are whole, so nothing divides their columns.
     if not shape.experts:
         counts.append((shape.intermediate, "MLP columns"))
     wrong = [f"{count} {noun}" for count, noun in counts if count % tensor]
     if not wrong:
         return found
+    # Every proposed value divides all sizes that the key must divide.
     fitting = [
         one for one in range(1, shape.kv_heads + 1) if not any(count % one for count, _ in counts)
     ]
@@ -308,8 +316,10 @@ def _shape_problems(config: Config, shape: ModelShape) -> list[Problem]:
 
 def _virtual_problems(config: Config, shape: ModelShape) -> list[Problem]:
     pipeline, virtual = config.policy.parallel.pipeline, config.policy.parallel.virtual_pipeline
+    # Faults of the pipeline itself are reported by its own key.
     if pipeline == 1 or shape.layers % pipeline or not shape.layers // pipeline % virtual:
         return []
+    # Chunks of a rank must have equally many layers.
     held = shape.layers // pipeline
     fitting = [one for one in range(1, held + 1) if not held % one]
     what = (
@@ -321,6 +331,7 @@ def _virtual_problems(config: Config, shape: ModelShape) -> list[Problem]:
 
 
 def _routing_problems(config: Config, shape: ModelShape) -> list[Problem]:
+    # Replay of nothing would be a silent no-op.
     if config.policy.routing_replay == "none" or shape.experts:
         return []
     what = f"{config.policy.routing_replay}, and the model has no experts to choose among"
@@ -334,6 +345,7 @@ def _expert_problems(config: Config, shape: ModelShape) -> list[Problem]:
         what = f"{expert} ranks to share experts, and the model has none"
         return [Problem(key=key, what=what, fix="set it to 1")] if expert > 1 else []
     found = []
+    # Expert parallelism spans all ranks of a stage, not only data-parallel ones.
     stage = parallel.ranks // parallel.pipeline
     fitting = [
         one for one in range(1, shape.experts + 1) if not shape.experts % one and not stage % one
@@ -356,6 +368,7 @@ def _expert_problems(config: Config, shape: ModelShape) -> list[Problem]:
         )
         fix = f"set it to {fitting[-1]}" if fitting[1:] else "set policy.parallel.tensor to 1"
         found.append(Problem(key=key, what=what, fix=fix))
+    # Megatron dispatches tokens by the sequence-parallel split.
     if parallel.tensor > 1 and not parallel.sequence:
         what = (
             "false, but a mixture of experts under tensor parallelism divides tokens over those"
@@ -378,6 +391,7 @@ def fp8_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Pr
     if fp8 is None:
         return []
     found = []
+    # One GPU that lacks the recipe is enough: any rank may get it.
     why = next(
         (why for gpu in machine.gpus if (why := lacking(fp8.recipe, gpu.capability, None))), ""
     )
@@ -388,6 +402,7 @@ def fp8_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Pr
 
     multiple = fp8.facts.sizes
     sizes = product_sizes(shape, tensor=parallel.tensor)
+    # Transformer Engine pads rows of tokens, never sides of weights.
     wrong = [f"{size} ({name})" for name, size in sizes.items() if size % multiple]
     if wrong:
         ways = ["lower policy.parallel.tensor"] if parallel.tensor > 1 else []
@@ -402,6 +417,7 @@ def fp8_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Pr
         )
 
     kept, held = fp8.first_last_layers_bf16, shape.layers // parallel.pipeline
+    # At least one layer must stay in FP8, and the first and last stage hold all of them.
     maximum = min(held, (shape.layers - 1) // 2)
     if kept > maximum:
         what = (
@@ -416,6 +432,7 @@ def fp8_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Pr
 def fp8_warnings(config: Config, machine: Machine) -> list[str]:
     """Demands on the run's GPUs, where it is not known here that they are met."""
     fp8 = config.policy.fp8
+    # Known capabilities were judged by fp8_problems.
     if fp8 is None or all(gpu.capability is not None for gpu in machine.gpus):
         return []
     return [
@@ -437,12 +454,14 @@ def lora_problems(config: Config, shape: ModelShape) -> list[Problem]:
     lora = config.policy.lora
     if lora is None:
         return []
+    # Grouped experts have no module per expert that an adapter could wrap.
     experts = [target for target in lora.targets if shape.experts and target in MLP]
     if experts:
         rest = [target for target in lora.targets if target in ATTENTION] or ATTENTION
         what = f"{', '.join(experts)} are experts in this model, which have no adapters"
         fix = f"set it to [{', '.join(rest)}]"
         return [Problem(key="policy.lora.targets", what=what, fix=fix)]
+    # A rank above the smaller side adds parameters without adding rank.
     maximum, target = min((min(sides(shape, target)), target) for target in lora.targets)
     if lora.rank <= maximum:
         return []

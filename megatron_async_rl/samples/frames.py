@@ -70,6 +70,7 @@ class FrameWriter:
         """Bytes of the whole frames."""
         self._number = 0
         # Unbuffered: bytes that could not be written must not be kept to fail again later.
+        # "x": an existing file belongs to another writer.
         self._file: BinaryIO = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by close()
 
     @property
@@ -87,6 +88,7 @@ class FrameWriter:
     def close(self, to: Path | None = None) -> None:
         """Marks the end, and renames the file in one step: to `to`, or from `.open` to
         `.segment`."""
+        # The end mark, then fsync, then the name: a .segment file is always whole.
         self._append(END, b"")
         self.sync()
         self._file.close()
@@ -98,6 +100,7 @@ class FrameWriter:
         if self._file.closed:
             return
         try:
+            # `size` counts whole frames only.
             self._file.truncate(self.size)
             self._file.seek(self.size)
             self.close()
@@ -112,6 +115,7 @@ class FrameWriter:
     def _append(self, kind: bytes, payload: bytes) -> None:
         content = memoryview(_header(kind, self._number, payload) + payload)
         while content:
+            # An unbuffered write may take a part only, as on a full disk.
             content = content[self._file.write(content) :]
         self._number += 1
         self.size += HEADER_BYTES + len(payload)
@@ -130,8 +134,10 @@ def read_frames(
                 file.seek(length, os.SEEK_CUR)
             else:
                 payload = file.read(length)
+                # The header was whole and the payload is not.
                 if torn and len(payload) < length:
                     break  # its writer has just cut off the tail
+                # Zeros to the end of the file are blocks that a power failure left unwritten.
                 if zlib.crc32(payload) != checksum:
                     if torn and _unwritten(payload) and _zeros_to_the_end(file) is not None:
                         break
@@ -164,6 +170,7 @@ def finish(path: Path, minimum: int = 0) -> None:
         count = number + 1
     with open(path, "r+b", buffering=0) as file:
         # Only after every frame before it was read without an error.
+        # The torn tail goes; nothing before it changes.
         file.truncate(whole)
         file.seek(whole)
         file.write(_header(END, count, b""))
@@ -208,17 +215,20 @@ def _headers(path: Path, file: BinaryIO, *, torn: bool) -> Iterator[tuple[int, i
                 return
             raise SegmentBroken(path, "is damaged: it ends before its end mark")
         kind, found, length, checksum = _FIELDS.unpack_from(header)
+        # The header is checked before its length is believed.
         if zlib.crc32(header[: _FIELDS.size]) != _CHECKSUM.unpack_from(header, _FIELDS.size)[0]:
             zeros = _zeros_to_the_end(file) if torn else None
             if zeros is not None and _unwritten(header + zeros):
                 return
             raise SegmentBroken(path, f"is damaged: the header at byte {start} is not valid")
+        # A frame of another place: blocks were exchanged or repeated.
         if found != number or kind not in (ROWS, END):
             raise SegmentBroken(path, f"is damaged: frame {number} at byte {start} is another one")
         if kind == END:
             if file.tell() != size:
                 raise SegmentBroken(path, "is damaged: it continues after its end mark")
             return
+        # The length is authentic, so the rest is missing.
         if length > size - file.tell():
             if torn:
                 return

@@ -47,6 +47,7 @@ STACKS_S = 2.0
 """Longest wait for the stacks."""
 ANSWER_S = STACKS_S + 3.0
 """Longest wait for the processes of other machines, once this one's are written."""
+# Callers put this on top of their own deadlines.
 GATHER_S = STACKS_S + ANSWER_S + 1.0
 """Longest time that the picture takes."""
 POLL_S = 0.1
@@ -89,10 +90,13 @@ def gather(
     state file, such as Ray's own; `lost`: sentences on machines that are gone; `ends_run`: the run
     is being ended for it, on the other machines too.
     """
+    # This machine first: its processes may end as soon as the others notice.
     here = look_here(run_dir, others, ends=headline if ends_run else None)
+    # The published part is the request: other launchers answer it.
     publish(run_dir, here)
     snapshots = [here, *ask_other_machines(run_dir, at_the_end=ends_run)]
     seen = {process.state.name: process for snapshot in snapshots for process in snapshot.processes}
+    # Read again: a process that nobody could look at is in the picture, too.
     states = [state for state in read_states(run_dir) if not state.is_launcher]
     processes = [*seen.values(), *(unseen(state) for state in states if state.name not in seen)]
     processes.sort(
@@ -108,6 +112,7 @@ def gather(
     every = "\n".join(
         f"\n{process.title}\n{process.stack or '  no stack came'}" for process in processes
     )
+    # Summary and stacks in one file, so that one copy of it is complete.
     write_whole(run_dir / FILE, stall.text + "\n" + _STACKS + every + "\n")
     return stall
 
@@ -145,6 +150,7 @@ def suspects(processes: Sequence[ProcessSnapshot], still_s: float) -> tuple[str,
         if process.condition in STOPPED
     ]
     # One that died long before the others stood still was survived.
+    # The earliest death explains later silence.
     dead = [
         f"{process.title} is dead."
         for process in processes
@@ -156,6 +162,7 @@ def suspects(processes: Sequence[ProcessSnapshot], still_s: float) -> tuple[str,
         if process.condition == "disk-sleep"
     ]
     live = [process for process in processes if process.condition is not None]
+    # A late heartbeat means that the interpreter itself is stuck.
     silent = [
         f"{process.title} does not answer: it has not come to run Python for"
         f" {process.silent_s:.0f} s; it is in {_innermost(process)}."
@@ -181,6 +188,7 @@ def suspects(processes: Sequence[ProcessSnapshot], still_s: float) -> tuple[str,
         f"{process.title} waits for nothing that has a name; it is in {_innermost(process)}."
         for process in free
     ]
+    # In order of certainty: one kind of evidence, or the list would blame everybody.
     return tuple(stopped or dead or disk or silent or at_work or idle)
 
 
@@ -266,6 +274,7 @@ def look_here(
     """Every process of the run on this machine. `others`: processes of the run that may have no
     state file."""
     host = socket.gethostname()
+    # Stacks first: they take time, and states read afterwards are as fresh as they.
     stacks = _stacks(run_dir, _of(host, read_states(run_dir)))
     states = read_states(run_dir)
     several = host if len({state.host for state in states}) > 1 else ""
@@ -273,6 +282,7 @@ def look_here(
         ProcessSnapshot(
             state=state,
             condition=condition(state.pid, state.time),
+            # Clocks may be set back.
             silent_s=max(0.0, time.time() - state.time),
             stack=stacks.get(state.name, ""),
             host=several,
@@ -303,6 +313,7 @@ def read_others(run_dir: Path) -> list[HostSnapshot]:
     """The newest snapshots of other machines, as far as they published one."""
     snapshots = []
     for path in sorted((run_dir / FOLDER).glob("*.snapshot")):
+        # Every host reads and writes the same folder.
         if path.stem != socket.gethostname():
             tree = json.loads(path.read_text(encoding="utf-8"))
             processes = tuple(
@@ -329,6 +340,7 @@ def ask_other_machines(run_dir: Path, *, at_the_end: bool) -> list[HostSnapshot]
             if not requested - {
                 snapshot.host
                 for snapshot in read_others(run_dir)
+                # Earlier snapshots answered another question.
                 if snapshot.ends is not None or not at_the_end
             }:
                 break
@@ -353,17 +365,20 @@ def _stacks(run_dir: Path, states: Sequence[ProcessState]) -> dict[str, str]:
     cannot."""
     requested: dict[str, Path] = {}
     for state in states:
+        # Without a handler SIGUSR1 would end the process.
         if condition(state.pid, state.time) in (None, *STOPPED) or not handles(
             state.pid, signal.SIGUSR1
         ):
             continue
         path = run_dir / FOLDER / f"{state.name}.stack"
         with contextlib.suppress(OSError):
+            # The file is opened in append mode, so the dump starts at the new beginning.
             os.truncate(path, 0)
             os.kill(state.pid, signal.SIGUSR1)
             requested[state.name] = path
     deadline = time.monotonic() + STACKS_S
     dumps = dict.fromkeys(requested, "")
+    # A process stuck in the kernel never answers; the deadline bounds the wait.
     while time.monotonic() < deadline and not all(map(is_whole, dumps.values())):
         time.sleep(_POLL_S)
         for name, path in requested.items():
