@@ -265,20 +265,15 @@ def _held_out(
     except (RewardError, EnvironmentRefused) as error:
         raise _refused(target, error.where, error.what, error.fix) from error
     except DataError as error:
-        raise _refused_data(target, "model.path", error) from error
+        raise ConfigError(str(target.named), [error.problem("model.path")]) from error
     found = []
     for one in sets:
         room = limit - one.sampling.max_tokens
         try:
             found.append(read_held_out(config.data, one, tokenizer, required=required, room=room))
         except DataError as error:
-            raise _refused_data(target, one.path_key, error) from error
+            raise ConfigError(str(target.named), [error.problem(one.path_key)]) from error
     return found
-
-
-def _refused_data(target: EvalTarget, key: str, error: DataError) -> ConfigError:
-    where = str(error.path) if error.line is None else f"{error.path}:{error.line}"
-    return _refused(target, key, f"{where}: {error.what}", error.fix)
 
 
 def _refused(target: EvalTarget, key: str, what: str, fix: str) -> ConfigError:

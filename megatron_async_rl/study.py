@@ -36,6 +36,7 @@ from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError, Problem, UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data.hub import located
+from megatron_async_rl.launch.ending import INTERRUPTED, print_plain
 from megatron_async_rl.launch.run_lock import lock_run_dir
 from megatron_async_rl.launch.signals import deferred
 from megatron_async_rl.metrics.log import MetricsReader, number
@@ -55,7 +56,6 @@ LOG = "study.log"
 TRAIN = (sys.executable, "-m", "megatron_async_rl", "train")
 POLL_S = 0.25
 PLAIN_EVERY_S = 30.0
-INTERRUPTED = 130
 ENDING = ((signal.SIGINT, 120.0), (signal.SIGINT, 20.0), (signal.SIGKILL, 20.0))
 """How runs whose study breaks off are ended: signals, and the seconds that each is given."""
 
@@ -283,7 +283,7 @@ def _report(console: Console, one: _StartedRun, outcome: StudyOutcome) -> None:
     parts = [f"{one.run.name}: {outcome.state} at step {outcome.step} in {span(one.seconds)}"]
     parts += [one.learned] if one.learned else []
     parts += [outcome.why] if outcome.why else []
-    console.print(", ".join(parts), markup=False, highlight=False, soft_wrap=True)
+    print_plain(console, ", ".join(parts))
 
 
 def _counts(

@@ -85,6 +85,11 @@ class DataError(ValueError):
         self.what = what
         self.fix = fix
 
-    def __str__(self) -> str:
+    def problem(self, key: str) -> Problem:
+        """Return the same fault as one of a configuration, whose `key` names the data."""
         where = str(self.path) if self.line is None else f"{self.path}:{self.line}"
-        return f"{where}: {self.what}\n  fix: {self.fix}"
+        return Problem(key=key, what=f"{where}: {self.what}", fix=self.fix)
+
+    def __str__(self) -> str:
+        problem = self.problem("")
+        return f"{problem.what}\n  fix: {problem.fix}"

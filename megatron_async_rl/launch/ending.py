@@ -128,25 +128,25 @@ def _cause(run_dir: Path) -> tuple[str, str]:
     return failure.what + fix, failure.where
 
 
+def print_plain(console: Console, text: object) -> None:
+    """Print text as it is: paths may hold brackets, and a user copies whole lines."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def explain_failure(run_dir: Path, console: Console) -> None:
     """Shows the cause and its file; when a wait missed its deadline, also who waited for what."""
     message, place = _cause(run_dir)
     console.print("[red bold]The run failed:[/] ", end="")
-    console.print(message, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Log: {place}", markup=False, highlight=False, soft_wrap=True)
+    print_plain(console, message)
+    print_plain(console, f"Log: {place}")
     # On a full disk the real cause may be missing from the logs.
     if shutil.disk_usage(run_dir).free < FULL_BYTES:
         text = (
             f"The file system that holds {run_dir} is full, and logs may lack their last lines.\n "
             " fix: make room there"
         )
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        print_plain(console, text)
     picture = stall.read_summary(run_dir)
     if picture is not None:
-        console.print(
-            f"\nWho waited for what (stacks: {run_dir / stall.FILE}):",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
-        console.print(picture, markup=False, highlight=False, soft_wrap=True)
+        print_plain(console, f"\nWho waited for what (stacks: {run_dir / stall.FILE}):")
+        print_plain(console, picture)

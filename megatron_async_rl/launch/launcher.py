@@ -36,6 +36,7 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.launch.ending import (
     INTERRUPTED,
     explain_failure,
+    print_plain,
     record_end,
     record_stall,
     torchrun_failure,
@@ -132,12 +133,10 @@ def launch(
                 _report(run_dir, console)
             print_summary(run_dir, console)
             return 0
-        console.print(
+        print_plain(
+            console,
             f"Stopped at step {ended.step if ended else 0} of {config.run.steps}; the same command"
             f" resumes. Run directory: {run_dir}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
         )
         return INTERRUPTED
     if exit_code != INTERRUPTED:
@@ -150,12 +149,10 @@ def _put_aside(run_dir: Path, console: Console) -> None:
     """Cut lines that a crash left unreadable off the ends of the logs, and report them."""
     for file, count in cut_unreadable(run_dir).items():
         lines = "1 line" if count == 1 else f"{count} lines"
-        console.print(
+        print_plain(
+            console,
             f"note: {lines} at the end of {run_dir / file} cannot be read, as after a crash or on a"
             f" full disk: moved to {Path(file).stem}.cut.jsonl",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
         )
 
 
@@ -185,12 +182,10 @@ def already_finished(config: Config, console: Console) -> bool:
     status = read_status(config.run.dir)
     if status is None or status.phase != "finished" or status.step < config.run.steps:
         return False
-    console.print(
+    print_plain(
+        console,
         f"{config.run.dir} already holds this run, finished at step {status.step}. "
         "To go on, raise run.steps; to repeat, change run.dir.",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
     )
     print_summary(config.run.dir, console)
     return True
@@ -259,12 +254,7 @@ def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
                 )
             watch.stop()
     if error is not None:
-        console.print(
-            f"The run was ended, as its directory cannot be used: {error}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        print_plain(console, f"The run was ended, as its directory cannot be used: {error}")
     return exit_code
 
 
@@ -400,7 +390,7 @@ def _watch(
     ):
         progress.update()
         for text in events.new():
-            console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
+            print_plain(console, f"note: {text}")
         status = read_status(run_dir)
         if len(interrupts) > stops:
             stops = len(interrupts)
@@ -460,4 +450,4 @@ def _report(run_dir: Path, console: Console) -> None:
     try:
         write_report(run_dir)
     except UserError as error:
-        console.print(f"The report was not written. {error}", markup=False)
+        print_plain(console, f"The report was not written. {error}")

@@ -25,8 +25,7 @@ from rich.text import Text
 
 from megatron_async_rl.config.policy import RECIPES, lacking, version_of
 from megatron_async_rl.config.problem import shipped
-from megatron_async_rl.plan.machine import GIB, Machine, this_machine
-from megatron_async_rl.plan.screen import size
+from megatron_async_rl.plan.machine import GIB, Machine, size, this_machine
 from megatron_async_rl.policy.supported import (
     APEX_WEIGHT_GRADIENTS,
     EXPECTED,

@@ -33,7 +33,7 @@ from megatron_async_rl.plan.layout import (
     engines_elsewhere,
     rank_coordinates,
 )
-from megatron_async_rl.plan.machine import GIB, MIB, Machine
+from megatron_async_rl.plan.machine import GIB, MIB, Machine, size
 from megatron_async_rl.plan.memory import (
     CONTEXT_BYTES,
     EngineMemory,
@@ -85,12 +85,12 @@ class GpuNeed:
         """Text on the largest parts."""
         # The largest parts are what a user can change.
         shown = sorted(self.parts, key=lambda part: -part[1])[:PARTS_SHOWN]
-        return ", ".join(f"{name} {_gib(count)}" for name, count in shown if count)
+        return ", ".join(f"{name} {gib(count)}" for name, count in shown if count)
 
     def __str__(self) -> str:
         return (
             # Rounded up, so that 80.04 of 80.0 GiB does not read as a fit.
-            f"{self.what}: about {_gib(self.total, up=True)} are needed of the {_gib(self.has)}"
+            f"{self.what}: about {gib(self.total, up=True)} are needed of the {gib(self.has)}"
             f" {self.of} ({self.largest})"
         )
 
@@ -246,9 +246,9 @@ def _fix(
         worse = any(one.beyond > max(0, needs[name].beyond) for name, one in then.items())
         if not worse and then[phase].beyond < needs[phase].beyond:
             shown = json.dumps(value).strip('"')
-            left = f"then {_gib(then[phase].total, up=True)}"
+            left = f"then {gib(then[phase].total, up=True)}"
             if then[phase].has != needs[phase].has:
-                left += f" of {_gib(then[phase].has)}"
+                left += f" of {gib(then[phase].has)}"
             helpful.append((then[phase].beyond, f"{key}: {shown} ({left})"))
     larger = "take GPUs with more memory, or more of them for policy.parallel.ranks"
     if not helpful:
@@ -303,7 +303,7 @@ class DeviceMemoryOut(RuntimeError):
 
     def __init__(self, message: str, phase: Phase, held: Mapping[str, int], fix: str) -> None:
         largest = sorted(held.items(), key=lambda part: -part[1])[:HOLDERS_SHOWN]
-        parts = ", ".join(f"{name} {_size(count)}" for name, count in largest if count)
+        parts = ", ".join(f"{name} {size(count)}" for name, count in largest if count)
         super().__init__(
             f"a device's memory ran out in phase {phase}; this rank's holds {parts or 'nothing'}."
             f" It was: {message}"
@@ -417,7 +417,7 @@ def with_value(config: Config, key: str, value: Any) -> Config | None:
         return None
 
 
-def _gib(count: int, *, up: bool = False) -> str:
+def gib(count: int, *, up: bool = False) -> str:
     """`up`: rounded up, so that what does not fit reads as more than there is."""
     tenths = 10 * count / GIB
     return f"{(math.ceil(tenths) if up else round(tenths)) / 10:.1f} GiB"
@@ -485,8 +485,3 @@ def shared_memory_notes(
         f" {machine.shared_memory / MIB:.0f} MiB free: Ray will be slow (docker run"
         f" {shm_size(weights, store)})"
     ]
-
-
-def _size(count: int) -> str:
-    """Text of a size that may be below one GiB."""
-    return _gib(count) if count >= GIB else f"{count / MIB:.1f} MiB"

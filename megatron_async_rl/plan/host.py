@@ -17,6 +17,7 @@ from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.fit import (
     ESTIMATE_ERROR,
+    gib,
     host_fix,
     in_shared_memory,
     twin_bytes,
@@ -222,9 +223,9 @@ def host_problems(
         refused = host.certain > machine.memory
         blamed = [part for part in host.parts if part.certain or not refused]
         largest = sorted(blamed, key=lambda part: -part.size)[:PARTS_NAMED]
-        parts = ", ".join(f"{part.name} {_gib(part.size)}" for part in largest)
+        parts = ", ".join(f"{part.name} {gib(part.size)}" for part in largest)
         what = (
-            f"{named}about {_gib(host.total)} of host memory are needed of {_gib(machine.memory)}"
+            f"{named}about {gib(host.total)} of host memory are needed of {gib(machine.memory)}"
             f" ({parts})"
         )
         if refused:
@@ -249,8 +250,8 @@ def free_memory_problems(
     return [
         Problem(
             key=KEY,
-            what=f"about {_gib(here.total)} of host memory are needed, and"
-            f" {_gib(machine.free_memory)} are free; largest processes:"
+            what=f"about {gib(here.total)} of host memory are needed, and"
+            f" {gib(machine.free_memory)} are free; largest processes:"
             f" {'; '.join(largest_processes())}",
             fix=host_fix(config, device),
         )
@@ -272,12 +273,8 @@ def _fix(
         hosts = hosts_of(changed) if changed is not None else ()
         then = next((one.total for one in hosts if one.first == host.first), host.total)
         if then < host.total:
-            helpful.append((then, f"{key}: {json.dumps(value).strip(chr(34))} (then {_gib(then)})"))
+            helpful.append((then, f"{key}: {json.dumps(value).strip(chr(34))} (then {gib(then)})"))
     larger = "take machines with more memory, or more of them"
     if not helpful:
         return larger
     return f"set {' or '.join(text for _, text in sorted(helpful))}, or {larger}"
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIB:.1f} GiB"

@@ -349,9 +349,8 @@ def columns_of(option: str, key: str, text: str) -> list[str]:
         # A dict keeps the order of the columns, and rows may differ in them.
         columns = {one: None for _, _, row in islice(read_rows(place), ROWS) for one in row}
     except DataError as error:
-        where = str(error.path) if error.line is None else f"{error.path}:{error.line}"
         # The config's key, too: a message is the same whenever the file is found wanting.
-        raise UserError.of(f"{option} ({key})", f"{where}: {error.what}", error.fix) from None
+        raise UserError("", [error.problem(f"{option} ({key})")]) from None
     if not columns:
         raise UserError.of(option, f"{text} has no rows", "name a file of prompts")
     return list(columns)

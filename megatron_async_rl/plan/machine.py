@@ -120,6 +120,11 @@ class Machine:
     """Bytes of `memory` that no other program holds; null where that is not known."""
 
 
+def size(count: int) -> str:
+    """Text of a number of bytes, in MiB or GiB."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
+
+
 def described_machine(
     *,
     gpus: int,
@@ -164,7 +169,7 @@ def chip_of(machine: Machine) -> Chip | None:
     alike = (
         chip
         for chip in CHIPS.values()
-        if any(abs(gpu.memory / GIB - size) < 0.05 * size for size in chip.sizes)
+        if any(abs(gpu.memory / GIB - sold) < 0.05 * sold for sold in chip.sizes)
     )
     return next(alike, None)
 

@@ -166,8 +166,7 @@ def _split(answers: InitAnswers, share: float, out: Path) -> Split | None:
     try:
         return split_off(data, share, answers.columns.prompt_key, folder)
     except DataError as error:
-        where = str(error.path) if error.line is None else f"{error.path}:{error.line}"
-        raise UserError.of("data.train", f"{where}: {error.what}", error.fix) from error
+        raise UserError("", [error.problem("data.train")]) from error
     except OSError as error:
         what = f"{folder}: {error.strerror or error}"
         raise UserError.of(

@@ -42,7 +42,6 @@ from megatron_async_rl.plan.plan import RunPlan, make_plan
 from megatron_async_rl.plan.resume import checkpoint_notes, checkpoint_problems, data_problems
 from megatron_async_rl.plan.totals import PromptLengths, TrainingSource, context_limit
 from megatron_async_rl.plan.trials import (
-    data_problem,
     environment_problems,
     grammar_problems,
     reward_problems,
@@ -93,7 +92,7 @@ def preflight(
         except EnvironmentRefused:
             tokenizer = tokenizer_of(config.model.path, config.data)  # below it is named
         except DataError as error:
-            (elsewhere if files_elsewhere else problems).append(data_problem("model.path", error))
+            (elsewhere if files_elsewhere else problems).append(error.problem("model.path"))
     if shape is not None:
         problems += _no_room(config, shape)
     if shape is not None and tokenizer is not None:
@@ -104,7 +103,7 @@ def preflight(
     identities: dict[str, DataIdentity] = {}
     if tokenizer is None or shape is None:
         (elsewhere if files_elsewhere else problems).extend(
-            data_problem(one.key, gone) for one in _files(config, None) if (gone := one.missing())
+            gone.problem(one.key) for one in _files(config, None) if (gone := one.missing())
         )
     else:
         for one in _files(config, shape):
@@ -113,7 +112,7 @@ def preflight(
             except DataError as error:
                 # A file that is here is checked, also on a machine that is only described.
                 missing = files_elsewhere and one.missing() is not None
-                (elsewhere if missing else problems).append(data_problem(one.key, error))
+                (elsewhere if missing else problems).append(error.problem(one.key))
             else:
                 lengths = _longer(lengths, found.prompts)
                 read[one.key] = found

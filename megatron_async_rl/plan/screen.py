@@ -18,7 +18,7 @@ from megatron_async_rl.config.yaml_tree import write
 from megatron_async_rl.metrics.log import read_newest
 from megatron_async_rl.plan.fit import lent_bytes, shared_memory, shm_size, twin_bytes
 from megatron_async_rl.plan.layout import number_of
-from megatron_async_rl.plan.machine import GIB, MIB, Machine
+from megatron_async_rl.plan.machine import Machine, size
 from megatron_async_rl.plan.memory import (
     OverheadParts,
     engine_overhead,
@@ -213,11 +213,6 @@ def resolved(config: Config) -> str:
         text = write(section, one_line=True).removesuffix("...\n").strip()
         lines.append(f"{name}: {text}")
     return "\n".join(lines)
-
-
-def size(count: int) -> str:
-    """Bytes in MiB or GiB."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
 
 
 def _heading(console: Console, text: str) -> None:

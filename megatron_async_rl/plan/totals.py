@@ -14,7 +14,7 @@ from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.layer_memory import value_bytes
 from megatron_async_rl.plan.layout import Device, gpus_used, number_of
-from megatron_async_rl.plan.machine import GIB, MIB, Machine
+from megatron_async_rl.plan.machine import GIB, MIB, Machine, size
 from megatron_async_rl.plan.memory import saved_bytes, trained_parameters
 from megatron_async_rl.plan.model_files import ModelShape
 
@@ -156,16 +156,16 @@ def _number(value: float) -> str:
 
 def _count(tokens: int) -> str:
     """A number of tokens: `512`, `3.4 thousand`, `1.2 million`, `5.1 billion`."""
-    for size, word in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
-        if tokens >= size:
-            return f"{tokens / size:.3g} {word}"
+    for unit, word in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
+        if tokens >= unit:
+            return f"{tokens / unit:.3g} {word}"
     return str(tokens)
 
 
 def _bytes(count: int) -> str:
     if count >= 1024 * GIB:
         return f"{count / GIB / 1024:.2f} TiB"
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
+    return size(count)
 
 
 @dataclass(frozen=True, kw_only=True)

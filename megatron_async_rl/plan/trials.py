@@ -149,7 +149,7 @@ def environment_problems(
     except EnvironmentRefused as error:
         return [Problem(key=error.where, what=error.what, fix=error.fix)]
     except DataError as error:
-        problem = data_problem("rollout.environment.format", error)
+        problem = error.problem("rollout.environment.format")
         if settings.name in AGENTS or "format: text" in problem.fix:
             return [problem]
         return [replace(problem, fix=f"{problem.fix}, or set rollout.environment.format: text")]
@@ -227,8 +227,3 @@ def _grammar_fault(config: Config, sampling: EvalSampling) -> str | None:
     except Exception as error:  # noqa: BLE001 - of one of several libraries, each with its own
         return " ".join(str(error).split())[:FAULT] or type(error).__name__
     return None
-
-
-def data_problem(key: str, error: DataError) -> Problem:
-    where = str(error.path) if error.line is None else f"{error.path}:{error.line}"
-    return Problem(key=key, what=f"{where}: {error.what}", fix=error.fix)

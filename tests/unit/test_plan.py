@@ -32,7 +32,7 @@ from megatron_async_rl.plan import totals
 from megatron_async_rl.plan.fit import lent_bytes, twin_bytes
 from megatron_async_rl.plan.layer_memory import stores_scores
 from megatron_async_rl.plan.layout import number_of, rank_coordinates, rank_environment
-from megatron_async_rl.plan.machine import CHIPS, GIB, MIB, Gpu, Machine, described_machine
+from megatron_async_rl.plan.machine import CHIPS, GIB, MIB, Gpu, Machine, described_machine, size
 from megatron_async_rl.plan.memory import (
     TARGET_BYTES,
     OverheadParts,
@@ -46,7 +46,7 @@ from megatron_async_rl.plan.model_files import ModelShape, read_model
 from megatron_async_rl.plan.pace import staleness_law
 from megatron_async_rl.plan.plan import RunPlan
 from megatron_async_rl.plan.preflight import preflight
-from megatron_async_rl.plan.screen import show_plan, size
+from megatron_async_rl.plan.screen import show_plan
 from megatron_async_rl.policy.supported import FAMILIES
 from megatron_async_rl.rollout.cluster import object_store_bytes
 from tests.cases import looped
