@@ -112,7 +112,7 @@ def resolve(
     out: Path | None,
     responses: Path | None = None,
 ) -> EvalJob:
-    """Finds the checkpoint and its config and checks what they say. Raises ConfigError."""
+    """Find the checkpoint and its config, and check them. Raises ConfigError."""
     name = parse(named)
     if name is not None:
         named = fetch("CHECKPOINT", name)
@@ -281,8 +281,8 @@ def _refused(target: EvalTarget, key: str, what: str, fix: str) -> ConfigError:
 
 
 def run(job: EvalJob, console: Console) -> None:
-    """Converts, samples, shows and writes the result. Raises EvaluationFailed; Ctrl-C leaves
-    nothing running."""
+    """Convert the checkpoint, sample, and show and write the result. Raises EvaluationFailed;
+    Ctrl-C leaves nothing running."""
     # SIGTERM unwinds like Ctrl-C, so that engines are closed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     target = job.target

@@ -56,7 +56,7 @@ class Gradients:
     device: torch.device
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """Sums a float64 tensor over `group`, in place; returns it. Collective."""
+        """Sum a float64 tensor over `group`, in place, and return it. Collective."""
         # float64, so that the order of ranks does not show.
         dist.all_reduce(values, group=self.group)
         return values
@@ -213,7 +213,7 @@ def products_of(
 
 
 def scale(gradients: Gradients, factor: float) -> None:
-    """Multiplies every shard in place, copies alike. A rank may hold none: the distributed
+    """Multiplie every shard in place, copies alike. A rank may hold none: the distributed
     optimizer slices by bytes, and a small model's slices can all lie elsewhere."""
     # Copies are scaled as well: all copies of a parameter must stay equal.
     shards = [shard.grad for shard in gradients.shards]

@@ -164,7 +164,7 @@ class _StartedRun:
         return ""
 
     def look(self) -> None:
-        """Reads the newest row; skips a run that cannot be read."""
+        """Read the newest row; skip a run that cannot be read."""
         with suppress(UserError, OSError):
             for news in self.rows.blocks():
                 self.last = news.rows[-1] if news.rows else {}
@@ -205,7 +205,7 @@ class _StartedRun:
 def study(
     path: Path, only: Sequence[str], console: Console, *, jobs: int = 1, retry: bool = False
 ) -> int:
-    """Runs what is left of the grid in `path`, `jobs` at a time, and returns the exit code.
+    """Run what is left of the grid in `path`, `jobs` at a time, and return the exit code.
 
     0: every run finished; 1: some failed; 130: stopped by Ctrl-C, each run after its step, by the
     second one at once. `retry`: failed runs start again. Raises UserError before any starts.
@@ -266,7 +266,7 @@ def study(
 
 
 def _end(at_work: Sequence[_StartedRun], interrupts: Sequence[int]) -> None:
-    """Ends what a study that breaks off has at work. Ctrl-C makes the waits shorter."""
+    """End the runs that are active when a study breaks off. Ctrl-C shortens the waits."""
     # A checkpoint first, then the second Ctrl-C, then SIGKILL.
     for what, timeout_s in ENDING:
         until, requested = time.monotonic() + timeout_s, len(interrupts)

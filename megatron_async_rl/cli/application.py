@@ -66,7 +66,11 @@ Overrides = Annotated[
 ]
 NodeCount = Annotated[
     int,
-    typer.Option("--nnodes", min=1, help="Machines of the run, alike; `mar train` runs on each."),
+    typer.Option(
+        "--nnodes",
+        min=1,
+        help="Number of identical machines with ranks; start `mar train` on each.",
+    ),
 ]
 
 

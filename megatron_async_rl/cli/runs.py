@@ -32,16 +32,14 @@ def train(
     nnodes: NodeCount = 1,
     node_rank: Annotated[
         int,
-        typer.Option(
-            "--node-rank", min=0, help="Which of the machines this is; 0 has the engines."
-        ),
+        typer.Option("--node-rank", min=0, help="Number of this machine; node 0 has the engines."),
     ] = 0,
     rdzv_endpoint: Annotated[
         str,
         typer.Option(
             "--rdzv-endpoint",
             metavar="HOST:PORT",
-            help="Of node 0, with --nnodes above 1: a free port.",
+            help="Address of node 0 and a free port there; needed with --nnodes above 1.",
         ),
     ] = "",
     engine_nodes: Annotated[
@@ -49,7 +47,7 @@ def train(
         typer.Option(
             "--engine-nodes",
             min=0,
-            help="Machines without ranks to wait for in the Ray cluster that RAY_ADDRESS names.",
+            help="Rollout nodes (without ranks) to wait for in the Ray cluster of RAY_ADDRESS.",
         ),
     ] = 0,
 ) -> None:
@@ -191,7 +189,7 @@ def init(
         typer.Option(
             "--eval",
             metavar="FILE",
-            help="Held-out data, as --data; or a share to split off, by default 5%; or none.",
+            help="Held-out data, as for --data; or a share to split off, 5% by default; or none.",
         ),
     ] = None,
     reward: Annotated[
@@ -206,7 +204,7 @@ def init(
         typer.Option("--answer-key", metavar="COLUMN", help="The answers' column, if any."),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=0, help="0: the CPU; default: those of this machine.")
+        int | None, typer.Option(min=0, help="Number of GPUs; 0: the CPU; default: this machine's.")
     ] = None,
     style: Annotated[
         str | None,
@@ -218,24 +216,26 @@ def init(
     gpu_memory: Annotated[
         float | None,
         typer.Option(
-            "--gpu-memory", min=1.0, help="Of each GPU, in GiB; default: as here, else 80."
+            "--gpu-memory",
+            min=1.0,
+            help="Memory of each GPU in GiB; default: this machine's, else 80.",
         ),
     ] = None,
     as_chat: Annotated[
-        bool, typer.Option("--as-chat", help="A prompt is a message to a chat model.")
+        bool, typer.Option("--as-chat", help="Each prompt is a message to a chat model.")
     ] = False,
     setting: Annotated[
         list[str] | None,
         typer.Option(
             metavar="[NAME.]KEY=VALUE",
-            help="Of the reward or environment, such as judge.url=http://HOST:8001/v1; may be given"
-            " several times.",
+            help="Setting of the reward or environment, such as judge.url=http://HOST:8001/v1;"
+            " repeatable.",
         ),
     ] = None,
 ) -> None:
-    """Ask for model, data, held-out data, reward, GPUs and style, and write a config that `mar
-    plan` accepts. Options answer without being asked; without a terminal the others take
-    defaults."""
+    """Write a config that `mar plan` accepts, from answers about model, data, held-out data,
+    reward, GPUs and style. Options answer questions in advance; without a terminal the remaining
+    ones take their defaults."""
     from megatron_async_rl.plan import interview
     from megatron_async_rl.plan.new_config import write_config
 
@@ -276,11 +276,11 @@ def init(
 @app.command()
 def examples(
     folder: Annotated[
-        Path, typer.Argument(metavar="[FOLDER]", help="Where they go; default: here.")
+        Path, typer.Argument(metavar="[FOLDER]", help="Target folder; default: the current one.")
     ] = Path(),
 ) -> None:
-    """Copy the examples, the launchers and the pages of this version, so that what the pages tell
-    you to type works from that folder."""
+    """Copy the examples, launchers and pages of this version, so that the commands in the pages
+    work from that folder."""
     for part in sorted(SHARE.iterdir()):
         # Checked for all parts before the first is copied.
         if (folder / part.name).exists():
@@ -302,14 +302,14 @@ def study(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            "--only", metavar="NAME", help="A sweep, or runs by name; `*` stands for any."
+            "--only", metavar="NAME", help="Sweep or run to include; `*` matches any characters."
         ),
     ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Runs at a time.")] = 1,
-    retry: Annotated[bool, typer.Option("--retry", help="Start failed runs again, too.")] = False,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Number of concurrent runs.")] = 1,
+    retry: Annotated[bool, typer.Option("--retry", help="Also restart failed runs.")] = False,
 ) -> None:
-    """Run every config of a grid that has not been run; Ctrl-C stops, and the same command goes
-    on. Exit code 1 where runs failed."""
+    """Run every config of a grid that has not run yet. Ctrl-C stops; the same command continues.
+    Exit code 1 if a run failed."""
     from megatron_async_rl.study import study as run_study
 
     let_children_import_from_here()
@@ -329,7 +329,7 @@ def evaluate(
     overrides: Overrides = None,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="CONFIG", help="Says how to sample; default: the run's own."),
+        typer.Option(metavar="CONFIG", help="Config with sampling settings; default: the run's."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -337,11 +337,11 @@ def evaluate(
     ] = None,
     responses: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="JSONL to write every response to, with its reward."),
+        typer.Option(metavar="FILE", help="JSONL file for all responses and their rewards."),
     ] = None,
 ) -> None:
-    """Sample held-out prompts from a checkpoint or a model: mean reward, pass@k, speed. Engines
-    alone, no training."""
+    """Evaluate a checkpoint or a model on held-out prompts: mean reward, pass@k and speed. Starts
+    engines only."""
     from megatron_async_rl.evaluate import EvaluationFailed, resolve, run
 
     let_children_import_from_here()

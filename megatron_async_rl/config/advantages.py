@@ -111,8 +111,8 @@ class OtbAdvantage(AdvantageSettings):
 
     name: Literal["otb"] = "otb"
     zero_tail: bool = False
-    """Baseline of the tokens that only one response of the group still has: 0 (A = its reward)
-    if true, the reward itself (A = 0) if false."""
+    """Baseline of tokens beyond the second-longest response of a group: 0 (A = the reward) if
+    true, the reward itself (A = 0) if false."""
     importance: Literal["token", "sequence"] | None = None
     """Weights also hold the square of min(pi_prox / pi_behavior, cap), as correction `tis` of this
     level multiplies the loss by it; null: they do not."""
@@ -167,7 +167,7 @@ class PartialReturnAdvantage(AdvantageSettings):
     k: PositiveInt | None = None
     """Steps, for horizons `k` and `segment`."""
     step: Literal["turn", "token"] = "turn"
-    """A step is a run of trained tokens between environment tokens, or one trained token."""
+    """Unit of a step: a run of trained tokens between environment tokens, or one trained token."""
     gamma: Discount = 1.0
     """Discount per step."""
     baseline: Literal["none", "group"] = "group"
@@ -190,8 +190,8 @@ class PartialReturnAdvantage(AdvantageSettings):
 
 
 class NoAdvantage(AdvantageSettings):
-    """The reward itself, without a baseline. For losses that read no advantage (`sft` and others),
-    which have it where none is named."""
+    """The reward itself, without a baseline; the default of losses that read no advantage, such as
+    `sft`."""
 
     name: Literal["none"] = "none"
 

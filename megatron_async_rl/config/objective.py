@@ -77,8 +77,8 @@ class KlConfig(ReadsRatios):
 
 
 class ReferenceConfig(Strict):
-    """The policy that KL penalties and trajectory balance compare with: the run's first weights,
-    kept in host memory.
+    """Reference policy of KL penalties and trajectory balance: the run's first weights, kept in
+    host memory.
 
     One that moves is in the checkpoint. One that does not is read from its directory again, so a
     resumed run compares with the same weights as before."""
@@ -120,16 +120,16 @@ class OverlongConfig(Strict):
     falling linearly."""
 
     max_length: PositiveInt
-    """Response tokens at which the penalty is whole. Tokens of an environment (tool output) are not
+    """Response tokens at which the penalty is complete. Tokens of an environment are not
     counted: the policy did not choose them."""
     buffer: PositiveInt
-    """Tokens before max_length over which it grows."""
+    """Tokens before max_length over which the penalty grows."""
     penalty: PositiveFloat = 1.0
-    """Taken from the reward at max_length and beyond."""
+    """Penalty at max_length and beyond, subtracted from the reward."""
 
 
 class ObjectiveConfig(Strict):
-    """The training objective: advantage, loss, corrections and penalties."""
+    """Training objective: advantage, loss, corrections and penalties."""
 
     minibatches: PositiveInt = 1
     """Number of parts of a batch, each one optimizer step, of whole groups drawn at random by

@@ -254,7 +254,7 @@ def _distinct(targets: Sequence[Target]) -> Sequence[Target]:
 class LoraConfig(Strict):
     """Low-rank adapters (arXiv 2106.09685): the model's own weights stay as they are, and a product
     of two small matrices is trained for each target W, y = W x + alpha / rank B A x. Null, the
-    default, trains every weight. Adapters want about ten times the learning rate."""
+    default, trains every weight. Adapters usually need about ten times the learning rate."""
 
     rank: PositiveInt = 16
     """Rows of A and columns of B; at most the smaller side of the smallest target."""
@@ -327,7 +327,7 @@ class PolicyConfig(Strict):
     def row_multiple(self) -> int:
         """Tokens that the length of a micro-batch's rows is rounded up to a multiple of: each
         context-parallel rank holds two pieces of a sequence, sequence parallelism divides what it
-        holds, and 8-bit products want a multiple of their own of what is left."""
+        holds, and FP8 GEMMs need a multiple of their own of the remainder."""
         parallel = self.parallel
         # The smallest multiple that every kernel and every split of a row accepts.
         own = row_multiple(self.fp8, sequence=parallel.sequence)

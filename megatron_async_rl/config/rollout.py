@@ -29,7 +29,7 @@ is wrong, not an error."""
 
 
 class EnvironmentConfig(Strict):
-    """The partner that answers each turn of the model; null: a response is one turn.
+    """Environment that answers each turn of the model; null: a response is one turn.
     `rollout.sampling.max_tokens` bounds all turns of a sample together, the environment's tokens
     included."""
 

@@ -190,9 +190,9 @@ class EvalSetConfig(FileConfig):
 
 
 class EvalConfig(Strict):
-    """Held-out reward before, during and after; without this section there is none. With
-    objective.loss: sft it is the loss of held-out responses, and `sets` and `every` are all there
-    is to say."""
+    """Held-out evaluation before, during and after training; without this section there is none.
+    With objective.loss: sft it measures the loss of held-out responses, and only `sets` and `every`
+    apply."""
 
     sets: tuple[EvalSetConfig, ...] = ()
     """Several sets of held-out prompts, each with its own sampling, instead of data.eval. The

@@ -1,4 +1,4 @@
-"""The whole configuration: what a user may say, typed and frozen. Imports no torch.
+"""The whole configuration, typed and frozen. Imports no torch.
 
 Relative paths are taken from the folder of the configuration file (`load.py` resolves them), so a
 run does not depend on where it was started.
@@ -77,7 +77,7 @@ class WeightsConfig(Strict):
     """Bytes of weights that an engine takes at one time."""
     max_paused: Fraction = 0.5
     """Largest share of the engines that may pause at the same time to load new weights, while the
-    others serve; one always may, and 1 lets all load together."""
+    others serve. One engine always may; 1 lets all load together."""
 
 
 class CheckpointConfig(Strict):
@@ -86,15 +86,15 @@ class CheckpointConfig(Strict):
     every: NonNegativeInt = 100
     """Steps; 0 saves only at the end and when stopped."""
     keep: PositiveInt = 2
-    """Newest checkpoints that stay. With 1 the one before it stays too, until the next is written:
-    no step has shown yet that the newest one's weights are good."""
+    """Number of newest checkpoints to keep. With 1, the previous one also stays until the next is
+    written, because no step has confirmed the newest one's weights yet."""
     asynchronous: bool = True
     """Training continues while a checkpoint is written. Its state is copied first: each rank needs
     host memory for a copy of what it writes, which `mar plan` counts."""
 
 
 class WatchdogConfig(Strict):
-    """No wait without an end."""
+    """Limits on waiting."""
 
     timeout_s: PositiveFloat = 600.0
     """Longest time without progress anywhere in the run, and longest wait for one named thing (a
@@ -111,8 +111,8 @@ class ObserveConfig(Strict):
     """Rank 0 serves the newest metrics at http://HOST:PORT/metrics; 0 takes a free port and logs
     it; null serves nothing."""
     prometheus_host: str = "127.0.0.1"
-    """Address that it listens at, without a password: by default an address that only rank 0's
-    machine reaches; 0.0.0.0 is every address of that machine."""
+    """Address to listen on, without a password. The default is reachable from rank 0's machine
+    only; 0.0.0.0 listens on all of its addresses."""
     trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
     """Experiment trackers that get the same numbers, each by its own library, which is installed
     separately, and its own environment variables (`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`). A
@@ -144,9 +144,9 @@ class SamplesConfig(Strict):
     """The log of finished samples, RUN/samples, which `mar samples` and the report show."""
 
     keep_mib: NonNegativeInt = 2048
-    """Room for it, compressed; the oldest samples go first. 0 logs none."""
+    """Size limit, compressed; the oldest samples are deleted first. 0 logs none."""
     segment_mib: PositiveInt = 64
-    """A new file is begun at this size; at most half of keep_mib."""
+    """Size at which a new file begins; at most half of keep_mib."""
     experts: bool = False
     """Also log the experts that the engines chose (with policy.routing_replay: rollout). They
     make up most of a mixture-of-experts model's log; without them no step can be recomputed from

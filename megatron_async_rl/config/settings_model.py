@@ -116,7 +116,7 @@ def _fits(method: Any, relation: str, wanted: str) -> bool:
 
 
 def or_plug_in(base: type[Strict]) -> WrapValidator:
-    """Lets a field of built-in methods hold a plug-in too."""
+    """Let a field of built-in methods hold a plug-in too."""
 
     def validate(value: Any, built_in: Callable[[Any], Any]) -> Any:
         name = value.get("name") if isinstance(value, dict) else None

@@ -282,7 +282,7 @@ class _Builder:
         return own
 
     def _merge(self, node: yaml.Node, own: dict[str, Any], place: KeyPath) -> None:
-        """Adds the keys of `node` that `own` lacks: the mapping's own keys, and the first of
+        """Add the keys of `node` that `own` lacks: the mapping's own keys, and the first of
         several merged mappings, win."""
         if not isinstance(node, yaml.MappingNode):
             fix = "write `<<: *name` of an anchor on a mapping"

@@ -143,7 +143,7 @@ def _reason(
 
 
 def show(files: Mapping[Path, Sequence[Case]], console: Console) -> int:
-    """Judges every case and prints it under its file; returns the exit code: 0 only if every case
+    """Judge every case and print it under its file. Return the exit code: 0 only if every case
     passed."""
     total, failed = sum(map(len, files.values())), 0
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -146,7 +146,7 @@ class Control:
         return UpdateCorrection()
 
     def reset(self) -> None:
-        """This step has no usable gradient; what compares one step with the next starts anew."""
+        """Forget what compares one step with the next: this step has no usable gradient."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and containers of them, the same on every rank and on every layout."""
@@ -169,7 +169,7 @@ class Control:
         return []
 
     def load_shard_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        """Takes what `shard_state` returned, cut for this rank's gradient shards (copied); a name
+        """Take what `shard_state` returned, cut for this rank's gradient shards (copied); a name
         that is absent has no state.
 
         Called once after `load_state_dict`, also with an empty mapping.

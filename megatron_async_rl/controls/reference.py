@@ -50,8 +50,8 @@ Wait = Callable[[], None]
 
 class ReferenceCopies(Protocol):
     def start(self, source: Tensor, target: Tensor) -> Wait:
-        """Begins target <- source (same shape and dtype). What is returned holds back the device's
-        later work until it is done.
+        """Begin target <- source (same shape and dtype). Return a function that holds back the
+        device's later work until the copy is done.
 
         Neither tensor may be changed before; a device tensor that is dropped keeps its memory until
         the copy is through.
@@ -59,7 +59,7 @@ class ReferenceCopies(Protocol):
         ...
 
     def finish(self) -> None:
-        """Returns when every copy started so far is done, so that this process may read host
+        """Wait until every copy started so far is done, so that this process may read host
         memory."""
         ...
 

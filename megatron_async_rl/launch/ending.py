@@ -72,8 +72,8 @@ def record_end(
     error: BaseException | None,
     interrupts: Sequence[int],
 ) -> None:
-    """Writes the final status, where rank 0 has not come to it or knows less. `earlier`: the status
-    that the start before left; `error`: what ended the launcher."""
+    """Write the final status unless rank 0 has, and knows more. `earlier`: status that the previous
+    start left; `error`: the launcher's own error."""
     status = read_status(run_dir)
     # Rank 0 recorded the end itself; an equal status is the start before's.
     over = status is not None and status.phase in FINAL and status != earlier
@@ -134,7 +134,7 @@ def print_plain(console: Console, text: object) -> None:
 
 
 def explain_failure(run_dir: Path, console: Console) -> None:
-    """Shows the cause and its file; when a wait missed its deadline, also who waited for what."""
+    """Show the cause and its file; when a wait missed its deadline, also who waited for what."""
     message, place = _cause(run_dir)
     console.print("[red bold]The run failed:[/] ", end="")
     print_plain(console, message)

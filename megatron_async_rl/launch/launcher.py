@@ -1,5 +1,5 @@
-"""Starts a run's ranks on this machine, shows it living, and ends it whole. Over several machines,
-one launcher runs on each.
+"""Launcher of a run: starts the ranks of this machine, shows progress, and ends every process.
+Over several machines, one launcher runs on each.
 
 The ranks run under torchrun in a session of their own: Ctrl-C reaches only this process, which asks
 the ranks to stop by a file (`RUN/stop`) that rank 0 reads between two steps; a second Ctrl-C kills.
@@ -86,8 +86,8 @@ def launch(
     peers: PeerNodes,
     rank_environment: Mapping[str, str],
 ) -> int:
-    """Runs `config`, this machine's share of it, to its end, to Ctrl-C or to its failure; returns
-    the process exit code.
+    """Run this machine's share of `config` to its end, to Ctrl-C or to its failure. Return the
+    process exit code.
 
     `rank_environment`: default values of the ranks' environment variables.
 
@@ -430,8 +430,8 @@ def _over(run_dir: Path) -> bool:
 
 
 def _kill_leftovers(run_id: str) -> None:
-    """Kills every process of the run, and releases the memory of its weights. A stopped process
-    would not react to SIGTERM."""
+    """Kill every process of the run and release the memory of its weights. A stopped process would
+    not react to SIGTERM."""
     # SIGTERM first, so that vLLM can release its shared memory.
     for send in (psutil.Process.terminate, psutil.Process.kill):
         alive = of_run(run_id)

@@ -43,8 +43,8 @@ class RunDirectoryError(UserError):
 def lock_run_dir(
     run_dir: Path, *, command: str = "mar train", key: str = "run.dir"
 ) -> Iterator[int]:
-    """Takes `run_dir` (made if missing) for `command`, which has it from `key`; yields the
-    descriptor that holds it, for other processes that shall hold it too.
+    """Lock `run_dir` (created if missing) for `command`, which read it from `key`. Yields the
+    descriptor of the lock, which other processes may inherit.
 
     Raises RunDirectoryError when another run has it, OSError when it cannot be written to.
     """
@@ -143,7 +143,7 @@ def concerns(error: OSError, run_dir: Path) -> bool:
 
 @contextmanager
 def usable(run_dir: Path) -> Iterator[None]:
-    """Turns an OSError of the run's directory into a RunDirectoryError."""
+    """Turn an OSError of the run's directory into a RunDirectoryError."""
     try:
         yield
     except OSError as error:

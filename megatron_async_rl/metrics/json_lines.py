@@ -24,8 +24,8 @@ CHECKED_BYTES = 4096
 
 
 def cut_lines(path: Path, aside: Path, keeps: Callable[[dict[str, Any]], bool]) -> int:
-    """Cuts the end of a file of JSON objects off: all lines after the last that `keeps` accepts.
-    They go to the end of `aside`; returns how many.
+    """Move the end of a file of JSON objects, all lines after the last that `keeps` accepts, to the
+    end of `aside`. Return how many.
 
     A crash in here loses no line; it may leave lines in both files.
     """

@@ -93,7 +93,7 @@ class MetricsLog:
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
-        """Writes the line of `step`: optimizer steps done, so also the version of the weights it
+        """Write the line of `step`: optimizer steps done, so also the version of the weights it
         produced.
 
         Raises MetricsError on an unknown key, on a value of another kind than the catalogue's, and
@@ -126,8 +126,8 @@ class MetricsLog:
             sink.write(step, now, checked)
 
     def evaluated(self, version: int, values: Mapping[str, object]) -> None:
-        """Takes the numbers of the held-out evaluation of `version`. Of several between two steps
-        the line has the last."""
+        """Add the numbers of the held-out evaluation of `version` to the next line. Of several
+        evaluations between two steps, the line has the last."""
         self._evaluated = {name: _checked(name, value) for name, value in values.items()}
         for sink in self._sinks:
             sink.write_evaluation(version, time.time(), self._evaluated)
@@ -171,8 +171,8 @@ def begins_after(run_dir: Path, step: int) -> bool:
 
 
 def cut_from(run_dir: Path, first_step: int) -> int:
-    """Moves the lines of `first_step` and later, and a half-written one after them, to
-    metrics.cut.jsonl; returns how many."""
+    """Move the lines of `first_step` and later, and a half-written one after them, to
+    metrics.cut.jsonl. Return how many."""
     return cut_lines(
         run_dir / FILE, run_dir / CUT_FILE, lambda line: int(line["step"]) < first_step
     )

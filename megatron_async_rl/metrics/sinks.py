@@ -57,8 +57,8 @@ class TensorBoard:
     """Event files through TensorBoard's own writer: no torch."""
 
     def __init__(self, directory: Path, first_step: int) -> None:
-        """Opens a new event file. What earlier files hold from `first_step` on, TensorBoard
-        discards."""
+        """Open a new event file. TensorBoard discards what earlier files hold from `first_step`
+        on."""
         self._writer = EventFileWriter(str(directory))
         self._writer.add_event(
             Event(step=first_step, session_log=SessionLog(status=SessionLog.START))

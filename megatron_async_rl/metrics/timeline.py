@@ -80,8 +80,7 @@ class Timeline:
             self._write("\n")
 
     def enter(self, state: str, waiting_for: str = "") -> None:
-        """Ends the span that is going on and begins one. The same state and reason again changes
-        nothing."""
+        """End the current span and begin one. Repeating the state and reason changes nothing."""
         with self._lock:
             # Calls after close come from threads that end later.
             if self._file is not None and (
@@ -93,7 +92,7 @@ class Timeline:
                 self._now = (state, waiting_for, now)
 
     def close(self) -> None:
-        """Ends the last span. Later calls do nothing."""
+        """End the last span. Later calls do nothing."""
         with self._lock:
             if self._file is not None:
                 self._end(time.time())

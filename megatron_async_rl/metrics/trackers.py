@@ -55,7 +55,7 @@ class BackgroundSink:
         self._put(version, lambda: self._sink.write_evaluation(version, time, values))
 
     def close(self) -> None:
-        """Waits END_S at most: what a server that is away did not get by then stays with the
+        """Wait END_S at most. What an unreachable server did not receive by then stays with the
         library."""
         # The end marker comes after all lines, so they are sent first.
         self._calls.put(None)
@@ -117,7 +117,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def open(self, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
-        """Begins the tracker's run, or continues the run that RUN/trackers.json names."""
+        """Begin the tracker's run, or continue the run that RUN/trackers.json names."""
 
     @abstractmethod
     def send(self, step: int, time: float, numbers: Mapping[str, float]) -> None: ...

@@ -139,9 +139,8 @@ def examine(machine: Machine | None = None) -> list[Finding]:
 def show(
     findings: list[Finding], console: Console, *, fix_hints: bool = False, as_json: bool = False
 ) -> int:
-    """Prints the findings, with `fix_hints` also how to mend each that is not well, or with
-    `as_json` all of it as one JSON list; returns the exit code: 1 when a needed part is missing or
-    of another version."""
+    """Print the findings, with `fix_hints` also their fixes, or with `as_json` everything as one
+    JSON list. Return the exit code: 1 if a required part is missing or has another version."""
     missing = [finding.part for finding in findings if finding.state == "missing"]
     if as_json:
         # Not console.print, which would wrap and colour the JSON.
@@ -450,8 +449,8 @@ def _cpu_flags() -> set[str]:
 
 
 def show_families(console: Console) -> None:
-    """Prints the families and what each may have, the keys of config.json that are bound in all or
-    in one of them, and the families that are refused by name."""
+    """Print the supported families and their options, the keys of config.json that must have one
+    value, and the families that are refused by name."""
     families = _table("model_type", "models", "sliding_window", "rope_type", "biases", "experts")
     for family in FAMILIES.values():
         families.add_row(

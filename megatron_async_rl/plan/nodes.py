@@ -91,9 +91,9 @@ def _taken(gpu: Gpu, host: str) -> Problem:
 
 
 def ask_cluster(config: Config, machine: Machine, joining: int) -> ClusterReport:
-    """Asks those machines of the Ray cluster that engines may be on, where they may be on others
-    than rank 0's: once `joining` of them are there, or after rollout.start_timeout_s. Raises
-    UserError where `joining` machines can get no engine."""
+    """Query the machines of the Ray cluster that may get engines, once `joining` of them have
+    joined or after rollout.start_timeout_s. Empty if all engines run on rank 0's machine. Raises
+    UserError if `joining` machines could not get any engine."""
     # Waiting for machines that get no engine would never help.
     if config.rollout is None or not engines_elsewhere(config, machine):
         if joining:

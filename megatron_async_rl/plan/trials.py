@@ -37,7 +37,7 @@ GRAMMAR_FIX = {
 
 
 def reward_problems(config: Config, read: Mapping[str, PromptSet]) -> list[Problem]:
-    """Loads the reward and scores a made-up response to a prompt of each file."""
+    """Load the reward and score a made-up response to a prompt of each file."""
     if config.rollout is None:
         return []
     settings = config.rollout.reward
@@ -133,7 +133,7 @@ async def _first_error(scorer: Scorer, prompts: Sequence[Prompt]) -> str | None:
 def environment_problems(
     config: Config, read: Mapping[str, PromptSet], tokenizer: Tokenizer | None
 ) -> list[Problem]:
-    """Loads the environment, and has it answer a made-up turn to a prompt of each file."""
+    """Load the environment, and let it answer a made-up turn to a prompt of each file."""
     settings = None if config.rollout is None else config.rollout.environment
     if settings is None:
         return []

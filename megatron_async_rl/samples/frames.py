@@ -82,12 +82,11 @@ class FrameWriter:
         self._append(ROWS, payload)
 
     def sync(self) -> None:
-        """Returns when all that was written is on the disk."""
+        """Wait until everything that was written is on disk."""
         os.fsync(self._file.fileno())
 
     def close(self, to: Path | None = None) -> None:
-        """Marks the end, and renames the file in one step: to `to`, or from `.open` to
-        `.segment`."""
+        """Mark the end, and rename the file in one step: to `to`, or from `.open` to `.segment`."""
         # The end mark, then fsync, then the name: a .segment file is always whole.
         self._append(END, b"")
         self.sync()
@@ -179,7 +178,7 @@ def finish(path: Path, minimum: int = 0) -> None:
 
 
 def replace_whole(path: Path, payloads: Iterable[bytes]) -> None:
-    """Replaces a closed file: a crash in here leaves the old one or the new one."""
+    """Replace a closed file. A crash leaves the old file or the new one."""
     partial = path.with_suffix(".partial")
     partial.unlink(missing_ok=True)
     writer = FrameWriter(partial)
@@ -194,7 +193,7 @@ def _rename(path: Path, to: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Returns when the names in `folder` are on the disk."""
+    """Wait until the names in `folder` are on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -203,8 +203,8 @@ def predict_from_run(
     seed: int,
     console: Console,
 ) -> None:
-    """Simulates them. Of several `ratios` the first run keeps the curves, for `mar report`. Raises
-    UserError."""
+    """Simulate `config` with the rates of `runs`. With several `ratios`, the first run keeps the
+    curves for `mar report`. Raises UserError."""
     _require_simulable(config)
     machine = this_machine()
     on_cpu = device_of(config, machine) == "cpu"

@@ -132,7 +132,7 @@ class _SimulatedEngine:
         self._go_on()
 
     def advance(self) -> None:
-        """Brings it to the present."""
+        """Advance the engine to the present."""
         now = self.run.env.now
         passed, self._at = now - self._at, now
         worked = passed * self.run.engine_speed
@@ -157,7 +157,7 @@ class _SimulatedEngine:
         self.set_alarm()
 
     def set_alarm(self) -> None:
-        """Wakes it at its next event, if nothing changes before."""
+        """Wake the engine at its next event, if nothing changes before."""
         # Earlier alarms become stale: simpy cannot cancel a timeout.
         self._alarm += 1
         if not self.works:
@@ -281,7 +281,7 @@ class _SimulatedRun:
         return self.rates.engine_beside if self._both else 1.0
 
     def share(self) -> None:
-        """Sets the speeds anew, where trainer and engines share cores."""
+        """Update the speeds where trainer and engines share cores."""
         both = self._trains and any(engine.works for engine in self.engines)
         # Alarms depend on the speed: advance at the old one, then set them anew.
         if both != self._both:
@@ -312,7 +312,7 @@ class _SimulatedRun:
             self.after(self.rates.ask_s, partial(self.engines[index].take, given))
 
     def on_ended(self, engine: _SimulatedEngine, names: Sequence[str]) -> None:
-        """Hands the responses that ended on an engine to the scheduler."""
+        """Pass the responses that ended on an engine to the scheduler."""
         for name in names:
             del engine.slot.held[name]
             row = self.requested.pop(name)
@@ -334,8 +334,8 @@ class _SimulatedRun:
         return any(one.loading is not None and one.loading < version for one in self.engines)
 
     def _bring(self) -> None:
-        """Sends the newest version, or the newest of several, to the engines' machines, which keep
-        two; and has engines load what is there, each in its turn."""
+        """Send the newest version to the engines' machines, which keep two, and let engines load
+        what has arrived, in turns."""
         reads = any(one.loading is not None and one.loading < self._there for one in self.engines)
         if self._there == self._sent < self._staged and not reads:
             self._sent = self._staged

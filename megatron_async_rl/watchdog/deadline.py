@@ -97,7 +97,7 @@ def _was_here(text: str) -> bool:
 
 
 def name_this_process(name: str) -> None:
-    """Sets what messages call this process from now on: `rank 0`, `engine 1`, `controller`."""
+    """Set the name of this process in messages, such as `rank 0`, `engine 1` or `controller`."""
     global _process_name
     _process_name = name
 
@@ -132,8 +132,8 @@ def waiting(name: str, timeout_s: float) -> Iterator[None]:
 
 
 async def await_named[Result](name: str, awaitable: Awaitable[Result], timeout_s: float) -> Result:
-    """Awaits, at most `timeout_s` seconds; on the deadline the awaitable is cancelled and
-    DeadlineExceeded raised."""
+    """Wait for an awaitable, at most `timeout_s` seconds. On the deadline, cancel it and raise
+    DeadlineExceeded."""
     with waiting(name, timeout_s):
         return await asyncio.wait_for(awaitable, timeout_s)
 

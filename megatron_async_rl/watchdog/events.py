@@ -63,8 +63,8 @@ class Event:
 
 
 def note(run_dir: Path, text: str) -> None:
-    """Adds a line; the launcher shows it. A single write, so that lines of several processes do not
-    mix."""
+    """Add a line, which the launcher shows. A single write, so that lines of several processes do
+    not mix."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with open(run_dir / FILE, "a", encoding="utf-8") as file:
         # One write in append mode: the kernel does not mix lines of several processes.

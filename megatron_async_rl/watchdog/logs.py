@@ -84,8 +84,7 @@ class _Candidate:
 
 
 def redirect_output(path: Path) -> None:
-    """Sends this process's standard output and error to the end of `path`, line by line, whatever
-    code writes them.
+    """Redirect this process's standard output and error to the end of `path`, line by line.
 
     Works on the file descriptors, so output of C++ libraries and of child processes goes there too.
     """

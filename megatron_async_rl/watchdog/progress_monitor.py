@@ -148,7 +148,7 @@ class ProgressMonitor:
         return not self._followed
 
     def look(self) -> None:
-        """Reads this node's summary, and follows it; publishes it unless another process does."""
+        """Read this node's summary and follow it; publish it unless another process does."""
         self._now = time.monotonic()
         path = self._folder / f"{self._host}.summary"
         summary = self._read_summary(path)
@@ -176,7 +176,7 @@ class ProgressMonitor:
         return self._now - self._beats[name][1] if name in self._beats else 0.0
 
     def _follow(self, summary: NodeSummary) -> None:
-        """Takes over what the aggregator found."""
+        """Adopt what the aggregator found."""
         # The summary was true when it was published, not now.
         age_s = self._now - self._summaries[summary.host][1]
         self._learn(summary.states)
@@ -188,7 +188,7 @@ class ProgressMonitor:
         self._followed = True
 
     def _see(self, states: list[ProcessState]) -> None:
-        """Judges the states of the whole run."""
+        """Judge the states of the whole run."""
         # One that has just taken over knows only its own node: values that are new to it are not
         # progress.
         moves = self._learn(states)
@@ -211,7 +211,7 @@ class ProgressMonitor:
         )
 
     def _learn(self, states: list[ProcessState]) -> list[str]:
-        """Remembers beats and counts; returns what grew or appeared since the last look."""
+        """Record beats and counts. Return what grew or appeared since the last look."""
         moves = []
         for state in states:
             key = (state.name, state.pid)
@@ -234,8 +234,8 @@ class ProgressMonitor:
     def _run_states(
         self, own: Path | None, known: dict[str, ProcessState] | None = None
     ) -> list[ProcessState]:
-        """Returns the states of the whole run: those that fresh summaries of other nodes carry,
-        `known`, and the files that neither has. `own`: the summary that does not count."""
+        """Return the states of the whole run: those in fresh summaries of other nodes, `known`, and
+        those of files that neither has. `own`: the summary that does not count."""
         carried = dict(known or {})
         for path in self._folder.glob("*.summary"):
             # This node's summary is what is being made.

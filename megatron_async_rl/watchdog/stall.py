@@ -83,8 +83,7 @@ def gather(
     lost: Sequence[str] = (),
     ends_run: bool = False,
 ) -> Stall:
-    """Looks at every process of the run, on every machine, and writes `RUN/stall.txt`, stacks
-    included.
+    """Inspect every process of the run, on every machine, and write `RUN/stall.txt` with stacks.
 
     `still_s`: for how long nothing has moved; `others`: processes of this machine that may have no
     state file, such as Ray's own; `lost`: sentences on machines that are gone; `ends_run`: the run

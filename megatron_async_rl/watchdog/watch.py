@@ -123,13 +123,13 @@ def progress(mark: str, n: int = 1) -> None:
 
 
 def fact(key: str, read: Callable[[], Any]) -> None:
-    """Shows `read()`, a figure or a short text, under `key` in every state of this process. Called
-    from another thread."""
+    """Show `read()`, a number or a short text, under `key` in every state of this process. It is
+    called from another thread."""
     _process.facts[key] = read
 
 
 def start(run_dir: Path, name: str, *, end_after_s: float | None = None) -> None:
-    """Begins the heartbeat of this process as `name`, such as `rank 0`; once for each process,
+    """Begin the heartbeat of this process as `name`, such as `rank 0`; once for each process,
     later calls do nothing.
 
     `end_after_s`: this process ends itself, with its stacks written, when the run has not moved for
@@ -148,7 +148,7 @@ def start(run_dir: Path, name: str, *, end_after_s: float | None = None) -> None
 
 
 def stop() -> None:
-    """Ends the heartbeat, for a process that outlives the run; its state file goes."""
+    """End the heartbeat, for a process that outlives the run; its state file goes."""
     global _beating
     if _beating is not None:
         _beating.leave()
@@ -265,7 +265,7 @@ class _HeartbeatThread(threading.Thread):
             )
 
     def _stop_without_launcher(self) -> None:
-        """Asks for a stop after the step, once, when the launcher of this machine was killed: its
+        """Query for a stop after the step, once, when the launcher of this machine was killed: its
         state is still there."""
         here = (
             state
