@@ -72,6 +72,7 @@ class Objective:
         self._advantage = advantage_method(config.advantage.name)
         self._loss = loss_method(config.loss.name)
         self._corrections = [(correction_method(c.name), c) for c in config.corrections]
+        # Denominators of kept tokens need every correction of the whole batch.
         self._correct_whole = config.renormalize or any(
             method.whole(c) for method, c in self._corrections
         )
@@ -92,9 +93,11 @@ class Objective:
         whole = whole.replace(
             logp_prox=proximal_logp(whole, config.proximal, precomputed.get("logp_prox"))
         )
+        # Before the advantages, which must see the reward that is optimised.
         whole = whole.replace(rewards=shaped_rewards(whole, samples.trained, config))
         penalty = kl_penalty(whole, config.kl)
         whole = whole.replace(token_rewards=token_rewards(whole, penalty))
+        # Sequence estimators see the penalty in the reward, token estimators per token.
         whole = whole.replace(rewards=whole.require("rewards") - whole.sequence_sum(penalty))
         advantages = self._advantage.function(whole, config.advantage)
         whole = whole.replace(advantages=advantages.tokens)
@@ -119,6 +122,7 @@ class Objective:
         under the step's own weights, replacing those with which the batch began.
         """
         whole = prepared.replace(
+            # float64, as everything that is decided for the whole batch.
             **{name: column.double() for name, column in (current or {}).items()}
         )
         if len(samples):
@@ -159,8 +163,10 @@ class Objective:
         """
         config = self.config
         if config.steps_per_batch == 1 and config.proximal in ("recompute", "loglinear"):
+            # No gradient may flow through the proximal policy.
             current = batch.replace(logp=batch.logp.detach())
             batch = batch.replace(logp_prox=proximal_logp(current, config.proximal, None))
+        # Per micro-batch only where no correction needs the whole batch.
         if not corrected:
             batch = self._corrected(batch)
         losses = self._loss.function(batch, config.loss)
@@ -194,6 +200,7 @@ class Objective:
         return found
 
     def _corrected(self, batch: TokenBatch) -> TokenBatch:
+        # Corrections are factors: their gradient would be another objective.
         detached = batch.replace(logp=batch.logp.detach())
         for method, settings in self._corrections:
             detached = detached.replace(
@@ -219,6 +226,7 @@ class Objective:
         precomputed = config.proximal in ("snapshot", "ewma") or config.steps_per_batch > 1
         if precomputed and (config.loss.uses_proximal or self._corrections):
             wanted.add("logp_prox")
+        # Replaced by what the proximal policy is made from.
         if "logp_prox" in wanted:
             wanted = (wanted - {"logp_prox"}) | columns_for_proximal(config.proximal)
         return frozenset(wanted)

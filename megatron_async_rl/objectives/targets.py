@@ -41,6 +41,7 @@ class StepTargets:
     whole: TokenBatch
     denominators: Denominators
     corrected: bool
+    # Caches: several passes of a step read the same numbers.
     _gathered: dict[int, OwnedNumbers] = field(default_factory=dict, init=False, repr=False)
     _placed: dict[int, OwnedNumbers] = field(default_factory=dict, init=False, repr=False)
 
@@ -86,6 +87,7 @@ class StepTargets:
 
     def _numbers_of(self, owner: int) -> OwnedNumbers:
         whole, samples = self.whole, self.samples
+        # By token: the model of this rank sees only these.
         owned = torch.from_numpy(samples.owner[samples.rows] == owner)
         kinds: dict[TargetKind, Mapping[str, Tensor]] = {
             # A part of a group would have wrong statistics, so micro-batches lack `group`.
@@ -124,6 +126,7 @@ def valid_samples(batch: RankBatch) -> RankBatch:
 
     Raises ValueError for a reward that is not finite and not marked as failed.
     """
+    # A single nan would make every advantage of its group nan.
     strange = batch.valid & ~np.isfinite(batch.rewards)
     if strange.any():
         first = int(strange.argmax())
@@ -146,6 +149,7 @@ def whole_batch(samples: RankBatch, precomputed: Mapping[str, Tensor]) -> TokenB
 
     sequence = torch.tensor(samples.rows)
     behavior = exact(samples.behavior_logprobs)
+    # nan, not 0: a column that is read without being asked for must show.
     unknown = torch.full_like(behavior, float("nan"))
     return TokenBatch(
         logp=precomputed["logp"].double() if "logp" in precomputed else unknown,
