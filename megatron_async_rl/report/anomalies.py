@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.config.read_back import reading
+from megatron_async_rl.config.durable import reading
 from megatron_async_rl.metrics.log import MetricRow, number
 
 FILE = "anomalies.jsonl"

@@ -25,8 +25,8 @@ from megatron_async_rl.plan.estimate import (
 )
 from megatron_async_rl.plan.machine import CHIPS, Gpu, Machine, chip_of, described_machine
 from megatron_async_rl.plan.model_files import read_model
+from megatron_async_rl.plan.pace import expected_overlap, planning_rule, staleness_law
 from megatron_async_rl.plan.plan import make_plan
-from megatron_async_rl.plan.screen import expected_overlap, planning_rule, staleness_law
 from tests.cases import looped
 from tests.combinations import label, pairwise
 from tests.forked import Done
