@@ -24,7 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_async_rl.config.schema import FlowConfig, RewardConfig, RolloutConfig, SamplingConfig
+from megatron_async_rl.config.flow import FlowConfig
+from megatron_async_rl.config.rollout import RewardConfig, RolloutConfig
+from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.rollout.spec import HERE
 from megatron_async_rl.simulate.model import SimulationResult, simulate
 from megatron_async_rl.simulate.rates import ResponseLengths, SimulationRates

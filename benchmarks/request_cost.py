@@ -58,7 +58,7 @@ def output() -> Any:
 
 
 async def measure(args: argparse.Namespace, logs: Path) -> dict[str, float]:
-    from megatron_async_rl.config.schema import RolloutConfig
+    from megatron_async_rl.config.rollout import RolloutConfig
     from megatron_async_rl.data.tokenizer import load_tokenizer
     from megatron_async_rl.rollout.engine_state import BusyClock
     from megatron_async_rl.rollout.responses import Responses

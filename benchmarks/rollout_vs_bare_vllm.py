@@ -27,7 +27,8 @@ GROUP = 8
 
 
 def settings(args: argparse.Namespace) -> Any:
-    from megatron_async_rl.config.schema import RewardConfig, RolloutConfig, SamplingConfig
+    from megatron_async_rl.config.rollout import RewardConfig, RolloutConfig
+    from megatron_async_rl.config.sampling import SamplingConfig
 
     return RolloutConfig(
         sampling=SamplingConfig(max_tokens=args.max_tokens),

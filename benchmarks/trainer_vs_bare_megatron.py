@@ -23,12 +23,8 @@ from megatron_async_rl.config.advantages import GrpoAdvantage
 from megatron_async_rl.config.controls import GacControl
 from megatron_async_rl.config.losses import PpoClipLoss
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.schema import (
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PolicyConfig,
-)
+from megatron_async_rl.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.microbatch import build_micro_batch, plan_micro_batches
 from megatron_async_rl.policy.model import DTYPES, build_model

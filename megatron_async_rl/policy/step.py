@@ -28,7 +28,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_async_rl.config.schema import OptimizerConfig
+from megatron_async_rl.config.policy import OptimizerConfig
 from megatron_async_rl.controls.decision import Control, Decision, StepView, UpdateView
 from megatron_async_rl.controls.ess_lr import effective_sample_size
 from megatron_async_rl.gradients import Gradients, scale, squared_norm, squared_norm_of

@@ -30,7 +30,7 @@ import pickle
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
-from megatron_async_rl.config.environment import AGENTS, TOOLS
+from megatron_async_rl.config.rollout import AGENTS, TOOLS
 from megatron_async_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_async_rl.rollout.allocator import drop_expandable_segments
 from megatron_async_rl.rollout.cluster import require_gpus, require_software

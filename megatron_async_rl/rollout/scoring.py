@@ -30,7 +30,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_async_rl.config.schema import RewardConfig, RewardPart
+from megatron_async_rl.config.rollout import RewardConfig, RewardPart
 from megatron_async_rl.data.prompts import Required
 from megatron_async_rl.rollout.reward_process import START_S, Job, RewardLimits, RewardProcess
 from megatron_async_rl.rollout.rewards.registry import (

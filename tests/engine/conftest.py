@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_async_rl.config.schema import RolloutConfig
+from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.rollout.cluster import prepare_environment
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.rollout.vllm.plugin import serving_engines

@@ -23,12 +23,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from megatron_async_rl.config.schema import (
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PolicyConfig,
-)
+from megatron_async_rl.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.policy import checkpoint, device, model_blocks, past_versions
 from megatron_async_rl.policy.background import Background
 from megatron_async_rl.policy.checkpoint_folder import read_file

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import ParallelConfig
 from megatron_async_rl.gradients import products_with, squared_norm
 from megatron_async_rl.policy import adam_view
 from megatron_async_rl.policy.adam_view import gradients_of

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_async_rl.config.objective import ObjectiveConfig, ValueConfig
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import ParallelConfig
 from megatron_async_rl.samples.rows import TrainBatch
 from tests.parallel.layout_program import CONTROLS, Rank, received, run_each, save, scorable
 from tests.parallel.layouts import BLANK, replaced

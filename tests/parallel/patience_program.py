@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_async_rl.config.durable import write_file
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import ParallelConfig
 from megatron_async_rl.flow.evaluation import EvalSchedule
 from megatron_async_rl.flow.rank0 import OtherRank, Rank0
 from megatron_async_rl.flow.spec import DataState

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from megatron_async_rl.config.lora import ATTENTION
 from megatron_async_rl.config.objective import ObjectiveConfig
+from megatron_async_rl.config.policy import ATTENTION
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.plan.memory import rank_memory
 from megatron_async_rl.plan.model_files import read_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_async_rl.config.controls import GacControl, MatchedLrControl
-from megatron_async_rl.config.schema import OptimizerConfig
+from megatron_async_rl.config.policy import OptimizerConfig
 from megatron_async_rl.controls.decision import Control, Decision, UpdateCorrection
 from megatron_async_rl.controls.gac import Gac, MatchedLr
 from megatron_async_rl.policy import step as step_module

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_async_rl.config.controls import GacControl
-from megatron_async_rl.config.schema import OptimizerConfig
+from megatron_async_rl.config.policy import OptimizerConfig
 from megatron_async_rl.controls.gac import Gac
 from megatron_async_rl.policy import step as step_module
 from megatron_async_rl.policy.anomaly import (

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_async_rl.config.environment import EnvironmentConfig
+from megatron_async_rl.config.rollout import EnvironmentConfig
 from megatron_async_rl.rollout.environments import (
     UNREAD,
     EnvironmentRefused,

@@ -38,7 +38,7 @@ from megatron_async_rl.config.engine_options import (
 )
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import Problem, UserError
-from megatron_async_rl.config.schema import RolloutConfig
+from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.policy.parameters import safetensor_files
 from megatron_async_rl.rollout.spec import EngineSpec

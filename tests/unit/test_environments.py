@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.config.problem import DataError
+from megatron_async_rl.config.rollout import EnvironmentConfig
 from megatron_async_rl.config.rules import validated
 from megatron_async_rl.data.prompts import MixturePart, PromptSet
-from megatron_async_rl.plan.preflight import _tasks
+from megatron_async_rl.plan.trials import _tasks
 from megatron_async_rl.rollout.environments import (
     EnvironmentRefused,
     Step,

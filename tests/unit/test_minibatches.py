@@ -19,7 +19,7 @@ from megatron_async_rl.plan.plan import make_plan
 from megatron_async_rl.policy.batches import divide, over_steps, split
 from megatron_async_rl.policy.policy import _largest_lag
 from megatron_async_rl.report.metric_rows import MetricRows
-from megatron_async_rl.report.summary import summarise_run
+from megatron_async_rl.report.run_data import summarise_run
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.rows import TrainBatch
 from tests.token_batches import part_of

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.config.problem import DataError
+from megatron_async_rl.config.rollout import EnvironmentConfig
 from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.rollout.environments import Message, TurnContent
 from megatron_async_rl.samples.types import Prompt

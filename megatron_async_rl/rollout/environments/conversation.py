@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
-from megatron_async_rl.config.environment import EnvironmentConfig
+from megatron_async_rl.config.rollout import EnvironmentConfig
 from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.rollout.environments import Message, Step, TurnContent
 from megatron_async_rl.rollout.environments.chat import FollowUps, follow_ups, shown

@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from megatron_async_rl.config.environment import EnvironmentConfig
+from megatron_async_rl.config.rollout import EnvironmentConfig
 from megatron_async_rl.rollout.environments import (
     Environment,
     checked_content,
@@ -41,7 +41,7 @@ from megatron_async_rl.rollout.environments import (
     require_finite,
     settled,
 )
-from megatron_async_rl.rollout.rewards.sandbox_program import keep
+from megatron_async_rl.rollout.isolation.sandboxed import keep
 from megatron_async_rl.watchdog.processes import PARENT, die_with_parent
 
 LENGTH = struct.Struct("!I")
