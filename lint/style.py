@@ -120,7 +120,6 @@ LONG_FILES = {
     "megatron_async_rl/data/prompts.py",
     "megatron_async_rl/flow/controller.py",
     "megatron_async_rl/flow/sample_log.py",
-    "megatron_async_rl/policy/model_blocks.py",
     "megatron_async_rl/rollout/environments/built_in.py",
     "megatron_async_rl/rollout/rewards/formula_parser.py",
 }

@@ -42,9 +42,9 @@ from torch import Tensor
 
 from megatron_async_rl.gradients import Gradients, dot, squared_norm
 from megatron_async_rl.policy.adam_view import gradients_of
+from megatron_async_rl.policy.batching import MicroBatch
 from megatron_async_rl.policy.forward import Consume, Schedule
 from megatron_async_rl.policy.megatron_private import gradient_buffers
-from megatron_async_rl.policy.microbatch import MicroBatch
 from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameter_state import optimizer_slices

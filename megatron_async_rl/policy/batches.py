@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async_rl.metrics.catalogue import METRICS
-from megatron_async_rl.policy.microbatch import assign_owners
+from megatron_async_rl.policy.batching import assign_owners
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.samples.columns import as_stream, flat, from_stream
 from megatron_async_rl.samples.rank_batch import NOBODY, RankBatch, numbers_of, tokens_of

@@ -3,7 +3,7 @@
     DIR/latest                    the name of the newest complete checkpoint (checkpoint_folder.py)
     DIR/step_00000012/sharded/    the model, and the state of the optimizer and others that goes
                                   with its parameters (parameter_state.py), in blocks that each
-                                  rank writes of its own (model_blocks.py): loads on any parallel
+                                  rank writes of its own (blocks.py): loads on any parallel
                                   layout
     DIR/step_00000012/state.pt    the run's own state, from rank 0; other files of the run by names
                                   that it chose
@@ -50,8 +50,9 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_async_rl.config.durable import PARTIAL, publish, sync, write_file
-from megatron_async_rl.policy import model_blocks
+from megatron_async_rl.policy import block_files
 from megatron_async_rl.policy.background import Background
+from megatron_async_rl.policy.blocks import STATE, Content, ModelBlocks, staged
 from megatron_async_rl.policy.checkpoint_folder import (
     ABOUT,
     LATEST,
@@ -71,7 +72,6 @@ from megatron_async_rl.policy.fp8 import delayed_state, restore_delayed_state
 from megatron_async_rl.policy.lora_base import base_entries, refuse_other_base
 from megatron_async_rl.policy.megatron_private import weights_from_masters
 from megatron_async_rl.policy.model import PolicyModel
-from megatron_async_rl.policy.model_blocks import Content, ModelBlocks
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameter_state import (
     MASTER,
@@ -188,8 +188,8 @@ def save(
     def write(content: Content) -> None:
         with _cleared_on_failure(unfinished):
             group = layout.writing_group
-            blocks = model_blocks.write(unfinished / SHARDED, content, group)
-            stored = {f"{SHARDED}/{name}": file for name, file in blocks.items()}
+            written = block_files.write(unfinished / SHARDED, content, group)
+            stored = {f"{SHARDED}/{name}": file for name, file in written.items()}
             own = f"rank_{layout.rank}.pt"
             write_file(unfinished / own, rank_payload)
             for each in layout.gathered({own: StoredFile.of(rank_payload)}, group):
@@ -203,7 +203,7 @@ def save(
         if not model.config.fp8_param:
             content |= blocks.model(writes=True)
         if background is not None:
-            content = model_blocks.staged(content)
+            content = staged(content)
     if background is not None:
         background.start(lambda: write(content))
     else:
@@ -307,7 +307,7 @@ def _read_masters(checkpoint: Checkpoint, masters: Sliced) -> None:
 
 def _master(key: str) -> str:
     """The key of Adam's float32 weights of a tensor of the model."""
-    return f"{model_blocks.STATE}.{MASTER}.{key}"
+    return f"{STATE}.{MASTER}.{key}"
 
 
 def _read_tensors(
@@ -336,10 +336,10 @@ def _read(path: Path, content: Mapping[str, Any], blocks: Content, layout: Layou
             if name.startswith(prefix)
         }
     try:
-        model_blocks.read(path / SHARDED, blocks, layout.cpu_group, files)
-    except model_blocks.BlocksDamaged as error:
+        block_files.read(path / SHARDED, blocks, layout.cpu_group, files)
+    except block_files.BlocksDamaged as error:
         raise damaged(path, str(error)) from error
-    except model_blocks.BlocksUnreadable as error:
+    except block_files.BlocksUnreadable as error:
         raise CheckpointBroken.of(
             "model.path",
             f"{path} cannot be loaded into this model: {error}",

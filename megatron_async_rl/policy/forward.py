@@ -27,6 +27,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from megatron_async_rl.policy.batching import MicroBatch
 from megatron_async_rl.policy.context_parallel import gather_outputs
 from megatron_async_rl.policy.logprobs import vocab_parallel_logprobs
 from megatron_async_rl.policy.megatron_private import (
@@ -34,7 +35,6 @@ from megatron_async_rl.policy.megatron_private import (
     schedule_order,
     set_gathered,
 )
-from megatron_async_rl.policy.microbatch import MicroBatch
 from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.routing_replay import RoutingPass, RoutingReplay

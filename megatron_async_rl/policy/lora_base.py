@@ -7,7 +7,7 @@ weights, of a hash of the weight's bits times one of its place (tensor of the mo
 
 Invariants:
 - the digest is the same on every parallel layout: places are those of checkpoints
-  (model_blocks.py), and the zeros that pad a vocabulary add nothing;
+  (blocks.py), and the zeros that pad a vocabulary add nothing;
 - every weight is hashed where it lies, on one of the ranks that hold it.
 """
 
@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_async_rl.gradients import block_elements
+from megatron_async_rl.policy.blocks import Block, Content, ModelBlocks
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
 from megatron_async_rl.policy.model import PolicyModel
-from megatron_async_rl.policy.model_blocks import Block, Content, ModelBlocks
 from megatron_async_rl.policy.parallel import Layout
 
 _digests: WeakKeyDictionary[PolicyModel, str] = WeakKeyDictionary()

@@ -52,8 +52,8 @@ from megatron_async_rl.objectives.batch import TokenBatch, weighted_means
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.targets import StepTargets
 from megatron_async_rl.policy import megatron_private
+from megatron_async_rl.policy.batching import Batcher, MicroBatch, Minibatch
 from megatron_async_rl.policy.forward import Consume, Schedule
-from megatron_async_rl.policy.microbatch import Batcher, MicroBatch, Minibatch
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameters import trainable
 from megatron_async_rl.policy.step import RecordedLoss, StepTable

@@ -5,7 +5,7 @@ A shard is a flat run of a parameter's elements with what belongs to them: Adam'
 float32 parameters, a past gradient, a copy of the weights. There is one for each parameter that
 Adam updates on this rank, in the order of the gradient shards: all of the parameter, or with the
 distributed optimizer a slice of it; and copies of the weights are divided over replicas whatever
-the optimizer (past_versions.py). model_blocks.py takes slices to a checkpoint and back.
+the optimizer (past_weights.py). blocks.py takes slices to a checkpoint and back.
 
 Adam's state is saved so:
     adam.exp_avg, adam.exp_avg_sq   the moments, in the dtype they are kept in

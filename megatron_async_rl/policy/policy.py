@@ -40,11 +40,11 @@ from megatron_async_rl.policy.adam_view import optimizer_parameters
 from megatron_async_rl.policy.anomaly import AnomalyReport
 from megatron_async_rl.policy.background import Background
 from megatron_async_rl.policy.batches import divide, over_steps, receive
+from megatron_async_rl.policy.batching import Batcher, Minibatch
 from megatron_async_rl.policy.context_parallel import ContextParallelSlice
 from megatron_async_rl.policy.device_memory import DeviceMemory
 from megatron_async_rl.policy.finite import refuse_nonfinite_steps, require_finite
 from megatron_async_rl.policy.forward import Schedule
-from megatron_async_rl.policy.microbatch import Batcher, Minibatch
 from megatron_async_rl.policy.model import DTYPES, PolicyModel, build_model
 from megatron_async_rl.policy.opob import ExactBaseline, exact_baseline
 from megatron_async_rl.policy.optimizer import (
@@ -52,17 +52,17 @@ from megatron_async_rl.policy.optimizer import (
     load_masters,
     wrap_for_gradients,
 )
+from megatron_async_rl.policy.packing import sequence_layout
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameter_state import MOMENT_NAMES, adam_shards, optimizer_state
-from megatron_async_rl.policy.past_versions import MasterSnapshot, Snapshots, weight_displacement
-from megatron_async_rl.policy.reference_policies import (
+from megatron_async_rl.policy.past_weights import MasterSnapshot, Snapshots, weight_displacement
+from megatron_async_rl.policy.references import (
     REFERENCE_DIGEST,
     ReferencePolicies,
     current_columns,
     precompute,
 )
 from megatron_async_rl.policy.routing_replay import RoutingReplay
-from megatron_async_rl.policy.sequence_layout import sequence_layout
 from megatron_async_rl.policy.step import (
     OptimizerStep,
     RecordedLoss,

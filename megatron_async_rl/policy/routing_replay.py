@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.policy.microbatch import MicroBatch
+from megatron_async_rl.policy.batching import MicroBatch
 from megatron_async_rl.policy.parallel import Layout
 
 RoutingPass = Literal["replay", "record", "choose"]

@@ -45,12 +45,12 @@ from megatron_async_rl.objectives.targets import StepTargets
 from megatron_async_rl.objectives.terms import kl_estimate
 from megatron_async_rl.policy.adam_view import AdamView, TakenStep, gradients_of
 from megatron_async_rl.policy.anomaly import NormHistory, NotFinite, Spike
+from megatron_async_rl.policy.batching import MicroBatch
 from megatron_async_rl.policy.bias_correction import Beta1Product
 from megatron_async_rl.policy.forward import TokenOutputs
-from megatron_async_rl.policy.microbatch import MicroBatch
 from megatron_async_rl.policy.optimizer import learning_rate
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.past_versions import WeightDisplacement
+from megatron_async_rl.policy.past_weights import WeightDisplacement
 from megatron_async_rl.samples.rank_batch import RankBatch
 
 

@@ -41,8 +41,8 @@ from megatron_async_rl.policy.opob import exact_baseline
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
 from megatron_async_rl.policy.parallel import Layout, initialise
 from megatron_async_rl.policy.parameter_state import MASTER, adam_names, adam_shards
-from megatron_async_rl.policy.past_versions import MasterSnapshot, Snapshots
-from megatron_async_rl.policy.reference_policies import ReferencePolicies
+from megatron_async_rl.policy.past_weights import MasterSnapshot, Snapshots
+from megatron_async_rl.policy.references import ReferencePolicies
 from tests.parallel.allocations import Allocations
 
 META, CPU = torch.device("meta"), torch.device("cpu")

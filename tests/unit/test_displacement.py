@@ -19,14 +19,14 @@ from megatron_async_rl.controls.displacement import Displacement
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.plan.memory import held_bytes, past_master_bytes
 from megatron_async_rl.policy import step as step_module
-from megatron_async_rl.policy.past_versions import (
+from megatron_async_rl.policy.past_weights import (
     MasterSnapshot,
     SnapshotMissing,
     Snapshots,
     start_shares,
     weight_displacement,
 )
-from megatron_async_rl.policy.reference_policies import ReferencePolicies, passes
+from megatron_async_rl.policy.references import ReferencePolicies, passes
 from megatron_async_rl.policy.step import OptimizerStep, StepFacts
 from tests.cases import looped
 from tests.gradients import OneRank, Shard, cosine

@@ -50,18 +50,18 @@ from torch import Tensor
 
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.objectives.batch import on_device
+from megatron_async_rl.policy.batching import Batcher, MicroBatch, Minibatch
+from megatron_async_rl.policy.blocks import ModelBlocks
 from megatron_async_rl.policy.checkpoint import Checkpoint
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
 from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.lora_base import placed_digest
-from megatron_async_rl.policy.microbatch import Batcher, MicroBatch, Minibatch
 from megatron_async_rl.policy.model import PolicyModel
-from megatron_async_rl.policy.model_blocks import ModelBlocks
 from megatron_async_rl.policy.optimizer import load_masters
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameter_state import Sliced
 from megatron_async_rl.policy.parameters import load_hf
-from megatron_async_rl.policy.past_versions import (
+from megatron_async_rl.policy.past_weights import (
     MasterSnapshot,
     Snapshots,
     WeightSnapshot,

@@ -10,7 +10,7 @@ Invariants:
   the collectives of the schedule and of the gradient reduction are counted by micro-batch; the
   interleaved pipeline schedule needs a multiple of the pipeline's size.
 
-How segments lie in the rows of a micro-batch is the sequence layout's (`sequence_layout.py`).
+How segments lie in the rows of a micro-batch is the sequence layout's (`packing.py`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch import Tensor
 
 from megatron_async_rl.objectives.batch import on_device
 from megatron_async_rl.policy.attention import PackedSequences
+from megatron_async_rl.policy.packing import Padded, SequenceLayout, balanced
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.sequence_layout import Padded, SequenceLayout, balanced
 from megatron_async_rl.samples.columns import spans
 from megatron_async_rl.samples.rank_batch import RankBatch
 
