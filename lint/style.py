@@ -102,12 +102,10 @@ SHARED_STEMS = {"__init__", "registry", "errors"}
 
 SAME_STEMS = {
     "megatron_async_rl/data/conversation.py",
-    "megatron_async_rl/flow/batches.py",
     "megatron_async_rl/flow/spec.py",
     "megatron_async_rl/objectives/batch.py",
     "megatron_async_rl/plan/batch.py",
     "megatron_async_rl/plan/layers.py",
-    "megatron_async_rl/policy/batches.py",
     "megatron_async_rl/policy/layers.py",
     "megatron_async_rl/policy/model.py",
     "megatron_async_rl/rollout/environments/conversation.py",

@@ -2,7 +2,7 @@
 
     DIR/latest                    the name of the newest complete checkpoint (checkpoint_folder.py)
     DIR/step_00000012/sharded/    the model, and the state of the optimizer and others that goes
-                                  with its parameters (parameter_state.py), in blocks that each
+                                  with its parameters (adam_view.py), in blocks that each
                                   rank writes of its own (blocks.py): loads on any parallel
                                   layout
     DIR/step_00000012/state.pt    the run's own state, from rank 0; other files of the run by names
@@ -13,7 +13,7 @@
                                   directory, names of the parameter state, Adam's step count, where
                                   the weights are (in the model, or in Adam's float32 ones), the
                                   moments' dtype; of adapters their settings and the base model's
-                                  digest (lora_base.py); the digest of a reference that does not
+                                  digest (blocks.py); the digest of a reference that does not
                                   move; every other file with its digests (checkpoint_folder.py)
 
 Invariants:
@@ -51,8 +51,24 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_async_rl.config.durable import PARTIAL, publish, sync, write_file
 from megatron_async_rl.policy import block_files
+from megatron_async_rl.policy.adam_view import (
+    MASTER,
+    Sliced,
+    adam_names,
+    adam_shards,
+    adam_steps,
+    optimizer_state,
+    set_adam_steps,
+)
 from megatron_async_rl.policy.background import Background
-from megatron_async_rl.policy.blocks import STATE, Content, ModelBlocks, staged
+from megatron_async_rl.policy.blocks import (
+    STATE,
+    Content,
+    ModelBlocks,
+    base_entries,
+    refuse_other_base,
+    staged,
+)
 from megatron_async_rl.policy.checkpoint_folder import (
     ABOUT,
     LATEST,
@@ -69,19 +85,9 @@ from megatron_async_rl.policy.checkpoint_folder import (
 )
 from megatron_async_rl.policy.digested_folder import StoredFile, described, files_of
 from megatron_async_rl.policy.fp8 import delayed_state, restore_delayed_state
-from megatron_async_rl.policy.lora_base import base_entries, refuse_other_base
 from megatron_async_rl.policy.megatron_private import weights_from_masters
 from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.parameter_state import (
-    MASTER,
-    Sliced,
-    adam_names,
-    adam_shards,
-    adam_steps,
-    optimizer_state,
-    set_adam_steps,
-)
 
 log = logging.getLogger(__name__)
 

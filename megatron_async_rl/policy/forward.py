@@ -27,8 +27,8 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from megatron_async_rl.policy.attention import gather_outputs
 from megatron_async_rl.policy.batching import MicroBatch
-from megatron_async_rl.policy.context_parallel import gather_outputs
 from megatron_async_rl.policy.logprobs import vocab_parallel_logprobs
 from megatron_async_rl.policy.megatron_private import (
     await_parameter,

@@ -49,8 +49,7 @@ from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.gradients import dot
 from megatron_async_rl.objectives.advantages.per_response import EPSILON
 from megatron_async_rl.objectives.batch import TokenBatch, weighted_means
-from megatron_async_rl.objectives.objective import Objective
-from megatron_async_rl.objectives.targets import StepTargets
+from megatron_async_rl.objectives.objective import Objective, StepTargets
 from megatron_async_rl.policy import megatron_private
 from megatron_async_rl.policy.batching import Batcher, MicroBatch, Minibatch
 from megatron_async_rl.policy.forward import Consume, Schedule

@@ -24,8 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_async_rl.policy.attention import PackedSequences
-from megatron_async_rl.policy.context_parallel import WHOLE, ContextParallelSlice
+from megatron_async_rl.policy.attention import WHOLE, ContextParallelSlice, PackedSequences
 from megatron_async_rl.samples.columns import spans
 
 MICRO_BATCH_COSTS = (256, 128, 64, 32, 16)

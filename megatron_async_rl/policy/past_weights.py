@@ -35,11 +35,16 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
 from megatron_async_rl.gradients import block_elements
-from megatron_async_rl.policy.adam_view import masters_of
+from megatron_async_rl.policy.adam_view import (
+    Slice,
+    Sliced,
+    masters_of,
+    optimizer_state,
+    replica_part,
+)
 from megatron_async_rl.policy.megatron_private import weights_from_masters
 from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.parameter_state import Slice, Sliced, optimizer_state, replica_part
 from megatron_async_rl.policy.parameters import trainable
 from megatron_async_rl.samples.rank_batch import RankBatch
 

@@ -33,17 +33,19 @@ from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.controls.decision import Control
 from megatron_async_rl.controls.registry import build_controls
 from megatron_async_rl.objectives.batch import TokenBatch
-from megatron_async_rl.objectives.objective import Objective
-from megatron_async_rl.objectives.targets import valid_samples
+from megatron_async_rl.objectives.objective import Objective, valid_samples
 from megatron_async_rl.policy import checkpoint
-from megatron_async_rl.policy.adam_view import optimizer_parameters
-from megatron_async_rl.policy.anomaly import AnomalyReport
+from megatron_async_rl.policy.adam_view import (
+    MOMENT_NAMES,
+    adam_shards,
+    optimizer_parameters,
+    optimizer_state,
+)
+from megatron_async_rl.policy.anomaly import AnomalyReport, refuse_nonfinite_steps, require_finite
+from megatron_async_rl.policy.attention import ContextParallelSlice
 from megatron_async_rl.policy.background import Background
-from megatron_async_rl.policy.batches import divide, over_steps, receive
-from megatron_async_rl.policy.batching import Batcher, Minibatch
-from megatron_async_rl.policy.context_parallel import ContextParallelSlice
+from megatron_async_rl.policy.batching import Batcher, Minibatch, divide, over_steps, receive
 from megatron_async_rl.policy.device_memory import DeviceMemory
-from megatron_async_rl.policy.finite import refuse_nonfinite_steps, require_finite
 from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.model import DTYPES, PolicyModel, build_model
 from megatron_async_rl.policy.opob import ExactBaseline, exact_baseline
@@ -54,7 +56,6 @@ from megatron_async_rl.policy.optimizer import (
 )
 from megatron_async_rl.policy.packing import sequence_layout
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.parameter_state import MOMENT_NAMES, adam_shards, optimizer_state
 from megatron_async_rl.policy.past_weights import MasterSnapshot, Snapshots, weight_displacement
 from megatron_async_rl.policy.references import (
     REFERENCE_DIGEST,

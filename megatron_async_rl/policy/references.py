@@ -50,16 +50,15 @@ from torch import Tensor
 
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.objectives.batch import on_device
+from megatron_async_rl.policy.adam_view import Sliced
 from megatron_async_rl.policy.batching import Batcher, MicroBatch, Minibatch
-from megatron_async_rl.policy.blocks import ModelBlocks
+from megatron_async_rl.policy.blocks import ModelBlocks, placed_digest
 from megatron_async_rl.policy.checkpoint import Checkpoint
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
 from megatron_async_rl.policy.forward import Schedule
-from megatron_async_rl.policy.lora_base import placed_digest
 from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.optimizer import load_masters
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.parameter_state import Sliced
 from megatron_async_rl.policy.parameters import load_hf
 from megatron_async_rl.policy.past_weights import (
     MasterSnapshot,
@@ -205,7 +204,7 @@ class ReferencePolicies:
         if self.reference is None or self.reference in self._moving().values():
             return None
         if self._model.lora is not None:
-            return None  # the base model, which has a digest of its own (lora_base.py)
+            return None  # the base model, which has a digest of its own (blocks.py)
         if self._digest is None:
             slices = {"reference": self.reference.slices()}
             blocks = ModelBlocks(self._model).state(slices, writes=True)

@@ -40,15 +40,13 @@ from megatron_async_rl.controls.decision import (
 from megatron_async_rl.controls.ess_lr import effective_sample_size
 from megatron_async_rl.gradients import Gradients, clip_to, scale, squared_norm, squared_norm_of
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
-from megatron_async_rl.objectives.objective import BatchLoss, Objective
-from megatron_async_rl.objectives.targets import StepTargets
+from megatron_async_rl.objectives.objective import BatchLoss, Objective, StepTargets
 from megatron_async_rl.objectives.terms import kl_estimate
 from megatron_async_rl.policy.adam_view import AdamView, TakenStep, gradients_of
 from megatron_async_rl.policy.anomaly import NormHistory, NotFinite, Spike
 from megatron_async_rl.policy.batching import MicroBatch
-from megatron_async_rl.policy.bias_correction import Beta1Product
 from megatron_async_rl.policy.forward import TokenOutputs
-from megatron_async_rl.policy.optimizer import learning_rate
+from megatron_async_rl.policy.optimizer import Beta1Product, learning_rate
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.past_weights import WeightDisplacement
 from megatron_async_rl.samples.rank_batch import RankBatch

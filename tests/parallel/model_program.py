@@ -26,21 +26,21 @@ from safetensors.torch import load_file, save_file
 from megatron_async_rl.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
 from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.policy import block_files, blocks, checkpoint, device, past_weights
-from megatron_async_rl.policy.background import Background
-from megatron_async_rl.policy.batching import build_micro_batch, plan_micro_batches
-from megatron_async_rl.policy.checkpoint_folder import read_file
-from megatron_async_rl.policy.context_parallel import ContextParallelSlice
-from megatron_async_rl.policy.forward import Schedule
-from megatron_async_rl.policy.model import PolicyModel, build_model
-from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
-from megatron_async_rl.policy.packing import sequence_layout
-from megatron_async_rl.policy.parallel import Layout, initialise
-from megatron_async_rl.policy.parameter_state import (
+from megatron_async_rl.policy.adam_view import (
     adam_names,
     adam_shards,
     adam_steps,
     optimizer_slices,
 )
+from megatron_async_rl.policy.attention import ContextParallelSlice
+from megatron_async_rl.policy.background import Background
+from megatron_async_rl.policy.batching import build_micro_batch, plan_micro_batches
+from megatron_async_rl.policy.checkpoint_folder import read_file
+from megatron_async_rl.policy.forward import Schedule
+from megatron_async_rl.policy.model import PolicyModel, build_model
+from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
+from megatron_async_rl.policy.packing import sequence_layout
+from megatron_async_rl.policy.parallel import Layout, initialise
 from megatron_async_rl.policy.past_weights import WeightSnapshot
 from megatron_async_rl.weights.convert import export_hf
 from megatron_async_rl.weights.export import WeightExporter

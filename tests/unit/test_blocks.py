@@ -11,8 +11,8 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from megatron_async_rl.policy import block_files, blocks
+from megatron_async_rl.policy.adam_view import ALIGNED, replica_part
 from megatron_async_rl.policy.blocks import Block, Blocks, boxes
-from megatron_async_rl.policy.parameter_state import ALIGNED, replica_part
 from tests.cases import looped
 
 

@@ -30,7 +30,7 @@ from megatron_async_rl.plan.plan import RunPlan
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.screen import resolved
 from megatron_async_rl.policy import blocks, fp8
-from megatron_async_rl.policy.context_parallel import ContextParallelSlice
+from megatron_async_rl.policy.attention import ContextParallelSlice
 from megatron_async_rl.policy.packing import LAYOUTS, sequence_layout
 from megatron_async_rl.policy.supported import PINNED, choose_layers
 from tests.cases import looped
