@@ -4,7 +4,7 @@ and of Adam what a control may see.
 Invariants:
 - controls see tensors in the order of the gradient shards (`gradients_of`), in float32 on their
   device. Nothing of that is stored: all is read or computed from the optimizer's own state when
-  asked for, and one tensor at a time where it is not in place;
+  requested, and one tensor at a time where it is not in place;
 - whether there is anything to read is known from the steps taken, so it is the same on every rank,
   also on one without shards;
 - what should be there and is not raises StateMissing; nothing is passed over.
@@ -320,6 +320,7 @@ def replica_part(elements: int, replica: int, replicas: int) -> tuple[int, int]:
     """Start and end of the part of a flattened parameter that is this replica's where a parameter
     is divided over all of them. Parts begin at multiples of ALIGNED elements, so that what is
     computed of a part is what a vector unit computes of the whole; the last ones may be empty."""
+    # Rounded up, so early parts are full and the last ones short or empty.
     size = -(-elements // (replicas * ALIGNED)) * ALIGNED
     return min(elements, replica * size), min(elements, (replica + 1) * size)
 
@@ -331,6 +332,7 @@ def optimizer_slices(optimizer: MegatronOptimizer) -> list[Slice]:
         for part in optimizer_parts(optimizer)
         for shard, parameter, start, end in model_slices(part)
     }
+    # In the order of the gradient shards, which all per-shard state shares.
     return [found[id(shard)] for shard in optimizer_parameters(optimizer)]
 
 
@@ -369,6 +371,7 @@ def adam_steps(optimizer: MegatronOptimizer) -> int:
         for state in part.optimizer.state.values()
     ]
     # torch's Adam counts each parameter's steps, the fused ones a group's.
+    # The maximum: parameters without an update yet count 0.
     counts += [group.get("step", 0) for group in optimizer.param_groups]
     return max((int(count) for count in counts), default=0)
 
@@ -381,15 +384,17 @@ def set_adam_steps(optimizer: MegatronOptimizer, steps: int) -> None:
                 state["step"] = torch.tensor(float(steps), dtype=torch.float32)
         else:
             for group in part.param_groups:
+                # Fused Adams count per group.
                 group["step"] = steps
 
 
 def materialise(optimizer: MegatronOptimizer) -> None:
-    """Gives every parameter that has not been stepped yet the state it would start from."""
+    """Give every parameter that has not been stepped yet the state it would start from."""
     for part in optimizer_parts(optimizer):
         fill_adam(part)
         if _is_torch_adam(part):
             for state in part.optimizer.state.values():
+                # Megatron fills moments only; torch's Adam requires its own count, too.
                 state.setdefault("step", torch.zeros((), dtype=torch.float32))
 
 

@@ -122,6 +122,7 @@ class NormHistory:
 
     def add(self, norm: float) -> None:
         """A batch that teaches nothing has a gradient of 0, which is not how long gradients are."""
+        # A zero norm would lower the median without being a gradient.
         if norm > 0.0:
             self._values.append(norm)
             if len(self._values) >= ENOUGH:
@@ -174,6 +175,7 @@ class AnomalyReport:
         micro-batch of such rows, and its part of the step's loss. losses: of each of `samples`, its
         part of the step's, the same on every rank.
         """
+        # First: the search below overwrites the gradients.
         squares = self._squares_of_parameters(gradients)
         if isinstance(found, Spike):
             facts = self._of_spike(found, squares, step)
@@ -186,6 +188,7 @@ class AnomalyReport:
             culprits = list(self._culprits(found.norm, len(samples), rows, build, consume))
         # The named ones alone: all of a batch, with their tokens, may not fit in addition to the
         # model.
+        # Only the owner of a sample has its tokens.
         named = sorted(set(culprits) & {row for own in rows for row in own})
         whole = len(culprits) <= WHOLE
         described = self._gathered({row: _described(samples, row, whole=whole) for row in named})
@@ -254,6 +257,7 @@ class AnomalyReport:
                 name = names[id(owner)]
                 own[name] = own.get(name, 0.0) + float(dot(shard.grad, shard.grad))
         total: dict[str, float] = {}
+        # Added in the order of the ranks, so every rank gets the same bits.
         for part in self._of_all_ranks(own):
             for name, square in part.items():
                 total[name] = total.get(name, 0.0) + square
@@ -267,9 +271,11 @@ class AnomalyReport:
         build: Callable[[tuple[int, ...]], MicroBatch],
         consume: Consume,
     ) -> Sequence[int]:
+        # On the host: a second set of buffers may not fit on the device.
         saved = [buffer.to("cpu", copy=True) for buffer in self._buffers()]
         enough = MOST * norm if math.isfinite(norm) else math.inf
         found: Sequence[int] = range(count)
+        # Every rank halves alike: all norms are all-reduced.
         while len(found) > 1:
             middle = len(found) // 2
             norms = [
@@ -305,7 +311,7 @@ class AnomalyReport:
         return gradient_buffers(self._schedule.chunks)
 
     def _restored(self, saved: Sequence[Tensor]) -> None:
-        """Puts back what the gradient buffers held."""
+        """Restore what the gradient buffers held."""
         self._optimizer.zero_grad()
         for buffer, before in zip(self._buffers(), saved, strict=True):
             buffer.copy_(before)
@@ -400,6 +406,8 @@ def require_finite(held: Mapping[str, Sequence[Tensor]], step: int, layout: Layo
 
     held: tensors of this rank by kind; a rank may have none; the same names on every rank. step:
     the newest optimizer step."""
+    # One all-reduce for all kinds: every rank lists the same kinds, and counts 0 where it has no
+    # tensor.
     counts = torch.zeros(len(held), dtype=torch.float32, device=layout.device)
     for place, tensors in enumerate(held.values()):
         for tensor in tensors:

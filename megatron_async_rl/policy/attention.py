@@ -358,7 +358,7 @@ class TransformerEngineAttention(CoreAttention):
         context: Tensor = self.kernel(
             *(each.squeeze(1) if packed else each for each in (query, key, value)),
             attention_mask,
-            # Whatever the layer was asked for: Transformer Engine takes no other here.
+            # Whatever was configured: Transformer Engine accepts no other here.
             AttnMaskType.causal,
             attention_bias,
             self._offsets(packed_seq_params) if packed_seq_params is not None else None,

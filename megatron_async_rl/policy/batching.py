@@ -135,6 +135,7 @@ def assign_owners(
     if data_parallel == 1 or not len(lengths):
         return np.zeros(len(lengths), dtype=np.int64)
     member = np.arange(len(lengths)) if group is None else np.unique(group, return_inverse=True)[1]
+    # Groups are the units of balance where they stay whole, single samples otherwise.
     tokens = np.bincount(member, lengths).astype(np.int64)
     return balanced(tokens, data_parallel)[member]
 
@@ -153,6 +154,7 @@ def plan_micro_batches(
     with virtual stages). Raises SampleTooLong.
     """
     fed, counts = _fed(batch, np.arange(len(batch)))
+    # One more than is fed: the budget counts the last token, which is a target only.
     needed = np.maximum(batch.fed + 1, sequences.room(fed, counts))
     if (needed > budget).any():
         first = int(np.argmax(needed > budget))
@@ -160,8 +162,10 @@ def plan_micro_batches(
 
     shares = [np.flatnonzero(batch.owner == rank) for rank in range(data_parallel)]
     cuts = [sequences.cut(share, fed, counts, budget) for share in shares]
+    # Every rank runs as many micro-batches as the longest plan, or collectives would not match.
     rounds = -(-max(1, *(len(rank) for rank in cuts)) // in_groups_of)
     count = rounds * in_groups_of
+    # All-masked micro-batches come last on every rank.
     ranks = tuple(tuple(rank) + ((),) * (count - len(rank)) for rank in cuts)
 
     computed = sum(
@@ -202,9 +206,11 @@ def build_micro_batches(
         for number, packing in enumerate(packings)
         if packing is not None
     }
+    # One upload per dtype for all micro-batches: an upload each would make the host wait.
     placed = on_device(host | offsets, device)
     for number, packing in enumerate(packings):
         if packing is not None:
+            # Host copies are replaced: attention kernels read the offsets on the device.
             packing.cu_seqlens_q = packing.cu_seqlens_kv = placed[number, "offsets"]
     return [
         MicroBatch(
@@ -226,6 +232,7 @@ def _arrays(
         each[chosen] for each in (batch.token_starts, batch.prompt_lengths, batch.lengths)
     )
     fed, counts = _fed(batch, chosen)
+    # -1 marks samples of other ranks, whose tokens this rank never received.
     if starts.min(initial=0) < 0:
         missing = batch.ids[int(chosen[starts.argmin()])].as_py()
         raise ValueError(
@@ -236,6 +243,8 @@ def _arrays(
     tokens = np.zeros(count * length, dtype=np.int64)
     tokens[spans(line, fed)] = batch.token_ids[spans(_starts(starts, fed, counts), fed)]
     # Of every token of the samples, the position before it in its segment.
+    # The first token of a further segment has no predictor: its place is that of the second, and
+    # the loss mask excludes it.
     before = np.maximum(spans(line - 1, fed + 1), np.repeat(line, fed + 1))
     totals = prompts + lengths
     per_token: dict[str, NDArray[Any]] = {
@@ -246,11 +255,16 @@ def _arrays(
         "owned_tokens": spans(batch.owned_starts[chosen], lengths),
         "batch_samples": chosen,
     }
+    # A filler micro-batch has one token of padding: its loss is 0, but its backward pass must run,
+    # as on the other ranks.
     if not rows:
         per_token = dict.fromkeys(per_token, np.zeros(1, dtype=np.int64))
+        # -1 reads the 0 that `StepTargets` appends to its numbers.
         per_token |= dict.fromkeys(("owned_tokens", "batch_samples"), np.array([-1]))
     own = sequences.own(fed)
     if sequences.context.size > 1:
+        # -1: on another context-parallel rank. A target stays on the rank that holds its
+        # predictor.
         here = np.full(len(tokens), -1)
         here[own] = np.arange(len(own))
         at = here[per_token["rows"]]
@@ -305,6 +319,7 @@ def _routed_experts(
     read = spans(_starts(batch.token_starts[chosen], fed, counts), fed)
     found[spans(sequences.starts(fed), fed)] = batch.routed_experts[read]
     table = torch.from_numpy(found[sequences.own(fed)].reshape(count, -1, found.shape[1]))
+    # Page-locked, so that each layer's copy to the device is asynchronous.
     return table.pin_memory() if device.type == "cuda" else table
 
 
@@ -319,6 +334,7 @@ class Batcher:
     def of(self, batch: RankBatch, rows: NDArray[np.int64] | None = None) -> Minibatch:
         """The minibatch of these samples, ascending; null for all. Raises SampleTooLong."""
         rows = np.arange(len(batch)) if rows is None else rows
+        # The rows of a minibatch are ascending, so all of them are the batch itself.
         samples = batch if len(rows) == len(batch) else batch.select(rows)
         cuts, padding_share = plan_micro_batches(
             samples,
@@ -341,6 +357,8 @@ def divide(group: NDArray[np.int64], version: int, minibatches: int) -> list[NDA
     rising."""
     if minibatches == 1:
         return [np.arange(len(group))]
+    # Seeded by the version alone: every rank, every layout and a resumed run draw the same
+    # division.
     drawn = np.random.default_rng(version).permutation(np.unique(group))
     return [np.flatnonzero(np.isin(group, part)) for part in np.array_split(drawn, minibatches)]
 
@@ -354,11 +372,13 @@ def split(
     group belongs to one rank. A sample whose reward failed has no owner."""
     samples = batch.samples
     owner = np.full(samples.num_rows, NOBODY, dtype=np.int64)
+    # A failed reward has no place in a minibatch: its owner stays NOBODY.
     trained = np.flatnonzero(samples.column("valid").to_numpy(zero_copy_only=False))
     prompts, responses = (flat(samples.column(name))[1] for name in ("prompt_ids", "response_ids"))
     lengths = (prompts + responses)[trained]
     group = samples.column("group").to_numpy()[trained]
     for rows in divide(group, batch.version, minibatches):
+        # Per minibatch: balance over a whole batch would leave single steps unbalanced.
         owner[trained[rows]] = assign_owners(
             lengths[rows], data_parallel, group[rows] if whole_groups else None
         )
@@ -392,6 +412,7 @@ def receive(
             batch, layout.dp_size, minibatches=minibatches, whole_groups=whole_groups
         )
         parts.extend((numbers, *tokens))
+        # Serialised here, inside rank 0's part: the sizes go out with the header.
         if layout.world_size > 1:
             buffers.extend(_tensor(part) for part in parts)
         return batch.version, [len(buffer) for buffer in buffers]
@@ -404,6 +425,7 @@ def receive(
         return RankBatch.of(version, *parts)
 
     numbers = buffers[0] if buffers else torch.empty(sizes[0], dtype=torch.uint8)
+    # After the header, in this order on every rank: all numbers, then own tokens.
     dist.broadcast(numbers, src=0, group=layout.cpu_group)
 
     # The tensor- and pipeline-parallel ranks of a data-parallel rank feed or predict the same
@@ -414,6 +436,7 @@ def receive(
             dist.isend(buffers[1 + layout.dp_rank_of(rank)], rank, group=layout.cpu_group)
             for rank in range(1, layout.world_size)
         ]
+        # The buffers must outlive the sends.
         for request in requests:
             request.wait()
         return RankBatch.of(version, parts[0], parts[own])

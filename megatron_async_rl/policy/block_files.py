@@ -78,6 +78,7 @@ def write(folder: Path, content: Content, group: Any) -> dict[str, StoredFile]:
     """Write what all ranks of `group` (gloo) have, and read it back. Collective over it. Return the
     files of all ranks on rank 0, none elsewhere. Raises BlocksUnwritten."""
     # Copying ahead asks CUDA for a stream, and a thread's own device is the first of the machine.
+    # Synced: `latest` must not name files that a power loss can still empty.
     files = _BlockFileWriter(folder, sync_files=True, per_thread_copy_ahead=0)
     try:
         dcp.save(
@@ -100,6 +101,7 @@ def read(
     for blocks in content.values():
         for block in blocks:
             if block.padded:
+                # Another layout may have saved fewer padding rows; those that no file has are 0.
                 block.tensor.zero_()
     try:
         dcp.load(
@@ -110,6 +112,7 @@ def read(
         )
     except CheckpointException as error:
         _, first = _first_failure(error)
+        # A model of another shape is the user's mistake, damage is not.
         unfit = isinstance(first, _Unfit)
         raise (BlocksUnreadable if unfit else BlocksDamaged)(_text(error)) from error
 
@@ -146,6 +149,7 @@ class _BlockStream(io.IOBase):
         self.digest = Digest()
 
     def write(self, content: Buffer) -> int:
+        # Digested on the way to the file: reading memory again would cost as much as writing.
         self.digest.add(content)
         written: int = self._file.write(content)
         return written
@@ -172,7 +176,7 @@ class _WrittenBlock(WriteResult):
 
 
 class _BlockFileWriter(dcp.FileSystemWriter):
-    """Writes and syncs a file, then reads it back. `stored`: the files of all ranks, on rank 0."""
+    """Write and syncs a file, then reads it back. `stored`: the files of all ranks, on rank 0."""
 
     stored: dict[str, StoredFile]
 
@@ -217,7 +221,7 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """Raises _Unfit for what the files do not hold."""
+        """Raise _Unfit for what the files do not hold."""
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
         for key, blocks in self.state_dict.items():

@@ -138,6 +138,7 @@ class ModelBlocks:
                 if trained == frozen:
                     continue
                 self._parts[id(tensor)] = _parts_of(entry)
+                # All of the tensor on every replica; `writes` divides it.
                 self._model.append((Slice(tensor, 0, tensor.numel(), own=False), tensor.detach()))
 
     def model(self, *, writes: bool) -> Content:
@@ -158,17 +159,21 @@ class ModelBlocks:
             start, end = place.start, place.end
             if writes and not place.own:
                 group = self._layout.replicas_of(place.parameter)
+                # Replicas hold the same elements: each writes its part, so every element is
+                # written once.
                 mine = replica_part(place.parameter.numel(), dist.get_rank(group), group.size())
                 start, end = max(start, mine[0]), min(end, mine[1])
             flat = tensor.detach().view(-1)
             for first, part in self._parts[id(place.parameter)]:
                 # The last number counts replicas, over which slices are divided already.
+                # Copies on tensor- or pipeline-parallel ranks: the first of them writes.
                 if writes and any(part.replica_id[:-1]):
                     continue
                 last = first + prod(part.local_shape)
                 a, b = max(start, first), min(end, last)
                 if a >= b:
                     continue
+                # A view: nothing is copied before it is staged or written.
                 run = flat[a - place.start : b - place.start]
                 found.setdefault(prefix + part.key, Blocks()).extend(_blocks(run, a - first, part))
         return found
@@ -187,6 +192,7 @@ def _parts_of(entry: ShardedTensor | ShardedTensorFactory) -> list[tuple[int, Sh
     for part in parts:
         data = part.data
         inside = data.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        # Blocks are runs of elements; a transposed part would be saved scrambled.
         if not (inside and data.is_contiguous()):
             raise ValueError(f"{part.key} is not a run of the elements of its parameter")
     return [
@@ -222,6 +228,7 @@ def boxes(
         return
     row = prod(shape[1:])
     rows = range(-(-start // row), end // row)
+    # Start and end lie within one row.
     if rows.start > rows.stop:
         yield from _within_row(shape, rows.stop, start, end, itemsize)
         return
@@ -251,6 +258,7 @@ def staged(content: Content) -> Content:
         key: Blocks(replace(block, tensor=_host_copy(block.tensor)) for block in blocks)
         for key, blocks in content.items()
     }
+    # The copies above are asynchronous, and the next step changes their sources.
     torch.cuda.synchronize()
     return copied
 
@@ -270,12 +278,13 @@ def base_entries(model: PolicyModel) -> dict[str, Any]:
         return {}
     if model not in _digests:
         # Frozen weights stay as they are.
+        # Once per model: this reads every frozen weight.
         _digests[model] = base_digest(model)
     return {"lora": model.lora.model_dump(mode="json"), "base_digest": _digests[model]}
 
 
 def refuse_other_base(path: Path, content: Mapping[str, Any], model: PolicyModel) -> None:
-    """Raises CheckpointBroken where the checkpoint is of other adapters than the model has, or of
+    """Raise CheckpointBroken where the checkpoint is of other adapters than the model has, or of
     adapters trained over other weights. content: its about.json. Collective over the world."""
     own = base_entries(model)
     if own.get("lora") != content.get("lora"):
@@ -306,12 +315,14 @@ def placed_digest(content: Content, layout: Layout) -> str:
     Collective over the world."""
     total = torch.zeros((), dtype=torch.int64, device=layout.device)
     for key, blocks in content.items():
+        # A stable hash: Python's own differs between processes.
         seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7])
         for block in blocks:
             for values, places in _pieces(block):
                 # Odd, so that no weight is lost.
                 part = (_mixed(_bits(values)) * (_mixed(places + seed) | 1)).sum()
                 total += part.to(layout.device)
+    # Integer sums modulo 2^64 are the same in any order, hence on any layout.
     dist.all_reduce(total, group=layout.world_group)
     return f"{int(total) % 2**64:016x}"
 

@@ -7,10 +7,10 @@ Invariants:
   whatever they are summed in;
 - weight decay applies to matrices only, not to norms or biases;
 - at a run's start Adam's float32 weights are the files' tensors: Megatron would take the model's,
-  which were rounded to bfloat16 when they were loaded, and for a weight kept in 8 bits what its
-  memory held before that;
+  which were rounded to bfloat16 when they were loaded, and for an FP8 weight what its memory
+  held before that;
 - the model's weights are the rounding of those, at any time between two steps: so a copy of the
-  float32 ones is a copy of the model, and exact where bytes and scales of 8-bit weights would have
+  float32 ones is a copy of the model, and exact where bytes and scales of FP8 weights would have
   to be made again;
 - the learning rate is a pure function of the step number: what a control multiplies it by lasts one
   step;
@@ -175,9 +175,9 @@ def build_optimizer(
 def load_masters(
     optimizer: MegatronOptimizer, model: PolicyModel, directory: Path, *, every: bool = False
 ) -> None:
-    """Writes the float32 weights of this rank's shards from the tensors in `directory`, which fit
-    the model; every: also where the loaded parameter has all of the file's precision. Weights kept
-    in 8 bits are then made of them, for which it is collective over the world."""
+    """Write the float32 weights of this rank's shards from the tensors in `directory`, which fit
+    the model; every: also where the loaded parameter has all of the file's precision. FP8 weights
+    are then made of them, for which it is collective over the world."""
     bridge, chunks = model.bridge, model.chunks
     entries = {
         id(chunks[entry.chunk].get_parameter(entry.local_name)): entry
@@ -188,6 +188,7 @@ def load_masters(
         for part in optimizer_parts(optimizer):
             for shard, parameter, start, _ in model_slices(part):
                 entry = entries.get(id(parameter))
+                # A float32 parameter is its own master, and already has the file's precision.
                 if entry is None or (parameter.dtype == torch.float32 and not every):
                     continue
                 coarser = {tensors.dtype(name) for name in entry.hf_names} - {parameter.dtype}
@@ -225,7 +226,7 @@ class BlockAdam(torch.optim.AdamW):
         self.offload = offload
 
     def materialise(self) -> None:
-        """Gives every parameter that has not been stepped yet the state it starts from."""
+        """Give every parameter that has not been stepped yet the state it starts from."""
         for parameter, _ in self._parameters():
             self._state_of(parameter)
 
@@ -304,6 +305,7 @@ class Beta1Product:
         """The product after one more step."""
         if beta1 == self.beta1:
             return Beta1Product(self.earlier, beta1, self.count + 1)
+        # A new beta1 starts a new count; the product so far becomes one number.
         return Beta1Product(self.value, beta1, 1)
 
     def lr_factor(self, steps: int) -> float:

@@ -95,7 +95,9 @@ class Run:
         controls = {"says": Says(decisions or [Decision()] * len(gradients))}
         if control is not None:
             controls["displacement"] = Displacement(control)
-        self.step = OptimizerStep(self.megatron, SETTINGS, controls, SimpleNamespace(), 20)
+        self.step = OptimizerStep(
+            self.megatron, SETTINGS, controls, SimpleNamespace(), 20, on_anomaly="report"
+        )
         bridge = SimpleNamespace(layout=SimpleNamespace(replica=0))
         wrapped = SimpleNamespace(chunks=[self.model], source=None, bridge=bridge)
         self.others = ReferencePolicies(
