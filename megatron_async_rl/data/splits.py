@@ -10,8 +10,8 @@ Invariants:
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 WORDS = {
     "train": ("train", "training"),
@@ -81,28 +81,3 @@ def _rests(file: Path) -> Iterator[tuple[str, str]]:
 def _spaced(name: str) -> str:
     """Return the name in lower case, with a space between the words of `gsm8kTrain`."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name).lower()
-
-
-def splits_by_name(paths: Collection[str]) -> dict[str, list[str]]:
-    """Return the files of a data set on a hub by their split, by the rules of `datasets`.
-
-    The split of pieces in the folder `data` is the beginning of the name, else a word in the name
-    of a folder, else one in that of the file. Where no name has one, all files are for training.
-    """
-    files = [PurePosixPath(path) for path in sorted(paths)]
-    found: dict[str, list[str]] = {}
-    for file in files:
-        piece = re.fullmatch(r"data/(.+)-\d{5}-of-\d{5}[^/]*", str(file))
-        if piece and "/" not in piece[1]:
-            found.setdefault(piece[1], []).append(str(file))
-    for names in (slice(-1), slice(-1, None)):
-        if found:
-            break
-        for split, words in WORDS.items():
-            them = [str(one) for one in files if any(_has(n, words) for n in one.parts[names])]
-            found |= {split: them} if them else {}
-    return found or ({"train": [str(one) for one in files]} if files else {})
-
-
-def _has(name: str, words: Collection[str]) -> bool:
-    return any(word in words for word in re.split(r"[-._ 0-9]+", name))
