@@ -24,7 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_async_rl.config.schema import FlowConfig, RewardConfig, RolloutConfig, SamplingConfig
+from megatron_async_rl.config.flow import FlowConfig
+from megatron_async_rl.config.rollout import RewardConfig, RolloutConfig
+from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.rollout.spec import HERE
 from megatron_async_rl.simulate.model import SimulationResult, simulate
 from megatron_async_rl.simulate.rates import ResponseLengths, SimulationRates
@@ -270,7 +272,7 @@ def main() -> None:
         )  # the engine has redirected its output
         return
     if args.real:
-        from megatron_async_rl.rollout.vllm_plugin import environment
+        from megatron_async_rl.rollout.vllm.plugin import environment
 
         env = {**os.environ, **environment(spec(Path(tempfile.gettempdir())))}
         with tempfile.TemporaryDirectory() as folder:

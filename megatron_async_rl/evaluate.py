@@ -29,8 +29,9 @@ from megatron_async_rl.config.data import DataConfig
 from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError, Problem
+from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.config.sampling import EvalConfig, EvalSet, eval_sets
-from megatron_async_rl.config.schema import Config, RolloutConfig
+from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data import DataError
 from megatron_async_rl.data.hub import fetch, located, name_of, parse
 from megatron_async_rl.flow.evaluation import (
@@ -44,7 +45,8 @@ from megatron_async_rl.flow.fleet import Fleet, FleetSettings
 from megatron_async_rl.flow.group_rewards import GroupRewards
 from megatron_async_rl.flow.requests import Listener
 from megatron_async_rl.plan.batch import context_limit
-from megatron_async_rl.plan.layout import Device, device_of, head_size_problems
+from megatron_async_rl.plan.layout import Device, device_of
+from megatron_async_rl.plan.layout_problems import head_size_problems
 from megatron_async_rl.plan.machine import this_machine
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.policy.checkpoint_folder import (

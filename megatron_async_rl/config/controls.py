@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_async_rl.config.ratios import Ratio, ReadsRatios
+from megatron_async_rl.config.losses import Ratio, ReadsRatios
 from megatron_async_rl.config.settings_model import Strict, bare_name, or_plug_in
 
 Cosine = Annotated[float, Field(gt=-1.0, lt=1.0)]

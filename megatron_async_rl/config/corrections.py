@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_async_rl.config.ratios import Ratio, ReadsRatios
+from megatron_async_rl.config.losses import Ratio, ReadsRatios
 from megatron_async_rl.config.settings_model import bare_name, or_plug_in
 
 

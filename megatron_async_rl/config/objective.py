@@ -21,8 +21,14 @@ from megatron_async_rl.config.advantages import (
     OtbAdvantage,
 )
 from megatron_async_rl.config.corrections import Correction
-from megatron_async_rl.config.losses import Aggregation, Loss, PpoClipLoss
-from megatron_async_rl.config.ratios import Proximal, Ratio, ReadsRatios
+from megatron_async_rl.config.losses import (
+    Aggregation,
+    Loss,
+    PpoClipLoss,
+    Proximal,
+    Ratio,
+    ReadsRatios,
+)
 from megatron_async_rl.config.settings_model import Strict
 
 

@@ -17,15 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -35,6 +33,13 @@ from megatron_async_rl.config.durable import PARTIAL, write_file
 from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.launch.ending import (
+    INTERRUPTED,
+    explain_failure,
+    record_end,
+    record_stall,
+    torchrun_failure,
+)
 from megatron_async_rl.launch.peers import Nodes, PeerNodes
 from megatron_async_rl.launch.rendezvous import rendezvous
 from megatron_async_rl.launch.run_lock import RunDirectoryError, concerns, lock_run_dir, usable
@@ -42,24 +47,19 @@ from megatron_async_rl.launch.signals import deferred
 from megatron_async_rl.metrics.log import FILE as METRICS
 from megatron_async_rl.metrics.log import cut_unreadable
 from megatron_async_rl.metrics.status import FILE as STATUS
-from megatron_async_rl.metrics.status import FINAL, Status, read_status, write_status
+from megatron_async_rl.metrics.status import FINAL, read_status
 from megatron_async_rl.plan.layout import PLANNED_DEVICE
 from megatron_async_rl.report.progress import Progress, print_summary
 from megatron_async_rl.rollout.allocator import set_options_of_ranks
 from megatron_async_rl.rollout.cluster import prepare_environment, stay_on_this_machine
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.rollout.vllm_plugin import serving_engines
+from megatron_async_rl.rollout.vllm.plugin import serving_engines
 from megatron_async_rl.samples.segments import FOLDER as SAMPLES
 from megatron_async_rl.watchdog import stall, watch
 from megatron_async_rl.watchdog.events import (
     EventReader,
-    Failure,
-    described,
-    first_failure,
     record_failure,
 )
-from megatron_async_rl.watchdog.host_memory import kernel_shortage
-from megatron_async_rl.watchdog.logs import KILLED, PRIMARY, SECONDARY, find_cause, tail
 from megatron_async_rl.watchdog.preloaded import VARIABLE as PRELOADED
 from megatron_async_rl.watchdog.preloaded import serving
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE, STOPPED, of_run
@@ -76,13 +76,6 @@ CLOSING_S = 30.0
 """Longest time for a rank that failed to stop its engines and itself."""
 START_S = 600.0
 """Longest start of a run without engines; with engines their `rollout.start_timeout_s` counts."""
-FULL_BYTES = 2**20
-"""Free bytes below which a process may have failed to write its error message."""
-INTERRUPTED = 130
-LAST_LINES = 100
-"""Lines of torchrun's log: more than the traceback with which it ends."""
-_SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
-_SIGKILLED = re.compile(r"\(SIGKILL\) received by PID (\d+)")
 
 
 def launch(
@@ -143,7 +136,7 @@ def launch(
         return INTERRUPTED
     if exit_code != INTERRUPTED:
         with contextlib.suppress(OSError):  # where the directory was lost, that was shown before
-            _explain_failure(run_dir, console)
+            explain_failure(run_dir, console)
     return exit_code
 
 
@@ -237,7 +230,7 @@ def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
                 exit_code, stall_found = _watch(
                     process, progress, watchdog, run_dir, console, nodes, interrupts
                 )
-            if exit_code == 1 and (failure := _killed(process, ranks.log)) is not None:
+            if exit_code == 1 and (failure := torchrun_failure(process, ranks.log)) is not None:
                 record_failure(run_dir, failure)
         except BaseException as raised:
             error = raised
@@ -249,8 +242,10 @@ def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
             # status as it is; what happened is shown on the terminal all the same.
             with contextlib.suppress(OSError, UserError):
                 if stall_found is not None:
-                    _record_failure(run_dir, stall_found)
-                _record_end(ranks, exit_code, earlier, error, interrupts)
+                    record_stall(run_dir, stall_found)
+                record_end(
+                    run_dir, config.run.steps, nodes.rank, exit_code, earlier, error, interrupts
+                )
             watch.stop()
     if error is not None:
         console.print(
@@ -260,64 +255,6 @@ def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
             soft_wrap=True,
         )
     return exit_code
-
-
-def _killed(process: subprocess.Popen[bytes], log: Path) -> Failure | None:
-    """The failure of torchrun where a signal ended it: all that its ranks say is that they were
-    ended."""
-    if process.returncode is None or process.returncode == 0:
-        return None
-    if process.returncode < 0:
-        number = -process.returncode
-    else:  # of others than SIGKILL it ends its ranks first, and itself by an exception
-        reported = _SIGNALLED.findall("\n".join(tail(log, LAST_LINES)))
-        if not reported:
-            return None
-        number = int(reported[-1])
-    return Failure(
-        process="launcher",
-        what=f"torchrun (pid {process.pid}), which holds the ranks, was ended by {_name(number)}",
-        where=str(log),
-        kind=PRIMARY,
-        time=time.time(),
-    )
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _record_end(
-    ranks: LocalRanks,
-    exit_code: int,
-    earlier: Status | None,
-    error: BaseException | None,
-    interrupts: Sequence[int],
-) -> None:
-    """Writes the final status, where rank 0 has not come to it or knows less. `earlier`: the status
-    that the start before left; `error`: what ended the launcher."""
-    run_dir = ranks.config.run.dir
-    status = read_status(run_dir)
-    over = status is not None and status.phase in FINAL and status != earlier
-    # Another node's launcher knows less than rank 0.
-    if exit_code == 0 or (over and (exit_code == INTERRUPTED or ranks.nodes.rank > 0)):
-        return
-    last = status or Status(phase="", step=0, steps=ranks.config.run.steps, time=0.0)
-    me = f"mar train (pid {os.getpid()})"
-    if exit_code == INTERRUPTED:
-        names = ", ".join(_name(number) for number in interrupts)
-        ended = replace(last, phase="stopped", detail=f"{me} received {names} and ended the run")
-        if last.phase in FINAL:  # nothing has begun: the start before ended so
-            return
-    elif error is not None:
-        ended = replace(last, phase="failed", error=f"{me}: {described(error)}", log=None)
-    else:
-        message, place = _cause(run_dir)
-        ended = replace(last, phase="failed", error=message, log=place)
-    write_status(run_dir, replace(ended, time=time.time()))
 
 
 def _prepare_directory(config: Config) -> None:
@@ -480,15 +417,6 @@ def _over(run_dir: Path) -> bool:
     return status is not None and status.phase in FINAL
 
 
-def _record_failure(run_dir: Path, stall_found: stall.Stall) -> None:
-    last = read_status(run_dir) or Status(phase="starting", step=0, steps=0, time=0.0)
-    log, now = str(run_dir / stall.FILE), time.time()
-    write_status(run_dir, replace(last, phase="failed", time=now, error=stall_found.error, log=log))
-    kind = SECONDARY if stall_found.consequence else PRIMARY
-    failure = Failure(process="launcher", what=stall_found.error, where=log, kind=kind, time=now)
-    record_failure(run_dir, failure)
-
-
 def _kill_leftovers(run_id: str) -> None:
     """Kills every process of the run, and releases the memory of its weights. A stopped process
     would not react to SIGTERM."""
@@ -510,46 +438,3 @@ def _report(run_dir: Path, console: Console) -> None:
         write_report(run_dir)
     except UserError as error:
         console.print(f"The report was not written. {error}", markup=False)
-
-
-def _cause(run_dir: Path) -> tuple[str, str]:
-    """The cause of a failure, and its file. Rank 0's own words are the fullest, unless what it met
-    was another process's death."""
-    failure = first_failure(run_dir)
-    cause = None
-    if failure is None or failure.kind != PRIMARY:
-        cause = find_cause(run_dir / "logs")
-    if cause is not None and (failure is None or cause.kind < failure.kind):
-        kernel = None
-        # torchrun names the signal: the kernel sends none but SIGKILL.
-        if cause.kind == KILLED and (killed := _SIGKILLED.search(cause.message)) is not None:
-            kernel = kernel_shortage([int(killed[1])], used=False)
-        message = cause.message if kernel is None else f"{cause.message}\n  {kernel.message}"
-        return message, f"{cause.file}:{cause.line}"
-    if failure is None:
-        return "no process left a message", str(run_dir / "logs")
-    fix = f"\n  fix: {failure.fix}" if failure.fix else ""
-    return failure.what + fix, failure.where
-
-
-def _explain_failure(run_dir: Path, console: Console) -> None:
-    """Shows the cause and its file; when a wait missed its deadline, also who waited for what."""
-    message, place = _cause(run_dir)
-    console.print("[red bold]The run failed:[/] ", end="")
-    console.print(message, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Log: {place}", markup=False, highlight=False, soft_wrap=True)
-    if shutil.disk_usage(run_dir).free < FULL_BYTES:
-        text = (
-            f"The file system that holds {run_dir} is full, and logs may lack their last lines.\n "
-            " fix: make room there"
-        )
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-    picture = stall.read_summary(run_dir)
-    if picture is not None:
-        console.print(
-            f"\nWho waited for what (stacks: {run_dir / stall.FILE}):",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
-        console.print(picture, markup=False, highlight=False, soft_wrap=True)

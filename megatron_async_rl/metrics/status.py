@@ -13,9 +13,8 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_async_rl.config.durable import write_file
+from megatron_async_rl.config.durable import unreadable, write_file
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.config.read_back import unreadable
 from megatron_async_rl.watchdog.progress_monitor import write_whole
 
 FILE = "status.json"

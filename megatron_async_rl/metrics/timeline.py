@@ -22,8 +22,8 @@ from pathlib import Path
 from threading import Lock
 from typing import BinaryIO
 
-from megatron_async_rl.config.read_back import reading
-from megatron_async_rl.metrics.log import GrowingFile
+from megatron_async_rl.config.durable import reading
+from megatron_async_rl.metrics.json_lines import GrowingFile
 
 _log = logging.getLogger(__name__)
 

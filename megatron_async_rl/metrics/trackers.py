@@ -23,9 +23,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.config.durable import write_file
+from megatron_async_rl.config.durable import reading, write_file
 from megatron_async_rl.config.problem import Problem, UserError
-from megatron_async_rl.config.read_back import reading
 from megatron_async_rl.metrics.catalogue import METRICS, Value
 from megatron_async_rl.metrics.sinks import Sink
 

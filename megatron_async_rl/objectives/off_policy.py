@@ -34,7 +34,7 @@ from megatron_async_rl.config.corrections import (
     TisCorrection,
     TokenVetoCorrection,
 )
-from megatron_async_rl.config.ratios import Proximal
+from megatron_async_rl.config.losses import Proximal
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
 from megatron_async_rl.objectives.method import TokenColumn
 

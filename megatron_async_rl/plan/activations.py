@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from megatron_async_rl.config.lora import ROW_PARALLEL, LoraConfig, Target
+from megatron_async_rl.config.policy import ROW_PARALLEL, LoraConfig, Target
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.layers import fp8_inputs
 from megatron_async_rl.plan.model_files import ModelShape

@@ -23,12 +23,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_async_rl.config.fp8 import RECIPES, lacking, version_of
+from megatron_async_rl.config.policy import RECIPES, lacking, version_of
 from megatron_async_rl.config.problem import shipped
 from megatron_async_rl.plan.machine import GIB, Machine, this_machine
 from megatron_async_rl.plan.screen import size
 from megatron_async_rl.policy.supported import APEX_WEIGHT_GRADIENTS, PINNED, engine_obstacle
-from megatron_async_rl.rollout.rewards.sandbox import SandboxError, run
+from megatron_async_rl.rollout.isolation.sandbox import SandboxError, run
 
 PACKAGE = "megatron-async-rl"
 APEX = "apex"

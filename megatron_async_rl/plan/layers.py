@@ -9,8 +9,16 @@ output projection of attention keeps the bfloat16 tensor that attention keeps an
 
 from __future__ import annotations
 
-from megatron_async_rl.config.fp8 import Fp8Config, lacking, needed
-from megatron_async_rl.config.lora import ATTENTION, MLP, ROW_PARALLEL, LoraConfig, Target
+from megatron_async_rl.config.policy import (
+    ATTENTION,
+    MLP,
+    ROW_PARALLEL,
+    Fp8Config,
+    LoraConfig,
+    Target,
+    lacking,
+    needed,
+)
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.machine import Machine

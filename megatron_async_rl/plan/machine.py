@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_async_rl.config.fp8 import version_of
+from megatron_async_rl.config.policy import version_of
 from megatron_async_rl.policy.supported import PINNED
 from megatron_async_rl.watchdog.host_memory import free_bytes, total_bytes
 

@@ -11,7 +11,8 @@ from functools import partial
 
 from megatron_async_rl.config.advantages import OpobAdvantage
 from megatron_async_rl.config.controls import AlignmentSettings
-from megatron_async_rl.config.schema import Config, RolloutConfig
+from megatron_async_rl.config.rollout import RolloutConfig
+from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.activations import (
     FLOAT32,
     activations,

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_async_rl.config.environment import AGENTS, TOOLS
 from megatron_async_rl.config.load import load
+from megatron_async_rl.config.losses import LONG_RESPONSE
 from megatron_async_rl.config.problem import ConfigError, DataError, Problem, UserError, shipped
-from megatron_async_rl.config.ratios import LONG_RESPONSE
+from megatron_async_rl.config.rollout import AGENTS, TOOLS
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import YamlFault, parse_value
 from megatron_async_rl.data.hub import fetch, located, parse

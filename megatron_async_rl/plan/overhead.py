@@ -8,7 +8,8 @@ releases weights and cache alone.
 
 from __future__ import annotations
 
-from megatron_async_rl.config.schema import Config, RolloutConfig
+from megatron_async_rl.config.rollout import RolloutConfig
+from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.machine import GIB
 
 CONTEXT_BYTES = GIB // 2

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_async_rl.config.problem import Problem, UserError
-from megatron_async_rl.config.sampling_rules import length_warnings, sampling_warnings
+from megatron_async_rl.config.rollout_rules import length_warnings, sampling_warnings
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow.colocated import Phase
 from megatron_async_rl.plan.batch import (
@@ -36,13 +36,12 @@ from megatron_async_rl.plan.layout import (
     by_node,
     device_of,
     engines_elsewhere,
-    gpu_problems,
     layers_of,
-    layout_problems,
     number_of,
     processes,
     spread_notes,
 )
+from megatron_async_rl.plan.layout_problems import gpu_problems, layout_problems
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.memory import (
     EngineMemory,

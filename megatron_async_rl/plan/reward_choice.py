@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.config.environment import AGENTS, TOOLS
 from megatron_async_rl.config.problem import UserError, shipped
+from megatron_async_rl.config.rollout import AGENTS, TOOLS
 from megatron_async_rl.config.yaml_tree import YamlFault, parse_value, write
 from megatron_async_rl.rollout.rewards import registry
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_async_rl.config.environment import AGENTS
+from megatron_async_rl.config.rollout import AGENTS, RolloutConfig
 from megatron_async_rl.config.sampling import SamplingConfig
-from megatron_async_rl.config.schema import RolloutConfig
 
 HERE = ""
 """Name of rank 0's machine, where the controller is; another goes by its Ray node's id. By

@@ -25,7 +25,8 @@ from rich.table import Table
 
 from megatron_async_rl.config.flow import ExactLag
 from megatron_async_rl.config.problem import ConfigError, UserError
-from megatron_async_rl.config.schema import Config, RolloutConfig
+from megatron_async_rl.config.rollout import RolloutConfig
+from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.layout import device_of, engine_count, engines_elsewhere
 from megatron_async_rl.plan.machine import described_machine, this_machine
 from megatron_async_rl.plan.model_files import ModelShape, read_model

@@ -32,8 +32,8 @@ from typing import Any
 import numpy as np
 import simpy
 
-from megatron_async_rl.config.flow import OldestFirst, Replay
-from megatron_async_rl.config.schema import FlowConfig, RolloutConfig
+from megatron_async_rl.config.flow import FlowConfig, OldestFirst, Replay
+from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.flow.engine_task import EngineSlot, PendingRequest
 from megatron_async_rl.flow.lanes import Lanes, capacity_of
 from megatron_async_rl.flow.scheduler import Scheduler

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from errno import ENOMEM
 from pathlib import Path
 
-from megatron_async_rl.config.read_back import reading
+from megatron_async_rl.config.durable import reading
 from megatron_async_rl.watchdog.deadline import DeadlineExceeded, this_process
 from megatron_async_rl.watchdog.host_memory import MemoryKind
 from megatron_async_rl.watchdog.logs import DEADLINE, PRIMARY, SECONDARY, judge

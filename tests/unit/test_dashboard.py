@@ -24,7 +24,8 @@ from typer.testing import CliRunner
 
 from megatron_async_rl.cli import app
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.metrics.log import GrowingFile, MetricsLog
+from megatron_async_rl.metrics.json_lines import GrowingFile
+from megatron_async_rl.metrics.log import MetricsLog
 from megatron_async_rl.metrics.timeline import Span
 from megatron_async_rl.report import sample_browser
 from megatron_async_rl.report.dashboard import Dashboard, _DashboardServer

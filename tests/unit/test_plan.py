@@ -40,9 +40,10 @@ from megatron_async_rl.plan.memory import (
 )
 from megatron_async_rl.plan.model_files import ModelShape, read_model
 from megatron_async_rl.plan.overhead import OverheadParts, of_engine, of_rank, of_sleeping_engine
+from megatron_async_rl.plan.pace import staleness_law
 from megatron_async_rl.plan.plan import RunPlan
 from megatron_async_rl.plan.preflight import preflight
-from megatron_async_rl.plan.screen import show_plan, size, staleness_law
+from megatron_async_rl.plan.screen import show_plan, size
 from megatron_async_rl.policy.supported import FAMILIES
 from megatron_async_rl.rollout.cluster import object_store_bytes
 from tests.cases import looped
@@ -745,7 +746,7 @@ def test_a_reward_server_where_nobody_listens_is_told_and_not_waited_for(file, m
             f"rollout.reward: no server answers at 127.0.0.1:{port} (Connection re"
         )
         server.listen()  # and never answers
-        monkeypatch.setattr("megatron_async_rl.plan.preflight.REWARD_TRIAL_TIMEOUT_S", 0.1)
+        monkeypatch.setattr("megatron_async_rl.plan.trials.REWARD_TRIAL_TIMEOUT_S", 0.1)
         assert told(port, timeout_s=30) == []
 
 
@@ -1714,7 +1715,7 @@ def of_groups(prompt, responses):
 def test_a_reward_that_fails_on_a_made_up_response_is_found_before_the_run(
     file, monkeypatch, name, timeout_s, words
 ):
-    monkeypatch.setattr("megatron_async_rl.plan.preflight.REWARD_TRIAL_TIMEOUT_S", 600.0)
+    monkeypatch.setattr("megatron_async_rl.plan.trials.REWARD_TRIAL_TIMEOUT_S", 600.0)
     (file.parent / "probed_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(file.parent)
     settings = f"{{name: 'probed_rewards:{name}', timeout_s: {timeout_s}}}"
@@ -1728,7 +1729,7 @@ def test_each_part_of_the_reward_is_tried_on_the_prompts_that_it_is_for(file, mo
     """The rows of the second kind are behind the first few that are tried."""
     (file.parent / "probed_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(file.parent)
-    monkeypatch.setattr("megatron_async_rl.plan.preflight.REWARD_TRIAL_TIMEOUT_S", 600.0)
+    monkeypatch.setattr("megatron_async_rl.plan.trials.REWARD_TRIAL_TIMEOUT_S", 600.0)
     rows = [{"prompt": "1+1=", "answer": "2", "kind": "sum"}] * 5
     rows += [{"prompt": "2+2=", "kind": "word", "wanted": "x"}] * 2
     data = file.parent / "train.jsonl"
@@ -1754,7 +1755,7 @@ def test_each_part_of_the_reward_is_tried_on_the_prompts_that_it_is_for(file, mo
 def test_a_plan_is_not_kept_waiting_by_a_reward_that_may_be_slow(file, monkeypatch):
     (file.parent / "probed_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(file.parent)
-    monkeypatch.setattr("megatron_async_rl.plan.preflight.REWARD_TRIAL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("megatron_async_rl.plan.trials.REWARD_TRIAL_TIMEOUT_S", 0.2)
     slow = "rollout.reward={name: 'probed_rewards:never_answers', timeout_s: 3000}"
     assert plan(file, slow, "watchdog.timeout_s=3001").problems == ()
 

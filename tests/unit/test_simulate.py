@@ -15,9 +15,11 @@ import yaml
 from typer.testing import CliRunner
 
 from megatron_async_rl import cli
+from megatron_async_rl.config.flow import FlowConfig
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.config.schema import FlowConfig, RewardConfig, RolloutConfig, SamplingConfig
+from megatron_async_rl.config.rollout import RewardConfig, RolloutConfig
+from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.metrics.timeline import FOLDER as TIMELINE
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.report.run_data import read_run
