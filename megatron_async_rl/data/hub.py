@@ -30,8 +30,13 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.settings_model import Strict
 from megatron_async_rl.config.yaml_tree import YamlFault, read_tree
-from megatron_async_rl.data.files import FORMATS, NO_DATA
-from megatron_async_rl.data.patterns import alternatives_of, one_pattern, paths_matching
+from megatron_async_rl.data.locations import (
+    ENDINGS,
+    NO_DATA,
+    alternatives_of,
+    one_pattern,
+    paths_matching,
+)
 
 NAME = re.compile(
     r"hf:/{1,2}(?P<data>datasets/)?(?P<id>[^/@#]+/[^/@#]+)(@(?P<revision>[^/#]+))?"
@@ -342,7 +347,7 @@ def _matched(entry: Mapping[str, Any], files: list[str]) -> dict[str, list[str]]
 
     # `datasets` matches patterns against a file system. This one holds an empty file for each name
     # in the commit's list, because offline only the list is certain to be complete.
-    there = [one for one in files if one.endswith(tuple(FORMATS)) and not NO_DATA.search(one)]
+    there = [one for one in files if one.endswith(ENDINGS) and not NO_DATA.search(one)]
     system = MemoryFileSystem()
     system.pipe({f"{root}/{one}": b"" for one in there})
     splits: dict[str, list[str]] = {}
@@ -432,6 +437,6 @@ def _first_line(error: Exception) -> str:
 
 def _name_a_file(name: HubName, listed: list[str]) -> str:
     """Shows the files that it holds."""
-    files = [file for file in listed if file.endswith(tuple(FORMATS))]
+    files = [file for file in listed if file.endswith(ENDINGS)]
     shown = f": {', '.join(files[:6])}" if files else ", such as /data/train-*.parquet"
     return f"add the file, or a pattern of files, in it{shown}"

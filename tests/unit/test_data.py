@@ -32,9 +32,10 @@ from megatron_async_rl.data import (
     read_training,
 )
 from megatron_async_rl.data.chat_template import ChatTemplate
-from megatron_async_rl.data.conversation import TrainingConversation
 from megatron_async_rl.data.files import read_rows
-from megatron_async_rl.data.prompts import MixturePart, Required, nothing_more
+from megatron_async_rl.data.messages import TrainingConversation
+from megatron_async_rl.data.prompts import MixturePart
+from megatron_async_rl.data.row_columns import Required, nothing_more
 from megatron_async_rl.data.source import Mixture
 from megatron_async_rl.data.tokenizer import load_tokenizer
 from tests.cases import looped
