@@ -104,15 +104,12 @@ SHARED_STEMS = {"__init__", "registry", "errors"}
 """Names of files that every folder may have."""
 
 SAME_STEMS = {
-    "megatron_async_rl/data/conversation.py",
     "megatron_async_rl/flow/spec.py",
-    "megatron_async_rl/rollout/environments/conversation.py",
     "megatron_async_rl/rollout/spec.py",
 }
 """Files of one name that are still to be renamed."""
 
 LONG_FILES = {
-    "megatron_async_rl/data/prompts.py",
     "megatron_async_rl/flow/controller.py",
     "megatron_async_rl/flow/sample_log.py",
     "megatron_async_rl/rollout/environments/built_in.py",
