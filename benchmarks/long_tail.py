@@ -272,7 +272,7 @@ def main() -> None:
         )  # the engine has redirected its output
         return
     if args.real:
-        from megatron_async_rl.rollout.vllm_plugin import environment
+        from megatron_async_rl.rollout.vllm.plugin import environment
 
         env = {**os.environ, **environment(spec(Path(tempfile.gettempdir())))}
         with tempfile.TemporaryDirectory() as folder:

@@ -108,7 +108,7 @@ def ours(args: argparse.Namespace, logs: Path) -> dict[str, float]:
 def bare(args: argparse.Namespace, logs: Path) -> dict[str, float]:
     from vllm import LLM, SamplingParams
 
-    from megatron_async_rl.rollout.vllm_plugin import environment
+    from megatron_async_rl.rollout.vllm.plugin import environment
 
     ours_alone = ("LD_PRELOAD", "VLLM_PLUGINS")
     os.environ.update(

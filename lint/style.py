@@ -104,9 +104,7 @@ SAME_STEMS = {
     "megatron_async_rl/data/conversation.py",
     "megatron_async_rl/flow/batches.py",
     "megatron_async_rl/flow/spec.py",
-    "megatron_async_rl/flow/summary.py",
     "megatron_async_rl/policy/batches.py",
-    "megatron_async_rl/report/summary.py",
     "megatron_async_rl/rollout/environments/conversation.py",
     "megatron_async_rl/rollout/spec.py",
 }
@@ -115,10 +113,8 @@ SAME_STEMS = {
 LONG_FILES = {
     "megatron_async_rl/data/prompts.py",
     "megatron_async_rl/flow/controller.py",
-    "megatron_async_rl/flow/rank0.py",
     "megatron_async_rl/flow/sample_log.py",
     "megatron_async_rl/policy/model_blocks.py",
-    "megatron_async_rl/policy/policy.py",
     "megatron_async_rl/rollout/environments/built_in.py",
     "megatron_async_rl/rollout/rewards/formula_parser.py",
 }

@@ -33,6 +33,8 @@ CUDA_BLOCK = 1 << 24
 """On CUDA: enough work to hide the launch; cuBLAS sums in a tree, so the longer block rounds no
 more."""
 
+CLIP_EPSILON = 1e-6
+
 
 @dataclass(frozen=True, eq=False)
 class GradientShard:
@@ -219,3 +221,10 @@ def scale(gradients: Gradients, factor: float) -> None:
     shards = [shard.grad for shard in gradients.shards]
     if shards and factor != 1.0:
         torch._foreach_mul_(shards, factor)
+
+
+def clip_to(gradients: Gradients, norm: float, limit: float | None) -> None:
+    """Scale all gradients in place so that their global norm is at most `limit`: copies alike, so
+    that replicas stay equal. norm: |g| over the model."""
+    if limit is not None and norm > limit:
+        scale(gradients, limit / (norm + CLIP_EPSILON))

@@ -45,7 +45,7 @@ from megatron_async_rl.plan.layout import device_of
 from megatron_async_rl.plan.machine import this_machine
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.resume import differences
-from megatron_async_rl.report.summary import span
+from megatron_async_rl.report.run_data import span
 from megatron_async_rl.watchdog.logs import find_cause
 
 FILE = "study.json"

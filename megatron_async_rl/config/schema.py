@@ -189,6 +189,11 @@ class Config(Strict):
         return self.objective.loss.name == "sft"
 
     @property
+    def colocated(self) -> bool:
+        """True where engines and policy share devices, in alternating phases."""
+        return self.rollout is not None and self.rollout.placement == "colocated"
+
+    @property
     def engine_dtype(self) -> Literal["float32", "bfloat16"]:
         """Precision that the engines of a run load weights and compute in."""
         lora = self.policy.lora

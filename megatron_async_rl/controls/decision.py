@@ -95,6 +95,23 @@ class Decision:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+def combined(decisions: Iterable[Decision]) -> Decision:
+    """Return the decision of all controls: factors multiply, the last beta1 and the last norm hold,
+    and any may skip. `norm_before` is the first measured: later ones are of a changed gradient."""
+    whole = Decision()
+    for each in decisions:
+        whole = Decision(
+            skip=whole.skip or each.skip,
+            lr_scale=whole.lr_scale * each.lr_scale,
+            gradient_scale=whole.gradient_scale * each.gradient_scale,
+            beta1=whole.beta1 if each.beta1 is None else each.beta1,
+            norm_before=each.norm_before if whole.norm_before is None else whole.norm_before,
+            norm_after=whole.norm_after if each.norm_after is None else each.norm_after,
+            metrics={**whole.metrics, **each.metrics},
+        )
+    return whole
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UpdateView:
     """Update that the optimizer is about to apply, one tensor per gradient shard, of the

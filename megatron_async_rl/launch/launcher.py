@@ -54,7 +54,7 @@ from megatron_async_rl.report.progress import Progress, print_summary
 from megatron_async_rl.rollout.allocator import set_options_of_ranks
 from megatron_async_rl.rollout.cluster import prepare_environment, stay_on_this_machine
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.rollout.vllm_plugin import serving_engines
+from megatron_async_rl.rollout.vllm.plugin import serving_engines
 from megatron_async_rl.samples.segments import FOLDER as SAMPLES
 from megatron_async_rl.watchdog import stall, watch
 from megatron_async_rl.watchdog.events import (

@@ -35,7 +35,7 @@ from megatron_async_rl.policy.supported import (
     Family,
     engine_obstacle,
 )
-from megatron_async_rl.rollout.rewards.sandbox import SandboxError, run
+from megatron_async_rl.rollout.isolation.sandbox import SandboxError, run
 
 PACKAGE = "megatron-async-rl"
 APEX = "apex"

@@ -20,13 +20,17 @@ the responses that it runs. All that is not in a data sheet is a constant below,
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from megatron_async_rl.config.advantages import OpobAdvantage, OtbAdvantage
 from megatron_async_rl.config.corrections import IcepopCorrection, OpsmCorrection, TisCorrection
 from megatron_async_rl.config.flow import ExactLag
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.metrics.log import MetricRow, number
 from megatron_async_rl.plan.layer_memory import engine_bytes, fp8_layers
 from megatron_async_rl.plan.layout import Device, engine_count, engines_elsewhere, rank_coordinates
 from megatron_async_rl.plan.machine import CHIPS, Chip, Machine, chip_of
@@ -47,6 +51,9 @@ NETWORK_RATE = 35e9
 LENT_RATE = 60e9
 """Bytes a second of buckets that the GPUs of a machine gather, over NVLink, and engines on them
 load."""
+HOLE_STEPS = 10
+"""Number of median steps between two lines of metrics beyond which the run was stopped in
+between."""
 SENDING = {
     "relay": f"{RELAY_RATE / 1e9:g} GB/s to each other machine",
     "collective": f"{NETWORK_RATE / 1e9:g} GB/s to one engine after the other",
@@ -383,3 +390,70 @@ def _writers(config: Config, machine: Machine) -> int:
 
 def _s(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRates:
+    steps: int
+    train_s: float
+    """Median over the steps, as the other seconds."""
+    publish_s: float
+    pause_s: float
+    """Pause of the engine that paused longest."""
+    tokens_per_step: float
+    """Mean number of response tokens that the engines sampled."""
+    tokens_per_busy_s: float
+    """Tokens that one engine samples per busy second, mean over the run's engines."""
+
+    def generate_s(self, engines: int) -> float:
+        """Seconds in which `engines` engines that are always busy sample one step's tokens."""
+        return self.tokens_per_step / (engines * self.tokens_per_busy_s)
+
+
+def measure(rows: Sequence[MetricRow]) -> MeasuredRates | None:
+    """Return None if the run has no timeline of its engines for at least two steps."""
+    step_s = _logged(rows, "time/step_s")
+    if len(step_s) < 2:
+        return None
+    longest = HOLE_STEPS * median(step_s)
+    tokens = busy_s = 0.0
+    intervals = 0
+    for before, row in itertools.pairwise(rows):
+        shares, finished = row.get("engine/busy_shares"), row.get("engine/tokens")
+        # A longer interval spans a stop, and its shares do not describe the steps.
+        interval = (number(row, "time") or 0.0) - (number(before, "time") or 0.0)
+        if isinstance(shares, list) and isinstance(finished, list) and 0 < interval <= longest:
+            tokens += sum(finished)
+            busy_s += interval * sum(shares)
+            intervals += 1
+    train = _logged(rows, "time/train_s")
+    if not intervals or tokens <= 0 or busy_s <= 0 or not train:
+        return None
+    return MeasuredRates(
+        steps=len(rows),
+        train_s=median(train),
+        publish_s=median(_logged(rows, "time/publish_s") or [0.0]),
+        pause_s=median(_logged(rows, "weights/pause_s") or [0.0]),
+        tokens_per_step=tokens / intervals,
+        tokens_per_busy_s=tokens / busy_s,
+    )
+
+
+def update_per_lr(rows: Sequence[MetricRow]) -> float | None:
+    """Median ratio of an update's L2 norm to its learning rate, G of the planning rule; None if no
+    control measured updates."""
+    ratios = []
+    for row in rows:
+        norm, lr = (
+            number(row, "update/norm"),
+            (number(row, "policy/lr") or 0.0) * (number(row, "policy/lr_scale") or 1.0),
+        )
+        # A skipped step counts as a zero in the mean over a batch's steps: divide it out.
+        made = 1.0 - (number(row, "policy/skipped") or 0.0)
+        if norm and lr > 0 and made > 0:
+            ratios.append(norm / made / lr)
+    return median(ratios) if ratios else None
+
+
+def _logged(rows: Sequence[MetricRow], key: str) -> list[float]:
+    return [value for row in rows if (value := number(row, key)) is not None]

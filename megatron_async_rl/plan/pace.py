@@ -11,9 +11,8 @@ from megatron_async_rl.config.flow import ExactLag, OldestFirst, Replay, Windowe
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import YamlFault, read_tree
 from megatron_async_rl.flow.staleness import admitted_limit, max_lag
-from megatron_async_rl.plan.estimate import Overlap, run_ahead
+from megatron_async_rl.plan.estimate import MeasuredRates, Overlap, run_ahead
 from megatron_async_rl.plan.layout import number_of
-from megatron_async_rl.report.summary import MeasuredRates
 
 
 def staleness_law(config: Config) -> str:

@@ -16,6 +16,7 @@ from megatron_async_rl.config.problem import SCREEN_PROBLEMS
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import write
 from megatron_async_rl.metrics.log import read_newest
+from megatron_async_rl.plan.estimate import measure, update_per_lr
 from megatron_async_rl.plan.fit import lent_bytes, shared_memory, shm_size, twin_bytes
 from megatron_async_rl.plan.layout import number_of
 from megatron_async_rl.plan.machine import Machine, size
@@ -27,7 +28,6 @@ from megatron_async_rl.plan.memory import (
 )
 from megatron_async_rl.plan.pace import expected_overlap, overlap_of, planning_rule, staleness_law
 from megatron_async_rl.plan.plan import RunPlan
-from megatron_async_rl.report.summary import measure, update_per_lr
 
 PROCESSES_SHOWN = 16
 STAGES_SHOWN = 5

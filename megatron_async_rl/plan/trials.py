@@ -218,8 +218,8 @@ def grammar_problems(config: Config) -> list[Problem]:
 
 
 def _grammar_fault(config: Config, sampling: EvalSampling) -> str | None:
-    from megatron_async_rl.rollout.engine_arguments import structured
-    from megatron_async_rl.weights.vllm_private import require_grammar
+    from megatron_async_rl.rollout.vllm.engine_arguments import structured
+    from megatron_async_rl.rollout.vllm.vllm_private import require_grammar
 
     given = config.rollout.vllm.get("structured_outputs_config") if config.rollout else None
     try:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron_async_rl.report.anomalies import GRAVE, KINDS, Anomaly
-from megatron_async_rl.report.series import Floats, thin
+from megatron_async_rl.report.metric_rows import Floats, thin
 
 STEPS = "optimizer step"
 COLOURS = {

@@ -10,10 +10,9 @@ from typing import Literal
 
 import numpy as np
 
+from megatron_async_rl.report.metric_rows import Floats, column, histograms, numbers, smooth
 from megatron_async_rl.report.panel import Curve, Level, Panel
-from megatron_async_rl.report.run_data import RunData
-from megatron_async_rl.report.series import Floats, column, histograms, numbers, smooth
-from megatron_async_rl.report.summary import REGIMES
+from megatron_async_rl.report.run_data import REGIMES, RunData
 from megatron_async_rl.report.time_panels import engine_panels, simulation, step_time, timeline
 
 PART = "reward/part/"

@@ -10,9 +10,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_async_rl.metrics.timeline import Span
-from megatron_async_rl.report.panel import Bar, Curve, Panel
-from megatron_async_rl.report.run_data import RunData
-from megatron_async_rl.report.series import (
+from megatron_async_rl.report.metric_rows import (
     Floats,
     column,
     doubling_bins,
@@ -20,7 +18,8 @@ from megatron_async_rl.report.series import (
     per_engine,
     smooth,
 )
-from megatron_async_rl.report.summary import IN_A_STEP
+from megatron_async_rl.report.panel import Bar, Curve, Panel
+from megatron_async_rl.report.run_data import IN_A_STEP, RunData
 
 TRACKS_SHOWN = 12
 BARS = 600

@@ -8,7 +8,7 @@ Invariants:
 - a limit on what a reward computes is one on processor time, so a loaded machine makes no right
   answer wrong; a reply that came in time counts, however late the event loop reads it;
 - whatever way a process ends, all it started is killed with it, in whatever session: its parent, a
-  subreaper (rewards/sandbox_program.py), adopts what it leaves behind;
+  subreaper (isolation/sandboxed.py), adopts what it leaves behind;
 - only what certainly is the fault of one response is its error; where several were worked on, each
   is a suspect, and the owner tries them one by one.
 """
@@ -32,8 +32,8 @@ from typing import Any, Protocol, cast
 
 import psutil
 
+from megatron_async_rl.rollout.isolation.sandboxed import keep
 from megatron_async_rl.rollout.rewards.registry import RewardItem
-from megatron_async_rl.rollout.rewards.sandbox_program import keep
 from megatron_async_rl.rollout.rewards.worker import LENGTH, MAIN, Scored, encode_call
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.processes import PARENT

@@ -194,6 +194,12 @@ class RankBatch:
         """[S]: the newest version that sampled a token."""
         return np.maximum.reduceat(self.versions, self.starts[:-1])
 
+    @property
+    def lag_max(self) -> int:
+        """Largest lag of a token that is trained on; what an environment wrote was not sampled."""
+        lags = self.version - self.versions[self.loss_mask > 0]
+        return int(lags.max(initial=0))
+
     def select(self, rows: NDArray[np.int64] | Sequence[int]) -> RankBatch:
         """These samples alone, in this order."""
         rows = np.asarray(rows, dtype=np.int64)

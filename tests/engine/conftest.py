@@ -11,7 +11,7 @@ import pytest
 from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.rollout.cluster import prepare_environment
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.rollout.vllm_plugin import serving_engines
+from megatron_async_rl.rollout.vllm.plugin import serving_engines
 from tests.engine.reference import save_checkpoint
 from tests.engine.running import (
     CHECKPOINTS,

@@ -75,12 +75,12 @@ def logprobs(
         ContextParallelSlice(layout.cp_rank, layout.cp_size),
     )
     rounds = layout.pp_size if layout.virtual_stages > 1 else 1
-    plan = plan_micro_batches(
+    cuts, _ = plan_micro_batches(
         samples, data_parallel=1, budget=100, sequences=sequences, in_groups_of=rounds
     )
     found = {}
     for micro_batch, outputs in schedule.forward(
-        [build_micro_batch(samples, rows, layout.device, sequences) for rows in plan.ranks[0]]
+        [build_micro_batch(samples, rows, layout.device, sequences) for rows in cuts[0]]
     ):
         for row, index in enumerate(micro_batch.samples):
             found[index] = outputs.logp[micro_batch.sequence == row]

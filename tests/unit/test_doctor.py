@@ -16,7 +16,7 @@ from rich.console import Console
 from megatron_async_rl.plan import doctor
 from megatron_async_rl.plan.machine import GIB, Gpu, Machine
 from megatron_async_rl.policy.supported import EXPECTED, FAMILIES, REFUSED, unsupported
-from megatron_async_rl.rollout.rewards.sandbox import SandboxError
+from megatron_async_rl.rollout.isolation.sandbox import SandboxError
 from tests.cases import looped
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -8,8 +8,9 @@ import torch
 
 from megatron_async_rl.config.policy import OptimizerConfig
 from megatron_async_rl.controls.decision import Control, Decision
+from megatron_async_rl.gradients import clip_to
 from megatron_async_rl.policy import step as step_module
-from megatron_async_rl.policy.step import OptimizerStep, StepFacts, clip_to
+from megatron_async_rl.policy.step import OptimizerStep, StepFacts
 from tests.gradients import OneRank, Shard, gradient
 
 

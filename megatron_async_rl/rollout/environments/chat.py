@@ -171,7 +171,7 @@ class ToolParser:
         from vllm.tokenizers import get_tokenizer
         from vllm.tool_parsers import ToolParserManager
 
-        from megatron_async_rl.weights.vllm_private import call_beginnings
+        from megatron_async_rl.rollout.vllm.vllm_private import call_beginnings
 
         require_tool_parser(name)
         for logger in PARSERS:

@@ -41,7 +41,7 @@ from megatron_async_rl.rollout.environments import (
     require_finite,
     settled,
 )
-from megatron_async_rl.rollout.rewards.sandbox_program import keep
+from megatron_async_rl.rollout.isolation.sandboxed import keep
 from megatron_async_rl.watchdog.processes import PARENT, die_with_parent
 
 LENGTH = struct.Struct("!I")
