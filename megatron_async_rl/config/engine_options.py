@@ -47,7 +47,7 @@ _COPIES = (
 )
 _ONE_MACHINE = (
     "an engine's workers are processes of one machine, and this is set for them; rollout.tensor and"
-    " rollout.pipeline say how many there are, and rollout.engines may be on any machine"
+    " rollout.pipeline set their number, and rollout.engines may be on any machine"
 )
 _CONTEXT = (
     "weights are updated over workers of rollout.tensor and rollout.pipeline: raise one of these"
@@ -209,9 +209,9 @@ def _matching(reasons: Mapping[str, str], argument: str) -> str | None:
 
 
 def wrong_value(name: str, value: Any, wanted: str) -> Problem | None:
-    """The problem of a value that vLLM would not take. wanted: the argument's type as vLLM's source
-    has it; if that names a type of vLLM's own, or the value is null, its engine reports the problem
-    as it starts."""
+    """Problem of a value that vLLM would not accept. wanted: the argument's type in vLLM's source.
+    If that names a type of vLLM's own, or the value is null, its engine reports the problem at its
+    start."""
     if value is None:  # the default of some that are declared without it
         return None
     try:
@@ -235,7 +235,7 @@ def wrong_value(name: str, value: Any, wanted: str) -> Problem | None:
 
 def vllm_arguments() -> dict[str, str]:
     """Names of vLLM's `AsyncEngineArgs` and their types. Empty where vLLM is not installed, or
-    keeps them elsewhere: an engine asks vLLM itself as it starts."""
+    keeps them elsewhere: the engine's start then checks them."""
     return {
         field.target.id: ast.unparse(field.annotation).strip("'")
         # Read from source: importing vLLM takes seconds and may initialise a device.

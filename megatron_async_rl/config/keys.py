@@ -330,7 +330,7 @@ REMOVED = {
         " windowed"
     ),
     "flow.requeue_cut": (
-        "no response is cut any more, an unfinished group goes on: remove it, and see"
+        "responses are no longer cut, unfinished groups continue: remove it, and see"
         " flow.oversample"
     ),
     "flow.filter_equal_groups": "its name is now flow.dynamic_sampling",

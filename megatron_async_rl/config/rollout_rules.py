@@ -32,7 +32,7 @@ AT_ONCE = ("arithmetic", "countdown", OWN_REWARD)
 
 
 def transport_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why weights cannot travel as configured; none: they can."""
+    """Reasons why the weight transport does not work; empty if it does."""
     transport = config.weights.transport
     if transport == "shared_memory":
         return
@@ -64,7 +64,7 @@ def transport_conflicts(config: Config) -> Iterator[str]:
 
 
 def engine_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why no engine can be as the configuration has it; none: one can."""
+    """Reasons why engines cannot have these settings; empty if they can."""
     rollout = config.rollout
     if rollout is None:
         return
@@ -238,7 +238,7 @@ def _readers(config: Config) -> Iterator[tuple[str, ReadsRatios, str]]:
 
 
 def eval_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why the held-out sets cannot be sampled; none: they can."""
+    """Reasons why the held-out sets cannot be sampled; empty if they can."""
     evaluation = config.eval
     if evaluation is None:
         return

@@ -54,7 +54,7 @@ _CHECKED = TypeAdapter(Annotated[Config, AfterValidator(_checked)])
 
 
 def run_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why objective and controls do not fit the run around them; none: they do."""
+    """Reasons to refuse the configuration; empty if it is valid."""
     # Conflicts of objective and controls first: they decide what the rest of the run needs.
     yield from _controls(config)
     yield from flow_conflicts(config)
@@ -150,7 +150,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
 
 
 def _controls(config: Config) -> Iterator[str]:
-    """Reasons why the gradient controls do not go together, or not with this run; none: they do."""
+    """Reasons why the gradient controls conflict with each other or with this run; may be empty."""
     controls = config.controls
     names = [control.name for control in controls]
     if len(set(names)) != len(names):
@@ -232,7 +232,7 @@ def _beta1(config: Config, control: ControlConfig) -> Iterator[str]:
 
 
 def flow_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why samples cannot flow as the config asks; none: they can."""
+    """Reasons why the settings of `flow` do not work; empty if they do."""
     yield from _selection(config)
     yield from _admission(config)
     yield from _deadlines(config)
@@ -273,7 +273,7 @@ def _admission(config: Config) -> Iterator[str]:
     flow, bound = config.flow, math.ceil(config.flow.async_ratio)
     if flow.oversample and not isinstance(flow.selection, Windowed):
         yield (
-            "flow.oversample asks for more groups than a step needs and trains those that finish"
+            "flow.oversample requests more groups than a step needs and trains those that finish"
             " first: set flow.selection: windowed"
         )
     # The staleness bound is ceil(async_ratio); oversampled groups must train within it, too.

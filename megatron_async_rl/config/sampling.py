@@ -146,7 +146,7 @@ class EvalSamplingConfig(Strict):
     @model_validator(mode="after")
     def _one_grammar(self) -> EvalSamplingConfig:
         if self.json_schema is not None and self.regex is not None:
-            raise ValueError("json_schema and regex both say what a response is; keep one")
+            raise ValueError("json_schema and regex both constrain a response; keep one")
         if self.json_schema is not None:
             # Only runs with a schema pay for the import.
             from jsonschema import SchemaError, validators  # slow to import

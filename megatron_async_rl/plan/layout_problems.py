@@ -214,8 +214,8 @@ def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
 def head_size_problems(
     shape: ModelShape, device: Device, options: Mapping[str, Any]
 ) -> list[Problem]:
-    """Attention heads for which vLLM has no kernel on a CPU. Its engine would start all the same,
-    and end at the first request, each time it is restarted. options: those of rollout.vllm."""
+    """Problems of attention heads for which vLLM has no CPU kernel. Its engine would start, and
+    fail at the first request after every restart. options: those of rollout.vllm."""
     sizes, size = cpu_head_sizes(), shape.head_dim
     if device != "cpu" or not sizes:
         return []

@@ -1,5 +1,5 @@
-"""A checkpoint against the run's own records: is it the run's newest, and does what it counts still
-stand there?
+"""Comparison of a checkpoint with the run's own records: whether it is the newest, and whether the
+rows that it counts still exist.
 
     status.json      names the newest checkpoint
     metrics.jsonl    has the line of the checkpoint's step, whose digest the checkpoint has

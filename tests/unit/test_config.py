@@ -281,7 +281,12 @@ def test_a_key_that_is_gone_is_refused_with_its_successor(file, override, succes
         ("rollout.vllm.pipeline_parallel_size=2", "rollout.vllm", "rollout.pipeline", "change one"),
         ("rollout.vllm.quantization=fp8", "rollout.vllm", "fp8_per_channel", "change one"),
         ("rollout.vllm.data_parallel_size=2", "rollout.vllm", "set rollout.engines", "change one"),
-        ("rollout.vllm.nnodes=2", "rollout.vllm", "rollout.pipeline say how many", "change one"),
+        (
+            "rollout.vllm.nnodes=2",
+            "rollout.vllm",
+            "rollout.pipeline set their number",
+            "change one",
+        ),
         ("rollout.vllm.enable_eplb=true", "rollout.vllm", "must not move", "change one"),
         ("controls=[gac, gac]", "config", "each at most once", "change one"),
         ("objective={loss: sft, advantage: rloo}", "objective", "set advantage: none", "change"),
