@@ -43,7 +43,7 @@ _WEIGHTS = "new weights are loaded, and their digests taken, by code that knows 
 _MODEL = "policy and engines must be one model, as the files in model.path have it"
 _COPIES = (
     "vLLM's data parallelism is engines behind a coordinator of its own: set rollout.engines, each"
-    " each filled, updated and restarted by itself"
+    " filled, updated and restarted by itself"
 )
 _ONE_MACHINE = (
     "an engine's workers are processes of one machine, and this is set for them; rollout.tensor and"

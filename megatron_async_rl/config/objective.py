@@ -196,7 +196,7 @@ class ObjectiveConfig(Strict):
 
 
 def objective_conflicts(objective: ObjectiveConfig) -> Iterator[str]:
-    """Reasons why the parts of this objective do not compose; none: they do."""
+    """Reasons why the parts of this objective do not compose; empty if they do."""
     loss, advantage = objective.loss, objective.advantage
     # In the order in which a batch meets them: aggregation, advantage, corrections, loss.
     yield from _aggregation(objective)

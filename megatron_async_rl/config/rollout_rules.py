@@ -87,7 +87,7 @@ def engine_conflicts(config: Config) -> Iterator[str]:
 
 
 def environment_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why there would be no reward, or no end to a tool; none: there are."""
+    """Reasons why there would be no reward, or no end to a tool; empty if there are."""
     rollout = config.rollout
     if rollout is None:
         return
@@ -163,7 +163,7 @@ SAMPLED_ONLY = ("sampling", "samples_per_prompt", "pass_at", "pass_reward", "eng
 
 
 def sampling_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why training's sampling does not go with the objective; none: it does."""
+    """Reasons why training's sampling does not go with the objective; empty if it does."""
     if config.rollout is None:
         return
     sampling, objective = config.rollout.sampling, config.objective

@@ -230,7 +230,7 @@ class EvalConfig(Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutFile:
-    """The rows of one held-out set. `key`: where it stands in the configuration. `name`: empty for
+    """The rows of one held-out set. `key`: its place in the configuration. `name`: empty for
     data.eval."""
 
     key: str
@@ -255,7 +255,7 @@ class EvalSet(HeldOutFile):
 
 
 def _named_sets(data: DataConfig, evaluation: EvalConfig) -> list[tuple[str, EvalSetConfig]]:
-    """The sets in their order with the keys they stand at; data.eval alone is a list of one."""
+    """The sets in order, with their keys; data.eval alone is a list of one."""
     named = [(f"eval.sets.{index}", one) for index, one in enumerate(evaluation.sets)]
     if not named and data.eval is not None:
         # model_construct: validation would refuse an empty name.

@@ -3,7 +3,7 @@ Over several machines, one launcher runs on each.
 
 The ranks run under torchrun in a session of their own: Ctrl-C reaches only this process, which
 requests a stop by a file (`RUN/stop`) that rank 0 reads between two steps; a second Ctrl-C kills. A
-run in which nothing moves any more is ended too, and with it stands who waited for what.
+run without progress is ended too, and its report states who waited for what.
 
 Invariants:
 - however the run ends, no process that it started stays behind: each carries the run's id in its
