@@ -231,8 +231,8 @@ def _path(key: str, value: str, folder: Path) -> Path:
 
 
 def _content(key: str, value: Any, folder: Path) -> Any:
-    """Return the text that `value` is, or the content of the file that it names: a template contains
-    a brace, the name of a file does not."""
+    """Return the text that `value` is, or the content of the file that it names: a template
+    contains a brace, the name of a file does not."""
     # The text itself was given, not the name of a file.
     if not isinstance(value, str) or "{" in value or "\n" in value:
         return value

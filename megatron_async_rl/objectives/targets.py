@@ -41,6 +41,7 @@ class StepTargets:
     whole: TokenBatch
     denominators: Denominators
     corrected: bool
+    # Caches: several passes of a step read the same numbers.
     _gathered: dict[int, OwnedNumbers] = field(default_factory=dict, init=False, repr=False)
     _placed: dict[int, OwnedNumbers] = field(default_factory=dict, init=False, repr=False)
 

@@ -16,8 +16,9 @@ from megatron_async_rl.data import DataError, PromptSet, Tokenizer
 from megatron_async_rl.rollout.environments import EnvironmentRefused, load_factory
 from megatron_async_rl.rollout.environments.chat import follow_ups
 from megatron_async_rl.rollout.environments.conversation import failures
+from megatron_async_rl.rollout.isolation.supervisor import UserCodeStartError
 from megatron_async_rl.rollout.rewards.registry import RewardError, RewardItem
-from megatron_async_rl.rollout.scoring import Scorer, WorkerStartError, require_rewards
+from megatron_async_rl.rollout.scoring import Scorer, require_rewards
 from megatron_async_rl.samples import Prompt
 
 REWARD_TRIAL_TIMEOUT_S = 20.0
@@ -81,7 +82,7 @@ async def _score_made_up(settings: RewardConfig, read: Mapping[str, PromptSet]) 
                         fix=fix,
                     )
                 )
-    except WorkerStartError as error:
+    except UserCodeStartError as error:
         fix = "correct the module, or raise rollout.reward.memory_mib"
         found.append(Problem(key=_named(settings), what=str(error), fix=fix))
     finally:

@@ -32,7 +32,7 @@ from megatron_async_rl.plan.machine import described_machine, this_machine
 from megatron_async_rl.plan.model_files import ModelShape, read_model
 from megatron_async_rl.plan.plan import make_plan
 from megatron_async_rl.plan.preflight import preflight
-from megatron_async_rl.report.time_panels import PREDICTED, SIMULATION
+from megatron_async_rl.report.panels import PREDICTED, SIMULATION
 from megatron_async_rl.simulate.calibrate import calibrate
 from megatron_async_rl.simulate.rates import (
     Hardware,

@@ -22,8 +22,8 @@ from megatron_async_rl.config.rollout import RewardConfig, RolloutConfig
 from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.metrics.timeline import FOLDER as TIMELINE
 from megatron_async_rl.plan.model_files import read_model
+from megatron_async_rl.report.panels import simulation
 from megatron_async_rl.report.run_data import read_run
-from megatron_async_rl.report.time_panels import simulation
 from megatron_async_rl.samples import segments
 from megatron_async_rl.samples.columns import LOGGED, batch_of
 from megatron_async_rl.samples.frames import OPEN, FrameWriter
