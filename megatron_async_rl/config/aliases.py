@@ -92,6 +92,7 @@ _REPLAY = Alias(keys=("policy.routing_replay",))
 _TENSOR = Alias(keys=("policy.parallel.tensor", "rollout.tensor"), note="policy, and engines")
 _PIPELINE = Alias(keys=("policy.parallel.pipeline", "rollout.pipeline"), note=_TENSOR.note)
 
+# Lower case with underscores: `alias_fix` writes the name that it looks up so.
 ALIASES = {
     # Methods.
     "grpo": _GRPO,
@@ -111,6 +112,7 @@ ALIASES = {
     "reinforce_plus_plus": _REINFORCE_PP,
     "truncated_is": _TIS,
     "truncated_importance_sampling": _TIS,
+    # Named here so that the reader learns that there is no key to find.
     "dpo": _PAIRS,
     "kto": _PAIRS,
     "peft": _LORA,
@@ -152,6 +154,7 @@ ALIASES = {
     "lr_warmup_steps": Alias(keys=("policy.optimizer.warmup_steps",)),
     "warmup_ratio": Alias(keys=("policy.optimizer.warmup_steps",), note="in steps"),
     # Batches.
+    # Libraries count these in prompts or in responses; the note says which is meant here.
     "batch_size": _PROMPTS,
     "train_batch_size": _PROMPTS,
     "global_batch_size": _PROMPTS,

@@ -108,6 +108,7 @@ def environment_conflicts(config: Config) -> Iterator[str]:
             f"rollout.environment.format: text has no use with {turns.name}, whose endpoint answers"
             " chats; remove it"
         )
+    # The watchdog sees no progress during a reward, so its limit must be the longer one.
     timed = [one.name for one in rollout.reward.rewards.values() if one.name not in AT_ONCE]
     if timed and rollout.reward.timeout_s >= limit_s:
         yield (
@@ -134,6 +135,7 @@ def _reward_conflicts(rollout: RolloutConfig) -> Iterator[str]:
                 else f"{key}.name: {OWN_REWARD} is what rollout.environment gives, and there is"
                 " none, so it would always be 0; remove the part or add the environment"
             )
+        # The environment's reward reaches the sum without passing through weights.
         elif part.name == OWN_REWARD and part.weight != 1.0:
             yield (
                 f"{key}.weight: {part.weight:g} would be without effect: what rollout.environment"

@@ -90,6 +90,7 @@ class SamplingConfig(Strict):
         ]
 
 
+# Stop conditions are missing: they end a response and change no probability.
 RENORMALISING = (
     "top_p",
     "top_k",
