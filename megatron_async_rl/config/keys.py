@@ -326,7 +326,7 @@ ELSEWHERE_ONLY = {
 
 REMOVED = {
     "flow.extra_responses": (
-        "over-sampling is of groups: set flow.oversample, such as 0.5, with flow.selection:"
+        "over-sampling applies to groups: set flow.oversample, such as 0.5, with flow.selection:"
         " windowed"
     ),
     "flow.requeue_cut": (

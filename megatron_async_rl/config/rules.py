@@ -165,8 +165,8 @@ def _controls(config: Config) -> Iterator[str]:
     for name in ("gac", "displacement"):
         if "matched_lr" in names and name in names:
             yield (
-                f"controls: matched_lr stands in for {name} at the same mean update norm; run"
-                f" {name} alone with policy.optimizer.log_update_norm: true, read the mean of its"
+                f"controls: matched_lr replaces {name} at the same mean update norm; run {name}"
+                " alone with policy.optimizer.log_update_norm: true, read the mean of its"
                 " `update/norm`, and give it to matched_lr in a run of its own"
             )
     objective = config.objective
@@ -182,8 +182,8 @@ def _controls(config: Config) -> Iterator[str]:
     setting = [control.name for control in controls if control.sets_beta1]
     if len(setting) > 1:
         yield (
-            f"controls: {' and '.join(setting)} both set beta1, and the later would overrule the"
-            " earlier; keep one"
+            f"controls: {' and '.join(setting)} both set beta1, and the later one would override"
+            " the earlier; keep one"
         )
     scaling = [control.name for control in controls if control.scales_lr]
     if len(scaling) > 1:
@@ -217,8 +217,8 @@ def _beta1(config: Config, control: ControlConfig) -> Iterator[str]:
     own = config.policy.optimizer.betas[0]
     if control.name == "beta1" and control.beta1 == own:
         yield (
-            f"controls: beta1 is {own:g} in policy.optimizer.betas already, so the control would be"
-            " without effect; remove it"
+            f"controls: beta1 is {own:g} in policy.optimizer.betas already, so the control would"
+            " have no effect; remove it"
         )
     if (
         control.name == "momentum_by_alignment"
@@ -286,8 +286,8 @@ def _admission(config: Config) -> Iterator[str]:
         )
     if flow.dynamic_sampling and (flow.group_size == 1 or config.supervised):
         yield (
-            "flow.dynamic_sampling drops groups whose rewards are all equal, and a group of one"
-            " always is; set it to false"
+            "flow.dynamic_sampling drops groups whose rewards are all equal, and in a group of"
+            " one they always are; set it to false"
         )
     if config.supervised and (
         flow.oversample or flow.late == "drop" or flow.selection.name != "oldest_first"

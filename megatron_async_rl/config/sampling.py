@@ -157,15 +157,15 @@ class EvalSamplingConfig(Strict):
                 validators.validator_for(schema).check_schema(schema)
             except SchemaError as error:
                 what = f"json_schema: {error.json_path}: {error.message}"
-                raise ValueError(
-                    f"{what.splitlines()[0]}; write it as JSON Schema has it"
-                ) from error
+                raise ValueError(f"{what.splitlines()[0]}; write a valid JSON Schema") from error
         if self.regex is not None:
             try:
                 # Python's syntax is a first check; preflight asks vLLM's own grammar compiler.
                 re.compile(self.regex)
             except re.error as error:
-                raise ValueError(f"regex: {self.regex!r} is not an expression: {error}") from error
+                raise ValueError(
+                    f"regex: {self.regex!r} is not a regular expression: {error}"
+                ) from error
         return self
 
     def over(self, training: SamplingConfig) -> EvalSampling:

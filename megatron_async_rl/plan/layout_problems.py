@@ -437,7 +437,7 @@ def fp8_warnings(config: Config, machine: Machine) -> list[str]:
         return []
     return [
         f"policy.fp8.recipe: {fp8.recipe} needs GPUs of {needed(fp8.recipe)}; those of the run are"
-        " not known here, and the ranks will look"
+        " not known here, and the ranks will check them"
     ]
 
 
@@ -466,5 +466,5 @@ def lora_problems(config: Config, shape: ModelShape) -> list[Problem]:
     if lora.rank <= maximum:
         return []
     what = f"{lora.rank} is more than {maximum}, the smaller side of {target}"
-    fix = f"set it to at most {maximum}, far below to save anything"
+    fix = f"set it to at most {maximum}, far below it to save memory"
     return [Problem(key="policy.lora.rank", what=what, fix=fix)]

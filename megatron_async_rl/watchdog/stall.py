@@ -163,8 +163,8 @@ def suspects(processes: Sequence[ProcessSnapshot], still_s: float) -> tuple[str,
     live = [process for process in processes if process.condition is not None]
     # A late heartbeat means that the interpreter itself is stuck.
     silent = [
-        f"{process.title} does not answer: it has not come to run Python for"
-        f" {process.silent_s:.0f} s; it is in {_innermost(process)}."
+        f"{process.title} does not answer: it has run no Python for {process.silent_s:.0f} s; it"
+        f" is in {_innermost(process)}."
         for process in live
         if process.silent_s >= SILENT_S
     ]

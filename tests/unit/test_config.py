@@ -251,7 +251,7 @@ def test_an_unknown_key_points_to_the_right_one(file, override, key, fix):
 def test_a_key_that_is_gone_is_refused_with_its_successor(file, override, successor):
     found = problem(file, override)
     assert found.key == override.partition("=")[0]
-    assert found.what == "is a key no more"
+    assert found.what == "is no longer a key"
     assert successor in found.fix
 
 
@@ -347,7 +347,7 @@ def test_a_supervised_run_measures_given_responses_and_samples_none(file, tmp_pa
     assert load(file, [*SUPERVISED, "data.eval=held_out.jsonl"]).held_out_files == []
     for wrong in ("eval.samples_per_prompt=2", "eval.sampling={temperature: 0}", "eval.engines=1"):
         found = problem(file, *SUPERVISED, "data.eval=held_out.jsonl", wrong)
-        assert f"{wrong.partition('=')[0]} is of sampled responses" in found.what
+        assert f"{wrong.partition('=')[0]} applies to sampled responses" in found.what
     found = problem(file, *SUPERVISED, sets.replace("path: b.jsonl", "path: b.jsonl, pass_at: [1]"))
     assert "remove eval.sets.1.pass_at" in found.what
 
