@@ -156,7 +156,7 @@ def environment_problems(
         return [replace(problem, fix=f"{problem.fix}, or set rollout.environment.format: text")]
     except Exception as error:  # noqa: BLE001 - a template is a program: it may raise anything
         what = f"the chat template refuses a second turn: {error}"
-        fix = "give data.chat_template another, or set rollout.environment.format: text"
+        fix = "set another data.chat_template, or set rollout.environment.format: text"
         return [Problem(key="rollout.environment.format", what=what, fix=fix)]
     # These need a model's answer, which no trial has.
     if settings.name in (TOOLS, *AGENTS):
