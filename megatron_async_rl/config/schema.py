@@ -39,8 +39,7 @@ from megatron_async_rl.config.sampling import (
     held_out_files,
 )
 from megatron_async_rl.config.settings_model import OnlyJson, Strict
-
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+from megatron_async_rl.config.weights import Fraction, WeightsConfig
 
 
 class RunConfig(Strict):
@@ -421,29 +420,6 @@ class FlowConfig(Strict):
     """DAPO's dynamic sampling (arXiv 2503.14476): drop each group whose rewards are all equal,
     and sample one more prompt for it. After ten batches' worth of drops for one batch, such
     groups are used."""
-
-
-Transport = Literal["shared_memory", "relay", "collective", "cuda_ipc"]
-"""Carriers: each is the file `weights/<name>.py`."""
-
-
-class WeightsConfig(Strict):
-    """How new weights reach the engines."""
-
-    transport: Transport = "shared_memory"
-    """The carrier of new weights. `shared_memory`: engines run on rank 0's machine and read what
-    the ranks wrote there. `cuda_ipc`, for `rollout.placement: colocated`: engines load from the
-    devices that they share with the policy, two buckets at a time, and nothing passes through host
-    memory. With the others engines run on any machine of the Ray cluster. `relay`: an agent on each
-    machine but rank 0's copies every version into its shared memory, over TCP. `collective`: a
-    sender on rank 0's machine gives every version to one engine after the other, each over a
-    communicator of its own (NCCL between GPUs, gloo between CPUs), and its workers put it into
-    their machine's shared memory."""
-    bucket_mib: PositiveInt = 256
-    """Bytes of weights that an engine takes at one time."""
-    max_paused: Fraction = 0.5
-    """Largest share of the engines that may pause at the same time to load new weights, while the
-    others serve; one always may, and 1 lets all load together."""
 
 
 class CheckpointConfig(Strict):

@@ -12,14 +12,17 @@ from typing import Any, Literal
 from megatron_async_rl.config.engine_options import cpu_head_sizes
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.weights import DEFAULT_CARRIER, carriers
 from megatron_async_rl.plan.layers import lora_problems
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.model_files import ModelShape
 from megatron_async_rl.policy.supported import ChosenLayers, choose_layers
-from megatron_async_rl.rollout.cluster import CONNECTIONS, ELSEWHERE
+from megatron_async_rl.rollout.cluster import CONNECTIONS
 
 Device = Literal["cpu", "cuda"]
 PARALLEL = "policy.parallel"
+ELSEWHERE = carriers(other_machines=True)
+"""Carriers with which engines may run on machines other than rank 0's."""
 FP8_CACHE_MULTIPLE = 32
 """Elements of a head: vLLM's CPU attention (v1/attention/backends/cpu_attn.py) raises for others
 with a key-value cache in FP8."""
@@ -108,14 +111,14 @@ def processes(config: Config, device: Device, machine: Machine) -> tuple[Planned
                     _engine_place(config, device, engine, share, machine),
                 )
             )
-        if config.weights.transport == "relay":
-            kind = "Ray actor: two versions of the weights in /dev/shm"
-            listed.append(PlannedProcess("relays", kind, "each other machine with engines"))
-        if config.weights.transport == "collective":
+        if config.weights.carrier.per_engine:
             where = "rank 0's machine" + (", on its GPU" if device == "cuda" else "")
             listed.append(
                 PlannedProcess("sender", "Ray actor: sends each engine the weights", where)
             )
+        elif config.weights.carrier.other_machines:
+            kind = "Ray actor: two versions of the weights in /dev/shm"
+            listed.append(PlannedProcess("relays", kind, "each other machine with engines"))
     return tuple(listed)
 
 
@@ -123,7 +126,7 @@ def engines_elsewhere(config: Config, machine: Machine) -> bool:
     """True where engines may be on other machines than rank 0's: with a carrier that goes there, in
     a Ray cluster that is joined. Machines that are described, or counted, are taken to be one."""
     joins = machine.described or machine.engine_nodes or os.environ.get("RAY_ADDRESS")
-    return config.weights.transport in ELSEWHERE and bool(joins)
+    return config.weights.carrier.other_machines and bool(joins)
 
 
 def engine_count(config: Config) -> int:
@@ -260,9 +263,9 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
         are = "is" if machine.engine_nodes == 1 else "are"
         what = f"{number_of('machine', machine.engine_nodes)} {are} for engines alone, and "
         what += "all engines are on rank 0's" if config.rollout else "the run has no engines"
-        fix = "set weights.transport to relay" if config.rollout else "leave it out"
+        fix = f"set weights.transport to {ELSEWHERE}" if config.rollout else "leave it out"
         found.append(Problem(key="--trainer-nodes", what=what, fix=fix))
-    if config.weights.transport == "cuda_ipc":
+    if config.weights.carrier.ipc:
         found += _lending_problems(config, machine)
     return found
 
@@ -318,7 +321,8 @@ def _beyond_gpus(config: Config, machine: Machine) -> list[Problem]:
         else f"lower {', '.join(lower)}"
     )
     if rollout is not None and not colocated and not elsewhere:
-        fix += "; with weights.transport: relay and a Ray cluster engines may be on other machines"
+        fix += f"; with weights.transport: {ELSEWHERE} and a Ray cluster engines may be on other"
+        fix += " machines"
     if ranks > len(machine.gpus):
         fix += "; or divide the ranks over more machines (--nodes; NNODES of the launcher)"
     return [Problem(key=f"{PARALLEL}.ranks", what=what, fix=fix)]
@@ -380,10 +384,11 @@ def _divided(config: Config) -> list[str]:
 def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
     """Engines that could not map the memory of a rank."""
     key, ranks = "weights.transport", config.policy.parallel.ranks
+    name = config.weights.transport
     if machine.nodes > 1:
         nodes = machine.nodes
-        what = f"cuda_ipc passes weights within one machine, and the ranks are on {nodes} nodes"
-        return [Problem(key=key, what=what, fix="set it to shared_memory")]
+        what = f"{name} passes weights within one machine, and the ranks are on {nodes} nodes"
+        return [Problem(key=key, what=what, fix=f"set it to {DEFAULT_CARRIER}")]
     if config.rollout is None or device_of(config, machine) != "cuda":
         return []
     workers = config.rollout.workers
@@ -393,7 +398,7 @@ def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
     engines = number_of("engine", engine_count(config))
     engines += f" of {workers} GPUs" if workers > 1 else ""
     what = (
-        f"cuda_ipc passes weights from a rank to an engine on the same GPU, and {engines}"
+        f"{name} passes weights from a rank to an engine on the same GPU, and {engines}"
         f" {'takes' if engine_count(config) == 1 else 'take'} {number_of('GPU', taken)}, and"
         f" {ranks} {'has' if ranks == 1 else 'have'} a rank"
     )
