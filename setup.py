@@ -103,7 +103,7 @@ setup(
     entry_points={
         "console_scripts": ["mar = megatron_async_rl.cli:main"],
         "vllm.general_plugins": [
-            "mar_shared_memory = megatron_async_rl.rollout.vllm_plugin:register"
+            "mar_shared_memory = megatron_async_rl.rollout.vllm.plugin:register"
         ],
     },
 )

@@ -62,7 +62,8 @@ def read_plainly(path: Path, into: Any) -> None:
 def measure(folder: Path, millions: int, rounds: int) -> dict[str, Any]:
     import torch
 
-    from megatron_async_rl.config.schema import ModelConfig, OptimizerConfig, PolicyConfig
+    from megatron_async_rl.config.policy import OptimizerConfig, PolicyConfig
+    from megatron_async_rl.config.schema import ModelConfig
     from megatron_async_rl.policy import checkpoint
     from megatron_async_rl.policy.background import Background
     from megatron_async_rl.policy.model import build_model

@@ -69,7 +69,7 @@ def time_trainer() -> None:
 
 
 def time_worker(_worker: Any) -> None:
-    from megatron_async_rl.weights import loaded, packed_layers, receive, reload
+    from megatron_async_rl.rollout.vllm import loaded, packed_layers, receive, reload
 
     timed(loaded, "partial_digest", "digest")
     timed(packed_layers.AwaitedWeight, "_load", "pieces")
@@ -94,7 +94,7 @@ class TimedEngine(RolloutEngine):
     async def start(self) -> None:
         import os
 
-        from megatron_async_rl.weights import vllm_private
+        from megatron_async_rl.rollout.vllm import vllm_private
 
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions go to vLLM's process
         await super().start()

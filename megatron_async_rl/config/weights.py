@@ -7,13 +7,12 @@ its capabilities and never tests for its name (`lint/style.py` refuses that).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt
 
+from megatron_async_rl.config.policy import Fraction
 from megatron_async_rl.config.settings_model import Strict
-
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +73,7 @@ class WeightsConfig(Strict):
     """Bytes of weights that an engine takes at one time."""
     max_paused: Fraction = 0.5
     """Largest share of the engines that may pause at the same time to load new weights, while the
-    others serve; one always may, and 1 lets all load together."""
+    others serve. One engine always may; 1 lets all load together."""
 
     @property
     def carrier(self) -> CarrierCapabilities:

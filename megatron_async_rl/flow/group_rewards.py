@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_async_rl.config.schema import RewardConfig
+from megatron_async_rl.config.rollout import RewardConfig
 from megatron_async_rl.flow.buffer import SampleGroup
 from megatron_async_rl.rollout.rewards.registry import RewardContext, RewardItem
 from megatron_async_rl.rollout.rewards.worker import Scored
@@ -50,7 +50,7 @@ class GroupRewards:
         return bool(self._scorer.pools)
 
     async def start(self) -> None:
-        """Returns when each can score. Raises WorkerStartError."""
+        """Returns when each can score. Raises UserCodeStartError."""
         self._scorer.start()
         await self._scorer.ready()
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_async_rl.config.environment import OWN_REWARD
-from megatron_async_rl.config.schema import FlowConfig, RewardConfig, SamplesConfig
+from megatron_async_rl.config.flow import FlowConfig
+from megatron_async_rl.config.rollout import OWN_REWARD, RewardConfig
+from megatron_async_rl.config.schema import SamplesConfig
 from megatron_async_rl.flow.evaluation import HeldOut
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.summary import MetricValue

@@ -35,12 +35,7 @@ from megatron_async_rl.objectives.off_policy import (
     proximal_metrics,
 )
 from megatron_async_rl.objectives.registry import advantage_method, correction_method, loss_method
-from megatron_async_rl.objectives.targets import (
-    BatchTargets,
-    StepTargets,
-    valid_samples,
-    whole_batch,
-)
+from megatron_async_rl.objectives.targets import StepTargets, whole_batch
 from megatron_async_rl.objectives.terms import (
     kl_penalty,
     shaped_rewards,
@@ -77,62 +72,69 @@ class Objective:
         self._advantage = advantage_method(config.advantage.name)
         self._loss = loss_method(config.loss.name)
         self._corrections = [(correction_method(c.name), c) for c in config.corrections]
+        # Denominators of kept tokens need every correction of the whole batch.
         self._correct_whole = config.renormalize or any(
             method.whole(c) for method, c in self._corrections
         )
         self.needs = self._needs()
         self.needs_again = self._of_a_step() & MOVING
 
-    def prepare(self, batch: RankBatch, precomputed: Mapping[str, Tensor]) -> BatchTargets:
-        """Everything that stays the same while a batch is trained on; the same on every rank.
+    def prepare(self, samples: RankBatch, precomputed: Mapping[str, Tensor]) -> TokenBatch:
+        """Return everything that stays the same while a batch is trained on: its tokens with
+        rewards, proximal policy and advantages; the same on every rank.
 
-        precomputed: the columns of `needs`, [N] each, over the tokens of the valid samples in the
-        batch's order.
+        samples: the valid ones. precomputed: the columns of `needs`, [N] each, over the samples'
+        tokens in order.
         """
         config = self.config
-        samples = valid_samples(batch)
         whole = whole_batch(samples, precomputed)
-        if len(samples):
-            whole = whole.replace(
-                logp_prox=proximal_logp(whole, config.proximal, precomputed.get("logp_prox"))
-            )
-            whole = whole.replace(rewards=shaped_rewards(whole, samples.trained, config))
-            penalty = kl_penalty(whole, config.kl)
-            whole = whole.replace(token_rewards=token_rewards(whole, penalty))
-            whole = whole.replace(rewards=whole.require("rewards") - whole.sequence_sum(penalty))
-            advantages = self._advantage.function(whole, config.advantage)
-            whole = whole.replace(advantages=advantages.tokens)
-            if advantages.returns is not None:
-                whole = whole.replace(returns=advantages.returns)
-        return BatchTargets(
-            samples,
-            whole,
-            {**value_metrics(whole), **proximal_metrics(whole, precomputed.get("logp_prox"))},
+        if not len(samples):
+            return whole
+        whole = whole.replace(
+            logp_prox=proximal_logp(whole, config.proximal, precomputed.get("logp_prox"))
         )
+        # Before the advantages, which must see the reward that is optimised.
+        whole = whole.replace(rewards=shaped_rewards(whole, samples.trained, config))
+        penalty = kl_penalty(whole, config.kl)
+        whole = whole.replace(token_rewards=token_rewards(whole, penalty))
+        # Sequence estimators see the penalty in the reward, token estimators per token.
+        whole = whole.replace(rewards=whole.require("rewards") - whole.sequence_sum(penalty))
+        advantages = self._advantage.function(whole, config.advantage)
+        whole = whole.replace(advantages=advantages.tokens)
+        if advantages.returns is not None:
+            whole = whole.replace(returns=advantages.returns)
+        return whole
+
+    def metrics(self, whole: TokenBatch, precomputed: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return metrics of a prepared batch, for the log."""
+        return {**value_metrics(whole), **proximal_metrics(whole, precomputed.get("logp_prox"))}
 
     def decide(
-        self, batch: BatchTargets, current: Mapping[str, Tensor] | None = None
+        self,
+        samples: RankBatch,
+        prepared: TokenBatch,
+        current: Mapping[str, Tensor] | None = None,
     ) -> StepTargets:
-        """Everything about an optimizer step on `batch`, a minibatch or all of one, that does not
-        need gradients; the same on every rank.
+        """Return everything about an optimizer step that does not need gradients; the same on every
+        rank.
 
-        current: the columns of `needs_again` under the step's own weights, replacing those with
-        which the batch began.
+        samples, prepared: a minibatch, or all of a batch. current: the columns of `needs_again`
+        under the step's own weights, replacing those with which the batch began.
         """
-        whole = batch.whole.replace(
+        whole = prepared.replace(
+            # float64, as everything that is decided for the whole batch.
             **{name: column.double() for name, column in (current or {}).items()}
         )
-        if len(batch.samples):
+        if len(samples):
             if self._correct_whole:
                 whole = self._corrected(whole)
             if self._loss.decide is not None:
                 whole = whole.replace(decided=self._loss.decide(whole, self.config.loss))
         return StepTargets(
-            samples=batch.samples,
+            samples=samples,
             whole=whole,
             denominators=Denominators.of(whole, renormalize=self.config.renormalize),
             corrected=self._correct_whole,
-            metrics=whole.decided.scalars,
         )
 
     @property
@@ -161,8 +163,10 @@ class Objective:
         """
         config = self.config
         if config.steps_per_batch == 1 and config.proximal in ("recompute", "loglinear"):
+            # No gradient may flow through the proximal policy.
             current = batch.replace(logp=batch.logp.detach())
             batch = batch.replace(logp_prox=proximal_logp(current, config.proximal, None))
+        # Per micro-batch only where no correction needs the whole batch.
         if not corrected:
             batch = self._corrected(batch)
         losses = self._loss.function(batch, config.loss)
@@ -196,6 +200,7 @@ class Objective:
         return found
 
     def _corrected(self, batch: TokenBatch) -> TokenBatch:
+        # Corrections are factors: their gradient would be another objective.
         detached = batch.replace(logp=batch.logp.detach())
         for method, settings in self._corrections:
             detached = detached.replace(
@@ -221,6 +226,7 @@ class Objective:
         precomputed = config.proximal in ("snapshot", "ewma") or config.steps_per_batch > 1
         if precomputed and (config.loss.uses_proximal or self._corrections):
             wanted.add("logp_prox")
+        # Replaced by what the proximal policy is made from.
         if "logp_prox" in wanted:
             wanted = (wanted - {"logp_prox"}) | columns_for_proximal(config.proximal)
         return frozenset(wanted)

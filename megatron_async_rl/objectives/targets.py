@@ -1,5 +1,4 @@
-"""Targets of a batch: the whole batch as tensors, its minibatches, each one optimizer step, and
-their parts for micro-batches.
+"""Targets of an optimizer step, as whole tensors and as the parts that its micro-batches take.
 
 Invariants:
 - samples whose reward failed take no part: no group statistic, no denominator, no token;
@@ -10,8 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,41 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async_rl.objectives.aggregate import Denominators
-from megatron_async_rl.objectives.batch import BatchDecision, TokenBatch, on_device
-from megatron_async_rl.samples.columns import spans
+from megatron_async_rl.objectives.batch import PER_SEQUENCE, BatchDecision, TokenBatch, on_device
 from megatron_async_rl.samples.rank_batch import RankBatch
-
-PER_SEQUENCE = ("rewards", "score_norms")
-"""Fields of a TokenBatch with one number per sequence, besides `group`, which micro-batches do not
-have."""
-
 
 TargetKind = Literal["batch", "tokens", "sequences"]
 """A field of the TokenBatch, or a decision by token or by sequence."""
-
-
-@dataclass(frozen=True, eq=False)
-class BatchTargets:
-    """samples: the valid ones. whole: their tokens, in order, with rewards, proximal policy and
-    advantages. metrics: of the batch, for the log."""
-
-    samples: RankBatch
-    whole: TokenBatch
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-    def select(self, rows: NDArray[np.int64]) -> BatchTargets:
-        """The minibatch of these samples, whole groups. Metrics stay the batch's own."""
-        if len(rows) == len(self.samples):
-            return self
-        tokens = torch.from_numpy(spans(self.samples.starts[rows], self.samples.lengths[rows]))
-        chosen = torch.from_numpy(rows)
-        samples = self.samples.select(rows)
-        taken: dict[str, Any] = {
-            name: value[chosen if name in (*PER_SEQUENCE, "group") else tokens]
-            for name, value in _tensors(self.whole)
-        }
-        taken |= {"sequence": torch.from_numpy(samples.rows), "sequences": len(rows)}
-        return BatchTargets(samples, TokenBatch(**taken))
+OwnedNumbers = Mapping[tuple[TargetKind, str], Tensor]
+"""Numbers of a step's samples, in order, and of the tokens of one owner's samples; a 0 for padding
+follows the last of each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,37 +34,65 @@ class StepTargets:
     """One optimizer step. samples: the valid ones of its minibatch. whole: their tokens, in order.
 
     corrected: `whole.weights` already hold the corrections; otherwise each micro-batch computes its
-    own. metrics: the decisions, for the log.
+    own.
     """
 
     samples: RankBatch
     whole: TokenBatch
     denominators: Denominators
     corrected: bool
-    metrics: Mapping[str, float]
-    _owned: dict[int, OwnedTargets] = field(default_factory=dict, init=False, repr=False)
-    _placed: dict[int, OwnedTargets] = field(default_factory=dict, init=False, repr=False)
+    # Caches: several passes of a step read the same numbers.
+    _gathered: dict[int, OwnedNumbers] = field(default_factory=dict, init=False, repr=False)
+    _placed: dict[int, OwnedNumbers] = field(default_factory=dict, init=False, repr=False)
 
-    def placed(self, owner: int, dtype: torch.dtype, device: torch.device) -> OwnedTargets:
-        """`owned_by` on the device, floats in `dtype`: uploaded together, and once for all passes
-        of the step."""
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The loss's decisions, for the log."""
+        return self.whole.decided.scalars
+
+    def gather(self, owner: int) -> OwnedNumbers:
+        """Return the numbers that micro-batches of the data-parallel rank `owner` take theirs from,
+        on the host. Called before the micro-batches run, so that none waits for it."""
+        if owner not in self._gathered:
+            self._gathered[owner] = self._numbers_of(owner)
+        return self._gathered[owner]
+
+    def micro_batch(
+        self,
+        owner: int,
+        tokens: Tensor,
+        samples: Tensor,
+        sequence: Tensor,
+        *,
+        dtype: torch.dtype,
+    ) -> TokenBatch:
+        """Return the targets of one micro-batch on the device of `tokens`, floats in `dtype`.
+
+        tokens: [N] int64, places among the tokens of the samples that `owner` trains. samples: [S]
+        int64, places among the step's samples. -1 in both is the padding of a micro-batch without
+        samples. sequence: [N] int64, each token's place in `samples`.
+
+        `logp` (and `logp_prox`, where it was not precomputed) is nan until the caller replaces it.
+        """
         if owner not in self._placed:
-            self._placed[owner] = self.owned_by(owner).placed(dtype, device)
-        return self._placed[owner]
+            # Uploaded together, and once for all passes of the step: an upload per micro-batch
+            # would make the host wait for the device each time.
+            self._placed[owner] = _placed(self.gather(owner), dtype, tokens.device)
+        taken: dict[TargetKind, dict[str, Any]] = {"batch": {}, "tokens": {}, "sequences": {}}
+        for (kind, name), values in self._placed[owner].items():
+            taken[kind][name] = values[samples if _by_sequence(kind, name) else tokens]
+        taken["batch"] |= {"sequence": sequence, "sequences": len(samples)}
+        decided = BatchDecision(taken["tokens"], taken["sequences"], self.whole.decided.scalars)
+        return TokenBatch(**taken["batch"], decided=decided)
 
-    def owned_by(self, owner: int) -> OwnedTargets:
-        """The step's numbers of its samples, and of the tokens of those that the data-parallel rank
-        `owner` trains; on the host. Gathered at the first call."""
-        if owner not in self._owned:
-            self._owned[owner] = self._gathered(owner)
-        return self._owned[owner]
-
-    def _gathered(self, owner: int) -> OwnedTargets:
+    def _numbers_of(self, owner: int) -> OwnedNumbers:
         whole, samples = self.whole, self.samples
+        # By token: the model of this rank sees only these.
         owned = torch.from_numpy(samples.owner[samples.rows] == owner)
         kinds: dict[TargetKind, Mapping[str, Tensor]] = {
+            # A part of a group would have wrong statistics, so micro-batches lack `group`.
             "batch": {
-                name: each for name, each in _tensors(whole) if name not in ("group", "sequence")
+                name: each for name, each in whole.tensors() if name not in ("group", "sequence")
             },
             "tokens": whole.decided.tokens,
             "sequences": whole.decided.sequences,
@@ -103,50 +102,23 @@ class StepTargets:
             for name, each in tensors.items():
                 if not _by_sequence(kind, name):
                     each = each[owned]
+                # The place -1 of padding reads the appended 0.
                 numbers[kind, name] = torch.cat((each, each.new_zeros((1, *each.shape[1:]))))
-        return OwnedTargets(numbers, whole.decided.scalars)
+        return numbers
 
 
-@dataclass(frozen=True, eq=False)
-class OwnedTargets:
-    """A step's numbers: those of its samples, in order, or of the tokens of one owner's, and behind
-    them a 0 for padding."""
-
-    numbers: Mapping[tuple[TargetKind, str], Tensor]
-    scalars: Mapping[str, float]
-
-    def placed(self, dtype: torch.dtype, device: torch.device) -> OwnedTargets:
-        """The same on the device, floats in `dtype`, uploaded together."""
-        numbers = {
+def _placed(numbers: OwnedNumbers, dtype: torch.dtype, device: torch.device) -> OwnedNumbers:
+    return on_device(
+        {
             key: each.to(dtype) if each.is_floating_point() else each
-            for key, each in self.numbers.items()
-        }
-        return OwnedTargets(on_device(numbers, device), self.scalars)
-
-    def part(self, tokens: Tensor, samples: Tensor, sequence: Tensor) -> TokenBatch:
-        """One micro-batch. tokens [N], samples [S]: int64, on the device, places among the owner's
-        tokens and the step's samples; -1 is the padding of a micro-batch without samples. sequence:
-        [N], the token's place in `samples`.
-
-        `logp` (and `logp_prox`, where it was not precomputed) is nan until the caller replaces it.
-        """
-        taken: dict[TargetKind, dict[str, Any]] = {"batch": {}, "tokens": {}, "sequences": {}}
-        for (kind, name), values in self.numbers.items():
-            taken[kind][name] = values[samples if _by_sequence(kind, name) else tokens]
-        taken["batch"] |= {"sequence": sequence, "sequences": len(samples)}
-        decided = BatchDecision(taken["tokens"], taken["sequences"], self.scalars)
-        return TokenBatch(**taken["batch"], decided=decided)
+            for key, each in numbers.items()
+        },
+        device,
+    )
 
 
 def _by_sequence(kind: TargetKind, name: str) -> bool:
     return kind == "sequences" or (kind == "batch" and name in PER_SEQUENCE)
-
-
-def _tensors(batch: TokenBatch) -> Iterator[tuple[str, Tensor]]:
-    for each in dataclasses.fields(batch):
-        value = getattr(batch, each.name)
-        if isinstance(value, Tensor):
-            yield each.name, value
 
 
 def valid_samples(batch: RankBatch) -> RankBatch:
@@ -154,6 +126,7 @@ def valid_samples(batch: RankBatch) -> RankBatch:
 
     Raises ValueError for a reward that is not finite and not marked as failed.
     """
+    # A single nan would make every advantage of its group nan.
     strange = batch.valid & ~np.isfinite(batch.rewards)
     if strange.any():
         first = int(strange.argmax())
@@ -176,6 +149,7 @@ def whole_batch(samples: RankBatch, precomputed: Mapping[str, Tensor]) -> TokenB
 
     sequence = torch.tensor(samples.rows)
     behavior = exact(samples.behavior_logprobs)
+    # nan, not 0: a column that is read without being asked for must show.
     unknown = torch.full_like(behavior, float("nan"))
     return TokenBatch(
         logp=precomputed["logp"].double() if "logp" in precomputed else unknown,

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, nn
 
-from megatron_async_rl.config.schema import OptimizerConfig as OptimizerSettings
+from megatron_async_rl.config.policy import OptimizerConfig as OptimizerSettings
 from megatron_async_rl.gradients import Gradients, GradientShard, blocks
 from megatron_async_rl.policy.megatron_private import optimizer_parts
 from megatron_async_rl.policy.parallel import Layout

@@ -20,7 +20,6 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -30,34 +29,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async_rl.metrics.catalogue import METRICS
-from megatron_async_rl.policy.microbatch import MicroBatch, MicroBatchPlan, assign_owners
+from megatron_async_rl.policy.microbatch import assign_owners
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.samples.columns import as_stream, flat, from_stream
 from megatron_async_rl.samples.rank_batch import NOBODY, RankBatch, numbers_of, tokens_of
 from megatron_async_rl.samples.rows import TrainBatch
-
-
-@dataclass(frozen=True, eq=False)
-class BatchParts:
-    """A batch taken apart: the schema NUMBERS, and for each data-parallel rank the schema
-    TOKENS."""
-
-    version: int
-    numbers: pa.RecordBatch
-    tokens: tuple[pa.RecordBatch, ...]
-
-    def of(self, data_parallel_rank: int) -> RankBatch:
-        return RankBatch.of(self.version, self.numbers, self.tokens[data_parallel_rank])
-
-
-@dataclass(frozen=True, eq=False)
-class Minibatch:
-    """The samples of one optimizer step: their rows in the batch, how all ranks cut them, and this
-    rank's micro-batches, whose samples are numbered within `rows`."""
-
-    rows: NDArray[np.int64]
-    plan: MicroBatchPlan
-    own: Sequence[MicroBatch]
 
 
 def divide(group: NDArray[np.int64], version: int, minibatches: int) -> list[NDArray[np.int64]]:
@@ -71,9 +47,11 @@ def divide(group: NDArray[np.int64], version: int, minibatches: int) -> list[NDA
 
 def split(
     batch: TrainBatch, data_parallel: int, *, minibatches: int = 1, whole_groups: bool = False
-) -> BatchParts:
-    """Each minibatch is divided by itself. whole_groups: all of a group belongs to one rank. A
-    sample whose reward failed has no owner."""
+) -> tuple[pa.RecordBatch, tuple[pa.RecordBatch, ...]]:
+    """Take a batch apart: the schema NUMBERS, and for each data-parallel rank the schema TOKENS.
+
+    Each minibatch is divided by itself, so each is balanced over the ranks. whole_groups: all of a
+    group belongs to one rank. A sample whose reward failed has no owner."""
     samples = batch.samples
     owner = np.full(samples.num_rows, NOBODY, dtype=np.int64)
     trained = np.flatnonzero(samples.column("valid").to_numpy(zero_copy_only=False))
@@ -84,8 +62,7 @@ def split(
         owner[trained[rows]] = assign_owners(
             lengths[rows], data_parallel, group[rows] if whole_groups else None
         )
-    return BatchParts(
-        batch.version,
+    return (
         numbers_of(samples, owner),
         tuple(tokens_of(samples, np.flatnonzero(owner == rank)) for rank in range(data_parallel)),
     )
@@ -103,40 +80,44 @@ def receive(
 
     Raises on rank 0 what `take` raised, and RankZeroFailed on the others.
     """
-    parts: BatchParts | None = None
+    parts: list[pa.RecordBatch] = []
+    """On rank 0: the numbers, and the tokens of each data-parallel rank."""
     buffers: list[Tensor] = []
 
     def announce() -> tuple[int, list[int]] | None:
-        nonlocal parts
         batch = take()
         if batch is None:
             return None
-        parts = split(batch, layout.dp_size, minibatches=minibatches, whole_groups=whole_groups)
+        numbers, tokens = split(
+            batch, layout.dp_size, minibatches=minibatches, whole_groups=whole_groups
+        )
+        parts.extend((numbers, *tokens))
         if layout.world_size > 1:
-            buffers.extend(_tensor(part) for part in (parts.numbers, *parts.tokens))
+            buffers.extend(_tensor(part) for part in parts)
         return batch.version, [len(buffer) for buffer in buffers]
 
     header = layout.from_rank_zero(announce)
     if header is None:
         return None
-    if parts is not None and layout.world_size == 1:
-        return parts.of(0)
-
     version, sizes = header
+    if layout.world_size == 1:
+        return RankBatch.of(version, *parts)
+
     numbers = buffers[0] if buffers else torch.empty(sizes[0], dtype=torch.uint8)
     dist.broadcast(numbers, src=0, group=layout.cpu_group)
 
     # The tensor- and pipeline-parallel ranks of a data-parallel rank feed or predict the same
     # tokens.
-    if parts is not None:
+    own = 1 + layout.dp_rank
+    if parts:
         requests = [
             dist.isend(buffers[1 + layout.dp_rank_of(rank)], rank, group=layout.cpu_group)
             for rank in range(1, layout.world_size)
         ]
         for request in requests:
             request.wait()
-        return parts.of(layout.dp_rank)
-    tokens = torch.empty(sizes[1 + layout.dp_rank], dtype=torch.uint8)
+        return RankBatch.of(version, parts[0], parts[own])
+    tokens = torch.empty(sizes[own], dtype=torch.uint8)
     dist.recv(tokens, 0, group=layout.cpu_group)
     return RankBatch.of(version, _batch(numbers), _batch(tokens))
 

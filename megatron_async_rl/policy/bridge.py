@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
-from megatron_async_rl.config.lora import LoraConfig
+from megatron_async_rl.config.policy import LoraConfig
 from megatron_async_rl.policy.attention import core_attention
 from megatron_async_rl.policy.layers import CHECKPOINT_KEYS, Layers, RMSNorm, with_bias
 from megatron_async_rl.policy.lora import adapt as add_adapters

@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_async_rl.config.durable import reason, require_folder
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.config.read_back import reason, require_folder
 from megatron_async_rl.policy.digested_folder import (
     faults,
     files_of,

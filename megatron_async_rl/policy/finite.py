@@ -32,11 +32,9 @@ class NonFiniteError(RuntimeError):
         self.fix = fix
 
 
-def refuse_nonfinite_steps(
-    step: OptimizerStep, limit: int, samples: Sequence[str], *, ended: bool
-) -> None:
+def refuse_nonfinite_steps(step: OptimizerStep, limit: int, *, ended: bool) -> None:
     """Raise NonFiniteError after `limit` steps in a row that were not finite; ended: also for a
-    run that has made no other step. samples: ids that the newest such steps were traced to."""
+    run that has made no other step."""
     in_a_row = step.nonfinite_in_a_row
     without_update = ended and step.updates == 0 and step.nonfinite > 0
     if in_a_row < limit and not without_update:
@@ -47,7 +45,7 @@ def refuse_nonfinite_steps(
         if in_a_row >= limit
         else f"none of the run's {step.steps} optimizer steps had a finite loss and gradient"
     )
-    ids = list(dict.fromkeys(samples))
+    ids = list(dict.fromkeys(step.nonfinite_ids))
     made = f"; made by {named_ids(ids)}" if ids else ""
     raise NonFiniteError(
         f"{what} (policy.max_nonfinite_steps: {limit}); they changed no weight{made}",

@@ -19,7 +19,7 @@ import torch
 from megatron.core.fp8_utils import get_fp8_recipe, is_float8tensor
 from torch import Tensor, nn
 
-from megatron_async_rl.config.fp8 import Fp8Config, lacking, needed, version_of
+from megatron_async_rl.config.policy import Fp8Config, lacking, needed, version_of
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.policy.parallel import Layout
 

@@ -46,7 +46,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_async_rl.config.lora import LoraConfig
+from megatron_async_rl.config.policy import LoraConfig
 from megatron_async_rl.policy.cuts import ParameterEntry
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameters import ADAPTER

@@ -49,21 +49,8 @@ class SampleTooLong(ValueError):
         self.sample, self.tokens, self.budget = sample, tokens, budget
 
 
-@dataclass(frozen=True)
-class MicroBatchPlan:
-    """ranks[r]: the micro-batches of data-parallel rank r, each a tuple of sample indices; () is an
-    all-masked one.
-
-    padding_share: padding tokens over all tokens computed, of the whole plan.
-    """
-
-    ranks: tuple[tuple[tuple[int, ...], ...], ...]
-    padding_share: float
-
-    @property
-    def micro_batches(self) -> int:
-        """Per data-parallel rank; the same on all."""
-        return len(self.ranks[0])
+SamplesOfRanks = tuple[tuple[tuple[int, ...], ...], ...]
+"""Samples of each micro-batch of each data-parallel rank; () is an all-masked micro-batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +92,21 @@ class MicroBatch:
     routed: Tensor | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Minibatch:
+    """The samples of one optimizer step, and this rank's micro-batches of them.
+
+    rows: [S] int64, the samples by their number in the batch. samples: those alone, in that order.
+    micro_batches: their `samples` number `samples` above; every rank has as many. padding_share:
+    padding tokens over all tokens that all ranks compute.
+    """
+
+    rows: NDArray[np.int64]
+    samples: RankBatch
+    micro_batches: Sequence[MicroBatch]
+    padding_share: float
+
+
 def assign_owners(
     lengths: NDArray[np.int64], data_parallel: int, group: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
@@ -124,8 +126,8 @@ def plan_micro_batches(
     budget: int,
     sequences: SequenceLayout = DEFAULT,
     in_groups_of: int = 1,
-) -> MicroBatchPlan:
-    """Cuts the samples of each owner into micro-batches.
+) -> tuple[SamplesOfRanks, float]:
+    """Cut the samples of each owner into micro-batches; returns the cuts and `padding_share`.
 
     in_groups_of: the number of micro-batches of a rank is a multiple of it (the pipeline's size
     with virtual stages). Raises SampleTooLong.
@@ -147,7 +149,7 @@ def plan_micro_batches(
         for rank in ranks
         for rows in rank
     )
-    return MicroBatchPlan(ranks, 1.0 - int(batch.fed.sum()) / computed)
+    return ranks, 1.0 - int(batch.fed.sum()) / computed
 
 
 def build_micro_batch(
@@ -294,17 +296,21 @@ class Batcher:
     budget: int
     sequences: SequenceLayout
 
-    def of(self, samples: RankBatch) -> tuple[MicroBatchPlan, list[MicroBatch]]:
-        """The plan of all ranks, and this rank's micro-batches. Raises SampleTooLong."""
-        plan = plan_micro_batches(
+    def of(self, batch: RankBatch, rows: NDArray[np.int64] | None = None) -> Minibatch:
+        """The minibatch of these samples, ascending; null for all. Raises SampleTooLong."""
+        rows = np.arange(len(batch)) if rows is None else rows
+        samples = batch if len(rows) == len(batch) else batch.select(rows)
+        cuts, padding_share = plan_micro_batches(
             samples,
             data_parallel=self.layout.dp_size,
             budget=self.budget,
             sequences=self.sequences,
             in_groups_of=self.layout.pp_size if self.layout.virtual_stages > 1 else 1,
         )
-        cuts = plan.ranks[self.layout.dp_rank]
-        return plan, build_micro_batches(samples, cuts, self.layout.device, self.sequences)
+        own = build_micro_batches(
+            samples, cuts[self.layout.dp_rank], self.layout.device, self.sequences
+        )
+        return Minibatch(rows, samples, own, padding_share)
 
     def build(self, samples: RankBatch, rows: tuple[int, ...]) -> MicroBatch:
         return build_micro_batch(samples, rows, self.layout.device, self.sequences)

@@ -33,7 +33,8 @@ buffers, in float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -48,12 +49,14 @@ from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.gradients import dot
 from megatron_async_rl.objectives.advantages.per_response import EPSILON
 from megatron_async_rl.objectives.batch import TokenBatch, weighted_means
+from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.targets import StepTargets
 from megatron_async_rl.policy import megatron_private
 from megatron_async_rl.policy.forward import Consume, Schedule
-from megatron_async_rl.policy.microbatch import MicroBatch
+from megatron_async_rl.policy.microbatch import Batcher, MicroBatch, Minibatch
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameters import trainable
+from megatron_async_rl.policy.step import RecordedLoss, StepTable
 
 Build = Callable[[tuple[int, ...]], "MicroBatch"]
 """Sample indices -> the micro-batch of them."""
@@ -132,6 +135,38 @@ class ExactBaseline:
                     "advantage opob, mode exact, needs gradients that are reduced once, at the end"
                     " of a step"
                 )
+
+    def forward_backward(
+        self, objective: Objective, targets: StepTargets, minibatch: Minibatch, batcher: Batcher
+    ) -> tuple[StepTable, StepTargets, dict[str, float]]:
+        """Leave the gradient of a step whose advantages are known only after the backward passes in
+        the gradient buffers, reduced. Return the step's table, the targets with those advantages,
+        and metrics. Collective over the world."""
+        samples, owner = targets.samples, self.layout.dp_rank
+        table = StepTable(len(samples), self.layout.device)
+        records = self.layout.records_outputs
+        alone = RecordedLoss(
+            objective,
+            targets,
+            table if records else None,
+            owner=owner,
+            advantage=1.0,
+            with_terms=False,
+        )
+        measured = self.accumulate(targets, partial(batcher.build, samples), alone)
+        table.weigh(measured.advantages)
+        if objective.adds_terms:
+            # What is added to the loss knows no advantage: at advantage 0 it is all there is.
+            terms = StepTable(len(samples), self.layout.device)
+            added = RecordedLoss(
+                objective, targets, terms if records else None, owner=owner, advantage=0.0
+            )
+            self.schedule.accumulate(minibatch.micro_batches, added)
+            table.add_terms(terms)
+        self.schedule.reduce()
+        whole = targets.whole
+        weighed = whole.replace(advantages=whole.per_token(measured.advantages))
+        return table, replace(targets, whole=weighed), measured.metrics(whole)
 
     def accumulate(self, targets: StepTargets, build: Build, consume: Consume) -> Measured:
         """Leaves sum_i (R_i - b) g_i, not yet reduced, in the gradient buffers. Collective over the

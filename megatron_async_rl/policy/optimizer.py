@@ -37,8 +37,8 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from torch import Tensor, nn
 
-from megatron_async_rl.config.schema import OptimizerConfig as OptimizerSettings
-from megatron_async_rl.config.schema import PolicyConfig
+from megatron_async_rl.config.policy import OptimizerConfig as OptimizerSettings
+from megatron_async_rl.config.policy import PolicyConfig
 from megatron_async_rl.gradients import blocks
 from megatron_async_rl.policy.adam_view import gradient_of
 from megatron_async_rl.policy.cuts import Cuts

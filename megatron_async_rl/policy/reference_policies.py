@@ -54,7 +54,7 @@ from megatron_async_rl.policy.checkpoint import Checkpoint
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
 from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.lora_base import placed_digest
-from megatron_async_rl.policy.microbatch import MicroBatch
+from megatron_async_rl.policy.microbatch import Batcher, MicroBatch, Minibatch
 from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.model_blocks import ModelBlocks
 from megatron_async_rl.policy.optimizer import load_masters
@@ -333,13 +333,13 @@ def passes(
     version = samples.version
     current = [Precompute(name, name) for name in columns if name in CURRENT_WEIGHTS]
     rows: tuple[int, ...] | None = None
-    sampled_by: dict[int, list[int]] = {}
+    sampled_by: dict[int, tuple[int, ...]] = {}
     if "logp_prox" in columns and references.snapshots is not None:
         for each in np.unique(samples.versions).tolist():
-            sampled_by[each] = np.unique(samples.rows[samples.versions == each]).tolist()
+            sampled_by[each] = tuple(np.unique(samples.rows[samples.versions == each]).tolist())
         own = sampled_by.pop(version, None)
         if own is not None:
-            rows = None if current else tuple(own)
+            rows = None if current else own
             current.append(Precompute("logp_prox", "logp", version))
     routing: RoutingPass = "record" if record else "replay"
     found = [Pass(None, tuple(current), rows, routing)] if current else []
@@ -353,10 +353,51 @@ def passes(
     for each in sorted(sampled_by):
         assert references.snapshots is not None
         weights = references.snapshots.of(each, current=version)
-        found.append(
-            Pass(weights, (Precompute("logp_prox", "logp", each),), tuple(sampled_by[each]))
-        )
+        found.append(Pass(weights, (Precompute("logp_prox", "logp", each),), sampled_by[each]))
     return found
+
+
+def precompute(
+    columns: Sequence[str],
+    samples: RankBatch,
+    minibatches: Sequence[Minibatch],
+    references: ReferencePolicies,
+    schedule: Schedule,
+    batcher: Batcher,
+    *,
+    record: bool = False,
+) -> dict[str, Tensor]:
+    """Return these columns over the tokens of `samples`, [N] float32 each, on the CPU of every
+    rank; `minibatches` are all of the samples. record: see `passes`. Collective over the world.
+    Raises SnapshotMissing.
+
+    A pass over all samples runs the micro-batches that training runs, so that at a batch's first
+    step pi and a recomputed pi_prox are the same numbers.
+    """
+    table = PrecomputeTable(samples, columns, schedule.layout)
+    planned = passes(columns, samples, references, record=record)
+    # The weights in training come back even after a pass that raised.
+    with references.trained_restored(after=any(each.weights is not None for each in planned)):
+        for each in planned:
+            if each.weights is not None:
+                each.weights.place()
+            parts = minibatches if each.rows is None else [batcher.of(samples, np.array(each.rows))]
+            for part in parts:
+                rows, own = part.rows, part.micro_batches
+                table.run(schedule, own, each.fills, rows, each.routing)
+    return table.finish()
+
+
+def current_columns(
+    columns: Sequence[str], minibatch: Minibatch, schedule: Schedule
+) -> dict[str, Tensor]:
+    """Return these columns of CURRENT_WEIGHTS over the tokens of a minibatch, under the weights in
+    training. Collective over the world."""
+    table = PrecomputeTable(minibatch.samples, columns, schedule.layout)
+    if columns:
+        fills = [Precompute(name, name) for name in columns]
+        table.run(schedule, minibatch.micro_batches, fills)
+    return table.finish()
 
 
 class PrecomputeTable:
@@ -375,12 +416,12 @@ class PrecomputeTable:
         schedule: Schedule,
         micro_batches: Sequence[MicroBatch],
         fills: Sequence[Precompute],
-        rows: Sequence[int] | NDArray[np.int64] | None = None,
+        rows: NDArray[np.int64] | None = None,
         routing: RoutingPass = "replay",
     ) -> None:
-        """One forward pass under the weights in place. rows: the samples that the micro-batches
+        """Run one forward pass under the weights in place. rows: the samples that the micro-batches
         number; null for all."""
-        numbers = np.arange(len(self.samples)) if rows is None else np.asarray(rows)
+        numbers = np.arange(len(self.samples)) if rows is None else rows
         numbers = numbers[self.samples.owner[numbers] == self.layout.dp_rank]
         tokens = spans(self.samples.starts[numbers], self.samples.lengths[numbers])
         owned = on_device({"owned": torch.from_numpy(tokens)}, self.layout.device)["owned"]

@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from numpy.typing import NDArray
 from torch import Tensor
@@ -66,6 +67,8 @@ class RoutingReplay:
         self.recorded: dict[MicroBatch, dict[int, Tensor]] = {}
         """Recorded choices by layer, [T, experts per token]."""
         self._counts = torch.zeros(2, dtype=torch.float64, device=layout.device)
+        """Tokens x layers of this rank in training passes since the batch began: those whose router
+        would have chosen other experts than were replayed, and all."""
         routers = [
             module
             for chunk in chunks
@@ -122,21 +125,20 @@ class RoutingReplay:
                 f" {self.config.num_moe_experts}"
             )
 
-    def forget(self) -> None:
-        """Drops what was recorded."""
+    def end_batch(self) -> dict[str, float]:
+        """Drop what was recorded. Return `policy/rerouted`, the share of the choices replayed since
+        the last call that routers would not have made; absent where none was replayed. Collective
+        over the world."""
         self.recorded.clear()
+        counts = self._counts.clone()
+        self._counts.zero_()
+        dist.all_reduce(counts, group=self.layout.world_group)
+        other, replayed = counts.tolist()
+        return {"policy/rerouted": float(other / replayed)} if replayed else {}
 
     def count(self, own: Tensor, chosen: Tensor, known: Tensor) -> None:
         other = (own.sort(dim=1).values != chosen.sort(dim=1).values).any(dim=1) & known
         self._counts += torch.stack((other.sum(), known.sum()))
-
-    def take_counts(self) -> Tensor:
-        """[2] float64 since it was last asked, of this rank's tokens and layers in forward passes
-        with a backward one: how often a router would have chosen other experts than were replayed,
-        and of how many."""
-        found = self._counts.clone()
-        self._counts.zero_()
-        return found
 
     def _routing(self, micro_batch: MicroBatch) -> Routing | None:
         recorded = self.recorded.get(micro_batch)

@@ -18,20 +18,27 @@ added in the same order, on every layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_async_rl.config.schema import OptimizerConfig
-from megatron_async_rl.controls.decision import Control, Decision, StepView, UpdateView
+from megatron_async_rl.config.policy import OptimizerConfig
+from megatron_async_rl.controls.decision import (
+    Control,
+    Decision,
+    StepView,
+    UpdateView,
+    combined,
+)
 from megatron_async_rl.controls.ess_lr import effective_sample_size
-from megatron_async_rl.gradients import Gradients, scale, squared_norm, squared_norm_of
+from megatron_async_rl.gradients import Gradients, clip_to, scale, squared_norm, squared_norm_of
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
 from megatron_async_rl.objectives.objective import BatchLoss, Objective
 from megatron_async_rl.objectives.targets import StepTargets
@@ -45,8 +52,6 @@ from megatron_async_rl.policy.optimizer import learning_rate
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.past_versions import WeightDisplacement
 from megatron_async_rl.samples.rank_batch import RankBatch
-
-CLIP_EPSILON = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,6 +91,8 @@ class OptimizerStep:
         self.updates = 0
         self.nonfinite = 0
         self.nonfinite_in_a_row = 0
+        self.nonfinite_ids: list[str] = []
+        """Samples that the newest steps in a row that were not finite are traced to."""
         self.last: TakenStep | None = None
         self.beta1_product = Beta1Product()
         self._weight_decay = [group.get("weight_decay", 0.0) for group in optimizer.param_groups]
@@ -95,15 +102,15 @@ class OptimizerStep:
         self,
         facts: StepFacts,
         displacement: WeightDisplacement | None = None,
-        report: Callable[[Spike | NotFinite, Gradients], None] | None = None,
+        report: Callable[[Spike | NotFinite, Gradients], Sequence[str]] | None = None,
     ) -> dict[str, float]:
         """Collective; returns metrics, the same on every rank. `policy/grad_norm` is after the
         controls, before clipping.
 
         The loss is checked because clamps turn a nan loss into a gradient of 0, which would pass
         for a harmless one. report: called on every rank with an anomalous gradient, before it is
-        applied, and with a non-finite one; it may use the gradient buffers, and leaves them as it
-        found them.
+        applied, and with a non-finite one; it may use the gradient buffers, leaves them as it found
+        them, and returns the ids of the samples that the gradient is traced to.
         """
         lr = learning_rate(self.settings, self.steps, self.total_steps)
         self.steps += 1
@@ -120,11 +127,15 @@ class OptimizerStep:
         skip = decision.skip or not usable
         self.nonfinite += not usable
         self.nonfinite_in_a_row = 0 if usable else self.nonfinite_in_a_row + 1
+        if usable:
+            self.nonfinite_ids.clear()
 
         spike = self.norms.spike(found) if usable else None
         strange = spike if usable else NotFinite(facts.loss, found)
         if strange is not None and report is not None:
-            report(strange, gradients)
+            ids = report(strange, gradients)
+            self.nonfinite_ids += () if usable else ids
+            # The shards that `report` found may be others by now.
             gradients = gradients_of(self.optimizer, self.layout)
         skip = skip or (spike is not None and self.on_anomaly == "skip")
         if usable:
@@ -268,29 +279,6 @@ class OptimizerStep:
         self.norms.load_state_dict(norms)
 
 
-def combined(decisions: Iterable[Decision]) -> Decision:
-    """Factors multiply, the last word on beta1 and on the norm counts, any may skip."""
-    whole = Decision()
-    for each in decisions:
-        whole = Decision(
-            skip=whole.skip or each.skip,
-            lr_scale=whole.lr_scale * each.lr_scale,
-            gradient_scale=whole.gradient_scale * each.gradient_scale,
-            beta1=whole.beta1 if each.beta1 is None else each.beta1,
-            norm_before=each.norm_before if whole.norm_before is None else whole.norm_before,
-            norm_after=whole.norm_after if each.norm_after is None else each.norm_after,
-            metrics={**whole.metrics, **each.metrics},
-        )
-    return whole
-
-
-def clip_to(gradients: Gradients, norm: float, limit: float | None) -> None:
-    """Scales all gradients in place so that their global norm is at most `limit`; copies are scaled
-    alike."""
-    if limit is not None and norm > limit:
-        scale(gradients, limit / (norm + CLIP_EPSILON))
-
-
 # fmt: off
 COLUMNS = (
     "loss", "entropy", "log_weight", "k2", "k3", "chi2", "difference", "difference_max",
@@ -370,12 +358,6 @@ class StepTable:
             [columns[name] for name in COLUMNS], dim=1
         )
 
-    @property
-    def losses(self) -> list[float]:
-        """Each sample's part of the step's loss, in a completed table."""
-        found: list[float] = self._column("loss").tolist()
-        return found
-
     def weigh(self, advantages: Tensor) -> None:
         """Makes rows recorded at advantage 1 those of `advantages`, [S]: the loss, and the counts
         by its sign."""
@@ -396,11 +378,11 @@ class StepTable:
     def _column(self, name: str) -> Tensor:
         return self.values[:, COLUMNS.index(name)]
 
-    def log_weights(self, samples: RankBatch) -> NDArray[np.float64]:
-        """sum_t log(pi / mu) of each sample with trained tokens, untruncated, of a completed table;
-        empty for given responses."""
-        column = self.values[:, COLUMNS.index("log_weight")].cpu().numpy()
-        return column[samples.sampled & (samples.trained > 0)]
+    def complete(self, group: Any) -> NDArray[np.float64]:
+        """Return the rows of all samples, on the host: the one copy of a step's measurements from
+        the device. Collective over `group`."""
+        dist.all_reduce(self.values, group=group)
+        return self.values.cpu().numpy()
 
 
 class RecordedLoss:
@@ -426,15 +408,18 @@ class RecordedLoss:
         self._targets = targets
         self._table = table
         self._owner = owner
-        targets.owned_by(owner)  # gathered before the micro-batches run, so that none waits for it
+        targets.gather(owner)  # before the micro-batches run, so that none waits for it
         self._advantage = advantage
         self._with_terms = with_terms
 
     def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
         targets = self._targets
-        placed = targets.placed(self._owner, outputs.logp.dtype, outputs.logp.device)
-        tokens = placed.part(
-            micro_batch.owned_tokens, micro_batch.batch_samples, micro_batch.sequence
+        tokens = targets.micro_batch(
+            self._owner,
+            micro_batch.owned_tokens,
+            micro_batch.batch_samples,
+            micro_batch.sequence,
+            dtype=outputs.logp.dtype,
         )
         tokens = tokens.replace(logp=outputs.logp, entropy=outputs.entropy)
         if outputs.values is not None:
@@ -450,6 +435,18 @@ class RecordedLoss:
         if self._table is not None:
             self._table.record(micro_batch, tokens, loss, targets.samples.version)
         return loss.parts.sum()
+
+
+def sample_losses(table: NDArray[np.float64]) -> list[float]:
+    """Each sample's part of the step's loss, in a completed table."""
+    losses: list[float] = table[:, COLUMNS.index("loss")].tolist()
+    return losses
+
+
+def sample_log_weights(table: NDArray[np.float64], samples: RankBatch) -> NDArray[np.float64]:
+    """sum_t log(pi / mu) of each sample with trained tokens, untruncated, in a completed table;
+    empty for given responses."""
+    return table[samples.sampled & (samples.trained > 0), COLUMNS.index("log_weight")]
 
 
 def step_metrics(table: NDArray[np.float64], samples: RankBatch) -> dict[str, float]:

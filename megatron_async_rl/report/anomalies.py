@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.config.read_back import reading
+from megatron_async_rl.config.durable import reading
 from megatron_async_rl.metrics.log import MetricRow, number
-from megatron_async_rl.report.series import counted
 
 FILE = "anomalies.jsonl"
 SAMPLES_SHOWN = 6
@@ -217,5 +216,8 @@ and returns a text or None."""
 
 
 def _grew(before: MetricRow, row: MetricRow, key: str) -> float:
-    """Growth of a counter that restarts at a resume."""
-    return counted([number(before, key), number(row, key)]) - (number(before, key) or 0.0)
+    """Growth of a counter since the newest row that has it. A resume restarts counters."""
+    now, earlier = number(row, key), number(before, key) or 0.0
+    if now is None:
+        return 0.0
+    return now - earlier if now >= earlier else now

@@ -17,6 +17,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import Formatter, FuncFormatter, MaxNLocator, PercentFormatter
 
 from megatron_async_rl.report.anomalies import GRAVE
+from megatron_async_rl.report.metric_rows import Floats, thin
 from megatron_async_rl.report.panel import (
     CELLS,
     COLOURS,
@@ -27,7 +28,6 @@ from megatron_async_rl.report.panel import (
     Panel,
     shades_of,
 )
-from megatron_async_rl.report.series import Floats, thin
 
 DASHED = (0, (5, 4))
 LINE = 0.23

@@ -22,11 +22,10 @@ import numpy as np
 
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.metrics.log import number
+from megatron_async_rl.report.metric_rows import Floats
+from megatron_async_rl.report.page import Page
 from megatron_async_rl.report.panel import STEPS, Curve, Panel
-from megatron_async_rl.report.report_html import Page
-from megatron_async_rl.report.run_data import RunData
-from megatron_async_rl.report.series import Floats
-from megatron_async_rl.report.summary import span
+from megatron_async_rl.report.run_data import RunData, span
 
 COLOURS = ("blue", "red", "green", "amber", "purple", "teal", "brown", "ink", "grey", "sand")
 """Colours by the run's number; they repeat with dotted lines."""

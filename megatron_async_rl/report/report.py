@@ -12,8 +12,8 @@ from pathlib import Path
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.report.charts import draw_sheet
 from megatron_async_rl.report.comparison import name_runs, page_of_runs
+from megatron_async_rl.report.page import page_of
 from megatron_async_rl.report.panel import COLOURS
-from megatron_async_rl.report.report_html import page_of
 from megatron_async_rl.report.run_data import read_run
 from megatron_async_rl.report.samples import samples_section
 

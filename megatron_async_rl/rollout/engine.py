@@ -30,7 +30,7 @@ import pickle
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_async_rl.config.environment import AGENTS, TOOLS
+from megatron_async_rl.config.rollout import AGENTS, TOOLS
 from megatron_async_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_async_rl.rollout.allocator import drop_expandable_segments
 from megatron_async_rl.rollout.cluster import require_gpus, require_software
@@ -50,7 +50,7 @@ from megatron_async_rl.rollout.environments.endpoint import Agents
 from megatron_async_rl.rollout.environments.pool import Environments
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.rollout.vllm_plugin import environment
+from megatron_async_rl.rollout.vllm.plugin import environment
 from megatron_async_rl.samples.rows import EngineReport
 from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
@@ -118,8 +118,11 @@ class RolloutEngine:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from megatron_async_rl.rollout.engine_arguments import engine_arguments, sampling_parameters
         from megatron_async_rl.rollout.responses import Responses
+        from megatron_async_rl.rollout.vllm.engine_arguments import (
+            engine_arguments,
+            sampling_parameters,
+        )
 
         spec = self.spec
         tokenizer = load_tokenizer(spec.model_path, spec.chat_template, spec.chat_template_options)
@@ -228,7 +231,7 @@ class RolloutEngine:
         raises an `Exception` with the reason in its words; then the engine stays stopped, too.
         Raises WrongState while the weights' memory sleeps.
         """
-        from megatron_async_rl.weights.vllm_private import load_between_steps
+        from megatron_async_rl.rollout.vllm.vllm_private import load_between_steps
 
         asleep = self._state.state == "asleep"
         if self._state.sleeps("weights"):
@@ -330,7 +333,7 @@ class RolloutEngine:
         self._busy.pause(False)
 
     async def _stop_sampling(self, what: str) -> None:
-        from megatron_async_rl.weights.vllm_private import pause_scheduler
+        from megatron_async_rl.rollout.vllm.vllm_private import pause_scheduler
 
         if self._state.runs:
             pause = pause_scheduler(self._vllm(), clear_cache=self._recomputes)

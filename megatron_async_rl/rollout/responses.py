@@ -63,6 +63,7 @@ from megatron_async_rl.rollout.rewards.registry import RewardContext
 from megatron_async_rl.rollout.rewards.worker import Scored
 from megatron_async_rl.rollout.scoring import FailureLog, Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.rollout.vllm.vllm_private import on_output, tokens_so_far
 from megatron_async_rl.samples.types import (
     Aborted,
     FinishReason,
@@ -70,7 +71,6 @@ from megatron_async_rl.samples.types import (
     Prompt,
     Request,
 )
-from megatron_async_rl.weights.vllm_private import on_output, tokens_so_far
 
 _log = logging.getLogger(__name__)
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_async_rl.config.environment import AGENTS
+from megatron_async_rl.config.rollout import AGENTS, RolloutConfig
 from megatron_async_rl.config.sampling import SamplingConfig
-from megatron_async_rl.config.schema import RolloutConfig
 from megatron_async_rl.config.weights import CARRIERS, DEFAULT_CARRIER, CarrierCapabilities
 
 HERE = ""

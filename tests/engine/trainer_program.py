@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_async_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
+from megatron_async_rl.config.policy import ParallelConfig, PolicyConfig
+from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.microbatch import build_micro_batch

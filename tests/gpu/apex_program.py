@@ -13,8 +13,7 @@ from unittest import mock
 
 import torch
 
-from megatron_async_rl.config.lora import LoraConfig
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import LoraConfig, ParallelConfig
 from megatron_async_rl.policy import apex, device
 from tests import apex_stand_in
 from tests.gpu.train_program import cpu

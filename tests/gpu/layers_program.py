@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import ParallelConfig
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.parameter_state import adam_names, adam_shards
 from megatron_async_rl.policy.parameters import whole_model_names

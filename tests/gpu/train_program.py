@@ -24,7 +24,7 @@ from megatron_async_rl.config.controls import (
     MatchedNormControl,
     MomentumByAlignmentControl,
 )
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import ParallelConfig
 from megatron_async_rl.controls.gac import Gac
 from megatron_async_rl.objectives import targets
 from megatron_async_rl.policy import device

@@ -18,15 +18,14 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megatron_async_rl.config.lora import LoraConfig
 from megatron_async_rl.config.objective import (
     KlConfig,
     ObjectiveConfig,
     ReferenceConfig,
     ValueConfig,
 )
+from megatron_async_rl.config.policy import LoraConfig, ParallelConfig
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.config.schema import ParallelConfig
 from megatron_async_rl.policy import checkpoint, model_blocks
 from megatron_async_rl.policy.checkpoint_folder import about, newest, require_whole
 from megatron_async_rl.policy.digested_folder import DIGESTS, files_of, require_export

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from megatron_async_rl.config.lora import LoraConfig
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.schema import Config, ParallelConfig
+from megatron_async_rl.config.policy import LoraConfig, ParallelConfig
+from megatron_async_rl.config.schema import Config
 from megatron_async_rl.policy.adam_view import gradients_of
 from tests.parallel.layout_program import Rank, received, run_each
 from tests.parallel.whole_tensors import assembled

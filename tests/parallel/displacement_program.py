@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_async_rl.config.controls import DisplacementControl
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import ParallelConfig
 from megatron_async_rl.gradients import products_of
 from megatron_async_rl.objectives.targets import valid_samples
 from megatron_async_rl.policy.adam_view import gradients_of, optimizer_parameters

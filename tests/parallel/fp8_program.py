@@ -21,9 +21,8 @@ import torch.distributed as dist
 from megatron.core.transformer import transformer_config
 
 from megatron_async_rl.config.controls import DisplacementControl, GacControl
-from megatron_async_rl.config.fp8 import Fp8Config
 from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
-from megatron_async_rl.config.schema import ParallelConfig, PolicyConfig
+from megatron_async_rl.config.policy import Fp8Config, ParallelConfig, PolicyConfig
 from megatron_async_rl.policy import checkpoint, families
 from megatron_async_rl.policy import parameters as files
 from megatron_async_rl.policy.adam_view import masters_of

@@ -17,14 +17,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megatron_async_rl.config.controls import DisplacementControl, GacControl
-from megatron_async_rl.config.lora import ATTENTION, LoraConfig
 from megatron_async_rl.config.objective import (
     KlConfig,
     ObjectiveConfig,
     ReferenceConfig,
     ValueConfig,
 )
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import ATTENTION, LoraConfig, ParallelConfig
 from megatron_async_rl.policy.adam_view import optimizer_parameters
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
 from megatron_async_rl.policy.parameter_state import adam_shards

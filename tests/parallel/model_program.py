@@ -23,12 +23,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from megatron_async_rl.config.schema import (
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PolicyConfig,
-)
+from megatron_async_rl.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.policy import checkpoint, device, model_blocks, past_versions
 from megatron_async_rl.policy.background import Background
 from megatron_async_rl.policy.checkpoint_folder import read_file
@@ -79,12 +75,12 @@ def logprobs(
         ContextParallelSlice(layout.cp_rank, layout.cp_size),
     )
     rounds = layout.pp_size if layout.virtual_stages > 1 else 1
-    plan = plan_micro_batches(
+    cuts, _ = plan_micro_batches(
         samples, data_parallel=1, budget=100, sequences=sequences, in_groups_of=rounds
     )
     found = {}
     for micro_batch, outputs in schedule.forward(
-        [build_micro_batch(samples, rows, layout.device, sequences) for rows in plan.ranks[0]]
+        [build_micro_batch(samples, rows, layout.device, sequences) for rows in cuts[0]]
     ):
         for row, index in enumerate(micro_batch.samples):
             found[index] = outputs.logp[micro_batch.sequence == row]

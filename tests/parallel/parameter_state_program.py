@@ -27,14 +27,14 @@ from megatron_async_rl.config.controls import (
     MomentumByAlignmentControl,
 )
 from megatron_async_rl.config.load import load
-from megatron_async_rl.config.lora import LoraConfig
 from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
-from megatron_async_rl.config.schema import (
-    ModelConfig,
+from megatron_async_rl.config.policy import (
+    LoraConfig,
     OptimizerConfig,
     ParallelConfig,
     PolicyConfig,
 )
+from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.gradients import products_with
 from megatron_async_rl.plan.fit import memory_ran_out
 from megatron_async_rl.policy import device, forward, model_blocks

@@ -24,7 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_async_rl.policy import device
 
 # isort: split
-from megatron_async_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
+from megatron_async_rl.config.policy import ParallelConfig, PolicyConfig
+from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.policy import checkpoint, model_blocks
 from megatron_async_rl.policy.model import PolicyModel, build_model
 from megatron_async_rl.policy.model_blocks import ModelBlocks

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from megatron_async_rl.config.controls import GacControl, MatchedLrControl
-from megatron_async_rl.config.schema import OptimizerConfig
+from megatron_async_rl.config.policy import OptimizerConfig
 from megatron_async_rl.controls.decision import Control, Decision, UpdateCorrection
 from megatron_async_rl.controls.gac import Gac, MatchedLr
+from megatron_async_rl.gradients import clip_to, scale
 from megatron_async_rl.policy import step as step_module
 from megatron_async_rl.policy.adam_view import AdamView, TakenStep
 from megatron_async_rl.policy.optimizer import BlockAdam
-from megatron_async_rl.policy.step import OptimizerStep, StepFacts, clip_to, scale
+from megatron_async_rl.policy.step import OptimizerStep, StepFacts
 from tests.gradients import OneRank, Shard
 
 SETTINGS = OptimizerConfig(

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from megatron_async_rl.config.controls import DisplacementControl
 from megatron_async_rl.config.objective import ObjectiveConfig
+from megatron_async_rl.config.policy import OptimizerConfig
 from megatron_async_rl.config.rules import validated
-from megatron_async_rl.config.schema import OptimizerConfig
 from megatron_async_rl.controls.decision import Control, Decision
 from megatron_async_rl.controls.displacement import Displacement
 from megatron_async_rl.objectives.objective import Objective

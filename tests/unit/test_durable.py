@@ -26,7 +26,7 @@ ELSEWHERE = {
     "plan/new_config.py": "a new file of the user's",
     "simulate/choose.py": "a result that no start reads",
     "report/report.py": "a result that no start reads",
-    "rollout/rewards/sandbox.py": "/proc",
+    "rollout/isolation/sandbox.py": "/proc",
     "samples/frames.py": "segments of the sample log",
     "watchdog/run_folder.py": "temporary files, which no start reads",
 }

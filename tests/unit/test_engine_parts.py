@@ -14,7 +14,7 @@ import psutil
 import pytest
 import ray
 
-from megatron_async_rl.config.environment import EnvironmentConfig
+from megatron_async_rl.config.rollout import EnvironmentConfig
 from megatron_async_rl.rollout.engine import RolloutEngine
 from megatron_async_rl.rollout.engine_process import ENDED_POLL_S, RemoteEngine
 from megatron_async_rl.rollout.engine_state import (

@@ -19,13 +19,14 @@ from megatron_async_rl.plan.estimate import (
     Estimate,
     Overlap,
     forward_passes,
+    measure,
     run_ahead,
+    update_per_lr,
 )
 from megatron_async_rl.plan.machine import CHIPS, Gpu, Machine, chip_of, described_machine
 from megatron_async_rl.plan.model_files import read_model
+from megatron_async_rl.plan.pace import expected_overlap, planning_rule, staleness_law
 from megatron_async_rl.plan.plan import make_plan
-from megatron_async_rl.plan.screen import expected_overlap, planning_rule, staleness_law
-from megatron_async_rl.report.summary import measure, update_per_lr
 from tests.cases import looped
 from tests.combinations import label, pairwise
 from tests.forked import Done

@@ -23,6 +23,7 @@ from megatron_async_rl.flow.errors import (
     reward_failed,
 )
 from megatron_async_rl.launch import launcher
+from megatron_async_rl.launch.ending import explain_failure
 from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.policy.parallel import RankZeroFailed
 from megatron_async_rl.samples.types import Sample
@@ -36,7 +37,7 @@ from megatron_async_rl.watchdog.events import (
 )
 from megatron_async_rl.watchdog.logs import DEADLINE, PRIMARY, SECONDARY
 from megatron_async_rl.watchdog.progress_monitor import ProgressMonitor, write_whole
-from megatron_async_rl.watchdog.snapshots import HostSnapshot, publish
+from megatron_async_rl.watchdog.stall import HostSnapshot, publish
 from tests.cases import looped
 from tests.logged_samples import row, sample
 from tests.written_run import config_tree
@@ -152,7 +153,7 @@ def test_the_earliest_of_the_gravest_kind_is_the_failure_of_the_run(tmp_path: Pa
 
 def explained(run_dir: Path) -> str:
     written = io.StringIO()
-    launcher._explain_failure(run_dir, Console(file=written, width=200))
+    explain_failure(run_dir, Console(file=written, width=200))
     return written.getvalue()
 
 

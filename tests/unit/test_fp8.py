@@ -14,10 +14,16 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_async_rl.config.fp8 import RECIPES, Fp8Config, lacking, version_of
 from megatron_async_rl.config.load import load
+from megatron_async_rl.config.policy import (
+    RECIPES,
+    Fp8Config,
+    ParallelConfig,
+    PolicyConfig,
+    lacking,
+    version_of,
+)
 from megatron_async_rl.config.problem import ConfigError, UserError
-from megatron_async_rl.config.schema import ParallelConfig, PolicyConfig
 from megatron_async_rl.plan import doctor, machine
 from megatron_async_rl.plan.machine import GIB, MIB, Gpu, Machine, described_machine
 from megatron_async_rl.plan.plan import RunPlan

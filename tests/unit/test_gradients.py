@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async_rl.config.schema import OptimizerConfig
+from megatron_async_rl.config.policy import OptimizerConfig
 from megatron_async_rl.controls.decision import Control, Decision
+from megatron_async_rl.gradients import clip_to
 from megatron_async_rl.policy import step as step_module
-from megatron_async_rl.policy.step import OptimizerStep, StepFacts, clip_to
+from megatron_async_rl.policy.step import OptimizerStep, StepFacts
 from tests.gradients import OneRank, Shard, gradient
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from megatron_async_rl.config.load import load
 from megatron_async_rl.flow.errors import EngineMemoryOut, FlowError
-from megatron_async_rl.launch import launcher
+from megatron_async_rl.launch.ending import explain_failure
 from megatron_async_rl.plan.fit import HostMemoryOut, memory_ran_out
 from megatron_async_rl.plan.host import free_memory_problems
 from megatron_async_rl.plan.machine import GIB, Machine
@@ -242,7 +242,7 @@ def test_the_launcher_reports_that_the_kernel_ended_a_rank(
 
     def explained() -> str:
         written = io.StringIO()
-        launcher._explain_failure(tmp_path, Console(file=written, width=200))
+        explain_failure(tmp_path, Console(file=written, width=200))
         return written.getvalue()
 
     kernel = Kernel(monkeypatch)

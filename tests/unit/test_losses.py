@@ -99,7 +99,7 @@ def part(whole, rows, dtype=torch.float64):
         owner=np.zeros_like(lengths),
         rows=np.repeat(np.arange(len(lengths)), lengths),
     )
-    targets = StepTargets(samples, detached(whole), Denominators.of(whole), True, {})
+    targets = StepTargets(samples, detached(whole), Denominators.of(whole), True)
     cut = part_of(targets, rows, dtype)
     return cut.replace(logp=cut.logp.requires_grad_())
 

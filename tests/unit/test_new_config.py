@@ -16,8 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_async_rl.cli import app
-from megatron_async_rl.config.environment import AGENTS
 from megatron_async_rl.config.load import load
+from megatron_async_rl.config.rollout import AGENTS
 from megatron_async_rl.plan import interview
 from megatron_async_rl.plan.new_config import STYLES
 from megatron_async_rl.plan.reward_choice import (

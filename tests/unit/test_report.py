@@ -21,13 +21,12 @@ from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.metrics.timeline import Span
 from megatron_async_rl.report.anomalies import Anomaly, AnomalyFinder, steps_text
 from megatron_async_rl.report.charts import _Short
+from megatron_async_rl.report.metric_rows import per_engine, smooth, thin
+from megatron_async_rl.report.page import page_of, tables_of
 from megatron_async_rl.report.panel import POINTS
 from megatron_async_rl.report.panels import panels_of
 from megatron_async_rl.report.report import write_report
-from megatron_async_rl.report.report_html import page_of, tables_of
-from megatron_async_rl.report.run_data import ReportError, read_run, timeline_window
-from megatron_async_rl.report.series import per_engine, smooth, thin
-from megatron_async_rl.report.summary import span
+from megatron_async_rl.report.run_data import ReportError, read_run, span, timeline_window
 
 CONFIG = {
     "model": {"path": "/models/<tiny>", "dtype": "float32"},

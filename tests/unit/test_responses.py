@@ -18,8 +18,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.config.sampling import SamplingConfig
-from megatron_async_rl.config.schema import RolloutConfig
 from megatron_async_rl.rollout.engine import RolloutEngine
 from megatron_async_rl.rollout.engine_state import BusyClock, EngineDied
 from megatron_async_rl.rollout.environments.transcript import Transcript, TranscriptSegment

@@ -10,10 +10,10 @@ import pytest
 
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError
+from megatron_async_rl.config.rollout_rules import sampling_warnings
 from megatron_async_rl.config.sampling import EvalConfig, EvalSampling
-from megatron_async_rl.config.sampling_rules import sampling_warnings
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.rollout.engine_arguments import engine_arguments, sampling_parameters
+from megatron_async_rl.rollout.vllm.engine_arguments import engine_arguments, sampling_parameters
 from tests.unit.test_engine_arguments import spec_with
 from tests.written_run import write_prompts, write_run
 

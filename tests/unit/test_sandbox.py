@@ -18,11 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_async_rl.rollout.rewards import code as code_module
-from megatron_async_rl.rollout.rewards import sandbox
-from megatron_async_rl.rollout.rewards.code import ProgramsStarved, code, source_of
-from megatron_async_rl.rollout.rewards.registry import RewardError, load_reward
-from megatron_async_rl.rollout.rewards.sandbox import (
+from megatron_async_rl.rollout.isolation import sandbox
+from megatron_async_rl.rollout.isolation.sandbox import (
     Limits,
     ProgramEnd,
     Sandbox,
@@ -30,6 +27,9 @@ from megatron_async_rl.rollout.rewards.sandbox import (
     Usage,
     run,
 )
+from megatron_async_rl.rollout.rewards import code as code_module
+from megatron_async_rl.rollout.rewards.code import ProgramsStarved, code, source_of
+from megatron_async_rl.rollout.rewards.registry import RewardError, load_reward
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.watchdog.run_folder import LOCK, VARIABLE
 from tests.cases import looped
@@ -196,7 +196,7 @@ def test_without_namespaces_it_ends_and_limits_no_process_of_its_user(tmp_path: 
     it."""
     source = """
 import os, resource, signal, time
-from megatron_async_rl.rollout.rewards import sandbox_program as program
+from megatron_async_rl.rollout.isolation import sandboxed as program
 parent = os.getppid()
 program.libc.prctl(program.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 assert program.stay_here()

@@ -59,6 +59,17 @@ def test_a_file_with_the_name_of_another_is_rejected(style: Any) -> None:
     assert style.repeated_stems([*paths, "p/c/one.py"]) == {"p/b/one.py", "p/c/one.py"}
 
 
+def test_lines_of_a_long_table_do_not_count_and_others_do(style: Any) -> None:
+    rows = "".join(f"    {row}: 0,\n" for row in range(style.TABLE_LINES))
+    for source, lines in (
+        (f"ROWS = {{\n{rows}}}\n", 0),
+        (f"ROWS: dict[int, int] = {{\n{rows}}}\nx = 1\n", 1),
+        ("ROWS = {\n    1: 0,\n}\n", 3),
+        (f"def rows():\n    return {{\n{rows}}}\n", style.TABLE_LINES + 3),
+    ):
+        assert style.lines_without_tables(source, ast.parse(source)) == lines
+
+
 def test_an_import_cycle_is_rejected_where_one_import_is_of_types_alone(style: Any) -> None:
     first = ast.parse("from p import b\n")
     second = ast.parse("if TYPE_CHECKING:\n    from p.a import A\nelse:\n    import p.c\n")

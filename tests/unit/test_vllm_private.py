@@ -16,10 +16,9 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 import megatron_async_rl
-from megatron_async_rl.rollout import expert_recorder
-from megatron_async_rl.weights import vllm_private
+from megatron_async_rl.rollout.vllm import expert_recorder, vllm_private
+from megatron_async_rl.rollout.vllm.loaded import Loaded
 from megatron_async_rl.weights.digest import partial_digest, tensor_digest
-from megatron_async_rl.weights.loaded import Loaded
 from tests.cases import looped
 
 PACKAGE = Path(megatron_async_rl.__file__).parent

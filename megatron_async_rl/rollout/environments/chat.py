@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.config.problem import DataError
+from megatron_async_rl.config.rollout import EnvironmentConfig
 from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.rollout.environments import (
     PARSER_KEY,
@@ -171,7 +171,7 @@ class ToolParser:
         from vllm.tokenizers import get_tokenizer
         from vllm.tool_parsers import ToolParserManager
 
-        from megatron_async_rl.weights.vllm_private import call_beginnings
+        from megatron_async_rl.rollout.vllm.vllm_private import call_beginnings
 
         require_tool_parser(name)
         for logger in PARSERS:

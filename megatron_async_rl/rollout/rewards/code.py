@@ -22,10 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_async_rl.config.environment import CODE_CPU_S, CODE_SHARE_OF_TIME
-from megatron_async_rl.rollout.rewards.code_tests import entry_point_of, tests_of
-from megatron_async_rl.rollout.rewards.registry import BuiltInReward, ColumnError, RewardError
-from megatron_async_rl.rollout.rewards.sandbox import (
+from megatron_async_rl.config.rollout import CODE_CPU_S, CODE_SHARE_OF_TIME
+from megatron_async_rl.rollout.isolation.sandbox import (
     Isolation,
     Limits,
     ProgramEnd,
@@ -33,6 +31,8 @@ from megatron_async_rl.rollout.rewards.sandbox import (
     SandboxError,
     run,
 )
+from megatron_async_rl.rollout.rewards.code_tests import entry_point_of, tests_of
+from megatron_async_rl.rollout.rewards.registry import BuiltInReward, ColumnError, RewardError
 from megatron_async_rl.samples.types import Prompt
 
 WALL_PER_CPU = 4

@@ -2,7 +2,7 @@
 
     run("print(input())", stdin="4\\n")  ->  Ended(code=0, output="4\\n")
 
-With `isolation: namespaces` (Linux; sandbox_program.py sets it up) a program
+With `isolation: namespaces` (Linux; sandboxed.py sets it up) a program
 - has no network, and sees only its own processes;
 - sees of the file system Python's standard library, read-only, and an empty /tmp of its own: not
   the run, not the home directory, not /etc, not /proc;
@@ -60,7 +60,7 @@ MAX_FILES = 4096
 namespaces."""
 TOO_LARGE = 128 + signal.SIGXFSZ
 """Code of a program that was killed for the size of its files."""
-_PROGRAM = Path(__file__).with_name("sandbox_program.py")
+_PROGRAM = Path(__file__).with_name("sandboxed.py")
 
 
 class SandboxError(RuntimeError):

@@ -16,9 +16,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.rollout import expert_recorder
 from megatron_async_rl.rollout.cluster import loopback_interface
 from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.rollout.vllm import expert_recorder
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.preloaded import serving, spawn_by_fork
 from megatron_async_rl.watchdog.processes import PARENT, die_with_parent
@@ -34,17 +34,17 @@ BACKEND = "mar_weights"
 OPENMP = ("libgomp", "libiomp", "libomp.")
 """First letters of the file names of OpenMP's libraries: GNU's, Intel's and LLVM's."""
 
-IMPORTS = "megatron_async_rl.rollout.engine_imports"
+IMPORTS = "megatron_async_rl.rollout.vllm.engine_imports"
 """Module that imports everything that an engine imports."""
 
-WORKER_EXTENSION = "megatron_async_rl.weights.receive.WeightLoadingWorker"
+WORKER_EXTENSION = "megatron_async_rl.rollout.vllm.receive.WeightLoadingWorker"
 
 
 def register() -> None:
     """Ends the process with its engine, puts it in the run's watch and registers our weight
     transfer engine.
     Idempotent: vLLM may call it several times."""
-    from megatron_async_rl.weights import vllm_private
+    from megatron_async_rl.rollout.vllm import vllm_private
 
     die_with_parent()
     spawn_by_fork("engines")
@@ -62,12 +62,12 @@ def register() -> None:
     if expert_recorder.RECORD in os.environ:
         expert_recorder.record_on_cpu()
     vllm_private.register_transfer_engine(
-        BACKEND, "megatron_async_rl.weights.receive", "WeightReceiver"
+        BACKEND, "megatron_async_rl.rollout.vllm.receive", "WeightReceiver"
     )
 
 
 def _show_progress(tokens: int, scheduler: Any) -> None:
-    from megatron_async_rl.weights import vllm_private
+    from megatron_async_rl.rollout.vllm import vllm_private
 
     watch.progress("tokens", tokens)
     watch.fact("scheduler", lambda: vllm_private.describe_scheduler(scheduler))

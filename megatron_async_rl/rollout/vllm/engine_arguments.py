@@ -14,7 +14,7 @@ from megatron_async_rl.config.engine_options import unknown_option
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.sampling import EvalSampling, SamplingConfig
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.rollout.vllm_plugin import BACKEND, WORKER_EXTENSION
+from megatron_async_rl.rollout.vllm.plugin import BACKEND, WORKER_EXTENSION
 
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Executor by its import path; on a CPU, vLLM replaces the short name `uni` by a second process."""

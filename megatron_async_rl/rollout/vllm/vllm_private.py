@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_async_rl.weights.loaded import digests_of
+from megatron_async_rl.rollout.vllm.loaded import digests_of
 
 NAMES = (
     "vllm.distributed.weight_transfer.WeightTransferEngineFactory._registry",

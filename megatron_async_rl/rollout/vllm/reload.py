@@ -36,7 +36,7 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from megatron_async_rl.weights.packed_layers import (
+from megatron_async_rl.rollout.vllm.packed_layers import (
     PackedExperts,
     PackedLinear,
     Scratch,

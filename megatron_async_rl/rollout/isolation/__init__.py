@@ -1,0 +1,1 @@
+"""User code in processes and sandboxes: the only place that runs it."""

@@ -1,0 +1,1 @@
+"""Code that runs inside the processes of vLLM or uses names of vLLM."""
