@@ -103,14 +103,8 @@ SHARED_STEMS = {"__init__", "registry", "errors"}
 SAME_STEMS = {
     "megatron_async_rl/data/conversation.py",
     "megatron_async_rl/flow/spec.py",
-    "megatron_async_rl/objectives/batch.py",
-    "megatron_async_rl/plan/batch.py",
-    "megatron_async_rl/plan/layers.py",
-    "megatron_async_rl/policy/layers.py",
-    "megatron_async_rl/policy/model.py",
     "megatron_async_rl/rollout/environments/conversation.py",
     "megatron_async_rl/rollout/spec.py",
-    "megatron_async_rl/simulate/model.py",
 }
 """Files of one name that are still to be renamed."""
 

@@ -27,6 +27,7 @@ class Alias:
         return self.note
 
 
+# Entries that several libraries spell differently are written once.
 _GRPO = Alias(
     overrides=("objective.advantage=grpo", "objective.loss=ppo_clip"), note="both are the defaults"
 )
@@ -42,6 +43,7 @@ _REINFORCE_PP = Alias(overrides=("objective.advantage=reinforce_pp", "objective.
 _TIS = Alias(overrides=("objective.proximal=recompute", "objective.corrections=[tis]"))
 _LORA = Alias(keys=("policy.lora",), note="adapters; `policy.lora={}` takes all defaults")
 _TARGETS = Alias(keys=("policy.lora.targets",))
+# Features that do not exist here are listed, too: silence would suggest a typing error.
 _PAIRS = Alias(note="it learns from pairs of responses, which is not supported")
 _RANKS = Alias(keys=("policy.parallel.ranks",), note="and `rollout.engines` for the engines")
 _PROMPTS = Alias(

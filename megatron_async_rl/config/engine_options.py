@@ -61,6 +61,7 @@ _PREFIX = (
     "it is on, and no response begins on keys and values of weights before those that begin it"
 )
 _CACHE = "a weight update could not clear keys and values of old weights that lie elsewhere"
+# Only online quantisation: every weight update passes through the same loader again.
 QUANTISED_AS_LOADED = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
 """Values of `quantization` with which vLLM quantises all linear layers, and experts, as it loads
 the policy's weights, at the start and in each update. Of the first its CPU kernels know, too."""
@@ -69,6 +70,7 @@ _QUANTISED = (
     f" {', '.join(QUANTISED_AS_LOADED)}, with which vLLM quantises them as it loads them"
 )
 
+# Patterns, so that new arguments of a family are refused with vLLM's next version.
 BREAKS: Mapping[str, str] = {
     **dict.fromkeys(("quantization_config", "allow_deprecated_quantization"), _QUANTISED),
     **dict.fromkeys(
@@ -166,11 +168,13 @@ def refused_options(
 ) -> Iterator[tuple[str, str]]:
     """(name, why not) of each that may not be set so on `device`; null: on any."""
     for name, value in options.items():
+        # vLLM's command line writes arguments with hyphens.
         argument = name.replace("-", "_")
         if argument in OWNED:
             yield name, f"another key sets it: {OWNED[argument]}"
         elif reason := _matching(BREAKS, argument):
             yield name, reason
+        # The schema has no device yet and passes null; the plan checks again with the real one.
         elif device == "cpu" and (reason := _matching(BREAKS_ON_CPU, argument)):
             yield name, f"on a CPU {reason}"
         elif argument == "quantization" and value is not None:
@@ -182,9 +186,11 @@ def refused_options(
 
 def unknown_option(name: str, known: Collection[str]) -> Problem:
     """The problem of a name that vLLM, `known`, does not have."""
+    # Sorted: sets have no order, and messages must not change between runs.
     near = difflib.get_close_matches(name.lower(), sorted(known), n=1)
     fix = "remove it, or look its name up in vLLM's `AsyncEngineArgs`"
     if near:
+        # Do not propose an argument that would be refused next.
         refused = dict(refused_options({near[0]: None})).get(near[0])
         fix = (
             f"remove it; nor may {near[0]} be set here: {refused}"
@@ -210,8 +216,11 @@ def wrong_value(name: str, value: Any, wanted: str) -> Problem | None:
         return None
     try:
         (kind,) = get_type_hints(
-            type("_", (), {"__annotations__": {name: wanted}}), _PLAIN
+            # Evaluates the annotation as text, without importing vLLM's modules.
+            type("_", (), {"__annotations__": {name: wanted}}),
+            _PLAIN,
         ).values()
+        # Lax validation, as vLLM itself converts numbers and text.
         TypeAdapter(kind).validate_python(value)
     except NameError:
         return None
@@ -229,6 +238,7 @@ def vllm_arguments() -> dict[str, str]:
     keeps them elsewhere: an engine asks vLLM itself as it starts."""
     return {
         field.target.id: ast.unparse(field.annotation).strip("'")
+        # Read from source: importing vLLM takes seconds and may initialise a device.
         for node in _vllm_source("engine/arg_utils.py")
         if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
         for field in node.body
@@ -249,6 +259,7 @@ def cpu_head_sizes() -> tuple[int, ...]:
         if isinstance(statement, ast.Return) and statement.value is not None
     ]
     try:
+        # Only literals; a computed list is left to vLLM's own check.
         return tuple(ast.literal_eval(lists[0])) if lists else ()
     except ValueError:
         return ()

@@ -58,6 +58,7 @@ class Grid(Strict):
     def _names_are_known(self) -> Grid:
         for sweep, chosen in self.sweeps.items():
             for axis, values in chosen.items():
+                # Axes before their values: a value of an unknown axis cannot be looked up.
                 _require(axis, self.axes, f"sweeps.{sweep}: there is no axis")
                 for value in values:
                     _require(value, self.axes[axis], f"sweeps.{sweep}.{axis}: there is no value")
@@ -89,6 +90,7 @@ def read_grid(path: Path) -> Grid:
     try:
         document = read_document(path.read_text(encoding="utf-8"))
         lines = document.lines
+        # Before validation, which would see `on` and `010` as YAML reads them.
         tree = _as_written(mapping_of(document), document, path)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError.of("GRID", f"{path} cannot be read: {error}", "name a YAML file") from error
@@ -104,6 +106,7 @@ def read_grid(path: Path) -> Grid:
         raise ConfigError(str(path), _problems(error, lines)) from error
     return grid.model_copy(
         update={
+            # Absolute at once: runs start from other folders.
             "base": Path(os.path.abspath(folder / grid.base)),
             "runs": Path(os.path.abspath(folder / grid.runs)),
             "axes": {
@@ -125,11 +128,14 @@ def _as_written(tree: dict[str, Any], document: YamlDocument, path: Path) -> dic
     problems: list[Problem] = []
 
     def settled(value: Any, place: KeyPath) -> Any:
+        # axes.AXIS.VALUE.KEY: the override's type is that of its key in a run's configuration.
         if len(place) == 4 and place[0] == "axes":
             key = tuple(place[3].split("."))
             below = unquoted_below(document.unquoted, place)
             unquoted = {(*key, *at): written for at, written in below.items()}
             line = document.lines[".".join(place)]
+            # An empty tree: which method the base chooses is checked when the run's config is
+            # loaded.
             return as_written(value, unquoted, key, {}, Origins(f"{path}:{line}", {}), problems)
         if isinstance(value, dict):
             return {key: settled(one, (*place, key)) for key, one in value.items()}

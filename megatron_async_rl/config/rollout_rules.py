@@ -43,12 +43,14 @@ def transport_conflicts(config: Config) -> Iterator[str]:
         )
         return
     colocated = config.rollout.placement == "colocated"
+    # A CUDA IPC handle can be opened only on the device that allocated it.
     if transport == "cuda_ipc" and not colocated:
         yield (
             "weights.transport: cuda_ipc passes weights between processes on the same devices, and"
             " rollout.placement: disaggregated gives engines devices of their own; set"
             " weights.transport: shared_memory, or rollout.placement: colocated"
         )
+    # Carriers to other devices gain nothing where policy and engines share one.
     elif transport != "cuda_ipc" and colocated:
         why = {
             "relay": "brings weights to engines on other machines",
@@ -189,6 +191,7 @@ def _readers(config: Config) -> Iterator[tuple[str, ReadsRatios, str]]:
     part of the objective and of every control."""
     objective = config.objective
     loss, proximal = objective.loss, objective.proximal
+    # The ratio is wrong only because the proximal policy is the engine's.
     if loss.uses_proximal and engine_ratios(loss, proximal) == {"pi/prox"}:
         yield (
             f"objective.proximal: {proximal}",
@@ -224,6 +227,7 @@ def _readers(config: Config) -> Iterator[tuple[str, ReadsRatios, str]]:
                 " with the length; give it level: token, or {off}"
             )
         yield f"correction {correction.name}", correction, template
+    # Controls that read pi / mu measure staleness, and would measure the renormalisation instead.
     for control in config.controls:
         yield (
             f"controls: {control.name}",
@@ -246,12 +250,14 @@ def eval_conflicts(config: Config) -> Iterator[str]:
         yield from _sampled_only(evaluation)
     for one in config.eval_sets:
         place = one.key
+        # pass@k is estimated from at least k responses.
         maximum = max(one.pass_at, default=1)
         if maximum > one.samples_per_prompt:
             yield (
                 f"{place}.pass_at: {maximum} needs as many responses per prompt; set"
                 f" {place}.samples_per_prompt to at least {maximum}"
             )
+        # Greedy decoding is deterministic, apart from the order of sums.
         if one.sampling.temperature == 0 and one.samples_per_prompt > 1:
             yield (
                 f"{place}.sampling.temperature: 0 takes the likeliest token, so all"
@@ -269,6 +275,7 @@ def _sampled_only(evaluation: EvalConfig) -> Iterator[str]:
         f"{key}.{name}"
         for key, one in places.items()
         for name, field in type(one).model_fields.items()
+        # Compared with the default, since a file may spell a default out.
         if name in SAMPLED_ONLY and getattr(one, name) != field.default
     ]
     if set_here:
@@ -280,6 +287,7 @@ def _sampled_only(evaluation: EvalConfig) -> Iterator[str]:
 
 def sampling_warnings(config: Config) -> list[str]:
     """Notes on training's sampling, for a reader of the metrics."""
+    # A note, not a refusal: the ratios stay valid importance weights of what was sampled.
     if config.rollout is None or not config.rollout.sampling.renormalised:
         return []
     objective = config.objective
@@ -303,6 +311,7 @@ def length_warnings(config: Config) -> list[str]:
         return []
     length = rollout.sampling.max_tokens
     # Without a ratio to the engine's log-probs, one step per batch leaves nothing to multiply.
+    # pi / pi_prox is then exactly 1 at every token.
     always_one = objective.proximal == "recompute" and objective.steps_per_batch == 1
     found = [
         name
@@ -311,6 +320,7 @@ def length_warnings(config: Config) -> list[str]:
     ]
     if not found:
         return []
+    # Rounding errors of tokens are nearly independent, so their sum grows as a root.
     spread = NATS_PER_ROOT_TOKEN * math.sqrt(length)
     return [
         f"{' and '.join(found)} multiply ratios over a whole response: with"

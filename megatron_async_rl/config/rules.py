@@ -44,6 +44,7 @@ def validated(tree: Mapping[str, Any]) -> Config:
 
 def _checked(config: Config) -> Config:
     for reason in run_conflicts(config):
+        # The first conflict only: later ones are often consequences of it.
         raise ValueError(reason)
     return config
 
@@ -54,6 +55,7 @@ _CHECKED = TypeAdapter(Annotated[Config, AfterValidator(_checked)])
 
 def run_conflicts(config: Config) -> Iterator[str]:
     """Reasons why objective and controls do not fit the run around them; none: they do."""
+    # Conflicts of objective and controls first: they decide what the rest of the run needs.
     yield from _controls(config)
     yield from flow_conflicts(config)
     yield from lora_conflicts(config)
@@ -67,12 +69,14 @@ def run_conflicts(config: Config) -> Iterator[str]:
     yield from eval_conflicts(config)
     yield from environment_conflicts(config)
     objective, flow = config.objective, config.flow
+    # Groups are never cut: baselines compare all responses of a group.
     if objective.minibatches > flow.prompts_per_step:
         yield (
             f"objective.minibatches: {objective.minibatches} is more than the groups of a batch,"
             f" which stay whole; set it to at most flow.prompts_per_step: {flow.prompts_per_step}"
         )
     loss, advantage = objective.loss, objective.advantage
+    # Given responses are not sampled, so nothing is asynchronous or compared.
     if config.supervised:
         if config.rollout is not None:
             yield "objective.loss: sft trains on given responses: remove `rollout`"
@@ -90,6 +94,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
             f"objective.advantage: {advantage.name} compares the responses of a group:"
             " flow.group_size must be at least 2"
         )
+    # The exact mode measures one gradient per sequence, before any reduction over ranks.
     if isinstance(advantage, OpobAdvantage) and advantage.mode == "exact":
         if config.policy.parallel.virtual_pipeline > 1:
             yield (
@@ -113,6 +118,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
             f"objective.loss: {loss.name} compares the responses of a group: flow.group_size must"
             " be at least 2"
         )
+    # A batch may hold every version from the bound to the current one.
     versions = math.ceil(flow.async_ratio) + 1
     kept = [
         f"controls: {control.name}" for control in config.controls if control.needs_past_weights
@@ -130,6 +136,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
             " flow.selection: replay draws stored responses of several; set flow.selection:"
             " oldest_first, or exact_lag"
         )
+    # Only exact_lag keeps a group's tokens on one version once generation runs ahead.
     elif (
         loss.whole_group_of_one_version
         and flow.async_ratio > 0
@@ -148,6 +155,7 @@ def _controls(config: Config) -> Iterator[str]:
     names = [control.name for control in controls]
     if len(set(names)) != len(names):
         yield f"controls: each at most once, got {names}"
+    # Facts of the settings, not names: a plug-in control is covered too.
     judging = [control.name for control in controls if control.judges_alignment]
     if len(judging) > 1:
         yield (
@@ -162,6 +170,7 @@ def _controls(config: Config) -> Iterator[str]:
                 " `update/norm`, and give it to matched_lr in a run of its own"
             )
     objective = config.objective
+    # The cosine of two gradients of the same samples does not measure staleness.
     if judging and objective.minibatches == 1 and objective.epochs > 1:
         yield (
             f"controls: {judging[0]} compares the gradients of consecutive optimizer steps, and"
@@ -169,6 +178,7 @@ def _controls(config: Config) -> Iterator[str]:
             " gradients of the same samples; set objective.minibatches to at least 2, or"
             " objective.epochs: 1"
         )
+    # Each decision holds one value; the last control would silently win.
     setting = [control.name for control in controls if control.sets_beta1]
     if len(setting) > 1:
         yield (
@@ -193,6 +203,7 @@ def _controls(config: Config) -> Iterator[str]:
                 " objective.loss: sft learns from given responses, which were not sampled; remove"
                 " it"
             )
+        # Calibration must end before the run does, or the control never acts.
         if control.fresh_steps >= config.optimizer_steps:
             yield (
                 f"controls: {control.name} would calibrate over the first {control.fresh_steps}"
@@ -230,6 +241,7 @@ def flow_conflicts(config: Config) -> Iterator[str]:
 def _selection(config: Config) -> Iterator[str]:
     flow, selection = config.flow, config.flow.selection
     if isinstance(selection, ExactLag):
+        # Admission follows async_ratio; a different lag could never be met.
         if flow.async_ratio != selection.lag:
             yield (
                 f"flow.selection: exact_lag trains every sample {selection.lag} updates after it"
@@ -238,6 +250,7 @@ def _selection(config: Config) -> Iterator[str]:
             )
         if flow.late == "drop":
             yield "flow.selection: exact_lag waits for every response; set flow.late: wait"
+    # Replay draws groups of any age: nothing that is bounded by versions works with it.
     if isinstance(selection, Replay):
         if flow.late == "drop" or flow.dynamic_sampling:
             yield (
@@ -263,6 +276,7 @@ def _admission(config: Config) -> Iterator[str]:
             "flow.oversample asks for more groups than a step needs and trains those that finish"
             " first: set flow.selection: windowed"
         )
+    # The staleness bound is ceil(async_ratio); oversampled groups must train within it, too.
     if flow.async_ratio + flow.oversample > bound:
         yield (
             f"flow.oversample: {flow.oversample:g} on top of flow.async_ratio:"
@@ -293,6 +307,7 @@ def _deadlines(config: Config) -> Iterator[str]:
     rollout, evaluation = config.rollout, config.eval
     if rollout is None:
         return
+    # The engine's deadline must fire before the run's, or a restart never happens.
     if rollout.unresponsive_s >= config.watchdog.timeout_s:
         yield (
             f"rollout.unresponsive_s: {rollout.unresponsive_s:g} must be below watchdog.timeout_s: "
@@ -300,6 +315,7 @@ def _deadlines(config: Config) -> Iterator[str]:
         )
     if evaluation is None:
         return
+    # Colocated engines sleep while the policy trains.
     if evaluation.engines and rollout.placement == "colocated":
         yield (
             "eval.engines need devices of their own, and rollout.placement: colocated has none; set"

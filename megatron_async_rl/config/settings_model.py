@@ -25,6 +25,7 @@ from megatron_async_rl.config.problem import shipped
 
 def _as_json(values: Any) -> Any:
     try:
+        # JSON has no nan: samples with one could not be read by other programs.
         json.dumps(values, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"holds what JSON does not ({error}): put dates in quotes") from None
@@ -39,9 +40,11 @@ class Strict(BaseModel):
     """Frozen; unknown keys are refused; docstrings under fields are their description."""
 
     model_config = ConfigDict(
+        # Frozen: all processes of a run hold the same configuration.
         frozen=True,
         extra="forbid",
         validate_default=True,
+        # Descriptions, docs/config.md and error texts come from one place.
         use_attribute_docstrings=True,
         allow_inf_nan=False,
     )
@@ -77,6 +80,7 @@ def plug_in_class(name: str, base: type[Strict]) -> Any:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
+        # SystemExit, too: a script without a main guard may end the interpreter.
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         raise ValueError(
@@ -84,6 +88,7 @@ def plug_in_class(name: str, base: type[Strict]) -> Any:
             " file, start from the folder that holds it, or set PYTHONPATH"
         ) from error
 
+    # The checks below run here, so that a wrong plug-in is refused before any process starts.
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"{name!r} is not a class in that module, made from {base.__name__}")
@@ -109,6 +114,7 @@ def plug_in_class(name: str, base: type[Strict]) -> Any:
 
 def _fits(method: Any, relation: str, wanted: str) -> bool:
     is_class = isinstance(method, type)
+    # Compared by name: importing the base class would load torch.
     classes = method.__mro__ if is_class else type(method).__mro__
     return is_class == (relation == "a subclass of") and any(
         f"{each.__module__}.{each.__qualname__}" == wanted for each in classes
@@ -116,12 +122,13 @@ def _fits(method: Any, relation: str, wanted: str) -> bool:
 
 
 def or_plug_in(base: type[Strict]) -> WrapValidator:
-    """Lets a field of built-in methods hold a plug-in too."""
+    """Let a field of built-in methods hold a plug-in too."""
 
     def validate(value: Any, built_in: Callable[[Any], Any]) -> Any:
         name = value.get("name") if isinstance(value, dict) else None
         if isinstance(name, str) and ":" in name:
             return plug_in_class(name, base).model_validate(value)
+        # A model that was validated already, as in a copy of the configuration.
         if isinstance(value, base) and ":" in getattr(value, "name", ""):
             return value
         return built_in(value)

@@ -34,10 +34,12 @@ class CosineCalibration:
 
     def observe(self, cosine: float, *, fresh: bool) -> None:
         """The cosine of one step, all-reduced."""
+        # The threshold is fixed once: results must not drift with later data.
         if self.threshold is not None:
             return
         if fresh:
             self.cosines.append(cosine)
+        # Fresh steps are over: take what there is, if it is at least half.
         enough = self.settings.steps if fresh else max(1, (self.settings.steps + 1) // 2)
         if len(self.cosines) >= enough:
             quantile = float(np.quantile(self.cosines, self.settings.quantile))

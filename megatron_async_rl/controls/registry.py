@@ -33,10 +33,12 @@ def build_controls(configs: Iterable[Any]) -> dict[str, Control]:
     """
     controls: dict[str, Control] = {}
     for config in configs:
+        # A plug-in's class was imported and checked when the configuration was validated.
         if ":" in config.name:
             controls[config.name] = plug_in_class(config.name, ControlSettings).method(config)
             continue
         if config.name not in CONTROLS:
+            # Reached only from a configuration that no schema has checked.
             nearest = difflib.get_close_matches(config.name, CONTROLS, n=3, cutoff=0.0)
             raise ValueError(
                 f"unknown control {config.name!r}; nearest: {', '.join(nearest)}; known:"

@@ -77,6 +77,7 @@ class StepTargets:
     whole: TokenBatch
     denominators: Denominators
     corrected: bool
+    # Caches: several passes of a step read the same numbers.
     _gathered: dict[int, OwnedNumbers] = field(default_factory=dict, init=False, repr=False)
     _placed: dict[int, OwnedNumbers] = field(default_factory=dict, init=False, repr=False)
 
@@ -122,6 +123,7 @@ class StepTargets:
 
     def _numbers_of(self, owner: int) -> OwnedNumbers:
         whole, samples = self.whole, self.samples
+        # By token: the model of this rank sees only these.
         owned = torch.from_numpy(samples.owner[samples.rows] == owner)
         kinds: dict[TargetKind, Mapping[str, Tensor]] = {
             # A part of a group would have wrong statistics, so micro-batches lack `group`.
@@ -160,6 +162,7 @@ def valid_samples(batch: RankBatch) -> RankBatch:
 
     Raises ValueError for a reward that is not finite and not marked as failed.
     """
+    # A single nan would make every advantage of its group nan.
     strange = batch.valid & ~np.isfinite(batch.rewards)
     if strange.any():
         first = int(strange.argmax())
@@ -182,6 +185,7 @@ def whole_batch(samples: RankBatch, precomputed: Mapping[str, Tensor]) -> TokenB
 
     sequence = torch.tensor(samples.rows)
     behavior = exact(samples.behavior_logprobs)
+    # nan, not 0: a column that is read without being requested must show.
     unknown = torch.full_like(behavior, float("nan"))
     return TokenBatch(
         logp=precomputed["logp"].double() if "logp" in precomputed else unknown,
@@ -230,6 +234,7 @@ class Objective:
         self._advantage = advantage_method(config.advantage.name)
         self._loss = loss_method(config.loss.name)
         self._corrections = [(correction_method(c.name), c) for c in config.corrections]
+        # Denominators of kept tokens need every correction of the whole batch.
         self._correct_whole = config.renormalize or any(
             method.whole(c) for method, c in self._corrections
         )
@@ -250,9 +255,11 @@ class Objective:
         whole = whole.replace(
             logp_prox=proximal_logp(whole, config.proximal, precomputed.get("logp_prox"))
         )
+        # Before the advantages, which must see the reward that is optimised.
         whole = whole.replace(rewards=shaped_rewards(whole, samples.trained, config))
         penalty = kl_penalty(whole, config.kl)
         whole = whole.replace(token_rewards=token_rewards(whole, penalty))
+        # Sequence estimators see the penalty in the reward, token estimators per token.
         whole = whole.replace(rewards=whole.require("rewards") - whole.sequence_sum(penalty))
         advantages = self._advantage.function(whole, config.advantage)
         whole = whole.replace(advantages=advantages.tokens)
@@ -277,6 +284,7 @@ class Objective:
         under the step's own weights, replacing those with which the batch began.
         """
         whole = prepared.replace(
+            # float64, as everything that is decided for the whole batch.
             **{name: column.double() for name, column in (current or {}).items()}
         )
         if len(samples):
@@ -317,8 +325,10 @@ class Objective:
         """
         config = self.config
         if config.steps_per_batch == 1 and config.proximal in ("recompute", "loglinear"):
+            # No gradient may flow through the proximal policy.
             current = batch.replace(logp=batch.logp.detach())
             batch = batch.replace(logp_prox=proximal_logp(current, config.proximal, None))
+        # Per micro-batch only where no correction needs the whole batch.
         if not corrected:
             batch = self._corrected(batch)
         losses = self._loss.function(batch, config.loss)
@@ -352,6 +362,7 @@ class Objective:
         return found
 
     def _corrected(self, batch: TokenBatch) -> TokenBatch:
+        # Corrections are factors: their gradient would be another objective.
         detached = batch.replace(logp=batch.logp.detach())
         for method, settings in self._corrections:
             detached = detached.replace(
@@ -377,6 +388,7 @@ class Objective:
         precomputed = config.proximal in ("snapshot", "ewma") or config.steps_per_batch > 1
         if precomputed and (config.loss.uses_proximal or self._corrections):
             wanted.add("logp_prox")
+        # Replaced by what the proximal policy is made from.
         if "logp_prox" in wanted:
             wanted = (wanted - {"logp_prox"}) | columns_for_proximal(config.proximal)
         return frozenset(wanted)

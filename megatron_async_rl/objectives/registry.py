@@ -44,6 +44,7 @@ from megatron_async_rl.objectives.method import (
 )
 from megatron_async_rl.objectives.off_policy import icepop, opsm, reject, tis, token_veto
 
+# Whole-batch needs stand next to the function that reads them.
 ADVANTAGES: Mapping[str, AdvantageMethod] = {
     "none": AdvantageMethod(no_baseline),
     "grpo": AdvantageMethod(grpo),
@@ -69,6 +70,7 @@ LOSSES: Mapping[str, LossMethod] = {
     "dppo_tv": LossMethod(dppo_tv),
     "dppo_kl": LossMethod(dppo_kl),
     "topr": LossMethod(topr),
+    # `decide` runs once on the whole optimizer-step batch.
     "trajectory_balance": LossMethod(
         trajectory_balance, decide_trajectory_balance, columns("logp", "logp_ref")
     ),
@@ -99,6 +101,7 @@ def find[F](kind: str, name: str, registry: Mapping[str, F]) -> F:
     """Raises UnknownName, naming the nearest known names; for a plug-in also ValueError."""
     if name in registry:
         return registry[name]
+    # A plug-in's class holds its method itself.
     if ":" in name:
         method: F = plug_in_class(name, Strict).method
         return method

@@ -80,10 +80,12 @@ def _recorded(run_dir: Path) -> str | None:
     status = read_status(run_dir)
     if status is not None and status.checkpoint:
         return f"{run_dir / 'status.json'} names {status.checkpoint} as its newest checkpoint"
+    # Empty, not null: the run recorded that it had none yet.
     if status is not None and status.checkpoint == "":
         return None
     if status is not None and status.phase == "finished" and status.step > 0:
         return f"{run_dir / 'status.json'} records a run that finished at step {status.step}"
+    # Runs of earlier versions have no checkpoint in their status.
     every, step = _every(run_dir), _steps_made(run_dir)
     if every and step >= every:
         return f"the run made {step} steps, with a checkpoint every {every} (checkpoint.every)"

@@ -24,7 +24,6 @@ import numpy as np
 
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.plan.activations import engine_bytes, value_bytes
 from megatron_async_rl.plan.estimate import (
     COMPUTE_SHARE,
     COPY_RATE,
@@ -33,6 +32,7 @@ from megatron_async_rl.plan.estimate import (
     RELAY_RATE,
     forward_passes,
 )
+from megatron_async_rl.plan.layer_memory import engine_bytes, value_bytes
 from megatron_async_rl.plan.machine import CHIPS, GIB, MIB
 from megatron_async_rl.plan.memory import engine_memory
 from megatron_async_rl.plan.model_files import ModelShape

@@ -42,6 +42,7 @@ def partial_return(batch: TokenBatch, settings: PartialReturnAdvantage) -> Advan
     )
     later = _later(totals, settings)
     own = sums_to_end_of_run(rewards[grid.token], grid.row * steps + step)
+    # Within its own step a token is credited with what comes at or after it.
     credited = own + later[grid.row, step]
     if settings.baseline == "group":
         reached = totals.new_zeros(totals.shape, dtype=torch.bool).index_put(
@@ -64,6 +65,7 @@ def _turns(grid: TokenGrid) -> Tensor:
         grid.position[1:] != grid.position[:-1] + 1
     )
     so_far = torch.cumsum(interrupted, 0)
+    # The first token of each sequence, from which turns are counted.
     first = torch.searchsorted(grid.row, grid.row)
     return so_far - so_far[first]
 

@@ -34,6 +34,7 @@ class TokenGrid:
 
     @classmethod
     def of(cls, batch: TokenBatch) -> TokenGrid:
+        # Stable: tokens of a sequence keep their order.
         order = torch.argsort(batch.sequence, stable=True)
         position = _number_in_run(batch.sequence[order])
         trained = batch.mask[order] > 0
@@ -60,6 +61,7 @@ class TokenGrid:
 def _number_in_run(sorted_ids: Tensor) -> Tensor:
     """[n] sorted -> [n]: how many equal entries come before each."""
     index = torch.arange(len(sorted_ids))
+    # The first index of each run is where its value would be inserted.
     return index - torch.searchsorted(sorted_ids, sorted_ids)
 
 

@@ -57,6 +57,7 @@ def _probabilities(batch: TokenBatch) -> tuple[Tensor, Tensor]:
 def _masked(batch: TokenBatch, far: Tensor, moved: Tensor, cap: float) -> TokenLoss:
     """far: [N] bool. moved: [N], its sign is the direction the policy has gone since the token was
     sampled."""
+    # Only a step further away is masked; one back towards mu is not.
     dropped = far & (moved * batch.advantages > 0)
     weight = batch.log_weight().detach().exp().clamp(max=cap)
     return TokenLoss(torch.where(dropped, 0.0, -batch.advantages * weight * batch.logp), dropped)
