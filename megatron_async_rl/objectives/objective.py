@@ -256,6 +256,7 @@ class Objective:
             logp_prox=proximal_logp(whole, config.proximal, precomputed.get("logp_prox"))
         )
         # Before the advantages, which must see the reward that is optimised.
+        # Order: shaping, then the KL penalty, then advantages, which read both.
         whole = whole.replace(rewards=shaped_rewards(whole, samples.trained, config))
         penalty = kl_penalty(whole, config.kl)
         whole = whole.replace(token_rewards=token_rewards(whole, penalty))
@@ -289,6 +290,7 @@ class Objective:
         )
         if len(samples):
             if self._correct_whole:
+                # Before the loss decides: a rejected token takes no part in its thresholds.
                 whole = self._corrected(whole)
             if self._loss.decide is not None:
                 whole = whole.replace(decided=self._loss.decide(whole, self.config.loss))
@@ -326,6 +328,8 @@ class Objective:
         config = self.config
         if config.steps_per_batch == 1 and config.proximal in ("recompute", "loglinear"):
             # No gradient may flow through the proximal policy.
+            # With one optimizer step pi is pi_prox: exact, and without another pass. Detached,
+            # because a ratio's denominator has no gradient.
             current = batch.replace(logp=batch.logp.detach())
             batch = batch.replace(logp_prox=proximal_logp(current, config.proximal, None))
         # Per micro-batch only where no correction needs the whole batch.
@@ -363,6 +367,7 @@ class Objective:
 
     def _corrected(self, batch: TokenBatch) -> TokenBatch:
         # Corrections are factors: their gradient would be another objective.
+        # Corrections are constants of the loss.
         detached = batch.replace(logp=batch.logp.detach())
         for method, settings in self._corrections:
             detached = detached.replace(
@@ -390,5 +395,6 @@ class Objective:
             wanted.add("logp_prox")
         # Replaced by what the proximal policy is made from.
         if "logp_prox" in wanted:
+            # Derived from other columns where the proximal policy is not a copy.
             wanted = (wanted - {"logp_prox"}) | columns_for_proximal(config.proximal)
         return frozenset(wanted)
