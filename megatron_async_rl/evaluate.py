@@ -129,7 +129,7 @@ def resolve(
         raise _refused(
             target,
             "rollout",
-            "the config has none: a supervised run's config does not say how to sample",
+            "the config has none: a supervised run's config has no sampling settings",
             fix,
         )
     sets = eval_sets(config.data, rollout.sampling, config.eval or EvalConfig())

@@ -260,7 +260,7 @@ def study(
     console.print(_summary(runs, outcomes))
     console.print(_counts(outcomes, left, took, jobs), highlight=False)
     if interrupts:
-        console.print("Stopped; the same command goes on.")
+        console.print("Stopped; the same command continues.")
         return INTERRUPTED
     return 1 if any(one.state == "failed" for one in outcomes.values()) else 0
 

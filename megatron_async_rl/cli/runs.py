@@ -147,7 +147,7 @@ def _train_loaded(
     # Allowed differences are printed: nothing the user changed is silent.
     changed = [str(one) for one in differences(loaded)] if nodes.rank == 0 else []
     if changed:
-        print_text(f"{loaded.run.dir} goes on with other settings:\n  " + "\n  ".join(changed))
+        print_text(f"{loaded.run.dir} continues with other settings:\n  " + "\n  ".join(changed))
     for warning in (*found, *plan.warnings):
         print_text(f"note: {warning}")
     return launch(loaded, console(), nodes, peers, rank_environment(loaded, machine))

@@ -116,7 +116,7 @@ class DataConfig(Strict):
     """System message that is prepended to messages without one."""
     as_chat: bool = False
     """True makes a text prompt one message of the user, which the chat template renders; false
-    gives the model the text as it stands. A response to a chat (`loss: sft`) ends with the
+    gives the model the text unchanged. A response to a chat (`loss: sft`) ends with the
     template's end of a turn, and one to plain text with the tokenizer's end of sequence."""
     chat_template: TextOrFile | None = None
     """Chat template: a Jinja file or the template itself; null: the model's."""

@@ -39,34 +39,32 @@ OWNED: Mapping[str, str] = {
 }
 """Argument -> our key for it."""
 
-_WEIGHTS = "new weights are loaded, and their digests taken, by code that knows engines without it"
-_MODEL = "policy and engines must be one model, as the files in model.path have it"
+_WEIGHTS = "the code that loads new weights and takes their digests does not support it"
+_MODEL = "policy and engines must have the same model, that of the files in model.path"
 _COPIES = (
-    "vLLM's data parallelism is engines behind a coordinator of its own: set rollout.engines, each"
-    " each filled, updated and restarted by itself"
+    "vLLM's data parallelism puts engines behind its own coordinator: set rollout.engines, which"
+    " are filled, updated and restarted one by one"
 )
 _ONE_MACHINE = (
     "an engine's workers are processes of one machine, and this is set for them; rollout.tensor and"
-    " rollout.pipeline say how many there are, and rollout.engines may be on any machine"
+    " rollout.pipeline set their number, and rollout.engines may be on any machine"
 )
 _CONTEXT = (
     "weights are updated over workers of rollout.tensor and rollout.pipeline: raise one of these"
 )
 _EXPERTS = (
-    "enable_expert_parallel divides whole experts over the workers of rollout.tensor, and new"
-    " weights come to where they lie then: they must not move, nor be held twice"
+    "enable_expert_parallel divides whole experts over the workers of rollout.tensor, and a"
+    " weight update expects each of them there: they must not move or be duplicated"
 )
-_LOGPROBS = "log-probs of what is sampled must be those of the policy's own distribution"
-_PREFIX = (
-    "it is on, and no response begins on keys and values of weights before those that begin it"
-)
-_CACHE = "a weight update could not clear keys and values of old weights that lie elsewhere"
+_LOGPROBS = "the log-probs of sampled tokens must be those of the policy's own distribution"
+_PREFIX = "it is on, and no response begins with cached keys and values of older weights"
+_CACHE = "a weight update could not clear keys and values of old weights that are stored elsewhere"
 # Only online quantisation: every weight update passes through the same loader again.
 QUANTISED_AS_LOADED = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
 """Values of `quantization` with which vLLM quantises all linear layers, and experts, as it loads
 the policy's weights, at the start and in each update. Of the first its CPU kernels know, too."""
 _QUANTISED = (
-    "new weights come as the policy has them; set `quantization` to one of"
+    "new weights arrive in the policy's format; set `quantization` to one of"
     f" {', '.join(QUANTISED_AS_LOADED)}, with which vLLM quantises them as it loads them"
 )
 
@@ -141,7 +139,7 @@ BREAKS: Mapping[str, str] = {
     **dict.fromkeys(("logprobs_mode", "logits_processors", "watermark_config"), _LOGPROBS),
     **dict.fromkeys(
         ("speculative_config", "spec_*", "diffusion_config"),
-        "nothing shows yet that log-probs and seeds hold where a step draws several tokens",
+        "log-probs and seeds are not tested where a step draws several tokens",
     ),
     **dict.fromkeys(("kv_transfer_config", "ec_transfer_config", "kv_offloading_*"), _CACHE),
     **dict.fromkeys(
@@ -151,9 +149,12 @@ BREAKS: Mapping[str, str] = {
 }
 """Pattern of argument -> why the system depends on what it is now."""
 
-_CPU = "a prompt that is cut in two draws a token from a seeded generator that cannot be wound back"
+_CPU = (
+    "a prompt that is processed in two parts draws a token from a seeded generator, which cannot"
+    " be rewound"
+)
 BREAKS_ON_CPU: Mapping[str, str] = {
-    "enforce_eager": "there is nothing to gain: models are not compiled there",
+    "enforce_eager": "it has no effect: models are not compiled there",
     "enable_chunked_prefill": _CPU,
     "long_prefill_token_threshold*": _CPU,
     "max_num_scheduled_tokens": _CPU,
@@ -209,9 +210,9 @@ def _matching(reasons: Mapping[str, str], argument: str) -> str | None:
 
 
 def wrong_value(name: str, value: Any, wanted: str) -> Problem | None:
-    """The problem of a value that vLLM would not take. wanted: the argument's type as vLLM's source
-    has it; if that names a type of vLLM's own, or the value is null, its engine reports the problem
-    as it starts."""
+    """Problem of a value that vLLM would not accept. wanted: the argument's type in vLLM's source.
+    If that names a type of vLLM's own, or the value is null, its engine reports the problem at its
+    start."""
     if value is None:  # the default of some that are declared without it
         return None
     try:
@@ -235,7 +236,7 @@ def wrong_value(name: str, value: Any, wanted: str) -> Problem | None:
 
 def vllm_arguments() -> dict[str, str]:
     """Names of vLLM's `AsyncEngineArgs` and their types. Empty where vLLM is not installed, or
-    keeps them elsewhere: an engine asks vLLM itself as it starts."""
+    keeps them elsewhere: the engine's start then checks them."""
     return {
         field.target.id: ast.unparse(field.annotation).strip("'")
         # Read from source: importing vLLM takes seconds and may initialise a device.

@@ -74,7 +74,7 @@ def _problem(detail: ErrorDetails, tree: Mapping[str, Any], origins: Origins) ->
     given = _show(detail["input"])
     # Removed keys come first: their nearest valid key would mislead.
     if kind == "extra_forbidden" and key in REMOVED:
-        return Problem(key=key, what="is a key no more", fix=REMOVED[key], where=where)
+        return Problem(key=key, what="is no longer a key", fix=REMOVED[key], where=where)
     if kind == "extra_forbidden":
         return Problem(
             key=key,

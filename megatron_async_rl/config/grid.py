@@ -101,6 +101,7 @@ def read_grid(path: Path) -> Grid:
         raise ConfigError(str(path), [problem]) from fault
     folder = path.parent.absolute()
     try:
+        # Through JSON, whose strict mode takes a list for a tuple and text for a path.
         grid = Grid.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
         raise ConfigError(str(path), _problems(error, lines)) from error
@@ -141,6 +142,7 @@ def _as_written(tree: dict[str, Any], document: YamlDocument, path: Path) -> dic
             return {key: settled(one, (*place, key)) for key, one in value.items()}
         if isinstance(value, list):
             return [settled(one, (*place, str(at))) for at, one in enumerate(value)]
+        # A run may be called `010` or `on`: names stay as they are spelled.
         written = document.unquoted.get(place)
         return value if written is None or is_null(written) else written
 
@@ -155,6 +157,7 @@ def _problems(error: ValidationError, lines: Mapping[str, int]) -> list[Problem]
     for one in error.errors(include_url=False):
         key = ".".join(map(str, one["loc"])) or "grid"
         where = f"line {lines[key]}" if key in lines else None
+        # Pydantic's text for an unknown key names no nearest key.
         if one["type"] == "extra_forbidden":
             near = difflib.get_close_matches(str(one["loc"][-1]), Grid.model_fields, n=1)
             fix = f"did you mean `{near[0]}`?" if near else f"keys: {', '.join(Grid.model_fields)}"
@@ -184,6 +187,7 @@ def runs_of(grid: Grid, only: Sequence[str] = ()) -> list[StudyRun]:
     `*`; empty takes all. Raises UserError for a pattern that names nothing."""
     found: dict[str, StudyRun] = {}
     for sweep, chosen in grid.sweeps.items():
+        # In the order of the axes: the same settings of two sweeps are one run with one name.
         for values in itertools.product(*(chosen.get(axis, grid.axes[axis]) for axis in grid.axes)):
             settings = dict(zip(grid.axes, values, strict=True))
             name = "-".join(values)
@@ -202,6 +206,7 @@ def runs_of(grid: Grid, only: Sequence[str] = ()) -> list[StudyRun]:
                 settings=settings,
                 sweeps=(*(known.sweeps if known else ()), sweep),
                 directory=directory,
+                # Last, so that no axis moves a run out of the study's folder.
                 overrides=(*overrides, f"run.dir={_override(str(directory))}"),
             )
     for wanted in only:

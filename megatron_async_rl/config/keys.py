@@ -326,11 +326,11 @@ ELSEWHERE_ONLY = {
 
 REMOVED = {
     "flow.extra_responses": (
-        "over-sampling is of groups: set flow.oversample, such as 0.5, with flow.selection:"
+        "over-sampling applies to groups: set flow.oversample, such as 0.5, with flow.selection:"
         " windowed"
     ),
     "flow.requeue_cut": (
-        "no response is cut any more, an unfinished group goes on: remove it, and see"
+        "responses are no longer cut, unfinished groups continue: remove it, and see"
         " flow.oversample"
     ),
     "flow.filter_equal_groups": "its name is now flow.dynamic_sampling",

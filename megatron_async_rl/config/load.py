@@ -127,8 +127,8 @@ def as_written(
     origins: Origins,
     problems: list[Problem],
 ) -> Any:
-    """`value`, which stands at `place` of `tree`, as its user wrote it: for keys that take text the
-    text itself. Adds to `problems` what cannot be kept. `unquoted`: of a YamlDocument, by places in
+    """Return `value`, at `place` of `tree`, as its user wrote it: for keys that take text, the text
+    itself. Adds to `problems` what cannot be kept. `unquoted`: of a YamlDocument, by places in
     `tree`."""
     if isinstance(value, dict):
         return {
@@ -231,7 +231,8 @@ def _path(key: str, value: str, folder: Path) -> Path:
 
 
 def _content(key: str, value: Any, folder: Path) -> Any:
-    """A template holds a brace, and the name of a file none."""
+    """Return the text that `value` is, or the content of the file that it names: a template
+    contains a brace, the name of a file does not."""
     # The text itself was given, not the name of a file.
     if not isinstance(value, str) or "{" in value or "\n" in value:
         return value

@@ -414,7 +414,7 @@ class BapoLoss(LossSettings):
 
     name: Literal["bapo"] = "bapo"
     target_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.4
-    """Share of the loss's magnitude wanted from tokens with A > 0; the search stops there."""
+    """Target share of the loss's magnitude from tokens with A > 0; the search stops there."""
     low: Search = (0.6, 0.9, 0.02)
     """Lower bound of the ratio: where the search starts, where it ends, its step. It rises after
     the upper bound."""

@@ -196,14 +196,14 @@ class ObjectiveConfig(Strict):
 
 
 def objective_conflicts(objective: ObjectiveConfig) -> Iterator[str]:
-    """Reasons why the parts of this objective do not compose; none: they do."""
+    """Reasons why the parts of this objective do not compose; empty if they do."""
     loss, advantage = objective.loss, objective.advantage
     # In the order in which a batch meets them: aggregation, advantage, corrections, loss.
     yield from _aggregation(objective)
     # An advantage that nothing reads would be ignored silently.
     if not loss.uses_advantage and advantage.name != "none":
         yield (
-            f"loss: {loss.name} reads no advantage, so advantage: {advantage.name} would be without"
+            f"loss: {loss.name} reads no advantage, so advantage: {advantage.name} would have no"
             " effect; set advantage: none"
         )
     yield from _advantage(objective)
@@ -273,21 +273,21 @@ def _opob(objective: ObjectiveConfig, advantage: OpobAdvantage) -> Iterator[str]
     # The optimal baseline is derived for gradients A * s, with s independent of A (2602.17616).
     if loss.uses_advantage and not loss.linear_in_advantage:
         yield (
-            "advantage: opob is the baseline of least variance for gradients that are the"
-            f" advantage times something it does not change, and loss: {loss.name} clips or weighs"
-            " by the advantage; set a loss that does not, like reinforce"
+            "advantage: opob minimises the variance of gradients that are proportional to the"
+            f" advantage, and loss: {loss.name} clips or weighs by the advantage; set a loss that"
+            " does not, like reinforce"
         )
     signed = [correction.name for correction in objective.corrections if correction.uses_advantage]
     # In this mode advantages follow from the gradients, so they do not exist yet.
     if signed and advantage.mode == "exact":
         yield (
-            f"corrections {signed} look at the sign of the advantage, which advantage: opob, mode:"
+            f"corrections {signed} read the sign of the advantage, which advantage: opob, mode:"
             " exact knows only after the backward passes; remove them, or set mode: cheap"
         )
     if advantage.mode == "cheap" and used not in ("seq-mean", "seq-mean-token-mean"):
         yield (
             "advantage: opob, mode: cheap estimates the score gradient of a mean over the"
-            f" response's tokens, and aggregation: {used} takes another; set aggregation:"
+            f" response's tokens, and aggregation: {used} computes another mean; set aggregation:"
             " seq-mean-token-mean, or mode: exact"
         )
 

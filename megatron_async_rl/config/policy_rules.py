@@ -16,7 +16,7 @@ distance of two neighbouring numbers is at most 2^-8 of them."""
 
 
 def lora_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why adapters do not fit the run; none: they do."""
+    """Reasons why adapters do not fit the run; empty if they do."""
     if config.policy.lora is None:
         return
     # Merged weights leave the trainer in this precision; engines must be able to hold it.
@@ -43,7 +43,7 @@ def lora_conflicts(config: Config) -> Iterator[str]:
 
 
 def fp8_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why 8-bit products do not fit the run; none: they do."""
+    """Reasons why FP8 GEMMs do not fit the run; empty if they do."""
     policy = config.policy
     fp8 = policy.fp8
     if fp8 is None:
@@ -91,7 +91,7 @@ def fp8_conflicts(config: Config) -> Iterator[str]:
 
 
 def precision_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why the numbers of gradients and moments do not fit the run; none: they do."""
+    """Reasons why the precision of gradients or moments does not fit the run; may be empty."""
     settings = config.policy.optimizer
     if settings.gradient_dtype == "bfloat16" and config.model.dtype != "bfloat16":
         yield (
@@ -123,7 +123,7 @@ def _betas(config: Config) -> Iterator[tuple[str, float]]:
 
 
 def gather_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why weights cannot be gathered during a forward pass; none: they can."""
+    """Reasons why weights cannot be gathered during a forward pass; empty if they can."""
     policy, key = config.policy, "policy.parallel.overlap_param_gather"
     if not policy.parallel.overlap_param_gather:
         return
@@ -153,7 +153,7 @@ def gather_conflicts(config: Config) -> Iterator[str]:
 
 
 def routing_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why there is no choice of experts to replay; none: there is one."""
+    """Reasons why routing cannot be replayed; empty if it can."""
     objective, replay = config.objective, config.policy.routing_replay
     if config.samples.experts and replay != "rollout":
         yield (

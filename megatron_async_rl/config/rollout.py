@@ -17,7 +17,7 @@ from megatron_async_rl.config.settings_model import OnlyJson, Strict
 TOOLS = "tools"
 """Name of the environment that calls functions for the model."""
 AGENTS = ("agent", "verifiers")
-"""Names of the environments that ask the model by themselves, over an endpoint."""
+"""Names of the environments that call the model themselves, over an endpoint."""
 # Constants that both rules and processes use, so that neither imports the other.
 OWN_REWARD = "environment"
 """Name of the reward that adds nothing to what the environment gives."""

@@ -54,7 +54,7 @@ _CHECKED = TypeAdapter(Annotated[Config, AfterValidator(_checked)])
 
 
 def run_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why objective and controls do not fit the run around them; none: they do."""
+    """Reasons to refuse the configuration; empty if it is valid."""
     # Conflicts of objective and controls first: they decide what the rest of the run needs.
     yield from _controls(config)
     yield from flow_conflicts(config)
@@ -150,7 +150,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
 
 
 def _controls(config: Config) -> Iterator[str]:
-    """Reasons why the gradient controls do not go together, or not with this run; none: they do."""
+    """Reasons why the gradient controls conflict with each other or with this run; may be empty."""
     controls = config.controls
     names = [control.name for control in controls]
     if len(set(names)) != len(names):
@@ -165,8 +165,8 @@ def _controls(config: Config) -> Iterator[str]:
     for name in ("gac", "displacement"):
         if "matched_lr" in names and name in names:
             yield (
-                f"controls: matched_lr stands in for {name} at the same mean update norm; run"
-                f" {name} alone with policy.optimizer.log_update_norm: true, read the mean of its"
+                f"controls: matched_lr replaces {name} at the same mean update norm; run {name}"
+                " alone with policy.optimizer.log_update_norm: true, read the mean of its"
                 " `update/norm`, and give it to matched_lr in a run of its own"
             )
     objective = config.objective
@@ -182,8 +182,8 @@ def _controls(config: Config) -> Iterator[str]:
     setting = [control.name for control in controls if control.sets_beta1]
     if len(setting) > 1:
         yield (
-            f"controls: {' and '.join(setting)} both set beta1, and the later would overrule the"
-            " earlier; keep one"
+            f"controls: {' and '.join(setting)} both set beta1, and the later one would override"
+            " the earlier; keep one"
         )
     scaling = [control.name for control in controls if control.scales_lr]
     if len(scaling) > 1:
@@ -217,8 +217,8 @@ def _beta1(config: Config, control: ControlConfig) -> Iterator[str]:
     own = config.policy.optimizer.betas[0]
     if control.name == "beta1" and control.beta1 == own:
         yield (
-            f"controls: beta1 is {own:g} in policy.optimizer.betas already, so the control would be"
-            " without effect; remove it"
+            f"controls: beta1 is {own:g} in policy.optimizer.betas already, so the control would"
+            " have no effect; remove it"
         )
     if (
         control.name == "momentum_by_alignment"
@@ -232,7 +232,7 @@ def _beta1(config: Config, control: ControlConfig) -> Iterator[str]:
 
 
 def flow_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why samples cannot flow as the config asks; none: they can."""
+    """Reasons why the settings of `flow` do not work; empty if they do."""
     yield from _selection(config)
     yield from _admission(config)
     yield from _deadlines(config)
@@ -273,7 +273,7 @@ def _admission(config: Config) -> Iterator[str]:
     flow, bound = config.flow, math.ceil(config.flow.async_ratio)
     if flow.oversample and not isinstance(flow.selection, Windowed):
         yield (
-            "flow.oversample asks for more groups than a step needs and trains those that finish"
+            "flow.oversample requests more groups than a step needs and trains those that finish"
             " first: set flow.selection: windowed"
         )
     # The staleness bound is ceil(async_ratio); oversampled groups must train within it, too.
@@ -286,8 +286,8 @@ def _admission(config: Config) -> Iterator[str]:
         )
     if flow.dynamic_sampling and (flow.group_size == 1 or config.supervised):
         yield (
-            "flow.dynamic_sampling drops groups whose rewards are all equal, and a group of one"
-            " always is; set it to false"
+            "flow.dynamic_sampling drops groups whose rewards are all equal, and in a group of"
+            " one they always are; set it to false"
         )
     if config.supervised and (
         flow.oversample or flow.late == "drop" or flow.selection.name != "oldest_first"

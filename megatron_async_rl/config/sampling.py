@@ -90,6 +90,7 @@ class SamplingConfig(Strict):
         ]
 
 
+# Stop conditions are missing: they end a response and change no probability.
 RENORMALISING = (
     "top_p",
     "top_k",
@@ -146,7 +147,7 @@ class EvalSamplingConfig(Strict):
     @model_validator(mode="after")
     def _one_grammar(self) -> EvalSamplingConfig:
         if self.json_schema is not None and self.regex is not None:
-            raise ValueError("json_schema and regex both say what a response is; keep one")
+            raise ValueError("json_schema and regex both constrain a response; keep one")
         if self.json_schema is not None:
             # Only runs with a schema pay for the import.
             from jsonschema import SchemaError, validators  # slow to import
@@ -156,15 +157,15 @@ class EvalSamplingConfig(Strict):
                 validators.validator_for(schema).check_schema(schema)
             except SchemaError as error:
                 what = f"json_schema: {error.json_path}: {error.message}"
-                raise ValueError(
-                    f"{what.splitlines()[0]}; write it as JSON Schema has it"
-                ) from error
+                raise ValueError(f"{what.splitlines()[0]}; write a valid JSON Schema") from error
         if self.regex is not None:
             try:
                 # Python's syntax is a first check; preflight asks vLLM's own grammar compiler.
                 re.compile(self.regex)
             except re.error as error:
-                raise ValueError(f"regex: {self.regex!r} is not an expression: {error}") from error
+                raise ValueError(
+                    f"regex: {self.regex!r} is not a regular expression: {error}"
+                ) from error
         return self
 
     def over(self, training: SamplingConfig) -> EvalSampling:
@@ -230,7 +231,7 @@ class EvalConfig(Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutFile:
-    """The rows of one held-out set. `key`: where it stands in the configuration. `name`: empty for
+    """The rows of one held-out set. `key`: its place in the configuration. `name`: empty for
     data.eval."""
 
     key: str
@@ -255,7 +256,7 @@ class EvalSet(HeldOutFile):
 
 
 def _named_sets(data: DataConfig, evaluation: EvalConfig) -> list[tuple[str, EvalSetConfig]]:
-    """The sets in their order with the keys they stand at; data.eval alone is a list of one."""
+    """The sets in order, with their keys; data.eval alone is a list of one."""
     named = [(f"eval.sets.{index}", one) for index, one in enumerate(evaluation.sets)]
     if not named and data.eval is not None:
         # model_construct: validation would refuse an empty name.

@@ -91,15 +91,19 @@ def plug_in_class(name: str, base: type[Strict]) -> Any:
     # The checks below run here, so that a wrong plug-in is refused before any process starts.
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise ValueError(f"{name!r} is not a class in that module, made from {base.__name__}")
+        raise ValueError(
+            f"{name!r} is not a class of that module that is derived from {base.__name__}"
+        )
     if "name" not in found.model_fields or found.model_fields["name"].annotation not in (
         str,
         "str",
     ):
-        raise ValueError(f"{name!r} has no field `name: str`, which holds what it is called here")
+        raise ValueError(
+            f"{name!r} has no field `name: str`, which holds its name in the configuration"
+        )
     if getattr(found, "method", None) is None:
         raise ValueError(
-            f"{name!r} has no class attribute `method`: what a registry line holds"
+            f"{name!r} has no class attribute `method`, which takes the place of a registry line"
             f" ({shipped('docs/add_a_method.md')})"
         )
     settings: Any = found

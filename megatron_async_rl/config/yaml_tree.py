@@ -210,7 +210,7 @@ class _NoComments(_Composer):
 
 
 class _Builder:
-    """Builds the values of nodes, aliases anew at each place."""
+    """Builder of values from nodes; aliases are built again at each place."""
 
     def __init__(self, text: str) -> None:
         self.lines: dict[str, int] = {}

@@ -103,7 +103,7 @@ class AlignmentControl(Control, ABC):
 
     @property
     def c_low(self) -> float | None:
-        """The threshold in force; null until calibrated."""
+        """Current threshold; null until calibrated."""
         return self.settings.c_low if self.calibration is None else self.calibration.threshold
 
     def apply(self, step: StepView) -> Decision:

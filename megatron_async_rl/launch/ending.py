@@ -35,8 +35,7 @@ _SIGKILLED = re.compile(r"\(SIGKILL\) received by PID (\d+)")
 
 
 def torchrun_failure(process: subprocess.Popen[bytes], log: Path) -> Failure | None:
-    """The failure of torchrun where a signal ended it: all that its ranks say is that they were
-    ended."""
+    """Failure of torchrun if a signal ended it: its ranks report only that they were ended."""
     if process.returncode is None or process.returncode == 0:
         return None
     if process.returncode < 0:
@@ -108,8 +107,8 @@ def record_stall(run_dir: Path, stall_found: stall.Stall) -> None:
 
 
 def _cause(run_dir: Path) -> tuple[str, str]:
-    """The cause of a failure, and its file. Rank 0's own words are the fullest, unless what it met
-    was another process's death."""
+    """Cause of a failure, and its file. Rank 0's own report is the most complete, unless another
+    process's death ended it."""
     failure = first_failure(run_dir)
     cause = None
     if failure is None or failure.kind != PRIMARY:

@@ -1,9 +1,9 @@
 """Launcher of a run: starts the ranks of this machine, shows progress, and ends every process.
 Over several machines, one launcher runs on each.
 
-The ranks run under torchrun in a session of their own: Ctrl-C reaches only this process, which asks
-the ranks to stop by a file (`RUN/stop`) that rank 0 reads between two steps; a second Ctrl-C kills.
-A run in which nothing moves any more is ended too, and with it stands who waited for what.
+The ranks run under torchrun in a session of their own: Ctrl-C reaches only this process, which
+requests a stop by a file (`RUN/stop`) that rank 0 reads between two steps; a second Ctrl-C kills. A
+run without progress is ended too, and its report states who waited for what.
 
 Invariants:
 - however the run ends, no process that it started stays behind: each carries the run's id in its
@@ -91,8 +91,8 @@ def launch(
 
     `rank_environment`: default values of the ranks' environment variables.
 
-    0: finished; 1: failed; 130: stopped by Ctrl-C, cleanly by the first (so that a script does not
-    go on without it). SIGTERM is a Ctrl-C, and so is a terminal that is closed. Raises
+    0: finished; 1: failed; 130: stopped by Ctrl-C, cleanly by the first (so that a script stops,
+    too). SIGTERM is a Ctrl-C, and so is a terminal that is closed. Raises
     RunDirectoryError, NodesError.
     """
     run_dir = config.run.dir
@@ -185,7 +185,7 @@ def already_finished(config: Config, console: Console) -> bool:
     print_plain(
         console,
         f"{config.run.dir} already holds this run, finished at step {status.step}. "
-        "To go on, raise run.steps; to repeat, change run.dir.",
+        "To continue, raise run.steps; to repeat, change run.dir.",
     )
     print_summary(config.run.dir, console)
     return True
@@ -211,7 +211,7 @@ class LocalRanks:
 
 
 def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
-    """From the start of the ranks to the end of the last process."""
+    """Run the ranks, from their start to the end of the last process."""
     config, nodes = ranks.config, ranks.nodes
     # The id marks every process that this launcher may kill.
     run_dir, run_id = config.run.dir, uuid.uuid4().hex  # each machine ends its own processes
@@ -380,7 +380,7 @@ def _watch(
     nodes: Nodes,
     interrupts: Sequence[int],
 ) -> tuple[int, stall.Stall | None]:
-    """The exit code, and what held the run up, if it stood still."""
+    """Watch the run. Return the exit code and, if the run stalled, the stall."""
     stops = 0
     earlier, failed_at = read_status(run_dir), float("inf")
     events = EventReader(run_dir)

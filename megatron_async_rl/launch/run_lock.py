@@ -32,7 +32,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RunDirectoryError(UserError):
-    """The run directory cannot be used as the config asks."""
+    """The run directory cannot be used for this config."""
 
     @classmethod
     def at(cls, run_dir: Path, what: str, fix: str) -> Self:
@@ -119,7 +119,7 @@ def ask_for_engines(run_dir: Path, count: int) -> None:
 
 
 def _is_taken(run_dir: Path) -> bool:
-    """True while a run has the directory, and where the file system cannot tell."""
+    """True while a run has the directory, and where the file system has no locks."""
     try:
         with open(run_dir / FILE, "rb") as lock:
             # Shared: two readers must not take each other for a run.
@@ -162,7 +162,7 @@ def _holder(descriptor: int, command: str, key: str) -> tuple[str, str]:
 
     # The launcher is gone, and its ranks still hold the lock.
     if host == socket.gethostname() and pid.isdecimal() and condition(int(pid)) is None:
-        rest = "its runs go on" if key == "runs" else "its ranks stop after their step"
+        rest = "its runs continue" if key == "runs" else "its ranks stop after their step"
         what = f"is in use: `{command}` (pid {pid}) was killed, and {rest}"
         return what, f"try again when they have ended, or choose another {key}"
 

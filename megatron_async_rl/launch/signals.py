@@ -1,5 +1,5 @@
-"""The signals that ask a run to stop, collected for the launcher's loop instead of raised in the
-middle of a redraw or of the run's end."""
+"""Signals that stop a run, collected for the launcher's loop instead of raised in the middle of a
+redraw or of the run's end."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class Prometheus:
 
     def __init__(self, run_dir: Path, port: int, host: str = "127.0.0.1") -> None:
         """`port` 0 takes a free one; the address is in RUN/prometheus.txt and in this process's
-        log. Nothing asks a scraper for a password.
+        log. Scrapers need no password.
 
         Raises UserError for a port or a host that cannot be listened on.
         """

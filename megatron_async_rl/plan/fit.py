@@ -434,7 +434,7 @@ def shared_memory_problems(config: Config, engine: EngineMemory, machine: Machin
         Problem(
             key="weights.transport",
             what=(
-                f"{what}, {math.ceil(needed / MIB)} MiB, are to lie in /dev/shm, which has"
+                f"{what}, {math.ceil(needed / MIB)} MiB, must fit into /dev/shm, which has"
                 f" {free // MIB} MiB free"
             ),
             fix=f"enlarge /dev/shm (docker run {shm_size(needed, 0)})",

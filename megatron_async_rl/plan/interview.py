@@ -1,12 +1,12 @@
-"""The questions of `mar init`, each asked once: options answer them beforehand, and without a
-terminal every other question takes its default.
+"""Questions of `mar init`. Options answer them in advance; without a terminal every other question
+takes its default.
 
     model -> data, whose columns are read -> prompt column -> held-out data -> reward
           -> answer column, if the reward reads one -> GPUs -> style
 
 Invariants:
 - an answer is checked before the next question;
-- when a later check refuses an answer, that question alone is asked again;
+- when a later check refuses an answer, only that question is repeated;
 - without a terminal nothing reads the standard input, and each default that was taken is reported.
 """
 
@@ -130,8 +130,8 @@ class Interview:
         return self._answers()
 
     def again(self, error: UserError) -> InitAnswers:
-        """Ask the question that is to blame once more, and keep every other answer. Raises the
-        error itself where there is no terminal, or no question is to blame."""
+        """Repeat the question whose answer caused `error`, and keep every other answer. Raises the
+        error itself without a terminal, or if no question caused it."""
         key = error.problems[0].key if error.problems else ""
         blamed = next((name for start, name in BLAMED if key.startswith(start)), None)
         # Asking again makes sense only where a user can answer differently.
@@ -171,7 +171,7 @@ class Interview:
         """Report the command that has the answers so far."""
         given = " ".join(f"{OPTIONS[name]} {_shown(text)}" for name, text in self._texts.items())
         if given:
-            self._report(f"\nTo go on with the same answers: mar init {given}")
+            self._report(f"\nTo continue with the same answers: mar init {given}")
 
     def _ask(self, name: str, question: str, default: str | None, check: Check) -> None:
         """Answer one question: by its option, at the terminal, or by its default."""

@@ -1,5 +1,5 @@
-"""Places of the processes, and the check that the layout divides the model: tensor x context x
-pipeline x data, as Megatron-Core orders ranks."""
+"""Placement of the processes on machines and GPUs: tensor x context x pipeline x data, in the order
+of Megatron-Core's ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def device_of(config: Config, machine: Machine) -> Device:
 
 
 def rank_environment(config: Config, machine: Machine) -> dict[str, str]:
-    """Variables that trainer ranks want here. Ranks planned for GPUs run on no CPU unsaid.
+    """Environment variables of trainer ranks. Ranks planned for GPUs never fall back to the CPU
+    silently.
     Megatron-Core launches a message of tensor or context parallelism before the kernels with which
     it overlaps; up to Hopper the GPU keeps that order only with one queue."""
     parallel = config.policy.parallel

@@ -214,8 +214,8 @@ def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
 def head_size_problems(
     shape: ModelShape, device: Device, options: Mapping[str, Any]
 ) -> list[Problem]:
-    """Attention heads for which vLLM has no kernel on a CPU. Its engine would start all the same,
-    and end at the first request, each time it is restarted. options: those of rollout.vllm."""
+    """Problems of attention heads for which vLLM has no CPU kernel. Its engine would start, and
+    fail at the first request after every restart. options: those of rollout.vllm."""
     sizes, size = cpu_head_sizes(), shape.head_dim
     if device != "cpu" or not sizes:
         return []
@@ -437,7 +437,7 @@ def fp8_warnings(config: Config, machine: Machine) -> list[str]:
         return []
     return [
         f"policy.fp8.recipe: {fp8.recipe} needs GPUs of {needed(fp8.recipe)}; those of the run are"
-        " not known here, and the ranks will look"
+        " not known here, and the ranks will check them"
     ]
 
 
@@ -466,5 +466,5 @@ def lora_problems(config: Config, shape: ModelShape) -> list[Problem]:
     if lora.rank <= maximum:
         return []
     what = f"{lora.rank} is more than {maximum}, the smaller side of {target}"
-    fix = f"set it to at most {maximum}, far below to save anything"
+    fix = f"set it to at most {maximum}, far below it to save memory"
     return [Problem(key="policy.lora.rank", what=what, fix=fix)]

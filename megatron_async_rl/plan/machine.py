@@ -74,8 +74,8 @@ CHIPS = {
         ),
     )
 }
-"""GPUs whose speed a plan can reckon with. Of two with as much memory the first is meant where a
-machine is described by its memory alone."""
+"""GPUs whose speed a plan can estimate. If a machine is described by its memory alone, the first
+GPU with that memory is assumed."""
 ON_A_CARD = re.compile(r"PCIe|NVL|MIG", re.IGNORECASE)
 """Matches the names of slower variants of these GPUs."""
 

@@ -109,8 +109,7 @@ class InitAnswers:
 
 @dataclass(frozen=True, kw_only=True)
 class InitFiles:
-    """Files that were written, the config first, and notes on what it has instead of what was asked
-    for."""
+    """Files that were written, the config first, and notes on deviations from the request."""
 
     files: Sequence[Path]
     notes: Sequence[str]
@@ -212,7 +211,7 @@ def _of_layout(fault: Problem) -> bool:
 
 
 def _not_asynchronous(answers: InitAnswers, layout: InitLayout) -> list[str]:
-    """A note on a file that is synchronous where another style was asked for."""
+    """A note on a file that is synchronous although another style was requested."""
     if not layout.colocated or answers.style == SYNCHRONOUS:
         return []
     return [f"the config is synchronous instead of {answers.style}: {_why_colocated(answers)}"]

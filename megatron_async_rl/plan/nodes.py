@@ -1,7 +1,7 @@
 """Faults of a run's machines that can be known before anything starts on them: GPUs that
 others use, and machines of the Ray cluster that engines cannot run on.
 
-As a program it joins the Ray cluster that RAY_ADDRESS names, asks every machine in it and prints
+As a program it joins the Ray cluster that RAY_ADDRESS names, queries every machine in it and prints
 the reports: in a process of its own, because a launcher loads no Ray.
 """
 
@@ -209,8 +209,7 @@ def print_report(joining: int, timeout_s: float, on_gpus: bool) -> None:
 
 
 def look_from(host: str, address: str, port: int, gpu_wait_s: float) -> NodeReport:
-    """The report of the machine that this runs on. Ray hides GPUs from a task that asks for
-    none."""
+    """Report on the machine that this runs on. Ray hides GPUs from a task that requests none."""
     unreached = ""
     try:
         socket.create_connection((address, port), CONNECT_S).close()

@@ -53,7 +53,7 @@ def staleness_law(config: Config) -> str:
     if flow.oversample:
         lines.append(
             f"oversample {flow.oversample:g} x {prompts} of those prompts are beyond what"
-            " async_ratio asks for; the first to finish train, the others go on"
+            " async_ratio requests; the first to finish train, the others continue"
         )
     if rollout is not None:
         # Otherwise nothing runs while weights change.
@@ -71,8 +71,8 @@ LATE = {
     "drop": "it is dropped if enough others are there, which favours short responses",
 }
 IN_FLIGHT = {
-    "keep": "go on under new weights over the key-value cache of the old ones",
-    "recompute": "go on under new weights, which read prompt and response so far again",
+    "keep": "continue under new weights over the key-value cache of the old ones",
+    "recompute": "continue under new weights, which read prompt and response so far again",
 }
 PLACEMENT = {
     "disaggregated": "engines have devices of their own and sample while the policy trains",

@@ -1,5 +1,4 @@
-"""Everything that can be known to be wrong before a process starts: config, model, data, reward,
-the checkpoint to go on from.
+"""Checks before any process starts: config, model, data, reward, and the checkpoint to resume from.
 
 `mar plan` reads the first prompts of each file, `mar train` all of them.
 """
@@ -32,8 +31,9 @@ from megatron_async_rl.data import (
     read_set,
     tokenizer_of,
 )
-from megatron_async_rl.data.files import count_rows, data_files
+from megatron_async_rl.data.files import count_rows
 from megatron_async_rl.data.hub import name_of, parse
+from megatron_async_rl.data.locations import data_files
 from megatron_async_rl.metrics.trackers import identity_problems, lacking
 from megatron_async_rl.plan.layout import device_of
 from megatron_async_rl.plan.machine import Machine, this_machine
@@ -65,9 +65,9 @@ def preflight(
     machine: Machine | None = None,
     without_model: bool = False,
 ) -> RunPlan:
-    """The plan of `config` on `machine` (default: this one), with every problem that was found, all
-    at once. `without_model`: a published model need not be here, as its sizes are known; what it
-    alone could tell is then not checked."""
+    """Return the plan of `config` on `machine` (default: this one) with all its problems.
+    `without_model`: a published model need not be here, since its sizes are known; checks that need
+    its files are then left out."""
     # Read once, so that every check below sees the same machine.
     machine = machine or this_machine()
     # A plan is not kept waiting for the weights of a model that is on a hub.

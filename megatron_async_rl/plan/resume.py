@@ -1,4 +1,4 @@
-"""A config against what an earlier start left in its run directory: may it go on from there?
+"""Comparison of a config with what an earlier start left in its run directory.
 
 Invariants:
 - a directory that holds steps of a run takes no other run: what defines the run stays as it was,
@@ -466,5 +466,5 @@ def _another_model(checkpoint: Path, held: ModelShape, shape: ModelShape) -> lis
         if (there := getattr(held, name)) != (here := getattr(shape, name))
     ]
     what = f"{checkpoint} is of another model: {'; '.join(pairs)}"
-    fix = "go on with the model that the run began with, or choose another run.dir"
+    fix = "continue with the model that the run began with, or choose another run.dir"
     return [Problem(key="model.path", what=what, fix=fix)] if pairs else []

@@ -51,7 +51,7 @@ def show_plan(
     with_config: bool = False,
 ) -> None:
     """Print the plan, as far as its problems let it be computed, its notes, its problems and, last,
-    the verdict. `measured_in`: a run whose measured rates say what overlap to expect. `notes`: more
+    the verdict. `measured_in`: a run whose measured rates predict the overlap. `notes`: more
     of them. `refused`: reasons for which `mar train` would not start in this run.dir.
     `with_config`: print the resolved config, too."""
     # Prose is hard to read across a wide terminal, and pipes report any width.

@@ -156,7 +156,7 @@ def environment_problems(
         return [replace(problem, fix=f"{problem.fix}, or set rollout.environment.format: text")]
     except Exception as error:  # noqa: BLE001 - a template is a program: it may raise anything
         what = f"the chat template refuses a second turn: {error}"
-        fix = "give data.chat_template another, or set rollout.environment.format: text"
+        fix = "set another data.chat_template, or set rollout.environment.format: text"
         return [Problem(key="rollout.environment.format", what=what, fix=fix)]
     # These need a model's answer, which no trial has.
     if settings.name in (TOOLS, *AGENTS):
@@ -219,12 +219,11 @@ def grammar_problems(config: Config) -> list[Problem]:
 
 
 def _grammar_fault(config: Config, sampling: EvalSampling) -> str | None:
-    from megatron_async_rl.rollout.vllm.engine_arguments import structured
-    from megatron_async_rl.rollout.vllm.vllm_private import require_grammar
+    from megatron_async_rl.rollout.vllm.engine_arguments import require_grammar
 
     given = config.rollout.vllm.get("structured_outputs_config") if config.rollout else None
     try:
-        require_grammar(str(config.model.path), structured(sampling), given)
+        require_grammar(str(config.model.path), sampling, given)
     except Exception as error:  # noqa: BLE001 - of one of several libraries, each with its own
         return " ".join(str(error).split())[:FAULT] or type(error).__name__
     return None

@@ -54,7 +54,7 @@ class SimulationRates:
     prompt_s: float = 0.0
     """Time of an engine, which decodes nothing meanwhile, to take in one more response."""
     ask_s: float = 0.0
-    """From a request that may be asked until its engine has it."""
+    """From the admission of a request until its engine has it."""
     take_s: float = 0.0
     """Time of the trainer, from the last response that a batch waited for to the beginning of its
     step."""

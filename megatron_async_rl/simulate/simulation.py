@@ -6,7 +6,7 @@ parts take.
     trainer: take, train, publish --> staged --> carrier --> engines     | requests, by the lanes
                                                  load in turns ----------+
 
-The run's own code decides: who is asked when and what trains when (`flow.scheduler.Scheduler`), and
+The run's own code decides which requests run and what trains when (`flow.scheduler.Scheduler`), and
 which engine gets a request (`flow.lanes.Lanes`). Modelled here is what takes time,
 `SimulationRates`:
 - an engine that decodes n responses makes a token of each in f(n) seconds, so its next event is the

@@ -45,9 +45,9 @@ class DeadlineExceeded(TimeoutError):
 
 
 class ProcessDied(RuntimeError):
-    """The process that was to answer has ended; its own failure tells more. `out_of_memory`: the
-    kind of memory whose shortage ended it, if known. `outside`: something else ended it, such as a
-    preemption, or a shortage of memory that another process may have caused."""
+    """The process that was to answer has ended; its own failure has the details. `out_of_memory`:
+    the kind of memory whose shortage ended it, if known. `outside`: something else ended it, such
+    as a preemption, or a shortage of memory that another process may have caused."""
 
     # Read by events.py: the other process's own failure is reported instead.
     consequence = True
@@ -193,7 +193,7 @@ def death_reason(text: str) -> str:
     who = about.get("name") or about.get("class_name", "an actor")
     reason, guesses, _ = lines[-1].partition(" Some common causes include:")
     seen = (
-        " Unless it was killed on purpose, `dmesg` tells whether the kernel did, for want of"
+        " Unless it was killed on purpose, `dmesg` shows whether the kernel did, for lack of"
         " memory." * bool(guesses)
     )
     return f"{who} (pid {about.get('pid', 'unknown')}). {reason}{seen}"

@@ -163,8 +163,8 @@ def suspects(processes: Sequence[ProcessSnapshot], still_s: float) -> tuple[str,
     live = [process for process in processes if process.condition is not None]
     # A late heartbeat means that the interpreter itself is stuck.
     silent = [
-        f"{process.title} does not answer: it has not come to run Python for"
-        f" {process.silent_s:.0f} s; it is in {_innermost(process)}."
+        f"{process.title} does not answer: it has run no Python for {process.silent_s:.0f} s; it"
+        f" is in {_innermost(process)}."
         for process in live
         if process.silent_s >= SILENT_S
     ]
@@ -184,15 +184,14 @@ def suspects(processes: Sequence[ProcessSnapshot], still_s: float) -> tuple[str,
     ]
     free = [process for process in blamed if not process.state.of_kind("wait")]
     idle = [
-        f"{process.title} waits for nothing that has a name; it is in {_innermost(process)}."
-        for process in free
+        f"{process.title} has no named wait; it is in {_innermost(process)}." for process in free
     ]
     # In order of certainty: one kind of evidence, or the list would blame everybody.
     return tuple(stopped or dead or disk or silent or at_work or idle)
 
 
 def _innermost(process: ProcessSnapshot) -> str:
-    return next(iter(places(process.stack)), "a place that it did not tell")
+    return next(iter(places(process.stack)), "an unknown place")
 
 
 def _lines(process: ProcessSnapshot) -> list[str]:
@@ -360,7 +359,7 @@ def _of(host: str, states: Sequence[ProcessState]) -> list[ProcessState]:
 
 
 def _stacks(run_dir: Path, states: Sequence[ProcessState]) -> dict[str, str]:
-    """The stacks that each process wrote within STACKS_S of being asked; nothing for a process that
+    """Stacks that processes wrote within STACKS_S of the request; nothing for a process that
     cannot."""
     requested: dict[str, Path] = {}
     for state in states:

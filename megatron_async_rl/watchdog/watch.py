@@ -40,7 +40,7 @@ INHERITED = "MEGATRON_ASYNC_RL_WATCH"
 starts."""
 
 STOP = "stop"
-"""File in the run's directory that asks rank 0 to stop after the step."""
+"""File in the run's directory that requests a stop after the step from rank 0."""
 ENGINES = "engines"
 """File in the run's directory that requests a number of training engines of the controller."""
 ActivityKind = Literal["wait", "work", "phase"]

@@ -1,8 +1,8 @@
-"""Decides, in the launcher, that a run has stalled, or that another machine of it is gone.
+"""Watchdog in the launcher: detects that a run has stalled or that another machine is gone.
 
 The run is stalled when no mark of any process grew for `timeout_s` and no process is in a phase
 that may last longer, such as an engine's start. Before all its ranks have appeared the run is
-starting, and `start_s` is its limit. Each machine's launcher decides for itself; the first tells
+starting, and `start_s` is its limit. Each machine's launcher decides for itself; the first notifies
 the others, and all end the run with the same picture.
 """
 
@@ -18,8 +18,8 @@ from megatron_async_rl.watchdog.stall import Stall, gather, look_here, publish, 
 
 LOOK_S = 1.0
 LEFT_S = 30.0
-"""Longest time that the others' ranks go on once a launcher has ended: they fail by themselves,
-with better words."""
+"""Longest time that the others' ranks continue once a launcher has ended: they fail by themselves,
+with better messages."""
 
 
 class Watchdog:

@@ -367,7 +367,7 @@ def test_the_versions_kept_for_the_control_take_host_memory_and_nothing_has_to_w
     [
         (
             {"controls": ["displacement", {"name": "matched_lr", "target_update_norm": 0.1}]},
-            "matched_lr stands in for displacement",
+            "matched_lr replaces displacement",
         ),
         (
             {"objective": {"loss": "sft", "advantage": "none"}},

@@ -803,7 +803,10 @@ def test_by_relay_engines_need_no_gpus_of_the_trainers_machine(file, monkeypatch
     ("transport", "why"),
     [
         ("relay", "brings weights to engines on other machines"),
-        ("collective", "connects the policy's device with others, as NCCL takes none twice"),
+        (
+            "collective",
+            "connects the policy's device with others: NCCL takes each device once",
+        ),
     ],
 )
 def test_only_shared_memory_brings_weights_to_the_policys_own_devices(file, transport, why):

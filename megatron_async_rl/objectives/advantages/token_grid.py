@@ -46,6 +46,7 @@ class TokenGrid:
 
     def by_sequence(self, values: Tensor) -> Tensor:
         """[N] -> [S, T], 0 beyond a sequence's end."""
+        # Positions that no token has stay 0, so sums along a row need no mask.
         empty = values.new_zeros(self.rows, self.columns)
         return empty.index_put((self.row, self.column), values[self.token])
 
