@@ -32,8 +32,8 @@ from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.problem import UserError, shipped
 from megatron_async_rl.config.settings_model import Strict
 from megatron_async_rl.controls.ess_lr import effective_sample_size, lr_scale
-from megatron_async_rl.objectives.aggregate import Denominators, aggregate
 from megatron_async_rl.objectives.batch import BatchDecision, SequenceLoss, TokenBatch
+from megatron_async_rl.objectives.objective import Denominators, aggregate
 from megatron_async_rl.objectives.registry import (
     advantage_method,
     correction_method,

@@ -75,6 +75,7 @@ class TrainerRank:
             self._make_room()
         evaluation = self.config.eval
         if evaluation is not None:
+            # Alike on all ranks: `evaluate` is collective where a version is due.
             means = {} if resumed is None else resumed["evaluated"]
             self.schedule = EvalSchedule(
                 every=evaluation.every, steps=self.config.run.steps, means=means
@@ -139,6 +140,7 @@ class TrainerRank:
     def _stage(self) -> None:
         if self._staging is None or self._shards is None:
             return
+        # The slot of the version before the last is overwritten, once no engine reads it.
         manifest = self._staging.stage(
             self.version,
             self._shards.buckets,
