@@ -103,7 +103,7 @@ def read_cases(file: Path) -> list[Case]:
             refuse(f"{label}: `dtype` is {dtype!r}, expected one of {', '.join(DTYPES)}")
         # Results are listed by name.
         if entry["case"] in cases:
-            refuse(f"{label}: is there twice; the names of a file's cases are unique")
+            refuse(f"{label}: occurs twice; the names of the cases of a file are unique")
         try:
             inputs, expect = (
                 {key: _numbers(key, value) for key, value in entry[part].items()}

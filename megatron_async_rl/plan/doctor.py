@@ -227,15 +227,13 @@ def _part(part: TestedDistribution, path: str, ranges: Mapping[str, Requirement]
         requested = ranges.get(part.distribution)
         # Inside the supported range, but not what the tests ran with.
         if requested is not None and requested.specifier.contains(found):
-            advice = (
-                f"{part.brings}; tried with {part.version}, and {requested.specifier} should do"
-            )
+            advice = f"{part.brings}; tested with {part.version}; {requested.specifier} should work"
             return Finding(part.distribution, "note", found, advice, fix)
         return Finding(
             part.distribution,
             "missing" if required else "note",
             found,
-            f"tried with {part.version} only",
+            f"tested with {part.version} only",
             fix,
         )
     return Finding(part.distribution, "ok", found, part.brings)
@@ -244,7 +242,10 @@ def _part(part: TestedDistribution, path: str, ranges: Mapping[str, Requirement]
 def _fix_of(part: TestedDistribution, path: str) -> str:
     if part.distribution == APEX:
         build = "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation --no-deps"
-        return f"{build} git+https://github.com/NVIDIA/apex   # without it all works, slower"
+        return (
+            f"{build} git+https://github.com/NVIDIA/apex   # without it, everything works more"
+            " slowly"
+        )
     if part.distribution.startswith("transformer-engine"):
         return f"pip install --no-build-isolation 'transformer-engine[pytorch]=={part.version}'"
     no_deps = "--no-deps " if part.distribution == "mbridge" and path == "cuda" else ""

@@ -232,16 +232,16 @@ def estimate(
     rollout = config.rollout
     # Each reason for not knowing is a text, which the screen shows instead of numbers.
     if device == "cpu":
-        return "not known: no speed is assumed of a CPU; a run's own rates tell (--from RUN)"
+        return "not known: no speed is assumed for a CPU; take the rates of a run (--from RUN)"
     if shape is None or batch is None or rollout is None:
-        return "not known: for runs with engines alone"
+        return "not known: only for runs with engines"
     chip = chip_of(machine)
     if chip is None:
         name = machine.gpus[0].name if machine.gpus else "no GPU"
         return f"not known: {name} is none of {', '.join(CHIPS)} (--gpus NUMBER --gpu NAME)"
     if config.engine_dtype == "float32":
         key = "model.dtype" if config.model.dtype == "float32" else "policy.lora.merge"
-        return f"not known: no speed is assumed of float32 products ({key}: float32)"
+        return f"not known: no speed is assumed for float32 products ({key}: float32)"
 
     version, elsewhere = shape.parameters * engine_bytes(config), engines_elsewhere(config, machine)
     ipc = config.weights.transport == "cuda_ipc"

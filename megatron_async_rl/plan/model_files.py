@@ -124,8 +124,8 @@ def _where_to_look(path: Path) -> str:
     if on_hub is not None:
         return f"it was a folder of the hub's cache: name {on_hub}, and it is fetched again"
     return (
-        "point it at a Hugging Face model directory, or at a model on a hub, hf://OWNER/NAME; that"
-        " of an example is written by the commands which the first lines of its config name"
+        "point it at a Hugging Face model directory, or at a model on a hub, hf://OWNER/NAME; the"
+        " commands in the first lines of an example's config write its model"
     )
 
 

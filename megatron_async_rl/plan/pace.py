@@ -162,7 +162,10 @@ def expected_overlap(config: Config, rates: MeasuredRates, run_dir: Path) -> str
         of += f"; scaled by {factor:.3g} in samples per step"
     # Training time does not scale simply with ranks, so it is reported and not converted.
     if measured and measured["ranks"] != planned["ranks"]:
-        of += f"; T_train is of {measured['ranks']} ranks, and there are {planned['ranks']} here"
+        of += (
+            f"; T_train was measured with {measured['ranks']} ranks, and this plan has"
+            f" {planned['ranks']}"
+        )
     return f"{of}\n{overlap_of(config, rates, run_dir).as_text()}"
 
 

@@ -170,7 +170,7 @@ def make_plan(
     found += unfit
     unfit += gpu_problems(config, machine)  # layout_problems has found them, too
     if unread:
-        notes.append("prompts are taken to be one token long, as the data were not read")
+        notes.append("prompts are assumed to be one token long, because the data was not read")
     notes += spread_notes(config, device, machine)
     notes += fp8_warnings(config, machine) + sampling_warnings(config) + length_warnings(config)
     if engine is not None:

@@ -154,7 +154,9 @@ def ray_get(ref: Any, name: str, timeout_s: float) -> Any:
             # Without the context, which repeats the remote traceback.
             raise remote_cause(error) from None
         except (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError) as error:
-            waited = f"{this_process()} waited for {name}, and who was to answer is dead: "
+            waited = (
+                f"{this_process()} waited for {name}, and the process that should answer is dead: "
+            )
             raise _ended(error, waited) from None
 
 

@@ -217,7 +217,7 @@ def _explained(recent: Sequence[LoggedKill], pids: Collection[int]) -> Shortage 
 
 
 def _shortage(message: str, *, certain: bool) -> Shortage:
-    possibly = "" if certain else "This may be why, or have been another process: "
+    possibly = "" if certain else "This may be the cause, or concern another process: "
     return Shortage(f"{possibly}{message}; {state_text()}", certain)
 
 
