@@ -215,6 +215,7 @@ def _weights(path: Path) -> Problem | None:
                 "download them again",
             )
         return None
+    # A model in one file has no index.
     if not any(path.glob("*.safetensors")):
         return _problem(
             f"{path} holds no *.safetensors weights",

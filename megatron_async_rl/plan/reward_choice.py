@@ -179,6 +179,7 @@ class RewardChoice:
         """Lines of the section `rollout`. `chat`: the model has a chat template."""
         environment = self.environment
         rewards = [one for one in self.names if one != environment]
+        # `tools` has no reward of its own, and a config without one is refused.
         if environment == TOOLS and not rewards:
             rewards = ["math"]
         found = "" if environment is None else self._environment(environment, chat=chat)
@@ -203,6 +204,7 @@ class RewardChoice:
         tree: dict[str, Any] = {"name": name}
         if self.settings[name]:
             tree["settings"] = self.settings[name]
+        # Without a chat template turns are joined as text; agents always send chats.
         if not chat and name not in AGENTS:
             tree["format"] = "text"
         tree["max_turns"] = 8
@@ -238,6 +240,7 @@ def _setting(given: str, names: Sequence[str]) -> tuple[str, str, Any]:
         raise UserError.of(
             SETTING, f"{given!r} is not KEY=VALUE", "write such as url=http://HOST:PORT"
         )
+    # An unknown owner is refused: its setting would be lost.
     if name is None:
         near = difflib.get_close_matches(owner, short, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
