@@ -30,14 +30,13 @@ from megatron_async_rl.config.controls import EssLrControl
 from megatron_async_rl.config.keys import method_name, models_in, nearest
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.problem import UserError, shipped
-from megatron_async_rl.config.settings_model import Strict
+from megatron_async_rl.config.settings_model import Strict, find
 from megatron_async_rl.controls.ess_lr import effective_sample_size, lr_scale
 from megatron_async_rl.objectives.aggregate import Denominators, aggregate
 from megatron_async_rl.objectives.batch import BatchDecision, SequenceLoss, TokenBatch
 from megatron_async_rl.objectives.registry import (
     advantage_method,
     correction_method,
-    find,
     loss_method,
 )
 from megatron_async_rl.objectives.terms import token_rewards

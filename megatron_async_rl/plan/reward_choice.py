@@ -6,7 +6,6 @@ Whatever a choice needs has a value to start from, and a comment that explains i
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import re
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.config.problem import UserError, shipped
+from megatron_async_rl.config.problem import UserError, shipped, suggestion
 from megatron_async_rl.config.rollout import AGENTS, TOOLS
 from megatron_async_rl.config.yaml_tree import YamlFault, parse_value, write
 from megatron_async_rl.rollout.rewards import registry
@@ -105,12 +104,10 @@ def names_of(answer: str) -> list[str]:
     # `module:function` is checked when it is loaded, by the plan.
     for name in names:
         if name not in known and ":" not in name:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(
-                f"nothing is called {name!r}: {hint}rewards are {', '.join(REWARDS)} and"
-                f" module:function, environments {', '.join(ENVIRONMENTS)} and module:Class; `+`"
-                " joins several"
+                f"nothing is called {name!r}: {suggestion(name, known)}rewards are"
+                f" {', '.join(REWARDS)} and module:function, environments"
+                f" {', '.join(ENVIRONMENTS)} and module:Class; `+` joins several"
             )
     # Parts are named after their rewards, and names must be unique.
     if len(set(names)) < len(names):
@@ -242,8 +239,7 @@ def _setting(given: str, names: Sequence[str]) -> tuple[str, str, Any]:
         )
     # An unknown owner is refused: its setting would be lost.
     if name is None:
-        near = difflib.get_close_matches(owner, short, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = suggestion(owner, short)
         what = f"{owner!r} is not in the answer to --reward"
         raise UserError.of(SETTING, what, f"{hint}settings are those of {', '.join(names)}")
     try:
