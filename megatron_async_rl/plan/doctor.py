@@ -59,8 +59,8 @@ FindingState = Literal["ok", "note", "missing"]
 @dataclass(frozen=True)
 class Finding:
     """`state`: `missing` fails the examination; `note` is optional or slow. `advice`: what it
-    provides, or what is wrong. `fix`: a command or setting that fixes it; empty if there is nothing
-    to fix, or nothing that would fix it."""
+    provides, or what is wrong. `fix`: a command or setting that fixes it; empty if there is
+    none."""
 
     part: str
     state: FindingState
@@ -71,7 +71,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class TestedDistribution:
-    """A distribution and the version it was tried with. `on`: the paths that need it; none for an
+    """A distribution and the version it was tested with. `on`: the paths that need it; none for an
     optional part."""
 
     distribution: str
@@ -83,8 +83,8 @@ class TestedDistribution:
 ROOT = Path(__file__).parents[2]
 # Fixes differ: `make setup` exists only in the repository.
 CHECKOUT = (ROOT / "launchers" / "setup.sh").is_file()
-"""True in the repository, whose environment `make setup` makes; else the package was
-installed into an environment of the user's."""
+"""True in a checkout, whose environment comes from `make setup`; false if the package was installed
+into the user's own environment."""
 
 PARTS = (
     TestedDistribution("torch", "2.13.0", ("cpu", "cuda"), "tensors, gloo and NCCL"),
@@ -119,7 +119,7 @@ PARTS = (
 
 
 def examine(machine: Machine | None = None) -> list[Finding]:
-    """Everything looked at, in the order shown."""
+    """All findings, in the order shown."""
     seen = machine or this_machine()
     # Parts of the other path would be missing without being needed.
     path = "cuda" if seen.gpus else "cpu"
@@ -272,8 +272,8 @@ def _plugin() -> Finding:
 
 
 def _query_output(code: str) -> tuple[str, str]:
-    """(the last line that the code prints, ""), or ("", why it failed). In a process of its own:
-    what it imports is slow to load, and a broken build may kill its process."""
+    """(the last line that the code prints, ""), or ("", why it failed). It runs in a separate
+    process, because its imports are slow and a broken build may kill the process."""
     try:
         done = subprocess.run(
             # A child, because a broken CUDA library may end its process.
@@ -353,7 +353,7 @@ def _gpus(machine: Machine) -> Finding:
 
 
 def _transformer_engine(machine: Machine) -> list[Finding]:
-    """None without a GPU, where nothing imports it, or where it is not installed."""
+    """Empty without a GPU, where nothing imports it, and without an installation."""
     # Importing it initialises CUDA.
     if not machine.gpus or machine.transformer_engine is None:
         return []
@@ -368,7 +368,7 @@ def _transformer_engine(machine: Machine) -> list[Finding]:
 
 
 def _fp8(machine: Machine, cuda: str | None) -> list[Finding]:
-    """Values of policy.fp8.recipe that every GPU here has. None where there is no GPU."""
+    """Values of policy.fp8.recipe that every GPU of this machine supports; empty without a GPU."""
     known = [gpu.capability for gpu in machine.gpus if gpu.capability is not None]
     if not known:
         return []

@@ -317,7 +317,7 @@ class PublishedConfig:
 
 def published_config(path: Path) -> PublishedConfig | None:
     """The config.json of the model that `path` names: a name on a hub, or a folder that would hold
-    a model of the table under its own name, such as models/Qwen3-8B. Null for any other."""
+    a model of the table under its own name, such as models/Qwen3-8B. Null for any other path."""
     name = parse(path)
     ids = [name.id] if name is not None else [one for one in PUBLISHED if _is_last(one, path)]
     # The cache first: a published config may have been corrected since.

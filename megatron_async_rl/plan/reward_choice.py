@@ -94,7 +94,7 @@ def run(prompt, base_url):
     return float(answer.choices[0].message.content.strip() == str(prompt.fields["answer"]))
 ''',
 }
-"""Modules that the settings above name, as they are written if there are none."""
+"""Contents of the modules that the settings above name, for a user who has none."""
 
 
 def names_of(answer: str) -> list[str]:
@@ -227,7 +227,7 @@ class RewardChoice:
 
 
 def _setting(given: str, names: Sequence[str]) -> tuple[str, str, Any]:
-    """The name that it is of, its key and its value."""
+    """Name of the reward or environment that the setting belongs to, its key and its value."""
     path, separator, text = given.partition("=")
     owner, dot, key = path.rpartition(".")
     # A setting may name `module:function` by its function; a full name wins.
@@ -249,7 +249,7 @@ def _setting(given: str, names: Sequence[str]) -> tuple[str, str, Any]:
 
 
 def _labels(names: Sequence[str]) -> list[str]:
-    """Names of the parts, which are metrics: each once."""
+    """Unique names of the parts, which are metrics."""
     short = [re.sub(r"\W", "_", one.rpartition(":")[2]).lstrip("_") or "part" for one in names]
     # Metric names must be unique and hold no colon.
     return [one if short.count(one) == 1 else f"{one}_{place}" for place, one in enumerate(short)]
