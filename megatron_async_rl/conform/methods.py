@@ -7,9 +7,8 @@ case is the precision of its expected numbers; without it, float32 is assumed, w
 tolerances.
 
 The settings are those of the configuration's own models, `decide` sees the whole batch before the
-loss does, and aggregation has the whole batch's denominators. Padding stays in, with mask 0: it has
-to be without effect.
-"""
+loss does, and aggregation has the whole batch's denominators. Padding stays in the batch with mask
+0 and must have no effect."""
 
 from __future__ import annotations
 
