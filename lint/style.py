@@ -8,6 +8,7 @@ Rules:
 - modules of the package do not import each other in a circle, types included, and have fewer than
   MAX_TYPE_IMPORTS imports of types alone;
 - only config/rules.py makes a Config, so that no configuration passes unchecked;
+- only rollout/vllm/ imports vLLM, so that another version of vLLM concerns one folder;
 - Markdown has at most MAX_COLUMNS columns, except for tables, code and links.
 
 The lists of exceptions only shrink: an entry without a violation is an error, too.
@@ -97,24 +98,20 @@ AFTER = r"(?![\w_]| (?:longer|more|less|later|earlier|other)\b)"
 MAKES_CONFIG = re.compile(r"(?<![\w.])(?<!class )Config(\.model_(validate|construct)\w*)?\(")
 CHECKS_CONFIG = f"{PACKAGE}/config/rules.py"
 
+VLLM_FOLDER = f"{PACKAGE}/rollout/vllm/"
+
 SHARED_STEMS = {"__init__", "registry", "errors"}
 """Names of files that every folder may have."""
 
 SAME_STEMS = {
-    "megatron_async_rl/data/conversation.py",
-    "megatron_async_rl/flow/batches.py",
     "megatron_async_rl/flow/spec.py",
-    "megatron_async_rl/policy/batches.py",
-    "megatron_async_rl/rollout/environments/conversation.py",
     "megatron_async_rl/rollout/spec.py",
 }
 """Files of one name that are still to be renamed."""
 
 LONG_FILES = {
-    "megatron_async_rl/data/prompts.py",
     "megatron_async_rl/flow/controller.py",
     "megatron_async_rl/flow/sample_log.py",
-    "megatron_async_rl/policy/model_blocks.py",
     "megatron_async_rl/rollout/environments/built_in.py",
     "megatron_async_rl/rollout/rewards/formula_parser.py",
 }
@@ -333,6 +330,20 @@ def unchecked_configs(source: str) -> Iterator[int]:
             yield number
 
 
+def vllm_imports(tree: ast.Module) -> Iterator[int]:
+    """Line of each import of vLLM, inside functions and under TYPE_CHECKING included."""
+    for statement in statements(tree):
+        match statement:
+            case ast.Import():
+                modules = [alias.name for alias in statement.names]
+            case ast.ImportFrom():
+                modules = [statement.module or ""]
+            case _:
+                continue
+        if any(module.split(".")[0] == "vllm" for module in modules):
+            yield statement.lineno
+
+
 def exceptions(found: set[str], allowed: set[str], what: str) -> Iterator[str]:
     """A message for each violation that is not in the list, and for each entry without one."""
     for path in sorted(found - allowed):
@@ -367,6 +378,11 @@ def check(root: Path = ROOT) -> list[str]:
                     found += [
                         f"{path}:{line}: make a Config by validated() of {CHECKS_CONFIG}"
                         for line in unchecked_configs(source)
+                    ]
+                if not path.startswith(VLLM_FOLDER):
+                    found += [
+                        f"{path}:{line}: only {VLLM_FOLDER} imports vLLM"
+                        for line in vllm_imports(tree)
                     ]
                 if lines_without_tables(source, tree) > MAX_LINES:
                     long_files.add(path)

@@ -50,6 +50,12 @@ class Strict(BaseModel):
         allow_inf_nan=False,
     )
 
+    @classmethod
+    def default_of(cls, key: str) -> Any:
+        """Default of a key, for code that also runs without a configuration: a default is written
+        once, in the schema."""
+        return cls.model_fields[key].get_default(call_default_factory=True)
+
 
 @dataclass(frozen=True)
 class FromFile:

@@ -8,7 +8,7 @@ so that positive means "the same way again"):
     beta1 = beta1_max - (beta1_max - beta1_min) clip((c - c_low) / (c_high - c_low), 0, 1)
 
 beta1_max where there is nothing to compare with. The gradient is as earlier controls left it.
-Adam's bias correction follows the beta1 of every step (policy/bias_correction.py).
+Adam's bias correction follows the beta1 of every step (policy/optimizer.py).
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from megatron_async_rl.config.durable import digest, reading
+from megatron_async_rl.config.schema import ObserveConfig
 from megatron_async_rl.metrics.catalogue import METRICS, Metric, MetricsError, Value, find_metric
 from megatron_async_rl.metrics.json_lines import (
     LONGEST_LINE,
@@ -65,7 +66,7 @@ class MetricsLog:
         tensorboard: bool,
         first_step: int,
         prometheus_port: int | None = None,
-        prometheus_host: str = "127.0.0.1",
+        prometheus_host: str = ObserveConfig.default_of("prometheus_host"),
         trackers: Sequence[Sink] = (),
     ) -> None:
         """`first_step`: the first step this process will log. Lines from it on are cut away: they

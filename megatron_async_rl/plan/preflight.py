@@ -31,8 +31,9 @@ from megatron_async_rl.data import (
     read_set,
     tokenizer_of,
 )
-from megatron_async_rl.data.files import count_rows, data_files
+from megatron_async_rl.data.files import count_rows
 from megatron_async_rl.data.hub import name_of, parse
+from megatron_async_rl.data.locations import data_files
 from megatron_async_rl.metrics.trackers import identity_problems, lacking
 from megatron_async_rl.plan.layout import device_of
 from megatron_async_rl.plan.machine import Machine, this_machine

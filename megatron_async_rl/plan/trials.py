@@ -219,12 +219,11 @@ def grammar_problems(config: Config) -> list[Problem]:
 
 
 def _grammar_fault(config: Config, sampling: EvalSampling) -> str | None:
-    from megatron_async_rl.rollout.vllm.engine_arguments import structured
-    from megatron_async_rl.rollout.vllm.vllm_private import require_grammar
+    from megatron_async_rl.rollout.vllm.engine_arguments import require_grammar
 
     given = config.rollout.vllm.get("structured_outputs_config") if config.rollout else None
     try:
-        require_grammar(str(config.model.path), structured(sampling), given)
+        require_grammar(str(config.model.path), sampling, given)
     except Exception as error:  # noqa: BLE001 - of one of several libraries, each with its own
         return " ".join(str(error).split())[:FAULT] or type(error).__name__
     return None

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_async_rl.config.rollout import RewardConfig, RewardPart
-from megatron_async_rl.data.prompts import Required
+from megatron_async_rl.data.row_columns import Required
 from megatron_async_rl.rollout.isolation.child import described
 from megatron_async_rl.rollout.rewards.registry import (
     KEY,

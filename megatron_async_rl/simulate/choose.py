@@ -370,8 +370,8 @@ def write(tried: Sequence[Sequence[Trial]], folder: Path) -> tuple[Path, Path]:
     the best division, and against the share of the GPUs that trains, at the best ratio."""
     from matplotlib import rc_context
 
-    from megatron_async_rl.report.charts import draw_sheet
     from megatron_async_rl.report.panel import COLOURS, Curve, Panel
+    from megatron_async_rl.report.report import draw_sheet
 
     folder.mkdir(parents=True, exist_ok=True)
     numbers, drawn = folder / "scaling.json", folder / "scaling.svg"

@@ -34,6 +34,7 @@ import simpy
 
 from megatron_async_rl.config.flow import FlowConfig, OldestFirst, Replay
 from megatron_async_rl.config.rollout import RolloutConfig
+from megatron_async_rl.config.schema import WeightsConfig
 from megatron_async_rl.flow.engine_task import EngineSlot, PendingRequest
 from megatron_async_rl.flow.lanes import Lanes, capacity_of
 from megatron_async_rl.flow.scheduler import Scheduler
@@ -80,7 +81,7 @@ def simulate(
     *,
     steps: int,
     seed: int = 0,
-    max_paused: float = 0.5,
+    max_paused: float = WeightsConfig.default_of("max_paused"),
     barrier: bool = False,
 ) -> SimulationResult:
     """`steps`: that count, after as many as it takes to run in. `barrier`: nothing is asked before

@@ -18,15 +18,13 @@ from megatron_async_rl.config.rollout import EnvironmentConfig
 from megatron_async_rl.rollout.engine import RolloutEngine
 from megatron_async_rl.rollout.engine_process import ENDED_POLL_S, RemoteEngine
 from megatron_async_rl.rollout.engine_state import (
-    DEADLINE_S,
-    EVERY_S,
     BusyClock,
     EngineState,
-    HealthCheck,
+    ReportQueue,
     WrongState,
 )
 from megatron_async_rl.rollout.environments.pool import Environments
-from megatron_async_rl.rollout.report_queue import ReportQueue
+from megatron_async_rl.rollout.vllm.client import DEADLINE_S, EVERY_S, HealthCheck
 from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.columns import SCHEMA, batch_of
 from megatron_async_rl.samples.rows import EngineReport

@@ -36,11 +36,12 @@ from megatron_async_rl.rollout.environments.built_in import (
     _action_schema,
     prompt_tokenizer,
 )
-from megatron_async_rl.rollout.environments.chat import EpisodeMessages, PlainText, ToolParser
+from megatron_async_rl.rollout.environments.chat import EpisodeMessages, PlainText
 from megatron_async_rl.rollout.environments.conversation import Episodes, failures
 from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
 from megatron_async_rl.rollout.environments.transcript import Transcript, Turn, TurnRequest
 from megatron_async_rl.rollout.isolation.supervisor import UserCodeStartError
+from megatron_async_rl.rollout.vllm.tool_parser import ToolParser
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import PartialResponse
 from megatron_async_rl.watchdog.processes import condition

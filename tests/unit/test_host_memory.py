@@ -23,8 +23,8 @@ from megatron_async_rl.plan.fit import HostMemoryOut, memory_ran_out
 from megatron_async_rl.plan.host import free_memory_problems
 from megatron_async_rl.plan.machine import GIB, Machine
 from megatron_async_rl.plan.preflight import preflight
-from megatron_async_rl.rollout import engine_state
-from megatron_async_rl.rollout.engine_state import EngineDied
+from megatron_async_rl.rollout.vllm import client
+from megatron_async_rl.rollout.vllm.client import EngineDied
 from megatron_async_rl.watchdog import host_memory
 from megatron_async_rl.watchdog.deadline import KilledForMemory, ProcessDied, answer_of, ray_get
 from megatron_async_rl.watchdog.events import failure_of, out_of_memory
@@ -155,7 +155,7 @@ def test_the_kernels_log_tells_whose_death_a_kill_explains(
     assert (out_of_memory(died), died.outside) == (None, False)
     assert "kernel" not in str(died)
     spec: Any = SimpleNamespace(name="engine-0", log_dir=tmp_path, log=tmp_path / "engine-0.log")
-    monkeypatch.setattr(engine_state, "_vllm_processes", frozenset({8, 9}))
+    monkeypatch.setattr(client, "_vllm_processes", frozenset({8, 9}))
     assert out_of_memory(EngineDied(spec, "it worked")) is None
 
     kernel.log = [
