@@ -268,7 +268,7 @@ def _identities(run_dir: Path) -> dict[str, str]:
     """Identities in RUN/trackers.json. Raises UserError for a damaged file: without it the run
     would start again in its trackers."""
     file = run_dir / IDENTITIES
-    fix = "restore it from a copy, or remove it: the run then begins anew in its trackers"
+    fix = "restore it from a copy, or remove it: the run then starts again in its trackers"
     try:
         with reading(file, fix):
             found = json.loads(file.read_text(encoding="utf-8"))

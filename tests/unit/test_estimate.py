@@ -444,7 +444,7 @@ def test_no_speed_is_made_up_for_hardware_that_is_not_known(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--gpu", "h100"), "--gpu is that of the GPUs that --gpus counts"),
+        (("--gpu", "h100"), "--gpu needs the number of GPUs"),
         (("--gpus", "8", "--gpu", "h20"), "h20 is not known"),
         (("--gpus", "8", "--gpu", "a100", "policy.fp8={recipe: tensorwise}"), "policy.fp8.recipe"),
     ],
