@@ -169,6 +169,7 @@ def sampling_conflicts(config: Config) -> Iterator[str]:
     if config.rollout is None:
         return
     sampling, objective = config.rollout.sampling, config.objective
+    # Evaluation may be greedy: only training needs a distribution.
     if sampling.temperature == 0:
         yield (
             "rollout.sampling.temperature: 0 takes the likeliest token, so that the responses of"

@@ -146,7 +146,7 @@ def _of_ranks(
 def _of_engines(
     config: Config, machine: Machine, device: Device, engine: EngineMemory | None, node: int
 ) -> Iterator[HostPart]:
-    """Memory of as many engines as machine number `node` may get."""
+    """Memory of the engines that machine number `node` may get."""
     rollout = config.rollout
     if rollout is None or engine is None:
         return
@@ -162,7 +162,7 @@ def _of_engines(
 
 
 def engines_on(config: Config, machine: Machine, device: Device, node: int) -> int:
-    """Most engines that machine number `node` gets."""
+    """Largest number of engines on machine number `node`."""
     engines = engine_count(config)
     if not engines_elsewhere(config, machine):
         return engines if node == 0 else 0

@@ -16,7 +16,7 @@ from megatron_async_rl.rollout.cluster import CONNECTIONS
 Device = Literal["cpu", "cuda"]
 PARALLEL = "policy.parallel"
 PLANNED_DEVICE = "MEGATRON_ASYNC_RL_DEVICE"
-"""Variable of ranks: on which device the plan has them."""
+"""Environment variable of ranks: the device that the plan gives them."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def rank_environment(config: Config, machine: Machine) -> dict[str, str]:
 
 
 def layers_of(config: Config, machine: Machine, shape: ModelShape) -> ChosenLayers:
-    """Raises UserError for layers that cannot be had."""
+    """Raises UserError for layers that are not available."""
     policy = config.policy
     return choose_layers(
         policy.layers,
@@ -126,7 +126,7 @@ def engines_elsewhere(config: Config, machine: Machine) -> bool:
 
 
 def engine_count(config: Config) -> int:
-    """Engines of training, and those that do nothing but evaluate."""
+    """Number of engines, with those that only evaluate."""
     engines = config.rollout.engines if config.rollout else 0
     return engines + (config.eval.engines if config.eval else 0)
 
@@ -148,8 +148,8 @@ def _engine_place(config: Config, device: Device, engine: int, ranks: int, machi
 
 
 def by_node(config: Config, device: Device, machine: Machine) -> tuple[tuple[str, str], ...]:
-    """Names of the machines of a run over several, and what is on each; those with engines alone
-    together. Empty for a layout that does not divide."""
+    """Name of each machine of a run over several machines -> its processes; machines with engines
+    only are grouped. Empty for a layout that does not divide."""
     ranks, rollout = config.policy.parallel.ranks, config.rollout
     if machine.nodes + machine.engine_nodes == 1 or ranks % machine.nodes:
         return ()
@@ -194,7 +194,7 @@ def number_of(noun: str, count: int, singular: str = "", plural: str = "") -> st
 
 
 def engine_room(config: Config, gpus: int) -> int:
-    """Engines that fit on `gpus` GPUs of a machine; one does not reach over two."""
+    """Number of engines that fit on `gpus` GPUs of one machine."""
     assert config.rollout is not None
     # Workers of one engine share memory, so an engine stays on one machine.
     return max(0, gpus) // config.rollout.workers
@@ -221,7 +221,7 @@ def gpus_used(config: Config, machine: Machine) -> int:
 
 
 def spread_notes(config: Config, device: Device, machine: Machine) -> list[str]:
-    """Notes on what is slow between machines."""
+    """Notes on slow communication between machines."""
     parallel = config.policy.parallel
     share = parallel.ranks // machine.nodes
     group = parallel.tensor * parallel.context

@@ -149,8 +149,8 @@ def _beyond_gpus(config: Config, machine: Machine) -> list[Problem]:
 
 
 def _room_problems(config: Config, machine: Machine) -> list[Problem]:
-    """More engines than there are GPUs for on the machines that are described or counted. Of
-    another cluster that is joined only Ray knows the machines."""
+    """Problem of more engines than the described or counted machines have GPUs for. Of another
+    cluster that is joined only Ray knows the machines."""
     rollout, known = config.rollout, machine.described or machine.engine_nodes
     if rollout is None or not known or not engines_elsewhere(config, machine):
         return []
@@ -187,7 +187,7 @@ def _divided(config: Config) -> list[str]:
 
 
 def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
-    """Engines that could not map the memory of a rank."""
+    """Problems of engines that could not map the memory of a rank."""
     key, ranks = "weights.transport", config.policy.parallel.ranks
     name = config.weights.transport
     if machine.nodes > 1:
@@ -390,8 +390,8 @@ def _expert_problems(config: Config, shape: ModelShape) -> list[Problem]:
 
 
 def fp8_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Problem]:
-    """A recipe that the machine's GPUs lack, sizes that it does not divide, and more layers in
-    bfloat16 than there are."""
+    """Problems of a recipe that the machine's GPUs lack, of sizes that it does not divide, and of
+    more layers in bfloat16 than the model has."""
     fp8, parallel = config.policy.fp8, config.policy.parallel
     if fp8 is None:
         return []
@@ -435,7 +435,7 @@ def fp8_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Pr
 
 
 def fp8_warnings(config: Config, machine: Machine) -> list[str]:
-    """Demands on the run's GPUs, where it is not known here that they are met."""
+    """Notes on requirements that cannot be checked, because the run's GPUs are not known here."""
     fp8 = config.policy.fp8
     # Known capabilities were judged by fp8_problems.
     if fp8 is None or all(gpu.capability is not None for gpu in machine.gpus):
@@ -455,7 +455,7 @@ def _fitting(machine: Machine) -> list[str]:
 
 
 def lora_problems(config: Config, shape: ModelShape) -> list[Problem]:
-    """Targets that the model does not have, and a rank that a target has no room for."""
+    """Problems of adapter targets that the model lacks, and of a rank above a target's size."""
     lora = config.policy.lora
     if lora is None:
         return []

@@ -26,7 +26,8 @@ from megatron_async_rl.rollout.cluster import join_ray, prepare_environment, sof
 from megatron_async_rl.watchdog.deadline import remote_cause
 
 TAKEN = 2 * GIB
-"""Used memory of a GPU that others have. Less is a screen, or a process that only looks."""
+"""Used memory from which a GPU counts as occupied. A screen, or a process that only observes, uses
+less."""
 FREED_S = 20.0
 """Time for a run that was just killed to release its GPUs."""
 POLL_S = 0.5
@@ -62,7 +63,7 @@ class ClusterReport:
 
 
 def taken_gpus(config: Config, machine: Machine, node: int) -> list[Problem]:
-    """GPUs that the run needs of this machine, its number `node`, and others use."""
+    """GPUs of this machine, number `node`, that the run needs and other programs use."""
     if device_of(config, machine) != "cuda":
         return []
     count = gpus_wanted(config, machine, node)
@@ -129,8 +130,8 @@ def ask_cluster(config: Config, machine: Machine, joining: int) -> ClusterReport
 
 
 def _unreached(address: str) -> str:
-    """Why no Ray can be at HOST:PORT; empty for any other form of address. Ray itself tries for
-    minutes, without a word."""
+    """Reason why Ray cannot be at HOST:PORT; empty for any other form of address. Ray itself tries
+    for minutes without a message."""
     host, colon, port = address.rpartition(":")
     if not (colon and port.isdecimal()) or "/" in host:
         return ""

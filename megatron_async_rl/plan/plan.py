@@ -60,10 +60,10 @@ from megatron_async_rl.policy.supported import ChosenLayers
 class RunPlan:
     device: Device
     layers: ChosenLayers | None
-    """Null where they, or the model, cannot be had."""
+    """Null if they, or the model, are not available."""
     processes: tuple[PlannedProcess, ...]
     nodes: tuple[tuple[str, str], ...]
-    """Machines of several, and what is on each."""
+    """Name of each machine -> its processes, for a run over several machines."""
     batch: Batch | None
     ranks: tuple[RankMemory, ...]
     """One per pipeline stage."""
@@ -83,7 +83,7 @@ class RunPlan:
     totals: Totals | None = None
     """Sums over the whole run; null where the model or the layout is in fault."""
     absent: tuple[str, ...] = ()
-    """Keys whose files are not here, so that they were not checked."""
+    """Keys whose files are not here and were not checked."""
 
 
 def make_plan(
@@ -170,7 +170,7 @@ def make_plan(
     found += unfit
     unfit += gpu_problems(config, machine)  # layout_problems has found them, too
     if unread:
-        notes.append("prompts are taken to be one token long, as the data were not read")
+        notes.append("prompts are assumed to be one token long, because the data was not read")
     notes += spread_notes(config, device, machine)
     notes += fp8_warnings(config, machine) + sampling_warnings(config) + length_warnings(config)
     if engine is not None:

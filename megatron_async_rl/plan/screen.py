@@ -32,7 +32,7 @@ from megatron_async_rl.plan.plan import RunPlan
 PROCESSES_SHOWN = 16
 STAGES_SHOWN = 5
 WIDTH = 100
-"""Most columns of a plan, whatever the width of the terminal or of the pipe."""
+"""Largest width of a plan, also on a wider terminal or in a pipe."""
 LABEL = re.compile(r"[^\s:]+(?: [^\s:]+){0,2}\s{2,}")
 """Beginning of a line whose rest is wrapped in its own column."""
 MEASURED_STEPS = 2000
@@ -290,7 +290,7 @@ def _routed(plan: RunPlan) -> str:
 
 
 def _steps(config: Config) -> str:
-    """A line where a batch is several optimizer steps."""
+    """A line for a batch of several optimizer steps."""
     objective, prompts = config.objective, config.flow.prompts_per_step
     if objective.steps_per_batch == 1:
         return ""
@@ -305,7 +305,7 @@ def _steps(config: Config) -> str:
 
 
 def _rank_memory(plan: RunPlan, config: Config) -> Table:
-    """A column for each pipeline stage; of many stages those at both ends, which hold most."""
+    """A column for each pipeline stage; of many stages only those at both ends, which hold most."""
     ranks = list(plan.ranks)
     left_out = len(ranks) - STAGES_SHOWN
     if left_out > 0:

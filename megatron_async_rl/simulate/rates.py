@@ -77,6 +77,7 @@ class SimulationRates:
     """Speed of an engine while the trainer works."""
 
     def token_s(self, responses: int) -> float:
+        # Decoding is limited by memory at first and by arithmetic beyond some number of responses.
         return max(fixed + each * responses for fixed, each in self.decode)
 
 
@@ -95,6 +96,7 @@ class ResponseLengths:
         """Tokens of a prompt, and of `size` responses to it."""
         index = int(chance.integers(len(self.groups)))
         seen = self.groups[index]
+        # The measured group as it is: its responses are correlated.
         if len(seen) == size:
             return self.prompts[index], list(seen)
         return self.prompts[index], chance.choice(seen, size, replace=len(seen) < size).tolist()
@@ -177,6 +179,7 @@ def assumed(name: str, changes: Iterable[str]) -> Hardware:
         try:
             value = kinds[key](text)
         except ValueError:
+            # Not a number: refused by the check of the range.
             value = -1
         if value not in SIMULATED if key == "carrier" else not 0 <= value < math.inf:
             fix = f"one of {', '.join(SIMULATED)}" if key == "carrier" else "a number, 0 or more"
@@ -219,6 +222,7 @@ def rates_of(
     if places < 1:
         what = f"the weights leave no room for a response on {rollout.workers} GPUs"
         raise UserError.of("rollout.tensor", what, "set it higher")
+    # Tensor workers read their parts of a layer at once; stages read one after the other.
     read = rollout.tensor * hardware.memory_tb_s * 1e12 * hardware.read_share
     compute = rollout.workers * hardware.tflops * 1e12 * hardware.prefill_share
     # As many batches are on their way as an engine has stages, and each stage reads its weights for
