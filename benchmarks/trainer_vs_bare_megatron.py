@@ -26,7 +26,7 @@ from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
 from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.policy import device
-from megatron_async_rl.policy.microbatch import build_micro_batch, plan_micro_batches
+from megatron_async_rl.policy.batching import build_micro_batch, plan_micro_batches
 from megatron_async_rl.policy.model import DTYPES, build_model
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
 from megatron_async_rl.policy.parallel import Layout, initialise

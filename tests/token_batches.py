@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from megatron_async_rl.objectives.batch import TokenBatch
-from megatron_async_rl.objectives.objective import Objective
-from megatron_async_rl.objectives.targets import StepTargets, valid_samples
+from megatron_async_rl.objectives.objective import Objective, StepTargets, valid_samples
 from megatron_async_rl.samples.columns import spans
 
 

@@ -63,6 +63,7 @@ class StepView:
     outside the run's history; such a gradient is nothing to compare the next one with.
     """
 
+    # Reduced over all ranks, so that every rank sees the same norms.
     gradients: Gradients
     optimizer: OptimizerView
     log_weights: NDArray[np.float64]
@@ -84,8 +85,10 @@ class Decision:
     """
 
     skip: bool = False
+    # Neutral defaults: decisions combine by multiplication.
     lr_scale: float = 1.0
     gradient_scale: float = 1.0
+    # Null, because no number means "leave it".
     beta1: float | None = None
     norm_before: float | None = None
     norm_after: float | None = None
@@ -95,6 +98,7 @@ class Decision:
 def combined(decisions: Iterable[Decision]) -> Decision:
     """Return the decision of all controls: factors multiply, the last beta1 and the last norm hold,
     and any may skip. `norm_before` is the first measured: later ones are of a changed gradient."""
+    # In the order of the configuration, so that "last" has a meaning.
     whole = Decision()
     for each in decisions:
         whole = Decision(
@@ -160,7 +164,7 @@ class Control:
         return UpdateCorrection()
 
     def reset(self) -> None:
-        """This step has no usable gradient; what compares one step with the next starts anew."""
+        """Forget what compares one step with the next: this step has no usable gradient."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and containers of them, the same on every rank and on every layout."""
@@ -183,7 +187,7 @@ class Control:
         return []
 
     def load_shard_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        """Takes what `shard_state` returned, cut for this rank's gradient shards (copied); a name
+        """Take what `shard_state` returned, cut for this rank's gradient shards (copied); a name
         that is absent has no state.
 
         Called once after `load_state_dict`, also with an empty mapping.

@@ -33,18 +33,20 @@ from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.controls.decision import Control
 from megatron_async_rl.controls.registry import build_controls
 from megatron_async_rl.objectives.batch import TokenBatch
-from megatron_async_rl.objectives.objective import Objective
-from megatron_async_rl.objectives.targets import valid_samples
+from megatron_async_rl.objectives.objective import Objective, valid_samples
 from megatron_async_rl.policy import checkpoint
-from megatron_async_rl.policy.adam_view import optimizer_parameters
-from megatron_async_rl.policy.anomaly import AnomalyReport
+from megatron_async_rl.policy.adam_view import (
+    MOMENT_NAMES,
+    adam_shards,
+    optimizer_parameters,
+    optimizer_state,
+)
+from megatron_async_rl.policy.anomaly import AnomalyReport, refuse_nonfinite_steps, require_finite
+from megatron_async_rl.policy.attention import ContextParallelSlice
 from megatron_async_rl.policy.background import Background
-from megatron_async_rl.policy.batches import divide, over_steps, receive
-from megatron_async_rl.policy.context_parallel import ContextParallelSlice
+from megatron_async_rl.policy.batching import Batcher, Minibatch, divide, over_steps, receive
 from megatron_async_rl.policy.device_memory import DeviceMemory
-from megatron_async_rl.policy.finite import refuse_nonfinite_steps, require_finite
 from megatron_async_rl.policy.forward import Schedule
-from megatron_async_rl.policy.microbatch import Batcher, Minibatch
 from megatron_async_rl.policy.model import DTYPES, PolicyModel, build_model
 from megatron_async_rl.policy.opob import ExactBaseline, exact_baseline
 from megatron_async_rl.policy.optimizer import (
@@ -52,17 +54,16 @@ from megatron_async_rl.policy.optimizer import (
     load_masters,
     wrap_for_gradients,
 )
+from megatron_async_rl.policy.packing import sequence_layout
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.parameter_state import MOMENT_NAMES, adam_shards, optimizer_state
-from megatron_async_rl.policy.past_versions import MasterSnapshot, Snapshots, weight_displacement
-from megatron_async_rl.policy.reference_policies import (
+from megatron_async_rl.policy.past_weights import MasterSnapshot, Snapshots, weight_displacement
+from megatron_async_rl.policy.references import (
     REFERENCE_DIGEST,
     ReferencePolicies,
     current_columns,
     precompute,
 )
 from megatron_async_rl.policy.routing_replay import RoutingReplay
-from megatron_async_rl.policy.sequence_layout import sequence_layout
 from megatron_async_rl.policy.step import (
     OptimizerStep,
     RecordedLoss,
@@ -110,7 +111,7 @@ class Policy:
         seed: int = 0,
         anomalies: Path | None = None,
     ) -> Policy:
-        """Loads the model of `model_config.path` on this layout. `temperature`: the one the
+        """Load the model of `model_config.path` on this layout. `temperature`: the one the
         responses are sampled at.
 
         `total_steps`: optimizer steps of the whole run, for the learning-rate schedule. `seed`
@@ -119,8 +120,11 @@ class Policy:
         `anomalies`: the file that anomalous gradients are traced to.
         """
         model = build_model(model_config, policy_config, layout, objective_config.value, seed=seed)
+        # Order: DDP allocates the buffers that the optimizer's shards are views of; masters are
+        # then read from the files.
         wrapped = wrap_for_gradients(model.chunks, policy_config)
         optimizer = build_optimizer(wrapped, policy_config, DTYPES[model_config.dtype])
+        # Before any copy: references and snapshots copy the masters of FP8 models.
         load_masters(optimizer, model, model_config.path)
         controls = build_controls(controls_config)
         schedule = Schedule(
@@ -146,6 +150,7 @@ class Policy:
         objective = Objective(objective_config)
         past_masters = (
             Snapshots(lambda: MasterSnapshot(optimizer), objective_config.snapshots)
+            # Float32 copies of all weights: made only for a control that reads them.
             if any(config.needs_past_weights for config in controls_config)
             else None
         )
@@ -182,7 +187,7 @@ class Policy:
         )
 
     def receive(self, take: Callable[[], TrainBatch | None]) -> RankBatch | None:
-        """Hands each rank its part of what rank 0 takes: see `batches.receive`."""
+        """Give each rank its part of what rank 0 takes: see `batching.receive`."""
         return receive(
             take,
             self.layout,
@@ -208,6 +213,7 @@ class Policy:
             return over_steps([self.step.skip() for _ in range(settings.steps_per_batch)])
 
         started, updates = time.perf_counter(), self.step.updates
+        # Cut once for all epochs: every pass runs the same micro-batches.
         minibatches = [
             self.batcher.of(samples, rows)
             for rows in divide(samples.group, batch.version, settings.minibatches)
@@ -226,6 +232,7 @@ class Policy:
 
         steps = []
         for minibatch in minibatches * settings.epochs:
+            # Advantages rest on the whole batch; decisions and denominators on the minibatch.
             prepared = whole.select(torch.from_numpy(minibatch.rows))
             moved = self.step.updates > updates
             steps.append(self._optimizer_step(minibatch, prepared, samples.lag_max, moved=moved))
@@ -275,6 +282,7 @@ class Policy:
             table, targets, chosen = self.baseline.forward_backward(
                 self.objective, targets, minibatch, self.batcher
             )
+        # The step's only copy to the host before the optimizer.
         measurements = table.complete(self.layout.world_group)
         reduced = time.perf_counter()
 
@@ -361,7 +369,7 @@ class Policy:
         files: Mapping[str, bytes] | None = None,
         background: Background | None = None,
     ) -> Path:
-        """Saves weights, optimizer, schedule, controls and the run's own `state` and `files` (rank
+        """Save weights, optimizer, schedule, controls and the run's own `state` and `files` (rank
         0's) as a checkpoint of `version`.
 
         Keeps the newest `keep` checkpoints of `directory`, null all, and that of the version
@@ -369,7 +377,9 @@ class Policy:
         `background` and what else is raised: see `checkpoint.save`. Raises NonFiniteError, and
         writes nothing, where weights or moments are not finite.
         """
+        # Views: nothing is copied before the check.
         state_of_adam = {name: adam_shards(self.optimizer, name) for name in MOMENT_NAMES}
+        # Before anything is written: a checkpoint of NaN could not be resumed.
         held = {"weights": optimizer_parameters(self.optimizer), **state_of_adam}
         require_finite(held, self.step.steps, self.layout)
         return checkpoint.save(
@@ -399,7 +409,7 @@ class Policy:
         )
 
     def load(self, directory: Path) -> dict[str, Any] | None:
-        """Restores the newest checkpoint and returns the run's own state; None if there is none.
+        """Restore the newest checkpoint and return the run's own state; None if there is none.
 
         On another parallel layout than it was saved on, too. A control that it does not have starts
         afresh, with a warning.
@@ -410,12 +420,14 @@ class Policy:
         if loaded is None:
             return None
         self.step.load_state_dict(loaded.state["step"])
+        # After the model: a missing average starts from the loaded weights.
         self.references.load(loaded, warn=self.layout.rank == 0)
         numbers = loaded.state.get("controls", {})
         for name, control in self.controls.items():
             if name in numbers:
                 control.load_state_dict(numbers[name])
                 kinds = {
+                    # Filled by `read` below, in the layout of this run's shards.
                     held.removeprefix(_of_control(name, "")): _zeros_like(self.optimizer)
                     for held in sorted(loaded.names)
                     if held.startswith(_of_control(name, ""))

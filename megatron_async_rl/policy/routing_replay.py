@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.policy.microbatch import MicroBatch
+from megatron_async_rl.policy.batching import MicroBatch
 from megatron_async_rl.policy.parallel import Layout
 
 RoutingPass = Literal["replay", "record", "choose"]
@@ -77,6 +77,7 @@ class RoutingReplay:
         ]
         self._layers = [LayerReplay(self, int(router.layer_number) - 1) for router in routers]
         for router, layer in zip(routers, self._layers, strict=True):
+            # Megatron's router calls this object instead of its own replay.
             router.router_replay = layer
 
     @property
@@ -88,12 +89,14 @@ class RoutingReplay:
         """A run of Megatron's schedule follows; trains: with backward passes."""
         self.trains = trains
         for layer in self._layers:
+            # A run that raised leaves choices behind, which the next must not replay.
             layer.pending.clear()
 
     def enter(self, micro_batch: MicroBatch, what: RoutingPass) -> None:
         """The micro-batch's forward pass through one chunk follows."""
         self.now = self.recording = None
         if what == "record":
+            # The same micro-batch objects are trained on later, so identity is the key.
             self.recording = self.recorded.setdefault(micro_batch, {})
         elif what == "replay":
             self.now = self._routing(micro_batch)
@@ -102,12 +105,14 @@ class RoutingReplay:
         """The run is over. Raises RuntimeError for a layer that was not computed again as often as
         it should have been, and so replayed another micro-batch's choice."""
         self.now = self.recording = None
+        # Recomputation takes choices in the order of the forward passes: a leftover means that a
+        # layer replayed another micro-batch's.
         left = [layer.layer for layer in self._layers if layer.pending]
         if left:
             raise RuntimeError(f"routing replay: layers {left} were not all computed again")
 
     def check(self, rows: NDArray[np.uint8] | None) -> None:
-        """Raises ValueError where the engines' choices for a batch (RankBatch.routed_experts) are
+        """Raise ValueError where the engines' choices for a batch (RankBatch.routed_experts) are
         not of this model."""
         if rows is None:
             return
@@ -137,6 +142,7 @@ class RoutingReplay:
         return {"policy/rerouted": float(other / replayed)} if replayed else {}
 
     def count(self, own: Tensor, chosen: Tensor, known: Tensor) -> None:
+        # As sets: the order of a token's experts has no effect.
         other = (own.sort(dim=1).values != chosen.sort(dim=1).values).any(dim=1) & known
         self._counts += torch.stack((other.sum(), known.sum()))
 
@@ -183,12 +189,15 @@ class LayerReplay:
         """scores: [T, experts]. -> scores at the chosen experts, and the experts, [T, topk]
         each."""
         assert default_compute_topk is not None
+        # Always computed: tokens without a recorded choice use the router's own.
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         replay = self.replay
         if replay.recording is not None:
             replay.recording[self.layer] = own.to(replay.dtype)
             return values, own
 
+        # Under full recomputation the forward pass runs without gradients, the recomputation
+        # with.
         again = replay.trains and replay.recomputes and torch.is_grad_enabled()
         if again:
             routing = self.pending.pop(0)
@@ -200,6 +209,8 @@ class LayerReplay:
             return values, own
         known = routing.known[:, None]
         chosen = torch.where(known, routing.experts[self.layer].to(own.dtype), own)
+        # Counted once per token: recomputation repeats the forward pass.
         if replay.trains and not again:
             replay.count(own, chosen, routing.known)
+        # Scores are the router's own, at the replayed experts, so gradients reach the router.
         return scores.gather(1, chosen), chosen

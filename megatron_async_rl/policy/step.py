@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -40,17 +40,15 @@ from megatron_async_rl.controls.decision import (
 from megatron_async_rl.controls.ess_lr import effective_sample_size
 from megatron_async_rl.gradients import Gradients, clip_to, scale, squared_norm, squared_norm_of
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
-from megatron_async_rl.objectives.objective import BatchLoss, Objective
-from megatron_async_rl.objectives.targets import StepTargets
+from megatron_async_rl.objectives.objective import BatchLoss, Objective, StepTargets
 from megatron_async_rl.objectives.terms import kl_estimate
 from megatron_async_rl.policy.adam_view import AdamView, TakenStep, gradients_of
 from megatron_async_rl.policy.anomaly import NormHistory, NotFinite, Spike
-from megatron_async_rl.policy.bias_correction import Beta1Product
+from megatron_async_rl.policy.batching import MicroBatch
 from megatron_async_rl.policy.forward import TokenOutputs
-from megatron_async_rl.policy.microbatch import MicroBatch
-from megatron_async_rl.policy.optimizer import learning_rate
+from megatron_async_rl.policy.optimizer import Beta1Product, learning_rate
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.past_versions import WeightDisplacement
+from megatron_async_rl.policy.past_weights import WeightDisplacement
 from megatron_async_rl.samples.rank_batch import RankBatch
 
 
@@ -79,7 +77,7 @@ class OptimizerStep:
         layout: Layout,
         total_steps: int,
         *,
-        on_anomaly: Literal["report", "skip"] = "report",
+        on_anomaly: Literal["report", "skip"],
     ) -> None:
         self.optimizer = optimizer
         self.settings = settings
@@ -114,6 +112,7 @@ class OptimizerStep:
         """
         lr = learning_rate(self.settings, self.steps, self.total_steps)
         self.steps += 1
+        # The schedule's clock counts this step even if it is skipped below.
         overflow = self.optimizer.prepare_grads()
         gradients = gradients_of(self.optimizer, self.layout)
         usable = math.isfinite(facts.loss) and not overflow
@@ -123,6 +122,7 @@ class OptimizerStep:
         if norm is None:
             norm = math.sqrt(squared_norm(gradients))
         found = norm if decision.norm_before is None else decision.norm_before
+        # A control may have measured, or made, a norm that is not finite.
         usable = usable and math.isfinite(norm) and math.isfinite(found)
         skip = decision.skip or not usable
         self.nonfinite += not usable
@@ -139,6 +139,7 @@ class OptimizerStep:
             gradients = gradients_of(self.optimizer, self.layout)
         skip = skip or (spike is not None and self.on_anomaly == "skip")
         if usable:
+            # After the check, so that a gradient is compared with those before it.
             self.norms.add(found)
 
         metrics = dict(decision.metrics)
@@ -147,6 +148,7 @@ class OptimizerStep:
         if not skip:
             clip_to(gradients, norm, self.settings.clip_grad)
             scale(gradients, decision.gradient_scale)
+            # Only for a step that is taken: Adam's moment does not change otherwise.
             self.beta1_product = self.beta1_product.times(beta1)
             correction = self.beta1_product.lr_factor(self.updates + 1)
             step_lr = lr * decision.lr_scale * correction
@@ -155,12 +157,14 @@ class OptimizerStep:
                 # Adam multiplies decay by the learning rate, and the correction is not for it.
                 group["weight_decay"] = decay / correction
                 group["betas"] = (beta1, self.settings.betas[1])
+            # After clipping: corrections see the update that Adam will make.
             lengthened = self._correct(gradients, facts.kl, displacement, metrics)
             self.optimizer.step_with_ready_grads()
             for group, decay in zip(self.optimizer.param_groups, self._weight_decay, strict=True):
                 # The correction is of this step alone, and `last` remembers it.
                 group["lr"], group["weight_decay"] = lr * decision.lr_scale, decay
             self.updates += 1
+            # `last_update` recomputes Adam's update from these, so none is stored.
             self.last = TakenStep(step_lr, beta1)
 
         return (
@@ -212,8 +216,8 @@ class OptimizerStep:
         displacement: WeightDisplacement | None,
         metrics: dict[str, float],
     ) -> float:
-        """Lets the controls correct the update that the optimizer is set for, and adds their
-        metrics; returns the corrected update's length over Adam's own."""
+        """Let the controls correct the update that the optimizer is set for, and add their
+        metrics; return the corrected update's length over Adam's own."""
         lengthened = 1.0
         for control in self.controls.values():
             correction = control.before_update(
@@ -237,7 +241,7 @@ class OptimizerStep:
         self, gradients: Gradients | None, lengthened: float = 1.0
     ) -> dict[str, float]:
         """Length of the update just made, `lengthened` times that of Adam's part; 0 without one.
-        Only where it is asked for: it costs a sweep over Adam's state and an all-reduce of one
+        Only where it is requested: it costs a sweep over Adam's state and an all-reduce of one
         scalar."""
         requested = self.settings.log_update_norm or any(
             control.needs_update_norm for control in self.controls.values()
@@ -252,15 +256,12 @@ class OptimizerStep:
         return {"update/norm": lengthened * norm}
 
     def state_dict(self) -> dict[str, Any]:
-        last = self.last
         return {
             "steps": self.steps,
             "updates": self.updates,
             "nonfinite": self.nonfinite,
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
-            "last": None
-            if last is None
-            else {"lr": last.lr, "beta1": last.beta1, "norm": last.norm},
+            "last": None if self.last is None else asdict(self.last),
             "beta1_product": self.beta1_product.state_dict(),
             "norms": self.norms.state_dict(),
         }
@@ -313,6 +314,7 @@ class StepTable:
         difference = log_weight.abs()
         # A token of this version in a response that an older one began was sampled over the older
         # one's keys and values.
+        # float64 throughout: sums over tokens of a sample are the metrics' only rounding.
         older = (micro_batch.versions != version).double()
         begun_by_an_older = older.new_zeros(tokens.sequences).scatter_reduce(
             0, tokens.sequence, older, "amax"
@@ -354,13 +356,14 @@ class StepTable:
             f"term_{name}": loss.terms[name].double() if name in loss.terms else nothing
             for name in TERMS
         }
+        # Assigned, not added: a second pass over the same samples replaces its rows.
         self.values[micro_batch.batch_samples] = torch.stack(
             [columns[name] for name in COLUMNS], dim=1
         )
 
     def weigh(self, advantages: Tensor) -> None:
-        """Makes rows recorded at advantage 1 those of `advantages`, [S]: the loss, and the counts
-        by its sign."""
+        """Convert rows recorded at advantage 1 to those of `advantages`, [S]: the loss, and the
+        counts by its sign."""
         advantages = advantages.to(self.values.device)
         self._column("loss").mul_(advantages)
         for name in ("positive", "clipped_positive"):
@@ -369,7 +372,7 @@ class StepTable:
             self._column(name.replace("positive", "negative")).copy_(counted * (advantages < 0))
 
     def add_terms(self, other: StepTable) -> None:
-        """Takes the terms from another pass over the same samples, which recorded nothing else as
+        """Take the terms from another pass over the same samples, which recorded nothing else as
         its loss; this one had none."""
         self._column("loss").add_(other._column("loss"))
         for term in TERMS:
@@ -422,6 +425,7 @@ class RecordedLoss:
             dtype=outputs.logp.dtype,
         )
         tokens = tokens.replace(logp=outputs.logp, entropy=outputs.entropy)
+        # Value clipping is from the estimates before the step, which the batch's `values` are.
         if outputs.values is not None:
             tokens = tokens.replace(values=outputs.values, values_old=tokens.require("values"))
         if self._advantage is not None:
@@ -434,6 +438,7 @@ class RecordedLoss:
         )
         if self._table is not None:
             self._table.record(micro_batch, tokens, loss, targets.samples.version)
+        # Undivided: denominators are already those of the whole step.
         return loss.parts.sum()
 
 

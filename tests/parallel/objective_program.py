@@ -22,8 +22,8 @@ from megatron_async_rl.config.policy import ParallelConfig
 from megatron_async_rl.gradients import clip_to, products_with, squared_norm
 from megatron_async_rl.policy import adam_view
 from megatron_async_rl.policy.adam_view import gradients_of
+from megatron_async_rl.policy.packing import Padded
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.sequence_layout import Padded
 from tests.parallel.layout_program import CONTROLS, Rank, received, run_each, save, scorable
 from tests.parallel.layouts import DISTINCT, FEW, LAYOUTS, MIXTURE_LAYOUTS, replaced
 from tests.parallel.whole_tensors import assembled

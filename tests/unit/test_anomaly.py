@@ -57,7 +57,12 @@ def gradients_of_one_rank(monkeypatch):
 def step_of(gradients, *, controls=None, **settings):
     optimizer = OptimizerConfig(lr=1.0, clip_grad=1.0)
     return OptimizerStep(
-        Megatron(gradients), optimizer, controls or {}, SimpleNamespace(), 100, **settings
+        Megatron(gradients),
+        optimizer,
+        controls or {},
+        SimpleNamespace(),
+        100,
+        **{"on_anomaly": "report", **settings},
     )
 
 

@@ -11,9 +11,8 @@ import torch
 from megatron_async_rl import cli
 from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.config.problem import ConfigError
-from megatron_async_rl.objectives.objective import Objective
+from megatron_async_rl.objectives.objective import Objective, valid_samples
 from megatron_async_rl.objectives.registry import ADVANTAGES, CORRECTIONS, LOSSES
-from megatron_async_rl.objectives.targets import valid_samples
 from tests.cases import looped
 from tests.combinations import factors, label, pairwise, search, stored, trained
 from tests.thorough import thorough

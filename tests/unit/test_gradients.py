@@ -53,7 +53,9 @@ def test_a_rank_without_shards_takes_a_clipped_and_scaled_step(monkeypatch):
     optimizer = WithoutParameters()
     monkeypatch.setattr(step_module, "gradients_of", lambda optimizer, layout: ElsewhereNorm([]))
     settings = OptimizerConfig(clip_grad=1.0)
-    step = OptimizerStep(optimizer, settings, {"damped": Damped()}, SimpleNamespace(), 5)
+    step = OptimizerStep(
+        optimizer, settings, {"damped": Damped()}, SimpleNamespace(), 5, on_anomaly="report"
+    )
     metrics = step.take(StepFacts(loss=1.0, log_weights=np.zeros(0), lag_max=0))
     assert metrics["policy/grad_norm"] == 3.0
     assert metrics["policy/skipped"] == 0.0

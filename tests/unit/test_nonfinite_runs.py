@@ -8,7 +8,7 @@ import torch
 from megatron_async_rl import train as train_module
 from megatron_async_rl.config.load import load
 from megatron_async_rl.policy import checkpoint_folder
-from megatron_async_rl.policy.finite import NonFiniteError, refuse_nonfinite_steps, require_finite
+from megatron_async_rl.policy.anomaly import NonFiniteError, refuse_nonfinite_steps, require_finite
 from tests.cases import looped
 from tests.written_run import write_run
 

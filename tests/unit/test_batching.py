@@ -7,21 +7,19 @@ import pytest
 import torch
 
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.objectives.aggregate import Denominators
 from megatron_async_rl.objectives.batch import on_device
-from megatron_async_rl.objectives.objective import Objective
-from megatron_async_rl.objectives.targets import StepTargets, whole_batch
-from megatron_async_rl.policy import microbatch
-from megatron_async_rl.policy.context_parallel import ContextParallelSlice
-from megatron_async_rl.policy.forward import TokenOutputs
-from megatron_async_rl.policy.microbatch import (
+from megatron_async_rl.objectives.objective import Denominators, Objective, StepTargets, whole_batch
+from megatron_async_rl.policy import batching
+from megatron_async_rl.policy.attention import ContextParallelSlice
+from megatron_async_rl.policy.batching import (
     SampleTooLong,
     assign_owners,
     build_micro_batch,
     build_micro_batches,
     plan_micro_batches,
 )
-from megatron_async_rl.policy.sequence_layout import (
+from megatron_async_rl.policy.forward import TokenOutputs
+from megatron_async_rl.policy.packing import (
     MICRO_BATCH_COSTS,
     Packed,
     Padded,
@@ -273,9 +271,7 @@ def test_micro_batches_of_a_plan_are_uploaded_together(monkeypatch, layout):
     plan, (batch,) = planned(SAMPLES, budget=96, sequences=layout)
     cuts = (*plan.ranks[0], ())
     uploads = []
-    monkeypatch.setattr(
-        microbatch, "on_device", lambda *args: uploads.append(1) or on_device(*args)
-    )
+    monkeypatch.setattr(batching, "on_device", lambda *args: uploads.append(1) or on_device(*args))
     together = build_micro_batches(batch, cuts, CPU, layout)
     assert len(uploads) == 1
     assert [each.samples for each in together] == list(cuts)
@@ -341,7 +337,7 @@ def test_targets_are_uploaded_once_for_all_passes_of_a_step_and_anew_when_they_c
     outputs = TokenOutputs(logp, logp.detach(), logp.detach())
     uploads = []
     upload = lambda *args: uploads.append(1) or on_device(*args)  # noqa: E731
-    monkeypatch.setattr("megatron_async_rl.objectives.targets.on_device", upload)
+    monkeypatch.setattr("megatron_async_rl.objectives.objective.on_device", upload)
     for with_terms in (True, False):
         loss = RecordedLoss(objective, targets, None, with_terms=with_terms)
         loss(micro, outputs)
