@@ -103,10 +103,7 @@ VLLM_FOLDER = f"{PACKAGE}/rollout/vllm/"
 SHARED_STEMS = {"__init__", "registry", "errors"}
 """Names of files that every folder may have."""
 
-SAME_STEMS = {
-    "megatron_async_rl/flow/spec.py",
-    "megatron_async_rl/rollout/spec.py",
-}
+SAME_STEMS: set[str] = set()
 """Files of one name that are still to be renamed."""
 
 LONG_FILES = {
