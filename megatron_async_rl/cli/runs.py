@@ -154,7 +154,7 @@ def _train_loaded(
 
 
 def _absent(out: Path) -> Path:
-    """Called before the first question."""
+    """Return `out`, which must not exist; called before the first question. Raises UserError."""
     # An existing file may be a config in use.
     if out.exists():
         raise UserError.of("OUT", f"{out} already exists", "name another file, or remove it")

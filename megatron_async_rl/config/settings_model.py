@@ -10,11 +10,12 @@ before: it may import torch, which the built-in settings do not.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -138,3 +139,23 @@ def or_plug_in(base: type[Strict]) -> WrapValidator:
         return built_in(value)
 
     return WrapValidator(validate)
+
+
+class UnknownName(ValueError):
+    """A name that no registry line has."""
+
+
+def find[F](kind: str, name: str, registry: Mapping[str, F]) -> F:
+    """Raises UnknownName, naming the nearest known names; for a plug-in also ValueError."""
+    if name in registry:
+        return registry[name]
+    # A plug-in's class holds its method itself.
+    if ":" in name:
+        method: F = plug_in_class(name, Strict).method
+        return method
+    # Cutoff 0: three names are shown, however far away they are.
+    nearest = difflib.get_close_matches(name, registry, n=3, cutoff=0.0)
+    raise UnknownName(
+        f"unknown {kind} {name!r}; nearest: {', '.join(nearest)}; known:"
+        f" {', '.join(sorted(registry))}"
+    )

@@ -101,7 +101,7 @@ class RolloutBatches:
         self._data = data_digests(config, source.identities, held_out)
 
         longest = max(len(prompt.token_ids) for prompt in training.prompts)
-        lends = config.weights.transport == "cuda_ipc"
+        lends = config.weights.carrier.ipc
         self._reserved = join_ray(
             # Reserved, so that Ray places engines elsewhere; colocated engines share them.
             {} if self._colocated else gpus,
@@ -291,7 +291,7 @@ def controller_spec(
     # Engines share the ranks' GPUs only where each has one; otherwise Ray chooses.
     fits = rollout.engines * rollout.workers <= sum(map(len, gpus.values()))
     evaluators = config.eval.engines if config.eval is not None else 0
-    sends = config.weights.transport == "collective"
+    sends = config.weights.carrier.per_engine
     sets = config.eval_sets
     samplings = {one.name: one.sampling for one in sets}
     engines = [

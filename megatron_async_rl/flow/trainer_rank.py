@@ -32,11 +32,10 @@ from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.rollout.cluster import gpu_of_rank
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.weights.cuda_ipc import CudaIpc, IpcBuckets
+from megatron_async_rl.weights.cuda_ipc import IpcBuckets
 from megatron_async_rl.weights.export import WeightExporter
 from megatron_async_rl.weights.shards import WeightShards
-from megatron_async_rl.weights.staging import Staging
-from megatron_async_rl.weights.transport import carrier
+from megatron_async_rl.weights.staging import Staging, staging_of
 
 MeanLoss = Callable[[Callable[[], TrainBatch | None]], tuple[float, int]]
 """`Policy.mean_loss`."""
@@ -62,10 +61,7 @@ class TrainerRank:
         """Set what `publish` takes the weights from. A supervised run has no receivers."""
         if self.config.rollout is not None:
             weights, layout = self.config.weights, self.layout
-            if weights.transport == "cuda_ipc":
-                self._staging = IpcBuckets(CudaIpc(layout.device), layout)
-            else:
-                self._staging = Staging(carrier(weights.transport), layout)
+            self._staging = staging_of(weights.transport, layout.device, layout)
             max_bytes = weights.bucket_mib * 2**20
             self._shards = WeightShards(exporter, self._staging.reached, max_bytes)
 

@@ -157,7 +157,7 @@ def _put_aside(run_dir: Path, console: Console) -> None:
 
 
 def refuse_second_run(config: Config) -> None:
-    """Raise RunDirectoryError where `run.resume: never` finds steps of a run."""
+    """Raise RunDirectoryError if `run.resume: never` finds steps of a run."""
     # Metrics are the first file that a made step leaves.
     if config.run.resume == "never" and (config.run.dir / METRICS).exists():
         raise RunDirectoryError.at(
@@ -289,8 +289,8 @@ def _prepare_directory(config: Config) -> None:
 def environment_of_ranks(
     given: Mapping[str, str], run_id: str, wanted: Mapping[str, str], *, nodes: int = 1
 ) -> dict[str, str]:
-    """`given`, with what ranks need; `wanted`: default values of the variables that this machine's
-    ranks need. `nodes`: machines that have ranks."""
+    """Environment of ranks: `given` with the variables that they need. `wanted`: default values of
+    this machine's variables. `nodes`: machines that have ranks."""
     # The user's variables win over defaults, the run's id over both.
     environment = {**wanted, **given, RUN_ID_VARIABLE: run_id}
     for name in [one for one in environment if one.startswith(PRELOADED)]:
@@ -424,7 +424,7 @@ def _watch(
 
 
 def _over(run_dir: Path) -> bool:
-    """True once rank 0 has recorded how the run ended."""
+    """True when rank 0 has recorded the end of the run."""
     status = read_status(run_dir)
     return status is not None and status.phase in FINAL
 
@@ -443,7 +443,7 @@ def _kill_leftovers(run_id: str) -> None:
 
 
 def _report(run_dir: Path, console: Console) -> None:
-    """The run has finished, whether its report can be written or not."""
+    """Write the report. The run counts as finished even if that fails."""
     # It loads matplotlib, which takes a second: after the run, not before it.
     from megatron_async_rl.report.report import write_report
 

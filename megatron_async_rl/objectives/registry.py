@@ -3,10 +3,9 @@ config/ and one line here; a plug-in, `module:Class`, is one file."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 
-from megatron_async_rl.config.settings_model import Strict, plug_in_class
+from megatron_async_rl.config.settings_model import find
 from megatron_async_rl.objectives.advantages.discounted import (
     gae,
     reinforce_pp,
@@ -92,26 +91,6 @@ CORRECTIONS: Mapping[str, CorrectionMethod] = {
     "token_veto": CorrectionMethod(token_veto),
     "opsm": CorrectionMethod(opsm, needs=columns("logp")),
 }
-
-
-class UnknownName(ValueError):
-    """A name that no registry line has."""
-
-
-def find[F](kind: str, name: str, registry: Mapping[str, F]) -> F:
-    """Raises UnknownName, naming the nearest known names; for a plug-in also ValueError."""
-    if name in registry:
-        return registry[name]
-    # A plug-in's class holds its method itself.
-    if ":" in name:
-        method: F = plug_in_class(name, Strict).method
-        return method
-    # Cutoff 0: three names are shown, however far away they are.
-    nearest = difflib.get_close_matches(name, registry, n=3, cutoff=0.0)
-    raise UnknownName(
-        f"unknown {kind} {name!r}; nearest: {', '.join(nearest)}; known:"
-        f" {', '.join(sorted(registry))}"
-    )
 
 
 def advantage_method(name: str) -> AdvantageMethod:

@@ -17,10 +17,11 @@ from megatron_async_rl.config.advantages import (
     RlooAdvantage,
 )
 from megatron_async_rl.config.objective import ObjectiveConfig
+from megatron_async_rl.config.settings_model import UnknownName
 from megatron_async_rl.objectives.advantages.discounted import reinforce_pp_baseline
 from megatron_async_rl.objectives.advantages.per_response import grpo, opo, rloo
 from megatron_async_rl.objectives.objective import Objective
-from megatron_async_rl.objectives.registry import UnknownName, advantage_method, loss_method
+from megatron_async_rl.objectives.registry import advantage_method, loss_method
 from megatron_async_rl.objectives.terms import token_rewards
 from tests.cases import looped
 from tests.token_batches import decided, detached, rewarded, tokens
