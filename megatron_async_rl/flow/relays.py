@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_async_rl.flow.communicators import Communicators
+from megatron_async_rl.flow.controller_spec import ControllerSpec
 from megatron_async_rl.flow.engine_task import REPORT_S, Restarts
 from megatron_async_rl.flow.fleet import Fleet
 from megatron_async_rl.flow.relay_process import Relay, RelaySpec, serve_here, start_relay
-from megatron_async_rl.flow.spec import ControllerSpec
 from megatron_async_rl.flow.updates import WeightUpdates, cancel_all
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import await_named
