@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -393,6 +394,10 @@ def _machine(machine: Machine) -> list[Finding]:
 def _sandbox() -> Finding:
     """Report whether the `code` reward can run programs in kernel namespaces."""
     brings = "the `code` reward runs unreviewed programs"
+    if shutil.which("bwrap") is None:
+        advice = f"{brings}, and needs bubblewrap"
+        fix = "sudo apt-get install bubblewrap"
+        return Finding("sandbox", "note", "no bubblewrap", advice, fix)
     try:
         run("pass")
     except SandboxError as error:
@@ -400,7 +405,7 @@ def _sandbox() -> Finding:
         return Finding("sandbox", "note", "refused", advice, _allow_namespaces())
     except OSError as error:
         return Finding("sandbox", "note", "not tried", str(error))
-    return Finding("sandbox", "ok", "namespaces", brings)
+    return Finding("sandbox", "ok", "bubblewrap", brings)
 
 
 def _allow_namespaces() -> str:
