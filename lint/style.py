@@ -100,7 +100,6 @@ SHARED_STEMS = {"__init__", "registry", "errors"}
 """Names of files that every folder may have."""
 
 SAME_STEMS = {
-    "megatron_async_rl/data/conversation.py",
     "megatron_async_rl/flow/batches.py",
     "megatron_async_rl/flow/spec.py",
     "megatron_async_rl/flow/summary.py",
@@ -111,7 +110,6 @@ SAME_STEMS = {
     "megatron_async_rl/policy/layers.py",
     "megatron_async_rl/policy/model.py",
     "megatron_async_rl/report/summary.py",
-    "megatron_async_rl/rollout/environments/conversation.py",
     "megatron_async_rl/rollout/spec.py",
     "megatron_async_rl/simulate/model.py",
 }
@@ -132,7 +130,6 @@ LONG_FILES = {
     "megatron_async_rl/plan/screen.py",
     "megatron_async_rl/policy/model_blocks.py",
     "megatron_async_rl/policy/policy.py",
-    "megatron_async_rl/rollout/environments/built_in.py",
     "megatron_async_rl/rollout/rewards/formula_parser.py",
 }
 """Files that are still to be split."""

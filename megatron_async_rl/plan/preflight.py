@@ -55,9 +55,9 @@ from megatron_async_rl.plan.totals import TrainingSource
 from megatron_async_rl.policy.digested_folder import require_export
 from megatron_async_rl.report.run_data import read_run
 from megatron_async_rl.rollout.environments import EnvironmentRefused, load_factory
-from megatron_async_rl.rollout.environments.built_in import prompt_tokenizer
+from megatron_async_rl.rollout.environments.built_in.tools import prompt_tokenizer
 from megatron_async_rl.rollout.environments.chat import follow_ups
-from megatron_async_rl.rollout.environments.conversation import failures
+from megatron_async_rl.rollout.environments.episode import failures
 from megatron_async_rl.rollout.isolation.supervisor import UserCodeStartError
 from megatron_async_rl.rollout.rewards.registry import RewardError, RewardItem
 from megatron_async_rl.rollout.scoring import Scorer, require_rewards, reward_fields

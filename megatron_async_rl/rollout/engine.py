@@ -45,8 +45,8 @@ from megatron_async_rl.rollout.engine_state import (
     named_death,
 )
 from megatron_async_rl.rollout.environments.chat import ToolParser
-from megatron_async_rl.rollout.environments.conversation import Episodes, Player
 from megatron_async_rl.rollout.environments.endpoint import Agents
+from megatron_async_rl.rollout.environments.episode import Episodes, Player
 from megatron_async_rl.rollout.environments.pool import Environments
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec

@@ -56,7 +56,7 @@ from megatron_async_rl.rollout.continuation import (
     token_versions,
 )
 from megatron_async_rl.rollout.engine_state import BusyClock, named_death
-from megatron_async_rl.rollout.environments.conversation import Episode, Player
+from megatron_async_rl.rollout.environments.episode import Episode, Player
 from megatron_async_rl.rollout.environments.transcript import TurnRequest
 from megatron_async_rl.rollout.report_queue import ReportQueue
 from megatron_async_rl.rollout.rewards.registry import RewardContext
