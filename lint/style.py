@@ -130,7 +130,6 @@ LONG_FILES = {
     "megatron_async_rl/plan/screen.py",
     "megatron_async_rl/policy/model_blocks.py",
     "megatron_async_rl/policy/policy.py",
-    "megatron_async_rl/rollout/rewards/formula_parser.py",
 }
 """Files that are still to be split."""
 
