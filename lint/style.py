@@ -113,8 +113,6 @@ SAME_STEMS: set[str] = set()
 LONG_FILES = {
     "megatron_async_rl/flow/controller.py",
     "megatron_async_rl/flow/sample_log.py",
-    "megatron_async_rl/rollout/environments/built_in.py",
-    "megatron_async_rl/rollout/rewards/formula_parser.py",
 }
 """Files that are still to be split."""
 

@@ -41,7 +41,7 @@ from megatron_async_rl.rollout.cluster import (
     software,
     visible_gpus,
 )
-from megatron_async_rl.rollout.environments.built_in import prompt_tokenizer, tool_schemas
+from megatron_async_rl.rollout.environments.built_in.tools import prompt_tokenizer, tool_schemas
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.watchdog import watch

@@ -40,8 +40,8 @@ from megatron_async_rl.rollout.engine_state import (
     EngineTimeline,
     WrongState,
 )
-from megatron_async_rl.rollout.environments.conversation import Episodes, Player
 from megatron_async_rl.rollout.environments.endpoint import Agents
+from megatron_async_rl.rollout.environments.episode import Episodes, Player
 from megatron_async_rl.rollout.environments.pool import Environments
 from megatron_async_rl.rollout.responses import Responses
 from megatron_async_rl.rollout.scoring import Scorer

@@ -50,7 +50,7 @@ from megatron_async_rl.rollout.continuation import (
     stopped_length,
 )
 from megatron_async_rl.rollout.engine_state import BusyClock, ReportQueue
-from megatron_async_rl.rollout.environments.conversation import Episode, Player
+from megatron_async_rl.rollout.environments.episode import Episode, Player
 from megatron_async_rl.rollout.environments.transcript import TurnRequest
 from megatron_async_rl.rollout.rewards.registry import RewardContext
 from megatron_async_rl.rollout.rewards.worker import Scored

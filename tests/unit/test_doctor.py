@@ -192,6 +192,13 @@ def test_the_setting_that_forbids_namespaces_is_named(tmp_path, monkeypatch, nam
     assert hint in doctor._allow_namespaces()
 
 
+def test_a_machine_without_bubblewrap_is_told_to_install_it(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    found = doctor._sandbox()
+    assert (found.state, found.found) == ("note", "no bubblewrap")
+    assert found.fix == "sudo apt-get install bubblewrap"
+
+
 def test_a_small_shared_memory_fails_since_it_carries_the_weights():
     small = Machine(cores=2, memory=16 * GIB, shared_memory=64 * 2**20, gpus=())
     assert states(small)["shared memory"] == "missing"
