@@ -5,7 +5,7 @@
 
 Where a shard's rows and columns belong is asked of the bridge, once for each kind of parameter, by
 numbers in place of weights; nothing here knows a model type. Files are read by it into shards
-(parameters.py), and shards written by it into staged versions (weights/shards.py).
+(parameters.py), and shards written by it into staged versions (weights/export.py).
 """
 
 from __future__ import annotations
