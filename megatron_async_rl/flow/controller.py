@@ -40,13 +40,13 @@ from typing import Any
 
 from megatron_async_rl.flow.buffer import EMPTY, Buffer, SampleGroup
 from megatron_async_rl.flow.buffer_file import prompt_fields, prompt_of, read, written
+from megatron_async_rl.flow.colocated import BufferRequest
 from megatron_async_rl.flow.controller_spec import (
     ControllerSpec,
     DataState,
     Handout,
     PromptProvider,
 )
-from megatron_async_rl.flow.copies import BufferRequest
 from megatron_async_rl.flow.engine_task import Launch
 from megatron_async_rl.flow.errors import (
     BatchTimeout,
