@@ -25,14 +25,11 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 class ControlSettings(ReadsRatios):
     """The class attributes are facts about the control, for config/rules.py."""
 
-    method: ClassVar[Any] = None
-    """A plug-in's own subclass of controls.decision.Control, which is made with the
-    settings. Built-in ones have a registry line."""
     method_type: ClassVar[tuple[str, str]] = (
         "a subclass of",
         "megatron_async_rl.controls.decision.Control",
     )
-    """Requirement on `method`, by name: the configuration is read without torch."""
+    folder: ClassVar[str] = "megatron_async_rl.controls"
     sets_beta1: ClassVar[bool] = False
     """Decides Adam's beta1; two of them would overrule each other."""
     scales_lr: ClassVar[bool] = False
@@ -118,12 +115,16 @@ class GacControl(AlignmentSettings):
     """Gradient alignment control (arXiv 2603.01501). Thresholds and the exact projection are this
     project's own."""
 
+    method: ClassVar[Any] = "controls.gac:Gac"
+
     name: Literal["gac"] = "gac"
 
 
 class MatchedNormControl(AlignmentSettings):
     """Null baseline of gac, with gac's settings: makes the gradient as short as gac would, without
     turning it."""
+
+    method: ClassVar[Any] = "controls.gac:MatchedNorm"
 
     name: Literal["matched_norm"] = "matched_norm"
 
@@ -132,6 +133,7 @@ class MatchedLrControl(ControlSettings):
     """Null baseline of any control: scales the learning rate so that updates are, in the mean, as
     long as that control's. Logs `update/norm`, for which it sweeps Adam's state once more."""
 
+    method: ClassVar[Any] = "controls.gac:MatchedLr"
     scales_lr: ClassVar[bool] = True
 
     name: Literal["matched_lr"] = "matched_lr"
@@ -143,6 +145,7 @@ class MatchedLrControl(ControlSettings):
 class Beta1Control(ControlSettings):
     """Null baseline: another beta1 of Adam, throughout."""
 
+    method: ClassVar[Any] = "controls.gac:Beta1"
     sets_beta1: ClassVar[bool] = True
 
     name: Literal["beta1"] = "beta1"
@@ -154,6 +157,7 @@ class MomentumByAlignmentControl(ControlSettings):
     """Lowers Adam's beta1 linearly while the gradient points where the optimizer is going already
     (this project's own)."""
 
+    method: ClassVar[Any] = "controls.momentum_by_alignment:MomentumByAlignment"
     sets_beta1: ClassVar[bool] = True
 
     name: Literal["momentum_by_alignment"] = "momentum_by_alignment"
@@ -183,6 +187,7 @@ class EssLrControl(ControlSettings):
     """Learning rate by effective sample size (VCPO, arXiv 2602.17616): lr x rule(min(1, (ESS / B) /
     reference_ratio))."""
 
+    method: ClassVar[Any] = "controls.ess_lr:EssLr"
     scales_lr: ClassVar[bool] = True
     needs_sampled: ClassVar[bool] = True
 
@@ -210,6 +215,7 @@ class DisplacementControl(ControlSettings):
     the weights have gone since they sampled the batch. Keeps `objective.snapshots` versions of the
     weights."""
 
+    method: ClassVar[Any] = "controls.displacement:Displacement"
     needs_past_weights: ClassVar[bool] = True
 
     name: Literal["displacement"] = "displacement"

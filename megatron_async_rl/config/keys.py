@@ -116,7 +116,8 @@ def leaf_types(dotted: Sequence[str], tree: Any) -> set[Any]:
     found: set[Any] = {Config}
     for part in dotted:
         methods = _methods(found)
-        if methods and isinstance(tree, dict) and ":" in str(tree.get("name")):
+        name = tree.get("name") if methods and isinstance(tree, dict) else None
+        if name is not None and name not in [method_name(model) for model in methods]:
             return {Any}
         holders = set(_chosen(methods, tree)) if methods else found
         tree = _child(tree, part)

@@ -21,20 +21,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_async_rl.config.objective import ObjectiveConfig
+from megatron_async_rl.config.settings_model import method_of
 from megatron_async_rl.objectives.aggregate import Denominators, aggregate
 from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
-from megatron_async_rl.objectives.method import TokenColumn
+from megatron_async_rl.objectives.method import (
+    AdvantageMethod,
+    CorrectionMethod,
+    LossMethod,
+    TokenColumn,
+)
 from megatron_async_rl.objectives.off_policy import (
     columns_for_proximal,
     proximal_logp,
     proximal_metrics,
 )
-from megatron_async_rl.objectives.registry import advantage_method, correction_method, loss_method
 from megatron_async_rl.objectives.targets import (
     BatchTargets,
     StepTargets,
@@ -70,13 +76,13 @@ class BatchLoss:
 
 
 class Objective:
-    """Raises UnknownName on construction for a method that no registry line has."""
-
     def __init__(self, config: ObjectiveConfig) -> None:
         self.config = config
-        self._advantage = advantage_method(config.advantage.name)
-        self._loss = loss_method(config.loss.name)
-        self._corrections = [(correction_method(c.name), c) for c in config.corrections]
+        self._advantage: AdvantageMethod = method_of(config.advantage)
+        self._loss: LossMethod = method_of(config.loss)
+        self._corrections: list[tuple[CorrectionMethod, Any]] = [
+            (method_of(one), one) for one in config.corrections
+        ]
         self._correct_whole = config.renormalize or any(
             method.whole(c) for method, c in self._corrections
         )

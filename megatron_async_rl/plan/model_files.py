@@ -12,7 +12,8 @@ from typing import Any
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.data.hub import name_of
 from megatron_async_rl.plan.published_models import published_config
-from megatron_async_rl.policy.supported import FAMILIES, Family, unsupported
+from megatron_async_rl.policy.families import FAMILIES, Family
+from megatron_async_rl.policy.supported import unsupported
 
 KEY = "model.path"
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from megatron_async_rl.policy.supported import EXPECTED, FAMILIES, REFUSED, Family
+from megatron_async_rl.policy.families import FAMILIES, Family
+from megatron_async_rl.policy.supported import EXPECTED, REFUSED
 
 
 def show_families(console: Console) -> None:

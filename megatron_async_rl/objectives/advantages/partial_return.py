@@ -27,6 +27,7 @@ from megatron_async_rl.objectives.advantages.token_grid import (
     sums_to_end_of_run,
 )
 from megatron_async_rl.objectives.batch import Advantages, TokenBatch, weighted_means
+from megatron_async_rl.objectives.method import AdvantageMethod
 
 
 def partial_return(batch: TokenBatch, settings: PartialReturnAdvantage) -> Advantages:
@@ -84,3 +85,6 @@ def _later(totals: Tensor, settings: PartialReturnAdvantage) -> Tensor:
         return later
     blocks = pad(totals, (0, -steps % settings.k)).unflatten(1, (-1, settings.k))
     return (gamma * pad(discounted_sums(blocks, gamma)[:, :, 1:], (0, 1))).flatten(1)[:, :steps]
+
+
+PARTIAL_RETURN = AdvantageMethod(partial_return)

@@ -7,6 +7,7 @@ import torch
 
 from megatron_async_rl.config.losses import AspoLoss
 from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
+from megatron_async_rl.objectives.method import LossMethod
 
 
 def aspo(batch: TokenBatch, settings: AspoLoss) -> TokenLoss:
@@ -26,3 +27,6 @@ def aspo(batch: TokenBatch, settings: AspoLoss) -> TokenLoss:
     weight = torch.where(positive, -log_ratio, log_ratio).exp().clamp(max=settings.dual_clip)
     loss = -advantages * weight * (batch.logp - batch.logp.detach()).exp()
     return TokenLoss(torch.where(clipped, loss.detach(), loss), clipped)
+
+
+ASPO = LossMethod(aspo)

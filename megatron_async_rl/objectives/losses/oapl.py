@@ -7,6 +7,7 @@ import torch
 
 from megatron_async_rl.config.losses import OaplLoss
 from megatron_async_rl.objectives.batch import BatchDecision, SequenceLoss, TokenBatch
+from megatron_async_rl.objectives.method import LossMethod
 
 
 def decide_oapl(whole: TokenBatch, settings: OaplLoss) -> BatchDecision:
@@ -40,3 +41,6 @@ def oapl(batch: TokenBatch, settings: OaplLoss) -> SequenceLoss:
     residual = settings.beta_policy * log_ratio - batch.decided.sequences["advantage"]
     residual = torch.where(batch.lengths() > 0, residual, 0.0)
     return SequenceLoss(residual.square(), torch.zeros_like(batch.mask, dtype=torch.bool))
+
+
+OAPL = LossMethod(oapl, decide_oapl)
