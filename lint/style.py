@@ -104,28 +104,14 @@ SHARED_STEMS = {"__init__", "registry", "errors"}
 """Names of files that every folder may have."""
 
 SAME_STEMS = {
-    "megatron_async_rl/data/conversation.py",
-    "megatron_async_rl/flow/batches.py",
     "megatron_async_rl/flow/spec.py",
-    "megatron_async_rl/objectives/batch.py",
-    "megatron_async_rl/plan/batch.py",
-    "megatron_async_rl/plan/layers.py",
-    "megatron_async_rl/policy/batches.py",
-    "megatron_async_rl/policy/layers.py",
-    "megatron_async_rl/policy/model.py",
-    "megatron_async_rl/rollout/environments/conversation.py",
     "megatron_async_rl/rollout/spec.py",
-    "megatron_async_rl/simulate/model.py",
 }
 """Files of one name that are still to be renamed."""
 
 LONG_FILES = {
-    "megatron_async_rl/data/prompts.py",
     "megatron_async_rl/flow/controller.py",
-    "megatron_async_rl/flow/rank0.py",
     "megatron_async_rl/flow/sample_log.py",
-    "megatron_async_rl/policy/model_blocks.py",
-    "megatron_async_rl/policy/policy.py",
     "megatron_async_rl/rollout/environments/built_in.py",
     "megatron_async_rl/rollout/rewards/formula_parser.py",
 }

@@ -37,6 +37,7 @@ SETTINGS = "SETTINGS"
 
 def _as_json(values: Any) -> Any:
     try:
+        # JSON has no nan: samples with one could not be read by other programs.
         json.dumps(values, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"holds what JSON does not ({error}): put dates in quotes") from None
@@ -51,12 +52,20 @@ class Strict(BaseModel):
     """Frozen; unknown keys are refused; docstrings under fields are their description."""
 
     model_config = ConfigDict(
+        # Frozen: all processes of a run hold the same configuration.
         frozen=True,
         extra="forbid",
         validate_default=True,
+        # Descriptions, docs/config.md and error texts come from one place.
         use_attribute_docstrings=True,
         allow_inf_nan=False,
     )
+
+    @classmethod
+    def default_of(cls, key: str) -> Any:
+        """Default of a key, for code that also runs without a configuration: a default is written
+        once, in the schema."""
+        return cls.model_fields[key].get_default(call_default_factory=True)
 
 
 @dataclass(frozen=True)
@@ -107,6 +116,7 @@ def plug_in_class(name: str, base: type[MethodSettings]) -> Any:
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
+        # SystemExit, too: a script without a main guard may end the interpreter.
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         raise ValueError(
@@ -114,14 +124,19 @@ def plug_in_class(name: str, base: type[MethodSettings]) -> Any:
             " file, start from the folder that holds it, or set PYTHONPATH"
         ) from error
 
+    # The checks below run here, so that a wrong plug-in is refused before any process starts.
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise ValueError(f"{name!r} is not a class in that module, made from {base.__name__}")
+        raise ValueError(
+            f"{name!r} is not a class of that module that is derived from {base.__name__}"
+        )
     if "name" not in found.model_fields or found.model_fields["name"].annotation not in (
         str,
         "str",
     ):
-        raise ValueError(f"{name!r} has no field `name: str`, which holds what it is called here")
+        raise ValueError(
+            f"{name!r} has no field `name: str`, which holds its name in the configuration"
+        )
     if getattr(found, "method", None) is None:
         raise ValueError(
             f"{name!r} has no class attribute `method` ({shipped('docs/add_a_method.md')})"
@@ -138,6 +153,7 @@ def plug_in_class(name: str, base: type[MethodSettings]) -> Any:
 
 def _fits(method: Any, relation: str, wanted: str) -> bool:
     is_class = isinstance(method, type)
+    # Compared by name: importing the base class would load torch.
     classes = method.__mro__ if is_class else type(method).__mro__
     return is_class == (relation == "a subclass of") and any(
         f"{each.__module__}.{each.__qualname__}" == wanted for each in classes
@@ -171,12 +187,13 @@ def built_in_names(base: type[MethodSettings]) -> set[str]:
 
 
 def or_plug_in(base: type[MethodSettings]) -> WrapValidator:
-    """Lets a field of built-in methods hold a plug-in too."""
+    """Let a field of built-in methods hold a plug-in too."""
 
     def validate(value: Any, built_in: Callable[[Any], Any]) -> Any:
         name = value.get("name") if isinstance(value, dict) else None
         if is_plug_in(name, base):
             return plug_in_class(str(name), base).model_validate(value)
+        # A model that was validated already, as in a copy of the configuration.
         if isinstance(value, base) and not isinstance(value.method, str):
             return value
         return built_in(value)

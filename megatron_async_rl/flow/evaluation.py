@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 from megatron_async_rl.config.data import DataConfig
 from megatron_async_rl.config.sampling import EvalSet
 from megatron_async_rl.data import Tokenizer, log_too_long, read_set
-from megatron_async_rl.data.prompts import Required, nothing_more
+from megatron_async_rl.data.row_columns import Required, nothing_more
 from megatron_async_rl.flow.errors import BatchTimeout, FlowError, reward_failed
 from megatron_async_rl.flow.group_rewards import GroupRewards
 from megatron_async_rl.samples.rows import SampleRow

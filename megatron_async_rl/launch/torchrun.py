@@ -44,6 +44,7 @@ class BoundRendezvous(StaticTCPRendezvous):
         return RENDEZVOUS
 
     def next_rendezvous(self) -> RendezvousInfo:
+        # Only node 0 has the store; torch asks again for each restart.
         if self.rank == 0 and self._store is None:
             store = serve_store(
                 self.master_addr, self.master_port, self.timeout, clients=self.world_size
@@ -60,6 +61,7 @@ def _rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
         int(parameters.config["rank"]),
         parameters.max_nodes,
         parameters.run_id,
+        # Text, as it comes from the command line.
         int(parameters.config["timeout"]),
     )
 
@@ -79,6 +81,7 @@ _start_interpreter = SubprocessHandler._popen
 
 
 def main(given: Sequence[str]) -> None:
+    # torch has no hook for the start of a rank.
     SubprocessHandler._popen = _start_rank
     rendezvous_handler_registry.register(RENDEZVOUS, _rendezvous)
     run.main(list(given))

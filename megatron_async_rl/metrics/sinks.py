@@ -57,8 +57,8 @@ class TensorBoard:
     """Event files through TensorBoard's own writer: no torch."""
 
     def __init__(self, directory: Path, first_step: int) -> None:
-        """Opens a new event file. What earlier files hold from `first_step` on, TensorBoard
-        discards."""
+        """Open a new event file. TensorBoard discards what earlier files hold from `first_step`
+        on."""
         self._writer = EventFileWriter(str(directory))
         self._writer.add_event(
             Event(step=first_step, session_log=SessionLog(status=SessionLog.START))
@@ -67,6 +67,7 @@ class TensorBoard:
     def write(self, step: int, time: float, values: Mapping[str, Value]) -> None:
         summary = Summary()
         for name, value in values.items():
+            # Most values: checked first.
             if not isinstance(value, list):
                 summary.value.add(tag=name, simple_value=value)
             elif METRICS[name].kind == "per engine":
@@ -76,6 +77,7 @@ class TensorBoard:
                 doubling = METRICS[name].kind == "doubling counts"
                 summary.value.add(tag=name, histo=_histogram(value, doubling=doubling))
         self._writer.add_event(Event(step=step, wall_time=time, summary=summary))
+        # What was given must be on disk when the call returns.
         self._writer.flush()
 
     def write_evaluation(self, version: int, time: float, values: Mapping[str, Value]) -> None:
@@ -92,6 +94,7 @@ class _Scrapes(LimitedThreads, WSGIServer):
     """Longest scrape, however often its client sends or reads a byte."""
 
     def __init__(self, host: str, port: int) -> None:
+        # IPv6 addresses need another family than socketserver's default.
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = found[0][0]
         super().__init__((host, port), _Scrape)
@@ -114,11 +117,12 @@ class Prometheus:
 
     def __init__(self, run_dir: Path, port: int, host: str = "127.0.0.1") -> None:
         """`port` 0 takes a free one; the address is in RUN/prometheus.txt and in this process's
-        log. Nothing asks a scraper for a password.
+        log. Scrapers need no password.
 
         Raises UserError for a port or a host that cannot be listened on.
         """
         self._newest = _NewestLine()
+        # Not the global one, to which vLLM and Ray add their own metrics.
         registry = CollectorRegistry()
         registry.register(self._newest)
         try:
@@ -127,23 +131,29 @@ class Prometheus:
             raise _unavailable(host, port, error) from error
         self._server.set_app(make_wsgi_app(registry))
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="prometheus", daemon=True
+            # Daemon: a scraper that hangs must not keep rank 0 alive.
+            target=self._server.serve_forever,
+            name="prometheus",
+            daemon=True,
         )
         self._thread.start()
         self.port = int(self._server.server_port)
         self._file = run_dir / ADDRESS_FILE
+        # Those addresses are not ones that another machine could use.
         name = socket.gethostname() if host in ("0.0.0.0", "::", "") else host
         address = f"http://{f'[{name}]' if ':' in name else name}:{self.port}/metrics"
         self._file.write_text(f"{address}\n", encoding="utf-8")
         sys.stderr.write(f"metrics for Prometheus at {address}\n")
 
     def write(self, step: int, time: float, values: Mapping[str, Value]) -> None:
+        # One assignment: a scrape sees the old line or the new one.
         self._newest.line = {"step": step, **values}
 
     def write_evaluation(self, version: int, time: float, values: Mapping[str, Value]) -> None:
         self._newest.evaluation = dict(values)
 
     def close(self) -> None:
+        # The address must not outlive the server.
         self._file.unlink(missing_ok=True)
         self._server.shutdown()
         self._server.server_close()
@@ -160,6 +170,7 @@ class _NewestLine(Collector):
         return []
 
     def collect(self) -> Iterator[Family]:
+        # Read once: `line` may be replaced during the scrape.
         for name, value in (*self.line.items(), *self.evaluation.items()):
             metric = find_metric(name)
             about = f"{metric.meaning} Unit: {metric.unit}." if metric else "Optimizer steps done."
@@ -177,6 +188,7 @@ class _NewestLine(Collector):
 
 
 def _unavailable(host: str, port: int, error: OSError) -> UserError:
+    # A wrong host and a taken port have different keys to change.
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return UserError.of(
             "observe.prometheus_host",
@@ -198,6 +210,7 @@ def gauge_name(key: str) -> str:
 def _histogram(counts: Sequence[float], *, doubling: bool) -> HistogramProto:
     """`counts[i]` values equal to i or, doubling, from 2^i up to 2^(i + 1); those count as the
     bin's middle in the sums."""
+    # TensorBoard's buckets are bounded above only.
     bins = range(len(counts))
     middles = [1.5 * 2**index - 0.5 if doubling else index for index in bins]
     weighted = list(zip(middles, counts, strict=True))

@@ -54,7 +54,7 @@ _FIX = "delete it, or choose another run.dir"
 
 
 def write_status(run_dir: Path, status: Status) -> None:
-    """Replaces the status of the run in `run_dir` (made if missing)."""
+    """Replace the status of the run in `run_dir` (made if missing)."""
     run_dir.mkdir(parents=True, exist_ok=True)
     # A sync may wait for a checkpoint that is being written, and a step must not. A later start
     # depends only on how the run ended.
@@ -70,6 +70,7 @@ def read_status(run_dir: Path) -> Status | None:
     """
     path = run_dir / FILE
     try:
+        # Another version's status is refused by name instead of read in part.
         return _STATUS.validate_json(path.read_bytes())
     except FileNotFoundError:
         return None

@@ -33,6 +33,7 @@ class Denominators:
     def of(cls, batch: TokenBatch, *, renormalize: bool = False) -> Denominators:
         """The counts of a whole batch."""
         counted = batch.lengths()
+        # Counted over the whole batch, before it is cut into micro-batches.
         kept = cls.of(batch.replace(mask=batch.kept())) if renormalize else None
         return cls(int(counted.sum()), int((counted > 0).sum()), kept)
 
@@ -63,11 +64,15 @@ def aggregate(
         batch, denominators = batch.replace(mask=batch.kept()), denominators.kept
     if isinstance(losses, SequenceLoss):
         weighted = torch.where(
-            batch.lengths() > 0, losses.loss * batch.sequence_mean(batch.weights), 0.0
+            # A sequence without trained tokens has no loss, also where its formula gives nan.
+            batch.lengths() > 0,
+            losses.loss * batch.sequence_mean(batch.weights),
+            0.0,
         )
         return weighted / max(denominators.sequences, 1)
     sums = batch.sequence_sum(losses.loss * batch.weights)
     if aggregation == "token-mean":
+        # An empty batch gives 0 and not nan.
         return sums / max(denominators.tokens, 1)
     per_sequence = sums / max(denominators.sequences, 1)
     if aggregation == "seq-mean-token-sum":

@@ -17,9 +17,10 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from torch import Tensor
 LOG_RATIO_BOUND = 20.0
 """Log-ratios inside a loss are clamped to this magnitude: exp(20) is far outside every clip range
 and still finite."""
+PER_SEQUENCE = ("rewards", "score_norms", "group")
+"""Fields of a TokenBatch with one number per sequence; micro-batches lack `group`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +108,29 @@ class TokenBatch:
 
     def replace(self, **changes: Tensor | BatchDecision) -> TokenBatch:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and values of the tensors that this batch has, without those of `decided`."""
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, Tensor):
+                yield each.name, value
+
+    def select(self, sequences: Tensor) -> TokenBatch:
+        """Return these sequences, [K] int64, ascending and in whole groups, without decisions:
+        a decision rests on all sequences of an optimizer step."""
+        if len(sequences) == self.sequences:
+            return self
+        starts, lengths = self._starts[sequences], self._starts.diff()[sequences]
+        sequence = torch.arange(len(sequences)).repeat_interleave(lengths)
+        first = lengths.cumsum(0) - lengths
+        tokens = torch.arange(len(sequence)) + (starts - first)[sequence]
+        taken: dict[str, Any] = {
+            name: value[sequences if name in PER_SEQUENCE else tokens]
+            for name, value in self.tensors()
+        }
+        taken |= {"sequence": sequence, "sequences": len(sequences)}
+        return TokenBatch(**taken)
 
     def sequence_sum(self, values: Tensor) -> Tensor:
         """[N] -> [S]: sum of `values` over each sequence's trained tokens, differentiable."""

@@ -27,26 +27,16 @@ from dataclasses import dataclass
 from statistics import median
 
 from megatron_async_rl.config.advantages import OpobAdvantage, OtbAdvantage
-from megatron_async_rl.config.corrections import (
-    IcepopCorrection,
-    OpsmCorrection,
-    TisCorrection,
-)
+from megatron_async_rl.config.corrections import IcepopCorrection, OpsmCorrection, TisCorrection
 from megatron_async_rl.config.flow import ExactLag
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.metrics.log import MetricRow, number
-from megatron_async_rl.plan.activations import engine_bytes
-from megatron_async_rl.plan.batch import Batch
-from megatron_async_rl.plan.layers import fp8_layers
-from megatron_async_rl.plan.layout import (
-    Device,
-    engine_count,
-    engines_elsewhere,
-    rank_coordinates,
-)
+from megatron_async_rl.plan.layer_memory import engine_bytes, fp8_layers
+from megatron_async_rl.plan.layout import Device, engine_count, engines_elsewhere, rank_coordinates
 from megatron_async_rl.plan.machine import CHIPS, Chip, Machine, chip_of
 from megatron_async_rl.plan.memory import engine_memory, product_bytes
 from megatron_async_rl.plan.model_files import ModelShape
+from megatron_async_rl.plan.totals import Batch
 
 COMPUTE_SHARE = 0.4
 """Assumed MFU of training (with recomputation) and of prefill."""
@@ -101,12 +91,14 @@ class Overlap:
     @property
     def step_s(self) -> float:
         """Seconds of a step at this run-ahead."""
+        # What cannot be sampled ahead is waited for: with run_ahead 1 the longer side decides.
         return max(self.engines_s, self.trainer_s + (1.0 - self.run_ahead) * self.generate_s)
 
     @property
     def balanced_engines(self) -> int | None:
         """Fewest engines that sample a batch while the trainer makes a step; null when their pause
         alone takes as long."""
+        # Engines can sample only while they are not loading weights.
         free = self.trainer_s - self.pause_s
         return (
             max(1, math.ceil(round(self.generate_s * self.engines / free, 6))) if free > 0 else None
@@ -200,6 +192,7 @@ class Estimate:
     def step_s(self) -> float:
         """Seconds per step with this config: engines may sample the share `run_ahead` of a batch
         ahead of the trainer."""
+        # The part of sampling and publishing that the trainer waits for.
         waits_s = (1.0 - self.run_ahead) * (self.synchronous_s - self.train_s - self.staged_s)
         return max(self.overlapped_s, self.train_s + self.staged_s + waits_s)
 
@@ -237,6 +230,7 @@ def estimate(
 ) -> Estimate | str:
     """Seconds of a step of a plan without problems; if no rate is known, the reason."""
     rollout = config.rollout
+    # Each reason for not knowing is a text, which the screen shows instead of numbers.
     if device == "cpu":
         return "not known: no speed is assumed of a CPU; a run's own rates tell (--from RUN)"
     if shape is None or batch is None or rollout is None:
@@ -254,7 +248,9 @@ def estimate(
     # An on-demand version is read once for its digests, and then bucket by bucket.
     reads_s = version / (config.policy.parallel.ranks * READ_SHARE * chip.memory_rate)
     decoding, tokens_per_s = _decoding(config, machine, chip, shape, batch)
+    # Responses divide evenly: the router fills the engine with the fewest.
     responses = batch.samples / rollout.engines
+    # Two operations (multiply, add) per weight and token.
     reading = 2 * batch.prompt * (_layer_weights(shape) + _attention(shape, batch.prompt))
     reading_s = responses * reading / (rollout.workers * COMPUTE_SHARE * chip.bfloat16)
     return Estimate(
@@ -306,6 +302,7 @@ def _train_s(config: Config, chip: Chip, shape: ModelShape, batch: Batch) -> flo
         share = fp8_layers(fp8, shape.layers, stage=0, pipeline=1) / shape.layers
     faster = chip.fp8 / chip.bfloat16 if chip.fp8 is not None else 1.0
     # In operations at bfloat16's speed.
+    # Only the layers compute in FP8; attention and the output layer stay in bfloat16.
     layers = 2 * tokens * _layer_weights(shape) * (1 - share + share / faster)
     attention = 2 * tokens * _attention(shape, tokens)
     head = 2 * batch.response * shape.vocabulary * shape.hidden
@@ -314,11 +311,13 @@ def _train_s(config: Config, chip: Chip, shape: ModelShape, batch: Batch) -> flo
     backward = (1 if policy.lora is not None else 2) * (layers + head) + 2 * attention
     again = {"none": 0.0, "selective": attention, "full": layers + attention}[policy.recompute]
     passes = forward_passes(config)
+    # Passes for log-probs run once per batch, training passes once per epoch.
     operations = objective.epochs * (forward + backward + again) + passes * forward
     total = batch.samples * operations / (parallel.ranks * COMPUTE_SHARE * chip.bfloat16)
 
     of_a_step = batch.samples_per_rank * tokens / objective.minibatches
     micro_batch = min(1.0, policy.tokens_per_micro_batch / of_a_step)
+    # The pipeline's bubble: (p - 1) / v micro-batches per optimizer step.
     return total * (1 + (parallel.pipeline - 1) / parallel.virtual_pipeline * micro_batch)
 
 
@@ -329,6 +328,7 @@ def forward_passes(config: Config) -> float:
     objective = config.objective
     corrections, advantage = objective.corrections, objective.advantage
     compares = objective.loss.uses_proximal or bool(corrections)
+    # These policies have weights of their own, so they need their own pass.
     kept = objective.proximal in ("ewma", "snapshot")
     whole = objective.renormalize or any(
         isinstance(one, TisCorrection | IcepopCorrection) and one.normalize for one in corrections
@@ -359,6 +359,7 @@ def _decoding(
     rollout = config.rollout
     assert rollout is not None
     own = engine_bytes(config)
+    # On average a response that is running has half of its tokens.
     cached = (batch.prompt + batch.response / 2) * shape.kv_values_per_token * own
     room = rollout.gpu_memory_utilization * machine.gpus[0].memory * rollout.workers
     maximum = max(1.0, (room - engine_memory(config, shape, on_gpu=True).kept) / cached)
@@ -367,6 +368,7 @@ def _decoding(
     matrices = shape.layers * shape.layer_sharded
     if shape.experts:
         # Those that none of the tokens visits are not read.
+        # Probability that no token of the batch visits a given expert.
         missed = (1 - shape.experts_per_token / shape.experts) ** count
         matrices += int(shape.layers * shape.layer_experts * (1 - missed))
     read = matrices * product_bytes(config) + (shape.layers * shape.layer_replicated + head) * own
@@ -381,6 +383,7 @@ def _writers(config: Config, machine: Machine) -> int:
     parallel = config.policy.parallel
     here = parallel.ranks // machine.nodes
     stages = {rank_coordinates(config, rank)[-1] for rank in range(here)}
+    # Only ranks of rank 0's node can write into its shared memory.
     whole = len(stages) == parallel.pipeline and here >= max(parallel.tensor, parallel.expert)
     return here if whole else 1
 

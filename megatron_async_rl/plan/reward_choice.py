@@ -33,6 +33,7 @@ class Choice:
     comment: str = ""
 
 
+# Order of the list that an unknown name is answered with.
 REWARDS = {
     "math": Choice(comment="compares with the column `answer`"),
     "code": Choice(comment="runs the column `tests`, in a sandbox"),
@@ -68,6 +69,7 @@ ENVIRONMENTS = {
         " field that is shown, null for all",
     ),
 }
+# Files that run as they are, so that the first config can be planned.
 STARTERS = {
     "my_tools": '''"""Functions that the model may call: those without a leading underscore."""
 
@@ -100,6 +102,7 @@ def names_of(answer: str) -> list[str]:
     """The names in an answer. Raises ValueError for an unknown one."""
     names = [one.strip() for one in answer.split("+")]
     known = {**REWARDS, **ENVIRONMENTS}
+    # `module:function` is checked when it is loaded, by the plan.
     for name in names:
         if name not in known and ":" not in name:
             near = difflib.get_close_matches(name, known, n=1)
@@ -109,6 +112,7 @@ def names_of(answer: str) -> list[str]:
                 f" module:function, environments {', '.join(ENVIRONMENTS)} and module:Class; `+`"
                 " joins several"
             )
+    # Parts are named after their rewards, and names must be unique.
     if len(set(names)) < len(names):
         raise ValueError(f"{answer!r} names one of them twice")
     if len(found := [one for one in names if is_environment(one)]) > 1:
@@ -125,6 +129,7 @@ def is_environment(name: str) -> bool:
         return name in ENVIRONMENTS
     module, _, attribute = name.partition(":")
     try:
+        # Importing decides: the name alone does not tell a reward from an environment.
         found = getattr(registry.imported(module, name, registry.KEY), attribute, None)
     except (registry.RewardError, ValueError):
         return False
@@ -144,6 +149,7 @@ class RewardChoice:
         ValueError for an answer that `names_of` refuses."""
         names = names_of(answer)
         known = {**REWARDS, **ENVIRONMENTS}
+        # Copies: the defaults are shared by all answers.
         settings = {one: dict(known[one].settings) if one in known else {} for one in names}
         for one in given:
             name, key, value = _setting(one, names)
@@ -225,6 +231,7 @@ def _setting(given: str, names: Sequence[str]) -> tuple[str, str, Any]:
     """The name that it is of, its key and its value."""
     path, separator, text = given.partition("=")
     owner, dot, key = path.rpartition(".")
+    # A setting may name `module:function` by its function; a full name wins.
     short = {one.rpartition(":")[2]: one for one in names} | {one: one for one in names}
     name = short.get(owner) if dot else names[0]
     if not separator or not key.isidentifier():
@@ -245,6 +252,7 @@ def _setting(given: str, names: Sequence[str]) -> tuple[str, str, Any]:
 def _labels(names: Sequence[str]) -> list[str]:
     """Names of the parts, which are metrics: each once."""
     short = [re.sub(r"\W", "_", one.rpartition(":")[2]).lstrip("_") or "part" for one in names]
+    # Metric names must be unique and hold no colon.
     return [one if short.count(one) == 1 else f"{one}_{place}" for place, one in enumerate(short)]
 
 

@@ -149,7 +149,7 @@ class PolicyBridge(LLMBridge):
         return ROPE_INIT_FUNCTIONS[kind](self.hf_config, torch.device("cpu"))
 
     def set_rotation(self, rotary: torch.nn.Module) -> None:
-        """Gives Megatron's rotary embedding, which has not been used yet, the model's
+        """Give Megatron's rotary embedding, which has not been used yet, the model's
         frequencies."""
         frequencies, _ = self._rotation()
         if frequencies is not None:
@@ -218,7 +218,7 @@ class PolicyBridge(LLMBridge):
         )
 
     def adapt(self, layer: TransformerLayerSubmodules) -> None:
-        """Puts parts of the family's own into the layer's."""
+        """Put parts of the family's own into the layer's."""
 
     def gpt_arguments(self) -> dict[str, Any]:
         """Arguments of Megatron's language model that are not in its configuration."""

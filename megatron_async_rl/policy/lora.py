@@ -263,7 +263,7 @@ def adapt(
 
 
 def freeze_base(chunk: nn.Module) -> None:
-    """Leaves adapters and a value head alone trainable. Before gradient buffers are made."""
+    """Leave adapters and a value head alone trainable. Before gradient buffers are made."""
     for name, parameter in chunk.named_parameters():
         parameter.requires_grad_(ADAPTER in name or name.startswith("value_head."))
 

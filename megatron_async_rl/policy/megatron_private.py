@@ -167,13 +167,13 @@ def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def replace_adam(part: Any, adam: Any, fill: Callable[[], None]) -> None:
-    """Puts `adam` where one part of the optimizer has its own, which has not stepped yet. fill:
+    """Put `adam` where one part of the optimizer has its own, which has not stepped yet. fill:
     gives each of `adam`'s parameters its initial state, which Megatron expects to exist."""
     part.optimizer, part.init_state_fn = adam, lambda *_: fill()
 
 
 def fill_adam(part: Any) -> None:
-    """Gives every parameter of one part of the optimizer that has not been stepped yet the state it
+    """Give every parameter of one part of the optimizer that has not been stepped yet the state it
     starts from."""
     part.init_state_fn(part.optimizer, part.config)
 
@@ -203,7 +203,7 @@ def model_slices(part: Any) -> Iterator[tuple[Tensor, Tensor, int, int]]:
 
 
 def weights_from_masters(optimizer: MegatronOptimizer) -> None:
-    """Makes the model's weights of the optimizer's float32 ones, as the end of a step does.
+    """Compute the model's weights from the optimizer's float32 ones, as the end of a step does.
     Collective over the world with the distributed optimizer."""
     parts = optimizer_parts(optimizer)
     for part in parts:

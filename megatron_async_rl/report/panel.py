@@ -40,7 +40,11 @@ CELLS = 120
 SHADES = 10
 
 
+AxisForm = Literal["number", "share", "whole"]
+"""Format of the numbers of an axis."""
+CurveStyle = Literal["line", "dotted", "points", "diamonds"]
 LegendKey = Literal["line", "dotted", "diamond"]
+"""Sign of a curve in a legend."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +55,7 @@ class Curve:
     x: Floats
     """[n], growing; with `y` [n], which may be nan."""
     y: Floats
-    style: Literal["line", "dotted", "points", "diamonds"] = "line"
+    style: CurveStyle = "line"
     trend: Floats | None = None
     """[n]: drawn as a wide light line below the curve."""
 
@@ -72,8 +76,10 @@ class Level:
     value: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Bar:
+    """Bar of a row, with its place on the horizontal axis."""
+
     row: int
     start: float
     length: float
@@ -103,7 +109,7 @@ class Panel:
     x_range: tuple[float, float] | None = None
     low: float | None = None
     high: float | None = None
-    form: Literal["number", "share", "whole"] = "number"
+    form: AxisForm = "number"
     log: bool = False
     marks: Sequence[Anomaly] = ()
     empty: str = ""

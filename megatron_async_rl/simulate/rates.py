@@ -24,7 +24,6 @@ import numpy as np
 
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.plan.activations import engine_bytes, value_bytes
 from megatron_async_rl.plan.estimate import (
     COMPUTE_SHARE,
     COPY_RATE,
@@ -33,6 +32,7 @@ from megatron_async_rl.plan.estimate import (
     RELAY_RATE,
     forward_passes,
 )
+from megatron_async_rl.plan.layer_memory import engine_bytes, value_bytes
 from megatron_async_rl.plan.machine import CHIPS, GIB, MIB
 from megatron_async_rl.plan.memory import engine_memory
 from megatron_async_rl.plan.model_files import ModelShape
@@ -54,7 +54,7 @@ class SimulationRates:
     prompt_s: float = 0.0
     """Time of an engine, which decodes nothing meanwhile, to take in one more response."""
     ask_s: float = 0.0
-    """From a request that may be asked until its engine has it."""
+    """From the admission of a request until its engine has it."""
     take_s: float = 0.0
     """Time of the trainer, from the last response that a batch waited for to the beginning of its
     step."""

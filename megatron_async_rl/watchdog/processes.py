@@ -40,6 +40,7 @@ def of_run(run_id: str) -> list[psutil.Process]:
 
     def belongs(process: psutil.Process) -> bool:
         try:
+            # The environment survives reparenting, which process trees do not.
             return process.pid != os.getpid() and process.environ().get(RUN_ID_VARIABLE) == run_id
         except _GONE:
             return False
@@ -52,6 +53,7 @@ def descendants() -> set[int]:
     of engines (`preloaded`) counts as started by its requester."""
     own = psutil.Process()
     found = {child.pid for child in own.children(recursive=True)}
+    # The kernel sees these as children of the fork server.
     forked = preloaded.started_by(preloaded.address_of("engines"), {own.pid, *found})
     for pid in forked:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -68,6 +70,7 @@ def condition(pid: int, written_at: float | None = None) -> str | None:
     """
     try:
         process = psutil.Process(pid)
+        # The number was given to another process.
         if written_at is not None and process.create_time() > written_at + _CLOCK_SLACK_S:
             return None
         status = str(process.status())
@@ -85,6 +88,7 @@ def handles(pid: int, number: signal.Signals) -> bool:
     caught = next(
         (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0"
     )
+    # (number - 1) & 1) >> The kernel numbers signals from 1, the mask's bits from 0.
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
@@ -100,10 +104,12 @@ def die_with_parent() -> None:
     if named is None:
         return
     parent = int(named)
+    # prctl binds to the real parent only.
     if os.getppid() == parent:
         if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
         os.environ[PARENT] = str(os.getpid())
+    # The parent may have ended before prctl took effect.
     if os.getppid() != parent and condition(parent) is None:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -117,6 +123,7 @@ def collect_rarely() -> None:
     time and again takes a fifth of the controller's time with 10,000 groups in flight, and two
     fifths of an engine actor's. Garbage that only the collector frees is still freed, later.
     """
+    # Frozen objects are never freed, so garbage must go first.
     gc.collect()
     gc.freeze()
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_async_rl.cli import app
-from megatron_async_rl.conform.cases import read_cases
 from megatron_async_rl.conform.judge import judge
+from megatron_async_rl.conform.methods import read_cases
 from tests.cases import looped
 
 GOLDEN = sorted((Path(__file__).parents[1] / "data/golden").glob("*.json"))
@@ -180,7 +180,7 @@ def test_what_padding_holds_is_without_effect():
 
 
 def judge_one(entry):
-    from megatron_async_rl.conform.cases import Case
+    from megatron_async_rl.conform.methods import Case
 
     arrays = {
         part: {key: np.array(value, dtype=float) for key, value in entry[part].items()}

@@ -287,6 +287,6 @@ def test_an_engine_whose_process_was_killed_is_named_in_one_line() -> None:
         asyncio.run(RemoteEngine(actor).report(1.0))
     assert str(died.value) == (
         "RolloutEngine (pid 31173). The actor is dead because its worker process has died. End of"
-        " file. Unless it was killed on purpose, `dmesg` tells whether the kernel did, for want of"
+        " file. Unless it was killed on purpose, `dmesg` shows whether the kernel did, for lack of"
         " memory."
     )

@@ -212,11 +212,11 @@ def test_the_planning_rule_names_its_quantities_and_their_product(tmp_path: Path
         ),
         (
             ("flow.oversample=0.5", "flow.selection=windowed", "flow.async_ratio=1.5"),
-            "oversample 0.5 x 4 of those prompts are beyond what async_ratio asks for",
+            "oversample 0.5 x 4 of those prompts are beyond what async_ratio requests",
         ),
         (
             ("rollout.in_flight=recompute",),
-            "in flight  recompute: running responses go on under new weights, which read",
+            "in flight  recompute: running responses continue under new weights, which read",
         ),
         (("rollout.placement=colocated",), "placement  colocated: engines and policy take turns"),
     ],

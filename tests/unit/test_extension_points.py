@@ -27,7 +27,7 @@ from megatron_async_rl.rollout import environments
 from megatron_async_rl.samples.types import Prompt
 from tests.gradients import gradient, step
 from tests.method_settings import models
-from tests.token_batches import part_of
+from tests.token_batches import decided, part_of
 from tests.train_batches import columns, ragged_batch
 from tests.written_run import config_tree, write_run
 
@@ -191,7 +191,7 @@ def test_a_loss_of_one_file_is_trained_with() -> None:
     loss = {"name": "scaled", "factor": 3.0}
     chosen = config(objective={"loss": loss, "advantage": "none", "corrections": []})
     objective, batch = Objective(chosen.objective), columns(ragged_batch())
-    targets = objective.decide(objective.prepare(batch, {}))
+    targets = decided(objective, batch, {})
     part = part_of(targets, range(len(targets.samples)))
     logp = part.logp_behavior.clone().requires_grad_()
     objective.loss(

@@ -37,7 +37,7 @@ from megatron_async_rl.watchdog.events import (
 )
 from megatron_async_rl.watchdog.logs import DEADLINE, PRIMARY, SECONDARY
 from megatron_async_rl.watchdog.progress_monitor import ProgressMonitor, write_whole
-from megatron_async_rl.watchdog.snapshots import HostSnapshot, publish
+from megatron_async_rl.watchdog.stall import HostSnapshot, publish
 from tests.cases import looped
 from tests.logged_samples import row, sample
 from tests.written_run import config_tree

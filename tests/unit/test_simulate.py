@@ -22,15 +22,14 @@ from megatron_async_rl.config.rollout import RewardConfig, RolloutConfig
 from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.metrics.timeline import FOLDER as TIMELINE
 from megatron_async_rl.plan.model_files import read_model
+from megatron_async_rl.report.panels import simulation
 from megatron_async_rl.report.run_data import read_run
-from megatron_async_rl.report.time_panels import simulation
 from megatron_async_rl.samples import segments
 from megatron_async_rl.samples.columns import LOGGED, batch_of
 from megatron_async_rl.samples.frames import OPEN, FrameWriter
 from megatron_async_rl.samples.types import Prompt, Sample
 from megatron_async_rl.simulate.calibrate import calibrate
 from megatron_async_rl.simulate.choose import part_of
-from megatron_async_rl.simulate.model import SimulationResult, simulate
 from megatron_async_rl.simulate.rates import (
     Hardware,
     ResponseLengths,
@@ -39,6 +38,7 @@ from megatron_async_rl.simulate.rates import (
     lengths_of,
     rates_of,
 )
+from megatron_async_rl.simulate.simulation import SimulationResult, simulate
 from tests.cases import looped
 from tests.published_models import write_config
 from tests.written_run import write_run
