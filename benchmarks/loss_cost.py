@@ -22,9 +22,8 @@ from torch import Tensor
 from megatron_async_rl.config.losses import LossSettings
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.settings_model import built_in_names
-from megatron_async_rl.objectives.aggregate import Denominators
 from megatron_async_rl.objectives.batch import TokenBatch
-from megatron_async_rl.objectives.objective import Objective
+from megatron_async_rl.objectives.objective import Denominators, Objective
 from megatron_async_rl.policy.logprobs import vocab_parallel_logprobs
 
 

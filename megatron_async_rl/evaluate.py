@@ -82,7 +82,7 @@ class EvalTarget:
     version: int
     """Optimizer steps behind it; 0 for a Hugging Face directory."""
     result: Path
-    """File of the result."""
+    """File for the result."""
 
 
 @dataclass(frozen=True, kw_only=True)

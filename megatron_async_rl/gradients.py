@@ -215,7 +215,7 @@ def products_of(
 
 
 def scale(gradients: Gradients, factor: float) -> None:
-    """Multiplie every shard in place, copies alike. A rank may hold none: the distributed
+    """Multiply every shard in place, copies included. A rank may hold none: the distributed
     optimizer slices by bytes, and a small model's slices can all lie elsewhere."""
     # Copies are scaled as well: all copies of a parameter must stay equal.
     shards = [shard.grad for shard in gradients.shards]

@@ -57,7 +57,7 @@ TRAIN = (sys.executable, "-m", "megatron_async_rl", "train")
 POLL_S = 0.25
 PLAIN_EVERY_S = 30.0
 ENDING = ((signal.SIGINT, 120.0), (signal.SIGINT, 20.0), (signal.SIGKILL, 20.0))
-"""How runs whose study breaks off are ended: signals, and the seconds that each is given."""
+"""Signals that end the runs of an interrupted study, and the seconds after each."""
 
 RunState = Literal["waiting", "running", "finished", "failed", "stopped"]
 
@@ -69,7 +69,7 @@ class StudyOutcome:
     state: RunState
     step: int
     why: str = ""
-    """Why it failed, or what was odd about its end."""
+    """Reason of the failure, or a remark on the end."""
     held_out: str = ""
     """Reward, or loss where responses are given, before the first step and after the last."""
 
@@ -266,7 +266,7 @@ def study(
 
 
 def _end(at_work: Sequence[_StartedRun], interrupts: Sequence[int]) -> None:
-    """End the runs that are active when a study breaks off. Ctrl-C shortens the waits."""
+    """End the active runs of an interrupted study. Ctrl-C shortens the waits."""
     # A checkpoint first, then the second Ctrl-C, then SIGKILL.
     for what, timeout_s in ENDING:
         until, requested = time.monotonic() + timeout_s, len(interrupts)

@@ -93,9 +93,7 @@ def plan(
     # Options without effect are refused, not ignored.
     for option, value in (("--gpu-memory", gpu_memory), ("--gpu", gpu)):
         if value is not None and gpus is None:
-            raise UserError.of(
-                option, "is that of the GPUs that --gpus counts", "add --gpus NUMBER"
-            )
+            raise UserError.of(option, "needs the number of GPUs", "add --gpus NUMBER")
     chip = CHIPS.get(gpu.lower()) if gpu is not None else None
     if gpu is not None and chip is None:
         raise UserError.of("--gpu", f"{gpu} is not known", f"name one of {', '.join(CHIPS)}")
@@ -212,7 +210,7 @@ def simulate(
         if counts or assume:
             key, what = (
                 "--gpus" if counts else "--assume",
-                "is for stated rates, and --from has a run's",
+                "applies to assumed rates, and --from takes a run's",
             )
             raise UserError.of(key, what, "leave one of the two out")
         predict_from_run(loaded, measured_in, ratios, steps, seed, console())

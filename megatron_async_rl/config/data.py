@@ -54,6 +54,7 @@ class FileConfig(Strict):
     """Null: data.tools_key."""
     system_prompt: str | None = None
     """Null: data.system_prompt."""
+    # They become fields of samples, which the log writes as JSON.
     fields: Annotated[Mapping[str, Any], OnlyJson] = {}
     """Columns that each of its rows is given, such as `{kind: math}`: for rewards, and for the
     `where` of a part of the reward."""

@@ -206,6 +206,7 @@ def unknown_option(name: str, known: Collection[str]) -> Problem:
 
 
 def _matching(reasons: Mapping[str, str], argument: str) -> str | None:
+    # Case counts: `fnmatch` would ignore it on some systems.
     return next((why for pattern, why in reasons.items() if fnmatchcase(argument, pattern)), None)
 
 

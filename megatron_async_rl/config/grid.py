@@ -26,7 +26,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from megatron_async_rl.config.errors import Origins
 from megatron_async_rl.config.load import as_written, resolve_paths
-from megatron_async_rl.config.problem import ConfigError, Problem, UserError, shipped
+from megatron_async_rl.config.problem import ConfigError, Problem, UserError, shipped, suggestion
 from megatron_async_rl.config.settings_model import Strict
 from megatron_async_rl.config.yaml_tree import (
     KeyPath,
@@ -67,9 +67,7 @@ class Grid(Strict):
 
 def _require(name: str, known: Mapping[str, Any], what: str) -> None:
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"{what} {name!r}; {hint}there are {', '.join(known)}")
+        raise ValueError(f"{what} {name!r}; {suggestion(name, known)}there are {', '.join(known)}")
 
 
 @dataclass(frozen=True, kw_only=True)

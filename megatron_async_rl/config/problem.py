@@ -7,7 +7,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -25,6 +26,12 @@ def shipped(name: str) -> str:
     path, here = (SHARE / name).resolve(), Path.cwd()
     # A path that the user can paste into a command.
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return a question that names the nearest of `known`, with a blank after it; or no text."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 @dataclass(frozen=True, kw_only=True)

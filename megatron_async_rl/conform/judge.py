@@ -1,4 +1,4 @@
-"""Cases judged, and shown.
+"""Judgement and display of cases.
 
 Every case runs in float64. A float64 reference has to be met to 1e-6 absolute plus 1e-6 relative. A
 reference of float32 numbers holds float32's rounding, which heavy tails enlarge: if the method runs

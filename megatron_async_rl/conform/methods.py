@@ -7,9 +7,8 @@ case is the precision of its expected numbers; without it, float32 is assumed, w
 tolerances.
 
 The settings are those of the configuration's own models, `decide` sees the whole batch before the
-loss does, and aggregation has the whole batch's denominators. Padding stays in, with mask 0: it has
-to be without effect.
-"""
+loss does, and aggregation has the whole batch's denominators. Padding stays in the batch with mask
+0 and must have no effect."""
 
 from __future__ import annotations
 
@@ -32,9 +31,9 @@ from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.problem import UserError, shipped
 from megatron_async_rl.config.settings_model import Strict, method_of
 from megatron_async_rl.controls.ess_lr import effective_sample_size, lr_scale
-from megatron_async_rl.objectives.aggregate import Denominators, aggregate
 from megatron_async_rl.objectives.batch import BatchDecision, SequenceLoss, TokenBatch
 from megatron_async_rl.objectives.method import AdvantageMethod, CorrectionMethod, LossMethod
+from megatron_async_rl.objectives.objective import Denominators, aggregate
 from megatron_async_rl.objectives.terms import token_rewards
 
 KEYS = {"case": str, "kind": str, "name": str, "params": dict, "inputs": dict, "expect": dict}
@@ -98,7 +97,7 @@ def read_cases(file: Path) -> list[Case]:
             refuse(f"{label}: `dtype` is {dtype!r}, expected one of {', '.join(DTYPES)}")
         # Results are listed by name.
         if entry["case"] in cases:
-            refuse(f"{label}: is there twice; the names of a file's cases are unique")
+            refuse(f"{label}: occurs twice; the names of the cases of a file are unique")
         try:
             inputs, expect = (
                 {key: _numbers(key, value) for key, value in entry[part].items()}

@@ -99,6 +99,7 @@ class Decision:
 def combined(decisions: Iterable[Decision]) -> Decision:
     """Return the decision of all controls: factors multiply, the last beta1 and the last norm hold,
     and any may skip. `norm_before` is the first measured: later ones are of a changed gradient."""
+    # In the order of the configuration, so that "last" has a meaning.
     whole = Decision()
     for each in decisions:
         whole = Decision(

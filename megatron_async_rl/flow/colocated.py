@@ -110,6 +110,7 @@ class DevicePhases:
         if self._step is not None or not self._left or self._left[0].name != name:
             following = self._left[0].name if self._left else "no step"
             raise PhaseOrderError(f"step {name} was taken in phase {self._at} before {following}")
+        # Taken off before it runs: a failed step is not repeated.
         self._step = step = self._left.pop(0)
         try:
             yield

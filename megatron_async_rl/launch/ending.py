@@ -29,7 +29,7 @@ FULL_BYTES = 2**20
 """Free bytes below which a process may have failed to write its error message."""
 INTERRUPTED = 130
 LAST_LINES = 100
-"""Lines of torchrun's log: more than the traceback with which it ends."""
+"""Number of last lines of torchrun's log: more than its final traceback has."""
 _SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 _SIGKILLED = re.compile(r"\(SIGKILL\) received by PID (\d+)")
 
@@ -71,8 +71,8 @@ def record_end(
     error: BaseException | None,
     interrupts: Sequence[int],
 ) -> None:
-    """Write the final status unless rank 0 has, and knows more. `earlier`: status that the previous
-    start left; `error`: the launcher's own error."""
+    """Write the final status, unless rank 0 has written a more detailed one. `earlier`: status that
+    the previous start left; `error`: the launcher's own error."""
     status = read_status(run_dir)
     # Rank 0 recorded the end itself; an equal status is the start before's.
     over = status is not None and status.phase in FINAL and status != earlier

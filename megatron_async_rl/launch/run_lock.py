@@ -132,7 +132,7 @@ def _is_taken(run_dir: Path) -> bool:
 
 
 def concerns(error: OSError, run_dir: Path) -> bool:
-    """True for an error of a file in `run_dir` or of a folder above it, or of a disk: an error of a
+    """True for an error of a disk, of a file in `run_dir`, or of a folder above it. An error of a
     write names no file."""
     if error.filename is None:
         return error.errno in _OF_DISK

@@ -19,7 +19,7 @@ from megatron_async_rl.config.problem import UserError
 
 BLOCK_BYTES = 2**22
 LONGEST_LINE = 2**26
-"""Bytes: more than the evaluation of any held-out set takes."""
+"""Largest line in bytes, above the size of any evaluation."""
 CHECKED_BYTES = 4096
 
 
@@ -78,7 +78,7 @@ def _as_object(line: bytes) -> str:
 
 
 def lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """(where it begins, line) from the last line of a file to its first."""
+    """(offset, line) of each line of a file, from the last to the first."""
     # `tail`: the beginning of a line whose end is in the block before it.
     start, tail = file.seek(0, os.SEEK_END), b""
     while start > 0:
@@ -103,7 +103,7 @@ class GrowingFile:
     def __init__(self, path: Path, newest: int | None = None) -> None:
         self.path = path
         self.line = 0
-        """Lines read so far."""
+        """Number of lines read so far."""
         self.whole = True
         """Reading began with the first line."""
         self._newest = newest

@@ -344,7 +344,7 @@ def _read(name: str, value: Any, metric: Metric | None) -> Value | None:
 
 
 def _from_json(value: Any) -> Any:
-    """A string is a number that was not finite."""
+    """Convert a value of a line; a string is a number that was not finite."""
     if isinstance(value, list):
         return [_from_json(entry) for entry in value]
     return float(value) if isinstance(value, str) else value
@@ -369,7 +369,7 @@ class EvalLog:
 
 
 class _Evaluation(BaseModel):
-    """The numbers of a line that are drawn; the others stay as they are."""
+    """Convert the numbers of a line that are drawn; the others stay unchanged."""
 
     version: int
     mean_reward: float | None = None

@@ -1,8 +1,8 @@
 """The sinks of a line of metrics besides `RUN/metrics.jsonl`: TensorBoard and Prometheus.
 
-Both are given checked values and know nothing of the log. A list becomes a histogram in
-TensorBoard, or a scalar for each engine (`engine/tokens/0`, ...); in Prometheus one gauge with a
-label: `engine` for what every engine has, else `bin`, the smallest value its count is of.
+Both receive checked values and do not depend on the log. A list becomes a histogram in TensorBoard,
+or a scalar for each engine (`engine/tokens/0`, ...); in Prometheus one gauge with a label: `engine`
+for what every engine has, else `bin`, the smallest value its count is of.
 
 Invariants:
 - what a sink was given is on disk, or served, when the call returns: the log has a thread call
@@ -81,7 +81,7 @@ class TensorBoard:
         self._writer.flush()
 
     def write_evaluation(self, version: int, time: float, values: Mapping[str, Value]) -> None:
-        """At the version evaluated, which may be steps before the newest."""
+        """Write the numbers at the evaluated version, which may be older than the newest step."""
         self.write(version, time, values)
 
     def close(self) -> None:
@@ -105,10 +105,10 @@ class _Scrapes(LimitedThreads, WSGIServer):
 
 class _Scrape(WSGIRequestHandler):
     timeout = 10
-    """Seconds that a scraper may take for its request."""
+    """Limit of a scraper's request in seconds."""
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: rank 0's log is for the run."""
+        """Write nothing: rank 0's log is for the run."""
 
 
 class Prometheus:
@@ -166,7 +166,8 @@ class _NewestLine(Collector):
         self.evaluation: Mapping[str, Value] = {}
 
     def describe(self) -> list[Family]:
-        """Nothing is promised: a registry without this would collect at once to learn the names."""
+        """Return nothing: without this method a registry would collect at once to learn the
+        names."""
         return []
 
     def collect(self) -> Iterator[Family]:

@@ -19,7 +19,7 @@ from megatron_async_rl.watchdog.progress_monitor import write_whole
 
 FILE = "status.json"
 FINAL = ("stopped", "finished", "failed")
-"""Phases after which nothing of the run is left."""
+"""Final phases of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Status:
     before: float | None = None
     """Held-out mean reward, or loss, before the first step; None while not measured."""
     after: float | None = None
-    """The same after the last step."""
+    """Held-out mean reward, or loss, after the last step; None while not measured."""
     measure: Literal["reward", "loss"] = "reward"
     """Quantity of `before` and `after`."""
     error: str | None = None

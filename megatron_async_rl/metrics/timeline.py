@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 FOLDER = "timeline"
 NEWEST_BYTES = 8 * 2**20
 SPANS_KEPT = 40_000
-"""Spans of a track that a reader which follows it keeps."""
+"""Number of spans of a track that a following reader keeps."""
 
 RANK = (
     "training",

@@ -31,13 +31,13 @@ from megatron_async_rl.metrics.sinks import Sink
 IDENTITIES = "trackers.json"
 END_S = 30.0
 FAILURES_LIMIT = 3
-"""Failures in a row, after which a sink is left alone."""
+"""Number of consecutive failures after which a sink is dropped."""
 MOST_LINES = 1000
-"""Lines that a sink is behind, at which it is left alone."""
+"""Number of waiting lines at which a sink is dropped."""
 
 
 class BackgroundSink:
-    """A sink that a thread of its own writes to, in order."""
+    """A sink with a thread that writes to it in order."""
 
     def __init__(self, name: str, sink: Sink) -> None:
         self.name = name
@@ -236,7 +236,7 @@ TRACKERS: Mapping[str, type[Tracker]] = {one.name: one for one in (WandB, MLflow
 def open_trackers(
     names: Sequence[str], run_dir: Path, project: str, config: Mapping[str, Any]
 ) -> list[BackgroundSink]:
-    """Raises UserError for the first that cannot be opened."""
+    """Open the trackers. Raises UserError for the first that cannot be opened."""
     return [BackgroundSink(name, TRACKERS[name](run_dir, project, config)) for name in names]
 
 
@@ -265,9 +265,10 @@ def _numbers(values: Mapping[str, Value]) -> Iterator[tuple[str, float]]:
 
 
 def _identities(run_dir: Path) -> dict[str, str]:
-    """Raises UserError for a file that is damaged: the run would begin anew in its trackers."""
+    """Identities in RUN/trackers.json. Raises UserError for a damaged file: without it the run
+    would start again in its trackers."""
     file = run_dir / IDENTITIES
-    fix = "restore it from a copy, or remove it: the run then begins anew in its trackers"
+    fix = "restore it from a copy, or remove it: the run then starts again in its trackers"
     try:
         with reading(file, fix):
             found = json.loads(file.read_text(encoding="utf-8"))

@@ -58,8 +58,8 @@ FindingState = Literal["ok", "note", "missing"]
 @dataclass(frozen=True)
 class Finding:
     """`state`: `missing` fails the examination; `note` is optional or slow. `advice`: what it
-    provides, or what is wrong. `fix`: a command or setting that fixes it; empty if there is nothing
-    to fix, or nothing that would fix it."""
+    provides, or what is wrong. `fix`: a command or setting that fixes it; empty if there is
+    none."""
 
     part: str
     state: FindingState
@@ -70,7 +70,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class TestedDistribution:
-    """A distribution and the version it was tried with. `on`: the paths that need it; none for an
+    """A distribution and the version it was tested with. `on`: the paths that need it; none for an
     optional part."""
 
     distribution: str
@@ -82,8 +82,8 @@ class TestedDistribution:
 ROOT = Path(__file__).parents[2]
 # Fixes differ: `make setup` exists only in the repository.
 CHECKOUT = (ROOT / "launchers" / "setup.sh").is_file()
-"""True in the repository, whose environment `make setup` makes; else the package was
-installed into an environment of the user's."""
+"""True in a checkout, whose environment comes from `make setup`; false if the package was installed
+into the user's own environment."""
 
 PARTS = (
     TestedDistribution("torch", "2.13.0", ("cpu", "cuda"), "tensors, gloo and NCCL"),
@@ -118,7 +118,7 @@ PARTS = (
 
 
 def examine(machine: Machine | None = None) -> list[Finding]:
-    """Everything looked at, in the order shown."""
+    """All findings, in the order shown."""
     seen = machine or this_machine()
     # Parts of the other path would be missing without being needed.
     path = "cuda" if seen.gpus else "cpu"
@@ -226,15 +226,13 @@ def _part(part: TestedDistribution, path: str, ranges: Mapping[str, Requirement]
         requested = ranges.get(part.distribution)
         # Inside the supported range, but not what the tests ran with.
         if requested is not None and requested.specifier.contains(found):
-            advice = (
-                f"{part.brings}; tried with {part.version}, and {requested.specifier} should do"
-            )
+            advice = f"{part.brings}; tested with {part.version}; {requested.specifier} should work"
             return Finding(part.distribution, "note", found, advice, fix)
         return Finding(
             part.distribution,
             "missing" if required else "note",
             found,
-            f"tried with {part.version} only",
+            f"tested with {part.version} only",
             fix,
         )
     return Finding(part.distribution, "ok", found, part.brings)
@@ -243,7 +241,10 @@ def _part(part: TestedDistribution, path: str, ranges: Mapping[str, Requirement]
 def _fix_of(part: TestedDistribution, path: str) -> str:
     if part.distribution == APEX:
         build = "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation --no-deps"
-        return f"{build} git+https://github.com/NVIDIA/apex   # without it all works, slower"
+        return (
+            f"{build} git+https://github.com/NVIDIA/apex   # without it, everything works more"
+            " slowly"
+        )
     if part.distribution.startswith("transformer-engine"):
         return f"pip install --no-build-isolation 'transformer-engine[pytorch]=={part.version}'"
     no_deps = "--no-deps " if part.distribution == "mbridge" and path == "cuda" else ""
@@ -270,8 +271,8 @@ def _plugin() -> Finding:
 
 
 def _query_output(code: str) -> tuple[str, str]:
-    """(the last line that the code prints, ""), or ("", why it failed). In a process of its own:
-    what it imports is slow to load, and a broken build may kill its process."""
+    """(the last line that the code prints, ""), or ("", why it failed). It runs in a separate
+    process, because its imports are slow and a broken build may kill the process."""
     try:
         done = subprocess.run(
             # A child, because a broken CUDA library may end its process.
@@ -351,7 +352,7 @@ def _gpus(machine: Machine) -> Finding:
 
 
 def _transformer_engine(machine: Machine) -> list[Finding]:
-    """None without a GPU, where nothing imports it, or where it is not installed."""
+    """Empty without a GPU, where nothing imports it, and without an installation."""
     # Importing it initialises CUDA.
     if not machine.gpus or machine.transformer_engine is None:
         return []
@@ -366,7 +367,7 @@ def _transformer_engine(machine: Machine) -> list[Finding]:
 
 
 def _fp8(machine: Machine, cuda: str | None) -> list[Finding]:
-    """Values of policy.fp8.recipe that every GPU here has. None where there is no GPU."""
+    """Values of policy.fp8.recipe that every GPU of this machine supports; empty without a GPU."""
     known = [gpu.capability for gpu in machine.gpus if gpu.capability is not None]
     if not known:
         return []

@@ -15,8 +15,7 @@ T_gen). Pure arithmetic; seconds everywhere.
 An estimate reckons with 2 operations for each weight that a token meets (of experts, those that it
 visits) and 4 for each query's number and token that it attends to; the backward pass is twice the
 forward one. An engine decodes at the pace at which it reads its weights and the key-value cache of
-the responses that it runs. All that is not in a data sheet is a constant below, and is shown.
-"""
+the responses that it runs. What no data sheet has is a constant below, and is shown."""
 
 from __future__ import annotations
 
@@ -54,10 +53,6 @@ load."""
 HOLE_STEPS = 10
 """Number of median steps between two lines of metrics beyond which the run was stopped in
 between."""
-SENDING = {
-    "relay": f"{RELAY_RATE / 1e9:g} GB/s to each other machine",
-    "collective": f"{NETWORK_RATE / 1e9:g} GB/s to one engine after the other",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +80,7 @@ class Overlap:
 
     @property
     def bound_s(self) -> float:
-        """No placement and no async_ratio make a step shorter than this."""
+        """Lower bound of a step's time for all placements and values of async_ratio."""
         return max(self.engines_s, self.trainer_s)
 
     @property
@@ -148,10 +143,9 @@ def run_ahead(config: Config) -> float:
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """`generate_s`, `train_s`: of one batch. `staged_s`: the ranks write a version into shared
-    memory. `relayed_s`: it is sent to other machines, concurrently with all else; null with engines
-    on rank 0's alone. `loaded_s`: an engine takes it. `decoding`: responses that an engine runs at
-    a time, `tokens_per_s` that it samples.
-    """
+    memory. `relayed_s`: it is sent to other machines, concurrently with everything else; null with
+    engines on rank 0's alone. `loaded_s`: an engine takes it. `decoding`: responses that an engine
+    runs at a time, `tokens_per_s` that it samples."""
 
     chip: Chip
     batch: Batch
@@ -175,7 +169,7 @@ class Estimate:
 
     @property
     def publish_s(self) -> float:
-        """Until engines have a version, from the end of the step that made it."""
+        """Time from the end of a step until engines have its version."""
         return self.staged_s + (self.relayed_s or 0.0) + self.loaded_s
 
     @property
@@ -228,23 +222,23 @@ class Estimate:
 def estimate(
     config: Config, machine: Machine, device: Device, shape: ModelShape | None, batch: Batch | None
 ) -> Estimate | str:
-    """Seconds of a step of a plan without problems; if no rate is known, the reason."""
+    """Estimate of a step for a plan without problems; if no rate is known, the reason."""
     rollout = config.rollout
     # Each reason for not knowing is a text, which the screen shows instead of numbers.
     if device == "cpu":
-        return "not known: no speed is assumed of a CPU; a run's own rates tell (--from RUN)"
+        return "not known: no speed is assumed for a CPU; take the rates of a run (--from RUN)"
     if shape is None or batch is None or rollout is None:
-        return "not known: for runs with engines alone"
+        return "not known: only for runs with engines"
     chip = chip_of(machine)
     if chip is None:
         name = machine.gpus[0].name if machine.gpus else "no GPU"
         return f"not known: {name} is none of {', '.join(CHIPS)} (--gpus NUMBER --gpu NAME)"
     if config.engine_dtype == "float32":
         key = "model.dtype" if config.model.dtype == "float32" else "policy.lora.merge"
-        return f"not known: no speed is assumed of float32 products ({key}: float32)"
+        return f"not known: no speed is assumed for float32 products ({key}: float32)"
 
     version, elsewhere = shape.parameters * engine_bytes(config), engines_elsewhere(config, machine)
-    ipc = config.weights.transport == "cuda_ipc"
+    ipc = config.weights.carrier.ipc
     # An on-demand version is read once for its digests, and then bucket by bucket.
     reads_s = version / (config.policy.parallel.ranks * READ_SHARE * chip.memory_rate)
     decoding, tokens_per_s = _decoding(config, machine, chip, shape, batch)
@@ -261,7 +255,7 @@ def estimate(
         train_s=_train_s(config, chip, shape, batch),
         staged_s=reads_s if ipc else version / (_writers(config, machine) * COPY_RATE),
         relayed_s=_sent_s(config, version) if elsewhere else None,
-        sending=SENDING[config.weights.transport] if elsewhere else "",
+        sending=_sending(config) if elsewhere else "",
         ipc=ipc,
         loaded_s=version / (LENT_RATE if ipc else rollout.workers * COPY_RATE),
         decoding=decoding,
@@ -273,11 +267,18 @@ def estimate(
 
 
 def _sent_s(config: Config, version: int) -> float:
-    """Seconds to send a version of `version` bytes: a relay sends to all machines at once, a
-    collective to one engine after the other."""
-    if config.weights.transport == "relay":
-        return version / RELAY_RATE
-    return engine_count(config) * version / NETWORK_RATE
+    """Seconds to send a version of `version` bytes: to one engine after the other, or to all
+    machines at once."""
+    if config.weights.carrier.per_engine:
+        return engine_count(config) * version / NETWORK_RATE
+    return version / RELAY_RATE
+
+
+def _sending(config: Config) -> str:
+    """Text on the assumed speed of sending."""
+    if config.weights.carrier.per_engine:
+        return f"{NETWORK_RATE / 1e9:g} GB/s to one engine after the other"
+    return f"{RELAY_RATE / 1e9:g} GB/s to each other machine"
 
 
 def _layer_weights(shape: ModelShape) -> int:
@@ -399,14 +400,14 @@ class MeasuredRates:
     """Median over the steps, as the other seconds."""
     publish_s: float
     pause_s: float
-    """Pause of the engine that paused longest."""
+    """Longest pause of an engine."""
     tokens_per_step: float
     """Mean number of response tokens that the engines sampled."""
     tokens_per_busy_s: float
     """Tokens that one engine samples per busy second, mean over the run's engines."""
 
     def generate_s(self, engines: int) -> float:
-        """Seconds in which `engines` engines that are always busy sample one step's tokens."""
+        """Seconds that `engines` engines, always busy, need for one step's tokens."""
         return self.tokens_per_step / (engines * self.tokens_per_busy_s)
 
 

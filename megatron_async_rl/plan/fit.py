@@ -1,8 +1,8 @@
 """Memory that ranks and engines need, against what a GPU has in each phase of a run, and a machine
 and its /dev/shm; which keys would help a GPU; and the same keys for a run whose memory ran out.
 
-Phases are those of flow/colocated.py. Where engines have GPUs of their own a rank's peak is that of
-`train`, and an engine has its share alone.
+The phases are those of flow/colocated.py. Where engines have GPUs of their own a rank's peak is
+that of `train`, and an engine has its share alone.
 
 Invariants:
 - a plan is refused only above the memory that is there; within the error of the estimate it gets a
@@ -51,9 +51,9 @@ ESTIMATE_ERROR = 0.05
 PARTS_SHOWN = 3
 HOLDERS_SHOWN = 5
 LINES_SHOWN = 2
-"""Lines of an error that are shown: that an engine did not start, and the cause."""
+"""Lines of an error that are shown: the failed start of an engine, and the cause."""
 LESS = 0.1
-"""Off the share of a GPU that an engine has, where memory ran out."""
+"""Reduction of an engine's share of a GPU in the fix for a GPU whose memory ran out."""
 KEYS_SHOWN = 6
 
 GpuNeedPhase = Phase | Literal["engine"]
@@ -98,8 +98,8 @@ class GpuNeed:
 def gpu_memory(
     config: Config, machine: Machine, engine: EngineMemory | None, ranks_of: RanksOf
 ) -> tuple[list[Problem], list[str], dict[Phase, GpuNeed]]:
-    """Problems of what does not fit, notes on what only just does, and where engines and policy
-    take turns, the peak of each phase, in their order."""
+    """Problems of what does not fit, notes on what barely fits, and, if engines and policy take
+    turns, the peak of each phase in order."""
     problems, notes = [], []
     needs = _needs(config, machine, engine, ranks_of(config))
     for phase, need in needs.items():
@@ -206,16 +206,16 @@ def _kept(rank: RankMemory) -> int:
 def lent_bytes(config: Config, engine: EngineMemory) -> int:
     """Bytes of the buckets from which an engine loads on a device that it shares with the policy:
     each of at most weights.bucket_mib, or of one tensor that is larger."""
-    if config.weights.transport != "cuda_ipc":
+    if not config.weights.carrier.ipc:
         return 0
     # A tensor larger than a bucket travels in a bucket of its own size.
     return IN_FLIGHT * min(max(config.weights.bucket_mib * MIB, engine.largest), engine.weights)
 
 
 def _sender(config: Config, rank: RankMemory) -> int:
-    """Bytes of the process that sends engines their weights by `collective`, which has rank 0's
-    GPU: its CUDA context, and the buckets on their way to each engine."""
-    if config.rollout is None or config.weights.transport != "collective" or rank.stage > 0:
+    """Return the bytes of the process that sends each engine its own copy of the weights from rank
+    0's GPU: its CUDA context, and the buckets in flight to each engine."""
+    if config.rollout is None or not config.weights.carrier.per_engine or rank.stage > 0:
         return 0
     return CONTEXT_BYTES + engine_count(config) * IN_FLIGHT * config.weights.bucket_mib * MIB
 
@@ -262,7 +262,7 @@ def _fix(
 def _changes(
     config: Config, phase: GpuNeedPhase, share: float | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Changes that may help; the caller sees which do. share: of a GPU, for an engine."""
+    """Changes that may help; the caller tests them. share: of a GPU, for an engine."""
     policy, rollout = config.policy, config.rollout
     if phase == "train":
         yield "policy.recompute", "full"
@@ -279,7 +279,7 @@ def _changes(
             yield "rollout.gpu_memory_utilization", round(share, 4)
         yield "rollout.tensor", 2 * rollout.tensor
         yield "rollout.pipeline", 2 * rollout.pipeline
-        if config.weights.transport == "cuda_ipc":
+        if config.weights.carrier.ipc:
             yield "weights.bucket_mib", math.ceil(config.weights.bucket_mib / 4)
     beside = rollout is not None and rollout.placement == "colocated" and phase != "engine"
     if phase == "train" or beside:
@@ -359,7 +359,7 @@ def memory_ran_out(
 
 
 def host_fix(config: Config, device: Device) -> str:
-    """Return what lowers the host memory of a run, as a fix."""
+    """Return a fix that lowers the host memory of a run."""
     named = [
         f"{key}: {json.dumps(value).strip(chr(34))}"
         for key, value in _host_changes(config, device)
@@ -403,7 +403,7 @@ def _value(config: Config, key: str) -> Any:
 
 
 def with_value(config: Config, key: str, value: Any) -> Config | None:
-    """The config with another value; none where its own rules refuse that."""
+    """The config with another value; null if its rules refuse that."""
     tree = config.model_dump(mode="json")
     *sections, name = key.split(".")
     place = tree
@@ -424,7 +424,7 @@ def gib(count: int, *, up: bool = False) -> str:
 
 
 def shared_memory_problems(config: Config, engine: EngineMemory, machine: Machine) -> list[Problem]:
-    """Problems of what /dev/shm has no room for."""
+    """Problems of a /dev/shm that is too small."""
     needed, what = in_shared_memory(config, engine, machine)
     free = machine.shared_memory
     # Nothing is known of a described machine's /dev/shm.
@@ -443,12 +443,12 @@ def shared_memory_problems(config: Config, engine: EngineMemory, machine: Machin
 
 
 def in_shared_memory(config: Config, engine: EngineMemory, machine: Machine) -> tuple[int, str]:
-    """Bytes of weights in the /dev/shm of rank 0's machine, and what they are."""
-    if config.weights.transport == "cuda_ipc":
+    """Bytes of weights in the /dev/shm of rank 0's machine, and their description."""
+    if config.weights.carrier.ipc:
         ranks = config.policy.parallel.ranks if device_of(config, machine) == "cpu" else 0
         return ranks * lent_bytes(config, engine), f"two buckets of each of {ranks} ranks"
     # Receivers copy a version into their machine's memory; here that is rank 0's.
-    own = config.weights.transport == "collective" and not engines_elsewhere(config, machine)
+    own = config.weights.carrier.per_engine and not engines_elsewhere(config, machine)
     receivers = engine_count(config) if own else 0
     what = "two versions of the model" + (f", and two for each of {receivers} engines" * own)
     return 2 * engine.weights * (1 + receivers), what
@@ -457,7 +457,8 @@ def in_shared_memory(config: Config, engine: EngineMemory, machine: Machine) -> 
 def shared_memory(
     config: Config, engine: EngineMemory, machine: Machine, longest: int
 ) -> tuple[int, int, str]:
-    """Bytes of weights and of Ray's object store in rank 0's /dev/shm, and what the weights are."""
+    """Bytes of weights and of Ray's object store in the /dev/shm of rank 0's machine, and the
+    description of the weights."""
     responses = config.flow.prompts_per_step * config.flow.group_size
     segments = config.rollout.max_segments if config.rollout is not None else 1
     weights, what = in_shared_memory(config, engine, machine)

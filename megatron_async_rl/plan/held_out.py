@@ -20,7 +20,7 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.data.files import read_rows
 
 MOST = 500
-"""Prompts that are held out at most: an evaluation samples all of them."""
+"""Largest number of prompts that are held out: an evaluation samples all of them."""
 TRAIN, HELD_OUT = "train.jsonl", "held_out.jsonl"
 
 
@@ -89,7 +89,6 @@ def _lines(data: Path, prompt_key: str, held_out: frozenset[bytes]) -> Iterator[
 
 
 def _digest(row: Mapping[str, Any], prompt_key: str) -> bytes:
-    """A number that decides on which side the row is. A row without a prompt is for the plan to
-    refuse."""
+    """A number that decides the side of the row. The plan refuses a row without a prompt."""
     prompt = json.dumps(row.get(prompt_key), sort_keys=True)
     return hashlib.sha256(prompt.encode()).digest()[:8]

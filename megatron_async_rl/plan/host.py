@@ -146,7 +146,7 @@ def _of_ranks(
 def _of_engines(
     config: Config, machine: Machine, device: Device, engine: EngineMemory | None, node: int
 ) -> Iterator[HostPart]:
-    """Memory of as many engines as machine number `node` may get."""
+    """Memory of the engines that machine number `node` may get."""
     rollout = config.rollout
     if rollout is None or engine is None:
         return
@@ -162,7 +162,7 @@ def _of_engines(
 
 
 def engines_on(config: Config, machine: Machine, device: Device, node: int) -> int:
-    """Most engines that machine number `node` gets."""
+    """Largest number of engines on machine number `node`."""
     engines = engine_count(config)
     if not engines_elsewhere(config, machine):
         return engines if node == 0 else 0
@@ -193,7 +193,7 @@ def _shared(
         weights, _ = in_shared_memory(config, engine, machine)
     elsewhere = engines_elsewhere(config, machine)
     count = engines_on(config, machine, device, node)
-    if elsewhere and config.weights.transport == "collective":
+    if elsewhere and config.weights.carrier.per_engine:
         weights = (2 * engine.weights if node == 0 else 0) + count * 2 * engine.weights
     elif node > 0 and not (elsewhere and count):
         weights = 0

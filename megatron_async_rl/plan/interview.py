@@ -303,7 +303,7 @@ class Interview:
         return "answer_key" in self._given or bool(guessed & set(self._columns))
 
     def _answer_key(self) -> None:
-        """Only where the reward reads a column that the data does not have."""
+        """Ask only if the reward reads a column that the data lacks."""
         columns = [one for one in self._columns if one != self._found["prompt_key"]]
         # A column that nothing reads is not asked for.
         needed = "answer" in self._read_by(self._found["reward"]) and "answer" not in columns
@@ -324,7 +324,8 @@ class Interview:
         self._ask("gpus", question, default, _is_count)
 
     def _memory_gib(self, gpus: int) -> float:
-        """GiB of each GPU: as given, or that of this machine's where it has as many."""
+        """GiB of each GPU: the given size, or that of this machine's GPUs if it has enough of
+        them."""
         here = this_machine().gpus
         if self._gpu_memory_gib is not None:
             return self._gpu_memory_gib

@@ -27,7 +27,7 @@ def value_bytes(config: Config) -> int:
 
 
 def engine_bytes(config: Config) -> int:
-    """Bytes of a number in the engines: of weights that are not quantised, and of their cache."""
+    """Bytes of a number in the engines, in weights that are not quantised and in the cache."""
     return 2 if config.engine_dtype == "bfloat16" else FLOAT32
 
 
@@ -205,7 +205,7 @@ INPUT_SCALE_BYTES = {**SCALE_BYTES, "blockwise": 4 / 128}
 
 
 def product_sizes(shape: ModelShape, *, tensor: int) -> dict[str, int]:
-    """The sides of a layer's weights on one rank, by what they are. Experts are not cut."""
+    """The sides of a layer's weights on one rank, by what they are. Experts stay whole."""
     columns = shape.intermediate if shape.experts else shape.intermediate // tensor
     queries = shape.heads * shape.head_dim // tensor
     keys = shape.kv_heads * shape.head_dim // tensor

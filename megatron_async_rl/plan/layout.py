@@ -11,12 +11,12 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.model_files import ModelShape
 from megatron_async_rl.policy.supported import ChosenLayers, choose_layers
-from megatron_async_rl.rollout.cluster import CONNECTIONS, ELSEWHERE
+from megatron_async_rl.rollout.cluster import CONNECTIONS
 
 Device = Literal["cpu", "cuda"]
 PARALLEL = "policy.parallel"
 PLANNED_DEVICE = "MEGATRON_ASYNC_RL_DEVICE"
-"""Variable of ranks: on which device the plan has them."""
+"""Environment variable of ranks: the device that the plan gives them."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def rank_environment(config: Config, machine: Machine) -> dict[str, str]:
 
 
 def layers_of(config: Config, machine: Machine, shape: ModelShape) -> ChosenLayers:
-    """Raises UserError for layers that cannot be had."""
+    """Raises UserError for layers that are not available."""
     policy = config.policy
     return choose_layers(
         policy.layers,
@@ -106,14 +106,14 @@ def processes(config: Config, device: Device, machine: Machine) -> tuple[Planned
                     _engine_place(config, device, engine, share, machine),
                 )
             )
-        if config.weights.transport == "relay":
-            kind = "Ray actor: two versions of the weights in /dev/shm"
-            listed.append(PlannedProcess("relays", kind, "each other machine with engines"))
-        if config.weights.transport == "collective":
+        if config.weights.carrier.per_engine:
             where = "rank 0's machine" + (", on its GPU" if device == "cuda" else "")
             listed.append(
                 PlannedProcess("sender", "Ray actor: sends each engine the weights", where)
             )
+        elif config.weights.carrier.other_machines:
+            kind = "Ray actor: two versions of the weights in /dev/shm"
+            listed.append(PlannedProcess("relays", kind, "each other machine with engines"))
     return tuple(listed)
 
 
@@ -122,11 +122,11 @@ def engines_elsewhere(config: Config, machine: Machine) -> bool:
     a Ray cluster that is joined. Machines that are described, or counted, are taken to be one."""
     # Without a cluster Ray starts on this machine alone.
     joins = machine.described or machine.engine_nodes or os.environ.get("RAY_ADDRESS")
-    return config.weights.transport in ELSEWHERE and bool(joins)
+    return config.weights.carrier.other_machines and bool(joins)
 
 
 def engine_count(config: Config) -> int:
-    """Engines of training, and those that do nothing but evaluate."""
+    """Number of engines, with those that only evaluate."""
     engines = config.rollout.engines if config.rollout else 0
     return engines + (config.eval.engines if config.eval else 0)
 
@@ -148,8 +148,8 @@ def _engine_place(config: Config, device: Device, engine: int, ranks: int, machi
 
 
 def by_node(config: Config, device: Device, machine: Machine) -> tuple[tuple[str, str], ...]:
-    """Names of the machines of a run over several, and what is on each; those with engines alone
-    together. Empty for a layout that does not divide."""
+    """Name of each machine of a run over several machines -> its processes; machines with engines
+    only are grouped. Empty for a layout that does not divide."""
     ranks, rollout = config.policy.parallel.ranks, config.rollout
     if machine.nodes + machine.engine_nodes == 1 or ranks % machine.nodes:
         return ()
@@ -194,7 +194,7 @@ def number_of(noun: str, count: int, singular: str = "", plural: str = "") -> st
 
 
 def engine_room(config: Config, gpus: int) -> int:
-    """Engines that fit on `gpus` GPUs of a machine; one does not reach over two."""
+    """Number of engines that fit on `gpus` GPUs of one machine."""
     assert config.rollout is not None
     # Workers of one engine share memory, so an engine stays on one machine.
     return max(0, gpus) // config.rollout.workers
@@ -221,7 +221,7 @@ def gpus_used(config: Config, machine: Machine) -> int:
 
 
 def spread_notes(config: Config, device: Device, machine: Machine) -> list[str]:
-    """Notes on what is slow between machines."""
+    """Notes on slow communication between machines."""
     parallel = config.policy.parallel
     share = parallel.ranks // machine.nodes
     group = parallel.tensor * parallel.context

@@ -11,6 +11,7 @@ from megatron_async_rl.config.engine_options import cpu_head_sizes
 from megatron_async_rl.config.policy import ATTENTION, MLP, lacking, needed
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.weights import DEFAULT_CARRIER, carriers
 from megatron_async_rl.plan.layer_memory import product_sizes, sides
 from megatron_async_rl.plan.layout import (
     PARALLEL,
@@ -25,6 +26,8 @@ from megatron_async_rl.plan.layout import (
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.model_files import ModelShape
 
+ELSEWHERE = carriers(other_machines=True)
+"""Carriers with which engines may run on machines other than rank 0's."""
 FP8_CACHE_MULTIPLE = 32
 """Elements of a head: vLLM's CPU attention (v1/attention/backends/cpu_attn.py) raises for others
 with a key-value cache in FP8."""
@@ -96,9 +99,9 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
         are = "is" if machine.engine_nodes == 1 else "are"
         what = f"{number_of('machine', machine.engine_nodes)} {are} for engines alone, and "
         what += "all engines are on rank 0's" if config.rollout else "the run has no engines"
-        fix = "set weights.transport to relay" if config.rollout else "leave it out"
+        fix = f"set weights.transport to {ELSEWHERE}" if config.rollout else "leave it out"
         found.append(Problem(key="--trainer-nodes", what=what, fix=fix))
-    if config.weights.transport == "cuda_ipc":
+    if config.weights.carrier.ipc:
         found += _lending_problems(config, machine)
     return found
 
@@ -138,15 +141,16 @@ def _beyond_gpus(config: Config, machine: Machine) -> list[Problem]:
         else f"lower {', '.join(lower)}"
     )
     if rollout is not None and not colocated and not elsewhere:
-        fix += "; with weights.transport: relay and a Ray cluster engines may be on other machines"
+        fix += f"; with weights.transport: {ELSEWHERE} and a Ray cluster engines may be on other"
+        fix += " machines"
     if ranks > len(machine.gpus):
         fix += "; or divide the ranks over more machines (--nodes; NNODES of the launcher)"
     return [Problem(key=f"{PARALLEL}.ranks", what=what, fix=fix)]
 
 
 def _room_problems(config: Config, machine: Machine) -> list[Problem]:
-    """More engines than there are GPUs for on the machines that are described or counted. Of
-    another cluster that is joined only Ray knows the machines."""
+    """Problem of more engines than the described or counted machines have GPUs for. Of another
+    cluster that is joined only Ray knows the machines."""
     rollout, known = config.rollout, machine.described or machine.engine_nodes
     if rollout is None or not known or not engines_elsewhere(config, machine):
         return []
@@ -183,12 +187,13 @@ def _divided(config: Config) -> list[str]:
 
 
 def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
-    """Engines that could not map the memory of a rank."""
+    """Problems of engines that could not map the memory of a rank."""
     key, ranks = "weights.transport", config.policy.parallel.ranks
+    name = config.weights.transport
     if machine.nodes > 1:
         nodes = machine.nodes
-        what = f"cuda_ipc passes weights within one machine, and the ranks are on {nodes} nodes"
-        return [Problem(key=key, what=what, fix="set it to shared_memory")]
+        what = f"{name} passes weights within one machine, and the ranks are on {nodes} nodes"
+        return [Problem(key=key, what=what, fix=f"set it to {DEFAULT_CARRIER}")]
     if config.rollout is None or device_of(config, machine) != "cuda":
         return []
     workers = config.rollout.workers
@@ -198,15 +203,15 @@ def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
     engines = number_of("engine", engine_count(config))
     engines += f" of {workers} GPUs" if workers > 1 else ""
     what = (
-        f"cuda_ipc passes weights from a rank to an engine on the same GPU, and {engines}"
+        f"{name} passes weights from a rank to an engine on the same GPU, and {engines}"
         f" {'takes' if engine_count(config) == 1 else 'take'} {number_of('GPU', taken)}, and"
         f" {ranks} {'has' if ranks == 1 else 'have'} a rank"
     )
     fix = (
         f"set rollout.engines to at most {ranks // workers}, policy.parallel.ranks to {taken}, or"
-        " this to shared_memory"
+        f" this to {DEFAULT_CARRIER}"
         if ranks >= workers
-        else f"set policy.parallel.ranks to {taken}, or this to shared_memory"
+        else f"set policy.parallel.ranks to {taken}, or this to {DEFAULT_CARRIER}"
     )
     return [Problem(key=key, what=what, fix=fix)]
 
@@ -385,8 +390,8 @@ def _expert_problems(config: Config, shape: ModelShape) -> list[Problem]:
 
 
 def fp8_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Problem]:
-    """A recipe that the machine's GPUs lack, sizes that it does not divide, and more layers in
-    bfloat16 than there are."""
+    """Problems of a recipe that the machine's GPUs lack, of sizes that it does not divide, and of
+    more layers in bfloat16 than the model has."""
     fp8, parallel = config.policy.fp8, config.policy.parallel
     if fp8 is None:
         return []
@@ -430,7 +435,7 @@ def fp8_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Pr
 
 
 def fp8_warnings(config: Config, machine: Machine) -> list[str]:
-    """Demands on the run's GPUs, where it is not known here that they are met."""
+    """Notes on requirements that cannot be checked, because the run's GPUs are not known here."""
     fp8 = config.policy.fp8
     # Known capabilities were judged by fp8_problems.
     if fp8 is None or all(gpu.capability is not None for gpu in machine.gpus):
@@ -450,7 +455,7 @@ def _fitting(machine: Machine) -> list[str]:
 
 
 def lora_problems(config: Config, shape: ModelShape) -> list[Problem]:
-    """Targets that the model does not have, and a rank that a target has no room for."""
+    """Problems of adapter targets that the model lacks, and of a rank above a target's size."""
     lora = config.policy.lora
     if lora is None:
         return []

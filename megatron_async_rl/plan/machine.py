@@ -88,7 +88,7 @@ class Gpu:
     capability: tuple[int, int] | None = None
     """CUDA's compute capability; null where it is not known."""
     used: int = 0
-    """Bytes of `memory`, by whomever."""
+    """Bytes of `memory` in use by all processes."""
     index: str = ""
     """Index of the GPU in nvidia-smi."""
     users: tuple[str, ...] = ()
@@ -189,8 +189,9 @@ def this_machine(nodes: int = 1, engine_nodes: int = 0) -> Machine:
 
 
 def _transformer_engine() -> str | None:
-    """Its version, where it is installed with its part for torch. That is a file which it loads by
-    its path: next to the package, in it, or in its `wheel_lib`, by how it was built."""
+    """Version of Transformer Engine, if it is installed with its part for torch. That is a file
+    which it loads by its path: next to the package, in it, or in its `wheel_lib`, by how it was
+    built."""
     found = find_spec("transformer_engine")
     places = found.submodule_search_locations if found is not None else None
     if not any(

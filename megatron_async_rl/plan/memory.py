@@ -84,7 +84,7 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineMemory:
-    """Bytes of one engine. `weights`: as they come. `layer`: of one of its `layers`, as it keeps
+    """Bytes of one engine. `weights`: as they arrive. `layer`: of one of its `layers`, as it keeps
     them; `embedding`: of that and the last norm; `output`: of an output layer that is not the
     embedding; `largest`: of its tensors. `cache` is null on a GPU, where
     `rollout.gpu_memory_utilization` gives it what is left."""

@@ -125,8 +125,8 @@ def _where_to_look(path: Path) -> str:
     if on_hub is not None:
         return f"it was a folder of the hub's cache: name {on_hub}, and it is fetched again"
     return (
-        "point it at a Hugging Face model directory, or at a model on a hub, hf://OWNER/NAME; that"
-        " of an example is written by the commands which the first lines of its config name"
+        "point it at a Hugging Face model directory, or at a model on a hub, hf://OWNER/NAME; the"
+        " commands in the first lines of an example's config write its model"
     )
 
 
@@ -216,6 +216,7 @@ def _weights(path: Path) -> Problem | None:
                 "download them again",
             )
         return None
+    # A model in one file has no index.
     if not any(path.glob("*.safetensors")):
         return _problem(
             f"{path} holds no *.safetensors weights",
@@ -317,7 +318,7 @@ class PublishedConfig:
 
 def published_config(path: Path) -> PublishedConfig | None:
     """The config.json of the model that `path` names: a name on a hub, or a folder that would hold
-    a model of the table under its own name, such as models/Qwen3-8B. Null for any other."""
+    a model of the table under its own name, such as models/Qwen3-8B. Null for any other path."""
     name = parse(path)
     ids = [name.id] if name is not None else [one for one in PUBLISHED if _is_last(one, path)]
     # The cache first: a published config may have been corrected since.

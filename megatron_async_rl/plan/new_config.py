@@ -241,7 +241,7 @@ def _by_option(fault: Problem) -> Problem:
 
 
 def _has_chat_template(model: Path) -> bool:
-    """True, too, where it cannot be known: the model is elsewhere."""
+    """True also for a model that is not here, because it may have a chat template."""
     try:
         tokenizer = load_tokenizer(model)
     except DataError:
@@ -290,8 +290,8 @@ def _candidates(
 
 
 def _layouts(answers: InitAnswers) -> Iterator[InitLayout]:
-    """From the simplest on. A synchronous run has engines that only wait while the policy trains,
-    so it shares the GPUs where that fits."""
+    """The layouts to try, the simplest first. A synchronous run has engines that only wait while
+    the policy trains, so it shares the GPUs where that fits."""
     gpus = answers.gpus
     if not gpus:
         yield InitLayout("  device: cpu\n", "  kv_cache_gib: 1.0\n")
@@ -438,7 +438,7 @@ def _name(model: Path) -> str:
 
 
 def _template(model: Path) -> str | None:
-    """The text of its chat templates; null where it has none."""
+    """The text of the model's chat templates; null if it has none."""
     file = model / "chat_template.jinja"
     try:
         if file.is_file():

@@ -19,13 +19,15 @@ from typing import Any
 
 from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.weights import carriers
 from megatron_async_rl.plan.layout import device_of, engines_elsewhere, gpus_wanted
 from megatron_async_rl.plan.machine import GIB, Gpu, Machine, gpus_here
 from megatron_async_rl.rollout.cluster import join_ray, prepare_environment, software, unlike
 from megatron_async_rl.watchdog.deadline import remote_cause
 
 TAKEN = 2 * GIB
-"""Used memory of a GPU that others have. Less is a screen, or a process that only looks."""
+"""Used memory from which a GPU counts as occupied. A screen, or a process that only observes, uses
+less."""
 FREED_S = 20.0
 """Time for a run that was just killed to release its GPUs."""
 POLL_S = 0.5
@@ -61,7 +63,7 @@ class ClusterReport:
 
 
 def taken_gpus(config: Config, machine: Machine, node: int) -> list[Problem]:
-    """GPUs that the run needs of this machine, its number `node`, and others use."""
+    """GPUs of this machine, number `node`, that the run needs and other programs use."""
     if device_of(config, machine) != "cuda":
         return []
     count = gpus_wanted(config, machine, node)
@@ -100,7 +102,8 @@ def ask_cluster(config: Config, machine: Machine, joining: int) -> ClusterReport
             raise UserError.of(
                 "--engine-nodes",
                 f"{joining}, but all engines of this config are on rank 0's machine",
-                "set weights.transport to relay, and RAY_ADDRESS to a cluster of those machines",
+                f"set weights.transport to {carriers(other_machines=True)}, and RAY_ADDRESS to a"
+                " cluster of those machines",
             )
         return ClusterReport()
     timeout_s = config.rollout.start_timeout_s
@@ -127,8 +130,8 @@ def ask_cluster(config: Config, machine: Machine, joining: int) -> ClusterReport
 
 
 def _unreached(address: str) -> str:
-    """Why no Ray can be at HOST:PORT; empty for any other form of address. Ray itself tries for
-    minutes, without a word."""
+    """Reason why Ray cannot be at HOST:PORT; empty for any other form of address. Ray itself tries
+    for minutes without a message."""
     host, colon, port = address.rpartition(":")
     if not (colon and port.isdecimal()) or "/" in host:
         return ""

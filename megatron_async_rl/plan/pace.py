@@ -145,7 +145,7 @@ def overlap_of(config: Config, rates: MeasuredRates, run_dir: Path) -> Overlap:
 
 
 def _more_samples(config: Config, run_dir: Path) -> float:
-    """Samples of a step of this config for each of the run's."""
+    """Ratio of this config's samples per step to the run's."""
     measured = run_sizes(run_dir)
     planned = sizes_of(config.model_dump(mode="json"))
     # Without the run's config its batches are taken to be like this one's.
@@ -162,12 +162,15 @@ def expected_overlap(config: Config, rates: MeasuredRates, run_dir: Path) -> str
         of += f"; scaled by {factor:.3g} in samples per step"
     # Training time does not scale simply with ranks, so it is reported and not converted.
     if measured and measured["ranks"] != planned["ranks"]:
-        of += f"; T_train is of {measured['ranks']} ranks, and there are {planned['ranks']} here"
+        of += (
+            f"; T_train was measured with {measured['ranks']} ranks, and this plan has"
+            f" {planned['ranks']}"
+        )
     return f"{of}\n{overlap_of(config, rates, run_dir).as_text()}"
 
 
 def run_sizes(run_dir: Path) -> dict[str, int] | None:
-    """The sizes in the config that a run was started with; null where that is not there to read."""
+    """The sizes in the config that a run was started with; null if it cannot be read."""
     try:
         # A tree, not a Config: the run may be of another version.
         return sizes_of(read_tree((run_dir / "config.yaml").read_text(encoding="utf-8"))[0])

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.rollout_rules import length_warnings, sampling_warnings
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.weights import DEFAULT_CARRIER
 from megatron_async_rl.flow.colocated import Phase
 from megatron_async_rl.plan.estimate import Estimate, estimate
 from megatron_async_rl.plan.fit import (
@@ -53,17 +54,16 @@ from megatron_async_rl.plan.totals import (
     totals,
 )
 from megatron_async_rl.policy.supported import ChosenLayers
-from megatron_async_rl.rollout.cluster import ELSEWHERE
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
     device: Device
     layers: ChosenLayers | None
-    """Null where they, or the model, cannot be had."""
+    """Null if they, or the model, are not available."""
     processes: tuple[PlannedProcess, ...]
     nodes: tuple[tuple[str, str], ...]
-    """Machines of several, and what is on each."""
+    """Name of each machine -> its processes, for a run over several machines."""
     batch: Batch | None
     ranks: tuple[RankMemory, ...]
     """One per pipeline stage."""
@@ -83,7 +83,7 @@ class RunPlan:
     totals: Totals | None = None
     """Sums over the whole run; null where the model or the layout is in fault."""
     absent: tuple[str, ...] = ()
-    """Keys whose files are not here, so that they were not checked."""
+    """Keys whose files are not here and were not checked."""
 
 
 def make_plan(
@@ -170,7 +170,7 @@ def make_plan(
     found += unfit
     unfit += gpu_problems(config, machine)  # layout_problems has found them, too
     if unread:
-        notes.append("prompts are taken to be one token long, as the data were not read")
+        notes.append("prompts are assumed to be one token long, because the data was not read")
     notes += spread_notes(config, device, machine)
     notes += fp8_warnings(config, machine) + sampling_warnings(config) + length_warnings(config)
     if engine is not None:
@@ -253,12 +253,12 @@ def _warnings(
             " weighs by their ratio"
         )
     elsewhere = engines_elsewhere(config, machine)
-    transport = config.weights.transport
-    if transport in ELSEWHERE and not elsewhere:
-        less = ", where shared_memory copies nothing" if transport == "collective" else ""
+    carrier = config.weights.carrier
+    if carrier.other_machines and not elsewhere:
+        less = f", where {DEFAULT_CARRIER} copies nothing" if carrier.per_engine else ""
         found.append(
-            f"weights.transport: {transport}, but RAY_ADDRESS names no cluster: Ray starts on this"
-            f" machine alone, and all engines run here{less}"
+            f"weights.transport: {config.weights.transport}, but RAY_ADDRESS names no cluster: Ray"
+            f" starts on this machine alone, and all engines run here{less}"
         )
     if rollout is not None and engine is not None and engine.cache_tokens is not None:
         # Full length is the worst case: shorter responses share the cache.

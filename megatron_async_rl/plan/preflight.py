@@ -302,8 +302,8 @@ def _rendered_for_an_agent(config: Config) -> list[str]:
     if turns is None or turns.name != "agent" or not config.data.as_chat:
         return []
     return [
-        "data.as_chat: true gives the agent a prompt.text that has the chat template's marks"
-        " already, and its own messages get them once more; leave as_chat out"
+        "data.as_chat: true gives the agent a prompt.text that already has the marks of the chat"
+        " template, and its own messages get them again; remove as_chat"
     ]
 
 

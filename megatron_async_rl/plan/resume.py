@@ -226,7 +226,7 @@ def _earlier(config: Config) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _has_checkpoints(checkpoint: Path) -> bool:
-    """True also for a folder that cannot be read, which `checkpoint_problems` reports."""
+    """True also for an unreadable folder, which `checkpoint_problems` reports."""
     try:
         return require_readable(checkpoint) and (
             bool(steps(checkpoint)) or named_latest(checkpoint) is not None
@@ -445,7 +445,7 @@ def data_problems(config: Config, read: Mapping[str, DataIdentity]) -> list[Prob
 
 
 def _other_adapters(checkpoint: Path, held: Any, config: Config) -> list[Problem]:
-    """Problem of adapters that differ, also where the run has no older copy of its config."""
+    """Problem of adapters that differ, even if the run has no older copy of its config."""
     lora = config.policy.lora
     own = lora.model_dump(mode="json") if lora is not None else None
     if held == own:

@@ -6,7 +6,6 @@ Whatever a choice needs has a value to start from, and a comment that explains i
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import re
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.config.problem import UserError, shipped
+from megatron_async_rl.config.problem import UserError, shipped, suggestion
 from megatron_async_rl.config.rollout import AGENTS, TOOLS
 from megatron_async_rl.config.yaml_tree import YamlFault, parse_value, write
 from megatron_async_rl.rollout.rewards import registry
@@ -95,7 +94,7 @@ def run(prompt, base_url):
     return float(answer.choices[0].message.content.strip() == str(prompt.fields["answer"]))
 ''',
 }
-"""Modules that the settings above name, as they are written if there are none."""
+"""Contents of the modules that the settings above name, for a user who has none."""
 
 
 def names_of(answer: str) -> list[str]:
@@ -105,12 +104,10 @@ def names_of(answer: str) -> list[str]:
     # `module:function` is checked when it is loaded, by the plan.
     for name in names:
         if name not in known and ":" not in name:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(
-                f"nothing is called {name!r}: {hint}rewards are {', '.join(REWARDS)} and"
-                f" module:function, environments {', '.join(ENVIRONMENTS)} and module:Class; `+`"
-                " joins several"
+                f"nothing is called {name!r}: {suggestion(name, known)}rewards are"
+                f" {', '.join(REWARDS)} and module:function, environments"
+                f" {', '.join(ENVIRONMENTS)} and module:Class; `+` joins several"
             )
     # Parts are named after their rewards, and names must be unique.
     if len(set(names)) < len(names):
@@ -179,6 +176,7 @@ class RewardChoice:
         """Lines of the section `rollout`. `chat`: the model has a chat template."""
         environment = self.environment
         rewards = [one for one in self.names if one != environment]
+        # `tools` has no reward of its own, and a config without one is refused.
         if environment == TOOLS and not rewards:
             rewards = ["math"]
         found = "" if environment is None else self._environment(environment, chat=chat)
@@ -203,6 +201,7 @@ class RewardChoice:
         tree: dict[str, Any] = {"name": name}
         if self.settings[name]:
             tree["settings"] = self.settings[name]
+        # Without a chat template turns are joined as text; agents always send chats.
         if not chat and name not in AGENTS:
             tree["format"] = "text"
         tree["max_turns"] = 8
@@ -228,7 +227,7 @@ class RewardChoice:
 
 
 def _setting(given: str, names: Sequence[str]) -> tuple[str, str, Any]:
-    """The name that it is of, its key and its value."""
+    """Name of the reward or environment that the setting belongs to, its key and its value."""
     path, separator, text = given.partition("=")
     owner, dot, key = path.rpartition(".")
     # A setting may name `module:function` by its function; a full name wins.
@@ -238,9 +237,9 @@ def _setting(given: str, names: Sequence[str]) -> tuple[str, str, Any]:
         raise UserError.of(
             SETTING, f"{given!r} is not KEY=VALUE", "write such as url=http://HOST:PORT"
         )
+    # An unknown owner is refused: its setting would be lost.
     if name is None:
-        near = difflib.get_close_matches(owner, short, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = suggestion(owner, short)
         what = f"{owner!r} is not in the answer to --reward"
         raise UserError.of(SETTING, what, f"{hint}settings are those of {', '.join(names)}")
     try:
@@ -250,7 +249,7 @@ def _setting(given: str, names: Sequence[str]) -> tuple[str, str, Any]:
 
 
 def _labels(names: Sequence[str]) -> list[str]:
-    """Names of the parts, which are metrics: each once."""
+    """Unique names of the parts, which are metrics."""
     short = [re.sub(r"\W", "_", one.rpartition(":")[2]).lstrip("_") or "part" for one in names]
     # Metric names must be unique and hold no colon.
     return [one if short.count(one) == 1 else f"{one}_{place}" for place, one in enumerate(short)]

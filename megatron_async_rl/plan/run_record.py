@@ -95,7 +95,7 @@ def _recorded(run_dir: Path) -> str | None:
 
 
 def _every(run_dir: Path) -> int:
-    """checkpoint.every of the run; 0 where it is not there to read."""
+    """checkpoint.every of the run; 0 if it cannot be read."""
     try:
         tree = read_tree((run_dir / "config.yaml").read_text(encoding="utf-8"))[0]
         return int(tree["checkpoint"]["every"])

@@ -32,7 +32,7 @@ from megatron_async_rl.plan.plan import RunPlan
 PROCESSES_SHOWN = 16
 STAGES_SHOWN = 5
 WIDTH = 100
-"""Most columns of a plan, whatever the width of the terminal or of the pipe."""
+"""Largest width of a plan, also on a wider terminal or in a pipe."""
 LABEL = re.compile(r"[^\s:]+(?: [^\s:]+){0,2}\s{2,}")
 """Beginning of a line whose rest is wrapped in its own column."""
 MEASURED_STEPS = 2000
@@ -142,13 +142,12 @@ def _show_memory(plan: RunPlan, config: Config, machine: Machine, console: Conso
                 f"/dev/shm of rank 0's machine: {size(weights)}, {what}, and {size(store)}, Ray's"
                 f" object store; in a container docker run {option}",
             )
-        if config.weights.transport == "relay":
-            two = size(2 * plan.engine.weights)
-            _print(console, f"each other machine with engines: {two} in /dev/shm, two versions")
-        if config.weights.transport == "collective":
-            two = size(2 * plan.engine.weights)
+        carrier, two = config.weights.carrier, size(2 * plan.engine.weights)
+        if carrier.per_engine:
             _print(console, f"each engine: {two} in its machine's /dev/shm, two versions")
-        if config.weights.transport == "cuda_ipc":
+        elif carrier.other_machines:
+            _print(console, f"each other machine with engines: {two} in /dev/shm, two versions")
+        if carrier.ipc:
             two = size(lent_bytes(config, plan.engine))
             where = "in /dev/shm" if plan.device == "cpu" else "of its GPU"
             _print(console, f"each rank, while engines load: {two} {where}, two buckets")
@@ -291,7 +290,7 @@ def _routed(plan: RunPlan) -> str:
 
 
 def _steps(config: Config) -> str:
-    """A line where a batch is several optimizer steps."""
+    """A line for a batch of several optimizer steps."""
     objective, prompts = config.objective, config.flow.prompts_per_step
     if objective.steps_per_batch == 1:
         return ""
@@ -306,7 +305,7 @@ def _steps(config: Config) -> str:
 
 
 def _rank_memory(plan: RunPlan, config: Config) -> Table:
-    """A column for each pipeline stage; of many stages those at both ends, which hold most."""
+    """A column for each pipeline stage; of many stages only those at both ends, which hold most."""
     ranks = list(plan.ranks)
     left_out = len(ranks) - STAGES_SHOWN
     if left_out > 0:

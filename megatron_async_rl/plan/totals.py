@@ -57,7 +57,7 @@ class Totals:
 
     @property
     def disk(self) -> int:
-        """Most bytes in run.dir, besides logs and metrics."""
+        """Largest size of run.dir in bytes, without logs and metrics."""
         # The export is written while all checkpoints still exist.
         return self.checkpoints * self.checkpoint + self.export + self.samples
 
@@ -126,8 +126,7 @@ def totals(
 
 
 def checkpoints_at_once(config: Config) -> int:
-    """Most checkpoints that lie on disk at one time: an old one goes only when a new one is
-    whole."""
+    """Largest number of checkpoints on disk: an old one is removed only when a new one is whole."""
     every, steps = config.checkpoint.every, config.run.steps
     saved = math.ceil(steps / every) if every else 1
     # The new one is complete before the oldest is removed.
@@ -205,7 +204,7 @@ def context_limit(config: Config, shape: ModelShape) -> int:
 
 
 def longest_sample(config: Config, shape: ModelShape | None, lengths: PromptLengths | None) -> int:
-    """Tokens of the longest prompt + response that can come up, as far as it is known."""
+    """Tokens of the longest possible prompt + response, as far as known."""
     # Data with a longer one are refused: a micro-batch holds whole samples.
     # A sample is never divided over micro-batches.
     limit = config.policy.tokens_per_micro_batch

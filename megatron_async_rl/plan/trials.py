@@ -22,7 +22,7 @@ from megatron_async_rl.rollout.scoring import Scorer, require_rewards
 from megatron_async_rl.samples import Prompt
 
 REWARD_TRIAL_TIMEOUT_S = 20.0
-"""Longest wait for one made-up response: a plan is not kept waiting by a slow reward."""
+"""Longest wait for one made-up response, so that a slow reward does not delay a plan."""
 MADE_UP_RESPONSE = "0"
 TRIED_PROMPTS = 3
 FAULT = 240
@@ -105,7 +105,7 @@ def _of_each_reward(settings: RewardConfig, prompts: Sequence[Prompt]) -> list[l
 
 
 def _named(settings: RewardConfig) -> str:
-    """The key that names the reward, or its parts."""
+    """Key of the reward, or of its parts."""
     return "rollout.reward.parts" if settings.name is None else "rollout.reward.name"
 
 
@@ -189,8 +189,8 @@ def _tasks(settings: EnvironmentConfig, read: Mapping[str, PromptSet]) -> list[P
 
 def grammar_problems(config: Config) -> list[Problem]:
     """Held-out sets whose regex or JSON schema this machine's vLLM cannot read, as its engines
-    would say of the first response. vLLM is imported, which takes seconds, where there is one
-    alone."""
+    would say of the first response. vLLM is imported only if there is such a set, because that
+    takes seconds."""
     found: list[Problem] = []
     if config.rollout is None or find_spec("vllm") is None:
         return found

@@ -69,6 +69,7 @@ class ContextParallelSlice:
         each sequence begins and its length."""
         if self.size == 1:
             return spans(starts, lengths)
+        # One early and one late chunk: under a causal mask all ranks have the same work.
         chunk = lengths // (2 * self.size)
         firsts = np.stack([starts + number * chunk for number in self.chunks], axis=1)
         return spans(firsts.ravel(), np.repeat(chunk, 2))
@@ -82,6 +83,7 @@ def gather_sequences(part: Tensor, group: Any) -> Tensor:
     """[rows, length / ranks, ...] of this rank -> [rows, length, ...] of all ranks of `group`, in
     the sequences' order. The gradient of a token is summed over the ranks."""
     parts = tensor_parallel.gather_from_sequence_parallel_region(part, group=group)
+    # Ranks in order hold the early chunks ascending and the late ones descending.
     early, late = parts.unflatten(0, (group.size(), -1)).chunk(2, dim=2)
     return torch.cat((early, late.flip(0))).transpose(0, 1).flatten(1, 2)
 
@@ -93,6 +95,8 @@ def gather_outputs(own: Tensor, places: Tensor, tokens: int, group: Any) -> Tens
     the others' is theirs.
     """
     whole = own.new_zeros(len(own), tokens).index_copy(1, places, own)
+    # A sum over disjoint places. Its backward pass is the identity, so each rank keeps its own
+    # tokens' gradient.
     result: Tensor = tensor_parallel.reduce_from_tensor_model_parallel_region(whole, group=group)
     return result
 
@@ -233,8 +237,10 @@ def attention_of_part(
         return causal_attention(query, key, value, scale=scale, window=window)
     context = ContextParallelSlice(group.rank(), group.size())
     widths = key.shape[-1], value.shape[-1]
+    # Keys and values in one message.
     keys, values = gather_sequences(torch.cat((key, value), dim=-1), group).split(widths, dim=-1)
     chunk = query.shape[1] // 2
+    # A chunk sees the tokens up to its own end.
     ends = ((number + 1) * chunk for number in context.chunks)
     return torch.cat(
         [

@@ -1,4 +1,4 @@
-"""The one form of samples on their way: Arrow record batches with one schema.
+"""The only form of samples in transit: Arrow record batches with one schema.
 
 An engine reports such batches, the controller keeps and hands out their rows (rows.py), the
 checkpoint and the sample log on disk are made of them, and a data-parallel rank gets its own rows

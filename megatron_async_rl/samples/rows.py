@@ -127,6 +127,7 @@ class SampleRow:
 
     def renamed(self, name: str) -> SampleRow:
         """The same row under the id `name`."""
+        # The record batch is shared: only the id differs.
         other = copy.copy(self)
         other.id = name
         return other
@@ -136,6 +137,7 @@ def rows_of(batch: pa.RecordBatch) -> list[SampleRow]:
     """The rows of a record batch by SCHEMA, which they keep."""
     versions = batch.column("versions")
     starts = versions.offsets.to_numpy()
+    # A sliced batch holds the values of all rows: offsets bound those of its own.
     tokens, lengths = versions.values.to_numpy()[: starts[-1]], np.diff(starts)
     totals = lengths + np.diff(batch.column("prompt_ids").offsets.to_numpy())
     columns = zip(

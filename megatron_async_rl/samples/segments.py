@@ -274,7 +274,7 @@ def _batch(
         with pa.ipc.open_stream(payload, options=options) as stream:
             return stream.read_next_batch()
     except (pa.ArrowException, OSError, StopIteration) as error:
-        raise SegmentBroken(path, f"holds something else than record batches: {error}") from error
+        raise SegmentBroken(path, f"holds something other than record batches: {error}") from error
 
 
 class Outcomes:

@@ -67,6 +67,7 @@ def check_response(
             raise ValueError(
                 f"sample {name!r}: {key} has {len(values)} entries for {length} response tokens"
             )
+    # No starts means one segment.
     starts = np.zeros(0, dtype=np.int32) if segment_starts is None else segment_starts
     if segment_starts is not None and (
         not len(starts)

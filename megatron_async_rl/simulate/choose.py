@@ -245,7 +245,7 @@ def predict_from_hardware(
     _require_simulable(config)
     # No data sheet states how fast a CPU runs these models.
     if config.policy.device == "cpu":
-        what = "cpu, and no speed is assumed of a CPU"
+        what = "cpu, and no speed is assumed for a CPU"
         raise UserError.of("policy.device", what, "name a run whose rates to take: --from RUN")
     shape, problems = read_model(config.model.path)
     if shape is None:

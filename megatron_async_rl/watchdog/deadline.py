@@ -45,7 +45,7 @@ class DeadlineExceeded(TimeoutError):
 
 
 class ProcessDied(RuntimeError):
-    """The process that was to answer has ended; its own failure has the details. `out_of_memory`:
+    """The process that should answer has ended; its own failure has the details. `out_of_memory`:
     the kind of memory whose shortage ended it, if known. `outside`: something else ended it, such
     as a preemption, or a shortage of memory that another process may have caused."""
 
@@ -59,7 +59,8 @@ class ProcessDied(RuntimeError):
 
 
 class KilledForMemory(ProcessDied):
-    """The process that was to answer was ended for want of host memory, by Ray or by the kernel."""
+    """The process that should answer was ended by Ray or by the kernel, because host memory ran
+    out."""
 
     # A process that was killed for memory cannot report it, so this error is the cause.
     consequence = False
@@ -67,7 +68,7 @@ class KilledForMemory(ProcessDied):
 
 
 def _ended(error: BaseException, waited: str = "") -> ProcessDied:
-    """The error of our own for Ray's about an actor that is gone."""
+    """Convert Ray's error about a lost actor into an error of this package."""
     import ray
 
     if isinstance(error, ray.exceptions.OutOfMemoryError):
@@ -154,7 +155,9 @@ def ray_get(ref: Any, name: str, timeout_s: float) -> Any:
             # Without the context, which repeats the remote traceback.
             raise remote_cause(error) from None
         except (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError) as error:
-            waited = f"{this_process()} waited for {name}, and who was to answer is dead: "
+            waited = (
+                f"{this_process()} waited for {name}, and the process that should answer is dead: "
+            )
             raise _ended(error, waited) from None
 
 
@@ -184,8 +187,8 @@ def remote_cause(error: BaseException) -> BaseException:
 
 
 def death_reason(text: str) -> str:
-    """Name of the process, and Ray's reason, out of a text of a dozen lines. Where Ray guesses at
-    the causes, two of three cannot be."""
+    """Name of the process, and Ray's reason, from a text of a dozen lines. Where Ray guesses at the
+    causes, two of three cannot be."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     about = dict(
         line.split(": ", 1) for line in lines if re.match(r"(?:class_name|name|pid): ", line)

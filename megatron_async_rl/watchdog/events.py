@@ -72,9 +72,8 @@ def note(run_dir: Path, text: str) -> None:
 
 
 def read_events(run_dir: Path, newest: int | None = None) -> list[Event]:
-    """Every whole line, in the order written; lines that a crash left half written are passed over.
-    `newest`: only those in this many bytes at the end. Raises UserError for a file that cannot be
-    read."""
+    """Return every complete line in order, without lines that a crash left half written. `newest`:
+    limit to this many bytes at the end. Raises UserError for a file that cannot be read."""
     path = run_dir / FILE
     try:
         with reading(path), open(path, "rb") as file:
@@ -160,7 +159,7 @@ def with_notes(error: BaseException) -> str:
 
 
 def record_failure(run_dir: Path, failure: Failure) -> None:
-    """Never raises: on a full disk the launcher reads the logs instead."""
+    """Record the failure. Never raises: on a full disk the launcher reads the logs instead."""
     path = run_dir / FOLDER / f"{failure.process.replace('/', '_')}.failure"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ import psutil
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE
 
 MemoryKind = Literal["host", "device"]
-"""The memory that ran out: a machine's, or a GPU's own."""
+"""The memory that ran out: that of a machine, or that of a GPU."""
 
 GIB = 2**30
 SHOWN = 5
@@ -51,7 +51,7 @@ def total_bytes() -> int:
 
 
 def free_bytes() -> int:
-    """Bytes that new processes may take without others having to give any back."""
+    """Bytes that new processes can take while the others keep theirs."""
     free = int(psutil.virtual_memory().available)
     for folder in _folders():
         limit = _number(folder, "memory.max", "memory.limit_in_bytes")
@@ -69,8 +69,8 @@ def free_bytes() -> int:
 
 @dataclass(frozen=True)
 class Shortage:
-    """Kills by the kernel for want of host memory, shortly before a death. `certain`: they explain
-    it; otherwise the killed processes may have been others."""
+    """Kills by the kernel because of a lack of host memory, shortly before a death. `certain`: they
+    explain it; otherwise the killed processes may have been others."""
 
     message: str
     certain: bool
@@ -87,8 +87,9 @@ class LoggedKill:
 
 @dataclass(frozen=True)
 class KillCount:
-    """Processes that the kernel has ended for want of memory; only differences mean something.
-    `own`: in the cgroup of this process; otherwise on the machine or in a wider cgroup."""
+    """Number of processes that the kernel has ended because of a lack of memory; only differences
+    have a meaning. `own`: in the cgroup of this process; otherwise on the machine or in a wider
+    cgroup."""
 
     kills: int
     own: bool
@@ -141,7 +142,8 @@ def kills_in(text: str) -> list[LoggedKill]:
 
 
 class KernelKills:
-    """Recent kills by the kernel for want of memory, which may explain the death of a process.
+    """Recent kills by the kernel because of a lack of memory, which may explain the death of a
+    process.
 
     Invariants:
     - a kill explains a death only within RECENT_S, and only with evidence: the kernel's log names
@@ -217,7 +219,7 @@ def _explained(recent: Sequence[LoggedKill], pids: Collection[int]) -> Shortage 
 
 
 def _shortage(message: str, *, certain: bool) -> Shortage:
-    possibly = "" if certain else "This may be why, or have been another process: "
+    possibly = "" if certain else "This may be the cause, or concern another process: "
     return Shortage(f"{possibly}{message}; {state_text()}", certain)
 
 

@@ -67,7 +67,7 @@ class LimitedThreads(socketserver.ThreadingMixIn):
             self.admit(request)
 
     def service_actions(self) -> None:
-        """Called by `serve_forever` twice a second."""
+        """Cut late connections; `serve_forever` calls this twice a second."""
         super().service_actions()  # type: ignore[misc]
         self._cut_before(time.monotonic() - self.admission_s)
 

@@ -44,11 +44,12 @@ _KILLED = re.compile(
 )
 
 _SIGNALLED = re.compile(r"Signal \d+ \(SIG[A-Z]+\) received by PID")
-"""Lines of torchrun's list: of the root cause any signal counts. Of the others SIGTERM does not:
-torchrun sends it itself."""
+"""Lines of torchrun's list. Any signal counts for the root cause; SIGTERM does not count for the
+others, because torchrun sends it itself."""
 _RANK = re.compile(r" *rank +: \d+")
 _ROOT_CAUSE = "Root Cause (first observed failure)"
-"""torchrun's list of ranks that failed: the others come before it."""
+"""Beginning of the root cause in torchrun's list of failed ranks; the other ranks come before
+it."""
 
 _SECONDARY_TYPES = re.compile(
     r"(?:^|\.)(?:ChildFailedError|SignalException|ProcessDied|ActorDiedError|RayActorError|ActorUnavailableError|WorkerCrashedError"
@@ -156,7 +157,7 @@ def find_cause(log_dir: Path, name: str = "*.log") -> Cause | None:
 
 
 def survived(cause: Cause) -> bool:
-    """True where the process that wrote the failure went on with its work."""
+    """True if the process that wrote the failure continued its work."""
     text, before = _ending(cause.file)
     lines = [_short(line) for line in text.splitlines()]
     at = cause.line - _lines_in(cause.file, before)

@@ -4,9 +4,8 @@ hangs in the process tree, and no process of an engine outlives the actor that s
 vLLM runs its scheduler in a child process, and with tensor parallelism the model in children of
 that one; they do not notice when their parent is killed and would keep their cores, or their GPUs,
 forever. The actor names itself in the environment; each child asks the kernel to end it with its
-parent and names itself for its own children. A child takes seconds to come to that: one whose
-parent was killed meanwhile ends itself.
-"""
+parent and names itself for its own children. A child needs seconds to get there; if its parent is
+killed meanwhile, it ends itself."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ PARENT = preloaded.PARENT
 from it."""
 RUN_ID_VARIABLE = "MEGATRON_ASYNC_RL_RUN_ID"
 OBJECTS_BETWEEN_COLLECTIONS = 100_000
-"""Far more than ten thousand groups in flight gain and lose at a batch; by default Python looks for
-garbage at 700."""
+"""Far more objects than ten thousand groups in flight gain and lose in a batch; Python's default
+threshold is 700."""
 
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _GONE = (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess)
@@ -36,7 +35,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def of_run(run_id: str) -> list[psutil.Process]:
-    """Every process of this user with the run's id, but for this one."""
+    """Every process of this user with the run's id, except this one."""
 
     def belongs(process: psutil.Process) -> bool:
         try:
@@ -119,10 +118,9 @@ def collect_rarely() -> None:
     collection.
 
     What a library's import and start leave behind is a million objects that stay; requests, samples
-    and arrays live long, are many, and are freed without the collector. Going through all of them
-    time and again takes a fifth of the controller's time with 10,000 groups in flight, and two
-    fifths of an engine actor's. Garbage that only the collector frees is still freed, later.
-    """
+    and arrays live long, are many, and are freed without the collector. Repeated traversals of all
+    of them take a fifth of the controller's time with 10,000 groups in flight, and two fifths of an
+    engine actor's. Garbage that only the collector frees is still freed, later."""
     # Frozen objects are never freed, so garbage must go first.
     gc.collect()
     gc.freeze()

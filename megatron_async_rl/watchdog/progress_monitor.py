@@ -34,11 +34,11 @@ from megatron_async_rl.config.durable import PARTIAL
 FOLDER = "watch"
 """Holds the state files, in the run's directory."""
 LAUNCHER = "launcher "
-"""Begins the names of the launchers' own states; the number of the node follows."""
+"""Prefix of the names of the launchers' states; the number of the node follows."""
 FRESH_S = 10.0
 """Seconds within which the state of a live process that runs Python changes."""
 STALE_S = 3.0
-"""A summary that has not changed for so long has lost its aggregator."""
+"""Age at which an unchanged summary has lost its aggregator."""
 
 # Several monitors in one process need different names.
 _numbers = itertools.count()
@@ -101,8 +101,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read_states(run_dir: Path, leave_out: Container[str] = ()) -> list[ProcessState]:
-    """Every readable state of `run_dir`, by name, but for the files whose stem is in `leave_out`.
-    Files are replaced whole, so an unreadable file is not ours."""
+    """Every readable state of `run_dir`, by name, except files whose stem is in `leave_out`. Files
+    are replaced whole, so an unreadable file is not ours."""
     states = []
     for path in sorted((run_dir / FOLDER).glob("*.json")):
         if path.stem not in leave_out and (tree := _read_json(path)) is not None:
@@ -112,7 +112,8 @@ def read_states(run_dir: Path, leave_out: Container[str] = ()) -> list[ProcessSt
 
 
 class ProgressMonitor:
-    """Call `look` every second or so; the other members speak of the time of the last look."""
+    """Progress as seen by this process. Call `look` about every second; the other members refer to
+    the last look."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
@@ -287,7 +288,7 @@ def _stem(name: str) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """None for a file that is gone, or not ours."""
+    """Content of a file; None for a file that is gone or belongs to another program."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -67,7 +67,7 @@ class Stall:
     text: str
     kind: str = "Stalled"
     consequence: bool = False
-    """True when another machine ended first, and has the better words."""
+    """True when another machine ended first and has the better message."""
 
     @property
     def error(self) -> str:
@@ -117,8 +117,8 @@ def gather(
 
 
 def gather_if_timed_out(run_dir: Path, error: BaseException, timeout_s: float) -> None:
-    """To be called where `error` ends a rank, before anything is torn down: if it is a wait that
-    was over, the picture is taken."""
+    """Take the picture if `error`, which ends a rank, is an expired wait. Call this before anything
+    is torn down."""
     if not timed_out(error):
         return
     if getattr(error, "consequence", False):
@@ -237,7 +237,7 @@ _END = re.compile(r"(?: in <module>|^  \.\.\.)\n\Z", re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSnapshot:
-    """One process, from outside."""
+    """One process as seen from outside."""
 
     state: ProcessState
     condition: str | None
@@ -386,10 +386,9 @@ def _stacks(run_dir: Path, states: Sequence[ProcessState]) -> dict[str, str]:
 
 
 def is_whole(dump: str) -> bool:
-    """False while faulthandler still writes: a process can be put aside between two threads, or
-    between two lines. The main thread comes last, and its outermost frame is the program's own; a
-    stack of more than 100 frames ends with an ellipsis instead.
-    """
+    """False while faulthandler still writes: the kernel may suspend a process between two threads
+    or between two lines. The main thread comes last, and its outermost frame is the program's own;
+    a stack of more than 100 frames ends with an ellipsis instead."""
     threads = _THREAD.split(dump)
     return bool(_END.search(threads[-1]))
 

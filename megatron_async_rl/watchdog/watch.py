@@ -72,8 +72,7 @@ _beating: _HeartbeatThread | None = None
 
 
 class doing:
-    """Shows, for as long as the block runs, that this process does `name`. It interrupts
-    nothing."""
+    """Show that this process does `name` as long as the block runs. It interrupts nothing."""
 
     # No generator: that costs three times as much, and this is entered for every report of an
     # engine.
@@ -108,14 +107,14 @@ def phase(name: str, allowed_s: float) -> doing:
 
 
 def enter(kind: ActivityKind, name: str) -> None:
-    """From now on, until the next call, this process's main loop does `name`: a step of it done, so
+    """Record that the main loop of this process does `name` until the next call. Each call is
     progress."""
     _process.activities[_MAIN] = Activity(kind, name, time.monotonic(), None)
     progress("loop")
 
 
 def progress(mark: str, n: int = 1) -> None:
-    """`n` more of what `mark` counts, such as samples. Any mark that grows in any process is
+    """Add `n` to what `mark` counts, such as samples. Any mark that grows in any process is
     progress of the run."""
     # A new pair, not a change of the old one: readers see either whole.
     count, _ = _process.marks.get(mark, (0, 0.0))

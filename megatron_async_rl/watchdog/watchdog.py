@@ -95,8 +95,8 @@ class Watchdog:
         # Its state file went with it, so it ended by itself.
         if state is None and silent_s >= LEFT_S:
             message = (
-                f"{self._node(launcher)} ended {silent_s:.0f} s ago, before the run did; why stands"
-                " in its terminal."
+                f"{self._node(launcher)} ended {silent_s:.0f} s ago, before the run did; its"
+                " terminal shows the reason."
             )
             return replace(self._gather(message), kind="NodeEnded", consequence=True)
         # The file is there and does not change: the machine is gone.

@@ -47,7 +47,8 @@ from megatron_async_rl.policy.adam_view import (
     optimizer_slices,
     optimizer_state,
 )
-from megatron_async_rl.policy.blocks import ModelBlocks, read, write
+from megatron_async_rl.policy.block_files import read, write
+from megatron_async_rl.policy.blocks import ModelBlocks
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
 from megatron_async_rl.policy.device_memory import StateReleased
 from megatron_async_rl.policy.logprobs import vocab_parallel_logprobs

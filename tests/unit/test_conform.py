@@ -142,7 +142,7 @@ def test_a_case_this_project_does_not_have_fails_with_its_reason_and_the_next_on
         ([changed("inputs.logp", [[float("nan"), 2.0], [3.0, 4.0]])], "`logp`: expected numbers"),
         ([changed("inputs.mask", [[0.5, 1.0], [1.0, 0.0]])], "`mask`: expected"),
         ([changed("inputs.logp", [[10**400, 2.0], [3.0, 4.0]])], "beyond float64"),
-        ([SMALL, SMALL], "case 'one': is there twice"),
+        ([SMALL, SMALL], "case 'one': occurs twice"),
         ([changed("dtype", "half")], "`dtype` is 'half', expected one of float32, float64"),
         ([changed("dtype", ["float32"])], "`dtype` is ['float32'], expected one of"),
         ("[" * 100_000, "is not JSON"),

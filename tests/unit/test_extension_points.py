@@ -1,23 +1,26 @@
-"""A control, a loss, an environment and a model family are each added by one file and at most one
-line elsewhere, and are then usable from a configuration."""
+"""A control, a loss, an environment, a weight carrier and a model family are each added by one file
+and at most one line elsewhere, and are then usable from a configuration."""
 
 import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
 
+from megatron_async_rl.config import weights
 from megatron_async_rl.config.controls import ControlSettings
 from megatron_async_rl.config.keys import method_name, models_in
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.rules import validated
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.settings_model import built_in_names, method_of
+from megatron_async_rl.config.weights import CarrierCapabilities, WeightsConfig
 from megatron_async_rl.controls.decision import build_controls
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.policy import families
@@ -25,6 +28,8 @@ from megatron_async_rl.policy.bridge import PolicyBridge
 from megatron_async_rl.policy.supported import unsupported
 from megatron_async_rl.rollout import environments
 from megatron_async_rl.samples.types import Prompt
+from megatron_async_rl.weights.shared_memory import SharedMemory
+from megatron_async_rl.weights.transport import carrier
 from tests.gradients import gradient, step
 from tests.method_settings import models
 from tests.token_batches import decided, part_of
@@ -108,20 +113,33 @@ def bridge():
 FAMILY = Family("helium", "HeliumForCausalLM", "Helium 1", bridge, only=NO_BIAS)
 """
 
+CARRIER = """
+from megatron_async_rl.weights.shared_memory import SharedMemory
+
+
+class Pigeon(SharedMemory):
+    pass
+
+
+CARRIER = Pigeon
+"""
+
 
 @dataclass(frozen=True)
 class Addition:
-    """A file of the package, and the line that names it elsewhere: an entry of a table."""
+    """A file of the package, and the line that names it elsewhere: an entry of a table, which is
+    the constant of a module."""
 
     package: str
     name: str
     text: str
     table: str = ""
-    entry: str = ""
+    constant: str = ""
+    entry: Any = None
 
     @property
     def lines_elsewhere(self) -> int:
-        return bool(self.entry)
+        return self.entry is not None
 
 
 ADDITIONS = {
@@ -131,8 +149,17 @@ ADDITIONS = {
         "rollout.environments",
         "echo",
         ENVIRONMENT,
-        table="BUILT_IN",
+        table="rollout.environments",
+        constant="BUILT_IN",
         entry="megatron_async_rl.rollout.environments.echo:Echo",
+    ),
+    "carrier": Addition(
+        "weights",
+        "pigeon",
+        CARRIER,
+        table="config.weights",
+        constant="CARRIERS",
+        entry=CarrierCapabilities(other_machines=True),
     ),
     "family": Addition("policy.families", "helium", FAMILY),
 }
@@ -149,8 +176,9 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(package, "__path__", [*package.__path__, str(folder)])
         # Undone with the test, and with it the attribute of the parent package.
         monkeypatch.setattr(package, one.name, None, raising=False)
-        if one.entry:
-            monkeypatch.setitem(getattr(package, one.table), one.name, one.entry)
+        if one.entry is not None:
+            tables = importlib.import_module(f"megatron_async_rl.{one.table}")
+            monkeypatch.setitem(getattr(tables, one.constant), one.name, one.entry)
     importlib.invalidate_caches()
     found = families.found_families()
     monkeypatch.setattr(families, "FAMILIES", found)
@@ -166,7 +194,7 @@ def config(**sections: Any) -> Config:
 
 def test_each_kind_takes_one_file_and_at_most_one_line() -> None:
     assert all(one.lines_elsewhere <= 1 for one in ADDITIONS.values())
-    assert sum(one.lines_elsewhere for one in ADDITIONS.values()) == 1
+    assert sum(one.lines_elsewhere for one in ADDITIONS.values()) == 2
 
 
 @pytest.mark.usefixtures("added")
@@ -209,6 +237,25 @@ def test_an_environment_of_one_file_and_one_line_answers() -> None:
     environment.reset(Prompt(id="p", text="", token_ids=(1,)))
     assert environments.checked_step(environment.step("hello"))["observation"] == "hello"
     assert environment.step("bye").done
+
+
+@pytest.mark.usefixtures("added")
+def test_a_carrier_of_one_file_and_one_line_is_chosen_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert isinstance(carrier("pigeon"), SharedMemory)
+    # The choices of the key are made at import, so the module runs again with one more line.
+    source = Path(weights.__file__).read_text(encoding="utf-8")
+    line = '    "pigeon": CarrierCapabilities(other_machines=True),\n'
+    longer = source.replace('    "cuda_ipc": Carrier', f'{line}    "cuda_ipc": Carrier')
+    assert len(longer.splitlines()) == len(source.splitlines()) + 1
+    module = ModuleType("megatron_async_rl.config.weights_and_pigeon")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(longer, "weights.py", "exec"), vars(module))
+    chosen = module.WeightsConfig.model_validate({"transport": "pigeon"})
+    assert chosen.carrier.other_machines
+    with pytest.raises(ValidationError, match="transport"):
+        WeightsConfig.model_validate({"transport": "pigeon"})
 
 
 @pytest.mark.usefixtures("added")

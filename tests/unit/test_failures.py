@@ -53,7 +53,7 @@ class Foreign(RuntimeError):
         (RewardFailed("Connection refused by the grader; the reward timed out"), PRIMARY),
         (ValueError("a bad tensor"), PRIMARY),
         (DeadlineExceeded("rank 0", "a batch", 5.0), DEADLINE),
-        (ProcessDied("who was to answer is dead"), SECONDARY),
+        (ProcessDied("the process that should answer is dead"), SECONDARY),
         (RankZeroFailed("ValueError: a bad tensor"), SECONDARY),
         (BrokenPipeError("[Errno 32]"), SECONDARY),
         (Foreign("Connection closed by peer [127.0.0.1]:5"), SECONDARY),

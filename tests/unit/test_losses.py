@@ -11,10 +11,9 @@ import torch
 from megatron_async_rl.config.keys import models_in
 from megatron_async_rl.config.losses import Loss, PpoClipLoss, SftLoss
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.objectives.aggregate import Denominators, aggregate
 from megatron_async_rl.objectives.batch import TokenLoss
 from megatron_async_rl.objectives.losses.ppo_clip import ppo_clip
-from megatron_async_rl.objectives.objective import Objective, StepTargets
+from megatron_async_rl.objectives.objective import Denominators, Objective, StepTargets, aggregate
 from megatron_async_rl.objectives.off_policy import proximal_logp
 from tests.cases import looped
 from tests.method_settings import LOSSES

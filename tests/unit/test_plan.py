@@ -805,7 +805,7 @@ def test_by_relay_engines_need_no_gpus_of_the_trainers_machine(file, monkeypatch
         ("relay", "brings weights to engines on other machines"),
         (
             "collective",
-            "connects the policy's device with others: NCCL takes each device once",
+            "connects the policy's device with others, and NCCL accepts no device twice",
         ),
     ],
 )

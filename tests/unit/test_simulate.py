@@ -350,7 +350,7 @@ def test_the_command_takes_the_rates_of_a_run(measured: Path) -> None:
         (["--assume", "tflops=-1"], "a number, 0 or more"),
         (["--from", "nowhere"], "nowhere holds no metrics.jsonl"),
         (["--from", "nowhere", "--gpus", "64"], "leave one of the two out"),
-        (["policy.device=cpu"], "no speed is assumed of a CPU"),
+        (["policy.device=cpu"], "no speed is assumed for a CPU"),
         (["--gpus", "2"], "2 are too few for 8 ranks and an engine"),
         (["policy.parallel.ranks=12"], "12 ranks do not divide into tensor 8"),
         (

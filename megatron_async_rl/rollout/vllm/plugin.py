@@ -90,7 +90,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         PARENT: str(os.getpid()),
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if spec.transport != "collective":  # NCCL receives weights from rank 0's machine
+    if not spec.carrier.per_engine:  # NCCL receives weights from rank 0's machine
         values["NCCL_SOCKET_IFNAME"] = loopback_interface()
     if spec.records_experts and spec.device == "cpu":
         values[RECORD_EXPERTS] = "1"
