@@ -184,7 +184,10 @@ def test_node_0_names_the_nodes_that_did_not_come(launchers: Launchers) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_state_of_a_killed_launcher_deceives_nobody(launchers: Launchers, rank: int) -> None:
+def test_the_state_of_a_killed_launcher_deceives_nobody(
+    launchers: Launchers, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    monkeypatch.setattr(rendezvous, "REACH_S", 0.05)
     write_state(launchers.folder, f"launcher {1 - rank}", start="old", unreached="it does not")
     error = error_of(launchers.start(rank, timeout_s=0.3))
     assert f"node {1 - rank}" in error
