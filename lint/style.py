@@ -8,6 +8,9 @@ Rules:
 - modules of the package do not import each other in a circle, types included, and have fewer than
   MAX_TYPE_IMPORTS imports of types alone;
 - only config/rules.py makes a Config, so that no configuration passes unchecked;
+- only rollout/vllm/ imports vLLM, so that another version of vLLM concerns one folder;
+- only the table of carriers and a carrier's own file have its name as a string: all other code
+  tests for capabilities;
 - Markdown has at most MAX_COLUMNS columns, except for tables, code and links.
 
 The lists of exceptions only shrink: an entry without a violation is an error, too.
@@ -97,32 +100,22 @@ AFTER = r"(?![\w_]| (?:longer|more|less|later|earlier|other)\b)"
 MAKES_CONFIG = re.compile(r"(?<![\w.])(?<!class )Config(\.model_(validate|construct)\w*)?\(")
 CHECKS_CONFIG = f"{PACKAGE}/config/rules.py"
 
+VLLM_FOLDER = f"{PACKAGE}/rollout/vllm/"
+CARRIERS = f"{PACKAGE}/config/weights.py"
+"""Table of the carriers of weights: name -> capabilities."""
+
 SHARED_STEMS = {"__init__", "registry", "errors"}
 """Names of files that every folder may have."""
 
 SAME_STEMS = {
-    "megatron_async_rl/data/conversation.py",
-    "megatron_async_rl/flow/batches.py",
     "megatron_async_rl/flow/spec.py",
-    "megatron_async_rl/objectives/batch.py",
-    "megatron_async_rl/plan/batch.py",
-    "megatron_async_rl/plan/layers.py",
-    "megatron_async_rl/policy/batches.py",
-    "megatron_async_rl/policy/layers.py",
-    "megatron_async_rl/policy/model.py",
-    "megatron_async_rl/rollout/environments/conversation.py",
     "megatron_async_rl/rollout/spec.py",
-    "megatron_async_rl/simulate/model.py",
 }
 """Files of one name that are still to be renamed."""
 
 LONG_FILES = {
-    "megatron_async_rl/data/prompts.py",
     "megatron_async_rl/flow/controller.py",
-    "megatron_async_rl/flow/rank0.py",
     "megatron_async_rl/flow/sample_log.py",
-    "megatron_async_rl/policy/model_blocks.py",
-    "megatron_async_rl/policy/policy.py",
     "megatron_async_rl/rollout/environments/built_in.py",
     "megatron_async_rl/rollout/rewards/formula_parser.py",
 }
@@ -341,6 +334,39 @@ def unchecked_configs(source: str) -> Iterator[int]:
             yield number
 
 
+def vllm_imports(tree: ast.Module) -> Iterator[int]:
+    """Line of each import of vLLM, inside functions and under TYPE_CHECKING included."""
+    for statement in statements(tree):
+        match statement:
+            case ast.Import():
+                modules = [alias.name for alias in statement.names]
+            case ast.ImportFrom():
+                modules = [statement.module or ""]
+            case _:
+                continue
+        if any(module.split(".")[0] == "vllm" for module in modules):
+            yield statement.lineno
+
+
+def carrier_names(tree: ast.Module) -> set[str]:
+    """Keys of the table CARRIERS."""
+    for statement in tree.body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id="CARRIERS")], value=ast.Dict(keys=keys)):
+                return {key.value for key in keys if isinstance(key, ast.Constant)}
+    raise ValueError(f"{CARRIERS} has no table CARRIERS")
+
+
+def named_carriers(path: str, tree: ast.Module, carriers: set[str]) -> Iterator[tuple[int, str]]:
+    """Line and message of each string that is the name of a carrier other than the file's own."""
+    if path == CARRIERS:
+        return
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str() as name) if name in carriers - {Path(path).stem}:
+                yield node.lineno, f"{name!r}: test for a capability of {CARRIERS}"
+
+
 def exceptions(found: set[str], allowed: set[str], what: str) -> Iterator[str]:
     """A message for each violation that is not in the list, and for each entry without one."""
     for path in sorted(found - allowed):
@@ -376,8 +402,20 @@ def check(root: Path = ROOT) -> list[str]:
                         f"{path}:{line}: make a Config by validated() of {CHECKS_CONFIG}"
                         for line in unchecked_configs(source)
                     ]
+                if not path.startswith(VLLM_FOLDER):
+                    found += [
+                        f"{path}:{line}: only {VLLM_FOLDER} imports vLLM"
+                        for line in vllm_imports(tree)
+                    ]
                 if lines_without_tables(source, tree) > MAX_LINES:
                     long_files.add(path)
+    if CARRIERS in trees:
+        names_of_carriers = carrier_names(trees[CARRIERS])
+        found += [
+            f"{path}:{line}: {message}"
+            for path, tree in trees.items()
+            for line, message in named_carriers(path, tree, names_of_carriers)
+        ]
     found += repeated_names(trees)
     if cycle := import_cycle(trees):
         found.append(f"import cycle: {' -> '.join(cycle)}")

@@ -37,6 +37,8 @@ class Commands(TyperGroup):
         except OSError as error:
             # The caller of last resort: an error without a file, such as a socket's, is not the
             # user's.
+            # errno errors without a file come from sockets and pipes: a bug or the system, not the
+            # request.
             if error.filename is None:
                 raise
             fix = "check the file, its folder and their permissions, or name another one"
@@ -44,6 +46,7 @@ class Commands(TyperGroup):
             raise typer.Exit(USER_ERROR) from None
 
 
+# Tracebacks of typer would show local variables, tokens included.
 app = typer.Typer(
     name="mar",
     cls=Commands,
@@ -63,13 +66,18 @@ Overrides = Annotated[
 ]
 NodeCount = Annotated[
     int,
-    typer.Option("--nnodes", min=1, help="Machines of the run, alike; `mar train` runs on each."),
+    typer.Option(
+        "--nnodes",
+        min=1,
+        help="Number of identical machines with ranks; start `mar train` on each.",
+    ),
 ]
 
 
 def console(*, stderr: bool = False) -> Console:
     """Console as wide as the terminal; outside a terminal, wide enough that no line is broken."""
     made = Console(stderr=stderr)
+    # rich assumes 80 columns for a pipe and would break paths.
     return made if made.is_terminal else Console(stderr=stderr, width=PIPE_WIDTH)
 
 
@@ -94,6 +102,7 @@ def let_children_import_from_here() -> None:
     too."""
     here = os.getcwd()
     known = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    # Appended, so that the user's own order of paths stays.
     if here not in known:
         os.environ["PYTHONPATH"] = os.pathsep.join([*known, here])
 
@@ -111,5 +120,7 @@ def never_fail_to_print() -> None:
     a child process's output is read by this package, as UTF-8."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
+            # A report must not fail over a character of a prompt.
             stream.reconfigure(errors="replace")
+    # Inherited by ranks and engines, whose logs this package reads.
     os.environ["PYTHONIOENCODING"] = "utf-8:backslashreplace"

@@ -35,16 +35,14 @@ def train(
     nnodes: NodeCount = 1,
     node_rank: Annotated[
         int,
-        typer.Option(
-            "--node-rank", min=0, help="Which of the machines this is; 0 has the engines."
-        ),
+        typer.Option("--node-rank", min=0, help="Number of this machine; node 0 has the engines."),
     ] = 0,
     rdzv_endpoint: Annotated[
         str,
         typer.Option(
             "--rdzv-endpoint",
             metavar="HOST:PORT",
-            help="Of node 0, with --nnodes above 1: a free port.",
+            help="Address of node 0 and a free port there; needed with --nnodes above 1.",
         ),
     ] = "",
     engine_nodes: Annotated[
@@ -52,7 +50,7 @@ def train(
         typer.Option(
             "--engine-nodes",
             min=0,
-            help="Machines without ranks to wait for in the Ray cluster that RAY_ADDRESS names.",
+            help="Rollout nodes (without ranks) to wait for in the Ray cluster of RAY_ADDRESS.",
         ),
     ] = 0,
 ) -> None:
@@ -60,12 +58,14 @@ def train(
     from megatron_async_rl.launch.rendezvous import PeerNodes
 
     let_children_import_from_here()
+    # Before anything slow: a wrong endpoint is refused at once on every node.
     nodes = Nodes(nnodes, node_rank, rdzv_endpoint)
     peers = PeerNodes(nodes)
     try:
         code = _train(config, overrides or (), nodes, peers, engine_nodes)
     except UserError as error:
         print_error(error)  # first here: the other nodes may take their time to hear it
+        # The other nodes wait for this one, and would wait until their deadline.
         peers.refuse(str(error))
         raise typer.Exit(USER_ERROR) from None
     except BaseException as error:
@@ -83,6 +83,7 @@ def _train(
     from megatron_async_rl.launch.launcher import refuse_second_run
     from megatron_async_rl.launch.run_lock import refuse_taken, usable
 
+    # First: most mistakes are in the config, and loading it takes no time.
     given = load(config, overrides)
     # What the directory alone decides comes first: it takes no time, and the run that has the
     # directory may also be why memory or GPUs are short.
@@ -90,6 +91,7 @@ def _train(
         with usable(given.run.dir):
             refuse_taken(given.run.dir)
             refuse_second_run(given)
+    # Downloads come after the checks that need no network.
     loaded, found = located(given)
     with usable(loaded.run.dir):
         return _train_loaded(config, loaded, found, nodes, peers, engine_nodes)
@@ -115,9 +117,11 @@ def _train_loaded(
     refused = conflicts(loaded) if nodes.rank == 0 else []
     # A finished run needs no model, no data and no memory any more.
     finished = finished_before if nodes.rank == 0 else already_finished
+    # A conflict is reported even for a finished run.
     if not refused and finished(loaded, console()):
         return 0
     machine = this_machine(nodes.count)
+    # Everything that can be known before a process starts.
     plan = preflight(loaded, all_data=True, machine=machine)
     # What its checkpoint was made with can differ, too: the same key, reported once.
     reported = {one.key for one in refused}
@@ -126,6 +130,7 @@ def _train_loaded(
     problems = [*refused, *(one for one in plan.problems if one.key not in reported), *crowded]
     if problems:
         raise ConfigError(f"{config}: cannot run", problems)
+    # Last, as it may wait for GPUs of a run that has just ended.
     taken = taken_gpus(loaded, machine, nodes.rank)
     if engine_nodes:
         print_text(f"waiting for {engine_nodes} machines of engines to join Ray")
@@ -133,6 +138,7 @@ def _train_loaded(
     unfit = cluster_problems(cluster, waited=engine_nodes > 0) if cluster else []
     if taken or unfit:
         raise NodesError("", [*taken, *unfit])
+    # A run can start with fewer engines: they join later.
     if cluster and cluster.missing:
         print_text(f"note: {cluster.missing} of {engine_nodes} machines have not joined Ray yet")
     for node in cluster.nodes if cluster else ():
@@ -140,16 +146,18 @@ def _train_loaded(
             print_text(
                 f"note: {node.host}, a machine of the Ray cluster, did not answer: {node.silent}"
             )
+    # Allowed differences are printed: nothing the user changed is silent.
     changed = [str(one) for one in differences(loaded)] if nodes.rank == 0 else []
     if changed:
-        print_text(f"{loaded.run.dir} goes on with other settings:\n  " + "\n  ".join(changed))
+        print_text(f"{loaded.run.dir} continues with other settings:\n  " + "\n  ".join(changed))
     for warning in (*found, *plan.warnings):
         print_text(f"note: {warning}")
     return launch(loaded, console(), nodes, peers, rank_environment(loaded, machine))
 
 
 def _absent(out: Path) -> Path:
-    """Called before the first question."""
+    """Return `out`, which must not exist; called before the first question. Raises UserError."""
+    # An existing file may be a config in use.
     if out.exists():
         raise UserError.of("OUT", f"{out} already exists", "name another file, or remove it")
     return out
@@ -183,7 +191,7 @@ def init(
         typer.Option(
             "--eval",
             metavar="FILE",
-            help="Held-out data, as --data; or a share to split off, by default 5%; or none.",
+            help="Held-out data, as for --data; or a share to split off, 5% by default; or none.",
         ),
     ] = None,
     reward: Annotated[
@@ -198,7 +206,7 @@ def init(
         typer.Option("--answer-key", metavar="COLUMN", help="The answers' column, if any."),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=0, help="0: the CPU; default: those of this machine.")
+        int | None, typer.Option(min=0, help="Number of GPUs; 0: the CPU; default: this machine's.")
     ] = None,
     style: Annotated[
         str | None,
@@ -210,24 +218,26 @@ def init(
     gpu_memory: Annotated[
         float | None,
         typer.Option(
-            "--gpu-memory", min=1.0, help="Of each GPU, in GiB; default: as here, else 80."
+            "--gpu-memory",
+            min=1.0,
+            help="Memory of each GPU in GiB; default: this machine's, else 80.",
         ),
     ] = None,
     as_chat: Annotated[
-        bool, typer.Option("--as-chat", help="A prompt is a message to a chat model.")
+        bool, typer.Option("--as-chat", help="Each prompt is a message to a chat model.")
     ] = False,
     setting: Annotated[
         list[str] | None,
         typer.Option(
             metavar="[NAME.]KEY=VALUE",
-            help="Of the reward or environment, such as judge.url=http://HOST:8001/v1; may be given"
-            " several times.",
+            help="Setting of the reward or environment, such as judge.url=http://HOST:8001/v1;"
+            " repeatable.",
         ),
     ] = None,
 ) -> None:
-    """Ask for model, data, held-out data, reward, GPUs and style, and write a config that `mar
-    plan` accepts. Options answer without being asked; without a terminal the others take
-    defaults."""
+    """Write a config that `mar plan` accepts, from answers about model, data, held-out data,
+    reward, GPUs and style. Options answer questions in advance; without a terminal the remaining
+    ones take their defaults."""
     from megatron_async_rl.plan import interview
     from megatron_async_rl.plan.new_config import write_config
 
@@ -239,6 +249,7 @@ def init(
         "eval": held_out,
         "reward": reward,
         "answer_key": answer_key,
+        # Text: options and typed answers pass through the same checks.
         "gpus": None if gpus is None else str(gpus),
         "style": style,
     }
@@ -251,6 +262,7 @@ def init(
         report=print_error,
     )
     answers = questions.ask()
+    # A refused answer is asked for again, without losing the others.
     while True:
         try:
             written = write_config(answers, out)
@@ -266,12 +278,13 @@ def init(
 @app.command()
 def examples(
     folder: Annotated[
-        Path, typer.Argument(metavar="[FOLDER]", help="Where they go; default: here.")
+        Path, typer.Argument(metavar="[FOLDER]", help="Target folder; default: the current one.")
     ] = Path(),
 ) -> None:
-    """Copy the examples, the launchers and the pages of this version, so that what the pages tell
-    you to type works from that folder."""
+    """Copy the examples, launchers and pages of this version, so that the commands in the pages
+    work from that folder."""
     for part in sorted(SHARE.iterdir()):
+        # Checked for all parts before the first is copied.
         if (folder / part.name).exists():
             fix = "name a new folder: mar examples FOLDER"
             raise UserError.of("FOLDER", f"{folder / part.name} exists", fix)
@@ -291,17 +304,18 @@ def study(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            "--only", metavar="NAME", help="A sweep, or runs by name; `*` stands for any."
+            "--only", metavar="NAME", help="Sweep or run to include; `*` matches any characters."
         ),
     ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Runs at a time.")] = 1,
-    retry: Annotated[bool, typer.Option("--retry", help="Start failed runs again, too.")] = False,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Number of concurrent runs.")] = 1,
+    retry: Annotated[bool, typer.Option("--retry", help="Also restart failed runs.")] = False,
 ) -> None:
-    """Run every config of a grid that has not been run; Ctrl-C stops, and the same command goes
-    on. Exit code 1 where runs failed."""
+    """Run every config of a grid that has not run yet. Ctrl-C stops; the same command continues.
+    Exit code 1 if a run failed."""
     from megatron_async_rl.study import study as run_study
 
     let_children_import_from_here()
+    # Exit codes are those of study().
     raise typer.Exit(run_study(grid, only or (), console(), jobs=jobs, retry=retry))
 
 
@@ -317,7 +331,7 @@ def evaluate(
     overrides: Overrides = None,
     config: Annotated[
         Path | None,
-        typer.Option(metavar="CONFIG", help="Says how to sample; default: the run's own."),
+        typer.Option(metavar="CONFIG", help="Config with sampling settings; default: the run's."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -325,17 +339,18 @@ def evaluate(
     ] = None,
     responses: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="JSONL to write every response to, with its reward."),
+        typer.Option(metavar="FILE", help="JSONL file for all responses and their rewards."),
     ] = None,
 ) -> None:
-    """Sample held-out prompts from a checkpoint or a model: mean reward, pass@k, speed. Engines
-    alone, no training."""
+    """Evaluate a checkpoint or a model on held-out prompts: mean reward, pass@k and speed. Starts
+    engines only."""
     from megatron_async_rl.evaluate import EvaluationFailed, resolve, run
 
     let_children_import_from_here()
     job = resolve(checkpoint, config, overrides or (), out, responses)
     try:
         run(job, console())
+    # Not a user error: exit code 1, as for a failed run.
     except EvaluationFailed as error:
         print_error(error)
         raise typer.Exit(1) from None

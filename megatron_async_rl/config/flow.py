@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, P
 
 from megatron_async_rl.config.settings_model import Strict, bare_name
 
+# Settings only: flow/selection.py has the rules.
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -61,6 +62,7 @@ class Replay(Strict):
 Selection = Annotated[
     Union[OldestFirst, Windowed, ExactLag, Replay],
     Field(discriminator="name"),
+    # Before the discriminator, which needs a mapping with `name`.
     BeforeValidator(bare_name),
 ]
 

@@ -82,6 +82,7 @@ class LossSettings(ReadsRatios):
         "megatron_async_rl.objectives.method.LossMethod",
     )
     """Requirement on `method`, by name: the configuration is read without torch."""
+    # ClassVar: facts about a method are not keys that a user could set.
     default_aggregation: ClassVar[Aggregation] = "token-mean"
     """Taken when `objective.aggregation` is null. `seq-mean` marks a sequence-level loss, which
     knows no other."""
@@ -114,6 +115,7 @@ class LossSettings(ReadsRatios):
 
     @property
     def level(self) -> Literal["token", "sequence"]:
+        # A sequence-level loss returns one number per sequence, so no other aggregation applies.
         return "sequence" if self.default_aggregation == "seq-mean" else "token"
 
 
@@ -145,6 +147,7 @@ class PpoClipLoss(ClipBounds):
     name: Literal["ppo_clip"] = "ppo_clip"
 
 
+# Two ratios: the clipped one is to the proximal policy, the weight to the sampling one.
 class DecoupledPpoLoss(ClipBounds):
     """sg(pi_prox / mu) * ppo_clip(pi / pi_prox) (arXiv 2110.00641; AReaL, arXiv 2505.24298)."""
 
@@ -166,6 +169,7 @@ class CispoLoss(LossSettings):
     """The weight is at most 1 + clip_high."""
 
 
+# Bounds are tighter than PPO's, as the mean over a response varies less than one token.
 class GspoLoss(LossSettings):
     """PPO's clip on the sequence's ratio exp(mean log r), per token (arXiv 2507.18071)."""
 
@@ -208,6 +212,7 @@ class SapoLoss(LossSettings):
     """Sharpness of the gate where A <= 0."""
 
 
+# DPPO masks by the distance of probabilities instead of clipping ratios.
 class DppoTvLoss(LossSettings):
     """-A * sg(min(w, cap)) * logp, w = pi / mu; 0 where pi has moved more than `threshold` from mu
     on A's side (arXiv 2602.04879)."""
@@ -234,6 +239,7 @@ class DppoKlLoss(LossSettings):
     """Larger weights are cut to it."""
 
 
+# Losses that read rewards directly go with `advantage: none`.
 class ToprLoss(LossSettings):
     """-c * R * logp, c = 1 where R >= 0, else sg(min(1, product of w)) over the sequence, w = pi /
     mu (arXiv 2503.14286)."""
@@ -264,6 +270,7 @@ class TrajectoryBalanceLoss(LossSettings):
     """Reward that weighs as much as one nat of divergence from the reference."""
 
 
+# The group's value is defined for responses that one weight version sampled.
 class OaplLoss(LossSettings):
     """(beta_policy * sum(logp - logp_behavior) - (R - V))^2 per sequence, V = beta_value * log mean
     exp(R / beta_value) over the group (arXiv 2602.19362)."""
@@ -359,6 +366,7 @@ class MinirlLoss(LossSettings):
     """Larger weights are cut to it."""
 
 
+# M2PO and BAPO look at the whole optimizer-step batch before the first micro-batch.
 class M2poLoss(LossSettings):
     """-w * A, w = pi / mu, with the second moment of log w bounded over the optimizer-step batch
     (arXiv 2510.01161)."""
@@ -390,6 +398,7 @@ def _rising(bounds: tuple[float, float, float]) -> tuple[float, float, float]:
 def _as_tuple(value: Any) -> Any:
     """A method's settings come through a Python function (config/settings_model.py), after which
     strict refuses the file's list for a tuple."""
+    # JSON has lists only.
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -405,7 +414,7 @@ class BapoLoss(LossSettings):
 
     name: Literal["bapo"] = "bapo"
     target_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.4
-    """Share of the loss's magnitude wanted from tokens with A > 0; the search stops there."""
+    """Target share of the loss's magnitude from tokens with A > 0; the search stops there."""
     low: Search = (0.6, 0.9, 0.02)
     """Lower bound of the ratio: where the search starts, where it ends, its step. It rises after
     the upper bound."""
@@ -414,6 +423,7 @@ class BapoLoss(LossSettings):
 
     @model_validator(mode="after")
     def _bounds_stay_apart(self) -> BapoLoss:
+        # The two searches must not cross, or an interval would be empty.
         if self.low[1] > self.high[0]:
             raise ValueError(
                 f"low may end at {self.low[1]}, above where high starts, {self.high[0]}: the bounds"
@@ -454,9 +464,12 @@ Loss = Annotated[
             BapoLoss,
             SftLoss,
         ],
+        # The discriminator makes an unknown name one error, not one per member.
         Field(discriminator="name"),
     ],
+    # Outside the union: a plug-in's name is not one of its tags.
     or_plug_in(LossSettings),
     BeforeValidator(bare_name),
+    # A plug-in has fields of its own, which the stored configuration must keep.
     SerializeAsAny(),
 ]

@@ -18,6 +18,7 @@ from pydantic import (
 
 from megatron_async_rl.config.settings_model import Strict
 
+# Sections do not check each other here: config/rules.py sees the finished whole.
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -64,6 +65,7 @@ class ParallelConfig(Strict):
     @property
     def data(self) -> int:
         """Data-parallel size: copies of the model."""
+        # Whether it divides is a problem of the layout, which the plan reports.
         return self.ranks // self.replica_ranks
 
 
@@ -130,6 +132,7 @@ class RecipeFacts:
     primary: str = ""
 
 
+# Read from Transformer Engine 2.12; the plan refuses by this table before ranks start.
 RECIPES: Mapping[Recipe, RecipeFacts] = {
     "tensorwise": RecipeFacts((8, 9), (12, 1), 16, 16, 16, "hybrid"),
     "blockwise": RecipeFacts((9, 0), (12, 9), 128, 16, 128, "e4m3"),
@@ -186,6 +189,7 @@ def lacking(
     """The lack of a device of that compute capability, under that CUDA, for the recipe, as text;
     empty if there is none. Null: not known, and not held against it."""
     facts = RECIPES[recipe]
+    # Unknown hardware passes: the ranks check again on the GPU itself.
     if capability is not None and capability < facts.capability:
         return (
             f"{recipe} needs compute capability {_dotted(facts.capability)}, and the GPU has"
@@ -212,6 +216,7 @@ def version_of(text: str | None) -> tuple[int, int] | None:
     """(major, minor) of a version of CUDA or a compute capability; null for anything else."""
     major, _, rest = (text or "").partition(".")
     minor = rest.partition(".")[0]
+    # `none` and `[N/A]` are answers of torch and nvidia-smi.
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 
@@ -235,6 +240,7 @@ ROW_PARALLEL: tuple[Target, ...] = ("o_proj", "down_proj")
 
 
 def _distinct(targets: Sequence[Target]) -> Sequence[Target]:
+    # An empty tuple would train nothing but a value head.
     if not targets:
         raise ValueError(
             "policy.lora.targets is empty: name at least one, or set policy.lora: null"
@@ -248,7 +254,7 @@ def _distinct(targets: Sequence[Target]) -> Sequence[Target]:
 class LoraConfig(Strict):
     """Low-rank adapters (arXiv 2106.09685): the model's own weights stay as they are, and a product
     of two small matrices is trained for each target W, y = W x + alpha / rank B A x. Null, the
-    default, trains every weight. Adapters want about ten times the learning rate."""
+    default, trains every weight. Adapters usually need about ten times the learning rate."""
 
     rank: PositiveInt = 16
     """Rows of A and columns of B; at most the smaller side of the smallest target."""
@@ -258,6 +264,7 @@ class LoraConfig(Strict):
     """Matrices of every layer, as Hugging Face's files and PEFT name them, each with an A and a B
     of its own. Experts of a mixture have no adapters: name q_proj, k_proj, v_proj and o_proj
     there."""
+    # At 1 nothing of the input would be left.
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Dropout rate of an adapter's inputs in training passes. Log-probs of proximal and
     reference policies and the engines' weights have none, so above 0 the ratio pi / pi_prox is
@@ -320,8 +327,10 @@ class PolicyConfig(Strict):
     def row_multiple(self) -> int:
         """Tokens that the length of a micro-batch's rows is rounded up to a multiple of: each
         context-parallel rank holds two pieces of a sequence, sequence parallelism divides what it
-        holds, and 8-bit products want a multiple of their own of what is left."""
+        holds, and FP8 GEMMs need a multiple of their own of the remainder."""
         parallel = self.parallel
+        # The smallest multiple that every kernel and every split of a row accepts.
         own = row_multiple(self.fp8, sequence=parallel.sequence)
         own *= parallel.tensor if parallel.sequence else 1
+        # Causal attention is balanced by giving each rank one early and one late piece.
         return own if parallel.context == 1 else parallel.context * math.lcm(2, own)

@@ -17,7 +17,8 @@ from megatron_async_rl.config.settings_model import OnlyJson, Strict
 TOOLS = "tools"
 """Name of the environment that calls functions for the model."""
 AGENTS = ("agent", "verifiers")
-"""Names of the environments that ask the model by themselves, over an endpoint."""
+"""Names of the environments that call the model themselves, over an endpoint."""
+# Constants that both rules and processes use, so that neither imports the other.
 OWN_REWARD = "environment"
 """Name of the reward that adds nothing to what the environment gives."""
 CODE_CPU_S = 5.0
@@ -28,7 +29,7 @@ is wrong, not an error."""
 
 
 class EnvironmentConfig(Strict):
-    """The partner that answers each turn of the model; null: a response is one turn.
+    """Environment that answers each turn of the model; null: a response is one turn.
     `rollout.sampling.max_tokens` bounds all turns of a sample together, the environment's tokens
     included."""
 
@@ -85,6 +86,7 @@ class RewardPart(Strict):
     def applies(self, fields: Mapping[str, Any]) -> bool:
         """`fields`: those of a prompt."""
         return all(
+            # A part never applies to a prompt without its column.
             name in fields
             and (fields[name] in value if isinstance(value, list) else fields[name] == value)
             for name, value in self.where.items()
@@ -128,6 +130,7 @@ class RewardConfig(Strict):
 
     @model_validator(mode="after")
     def _name_or_parts(self) -> RewardConfig:
+        # Exactly one of the two forms.
         if (self.name is None) != bool(self.parts):
             raise ValueError(
                 "needs either `name`, one of arithmetic, countdown, math, code, http, judge or"
@@ -135,6 +138,7 @@ class RewardConfig(Strict):
             )
         if self.parts and self.settings:
             raise ValueError("`settings` belongs to `name`; each of `parts` has its own")
+        # Parts may differ in their unit, so the common key would be ambiguous.
         if self.parts and self.per == "group":
             raise ValueError("`per` belongs to `name`; each of `parts` has its own")
         for part in self.parts:
@@ -144,6 +148,7 @@ class RewardConfig(Strict):
                     f" `reward/part/{part}`: take letters, digits, _ and -"
                 )
         gates = [name for name, part in self.parts.items() if part.gate]
+        # A product of gates alone would multiply an empty sum.
         if gates and len(gates) == len(self.parts):
             raise ValueError(
                 f"parts: {gates[0]!r} is a gate, and no part is left that it could multiply:"
@@ -159,6 +164,7 @@ class RewardConfig(Strict):
     def total(self, parts: Mapping[str, float]) -> float:
         """The reward of a response, of its `parts` by their names; others than these are only
         shown."""
+        # A part that does not apply to a prompt neither adds nor gates.
         own = {name: part for name, part in self.parts.items() if name in parts}
         added = sum(part.weight * parts[name] for name, part in own.items() if not part.gate)
         return added * math.prod(parts[name] for name, part in own.items() if part.gate)
@@ -238,6 +244,7 @@ class RolloutConfig(Strict):
     @field_validator("vllm")
     @classmethod
     def _free_options(cls, vllm: Mapping[str, Any]) -> Mapping[str, Any]:
+        # Refused here for any device; the plan checks those that depend on it.
         refused = [f"{name}: {why}" for name, why in refused_options(vllm)]
         if refused:
             raise ValueError(f"may not be set here: {'; '.join(refused)}")

@@ -26,43 +26,45 @@ from megatron_async_rl.config.rollout import (
 )
 from megatron_async_rl.config.sampling import EvalConfig, SamplingConfig, shown
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.weights import DEFAULT_CARRIER, carriers
 
 AT_ONCE = ("arithmetic", "countdown", OWN_REWARD)
 """Rewards that take no time, so that no limit on it matters."""
 
 
 def transport_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why weights cannot travel as configured; none: they can."""
-    transport = config.weights.transport
-    if transport == "shared_memory":
-        return
+    """Reasons why the weight transport does not work; empty if it does."""
+    transport, carrier = config.weights.transport, config.weights.carrier
     if config.rollout is None:
+        if transport == DEFAULT_CARRIER:
+            return
         yield (
-            f"weights.transport: {transport} has no engines to bring weights to: objective.loss:"
-            f" {config.objective.loss.name} learns without; remove it"
+            f"weights.transport: {transport} has no engines to send weights to, as objective.loss:"
+            f" {config.objective.loss.name} uses none; remove it"
         )
         return
     colocated = config.rollout.placement == "colocated"
-    if transport == "cuda_ipc" and not colocated:
+    # A CUDA IPC handle can be opened only on the device that allocated it.
+    if carrier.ipc and not colocated:
         yield (
-            "weights.transport: cuda_ipc passes weights between processes on the same devices, and"
-            " rollout.placement: disaggregated gives engines devices of their own; set"
-            " weights.transport: shared_memory, or rollout.placement: colocated"
+            f"weights.transport: {transport} passes weights between processes on the same devices,"
+            " and rollout.placement: disaggregated gives engines devices of their own; set"
+            f" weights.transport: {DEFAULT_CARRIER}, or rollout.placement: colocated"
         )
-    elif transport != "cuda_ipc" and colocated:
-        why = {
-            "relay": "brings weights to engines on other machines",
-            "collective": "connects the policy's device with others, as NCCL takes none twice",
-        }[transport]
+    # Carriers to other devices gain nothing where policy and engines share one.
+    elif carrier.other_machines and colocated:
+        why = "brings weights to engines on other machines"
+        if carrier.per_engine:
+            why = "connects the policy's device with others, and NCCL accepts no device twice"
         yield (
             f"weights.transport: {transport} {why}, and rollout.placement: colocated has the"
-            " engines on the policy's own devices; set weights.transport: shared_memory or"
-            " cuda_ipc, or rollout.placement: disaggregated"
+            " engines on the policy's own devices; set weights.transport:"
+            f" {carriers(other_machines=False)}, or rollout.placement: disaggregated"
         )
 
 
 def engine_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why no engine can be as the configuration has it; none: one can."""
+    """Reasons why engines cannot have these settings; empty if they can."""
     rollout = config.rollout
     if rollout is None:
         return
@@ -79,13 +81,13 @@ def engine_conflicts(config: Config) -> Iterator[str]:
         )
     if rollout.quantised and config.model.dtype == "float32":
         yield (
-            f"rollout.vllm.quantization: {rollout.vllm['quantization']} multiplies in 8 bits what"
-            " is bfloat16 else, and model.dtype is float32; set model.dtype: bfloat16, or remove it"
+            f"rollout.vllm.quantization: {rollout.vllm['quantization']} quantises bfloat16"
+            " weights, and model.dtype is float32; set model.dtype: bfloat16, or remove it"
         )
 
 
 def environment_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why there would be no reward, or no end to a tool; none: there are."""
+    """Reasons why there would be no reward, or no end to a tool; empty if there are."""
     rollout = config.rollout
     if rollout is None:
         return
@@ -93,31 +95,32 @@ def environment_conflicts(config: Config) -> Iterator[str]:
     turns, limit_s = rollout.environment, config.watchdog.timeout_s
     if turns is not None and turns.name == TOOLS and rollout.reward.name == OWN_REWARD:
         yield (
-            "rollout.reward is missing, and the environment tools rewards nothing by itself; name"
+            "rollout.reward is missing, and the environment tools gives no reward by itself; name"
             " the reward of the last turn, such as rollout.reward.name: math"
         )
     if turns is not None and turns.name not in AGENTS and turns.max_segments > 1:
         yield (
-            f"rollout.environment.max_segments: {turns.max_segments} is of agents, and {turns.name}"
-            " answers every turn of one conversation; remove it"
+            f"rollout.environment.max_segments: {turns.max_segments} applies to agents, and"
+            f" {turns.name} has a single conversation; remove it"
         )
     if turns is not None and turns.name in AGENTS and turns.format == "text":
         yield (
-            f"rollout.environment.format: text has no use with {turns.name}, whose endpoint answers"
-            " chats; remove it"
+            f"rollout.environment.format: text has no effect with {turns.name}, whose endpoint"
+            " answers chats; remove it"
         )
+    # The watchdog sees no progress during a reward, so its limit must be the longer one.
     timed = [one.name for one in rollout.reward.rewards.values() if one.name not in AT_ONCE]
     if timed and rollout.reward.timeout_s >= limit_s:
         yield (
             f"rollout.reward.timeout_s: {rollout.reward.timeout_s:g} lets a reward take as long as"
-            f" watchdog.timeout_s: {limit_s:g}, after which a run in which nothing moves ends;"
-            " lower the one or raise the other"
+            f" watchdog.timeout_s: {limit_s:g}, after which a run without progress ends; lower it,"
+            " or raise watchdog.timeout_s"
         )
     if turns is not None and turns.name not in AGENTS and turns.timeout_s >= limit_s:
         yield (
             f"rollout.environment.timeout_s: {turns.timeout_s:g} lets a tool take as long as"
-            f" watchdog.timeout_s: {limit_s:g}, after which a run in which no response grows ends;"
-            " lower the one or raise the other"
+            f" watchdog.timeout_s: {limit_s:g}, after which a run without progress ends; lower it,"
+            " or raise watchdog.timeout_s"
         )
 
 
@@ -132,17 +135,18 @@ def _reward_conflicts(rollout: RolloutConfig) -> Iterator[str]:
                 else f"{key}.name: {OWN_REWARD} is what rollout.environment gives, and there is"
                 " none, so it would always be 0; remove the part or add the environment"
             )
+        # The environment's reward reaches the sum without passing through weights.
         elif part.name == OWN_REWARD and part.weight != 1.0:
             yield (
-                f"{key}.weight: {part.weight:g} would be without effect: what rollout.environment"
-                " gives is added as it is; leave it out and scale it in the environment, or weigh"
-                " the other parts"
+                f"{key}.weight: {part.weight:g} would have no effect: the environment's reward is"
+                " added unchanged; remove the weight and scale the reward in the environment, or"
+                " weigh the other parts"
             )
         if part.gate and rollout.environment is not None and rollout.environment.name != TOOLS:
             yield (
-                f"{key}.gate: a gate multiplies the parts of rollout.reward, and what"
-                f" rollout.environment ({rollout.environment.name}) gives is added to them;"
-                " remove gate, and give 0 in the environment"
+                f"{key}.gate: a gate multiplies the parts of rollout.reward, and the reward of"
+                f" rollout.environment ({rollout.environment.name}) is added to them; remove gate,"
+                " and give 0 in the environment"
             )
         if part.name == "code":
             cpu_s = part.settings.get("cpu_s", CODE_CPU_S)
@@ -161,14 +165,15 @@ SAMPLED_ONLY = ("sampling", "samples_per_prompt", "pass_at", "pass_reward", "eng
 
 
 def sampling_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why training's sampling does not go with the objective; none: it does."""
+    """Reasons why training's sampling does not go with the objective; empty if it does."""
     if config.rollout is None:
         return
     sampling, objective = config.rollout.sampling, config.objective
+    # Evaluation may be greedy: only training needs a distribution.
     if sampling.temperature == 0:
         yield (
-            "rollout.sampling.temperature: 0 takes the likeliest token: the responses of a group"
-            " are all the same, and the trainer's log-probs are those of temperature 1; set it"
+            "rollout.sampling.temperature: 0 takes the likeliest token, so that the responses of"
+            " a group are equal, and the trainer's log-probs are those of temperature 1; set it"
             " above 0 (held-out prompts: eval.sampling.temperature: 0)"
         )
     if not sampling.renormalised:
@@ -189,6 +194,7 @@ def _readers(config: Config) -> Iterator[tuple[str, ReadsRatios, str]]:
     part of the objective and of every control."""
     objective = config.objective
     loss, proximal = objective.loss, objective.proximal
+    # The ratio is wrong only because the proximal policy is the engine's.
     if loss.uses_proximal and engine_ratios(loss, proximal) == {"pi/prox"}:
         yield (
             f"objective.proximal: {proximal}",
@@ -224,6 +230,7 @@ def _readers(config: Config) -> Iterator[tuple[str, ReadsRatios, str]]:
                 " with the length; give it level: token, or {off}"
             )
         yield f"correction {correction.name}", correction, template
+    # Controls that read pi / mu measure staleness, and would measure the renormalisation instead.
     for control in config.controls:
         yield (
             f"controls: {control.name}",
@@ -234,7 +241,7 @@ def _readers(config: Config) -> Iterator[tuple[str, ReadsRatios, str]]:
 
 
 def eval_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why the held-out sets cannot be sampled; none: they can."""
+    """Reasons why the held-out sets cannot be sampled; empty if they can."""
     evaluation = config.eval
     if evaluation is None:
         return
@@ -246,16 +253,18 @@ def eval_conflicts(config: Config) -> Iterator[str]:
         yield from _sampled_only(evaluation)
     for one in config.eval_sets:
         place = one.key
+        # pass@k is estimated from at least k responses.
         maximum = max(one.pass_at, default=1)
         if maximum > one.samples_per_prompt:
             yield (
                 f"{place}.pass_at: {maximum} needs as many responses per prompt; set"
                 f" {place}.samples_per_prompt to at least {maximum}"
             )
+        # Greedy decoding is deterministic, apart from the order of sums.
         if one.sampling.temperature == 0 and one.samples_per_prompt > 1:
             yield (
                 f"{place}.sampling.temperature: 0 takes the likeliest token, so all"
-                f" {one.samples_per_prompt} responses to a prompt would be one; set"
+                f" {one.samples_per_prompt} responses to a prompt would be equal; set"
                 f" {place}.samples_per_prompt: 1"
             )
 
@@ -269,17 +278,19 @@ def _sampled_only(evaluation: EvalConfig) -> Iterator[str]:
         f"{key}.{name}"
         for key, one in places.items()
         for name, field in type(one).model_fields.items()
+        # Compared with the default, since a file may spell a default out.
         if name in SAMPLED_ONLY and getattr(one, name) != field.default
     ]
     if set_here:
         yield (
-            f"{set_here[0]} is of sampled responses, and objective.loss: sft measures the loss of"
-            f" held-out responses that are given; remove {' and '.join(set_here)}"
+            f"{set_here[0]} applies to sampled responses, and objective.loss: sft measures the"
+            f" loss of given ones; remove {' and '.join(set_here)}"
         )
 
 
 def sampling_warnings(config: Config) -> list[str]:
     """Notes on training's sampling, for a reader of the metrics."""
+    # A note, not a refusal: the ratios stay valid importance weights of what was sampled.
     if config.rollout is None or not config.rollout.sampling.renormalised:
         return []
     objective = config.objective
@@ -303,6 +314,7 @@ def length_warnings(config: Config) -> list[str]:
         return []
     length = rollout.sampling.max_tokens
     # Without a ratio to the engine's log-probs, one step per batch leaves nothing to multiply.
+    # pi / pi_prox is then exactly 1 at every token.
     always_one = objective.proximal == "recompute" and objective.steps_per_batch == 1
     found = [
         name
@@ -311,6 +323,7 @@ def length_warnings(config: Config) -> list[str]:
     ]
     if not found:
         return []
+    # Rounding errors of tokens are nearly independent, so their sum grows as a root.
     spread = NATS_PER_ROOT_TOKEN * math.sqrt(length)
     return [
         f"{' and '.join(found)} multiply ratios over a whole response: with"

@@ -44,6 +44,7 @@ def validated(tree: Mapping[str, Any]) -> Config:
 
 def _checked(config: Config) -> Config:
     for reason in run_conflicts(config):
+        # The first conflict only: later ones are often consequences of it.
         raise ValueError(reason)
     return config
 
@@ -53,7 +54,8 @@ _CHECKED = TypeAdapter(Annotated[Config, AfterValidator(_checked)])
 
 
 def run_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why objective and controls do not fit the run around them; none: they do."""
+    """Reasons to refuse the configuration; empty if it is valid."""
+    # Conflicts of objective and controls first: they decide what the rest of the run needs.
     yield from _controls(config)
     yield from flow_conflicts(config)
     yield from lora_conflicts(config)
@@ -67,12 +69,14 @@ def run_conflicts(config: Config) -> Iterator[str]:
     yield from eval_conflicts(config)
     yield from environment_conflicts(config)
     objective, flow = config.objective, config.flow
+    # Groups are never cut: baselines compare all responses of a group.
     if objective.minibatches > flow.prompts_per_step:
         yield (
             f"objective.minibatches: {objective.minibatches} is more than the groups of a batch,"
             f" which stay whole; set it to at most flow.prompts_per_step: {flow.prompts_per_step}"
         )
     loss, advantage = objective.loss, objective.advantage
+    # Given responses are not sampled, so nothing is asynchronous or compared.
     if config.supervised:
         if config.rollout is not None:
             yield "objective.loss: sft trains on given responses: remove `rollout`"
@@ -90,6 +94,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
             f"objective.advantage: {advantage.name} compares the responses of a group:"
             " flow.group_size must be at least 2"
         )
+    # The exact mode measures one gradient per sequence, before any reduction over ranks.
     if isinstance(advantage, OpobAdvantage) and advantage.mode == "exact":
         if config.policy.parallel.virtual_pipeline > 1:
             yield (
@@ -113,6 +118,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
             f"objective.loss: {loss.name} compares the responses of a group: flow.group_size must"
             " be at least 2"
         )
+    # A batch may hold every version from the bound to the current one.
     versions = math.ceil(flow.async_ratio) + 1
     kept = [
         f"controls: {control.name}" for control in config.controls if control.needs_past_weights
@@ -130,6 +136,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
             " flow.selection: replay draws stored responses of several; set flow.selection:"
             " oldest_first, or exact_lag"
         )
+    # Only exact_lag keeps a group's tokens on one version once generation runs ahead.
     elif (
         loss.whole_group_of_one_version
         and flow.async_ratio > 0
@@ -143,11 +150,12 @@ def run_conflicts(config: Config) -> Iterator[str]:
 
 
 def _controls(config: Config) -> Iterator[str]:
-    """Reasons why the gradient controls do not go together, or not with this run; none: they do."""
+    """Reasons why the gradient controls conflict with each other or with this run; may be empty."""
     controls = config.controls
     names = [control.name for control in controls]
     if len(set(names)) != len(names):
         yield f"controls: each at most once, got {names}"
+    # Facts of the settings, not names: a plug-in control is covered too.
     judging = [control.name for control in controls if control.judges_alignment]
     if len(judging) > 1:
         yield (
@@ -157,11 +165,12 @@ def _controls(config: Config) -> Iterator[str]:
     for name in ("gac", "displacement"):
         if "matched_lr" in names and name in names:
             yield (
-                f"controls: matched_lr stands in for {name} at the same mean update norm; run"
-                f" {name} alone with policy.optimizer.log_update_norm: true, read the mean of its"
+                f"controls: matched_lr replaces {name} at the same mean update norm; run {name}"
+                " alone with policy.optimizer.log_update_norm: true, read the mean of its"
                 " `update/norm`, and give it to matched_lr in a run of its own"
             )
     objective = config.objective
+    # The cosine of two gradients of the same samples does not measure staleness.
     if judging and objective.minibatches == 1 and objective.epochs > 1:
         yield (
             f"controls: {judging[0]} compares the gradients of consecutive optimizer steps, and"
@@ -169,11 +178,12 @@ def _controls(config: Config) -> Iterator[str]:
             " gradients of the same samples; set objective.minibatches to at least 2, or"
             " objective.epochs: 1"
         )
+    # Each decision holds one value; the last control would silently win.
     setting = [control.name for control in controls if control.sets_beta1]
     if len(setting) > 1:
         yield (
-            f"controls: {' and '.join(setting)} both set beta1, and the later would overrule the"
-            " earlier; keep one"
+            f"controls: {' and '.join(setting)} both set beta1, and the later one would override"
+            " the earlier; keep one"
         )
     scaling = [control.name for control in controls if control.scales_lr]
     if len(scaling) > 1:
@@ -193,6 +203,7 @@ def _controls(config: Config) -> Iterator[str]:
                 " objective.loss: sft learns from given responses, which were not sampled; remove"
                 " it"
             )
+        # Calibration must end before the run does, or the control never acts.
         if control.fresh_steps >= config.optimizer_steps:
             yield (
                 f"controls: {control.name} would calibrate over the first {control.fresh_steps}"
@@ -206,8 +217,8 @@ def _beta1(config: Config, control: ControlConfig) -> Iterator[str]:
     own = config.policy.optimizer.betas[0]
     if control.name == "beta1" and control.beta1 == own:
         yield (
-            f"controls: beta1 is {own:g} in policy.optimizer.betas already, so the control would be"
-            " without effect; remove it"
+            f"controls: beta1 is {own:g} in policy.optimizer.betas already, so the control would"
+            " have no effect; remove it"
         )
     if (
         control.name == "momentum_by_alignment"
@@ -221,7 +232,7 @@ def _beta1(config: Config, control: ControlConfig) -> Iterator[str]:
 
 
 def flow_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why samples cannot flow as the config asks; none: they can."""
+    """Reasons why the settings of `flow` do not work; empty if they do."""
     yield from _selection(config)
     yield from _admission(config)
     yield from _deadlines(config)
@@ -230,6 +241,7 @@ def flow_conflicts(config: Config) -> Iterator[str]:
 def _selection(config: Config) -> Iterator[str]:
     flow, selection = config.flow, config.flow.selection
     if isinstance(selection, ExactLag):
+        # Admission follows async_ratio; a different lag could never be met.
         if flow.async_ratio != selection.lag:
             yield (
                 f"flow.selection: exact_lag trains every sample {selection.lag} updates after it"
@@ -238,6 +250,7 @@ def _selection(config: Config) -> Iterator[str]:
             )
         if flow.late == "drop":
             yield "flow.selection: exact_lag waits for every response; set flow.late: wait"
+    # Replay draws groups of any age: nothing that is bounded by versions works with it.
     if isinstance(selection, Replay):
         if flow.late == "drop" or flow.dynamic_sampling:
             yield (
@@ -260,9 +273,10 @@ def _admission(config: Config) -> Iterator[str]:
     flow, bound = config.flow, math.ceil(config.flow.async_ratio)
     if flow.oversample and not isinstance(flow.selection, Windowed):
         yield (
-            "flow.oversample asks for more groups than a step needs and trains those that finish"
+            "flow.oversample requests more groups than a step needs and trains those that finish"
             " first: set flow.selection: windowed"
         )
+    # The staleness bound is ceil(async_ratio); oversampled groups must train within it, too.
     if flow.async_ratio + flow.oversample > bound:
         yield (
             f"flow.oversample: {flow.oversample:g} on top of flow.async_ratio:"
@@ -272,8 +286,8 @@ def _admission(config: Config) -> Iterator[str]:
         )
     if flow.dynamic_sampling and (flow.group_size == 1 or config.supervised):
         yield (
-            "flow.dynamic_sampling drops groups whose rewards are all equal, and a group of one"
-            " always is; set it to false"
+            "flow.dynamic_sampling drops groups whose rewards are all equal, and in a group of"
+            " one they always are; set it to false"
         )
     if config.supervised and (
         flow.oversample or flow.late == "drop" or flow.selection.name != "oldest_first"
@@ -293,6 +307,7 @@ def _deadlines(config: Config) -> Iterator[str]:
     rollout, evaluation = config.rollout, config.eval
     if rollout is None:
         return
+    # The engine's deadline must fire before the run's, or a restart never happens.
     if rollout.unresponsive_s >= config.watchdog.timeout_s:
         yield (
             f"rollout.unresponsive_s: {rollout.unresponsive_s:g} must be below watchdog.timeout_s: "
@@ -300,6 +315,7 @@ def _deadlines(config: Config) -> Iterator[str]:
         )
     if evaluation is None:
         return
+    # Colocated engines sleep while the policy trains.
     if evaluation.engines and rollout.placement == "colocated":
         yield (
             "eval.engines need devices of their own, and rollout.placement: colocated has none; set"

@@ -1,4 +1,4 @@
-"""The whole configuration: what a user may say, typed and frozen. Imports no torch.
+"""The whole configuration, typed and frozen. Imports no torch.
 
 Relative paths are taken from the folder of the configuration file (`load.py` resolves them), so a
 run does not depend on where it was started.
@@ -16,7 +16,7 @@ from megatron_async_rl.config.controls import ControlConfig
 from megatron_async_rl.config.data import DataConfig
 from megatron_async_rl.config.flow import FlowConfig
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.policy import Fraction, PolicyConfig
+from megatron_async_rl.config.policy import PolicyConfig
 from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.config.sampling import (
     EvalConfig,
@@ -26,11 +26,13 @@ from megatron_async_rl.config.sampling import (
     held_out_files,
 )
 from megatron_async_rl.config.settings_model import Strict
+from megatron_async_rl.config.weights import WeightsConfig
 
 
 class RunConfig(Strict):
     """Directory, length and seed of the run."""
 
+    # `load` has made every path absolute.
     dir: Path
     """Run directory, which holds metrics, logs, checkpoints and the report."""
     steps: PositiveInt
@@ -46,6 +48,7 @@ class RunConfig(Strict):
 class ModelConfig(Strict):
     """The model to train. The engines start from the same directory."""
 
+    # One directory for ranks and engines, so that both hold the same weights at version 0.
     path: Path
     """A Hugging Face model directory: config.json, safetensors, tokenizer.json or
     tokenizer.model."""
@@ -54,44 +57,21 @@ class ModelConfig(Strict):
     state are float32 unless policy.optimizer lowers their precision."""
 
 
-Transport = Literal["shared_memory", "relay", "collective", "cuda_ipc"]
-"""Carriers: each is the file `weights/<name>.py`."""
-
-
-class WeightsConfig(Strict):
-    """How new weights reach the engines."""
-
-    transport: Transport = "shared_memory"
-    """The carrier of new weights. `shared_memory`: engines run on rank 0's machine and read what
-    the ranks wrote there. `cuda_ipc`, for `rollout.placement: colocated`: engines load from the
-    devices that they share with the policy, two buckets at a time, and nothing passes through host
-    memory. With the others engines run on any machine of the Ray cluster. `relay`: an agent on each
-    machine but rank 0's copies every version into its shared memory, over TCP. `collective`: a
-    sender on rank 0's machine gives every version to one engine after the other, each over a
-    communicator of its own (NCCL between GPUs, gloo between CPUs), and its workers put it into
-    their machine's shared memory."""
-    bucket_mib: PositiveInt = 256
-    """Bytes of weights that an engine takes at one time."""
-    max_paused: Fraction = 0.5
-    """Largest share of the engines that may pause at the same time to load new weights, while the
-    others serve; one always may, and 1 lets all load together."""
-
-
 class CheckpointConfig(Strict):
     """Checkpoints of the run."""
 
     every: NonNegativeInt = 100
     """Steps; 0 saves only at the end and when stopped."""
     keep: PositiveInt = 2
-    """Newest checkpoints that stay. With 1 the one before it stays too, until the next is written:
-    no step has shown yet that the newest one's weights are good."""
+    """Number of newest checkpoints to keep. With 1, the previous one also stays until the next is
+    written, because no step has confirmed the newest one's weights yet."""
     asynchronous: bool = True
     """Training continues while a checkpoint is written. Its state is copied first: each rank needs
     host memory for a copy of what it writes, which `mar plan` counts."""
 
 
 class WatchdogConfig(Strict):
-    """No wait without an end."""
+    """Limits on waiting."""
 
     timeout_s: PositiveFloat = 600.0
     """Longest time without progress anywhere in the run, and longest wait for one named thing (a
@@ -108,8 +88,8 @@ class ObserveConfig(Strict):
     """Rank 0 serves the newest metrics at http://HOST:PORT/metrics; 0 takes a free port and logs
     it; null serves nothing."""
     prometheus_host: str = "127.0.0.1"
-    """Address that it listens at, without a password: by default an address that only rank 0's
-    machine reaches; 0.0.0.0 is every address of that machine."""
+    """Address to listen on, without a password. The default is reachable from rank 0's machine
+    only; 0.0.0.0 listens on all of its addresses."""
     trackers: tuple[Literal["wandb", "mlflow", "trackio"], ...] = ()
     """Experiment trackers that get the same numbers, each by its own library, which is installed
     separately, and its own environment variables (`WANDB_MODE=offline`, `MLFLOW_TRACKING_URI`). A
@@ -124,6 +104,7 @@ class ObserveConfig(Strict):
     @model_validator(mode="after")
     def _host_of_a_port(self) -> ObserveConfig:
         if "prometheus_host" in self.model_fields_set and self.prometheus_port is None:
+            # A stored config spells defaults out, and must load again.
             default = type(self).model_fields["prometheus_host"].default
             if self.prometheus_host != default:
                 raise ValueError("prometheus_host has no effect without prometheus_port")
@@ -140,9 +121,9 @@ class SamplesConfig(Strict):
     """The log of finished samples, RUN/samples, which `mar samples` and the report show."""
 
     keep_mib: NonNegativeInt = 2048
-    """Room for it, compressed; the oldest samples go first. 0 logs none."""
+    """Size limit, compressed; the oldest samples are deleted first. 0 logs none."""
     segment_mib: PositiveInt = 64
-    """A new file is begun at this size; at most half of keep_mib."""
+    """Size at which a new file begins; at most half of keep_mib."""
     experts: bool = False
     """Also log the experts that the engines chose (with policy.routing_replay: rollout). They
     make up most of a mixture-of-experts model's log; without them no step can be recomputed from
@@ -150,6 +131,7 @@ class SamplesConfig(Strict):
 
     @model_validator(mode="after")
     def _at_least_two_segments(self) -> SamplesConfig:
+        # The segment that is being written is never deleted, so one more must fit.
         if 0 < self.keep_mib < 2 * self.segment_mib:
             raise ValueError(
                 f"segment_mib: {self.segment_mib} is more than half of keep_mib: {self.keep_mib},"
@@ -180,7 +162,13 @@ class Config(Strict):
 
     @property
     def supervised(self) -> bool:
+        # The only method without engines; everything else samples.
         return self.objective.loss.name == "sft"
+
+    @property
+    def colocated(self) -> bool:
+        """True where engines and policy share devices, in alternating phases."""
+        return self.rollout is not None and self.rollout.placement == "colocated"
 
     @property
     def engine_dtype(self) -> Literal["float32", "bfloat16"]:
@@ -208,5 +196,6 @@ class Config(Strict):
     def fresh_steps(self) -> int:
         """Batches at the run's beginning that are synchronous whatever flow.async_ratio is:
         controls calibrate on their optimizer steps."""
+        # In optimizer steps; a batch makes several of them.
         wanted = max((control.fresh_steps for control in self.controls), default=0)
         return math.ceil(wanted / self.objective.steps_per_batch)

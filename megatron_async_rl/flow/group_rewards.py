@@ -50,7 +50,7 @@ class GroupRewards:
         return bool(self._scorer.pools)
 
     async def start(self) -> None:
-        """Returns when each can score. Raises WorkerStartError."""
+        """Returns when each can score. Raises UserCodeStartError."""
         self._scorer.start()
         await self._scorer.ready()
 

@@ -1,9 +1,9 @@
-"""Starts a run's ranks on this machine, shows it living, and ends it whole. Over several machines,
-one launcher runs on each.
+"""Launcher of a run: starts the ranks of this machine, shows progress, and ends every process.
+Over several machines, one launcher runs on each.
 
-The ranks run under torchrun in a session of their own: Ctrl-C reaches only this process, which asks
-the ranks to stop by a file (`RUN/stop`) that rank 0 reads between two steps; a second Ctrl-C kills.
-A run in which nothing moves any more is ended too, and with it stands who waited for what.
+The ranks run under torchrun in a session of their own: Ctrl-C reaches only this process, which
+requests a stop by a file (`RUN/stop`) that rank 0 reads between two steps; a second Ctrl-C kills. A
+run without progress is ended too, and its report states who waited for what.
 
 Invariants:
 - however the run ends, no process that it started stays behind: each carries the run's id in its
@@ -37,6 +37,7 @@ from megatron_async_rl.launch.addresses import Nodes
 from megatron_async_rl.launch.ending import (
     INTERRUPTED,
     explain_failure,
+    print_plain,
     record_end,
     record_stall,
     torchrun_failure,
@@ -85,26 +86,30 @@ def launch(
     peers: PeerNodes,
     rank_environment: Mapping[str, str],
 ) -> int:
-    """Runs `config`, this machine's share of it, to its end, to Ctrl-C or to its failure; returns
-    the process exit code.
+    """Run this machine's share of `config` to its end, to Ctrl-C or to its failure. Return the
+    process exit code.
 
     `rank_environment`: default values of the ranks' environment variables.
 
-    0: finished; 1: failed; 130: stopped by Ctrl-C, cleanly by the first (so that a script does not
-    go on without it). SIGTERM is a Ctrl-C, and so is a terminal that is closed. Raises
+    0: finished; 1: failed; 130: stopped by Ctrl-C, cleanly by the first (so that a script stops,
+    too). SIGTERM is a Ctrl-C, and so is a terminal that is closed. Raises
     RunDirectoryError, NodesError.
     """
     run_dir = config.run.dir
+    # Lock and temporary folder are released only after every process has ended.
     with contextlib.ExitStack() as held:
         lock = None
         if nodes.rank == 0:
             with usable(run_dir):
+                # Before anything in the directory is read or changed.
                 lock = held.enter_context(lock_run_dir(run_dir))
                 _put_aside(run_dir, console)
+        # Again, under the lock: another run may have begun since the first check.
         refuse_second_run(config)
         if already_finished(config, console):
             return 0
         start_s = config.rollout.start_timeout_s if config.rollout is not None else START_S
+        # Versions of killed runs would fill /dev/shm.
         remove_stale(SHARED_MEMORY)
         folder = held.enter_context(run_folder())
         if nodes.rank == 0:
@@ -120,17 +125,16 @@ def launch(
         exit_code = _run(ranks, console, start_s)
     if exit_code == 0:
         ended = read_status(run_dir)
+        # torchrun's exit code 0 also follows a stop.
         if ended is not None and ended.phase == "finished":
             if nodes.rank == 0:
                 _report(run_dir, console)
             print_summary(run_dir, console)
             return 0
-        console.print(
+        print_plain(
+            console,
             f"Stopped at step {ended.step if ended else 0} of {config.run.steps}; the same command"
             f" resumes. Run directory: {run_dir}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
         )
         return INTERRUPTED
     if exit_code != INTERRUPTED:
@@ -143,17 +147,16 @@ def _put_aside(run_dir: Path, console: Console) -> None:
     """Cut lines that a crash left unreadable off the ends of the logs, and report them."""
     for file, count in cut_unreadable(run_dir).items():
         lines = "1 line" if count == 1 else f"{count} lines"
-        console.print(
+        print_plain(
+            console,
             f"note: {lines} at the end of {run_dir / file} cannot be read, as after a crash or on a"
             f" full disk: moved to {Path(file).stem}.cut.jsonl",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
         )
 
 
 def refuse_second_run(config: Config) -> None:
-    """Raise RunDirectoryError where `run.resume: never` finds steps of a run."""
+    """Raise RunDirectoryError if `run.resume: never` finds steps of a run."""
+    # Metrics are the first file that a made step leaves.
     if config.run.resume == "never" and (config.run.dir / METRICS).exists():
         raise RunDirectoryError.at(
             config.run.dir,
@@ -177,12 +180,10 @@ def already_finished(config: Config, console: Console) -> bool:
     status = read_status(config.run.dir)
     if status is None or status.phase != "finished" or status.step < config.run.steps:
         return False
-    console.print(
+    print_plain(
+        console,
         f"{config.run.dir} already holds this run, finished at step {status.step}. "
-        "To go on, raise run.steps; to repeat, change run.dir.",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
+        "To continue, raise run.steps; to repeat, change run.dir.",
     )
     print_summary(config.run.dir, console)
     return True
@@ -208,10 +209,12 @@ class LocalRanks:
 
 
 def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
-    """From the start of the ranks to the end of the last process."""
+    """Run the ranks, from their start to the end of the last process."""
     config, nodes = ranks.config, ranks.nodes
+    # The id marks every process that this launcher may kill.
     run_dir, run_id = config.run.dir, uuid.uuid4().hex  # each machine ends its own processes
     earlier, stall_found, exit_code, error = read_status(run_dir), None, 1, None
+    # From here on signals are handled by the loop, so that the end below always runs.
     with deferred() as interrupts, contextlib.ExitStack() as held:
         try:
             process = _start_ranks(ranks, run_id, held)
@@ -231,11 +234,13 @@ def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
                 )
             if exit_code == 1 and (failure := torchrun_failure(process, ranks.log)) is not None:
                 record_failure(run_dir, failure)
+        # Errors of the run directory are reported after the processes were ended.
         except BaseException as raised:
             error = raised
             if not isinstance(raised, OSError) or not concerns(raised, run_dir):
                 raise
         finally:
+            # First: a rank that still lives could write a status after this one.
             _kill_leftovers(run_id)
             # Now that no rank writes a status of its own. A full, lost or damaged disk keeps the
             # status as it is; what happened is shown on the terminal all the same.
@@ -247,18 +252,14 @@ def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
                 )
             watch.stop()
     if error is not None:
-        console.print(
-            f"The run was ended, as its directory cannot be used: {error}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        print_plain(console, f"The run was ended, as its directory cannot be used: {error}")
     return exit_code
 
 
 def _prepare_directory(config: Config) -> None:
     run_dir = config.run.dir
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    # Requests to the run before must not stop or resize this one.
     for asked_of_the_run_before in (watch.STOP, watch.ENGINES):
         (run_dir / asked_of_the_run_before).unlink(missing_ok=True)
     resolved = run_dir / "config.yaml"
@@ -270,9 +271,11 @@ def _prepare_directory(config: Config) -> None:
             for path in run_dir.glob("config.*.yaml")
             if (number := path.name.split(".")[1]).isdigit()
         ]
+        # Kept: steps of the run were made with the earlier config.
         write_file(run_dir / f"config.{max(numbers, default=-1) + 1}.yaml", before)
     write_file(resolved, text)
     for log in (run_dir / "logs").glob("*.log"):
+        # find_cause must not find the cause of an earlier failure.
         log.rename(log.with_suffix(".log.old"))
     shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
     for files in (stall.FILE, STATUS, "config.", f"{SAMPLES}/"):
@@ -284,8 +287,9 @@ def _prepare_directory(config: Config) -> None:
 def environment_of_ranks(
     given: Mapping[str, str], run_id: str, wanted: Mapping[str, str], *, nodes: int = 1
 ) -> dict[str, str]:
-    """`given`, with what ranks need; `wanted`: default values of the variables that this machine's
-    ranks need. `nodes`: machines that have ranks."""
+    """Environment of ranks: `given` with the variables that they need. `wanted`: default values of
+    this machine's variables. `nodes`: machines that have ranks."""
+    # The user's variables win over defaults, the run's id over both.
     environment = {**wanted, **given, RUN_ID_VARIABLE: run_id}
     for name in [one for one in environment if one.startswith(PRELOADED)]:
         del environment[name]  # servers of another run, whose forks would carry its id
@@ -296,6 +300,7 @@ def environment_of_ranks(
     prepare_environment(environment)
     if nodes == 1:
         stay_on_this_machine(environment)
+    # Everything was fetched before; a library must not wait for a hub.
     environment.setdefault("HF_HUB_OFFLINE", "1")
     set_options_of_ranks(environment)
     return environment
@@ -330,6 +335,7 @@ def _start_ranks(
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
+            # Ctrl-C reaches only the launcher.
             start_new_session=True,
             pass_fds=inherited,
         )
@@ -343,6 +349,7 @@ def _preload(
 
     GPU runs have no servers: some imports initialise CUDA, which a fork could not use."""
     config, folder = ranks.config, ranks.folder.path
+    # A CUDA context does not survive a fork.
     if environment.get(PLANNED_DEVICE) == "cuda":
         return []
     logs = config.run.dir / "logs"
@@ -375,19 +382,21 @@ def _watch(
     nodes: Nodes,
     interrupts: Sequence[int],
 ) -> tuple[int, stall.Stall | None]:
-    """The exit code, and what held the run up, if it stood still."""
+    """Watch the run. Return the exit code and, if the run stalled, the stall."""
     stops = 0
     earlier, failed_at = read_status(run_dir), float("inf")
     events = EventReader(run_dir)
+    # Other nodes' torchrun may end before rank 0 has checkpointed and exported.
     while process.poll() is None or (
         process.returncode == 0 and nodes.rank > 0 and not _over(run_dir)
     ):
         progress.update()
         for text in events.new():
-            console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
+            print_plain(console, f"note: {text}")
         status = read_status(run_dir)
         if len(interrupts) > stops:
             stops = len(interrupts)
+            # Nothing to save yet; on several machines others may be further.
             if nodes.count == 1 and (status in (None, earlier) or status.phase == "starting"):
                 console.print(
                     "Stopped before a step was made: nothing is lost, and the same command starts"
@@ -399,12 +408,14 @@ def _watch(
                     "Killed. The last checkpoint is intact; the same command resumes from it."
                 )
                 return INTERRUPTED, None
+            # A file, since rank 0 may run on another machine of the same file system.
             (run_dir / watch.STOP).touch()
             console.print(
                 "Stopping after this step, with a checkpoint. Ctrl-C again kills at once."
             )
         if status is not None and status != earlier and status.phase == "failed":
             failed_at = min(failed_at, time.monotonic())
+            # Rank 0 ends its engines itself; after that this launcher does.
             if time.monotonic() - failed_at > CLOSING_S:
                 return 1, None
         elif (stall_found := watchdog.look()) is not None:
@@ -415,14 +426,15 @@ def _watch(
 
 
 def _over(run_dir: Path) -> bool:
-    """True once rank 0 has recorded how the run ended."""
+    """True when rank 0 has recorded the end of the run."""
     status = read_status(run_dir)
     return status is not None and status.phase in FINAL
 
 
 def _kill_leftovers(run_id: str) -> None:
-    """Kills every process of the run, and releases the memory of its weights. A stopped process
-    would not react to SIGTERM."""
+    """Kill every process of the run and release the memory of its weights. A stopped process would
+    not react to SIGTERM."""
+    # SIGTERM first, so that vLLM can release its shared memory.
     for send in (psutil.Process.terminate, psutil.Process.kill):
         alive = of_run(run_id)
         for process in alive:
@@ -433,11 +445,11 @@ def _kill_leftovers(run_id: str) -> None:
 
 
 def _report(run_dir: Path, console: Console) -> None:
-    """The run has finished, whether its report can be written or not."""
+    """Write the report. The run counts as finished even if that fails."""
     # It loads matplotlib, which takes a second: after the run, not before it.
     from megatron_async_rl.report.report import write_report
 
     try:
         write_report(run_dir)
     except UserError as error:
-        console.print(f"The report was not written. {error}", markup=False)
+        print_plain(console, f"The report was not written. {error}")

@@ -57,6 +57,7 @@ class BoundRendezvous(StaticTCPRendezvous):
         return RENDEZVOUS
 
     def next_rendezvous(self) -> RendezvousInfo:
+        # Only node 0 has the store; torch asks again for each restart.
         if self.rank == 0 and self._store is None:
             listener = socket.socket(fileno=self._descriptor)
             self._store = serve_store(listener, self.timeout, clients=self.world_size)
@@ -78,6 +79,7 @@ _start_interpreter = SubprocessHandler._popen
 
 
 def main(given: Sequence[str]) -> None:
+    # torch has no hook for the start of a rank.
     SubprocessHandler._popen = _start_rank
     rendezvous_handler_registry.register(RENDEZVOUS, BoundRendezvous)
     run.main(list(given))

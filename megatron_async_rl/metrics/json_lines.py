@@ -19,13 +19,13 @@ from megatron_async_rl.config.problem import UserError
 
 BLOCK_BYTES = 2**22
 LONGEST_LINE = 2**26
-"""Bytes: more than the evaluation of any held-out set takes."""
+"""Largest line in bytes, above the size of any evaluation."""
 CHECKED_BYTES = 4096
 
 
 def cut_lines(path: Path, aside: Path, keeps: Callable[[dict[str, Any]], bool]) -> int:
-    """Cuts the end of a file of JSON objects off: all lines after the last that `keeps` accepts.
-    They go to the end of `aside`; returns how many.
+    """Move the end of a file of JSON objects, all lines after the last that `keeps` accepts, to the
+    end of `aside`. Return how many.
 
     A crash in here loses no line; it may leave lines in both files.
     """
@@ -35,6 +35,7 @@ def cut_lines(path: Path, aside: Path, keeps: Callable[[dict[str, Any]], bool]) 
         size = end = file.seek(0, os.SEEK_END)
         whole = True
         for start, line in lines_backwards(file):
+            # The last line to keep: everything after it goes.
             if is_kept(line, keeps):
                 whole = line.endswith(b"\n")
                 break
@@ -42,13 +43,16 @@ def cut_lines(path: Path, aside: Path, keeps: Callable[[dict[str, Any]], bool]) 
         count = 0
         if end < size:
             file.seek(end)
+            # Copied and synced before the original is shortened, so that a crash loses nothing.
             with open(aside, "a", encoding="utf-8") as cut:
                 for line in file:
                     cut.write(_as_object(line) + "\n")
                     count += 1
                 cut.flush()
                 os.fsync(cut.fileno())
+            # Only now.
             file.truncate(end)
+        # The next line would continue a half-written one.
         if not whole:
             file.seek(end)
             file.write(b"\n")
@@ -74,7 +78,8 @@ def _as_object(line: bytes) -> str:
 
 
 def lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """(where it begins, line) from the last line of a file to its first."""
+    """(offset, line) of each line of a file, from the last to the first."""
+    # `tail`: the beginning of a line whose end is in the block before it.
     start, tail = file.seek(0, os.SEEK_END), b""
     while start > 0:
         step = min(BLOCK_BYTES, start)
@@ -98,7 +103,7 @@ class GrowingFile:
     def __init__(self, path: Path, newest: int | None = None) -> None:
         self.path = path
         self.line = 0
-        """Lines read so far."""
+        """Number of lines read so far."""
         self.whole = True
         """Reading began with the first line."""
         self._newest = newest
@@ -117,6 +122,7 @@ class GrowingFile:
             with open(self.path, "rb") as file:
                 about = os.fstat(file.fileno())
                 shorter = about.st_size < self._offset
+                # A resume may replace the file with a longer one; size alone would not show it.
                 other = about.st_ino != self._inode
                 replaced = other or shorter or not self._is_continued(file)
                 restarted = replaced and self._offset > 0
@@ -130,6 +136,7 @@ class GrowingFile:
                         self._offset = file.tell()
                 file.seek(self._offset)
                 read = file.read(-1 if limit is None else limit)
+                # A line may be longer than a block.
                 while limit is not None and b"\n" not in read and (more := file.read(limit)):
                     read += more
                     if len(read) > LONGEST_LINE:  # such as zeros of a crash
@@ -141,6 +148,7 @@ class GrowingFile:
         except OSError as error:
             raise unreadable(self.path, error) from error
 
+        # What follows the last line break is still being written.
         whole = read[: read.rfind(b"\n") + 1]
         if whole:
             self._offset += len(whole)

@@ -31,6 +31,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from megatron_async_rl.config.durable import digest, reading
+from megatron_async_rl.config.schema import ObserveConfig
 from megatron_async_rl.metrics.catalogue import METRICS, Metric, MetricsError, Value, find_metric
 from megatron_async_rl.metrics.json_lines import (
     LONGEST_LINE,
@@ -65,7 +66,7 @@ class MetricsLog:
         tensorboard: bool,
         first_step: int,
         prometheus_port: int | None = None,
-        prometheus_host: str = "127.0.0.1",
+        prometheus_host: str = ObserveConfig.default_of("prometheus_host"),
         trackers: Sequence[Sink] = (),
     ) -> None:
         """`first_step`: the first step this process will log. Lines from it on are cut away: they
@@ -85,6 +86,7 @@ class MetricsLog:
                 writer = TensorBoard(run_dir / "tensorboard", first_step)
                 self._sinks.append(BackgroundSink("TensorBoard", writer))
         self._path = run_dir / FILE
+        # Before the file is opened for appending, so that steps grow from line to line.
         cut_from(run_dir, first_step)
         self._next_step = first_step
         self._evaluated: dict[str, Value] = {}
@@ -92,35 +94,41 @@ class MetricsLog:
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
-        """Writes the line of `step`: optimizer steps done, so also the version of the weights it
+        """Write the line of `step`: optimizer steps done, so also the version of the weights it
         produced.
 
         Raises MetricsError on an unknown key, on a value of another kind than the catalogue's, and
         on a step logged before.
         """
+        # Two lines of one step would count twice in every sum.
         if step < self._next_step:
             raise MetricsError(
                 f"{self._path}: step {step} logged after step {self._next_step - 1}; each step has"
                 " one line"
             )
         now = time.time()
+        # All values before the first byte: a refused value leaves no half line.
         checked = {name: _checked(name, value) for name, value in values.items()}
 
         line: dict[str, object] = {"step": step, "version": step, "time": round(now, 3)}
         line |= {name: _as_json(value) for name, value in (checked | self._evaluated).items()}
+        # Values that are not finite are text by now; anything else is an error of this package.
         text = json.dumps(line, allow_nan=False)
         self._file.write(text + "\n")
+        # Readers follow the file while the run continues.
         self._file.flush()
 
         self._next_step = step + 1
+        # Without the line break, which a reader strips.
         self._last = step, digest(text.encode())
         self._evaluated = {}
         for sink in self._sinks:
+            # After the file, which is the record; sinks may fail.
             sink.write(step, now, checked)
 
     def evaluated(self, version: int, values: Mapping[str, object]) -> None:
-        """Takes the numbers of the held-out evaluation of `version`. Of several between two steps
-        the line has the last."""
+        """Add the numbers of the held-out evaluation of `version` to the next line. Of several
+        evaluations between two steps, the line has the last."""
         self._evaluated = {name: _checked(name, value) for name, value in values.items()}
         for sink in self._sinks:
             sink.write_evaluation(version, time.time(), self._evaluated)
@@ -142,6 +150,7 @@ def digest_of_step(run_dir: Path, step: int) -> str | None:
     Reads the file from its end. Raises UserError, FileNotFoundError."""
     path = run_dir / FILE
     with reading(path), open(path, "rb") as file:
+        # From the end: a resume reads no further back than its checkpoint.
         for _, line in lines_backwards(file):
             if is_kept(line, lambda entry: int(entry["step"]) <= step):
                 whole = is_kept(line, lambda entry: int(entry["step"]) == step)
@@ -163,8 +172,8 @@ def begins_after(run_dir: Path, step: int) -> bool:
 
 
 def cut_from(run_dir: Path, first_step: int) -> int:
-    """Moves the lines of `first_step` and later, and a half-written one after them, to
-    metrics.cut.jsonl; returns how many."""
+    """Move the lines of `first_step` and later, and a half-written one after them, to
+    metrics.cut.jsonl. Return how many."""
     return cut_lines(
         run_dir / FILE, run_dir / CUT_FILE, lambda line: int(line["step"]) < first_step
     )
@@ -228,6 +237,7 @@ class MetricsReader:
     def blocks(self) -> Iterator[NewRows]:
         """The same rows in blocks, so that the rows of a long run are never held together."""
         for lines, restarted in self._file.blocks():
+            # The file was cut or replaced, so steps begin again.
             if restarted:
                 self._step = 0
             yield NewRows([self._row(line, place) for place, line in lines], restarted)
@@ -248,6 +258,7 @@ class MetricsReader:
                     self.left_out.add(key)
                 else:
                     row[key] = read
+            # After the values, whose errors name the metric.
             given, version = number(row, "step") or 0, int(number(row, "version") or 0)
             step = int(given)
         except (ValueError, AttributeError, OverflowError, TypeError, MetricsError) as error:
@@ -270,6 +281,7 @@ class MetricsReader:
             if metric is None or metric.kind in SCALARS:
                 self._scalars.add(name)
         metric = self._metrics[name]
+        # Fast path: most lists have the right kind already.
         if type(value) is list and metric is not None and metric.kind not in SCALARS:
             kinds = set(map(type, value))
             if kinds <= {int} or (kinds <= {int, float} and metric.kind == "per engine"):
@@ -294,6 +306,7 @@ def read_newest(run_dir: Path, count: int) -> list[MetricRow]:
     except FileNotFoundError:
         return []
     reader = MetricsReader(run_dir)
+    # Line numbers are unknown when reading from the end.
     reader._file.whole = False
     return [reader._row(line, 0) for line in reversed(lines)]
 
@@ -313,6 +326,7 @@ def _checked(name: str, value: object) -> Value:
 def _as_json(value: Value) -> object:
     if isinstance(value, list):
         return [_as_json(entry) for entry in value]
+    # JSON has no nan or inf.
     return value if math.isfinite(value) else str(value)
 
 
@@ -330,7 +344,7 @@ def _read(name: str, value: Any, metric: Metric | None) -> Value | None:
 
 
 def _from_json(value: Any) -> Any:
-    """A string is a number that was not finite."""
+    """Convert a value of a line; a string is a number that was not finite."""
     if isinstance(value, list):
         return [_from_json(entry) for entry in value]
     return float(value) if isinstance(value, str) else value
@@ -355,7 +369,7 @@ class EvalLog:
 
 
 class _Evaluation(BaseModel):
-    """The numbers of a line that are drawn; the others stay as they are."""
+    """Convert the numbers of a line that are drawn; the others stay unchanged."""
 
     version: int
     mean_reward: float | None = None

@@ -1,5 +1,5 @@
-"""Places of the processes, and the check that the layout divides the model: tensor x context x
-pipeline x data, as Megatron-Core orders ranks."""
+"""Placement of the processes on machines and GPUs: tensor x context x pipeline x data, in the order
+of Megatron-Core's ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.model_files import ModelShape
 from megatron_async_rl.policy.supported import ChosenLayers, choose_layers
-from megatron_async_rl.rollout.cluster import CONNECTIONS, ELSEWHERE
+from megatron_async_rl.rollout.cluster import CONNECTIONS
 
 Device = Literal["cpu", "cuda"]
 PARALLEL = "policy.parallel"
 PLANNED_DEVICE = "MEGATRON_ASYNC_RL_DEVICE"
-"""Variable of ranks: on which device the plan has them."""
+"""Environment variable of ranks: the device that the plan gives them."""
 
 
 @dataclass(frozen=True)
@@ -30,24 +30,27 @@ class PlannedProcess:
 
 def device_of(config: Config, machine: Machine) -> Device:
     if config.policy.device == "auto":
+        # The planned machine decides, which may be another than this.
         return "cuda" if machine.gpus else "cpu"
     return config.policy.device
 
 
 def rank_environment(config: Config, machine: Machine) -> dict[str, str]:
-    """Variables that trainer ranks want here. Ranks planned for GPUs run on no CPU unsaid.
+    """Environment variables of trainer ranks. Ranks planned for GPUs never fall back to the CPU
+    silently.
     Megatron-Core launches a message of tensor or context parallelism before the kernels with which
     it overlaps; up to Hopper the GPU keeps that order only with one queue."""
     parallel = config.policy.parallel
     if device_of(config, machine) != "cuda":
         return {}
+    # An unknown capability counts as an older GPU, which one queue cannot harm.
     blackwell = all((gpu.capability or (0, 0)) >= (10, 0) for gpu in machine.gpus)
     ordered = blackwell or max(parallel.tensor, parallel.context) == 1
     return {PLANNED_DEVICE: "cuda"} | ({} if ordered else {CONNECTIONS: "1"})
 
 
 def layers_of(config: Config, machine: Machine, shape: ModelShape) -> ChosenLayers:
-    """Raises UserError for layers that cannot be had."""
+    """Raises UserError for layers that are not available."""
     policy = config.policy
     return choose_layers(
         policy.layers,
@@ -63,6 +66,7 @@ def layers_of(config: Config, machine: Machine, shape: ModelShape) -> ChosenLaye
 def rank_coordinates(config: Config, rank: int) -> tuple[int, int, int, int]:
     """(tensor, context, data, pipeline) coordinates: tensor varies fastest, pipeline slowest."""
     parallel = config.policy.parallel
+    # The order of Megatron's default: tp-cp-ep-dp-pp.
     rank, tensor = divmod(rank, parallel.tensor)
     rank, context = divmod(rank, parallel.context)
     pipeline, data = divmod(rank, parallel.data)
@@ -73,6 +77,7 @@ def processes(config: Config, device: Device, machine: Machine) -> tuple[Planned
     """Every process of a run, in the order in which they start; empty for a layout that does not
     divide."""
     parallel, rollout = config.policy.parallel, config.rollout
+    # Problems of the layout name the reason.
     if parallel.ranks % parallel.replica_ranks or parallel.ranks % machine.nodes:
         return ()
     listed = []
@@ -82,6 +87,7 @@ def processes(config: Config, device: Device, machine: Machine) -> tuple[Planned
         kind = f"torchrun: tensor {tensor}, "
         kind += f"context {context}, " if parallel.context > 1 else ""
         kind += f"pipeline {pipeline}, data {data}"
+        # torchrun gives local rank n the n-th visible GPU.
         place = f"GPU {rank % share}" if device == "cuda" else "1 thread"
         place += f" of node {rank // share}" if machine.nodes > 1 else ""
         listed.append(PlannedProcess(f"rank {rank}", kind, place))
@@ -100,26 +106,27 @@ def processes(config: Config, device: Device, machine: Machine) -> tuple[Planned
                     _engine_place(config, device, engine, share, machine),
                 )
             )
-        if config.weights.transport == "relay":
-            kind = "Ray actor: two versions of the weights in /dev/shm"
-            listed.append(PlannedProcess("relays", kind, "each other machine with engines"))
-        if config.weights.transport == "collective":
+        if config.weights.carrier.per_engine:
             where = "rank 0's machine" + (", on its GPU" if device == "cuda" else "")
             listed.append(
                 PlannedProcess("sender", "Ray actor: sends each engine the weights", where)
             )
+        elif config.weights.carrier.other_machines:
+            kind = "Ray actor: two versions of the weights in /dev/shm"
+            listed.append(PlannedProcess("relays", kind, "each other machine with engines"))
     return tuple(listed)
 
 
 def engines_elsewhere(config: Config, machine: Machine) -> bool:
     """True where engines may be on other machines than rank 0's: with a carrier that goes there, in
     a Ray cluster that is joined. Machines that are described, or counted, are taken to be one."""
+    # Without a cluster Ray starts on this machine alone.
     joins = machine.described or machine.engine_nodes or os.environ.get("RAY_ADDRESS")
-    return config.weights.transport in ELSEWHERE and bool(joins)
+    return config.weights.carrier.other_machines and bool(joins)
 
 
 def engine_count(config: Config) -> int:
-    """Engines of training, and those that do nothing but evaluate."""
+    """Number of engines, with those that only evaluate."""
     engines = config.rollout.engines if config.rollout else 0
     return engines + (config.eval.engines if config.eval else 0)
 
@@ -135,13 +142,14 @@ def _engine_place(config: Config, device: Device, engine: int, ranks: int, machi
         return f"{place} with as many free" if device == "cuda" else place
     if device == "cpu":
         return "1 thread" if workers == 1 else f"{workers} threads"
+    # Colocated engines share the ranks' GPUs; others follow after them.
     first = engine * workers + (0 if config.rollout.placement == "colocated" else ranks)
     return f"GPU {first}" if workers == 1 else f"GPU {first}-{first + workers - 1}"
 
 
 def by_node(config: Config, device: Device, machine: Machine) -> tuple[tuple[str, str], ...]:
-    """Names of the machines of a run over several, and what is on each; those with engines alone
-    together. Empty for a layout that does not divide."""
+    """Name of each machine of a run over several machines -> its processes; machines with engines
+    only are grouped. Empty for a layout that does not divide."""
     ranks, rollout = config.policy.parallel.ranks, config.rollout
     if machine.nodes + machine.engine_nodes == 1 or ranks % machine.nodes:
         return ()
@@ -151,6 +159,7 @@ def by_node(config: Config, device: Device, machine: Machine) -> tuple[tuple[str
     for node in range(machine.nodes):
         parts = [counted("rank", node * share, share)]
         parts[0] += f" on {counted('GPU', 0, share)}" if on_gpu else ""
+        # The controller lives next to rank 0, which it serves.
         if node == 0 and rollout is not None:
             parts += ["the controller"] + ["the engines"] * (not elsewhere)
         if on_gpu and elsewhere and has > share:
@@ -172,6 +181,7 @@ def counted(noun: str, first: int, count: int) -> str:
     """`count` things that are numbered from `first`."""
     if count == 1:
         return f"{noun} {first}"
+    # GPU 0-3 reads better than GPUs 0-3 in a table.
     plural = noun if noun == "GPU" else f"{noun}s"
     return f"{plural} {first}-{first + count - 1}"
 
@@ -184,8 +194,9 @@ def number_of(noun: str, count: int, singular: str = "", plural: str = "") -> st
 
 
 def engine_room(config: Config, gpus: int) -> int:
-    """Engines that fit on `gpus` GPUs of a machine; one does not reach over two."""
+    """Number of engines that fit on `gpus` GPUs of one machine."""
     assert config.rollout is not None
+    # Workers of one engine share memory, so an engine stays on one machine.
     return max(0, gpus) // config.rollout.workers
 
 
@@ -196,6 +207,7 @@ def gpus_wanted(config: Config, machine: Machine, node: int = 0) -> int:
     if rollout is None or node > 0 or engines_elsewhere(config, machine):
         return ranks
     engines = engine_count(config) * rollout.workers
+    # Colocated processes share the GPUs, the larger side decides.
     return max(ranks, engines) if rollout.placement == "colocated" else ranks + engines
 
 
@@ -209,10 +221,11 @@ def gpus_used(config: Config, machine: Machine) -> int:
 
 
 def spread_notes(config: Config, device: Device, machine: Machine) -> list[str]:
-    """Notes on what is slow between machines."""
+    """Notes on slow communication between machines."""
     parallel = config.policy.parallel
     share = parallel.ranks // machine.nodes
     group = parallel.tensor * parallel.context
+    # Tensor and context groups are contiguous ranks: they fit if they divide a node's share.
     if device == "cpu" or machine.nodes == 1 or parallel.ranks % machine.nodes or not share % group:
         return []
     context = f" x context {parallel.context}" if parallel.context > 1 else ""

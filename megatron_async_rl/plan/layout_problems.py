@@ -1,4 +1,5 @@
-"""Problems of a layout: sizes that do not divide the model, and GPUs that are not there."""
+"""Problems of a layout on a machine: sizes that do not divide the model, missing GPUs, and FP8
+recipes or adapters that the model or the machine cannot have."""
 
 from __future__ import annotations
 
@@ -7,9 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_async_rl.config.engine_options import cpu_head_sizes
+from megatron_async_rl.config.policy import ATTENTION, MLP, lacking, needed
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.plan.layers import lora_problems
+from megatron_async_rl.config.weights import DEFAULT_CARRIER, carriers
+from megatron_async_rl.plan.layer_memory import product_sizes, sides
 from megatron_async_rl.plan.layout import (
     PARALLEL,
     Device,
@@ -23,6 +26,8 @@ from megatron_async_rl.plan.layout import (
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.model_files import ModelShape
 
+ELSEWHERE = carriers(other_machines=True)
+"""Carriers with which engines may run on machines other than rank 0's."""
 FP8_CACHE_MULTIPLE = 32
 """Elements of a head: vLLM's CPU attention (v1/attention/backends/cpu_attn.py) raises for others
 with a key-value cache in FP8."""
@@ -33,6 +38,7 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
     found: list[Problem] = []
     tensor, context, pipeline = parallel.tensor, parallel.context, parallel.pipeline
     cell, shared = parallel.replica_ranks, context > 1
+    # All problems are collected, since a user may have to change several sizes at once.
     if parallel.ranks % cell:
         product = (
             f"tensor {tensor} x {f'context {context} x ' if shared else ''}pipeline {pipeline}"
@@ -78,6 +84,7 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
                 fix="set it to 1, or policy.parallel.pipeline above 1",
             )
         )
+    # Without the model's config.json only sizes of the layout can be checked.
     if shape is not None:
         found += _shape_problems(config, shape) + _engine_problems(config, machine, shape)
     if config.policy.device == "cuda" and not machine.gpus:
@@ -86,14 +93,15 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
             " `mar doctor` for what keeps CUDA away"
         )
         found.append(Problem(key="policy.device", what="cuda, but there is no GPU", fix=fix))
+    # Also without a model: too few GPUs is worth knowing first.
     found += gpu_problems(config, machine)
     if machine.engine_nodes and not (config.rollout and engines_elsewhere(config, machine)):
         are = "is" if machine.engine_nodes == 1 else "are"
         what = f"{number_of('machine', machine.engine_nodes)} {are} for engines alone, and "
         what += "all engines are on rank 0's" if config.rollout else "the run has no engines"
-        fix = "set weights.transport to relay" if config.rollout else "leave it out"
+        fix = f"set weights.transport to {ELSEWHERE}" if config.rollout else "leave it out"
         found.append(Problem(key="--trainer-nodes", what=what, fix=fix))
-    if config.weights.transport == "cuda_ipc":
+    if config.weights.carrier.ipc:
         found += _lending_problems(config, machine)
     return found
 
@@ -102,10 +110,12 @@ def gpu_problems(config: Config, machine: Machine) -> list[Problem]:
     """Problems of ranks and engines that need more GPUs than there are."""
     if not machine.gpus or device_of(config, machine) != "cuda":
         return []
+    # A node that is too small explains the lack of room.
     return _beyond_gpus(config, machine) or _room_problems(config, machine)
 
 
 def _beyond_gpus(config: Config, machine: Machine) -> list[Problem]:
+    # Rounded up: the layout may not divide, and still the fullest node counts.
     ranks, rollout = -(-config.policy.parallel.ranks // machine.nodes), config.rollout
     workers = rollout.workers if rollout else 1
     colocated = rollout is not None and rollout.placement == "colocated"
@@ -123,6 +133,7 @@ def _beyond_gpus(config: Config, machine: Machine) -> list[Problem]:
         f"{number_of('rank', ranks)}{each} and {held}{shared} need {number_of('GPU', wanted)}, and"
         f" {has} {len(machine.gpus)}"
     )
+    # Only keys whose value can be lowered.
     lower = ["policy.parallel.ranks", "rollout.engines", *_divided(config)]
     fix = (
         f"lower {', '.join(lower[:-1])} or {lower[-1]}"
@@ -130,15 +141,16 @@ def _beyond_gpus(config: Config, machine: Machine) -> list[Problem]:
         else f"lower {', '.join(lower)}"
     )
     if rollout is not None and not colocated and not elsewhere:
-        fix += "; with weights.transport: relay and a Ray cluster engines may be on other machines"
+        fix += f"; with weights.transport: {ELSEWHERE} and a Ray cluster engines may be on other"
+        fix += " machines"
     if ranks > len(machine.gpus):
         fix += "; or divide the ranks over more machines (--nodes; NNODES of the launcher)"
     return [Problem(key=f"{PARALLEL}.ranks", what=what, fix=fix)]
 
 
 def _room_problems(config: Config, machine: Machine) -> list[Problem]:
-    """More engines than there are GPUs for on the machines that are described or counted. Of
-    another cluster that is joined only Ray knows the machines."""
+    """Problem of more engines than the described or counted machines have GPUs for. Of another
+    cluster that is joined only Ray knows the machines."""
     rollout, known = config.rollout, machine.described or machine.engine_nodes
     if rollout is None or not known or not engines_elsewhere(config, machine):
         return []
@@ -175,12 +187,13 @@ def _divided(config: Config) -> list[str]:
 
 
 def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
-    """Engines that could not map the memory of a rank."""
+    """Problems of engines that could not map the memory of a rank."""
     key, ranks = "weights.transport", config.policy.parallel.ranks
+    name = config.weights.transport
     if machine.nodes > 1:
         nodes = machine.nodes
-        what = f"cuda_ipc passes weights within one machine, and the ranks are on {nodes} nodes"
-        return [Problem(key=key, what=what, fix="set it to shared_memory")]
+        what = f"{name} passes weights within one machine, and the ranks are on {nodes} nodes"
+        return [Problem(key=key, what=what, fix=f"set it to {DEFAULT_CARRIER}")]
     if config.rollout is None or device_of(config, machine) != "cuda":
         return []
     workers = config.rollout.workers
@@ -190,15 +203,15 @@ def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
     engines = number_of("engine", engine_count(config))
     engines += f" of {workers} GPUs" if workers > 1 else ""
     what = (
-        f"cuda_ipc passes weights from a rank to an engine on the same GPU, and {engines}"
+        f"{name} passes weights from a rank to an engine on the same GPU, and {engines}"
         f" {'takes' if engine_count(config) == 1 else 'take'} {number_of('GPU', taken)}, and"
         f" {ranks} {'has' if ranks == 1 else 'have'} a rank"
     )
     fix = (
         f"set rollout.engines to at most {ranks // workers}, policy.parallel.ranks to {taken}, or"
-        " this to shared_memory"
+        f" this to {DEFAULT_CARRIER}"
         if ranks >= workers
-        else f"set policy.parallel.ranks to {taken}, or this to shared_memory"
+        else f"set policy.parallel.ranks to {taken}, or this to {DEFAULT_CARRIER}"
     )
     return [Problem(key=key, what=what, fix=fix)]
 
@@ -206,8 +219,8 @@ def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
 def head_size_problems(
     shape: ModelShape, device: Device, options: Mapping[str, Any]
 ) -> list[Problem]:
-    """Attention heads for which vLLM has no kernel on a CPU. Its engine would start all the same,
-    and end at the first request, each time it is restarted. options: those of rollout.vllm."""
+    """Problems of attention heads for which vLLM has no CPU kernel. Its engine would start, and
+    fail at the first request after every restart. options: those of rollout.vllm."""
     sizes, size = cpu_head_sizes(), shape.head_dim
     if device != "cpu" or not sizes:
         return []
@@ -249,11 +262,13 @@ def _engine_problems(config: Config, machine: Machine, shape: ModelShape) -> lis
         fix = f"set it to at most {shape.layers}"
         found.append(Problem(key="rollout.pipeline", what=what, fix=fix))
     counts = [(shape.heads, "attention heads"), (shape.kv_heads, "key-value heads")]
+    # Experts are whole, so nothing divides their columns.
     if not shape.experts:
         counts.append((shape.intermediate, "MLP columns"))
     wrong = [f"{count} {noun}" for count, noun in counts if count % tensor]
     if not wrong:
         return found
+    # Every proposed value divides all sizes that the key must divide.
     fitting = [
         one for one in range(1, shape.kv_heads + 1) if not any(count % one for count, _ in counts)
     ]
@@ -306,8 +321,10 @@ def _shape_problems(config: Config, shape: ModelShape) -> list[Problem]:
 
 def _virtual_problems(config: Config, shape: ModelShape) -> list[Problem]:
     pipeline, virtual = config.policy.parallel.pipeline, config.policy.parallel.virtual_pipeline
+    # Faults of the pipeline itself are reported by its own key.
     if pipeline == 1 or shape.layers % pipeline or not shape.layers // pipeline % virtual:
         return []
+    # Chunks of a rank must have equally many layers.
     held = shape.layers // pipeline
     fitting = [one for one in range(1, held + 1) if not held % one]
     what = (
@@ -319,6 +336,7 @@ def _virtual_problems(config: Config, shape: ModelShape) -> list[Problem]:
 
 
 def _routing_problems(config: Config, shape: ModelShape) -> list[Problem]:
+    # Replay of nothing would be a silent no-op.
     if config.policy.routing_replay == "none" or shape.experts:
         return []
     what = f"{config.policy.routing_replay}, and the model has no experts to choose among"
@@ -332,6 +350,7 @@ def _expert_problems(config: Config, shape: ModelShape) -> list[Problem]:
         what = f"{expert} ranks to share experts, and the model has none"
         return [Problem(key=key, what=what, fix="set it to 1")] if expert > 1 else []
     found = []
+    # Expert parallelism spans all ranks of a stage, not only data-parallel ones.
     stage = parallel.ranks // parallel.pipeline
     fitting = [
         one for one in range(1, shape.experts + 1) if not shape.experts % one and not stage % one
@@ -354,6 +373,7 @@ def _expert_problems(config: Config, shape: ModelShape) -> list[Problem]:
         )
         fix = f"set it to {fitting[-1]}" if fitting[1:] else "set policy.parallel.tensor to 1"
         found.append(Problem(key=key, what=what, fix=fix))
+    # Megatron dispatches tokens by the sequence-parallel split.
     if parallel.tensor > 1 and not parallel.sequence:
         what = (
             "false, but a mixture of experts under tensor parallelism divides tokens over those"
@@ -367,3 +387,89 @@ def _expert_problems(config: Config, shape: ModelShape) -> list[Problem]:
             )
         )
     return found
+
+
+def fp8_problems(config: Config, machine: Machine, shape: ModelShape) -> list[Problem]:
+    """Problems of a recipe that the machine's GPUs lack, of sizes that it does not divide, and of
+    more layers in bfloat16 than the model has."""
+    fp8, parallel = config.policy.fp8, config.policy.parallel
+    if fp8 is None:
+        return []
+    found = []
+    # One GPU that lacks the recipe is enough: any rank may get it.
+    why = next(
+        (why for gpu in machine.gpus if (why := lacking(fp8.recipe, gpu.capability, None))), ""
+    )
+    if why:
+        fitting = _fitting(machine)
+        fix = f"set it to {' or '.join(fitting)}" if fitting else "set policy.fp8: null"
+        found.append(Problem(key="policy.fp8.recipe", what=why, fix=fix))
+
+    multiple = fp8.facts.sizes
+    sizes = product_sizes(shape, tensor=parallel.tensor)
+    # Transformer Engine pads rows of tokens, never sides of weights.
+    wrong = [f"{size} ({name})" for name, size in sizes.items() if size % multiple]
+    if wrong:
+        ways = ["lower policy.parallel.tensor"] if parallel.tensor > 1 else []
+        ways += ["take a recipe of finer multiples (tensorwise: 16)"] if multiple > 16 else []
+        found.append(
+            Problem(
+                key="policy.fp8.recipe",
+                what=f"{fp8.recipe} takes multiples of {multiple}, and the model has"
+                f" {', '.join(wrong)}",
+                fix=", or ".join([*ways, "set policy.fp8: null"]),
+            )
+        )
+
+    kept, held = fp8.first_last_layers_bf16, shape.layers // parallel.pipeline
+    # At least one layer must stay in FP8, and the first and last stage hold all of them.
+    maximum = min(held, (shape.layers - 1) // 2)
+    if kept > maximum:
+        what = (
+            f"{kept} layers at each end are not within the {held} of a pipeline stage, or leave"
+            f" none of {shape.layers} in 8 bits"
+        )
+        fix = f"set it to at most {maximum}"
+        found.append(Problem(key="policy.fp8.first_last_layers_bf16", what=what, fix=fix))
+    return found
+
+
+def fp8_warnings(config: Config, machine: Machine) -> list[str]:
+    """Notes on requirements that cannot be checked, because the run's GPUs are not known here."""
+    fp8 = config.policy.fp8
+    # Known capabilities were judged by fp8_problems.
+    if fp8 is None or all(gpu.capability is not None for gpu in machine.gpus):
+        return []
+    return [
+        f"policy.fp8.recipe: {fp8.recipe} needs GPUs of {needed(fp8.recipe)}; those of the run are"
+        " not known here, and the ranks will check them"
+    ]
+
+
+def _fitting(machine: Machine) -> list[str]:
+    return [
+        recipe
+        for recipe in ("tensorwise", "blockwise", "mxfp8")
+        if not any(lacking(recipe, gpu.capability, None) for gpu in machine.gpus)
+    ]
+
+
+def lora_problems(config: Config, shape: ModelShape) -> list[Problem]:
+    """Problems of adapter targets that the model lacks, and of a rank above a target's size."""
+    lora = config.policy.lora
+    if lora is None:
+        return []
+    # Grouped experts have no module per expert that an adapter could wrap.
+    experts = [target for target in lora.targets if shape.experts and target in MLP]
+    if experts:
+        rest = [target for target in lora.targets if target in ATTENTION] or ATTENTION
+        what = f"{', '.join(experts)} are experts in this model, which have no adapters"
+        fix = f"set it to [{', '.join(rest)}]"
+        return [Problem(key="policy.lora.targets", what=what, fix=fix)]
+    # A rank above the smaller side adds parameters without adding rank.
+    maximum, target = min((min(sides(shape, target)), target) for target in lora.targets)
+    if lora.rank <= maximum:
+        return []
+    what = f"{lora.rank} is more than {maximum}, the smaller side of {target}"
+    fix = f"set it to at most {maximum}, far below it to save memory"
+    return [Problem(key="policy.lora.rank", what=what, fix=fix)]

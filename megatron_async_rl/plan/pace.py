@@ -24,6 +24,7 @@ def staleness_law(config: Config) -> str:
         flow.prompts_per_step,
         flow.group_size,
     )
+    # The scheduler's own function, so that plan and run cannot disagree.
     limit = admitted_limit(0, prompts, ratio, oversample=flow.oversample)
     fresh = config.fresh_steps
     lines = (
@@ -52,9 +53,10 @@ def staleness_law(config: Config) -> str:
     if flow.oversample:
         lines.append(
             f"oversample {flow.oversample:g} x {prompts} of those prompts are beyond what"
-            " async_ratio asks for; the first to finish train, the others go on"
+            " async_ratio requests; the first to finish train, the others continue"
         )
     if rollout is not None:
+        # Otherwise nothing runs while weights change.
         if ratio and not isinstance(flow.selection, ExactLag):
             lines.append(
                 f"in flight  {rollout.in_flight}: running responses {IN_FLIGHT[rollout.in_flight]}"
@@ -63,13 +65,14 @@ def staleness_law(config: Config) -> str:
     return "\n".join(lines)
 
 
+# One entry per value of the setting; a new value without a text fails at once.
 LATE = {
     "wait": "the trainer waits for it",
     "drop": "it is dropped if enough others are there, which favours short responses",
 }
 IN_FLIGHT = {
-    "keep": "go on under new weights over the key-value cache of the old ones",
-    "recompute": "go on under new weights, which read prompt and response so far again",
+    "keep": "continue under new weights over the key-value cache of the old ones",
+    "recompute": "continue under new weights, which read prompt and response so far again",
 }
 PLACEMENT = {
     "disaggregated": "engines have devices of their own and sample while the policy trains",
@@ -79,6 +82,7 @@ PLACEMENT = {
 
 def _lag(config: Config) -> str:
     flow, bound = config.flow, max_lag(config.flow.async_ratio)
+    # Before Replay and the bound of 0: the exact lag is a stronger statement.
     if isinstance(flow.selection, ExactLag) and bound:
         return (
             f"exactly {bound}: every sample trains {bound} updates after the one version that made"
@@ -128,6 +132,7 @@ def overlap_of(config: Config, rates: MeasuredRates, run_dir: Path) -> Overlap:
     """Apply the rates of the run in `run_dir` to this config: more samples take longer in
     proportion, on either side."""
     assert config.rollout is not None
+    # Rates are per sample; a batch of another size takes proportionally longer.
     factor = _more_samples(config, run_dir)
     return Overlap(
         generate_s=factor * rates.generate_s(config.rollout.engines),
@@ -140,9 +145,10 @@ def overlap_of(config: Config, rates: MeasuredRates, run_dir: Path) -> Overlap:
 
 
 def _more_samples(config: Config, run_dir: Path) -> float:
-    """Samples of a step of this config for each of the run's."""
+    """Ratio of this config's samples per step to the run's."""
     measured = run_sizes(run_dir)
     planned = sizes_of(config.model_dump(mode="json"))
+    # Without the run's config its batches are taken to be like this one's.
     return planned["samples"] / measured["samples"] if measured else 1.0
 
 
@@ -154,14 +160,19 @@ def expected_overlap(config: Config, rates: MeasuredRates, run_dir: Path) -> str
     of = f"measured       in {run_dir}, {rates.steps} steps: {speed}"
     if factor != 1.0:
         of += f"; scaled by {factor:.3g} in samples per step"
+    # Training time does not scale simply with ranks, so it is reported and not converted.
     if measured and measured["ranks"] != planned["ranks"]:
-        of += f"; T_train is of {measured['ranks']} ranks, and there are {planned['ranks']} here"
+        of += (
+            f"; T_train was measured with {measured['ranks']} ranks, and this plan has"
+            f" {planned['ranks']}"
+        )
     return f"{of}\n{overlap_of(config, rates, run_dir).as_text()}"
 
 
 def run_sizes(run_dir: Path) -> dict[str, int] | None:
-    """The sizes in the config that a run was started with; null where that is not there to read."""
+    """The sizes in the config that a run was started with; null if it cannot be read."""
     try:
+        # A tree, not a Config: the run may be of another version.
         return sizes_of(read_tree((run_dir / "config.yaml").read_text(encoding="utf-8"))[0])
     except (OSError, UnicodeDecodeError, KeyError, TypeError, YamlFault):
         return None
@@ -178,6 +189,7 @@ def planning_rule(config: Config, measured: float | None) -> str:
     two radii of the rule."""
     lag, lr = max_lag(config.flow.async_ratio), config.policy.optimizer.lr
     steps, per_version = config.optimizer_steps, config.objective.steps_per_batch
+    # Stored samples may be of any version, so S is unbounded.
     if isinstance(config.flow.selection, Replay):
         return "drift      S·η·G has no bound: with replay the largest lag S has none"
     text = (

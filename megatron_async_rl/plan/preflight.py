@@ -1,5 +1,4 @@
-"""Everything that can be known to be wrong before a process starts: config, model, data, reward,
-the checkpoint to go on from.
+"""Checks before any process starts: config, model, data, reward, and the checkpoint to resume from.
 
 `mar plan` reads the first prompts of each file, `mar train` all of them.
 """
@@ -32,18 +31,17 @@ from megatron_async_rl.data import (
     read_set,
     tokenizer_of,
 )
-from megatron_async_rl.data.files import count_rows, data_files
+from megatron_async_rl.data.files import count_rows
 from megatron_async_rl.data.hub import name_of, parse
+from megatron_async_rl.data.locations import data_files
 from megatron_async_rl.metrics.trackers import identity_problems, lacking
-from megatron_async_rl.plan.batch import PromptLengths, context_limit
 from megatron_async_rl.plan.layout import device_of
 from megatron_async_rl.plan.machine import Machine, this_machine
 from megatron_async_rl.plan.model_files import ModelShape, published_shape, read_model
 from megatron_async_rl.plan.plan import RunPlan, make_plan
 from megatron_async_rl.plan.resume import checkpoint_notes, checkpoint_problems, data_problems
-from megatron_async_rl.plan.totals import TrainingSource
+from megatron_async_rl.plan.totals import PromptLengths, TrainingSource, context_limit
 from megatron_async_rl.plan.trials import (
-    data_problem,
     environment_problems,
     grammar_problems,
     reward_problems,
@@ -67,9 +65,10 @@ def preflight(
     machine: Machine | None = None,
     without_model: bool = False,
 ) -> RunPlan:
-    """The plan of `config` on `machine` (default: this one), with every problem that was found, all
-    at once. `without_model`: a published model need not be here, as its sizes are known; what it
-    alone could tell is then not checked."""
+    """Return the plan of `config` on `machine` (default: this one) with all its problems.
+    `without_model`: a published model need not be here, since its sizes are known; checks that need
+    its files are then left out."""
+    # Read once, so that every check below sees the same machine.
     machine = machine or this_machine()
     # A plan is not kept waiting for the weights of a model that is on a hub.
     fetched = all_data or name_of(config.model.path) is None
@@ -89,33 +88,38 @@ def preflight(
     if shape is not None and published is None and not problems:
         try:
             tokenizer = prompt_tokenizer(config.model.path, config)
+        # The environment is reported by environment_problems, with its own key.
         except EnvironmentRefused:
             tokenizer = tokenizer_of(config.model.path, config.data)  # below it is named
         except DataError as error:
-            (elsewhere if files_elsewhere else problems).append(data_problem("model.path", error))
+            (elsewhere if files_elsewhere else problems).append(error.problem("model.path"))
     if shape is not None:
         problems += _no_room(config, shape)
     if shape is not None and tokenizer is not None:
         problems += _stop_tokens(config, shape)
+    # A plan must answer in seconds; `mar train` may not start on a row that it refuses later.
     limit = None if all_data else PROMPTS_IN_A_PLAN
     read: dict[str, PromptSet] = {}
     identities: dict[str, DataIdentity] = {}
     if tokenizer is None or shape is None:
         (elsewhere if files_elsewhere else problems).extend(
-            data_problem(one.key, gone) for one in _files(config, None) if (gone := one.missing())
+            gone.problem(one.key) for one in _files(config, None) if (gone := one.missing())
         )
     else:
         for one in _files(config, shape):
             try:
                 found, identity = _read(config, one, shape, tokenizer, limit)
             except DataError as error:
+                # A file that is here is checked, also on a machine that is only described.
                 missing = files_elsewhere and one.missing() is not None
-                (elsewhere if missing else problems).append(data_problem(one.key, error))
+                (elsewhere if missing else problems).append(error.problem(one.key))
             else:
                 lengths = _longer(lengths, found.prompts)
                 read[one.key] = found
+                # Only a file that was read whole has a digest to compare with the checkpoint's.
                 if limit is None or found.too_long + len(found.prompts) < limit:
                     identities[one.key] = identity
+    # Before the trial: a reward without its server would fail for that reason alone.
     silent = _silent_servers(config)
     problems += reward_problems(config, {} if silent else read) + environment_problems(
         config, read, tokenizer
@@ -123,9 +127,12 @@ def preflight(
     problems += _engine_options(config, machine)
     if tokenizer is not None:
         problems += grammar_problems(config)
+    # The run directory and its checkpoints lie on this machine's disks.
     if not machine.described:
         problems += _run_directory(config) + checkpoint_problems(config, shape)
         problems += data_problems(config, identities)
+        # Digests of large files take minutes; they are compared last, and only for a run that could
+        # start.
         if all_data and not problems:
             problems += _damaged_model(config)
         problems += _beside(config) + lacking(config.observe.trackers)
@@ -140,6 +147,7 @@ def preflight(
     )
     return replace(
         plan,
+        # Each key once, in the order of the checks.
         absent=tuple(dict.fromkeys(one.key for one in elsewhere)),
         warnings=(
             *plan.warnings,
@@ -163,6 +171,7 @@ def _training_sources(
     for index, source in enumerate(config.data.training):
         held = read.get("data.train" if config.data.train else f"data.sources.{index}.path")
         rows = len(held.prompts) if held is not None else 0
+        # The file was cut at the limit: count its rows without tokenising them.
         if held is None or (limit is not None and rows + held.too_long >= limit):
             try:
                 rows = count_rows(source.path)
@@ -191,6 +200,7 @@ class _File:
 
 def _files(config: Config, shape: ModelShape | None) -> list[_File]:
     def room(max_tokens: int) -> int | None:
+        # Room for a prompt is what the longest response leaves of the context.
         left = 0 if shape is None else context_limit(config, shape) - max_tokens
         return left if left > 0 else None
 
@@ -220,6 +230,7 @@ def _read(
     if config.rollout is not None:
         required = reward_fields(config.rollout.reward)
         found = read_set(data, one.file, tokenizer, required=required, room=one.room, limit=limit)
+        # Of token ids and fields, so that a renamed or reformatted file is the same data.
         return found, DataIdentity.of(found.prompts)
     read = read_set(data, one.file, tokenizer, limit=limit, supervised=True)
     found = fitting(read, tokenizer, data.max_tokens)
@@ -238,6 +249,7 @@ def _no_room(config: Config, shape: ModelShape) -> list[Problem]:
     too_many = {
         one.max_tokens_key: one.sampling.max_tokens
         for one in config.eval_sets
+        # Several sets may inherit one key, which is reported once.
         if one.sampling.max_tokens >= limit and not one.max_tokens_key.startswith("rollout")
     }
     return [
@@ -267,6 +279,7 @@ def _too_long(config: Config, read: Mapping[str, PromptSet]) -> list[str]:
 
 def _not_held_out(read: Mapping[str, PromptSet]) -> list[str]:
     trained = {
+        # By token ids: two spellings of one prompt train the same tokens.
         prompt.token_ids: key
         for key, found in read.items()
         if key.startswith(TRAINING)
@@ -289,13 +302,14 @@ def _rendered_for_an_agent(config: Config) -> list[str]:
     if turns is None or turns.name != "agent" or not config.data.as_chat:
         return []
     return [
-        "data.as_chat: true gives the agent a prompt.text that has the chat template's marks"
-        " already, and its own messages get them once more; leave as_chat out"
+        "data.as_chat: true gives the agent a prompt.text that already has the marks of the chat"
+        " template, and its own messages get them again; remove as_chat"
     ]
 
 
 def _longer(known: PromptLengths | None, prompts: Sequence[Prompt]) -> PromptLengths:
     """Lengths of both files together; the mean is the first file's, which is the one trained on."""
+    # Tokens as the engine gets them, chat template included.
     counts = [len(prompt.token_ids) for prompt in prompts]
     if known is not None:
         return replace(known, longest=max(known.longest, *counts))
@@ -345,6 +359,7 @@ def _silent_servers(config: Config) -> list[str]:
         address = urlsplit(str(part.settings.get("url", "")))
         if not address.hostname:
             continue
+        # Only a connection is made: a request might start work on the server.
         port = address.port or (443 if address.scheme == "https" else 80)
         try:
             socket.create_connection((address.hostname, port), CONNECT_S).close()
@@ -360,6 +375,7 @@ def _engine_options(config: Config, machine: Machine) -> list[Problem]:
     if config.rollout is None or not config.rollout.vllm:
         return []
     options = config.rollout.vllm
+    # Empty without vLLM; then only this package's own refusals apply.
     known = vllm_arguments()
     refused = dict(refused_options(options, device_of(config, machine)))
     problems = [unknown_option(name, known) for name in options if known and name not in known]
@@ -383,6 +399,7 @@ def _damaged_model(config: Config) -> list[Problem]:
 
 def _run_directory(config: Config) -> list[Problem]:
     existing = config.run.dir
+    # The nearest folder that exists decides whether the others can be made.
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir():

@@ -19,15 +19,20 @@ from megatron_async_rl.metrics.log import read_newest
 from megatron_async_rl.plan.estimate import measure, update_per_lr
 from megatron_async_rl.plan.fit import lent_bytes, shared_memory, shm_size, twin_bytes
 from megatron_async_rl.plan.layout import number_of
-from megatron_async_rl.plan.machine import GIB, MIB, Machine
-from megatron_async_rl.plan.overhead import OverheadParts, of_engine, of_rank, of_sleeping_engine
+from megatron_async_rl.plan.machine import Machine, size
+from megatron_async_rl.plan.memory import (
+    OverheadParts,
+    engine_overhead,
+    rank_overhead,
+    sleeping_overhead,
+)
 from megatron_async_rl.plan.pace import expected_overlap, overlap_of, planning_rule, staleness_law
 from megatron_async_rl.plan.plan import RunPlan
 
 PROCESSES_SHOWN = 16
 STAGES_SHOWN = 5
 WIDTH = 100
-"""Most columns of a plan, whatever the width of the terminal or of the pipe."""
+"""Largest width of a plan, also on a wider terminal or in a pipe."""
 LABEL = re.compile(r"[^\s:]+(?: [^\s:]+){0,2}\s{2,}")
 """Beginning of a line whose rest is wrapped in its own column."""
 MEASURED_STEPS = 2000
@@ -46,10 +51,12 @@ def show_plan(
     with_config: bool = False,
 ) -> None:
     """Print the plan, as far as its problems let it be computed, its notes, its problems and, last,
-    the verdict. `measured_in`: a run whose measured rates say what overlap to expect. `notes`: more
+    the verdict. `measured_in`: a run whose measured rates predict the overlap. `notes`: more
     of them. `refused`: reasons for which `mar train` would not start in this run.dir.
     `with_config`: print the resolved config, too."""
+    # Prose is hard to read across a wide terminal, and pipes report any width.
     console.width = min(console.width, WIDTH)
+    # First, since the plan explains what these values lead to.
     if with_config:
         _heading(console, "config")
         _print(console, resolved(config))
@@ -72,6 +79,7 @@ def show_plan(
     if plan.totals is not None:
         _heading(console, "totals")
         _print(console, plan.totals.as_text(step_s))
+    # After the numbers that they comment on, before problems, which must be seen last.
     for note in (*plan.warnings, *notes):
         _print(console, Text.assemble(("note: ", "yellow bold"), note))
     if plan.problems:
@@ -80,16 +88,19 @@ def show_plan(
             _print(console, str(problem))
         if len(plan.problems) > SCREEN_PROBLEMS:
             _print(console, f"... and {len(plan.problems) - SCREEN_PROBLEMS} more")
+    # Always the last line, where a user and a script look for it.
     _print(console, _verdict(plan, machine, refused))
 
 
 def _verdict(plan: RunPlan, machine: Machine, refused: Sequence[str]) -> Text:
     """One line: whether the config can run, and what was not checked."""
+    # A refused directory comes before memory: the run would not even be planned.
     if refused:
         what = f"fits, but `mar train` would refuse this run.dir: {'; '.join(refused)}"
         return Text.assemble(("verdict: ", "bold"), (what, "red"))
     where = "on the machines described" if machine.described else "here"
     if plan.problems:
+        # Lack of memory or GPUs is what a plan is asked for.
         first = (plan.unfit or plan.problems)[0]
         what = (
             f"{'does not fit' if plan.unfit else 'cannot run'} {where}: {first.key}: {first.what}"
@@ -102,6 +113,7 @@ def _verdict(plan: RunPlan, machine: Machine, refused: Sequence[str]) -> Text:
         what += f"; not checked, as the files are not here: {', '.join(plan.absent)}"
     if machine.described and not machine.memory:
         what += "; host memory not checked (--host-memory)"
+    # Estimates alone never refuse a run.
     crowded = [host for host in plan.hosts if machine.memory and host.total > machine.memory]
     if crowded:
         maximum = max(host.total for host in crowded)
@@ -130,13 +142,12 @@ def _show_memory(plan: RunPlan, config: Config, machine: Machine, console: Conso
                 f"/dev/shm of rank 0's machine: {size(weights)}, {what}, and {size(store)}, Ray's"
                 f" object store; in a container docker run {option}",
             )
-        if config.weights.transport == "relay":
-            two = size(2 * plan.engine.weights)
-            _print(console, f"each other machine with engines: {two} in /dev/shm, two versions")
-        if config.weights.transport == "collective":
-            two = size(2 * plan.engine.weights)
+        carrier, two = config.weights.carrier, size(2 * plan.engine.weights)
+        if carrier.per_engine:
             _print(console, f"each engine: {two} in its machine's /dev/shm, two versions")
-        if config.weights.transport == "cuda_ipc":
+        elif carrier.other_machines:
+            _print(console, f"each other machine with engines: {two} in /dev/shm, two versions")
+        if carrier.ipc:
             two = size(lent_bytes(config, plan.engine))
             where = "in /dev/shm" if plan.device == "cpu" else "of its GPU"
             _print(console, f"each rank, while engines load: {two} {where}, two buckets")
@@ -155,6 +166,7 @@ def _show_speed(
     rows = read_newest(measured_in, MEASURED_STEPS) if measured_in is not None else []
     _heading(console, "staleness")
     _print(console, f"{staleness_law(config)}\n{planning_rule(config, update_per_lr(rows))}")
+    # Measured rates of this machine replace the data sheet's.
     rates = measure(rows)
     if measured_in is not None:
         _heading(console, "overlap")
@@ -164,6 +176,7 @@ def _show_speed(
         nothing = f"not known: {measured_in} has not logged what its engines did for two steps"
         _print(console, nothing)
     found = plan.estimate
+    # Empty text: no estimate is made of a plan that cannot run.
     if not found:
         return None  # the plan has problems
     _heading(console, "step time")
@@ -183,6 +196,7 @@ def machine_line(machine: Machine) -> str:
     gpus = f"{len(machine.gpus)} x {machine.gpus[0].name}" if machine.gpus else "no GPU"
     nodes = machine.nodes + machine.engine_nodes
     count = f"{nodes} nodes, each with" if nodes > 1 else "one node with"
+    # A described machine has no cores and no disk to report.
     if machine.described:
         memory = f", {size(machine.memory)} host memory" if machine.memory else ""
         return f"as described: {count} {gpus}{memory}"
@@ -194,14 +208,10 @@ def resolved(config: Config) -> str:
     """The whole config, defaults included, a section to a line."""
     lines = []
     for name, section in config.model_dump(mode="json").items():
+        # PyYAML ends a document that is a bare scalar with `...`.
         text = write(section, one_line=True).removesuffix("...\n").strip()
         lines.append(f"{name}: {text}")
     return "\n".join(lines)
-
-
-def size(count: int) -> str:
-    """Bytes in MiB or GiB."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
 
 
 def _heading(console: Console, text: str) -> None:
@@ -212,6 +222,7 @@ def _print(console: Console, text: str | Text) -> None:
     """Print lines, wrapped at the console's width. What follows a label stands in its own column;
     a word that is longer than a line, such as a path, stays whole."""
     for line in text.split("\n") if isinstance(text, Text) else map(Text, text.split("\n")):
+        # Hanging indent: the value column stays aligned when a line wraps.
         label = LABEL.match(line.plain)
         indent = label.end() if label else 2
         wrapped = textwrap.wrap(
@@ -231,6 +242,7 @@ def _processes(plan: RunPlan) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("process", "what", "on"):
         table.add_column(column)
+    # A plan for hundreds of GPUs still fits a screen.
     for process in plan.processes[:PROCESSES_SHOWN]:
         table.add_row(process.name, process.kind, process.device)
     if len(plan.processes) > PROCESSES_SHOWN:
@@ -245,6 +257,7 @@ def _nodes(plan: RunPlan) -> Table:
     shown = plan.nodes
     if len(shown) > PROCESSES_SHOWN:
         beyond = (f"and {len(shown) - PROCESSES_SHOWN} more", "as many ranks each")
+        # The last row differs: nodes with engines alone come after those with ranks.
         shown = (*shown[: PROCESSES_SHOWN - 1], beyond, shown[-1])
     for node in shown:
         table.add_row(*node)
@@ -267,6 +280,7 @@ def _batch(plan: RunPlan, config: Config) -> str:
 def _routed(plan: RunPlan) -> str:
     if not plan.routed_bytes or plan.batch is None:
         return ""
+    # Each token carries the ids of its experts in every layer.
     maximum = plan.routed_bytes * plan.batch.longest * plan.batch.samples
     return (
         f"\nexperts that the engines chose: {plan.routed_bytes} bytes a token, up to"
@@ -276,10 +290,11 @@ def _routed(plan: RunPlan) -> str:
 
 
 def _steps(config: Config) -> str:
-    """A line where a batch is several optimizer steps."""
+    """A line for a batch of several optimizer steps."""
     objective, prompts = config.objective, config.flow.prompts_per_step
     if objective.steps_per_batch == 1:
         return ""
+    # Groups stay whole, so minibatches may differ by one.
     fewest = prompts // objective.minibatches
     groups = f"{fewest}" if prompts % objective.minibatches == 0 else f"{fewest} or {fewest + 1}"
     return (
@@ -290,10 +305,11 @@ def _steps(config: Config) -> str:
 
 
 def _rank_memory(plan: RunPlan, config: Config) -> Table:
-    """A column for each pipeline stage; of many stages those at both ends, which hold most."""
+    """A column for each pipeline stage; of many stages only those at both ends, which hold most."""
     ranks = list(plan.ranks)
     left_out = len(ranks) - STAGES_SHOWN
     if left_out > 0:
+        # The first stage has the embedding, the last the output layer and the log-probs.
         ranks = [*plan.ranks[: STAGES_SHOWN - 1], plan.ranks[-1]]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("on its device")
@@ -319,6 +335,7 @@ def _rank_memory(plan: RunPlan, config: Config) -> Table:
     rows += [(f"{name}, on the host", sizes) for name, sizes in on_host]
     always = ("parameters", "gradients", "optimizer", "total ~")
     for name, sizes in rows:
+        # Rows of features that are off would only lengthen the table.
         if any(sizes) or name in always:
             table.add_row(name, *(size(one) for one in sizes))
     if left_out > 0:
@@ -333,6 +350,7 @@ def _host_memory(plan: RunPlan, machine: Machine) -> Table:
     table.add_column("all processes of a machine")
     for host in hosts:
         table.add_column(host.machines if len(plan.hosts) > 1 else "", justify="right")
+    # Machines differ in their parts; the table has the union, in a stable order.
     names = dict.fromkeys((part.name, part.certain) for host in plan.hosts for part in host.parts)
     for name, certain in names:
         sizes = [sum(part.size for part in host.parts if part.name == name) for host in hosts]
@@ -352,14 +370,14 @@ def _host_memory(plan: RunPlan, machine: Machine) -> Table:
 
 
 def _overhead(config: Config) -> str:
-    rollout, parts = config.rollout, of_rank(config)
+    rollout, parts = config.rollout, rank_overhead(config)
     lines = [f"besides, on each rank's GPU ~: {_shown(parts)}"]
     if rollout is not None and rollout.placement == "colocated":
-        lines.append(f"and of an engine that sleeps there ~: {_shown(of_sleeping_engine(rollout))}")
+        lines.append(f"and of an engine that sleeps there ~: {_shown(sleeping_overhead(rollout))}")
     elif rollout is not None:
         lines.append(
             "besides, on each GPU of an engine, outside rollout.gpu_memory_utilization ~:"
-            f" {_shown(of_engine(rollout))}"
+            f" {_shown(engine_overhead(rollout))}"
         )
     return "\n".join(lines)
 
@@ -386,6 +404,7 @@ def _engine_memory(plan: RunPlan, config: Config) -> str:
     assert engine is not None
     assert rollout is not None
     engines = "the engine" if rollout.engines == 1 else f"each of {rollout.engines} engines"
+    # On a GPU vLLM measures what is left only when it starts.
     if engine.cache is None or engine.cache_tokens is None:
         return (
             f"{engines}: weights {size(engine.weights)}; KV cache takes"

@@ -16,12 +16,13 @@ from megatron_async_rl.data import DataError, PromptSet, Tokenizer
 from megatron_async_rl.rollout.environments import EnvironmentRefused, load_factory
 from megatron_async_rl.rollout.environments.chat import follow_ups
 from megatron_async_rl.rollout.environments.conversation import failures
+from megatron_async_rl.rollout.isolation.supervisor import UserCodeStartError
 from megatron_async_rl.rollout.rewards.registry import RewardError, RewardItem
-from megatron_async_rl.rollout.scoring import Scorer, WorkerStartError, require_rewards
+from megatron_async_rl.rollout.scoring import Scorer, require_rewards
 from megatron_async_rl.samples import Prompt
 
 REWARD_TRIAL_TIMEOUT_S = 20.0
-"""Longest wait for one made-up response: a plan is not kept waiting by a slow reward."""
+"""Longest wait for one made-up response, so that a slow reward does not delay a plan."""
 MADE_UP_RESPONSE = "0"
 TRIED_PROMPTS = 3
 FAULT = 240
@@ -37,11 +38,12 @@ GRAMMAR_FIX = {
 
 
 def reward_problems(config: Config, read: Mapping[str, PromptSet]) -> list[Problem]:
-    """Loads the reward and scores a made-up response to a prompt of each file."""
+    """Load the reward and score a made-up response to a prompt of each file."""
     if config.rollout is None:
         return []
     settings = config.rollout.reward
     try:
+        # Importing the function first separates a wrong name from a failing call.
         require_rewards(settings)
     except RewardError as error:
         return [Problem(key=error.where, what=error.what, fix=error.fix)]
@@ -52,10 +54,12 @@ async def _score_made_up(settings: RewardConfig, read: Mapping[str, PromptSet]) 
     """Score a made-up response to each kind of prompt, in the same kind of process as the run
     does; returns the failures."""
     found = []
+    # The run's own scorers: a trial in this process would not find what a child lacks.
     scorer, of_groups = Scorer(settings), Scorer(settings, "group")
     scorer.start()
     of_groups.start()
     try:
+        # Both start in parallel, and the slower one decides.
         await scorer.ready()
         await of_groups.ready()
         tried = [
@@ -66,6 +70,7 @@ async def _score_made_up(settings: RewardConfig, read: Mapping[str, PromptSet]) 
         ]
         for key, one, prompts in tried:
             error = await _first_error(one, prompts)
+            # One failing kind of prompt is enough for a problem; the others are tried as well.
             if error is not None:
                 name = "a part" if settings.name is None else settings.name
                 what = f"{name} failed on a made-up response, {MADE_UP_RESPONSE!r}, to"
@@ -77,10 +82,11 @@ async def _score_made_up(settings: RewardConfig, read: Mapping[str, PromptSet]) 
                         fix=fix,
                     )
                 )
-    except WorkerStartError as error:
+    except UserCodeStartError as error:
         fix = "correct the module, or raise rollout.reward.memory_mib"
         found.append(Problem(key=_named(settings), what=str(error), fix=fix))
     finally:
+        # Also after an error: their processes would outlive the command.
         scorer.close()
         of_groups.close()
     return found
@@ -90,6 +96,7 @@ def _of_each_reward(settings: RewardConfig, prompts: Sequence[Prompt]) -> list[l
     """The first few prompts of those that have the same parts of the reward, for each such set."""
     first: dict[tuple[str | None, ...], list[Prompt]] = {}
     for prompt in prompts:
+        # Prompts that use the same parts exercise the same code.
         parts = tuple(n for n, part in settings.rewards.items() if part.applies(prompt.fields))
         of_these = first.setdefault(parts, [])
         if len(of_these) < TRIED_PROMPTS:
@@ -98,7 +105,7 @@ def _of_each_reward(settings: RewardConfig, prompts: Sequence[Prompt]) -> list[l
 
 
 def _named(settings: RewardConfig) -> str:
-    """The key that names the reward, or its parts."""
+    """Key of the reward, or of its parts."""
     return "rollout.reward.parts" if settings.name is None else "rollout.reward.name"
 
 
@@ -107,6 +114,7 @@ async def _first_error(scorer: Scorer, prompts: Sequence[Prompt]) -> str | None:
     consequence."""
     first = None
     for prompt in prompts:
+        # Nothing of this reward applies to the prompt.
         if not scorer.scores(prompt):
             return None
         items = [RewardItem(prompt, MADE_UP_RESPONSE)] * (2 if scorer.per == "group" else 1)
@@ -117,6 +125,7 @@ async def _first_error(scorer: Scorer, prompts: Sequence[Prompt]) -> str | None:
         if scored.error is None:
             return None
         first = first or scored.error
+        # The next prompt would take as long.
         if scored.timed_out:
             break
     return first
@@ -125,7 +134,7 @@ async def _first_error(scorer: Scorer, prompts: Sequence[Prompt]) -> str | None:
 def environment_problems(
     config: Config, read: Mapping[str, PromptSet], tokenizer: Tokenizer | None
 ) -> list[Problem]:
-    """Loads the environment, and has it answer a made-up turn to a prompt of each file."""
+    """Load the environment, and let it answer a made-up turn to a prompt of each file."""
     settings = None if config.rollout is None else config.rollout.environment
     if settings is None:
         return []
@@ -135,19 +144,21 @@ def environment_problems(
         if tokenizer is not None:
             follow = follow_ups(settings, tokenizer)
             if settings.name == TOOLS:
+                # Only the first prompt: the template is the same for all.
                 for found in read.values():  # what a tool answers is put behind a chat
                     follow.opened(found.prompts[0], "0")
     except EnvironmentRefused as error:
         return [Problem(key=error.where, what=error.what, fix=error.fix)]
     except DataError as error:
-        problem = data_problem("rollout.environment.format", error)
+        problem = error.problem("rollout.environment.format")
         if settings.name in AGENTS or "format: text" in problem.fix:
             return [problem]
         return [replace(problem, fix=f"{problem.fix}, or set rollout.environment.format: text")]
     except Exception as error:  # noqa: BLE001 - a template is a program: it may raise anything
         what = f"the chat template refuses a second turn: {error}"
-        fix = "give data.chat_template another, or set rollout.environment.format: text"
+        fix = "set another data.chat_template, or set rollout.environment.format: text"
         return [Problem(key="rollout.environment.format", what=what, fix=fix)]
+    # These need a model's answer, which no trial has.
     if settings.name in (TOOLS, *AGENTS):
         return _tasks(settings, read)  # nothing is asked without a model
     tried = {key: found.prompts[:TRIED_PROMPTS] for key, found in read.items()}
@@ -178,8 +189,8 @@ def _tasks(settings: EnvironmentConfig, read: Mapping[str, PromptSet]) -> list[P
 
 def grammar_problems(config: Config) -> list[Problem]:
     """Held-out sets whose regex or JSON schema this machine's vLLM cannot read, as its engines
-    would say of the first response. vLLM is imported, which takes seconds, where there is one
-    alone."""
+    would say of the first response. vLLM is imported only if there is such a set, because that
+    takes seconds."""
     found: list[Problem] = []
     if config.rollout is None or find_spec("vllm") is None:
         return found
@@ -189,10 +200,12 @@ def grammar_problems(config: Config) -> list[Problem]:
         value = getattr(one.sampling, name)
         if value is None:
             continue
+        # Sets often share a grammar, and compiling one takes a second.
         if repr(value) not in faults:
             faults[repr(value)] = _grammar_fault(config, one.sampling)
         fault = faults[repr(value)]
         if fault is not None:
+            # The error must name the section that the user wrote it in.
             own = isinstance(one.file, EvalSetConfig) and one.file.sampling is not None
             at = one.key if own else "eval"
             found.append(
@@ -206,17 +219,11 @@ def grammar_problems(config: Config) -> list[Problem]:
 
 
 def _grammar_fault(config: Config, sampling: EvalSampling) -> str | None:
-    from megatron_async_rl.rollout.vllm.engine_arguments import structured
-    from megatron_async_rl.rollout.vllm.vllm_private import require_grammar
+    from megatron_async_rl.rollout.vllm.engine_arguments import require_grammar
 
     given = config.rollout.vllm.get("structured_outputs_config") if config.rollout else None
     try:
-        require_grammar(str(config.model.path), structured(sampling), given)
+        require_grammar(str(config.model.path), sampling, given)
     except Exception as error:  # noqa: BLE001 - of one of several libraries, each with its own
         return " ".join(str(error).split())[:FAULT] or type(error).__name__
     return None
-
-
-def data_problem(key: str, error: DataError) -> Problem:
-    where = str(error.path) if error.line is None else f"{error.path}:{error.line}"
-    return Problem(key=key, what=f"{where}: {error.what}", fix=error.fix)

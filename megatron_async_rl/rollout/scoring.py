@@ -1,7 +1,7 @@
 """Scores finished responses: trivial rewards on the engine's event loop, all others in processes.
 
-    response -> Scorer -+-> Pool of part "correct" -> RewardProcess ...
-                        +-> Pool of part "style"   -> RewardProcess ...
+    response -> Scorer -+-> RewardPool of part "correct" -> UserProcess ...
+                        +-> RewardPool of part "style"   -> UserProcess ...
 
 An engine has a Scorer of the parts that are called per response. The controller has one of those
 called per group, which takes all responses to a prompt once they are there.
@@ -9,13 +9,7 @@ called per group, which takes all responses to a prompt once they are there.
 Invariants:
 - the reward of a response is the sum of those parts that are of its prompt, times their weights,
   multiplied by those that are gates; one part that fails, fails the response, and is named;
-- a response that makes a process die or a call of several fail costs itself alone: the others that
-  were worked on are tried again, one by one;
-- a process that ends is replaced;
-- the event loop never waits for a process: to start, to answer or to end.
-
-Processes start when responses wait for them, up to `rollout.reward.workers` for each reward; the
-first one with the engine.
+- whatever a reward does costs its own response (rewards/reward_pool.py).
 """
 
 from __future__ import annotations
@@ -23,16 +17,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_async_rl.config.rollout import RewardConfig, RewardPart
-from megatron_async_rl.data.prompts import Required
-from megatron_async_rl.rollout.reward_process import START_S, Job, RewardLimits, RewardProcess
+from megatron_async_rl.data.row_columns import Required
+from megatron_async_rl.rollout.isolation.child import described
 from megatron_async_rl.rollout.rewards.registry import (
     KEY,
     LARGEST,
@@ -46,15 +38,11 @@ from megatron_async_rl.rollout.rewards.registry import (
     required_fields,
     validate_row,
 )
-from megatron_async_rl.rollout.rewards.worker import CallFailed, Scored, call
+from megatron_async_rl.rollout.rewards.reward_pool import RewardLimits, RewardPool
+from megatron_async_rl.rollout.rewards.worker import Scored, call
 from megatron_async_rl.samples import Prompt
-from megatron_async_rl.watchdog import watch
 
 _log = logging.getLogger(__name__)
-
-
-class WorkerStartError(RuntimeError):
-    """A process for the reward did not start, or the reward could not be imported in it."""
 
 
 def require_rewards(settings: RewardConfig) -> None:
@@ -140,117 +128,12 @@ class InlineReward:
     def score(self, item: RewardItem) -> Scored:
         try:
             (scored,) = call(self._reward, [item], 0.0)
-        except CallFailed as error:
-            return Scored(reward=0.0, error=str(error))
+        except BaseException as error:  # noqa: BLE001 - it costs its own response
+            return Scored(reward=0.0, error=described(error))
         return scored
 
     async def submit(self, items: Sequence[RewardItem]) -> Sequence[Scored]:
         return [self.score(item) for item in items]
-
-
-class RewardPool:
-    """The processes of one reward and the responses that wait for them."""
-
-    def __init__(self, called: RewardLimits, workers: int) -> None:
-        self.called = called
-        self.processes: set[RewardProcess] = set()
-        self._workers = workers
-        self._waiting: deque[Job] = deque()
-        self._suspects: deque[Job] = deque()
-        self._first: asyncio.Future[None] | None = None
-        self._per_call = math.inf
-        """Responses that a process works on at a time, once a process has reported it."""
-        self._closed = False
-
-    def start(self) -> None:
-        self._first = asyncio.get_running_loop().create_future()
-        self._hire()
-
-    async def ready(self) -> None:
-        """Raises WorkerStartError."""
-        assert self._first is not None
-        with watch.doing("wait", f"the reward {self.called.name} to be imported", START_S):
-            await self._first
-
-    async def submit(self, items: Sequence[RewardItem]) -> Sequence[Scored]:
-        """Scores of one response, or of all that one call is to take."""
-        job = Job(items)
-        self._waiting.append(job)
-        self._dispatch()
-        return await job.result
-
-    def close(self) -> None:
-        self._closed = True
-        for job in (*self._waiting, *self._suspects):
-            job.result.cancel()
-        for process in self.processes:
-            process.close()
-
-    def _dispatch(self) -> None:
-        for process in self.processes:
-            while process.free and (jobs := self._next(process)):
-                process.take(jobs)
-        others = max(1, math.ceil(len(self._waiting) / self._per_call)) if self._waiting else 0
-        wanted = len(self._suspects) + others
-        starting = sum(not process.ready for process in self.processes)
-        room = self._workers - len(self.processes)
-        for _ in range(min(room, wanted - starting)):
-            self._hire()
-
-    def _next(self, process: RewardProcess) -> Sequence[Job]:
-        """The jobs of the process's next call. Suspects first: while there are any, no process
-        takes others, and a process that works on others takes none until it is done with them."""
-        while self._suspects and self._suspects[0].result.done():
-            self._suspects.popleft()
-        if self._suspects:
-            return () if process.calls else [self._suspects.popleft()]
-
-        jobs: list[Job] = []
-        while self._waiting and len(jobs) < (self.called.batch if process.batched else 1):
-            job = self._waiting.popleft()
-            if not job.result.done():  # otherwise the waiting task was cancelled
-                jobs.append(job)
-        return jobs
-
-    def _hire(self) -> None:
-        try:
-            self.processes.add(RewardProcess(self, self.called))
-        except OSError as error:  # no memory, process or file descriptor is left for it
-            self._on_start_failure(str(error))
-
-    def on_free(self, process: RewardProcess) -> None:
-        if self._first is not None and not self._first.done():
-            self._first.set_result(None)
-        calls = self.called.concurrency if process.asynchronous else 1
-        self._per_call = calls * (self.called.batch if process.batched else 1)
-        self._dispatch()
-
-    def suspect(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            job.alone = True
-        self._suspects.extend(jobs)
-
-    def on_end(self, process: RewardProcess, how: str) -> None:
-        self.processes.discard(process)
-        if self._closed:
-            return
-        if process.ready:
-            # Its successor imports the reward before it is needed.
-            self._hire()
-            self._dispatch()
-            return
-
-        self._on_start_failure(how)
-
-    def _on_start_failure(self, how: str) -> None:
-        """Another start would most likely fail too: no task waits for it unnecessarily."""
-        reason = f"the reward's process did not start: {how}"
-        if self._first is not None and not self._first.done():
-            self._first.set_exception(WorkerStartError(reason))
-        if not self.processes:
-            for waiting in (self._suspects, self._waiting):
-                while waiting:
-                    waiting.popleft().fail(Scored(reward=0.0, error=reason))
 
 
 def _rewarding(
@@ -297,7 +180,7 @@ class Scorer:
             pool.start()
 
     async def ready(self) -> None:
-        """Returns when each reward can score. Raises WorkerStartError."""
+        """Returns when each reward can score. Raises UserCodeStartError."""
         for pool in self.pools:
             await pool.ready()
 

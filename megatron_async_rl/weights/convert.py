@@ -109,9 +109,9 @@ def convert(checkpoint: Path, out_dir: Path) -> None:
     from megatron_async_rl.config.policy import ParallelConfig, PolicyConfig
     from megatron_async_rl.config.schema import ModelConfig
     from megatron_async_rl.policy import device
+    from megatron_async_rl.policy.blocks import refuse_other_base
     from megatron_async_rl.policy.checkpoint import load_model
     from megatron_async_rl.policy.checkpoint_folder import about, is_step, newest, require_whole
-    from megatron_async_rl.policy.lora_base import refuse_other_base
     from megatron_async_rl.policy.model import assemble_model, build_model
     from megatron_async_rl.policy.parallel import initialise
 

@@ -24,9 +24,8 @@ from megatron_async_rl.config.objective import (
     ValueConfig,
 )
 from megatron_async_rl.config.policy import ATTENTION, LoraConfig, ParallelConfig
-from megatron_async_rl.policy.adam_view import optimizer_parameters
+from megatron_async_rl.policy.adam_view import adam_shards, optimizer_parameters
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
-from megatron_async_rl.policy.parameter_state import adam_shards
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.weights.convert import export_adapter
 from megatron_async_rl.weights.export import WeightExporter

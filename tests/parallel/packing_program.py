@@ -105,7 +105,7 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
         "scores": policy.score(received(policy, scorable(rank.batches[a]))),
         "shapes": [
             tuple(each.tokens.shape)
-            for each in policy.batcher.of(received(policy, scorable(rank.batches[a])))[1]
+            for each in policy.batcher.of(received(policy, scorable(rank.batches[a]))).micro_batches
         ],
         "among_others": among_others(rank, policy, a),
         "joined_scores": policy.score(received(policy, paired(rank.batches[a]))),

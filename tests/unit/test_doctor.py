@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_async_rl.plan import doctor, model_table
+from megatron_async_rl.plan import doctor
 from megatron_async_rl.plan.machine import GIB, Gpu, Machine
 from megatron_async_rl.policy.supported import EXPECTED, FAMILIES, REFUSED, unsupported
 from megatron_async_rl.rollout.isolation.sandbox import SandboxError
@@ -249,7 +249,7 @@ def test_the_tried_versions_are_those_of_the_lock():
 
 def test_the_models_are_told_on_one_screen_from_what_refuses_them():
     console = Console(width=100, record=True, file=StringIO())
-    model_table.show_families(console)
+    doctor.show_families(console)
     lines = console.export_text().splitlines()
     assert "\n".join(line.rstrip() for line in lines) in (DOCS / "models.md").read_text()
     assert len(lines) <= 50

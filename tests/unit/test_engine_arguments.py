@@ -206,7 +206,7 @@ def test_an_engine_preloads_one_openmp_library(
 
 
 def test_nobody_else_sets_the_dtype_of_logits(tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match="policy and engines must be one model"):
+    with pytest.raises(ValidationError, match="policy and engines must have the same model"):
         spec_with(tmp_path, hf_overrides={"head_dtype": "model"})
 
 

@@ -36,14 +36,12 @@ from megatron_async_rl.rollout.environments.built_in import (
     _action_schema,
     prompt_tokenizer,
 )
-from megatron_async_rl.rollout.environments.chat import EpisodeMessages, PlainText, ToolParser
+from megatron_async_rl.rollout.environments.chat import EpisodeMessages, PlainText
 from megatron_async_rl.rollout.environments.conversation import Episodes, failures
-from megatron_async_rl.rollout.environments.pool import (
-    EnvironmentFailed,
-    Environments,
-    EnvironmentStartError,
-)
+from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
 from megatron_async_rl.rollout.environments.transcript import Transcript, Turn, TurnRequest
+from megatron_async_rl.rollout.isolation.supervisor import UserCodeStartError
+from megatron_async_rl.rollout.vllm.tool_parser import ToolParser
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import PartialResponse
 from megatron_async_rl.watchdog.processes import condition
@@ -201,7 +199,7 @@ def test_an_environment_that_fails_in_any_way_costs_its_sample_and_disturbs_nobo
         "step raised KeyError: 'answer'",
         "step raised ValueError: the reward of a step is nan, not a finite number of at most 1e+30",
         "step raised TypeError: step returned a NoneType, not a Step",
-        "its process ended in step; see the engine's log",
+        "its process ended with code 3 in step; see the engine's log",
         "step raised ValueError: the reward of a step is 1e+39, not a finite number of at most"
         " 1e+30",
         "step raised TypeError: the observation of a step must be text or a list of messages with"
@@ -221,7 +219,6 @@ def test_a_process_serves_one_sample_after_the_other(played: Played) -> None:
         seen = set()
         for _ in range(3):
             environment = await played.pool.open()
-            assert environment._process is not None
             seen.add(environment._process.number)
             await environment.reset(prompt_of())
             await environment.step("")
@@ -281,7 +278,7 @@ def test_who_is_cancelled_while_an_environment_closes_leaves_its_room_and_does_n
         environment = await pool.open()
         await environment.reset(prompt_of(slow_to_close=True))
         closing = asyncio.create_task(environment.close())
-        while environment._process is not None and not environment._busy:
+        while not environment._process.calls:
             await asyncio.sleep(0)
         closing.cancel()
         await asyncio.gather(closing, return_exceptions=True)
@@ -336,14 +333,15 @@ def test_no_order_to_the_process_that_forks_is_lost() -> None:
         pool = Environments(settings_of(processes=4))
         pool.start()
         await pool.ready()
-        assert pool._template is not None
-        pool._template.send_signal(signal.SIGSTOP)
-        for number in range(2000):
-            pool._order({"kill": number})
+        supervisor = pool.supervisor
+        assert supervisor._server is not None
+        supervisor._server.send_signal(signal.SIGSTOP)
+        for number in range(1000, 3000):
+            supervisor.order("kill", number)
         opening = asyncio.create_task(pool.open())
         await asyncio.sleep(0)
-        waiting = len(pool._orders)
-        pool._template.send_signal(signal.SIGCONT)
+        waiting = len(supervisor._orders)
+        supervisor._server.send_signal(signal.SIGCONT)
         environment = await opening
         await environment.reset(prompt_of())
         await environment.close()
@@ -585,7 +583,7 @@ def test_an_import_that_fails_is_said_where_it_is_waited_for() -> None:
         pool = Environments(settings_of(name="tests.engine.no_such_module:Game"))
         pool.start()
         try:
-            with pytest.raises(EnvironmentStartError, match="no module"):
+            with pytest.raises(UserCodeStartError, match="no module"):
                 await pool.ready()
             with pytest.raises(EnvironmentFailed, match="no process for the environment"):
                 await pool.open()
@@ -724,8 +722,11 @@ def test_settings_that_no_session_of_an_openenv_server_can_have_are_named(
         ({"environment": {"name": COUNTING}}, None),
         ({"environment": {"name": "agent", "timeout_s": 1200}}, None),
         ({"environment": {"name": "agent", "max_segments": 3}}, None),
-        ({"environment": {"name": COUNTING, "max_segments": 3}}, "max_segments: 3 is of agents"),
-        ({"environment": tools("my_tools")}, "tools rewards nothing by itself"),
+        (
+            {"environment": {"name": COUNTING, "max_segments": 3}},
+            "max_segments: 3 applies to agents",
+        ),
+        ({"environment": tools("my_tools")}, "tools gives no reward by itself"),
         ({"environment": tools("my_tools"), "reward": {"name": "math"}}, None),
         ({"reward": {"name": "math", "timeout_s": 601}}, "reward.timeout_s: 601 .*watchdog"),
         ({"reward": {"name": "math", "timeout_s": 600}}, "reward.timeout_s: 600 .*watchdog"),
@@ -734,7 +735,7 @@ def test_settings_that_no_session_of_an_openenv_server_can_have_are_named(
         ({"reward": {"parts": {"a": OWN, "b": {"name": "math"}}}}, "parts.a.name: environment is"),
         (
             {"reward": {"parts": {"a": {**OWN, "weight": 2}}}, "environment": {"name": COUNTING}},
-            "parts.a.weight: 2 would be without effect",
+            "parts.a.weight: 2 would have no effect",
         ),
         ({"reward": {"parts": {"a": OWN}}, "environment": {"name": COUNTING}}, None),
         (

@@ -12,9 +12,10 @@ import pytest
 from aiohttp import web
 
 from megatron_async_rl.config.rollout import RewardConfig
+from megatron_async_rl.rollout.isolation.child import described
 from megatron_async_rl.rollout.rewards import servers
 from megatron_async_rl.rollout.rewards.registry import RewardContext, RewardItem, load_reward
-from megatron_async_rl.rollout.rewards.worker import CallFailed, Scored, call_async
+from megatron_async_rl.rollout.rewards.worker import Scored, call_async
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.samples import Prompt
 from tests.cases import looped
@@ -45,8 +46,8 @@ async def asked(name: str, settings: dict[str, Any], timeout_s: float = 60.0) ->
     item = RewardItem(PROMPT, "It is 42.", RewardContext(finish_reason="length", tokens=5))
     try:
         (scored,) = await call_async(reward, [item], timeout_s)
-    except CallFailed as error:
-        return Scored(reward=0.0, error=str(error))
+    except Exception as error:  # noqa: BLE001 - as the process reports it
+        return Scored(reward=0.0, error=described(error))
     finally:
         await servers._session().close()
         servers._sessions.clear()

@@ -181,7 +181,7 @@ def test_what_ends_a_response_changes_no_log_prob(file: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "what"),
     [
-        ("rollout.sampling.temperature=0", "the responses of a group are all the same"),
+        ("rollout.sampling.temperature=0", "the responses of a group are equal"),
         ("rollout.sampling.regex='[0-9]+'", "a grammar forbids other tokens at each place"),
         ("rollout.sampling.guided_json={}", "eval.sampling.json_schema"),
         ("rollout.sampling.structured_outputs={}", "eval.sampling.json_schema"),
@@ -228,7 +228,7 @@ def test_one_file_of_held_out_prompts_is_a_list_of_one(file: Path) -> None:
         (("eval.sets.1.pass_at=[5]",), "eval.sets.1.pass_at: 5 needs as many responses"),
         (("eval.sets.1.name=greedy",), "two are called greedy"),
         (("eval.sets.1.name=part",), "none can be called `part`"),
-        (("eval.sampling={regex: '('}",), "is not an expression"),
+        (("eval.sampling={regex: '('}",), "is not a regular expression"),
         (("eval.sampling={json_schema: {type: objectt}}",), "json_schema: $.type: 'objectt'"),
         (("eval.sampling={regex: 'a', json_schema: {}}",), "keep one"),
         (("eval.sets=[]",), "`eval` needs held-out prompts"),

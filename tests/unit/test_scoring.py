@@ -22,13 +22,13 @@ import uvloop
 
 from megatron_async_rl.config.rollout import RewardConfig
 from megatron_async_rl.flow.group_rewards import LOG, GroupRewards
-from megatron_async_rl.rollout import reward_process
+from megatron_async_rl.rollout.isolation import supervisor
+from megatron_async_rl.rollout.isolation.supervisor import UserCodeStartError
 from megatron_async_rl.rollout.rewards.mathematics import REWARDS as MATHEMATICS
 from megatron_async_rl.rollout.rewards.registry import RewardContext, RewardError
 from megatron_async_rl.rollout.rewards.worker import Scored
 from megatron_async_rl.rollout.scoring import (
     Scorer,
-    WorkerStartError,
     require_rewards,
     reward_fields,
 )
@@ -305,8 +305,8 @@ def test_a_daemon_that_a_reward_left_behind_ends_with_its_process(
             await asyncio.sleep(0)
         (worker,) = scorer.pools[0].processes
         daemons.append(psutil.Process(int(file.read_text()[:-1])))
-        worker._fail_all(worker.called.timed_out)
-        worker._show_and_kill()
+        worker._fail_all(supervisor.OutOfTime())
+        worker.kill(show=True)
         return [await asked, await asyncio.wait_for(scorer.score(prompt(), "abc"), 600)]
 
     daemons: list[psutil.Process] = []
@@ -378,12 +378,14 @@ def test_a_process_that_cannot_be_started_is_an_error_of_its_responses(
     async def work(scorer: Scorer) -> list[Scored]:
         with monkeypatch.context() as patch:
             patch.setattr(subprocess, "Popen", refused)
-            # Its successor cannot be started.
-            scored = [await scorer.score(prompt("exit"), "")]
-            scored.append(await asyncio.wait_for(scorer.score(prompt(), "abc"), 600))
-        return [*scored, await scorer.score(prompt(), "abc")]
+            server = scorer.pools[0].supervisor._server
+            assert server is not None
+            server.kill()  # with its processes; their successors cannot be started
+            await scorer.score(prompt("wait for", file=""), "")
+            refusal = await asyncio.wait_for(scorer.score(prompt(), "abc"), 600)
+        return [refusal, await scorer.score(prompt(), "abc")]
 
-    _, refusal, after = scored_by(config(module, timeout_s=300, workers=1), work)
+    refusal, after = scored_by(config(module, timeout_s=300, workers=1), work)
     assert "did not start: [Errno 11] Resource temporarily unavailable" in str(refusal.error)
     assert after == Scored(reward=3.0)
 
@@ -441,7 +443,7 @@ def test_a_module_that_fails_in_the_process_is_named_before_any_response(
     async def work(scorer: Scorer) -> None:
         pytest.fail("the reward was not imported")
 
-    with pytest.raises(WorkerStartError, match="ZeroDivisionError: division by zero; fix that"):
+    with pytest.raises(UserCodeStartError, match="ZeroDivisionError: division by zero; fix that"):
         scored_by(config(module), work)
 
 
@@ -479,7 +481,7 @@ async def run():
     scorer = Scorer(RewardConfig(name=sys.argv[1], workers=1, timeout_s=3600))
     scorer.start()
     await scorer.ready()
-    print(scorer.pools[0].processes.copy().pop().pid, flush=True)
+    print(scorer.pools[0].processes.copy().popitem()[0].pid, flush=True)
     fields = {"do": sys.argv[2], "file": sys.argv[3]}
     prompt = Prompt(id="p", text="", token_ids=(1,), fields=fields)
     await scorer.score(prompt, "a" * 40 + "b")
@@ -630,7 +632,7 @@ def test_one_call_of_an_async_reward_costs_no_other(
     module: str, response: str, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This includes a response that ends or blocks the process that all of them share."""
-    monkeypatch.setattr(reward_process, "CANCEL_S", 0.5)
+    monkeypatch.setattr(supervisor, "CANCEL_S", 0.5)
 
     async def work(scorer: Scorer) -> list[Scored]:
         (pool,) = scorer.pools

@@ -18,12 +18,8 @@ from typing import Any, Protocol
 from megatron_async_rl.config.rollout import EnvironmentConfig
 from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.rollout.environments import Message, Step, TurnContent
-from megatron_async_rl.rollout.environments.chat import FollowUps, ToolParser, follow_ups, shown
-from megatron_async_rl.rollout.environments.pool import (
-    EnvironmentFailed,
-    Environments,
-    EnvironmentStartError,
-)
+from megatron_async_rl.rollout.environments.chat import FollowUps, follow_ups, shown
+from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
 from megatron_async_rl.rollout.environments.transcript import (
     SampleTurn,
     Transcript,
@@ -31,6 +27,8 @@ from megatron_async_rl.rollout.environments.transcript import (
     Turn,
     TurnRequest,
 )
+from megatron_async_rl.rollout.isolation.supervisor import UserCodeStartError
+from megatron_async_rl.rollout.vllm.tool_parser import ToolParser
 from megatron_async_rl.samples.types import FinishReason, PartialResponse, Prompt
 
 
@@ -230,7 +228,7 @@ async def failures(
                     break
             if error is not None:
                 found[key] = error
-    except (EnvironmentStartError, EnvironmentFailed) as failed:
+    except (UserCodeStartError, EnvironmentFailed) as failed:
         found[""] = f"its import: {failed}"
     finally:
         pool.close()

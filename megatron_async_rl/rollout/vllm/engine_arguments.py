@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from vllm import AsyncEngineArgs, SamplingParams
@@ -125,3 +126,17 @@ def _gpu_arguments(spec: EngineSpec) -> dict[str, Any]:
         # engine.
         "distributed_executor_backend": "mp" if spec.rollout.workers > 1 else "uni",
     }
+
+
+def require_grammar(model_path: str, sampling: SamplingConfig, config: Any) -> None:
+    """Raises ValueError for a grammar of `sampling` that an engine would refuse in a request.
+    config: vLLM's `structured_outputs_config`, if rollout.vllm has one."""
+    from vllm.config import StructuredOutputsConfig
+    from vllm.tokenizers import get_tokenizer
+
+    given = StructuredOutputsConfig(**config) if isinstance(config, dict) else config
+    SamplingParams(structured_outputs=structured(sampling))._validate_structured_outputs(
+        SimpleNamespace(is_diffusion=False),
+        given or StructuredOutputsConfig(),
+        get_tokenizer(model_path),
+    )

@@ -18,9 +18,9 @@ import vllm.v1.engine.core
 import vllm.v1.worker.cpu_worker
 
 import megatron_async_rl.flow.controller
-import megatron_async_rl.rollout.responses
+import megatron_async_rl.rollout.vllm.cpu_worker
 import megatron_async_rl.rollout.vllm.engine_arguments
+import megatron_async_rl.rollout.vllm.engine_core
 import megatron_async_rl.rollout.vllm.receive
-import megatron_async_rl.rollout.vllm.vllm_private
 
 del sys.modules["ray"]

@@ -14,11 +14,9 @@ import sys
 from collections.abc import MutableMapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 from megatron_async_rl.rollout.cluster import loopback_interface
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.rollout.vllm import expert_recorder
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.preloaded import serving, spawn_by_fork
 from megatron_async_rl.watchdog.processes import PARENT, die_with_parent
@@ -27,6 +25,8 @@ from megatron_async_rl.watchdog.run_folder import name_shared_memory
 ENTRY_POINT = "mar_shared_memory"
 """Name of this plugin in the package's `vllm.general_plugins` entry points."""
 
+RECORD_EXPERTS = "MAR_RECORD_EXPERTS"
+"""Environment variable of an engine on a CPU whose samples have their experts."""
 
 BACKEND = "mar_weights"
 """Name of our weight transfer engine in vLLM's factory; it serves every carrier."""
@@ -44,7 +44,7 @@ def register() -> None:
     """Ends the process with its engine, puts it in the run's watch and registers our weight
     transfer engine.
     Idempotent: vLLM may call it several times."""
-    from megatron_async_rl.rollout.vllm import vllm_private
+    from megatron_async_rl.rollout.vllm import cpu_worker, engine_core
 
     die_with_parent()
     spawn_by_fork("engines")
@@ -55,22 +55,23 @@ def register() -> None:
     gc.freeze()
     atexit.register(gc.freeze)
 
-    vllm_private.after_each_step(_show_progress)
-    vllm_private.draw_in_batches()
-    vllm_private.take_loads_between_steps()
-    vllm_private.cache_by_version()
-    if expert_recorder.RECORD in os.environ:
-        expert_recorder.record_on_cpu()
-    vllm_private.register_transfer_engine(
-        BACKEND, "megatron_async_rl.rollout.vllm.receive", "WeightReceiver"
-    )
+    engine_core.show_progress()
+    engine_core.take_loads_between_steps()
+    engine_core.cache_by_version()
+    cpu_worker.draw_in_batches()
+    if RECORD_EXPERTS in os.environ:
+        cpu_worker.record_on_cpu()
+    _register_transfer_engine()
 
 
-def _show_progress(tokens: int, scheduler: Any) -> None:
-    from megatron_async_rl.rollout.vllm import vllm_private
+def _register_transfer_engine() -> None:
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
-    watch.progress("tokens", tokens)
-    watch.fact("scheduler", lambda: vllm_private.describe_scheduler(scheduler))
+    # vLLM refuses a second registration of a name.
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "megatron_async_rl.rollout.vllm.receive", "WeightReceiver"
+        )
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:
@@ -89,10 +90,10 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         PARENT: str(os.getpid()),
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if spec.transport != "collective":  # NCCL brings that one its weights from rank 0's machine
+    if not spec.carrier.per_engine:  # NCCL brings that one its weights from rank 0's machine
         values["NCCL_SOCKET_IFNAME"] = loopback_interface()
     if spec.records_experts and spec.device == "cpu":
-        values[expert_recorder.RECORD] = "1"
+        values[RECORD_EXPERTS] = "1"
     if spec.device == "cpu":
         values |= {
             "CUDA_VISIBLE_DEVICES": "",

@@ -6,7 +6,7 @@ parts take.
     trainer: take, train, publish --> staged --> carrier --> engines     | requests, by the lanes
                                                  load in turns ----------+
 
-The run's own code decides: who is asked when and what trains when (`flow.scheduler.Scheduler`), and
+The run's own code decides which requests run and what trains when (`flow.scheduler.Scheduler`), and
 which engine gets a request (`flow.lanes.Lanes`). Modelled here is what takes time,
 `SimulationRates`:
 - an engine that decodes n responses makes a token of each in f(n) seconds, so its next event is the
@@ -34,6 +34,7 @@ import simpy
 
 from megatron_async_rl.config.flow import FlowConfig, OldestFirst, Replay
 from megatron_async_rl.config.rollout import RolloutConfig
+from megatron_async_rl.config.weights import WeightsConfig
 from megatron_async_rl.flow.engine_task import EngineSlot, PendingRequest
 from megatron_async_rl.flow.lanes import Lanes, capacity_of
 from megatron_async_rl.flow.scheduler import Scheduler
@@ -80,7 +81,7 @@ def simulate(
     *,
     steps: int,
     seed: int = 0,
-    max_paused: float = 0.5,
+    max_paused: float = WeightsConfig.default_of("max_paused"),
     barrier: bool = False,
 ) -> SimulationResult:
     """`steps`: that count, after as many as it takes to run in. `barrier`: nothing is asked before
@@ -132,7 +133,7 @@ class _SimulatedEngine:
         self._go_on()
 
     def advance(self) -> None:
-        """Brings it to the present."""
+        """Advance the engine to the present."""
         now = self.run.env.now
         passed, self._at = now - self._at, now
         worked = passed * self.run.engine_speed
@@ -157,7 +158,8 @@ class _SimulatedEngine:
         self.set_alarm()
 
     def set_alarm(self) -> None:
-        """Wakes it at its next event, if nothing changes before."""
+        """Wake the engine at its next event, if nothing changes before."""
+        # Earlier alarms become stale: simpy cannot cancel a timeout.
         self._alarm += 1
         if not self.works:
             return
@@ -168,6 +170,7 @@ class _SimulatedEngine:
         self.run.after(seconds / self.run.engine_speed, partial(self._ring, self._alarm))
 
     def _ring(self, alarm: int) -> None:
+        # The engine's work changed after this alarm was set.
         if alarm != self._alarm:
             return
         self.advance()
@@ -177,6 +180,7 @@ class _SimulatedEngine:
             self.run.on_loaded(self.slot.version)
             return
         ended = []
+        # Ends that rounding separates are one event.
         while self._decoding and self._decoding[0][0] <= self._grown + SOON:
             ended.append(heapq.heappop(self._decoding)[1])
         self._go_on()
@@ -199,6 +203,7 @@ class _SimulatedRun:
         self.env = simpy.Environment()
         self.scheduler, self.rates = scheduler, rates
         self._lengths, self._chance = lengths, chance
+        # The run's own router, so that its decisions are simulated and not modelled.
         self._lanes = Lanes(capacity_of(rates.places), separate=False)
         self.engines = [_SimulatedEngine(self, index) for index in range(engines)]
         self.requested: dict[str, SampleRow] = {}
@@ -233,6 +238,7 @@ class _SimulatedRun:
     def _train(self, steps: int) -> SimulatedProcess:
         rates, work, deck = self.rates, 0.0, list[float]()
         for version in range(steps):
+            # The scheduler decides what trains; only the wait is simulated.
             while (groups := self.scheduler.take(version)) is None:
                 yield self._changed
             self._admit()  # what was dropped made room
@@ -243,6 +249,7 @@ class _SimulatedRun:
             # From a shuffled deck, so that few steps have the mean of many.
             deck = deck or self._chance.permutation(rates.train_spread).tolist()
             yield from self._work((rates.train_s + rates.train_token_s * tokens) * deck.pop())
+            # Two versions are kept, so the one before the last must not be in use.
             while self._is_read_before(version):
                 yield self._changed
             yield from self._work(rates.publish_s)
@@ -262,6 +269,7 @@ class _SimulatedRun:
         """The trainer's: takes longer where engines use the same cores."""
         self._trains = True
         self.share()
+        # Speed changes when engines start or stop, so work advances piece by piece.
         while seconds > SOON:
             began, speed = self.env.now, self.rates.trainer_beside if self._both else 1.0
             yield self.env.timeout(seconds / speed) | self._changed
@@ -274,8 +282,9 @@ class _SimulatedRun:
         return self.rates.engine_beside if self._both else 1.0
 
     def share(self) -> None:
-        """Sets the speeds anew, where trainer and engines share cores."""
+        """Update the speeds where trainer and engines share cores."""
         both = self._trains and any(engine.works for engine in self.engines)
+        # Alarms depend on the speed: advance at the old one, then set them anew.
         if both != self._both:
             for one in self.engines:
                 one.advance()
@@ -296,6 +305,7 @@ class _SimulatedRun:
                 row = SampleRow()
                 row.id, row.prompt_id, row.valid, row.truncated = request.id, PROMPT.id, True, False
                 row.reward = 0.0 if equal else float(request.k)
+                # Lengths are drawn at admission: the scheduler must not see them.
                 row.length, row.total_length = length, prompt + length
                 self.requested[request.id], self._groups[request.id] = row, request.group
                 self._lanes.add(PendingRequest(request, version))
@@ -303,7 +313,7 @@ class _SimulatedRun:
             self.after(self.rates.ask_s, partial(self.engines[index].take, given))
 
     def on_ended(self, engine: _SimulatedEngine, names: Sequence[str]) -> None:
-        """Hands the responses that ended on an engine to the scheduler."""
+        """Pass the responses that ended on an engine to the scheduler."""
         for name in names:
             del engine.slot.held[name]
             row = self.requested.pop(name)
@@ -313,6 +323,7 @@ class _SimulatedRun:
         self._bring()
 
     def on_loaded(self, version: int) -> None:
+        # Engines load in turns; the newest version of any of them counts.
         self.scheduler.advance(max(version, self.scheduler.version or 0))
         self._admit()
         self._bring()
@@ -324,8 +335,8 @@ class _SimulatedRun:
         return any(one.loading is not None and one.loading < version for one in self.engines)
 
     def _bring(self) -> None:
-        """Sends the newest version, or the newest of several, to the engines' machines, which keep
-        two; and has engines load what is there, each in its turn."""
+        """Send the newest version to the engines' machines, which keep two, and let engines load
+        what has arrived, in turns."""
         reads = any(one.loading is not None and one.loading < self._there for one in self.engines)
         if self._there == self._sent < self._staged and not reads:
             self._sent = self._staged

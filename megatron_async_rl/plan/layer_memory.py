@@ -1,18 +1,21 @@
-"""Bytes of what a rank's layers keep of a micro-batch for its backward pass: within 5 % of what
-autograd is seen to keep of local layers on a CPU; by reading of the kernels on a GPU, of
-Transformer Engine's layers and of products in 8 bits, and compared with nothing there.
+"""Bytes that a rank's layers keep of a micro-batch for its backward pass, and of FP8 weights and
+adapters. Activations are within 5 % of what autograd keeps of local layers on a CPU. On a GPU, with
+Transformer Engine's layers and with FP8, they follow the kernels' source and are not measured.
 
 Attention is torch's fused kernel, which keeps no scores; only float32 with grouped-query heads on a
-GPU has no such kernel. With policy.fp8 inputs of products are counted in 8 bits (layers.py).
+GPU has no such kernel. With policy.fp8 inputs of products are counted in FP8.
+
+FP8 memory was read in the source of Transformer Engine 2.12 and Megatron-Core 0.19.2. A GEMM keeps
+its input for the backward pass once, in FP8; but the output projection of attention keeps the
+bfloat16 tensor that attention keeps anyway, except under `delayed`, which keeps both.
 """
 
 from __future__ import annotations
 
 from functools import partial
 
-from megatron_async_rl.config.policy import ROW_PARALLEL, LoraConfig, Target
+from megatron_async_rl.config.policy import ROW_PARALLEL, Fp8Config, LoraConfig, Target
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.plan.layers import fp8_inputs
 from megatron_async_rl.plan.model_files import ModelShape
 from megatron_async_rl.policy.supported import LayerFamily
 
@@ -24,7 +27,7 @@ def value_bytes(config: Config) -> int:
 
 
 def engine_bytes(config: Config) -> int:
-    """Bytes of a number in the engines: of weights that are not quantised, and of their cache."""
+    """Bytes of a number in the engines, in weights that are not quantised and in the cache."""
     return 2 if config.engine_dtype == "bfloat16" else FLOAT32
 
 
@@ -45,6 +48,7 @@ def activations(
     layer's at a time. micro_batches: of `tokens`, where fewer run than the schedule holds."""
     count = layers_in_flight(config, shape, stage)
     if micro_batches is not None:
+        # Fewer micro-batches than the schedule could hold.
         count = min(count, micro_batches * shape.layers // config.policy.parallel.pipeline)
     recompute, parallel = config.policy.recompute, config.policy.parallel
     kept = partial(layer_activations, config, shape, tokens, longest, on_gpu=on_gpu, layers=layers)
@@ -61,6 +65,7 @@ def activations(
     if recompute == "selective":
         without = kept(core=False)
         return count * without + (kept() - without) + beside
+    # Each layer keeps its input; one layer at a time is computed again.
     return count * numbers * value_bytes(config) + kept() + beside
 
 
@@ -89,6 +94,7 @@ def layers_in_flight(config: Config, shape: ModelShape, stage: int) -> int:
     earlier virtual stage.
     """
     pipeline, virtual = config.policy.parallel.pipeline, config.policy.parallel.virtual_pipeline
+    # Micro-batches that later stages hold when this one begins its backward pass.
     later = pipeline - stage - 1
     chunks = later + 1 if virtual == 1 else 2 * later + (virtual - 1) * pipeline + 1
     return chunks * (shape.layers // (pipeline * virtual))
@@ -184,3 +190,119 @@ def _input_bytes(lora: LoraConfig | None, own: int, *matrices: Target, on_gpu: b
         return own
     count = len(set(matrices) & set(lora.targets))
     return count * (own + (1 if on_gpu else own)) if lora.dropout else own * min(1, count)
+
+
+ORIENTATIONS = 2
+"""Copies of a weight in 8 bits, one as it lies and one transposed: Hopper multiplies in one
+orientation alone, and blocks have scales of their own in each."""
+BFLOAT16 = 2
+"""Bytes."""
+SCALE_BYTES = {"tensorwise": 0.0, "delayed": 0.0, "blockwise": 4 / 128**2, "mxfp8": 1 / 32}
+"""Bytes of scales per weight, by recipe: a float32 per 128 x 128 block, a byte per 32 weights,
+or a negligible one per tensor."""
+INPUT_SCALE_BYTES = {**SCALE_BYTES, "blockwise": 4 / 128}
+"""The same for each input: blocks are of 1 x 128."""
+
+
+def product_sizes(shape: ModelShape, *, tensor: int) -> dict[str, int]:
+    """The sides of a layer's weights on one rank, by what they are. Experts stay whole."""
+    columns = shape.intermediate if shape.experts else shape.intermediate // tensor
+    queries = shape.heads * shape.head_dim // tensor
+    keys = shape.kv_heads * shape.head_dim // tensor
+    return {
+        "hidden size": shape.hidden,
+        "queries, keys and values of a rank": queries + 2 * keys,
+        "attention outputs of a rank": queries,
+        "columns of an expert" if shape.experts else "MLP columns of a rank": columns,
+    }
+
+
+def layer_weights(shape: ModelShape, *, tensor: int, expert: int) -> int:
+    """Weights of one layer's products on one rank, without biases."""
+    _, qkv, outputs, columns = product_sizes(shape, tensor=tensor).values()
+    held = shape.experts // expert if shape.experts else 1
+    return shape.hidden * (qkv + outputs + held * 3 * columns)
+
+
+def fp8_layers(fp8: Fp8Config, layers: int, *, stage: int, pipeline: int) -> int:
+    """Layers of a stage that compute in 8 bits."""
+    own = layers // pipeline
+    first = stage * own
+    kept = fp8.first_last_layers_bf16
+    return max(0, min(first + own, layers - kept) - max(first, kept))
+
+
+def weight_bytes(fp8: Fp8Config) -> float:
+    """Bytes of one weight in 8 bits, in both orientations, with its share of the scales."""
+    return ORIENTATIONS * (1 + SCALE_BYTES[fp8.recipe])
+
+
+def fp8_copies(config: Config, shape: ModelShape, *, stage: int, in_flight: int) -> int:
+    """Bytes that FP8 weights add on a rank of the stage to those in bfloat16, or take off.
+
+    Primary weights take the place of bfloat16 ones. Others are made in each forward pass and kept
+    until its backward pass: for every layer in flight once (`in_flight`: layers that hold a
+    micro-batch's activations, summed over micro-batches), with recompute: full for one layer.
+    """
+    fp8, parallel = config.policy.fp8, config.policy.parallel
+    if fp8 is None:
+        return 0
+    own = shape.layers // parallel.pipeline
+    count = fp8_layers(fp8, shape.layers, stage=stage, pipeline=parallel.pipeline)
+    weights = layer_weights(shape, tensor=parallel.tensor, expert=parallel.expert)
+    each = weight_bytes(fp8)
+    if fp8.primary_weights:
+        return int(count * weights * (each - BFLOAT16))
+    held = 1.0 if config.policy.recompute == "full" else in_flight * count / own
+    return int(held * weights * each)
+
+
+def fp8_inputs(config: Config, shape: ModelShape, *, stage: int, tokens: int, layers: int) -> int:
+    """Bytes that inputs of products take less in 8 bits than in bfloat16, on a rank of the stage
+    with micro-batches of `tokens`. layers: those of the rank that hold a micro-batch's activations,
+    summed over micro-batches; with recompute: full that is one."""
+    fp8, parallel = config.policy.fp8, config.policy.parallel
+    if fp8 is None:
+        return 0
+    own = shape.layers // parallel.pipeline
+    rounded = fp8_layers(fp8, shape.layers, stage=stage, pipeline=parallel.pipeline)
+    if config.policy.recompute == "full":
+        # The largest of the layers, which are computed again one at a time.
+        rounded, layers = own * (rounded == own), 1
+    saved = BFLOAT16 - 1 - INPUT_SCALE_BYTES[fp8.recipe]
+    experts = shape.experts_per_token
+    # Queries, keys and values, and a dense MLP; experts get copies of their tokens.
+    whole = shape.hidden * (1 if experts else 2) * saved
+    divided = ((experts * shape.hidden) + max(1, experts) * shape.intermediate) * saved
+    if fp8.recipe == "delayed":
+        divided -= shape.heads * shape.head_dim
+    whole /= parallel.tensor if parallel.sequence else 1
+    return int(layers * rounded / own * tokens * (whole + divided / parallel.tensor))
+
+
+def sides(shape: ModelShape, target: Target) -> tuple[int, int]:
+    """(inputs, outputs) of the matrix in each layer."""
+    hidden, queries = shape.hidden, shape.heads * shape.head_dim
+    keys = shape.kv_heads * shape.head_dim
+    return {
+        "q_proj": (hidden, queries),
+        "k_proj": (hidden, keys),
+        "v_proj": (hidden, keys),
+        "o_proj": (queries, hidden),
+        "gate_proj": (hidden, shape.intermediate),
+        "up_proj": (hidden, shape.intermediate),
+        "down_proj": (shape.intermediate, hidden),
+    }[target]
+
+
+def stage_adapters(lora: LoraConfig, shape: ModelShape, *, pipeline: int, tensor: int) -> int:
+    """Adapter parameters on one rank: tensor parallelism divides the outputs of a column-parallel
+    matrix's adapter, and the inputs of a row-parallel one's."""
+    layer = 0
+    for target in lora.targets:
+        inputs, outputs = sides(shape, target)
+        if target in ROW_PARALLEL:
+            layer += lora.rank * (inputs // tensor + outputs)
+        else:
+            layer += lora.rank * (inputs + outputs // tensor)
+    return shape.layers // pipeline * layer

@@ -24,8 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_async_rl.policy.attention import PackedSequences
-from megatron_async_rl.policy.context_parallel import WHOLE, ContextParallelSlice
+from megatron_async_rl.policy.attention import WHOLE, ContextParallelSlice, PackedSequences
 from megatron_async_rl.samples.columns import spans
 
 MICRO_BATCH_COSTS = (256, 128, 64, 32, 16)
@@ -116,17 +115,22 @@ class Padded(SequenceLayout):
         is a micro-batch by itself.
         """
         several = counts[share] > 1
+        # A row holds one segment, and a sample is never parted: its segments are rows of one
+        # micro-batch.
         share, alone = share[~several], share[several]
         lengths = self.room(fed, counts)
         real, found = int(lengths[share].sum()), []
         for fixed in MICRO_BATCH_COSTS:
             found = cheapest_cut(share, lengths, budget, fixed)
             computed = sum(len(rows) * int(lengths[rows[0]]) for rows in found)
+            # The first cost whose cut wastes little is taken: larger costs mean fewer
+            # micro-batches.
             if real >= (1.0 - MAX_PADDING) * computed:
                 break
         return found + [(int(row),) for row in alone]
 
     def room(self, fed: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        # All rows of a micro-batch have the length of its longest segment.
         longest: NDArray[np.int64] = np.maximum.reduceat(fed, np.cumsum(counts) - counts)
         return counts * self.round_up(longest)
 
@@ -159,9 +163,12 @@ class Packed(SequenceLayout):
         first = np.cumsum(counts) - counts
         ordered = share[np.lexsort((share, -np.add.reduceat(fed, first)[share]))]
         tokens = np.add.reduceat(self._filled(fed), first)[ordered]
+        # Rows are filled up to a multiple, so the budget beyond the last multiple is of no use.
         room = budget // self.multiple * self.multiple
         count = -(-int(tokens.sum()) // room)
         while True:
+            # The fewest parts that fit: longest-first division may need one more than the sum
+            # requires.
             part = balanced(tokens, count)
             if np.bincount(part, tokens).max(initial=0) <= room:
                 return [tuple(ordered[part == number].tolist()) for number in range(count)]
@@ -179,14 +186,18 @@ class Packed(SequenceLayout):
 
     def lengths(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
         lengths = self._filled(fed) if len(fed) else np.array([self.multiple])
+        # The filling extends the last segment and comes after its tokens, so no real token sees
+        # it.
         lengths[-1] += -int(lengths.sum()) % self.multiple
         return lengths
 
     def packing(self, fed: NDArray[np.int64]) -> PackedSequences:
+        # On the host: all offsets of a plan are uploaded together (batching.py).
         return PackedSequences.of(self.lengths(fed), torch.device("cpu"), self.context.size)
 
     def _filled(self, fed: NDArray[np.int64]) -> NDArray[np.int64]:
         chunks = self.context.multiple
+        # Context-parallel ranks hold two equal chunks of every segment.
         return -(-fed.astype(np.int64) // chunks) * chunks
 
 
@@ -204,6 +215,7 @@ def balanced(tokens: NDArray[np.int64], parts: int) -> NDArray[np.int64]:
     """[S] in 0..parts-1: longest first into the part with fewest tokens."""
     part = np.zeros(len(tokens), dtype=np.int64)
     lightest = [(0, number) for number in range(parts)]
+    # Stable, so that ranks order samples of one length alike.
     for unit in np.argsort(-tokens, kind="stable").tolist():
         load, number = lightest[0]
         part[unit] = number
@@ -238,6 +250,7 @@ def cheapest_cut(
     while end:
         start = int(came_from[end])
         rows = ordered[ends[start] : ends[end]]
+        # A run of one length may exceed the budget; it is cut into nearly equal pieces.
         pieces = -(-len(rows) // (budget // int(longest[start])))
         found += [tuple(piece.tolist()) for piece in np.array_split(rows, pieces)[::-1]]
         end = start

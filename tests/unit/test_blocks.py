@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from megatron_async_rl.policy import model_blocks
-from megatron_async_rl.policy.model_blocks import Block, Blocks, boxes
-from megatron_async_rl.policy.parameter_state import ALIGNED, replica_part
+from megatron_async_rl.policy import block_files, blocks
+from megatron_async_rl.policy.adam_view import ALIGNED, replica_part
+from megatron_async_rl.policy.blocks import Block, Blocks, boxes
 from tests.cases import looped
 
 
@@ -31,7 +31,7 @@ def test_any_run_of_elements_is_boxes_in_their_order(shape):
 
 
 def test_no_box_is_larger_than_a_block_unless_a_row_is(monkeypatch):
-    monkeypatch.setattr(model_blocks, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
     found = list(boxes((10, 4), 2, 39, itemsize=4))
     assert [size for _, size in found] == [(1, 2), (4, 4), (4, 4), (1, 3)]
     assert [size for _, size in boxes((2, 100), 0, 200, itemsize=4)] == [(1, 100)] * 2
@@ -47,7 +47,7 @@ def test_replicas_divide_a_parameter_without_gap_or_overlap(elements, replicas):
 
 
 def reading(saved, chunks, blocks):
-    planner = model_blocks._LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = block_files._LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     properties = torch.distributed.checkpoint.metadata.TensorProperties(torch.float32)
     entry = TensorStorageMetadata(properties, torch.Size(saved), [each.chunk for each in chunks])
     planner.set_up_planner({"w": Blocks(blocks)}, SimpleNamespace(state_dict_metadata={"w": entry}))
@@ -88,5 +88,5 @@ class Command:
 @pytest.mark.parametrize("value", [Command(), torch.nn.Linear, getattr])
 def test_an_index_that_would_run_code_is_refused(value):
     with pytest.raises(pickle.UnpicklingError, match="an index of blocks has no"):
-        model_blocks._Index(io.BytesIO(pickle.dumps(value))).load()
-    assert model_blocks._Index(io.BytesIO(pickle.dumps(torch.bfloat16))).load() == torch.bfloat16
+        block_files._Index(io.BytesIO(pickle.dumps(value))).load()
+    assert block_files._Index(io.BytesIO(pickle.dumps(torch.bfloat16))).load() == torch.bfloat16

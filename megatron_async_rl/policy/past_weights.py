@@ -35,11 +35,16 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, nn
 
 from megatron_async_rl.gradients import block_elements
-from megatron_async_rl.policy.adam_view import masters_of
+from megatron_async_rl.policy.adam_view import (
+    Slice,
+    Sliced,
+    masters_of,
+    optimizer_state,
+    replica_part,
+)
 from megatron_async_rl.policy.megatron_private import weights_from_masters
 from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.parameter_state import Slice, Sliced, optimizer_state, replica_part
 from megatron_async_rl.policy.parameters import trainable
 from megatron_async_rl.samples.rank_batch import RankBatch
 
@@ -78,13 +83,14 @@ class Snapshots[C: PastVersion]:
         return self._held
 
     def begin(self, version: int) -> None:
-        """Keeps the present weights as those of `version`, in the memory of the oldest when there
+        """Keep the present weights as those of `version`, in the memory of the oldest when there
         are enough."""
         if version in self._held:
             return
         if len(self._held) < self._size:
             self._held[version] = self._copy()
             return
+        # Reused, not reallocated: page-locked memory is slow to get.
         _, oldest = self._held.popitem(last=False)
         oldest.update()
         self._held[version] = oldest
@@ -92,11 +98,12 @@ class Snapshots[C: PastVersion]:
     @property
     def lasting(self) -> Mapping[int, C]:
         """Versions that are still kept when the next version begins."""
+        # The oldest of a full store is overwritten when the next version begins.
         count = min(len(self._held), self._size - 1)
         return dict(list(self._held.items())[len(self._held) - count :])
 
     def of(self, version: int, *, current: int) -> C:
-        """Raises SnapshotMissing."""
+        """Raise SnapshotMissing."""
         if version not in self._held:
             raise SnapshotMissing(version, current, list(self._held), self._size)
         return self._held[version]
@@ -123,9 +130,11 @@ class WeightDisplacement:
 
     @torch.no_grad()
     def add(self, amount: float) -> None:
-        """Makes the coming step end `amount` D further: the optimizer's parameters are moved now,
+        """Move the end of the coming step by `amount` D: the optimizer's parameters are moved now,
         and weight decay, which will act on what they are then, is allowed for."""
         for parameter, group, difference in self._shards():
+            # AdamW multiplies by `kept` in the step that follows: (x + a D / kept) kept = x kept
+            # + a D.
             kept = 1.0 - group["lr"] * group["weight_decay"]
             parameter.add_(difference, alpha=amount / kept)
 
@@ -152,6 +161,7 @@ def weight_displacement(
     Raises SnapshotMissing."""
     shares, version = start_shares(samples), samples.version
     if not moved:
+        # theta - theta_v is 0 for the present version, until an optimizer step moves the weights.
         shares.pop(version, None)
     weights = [(share, past.of(each, current=version)) for each, share in sorted(shares.items())]
     return WeightDisplacement(weights, optimizer) if weights else None
@@ -179,6 +189,7 @@ def _difference(now: Tensor, then: Sequence[tuple[float, Tensor]]) -> Tensor:
         for total, new, old in zip(
             *(x.reshape(-1).split(size) for x in (found, now, weights)), strict=True
         ):
+            # Subtracted before it is scaled: a difference of near numbers is exact in float32.
             total.add_(new - old.to(now.device, non_blocking=True), alpha=share)
     return found
 
@@ -223,6 +234,7 @@ class WeightSnapshot:
     def update(self) -> None:
         """The copy becomes the parameters as they are."""
         for parameter, held in self._pairs():
+            # `_finish` waits once for all copies.
             held.copy_(self._here(parameter), non_blocking=True)
         self._finish()
 
@@ -254,9 +266,9 @@ class WeightSnapshot:
 
     @contextmanager
     def restored_after(self) -> Iterator[None]:
-        """Takes a copy now and puts it in place at the end. Wants the parameters' own dtype. After
-        a pass that raised, parts are not put together: another rank's pass may not have raised, and
-        the run is over."""
+        """Copy the parameters now and put the copy in place at the end. Needs their own dtype.
+        After a pass that raised, parts are not put together: another rank's pass may not have
+        raised, and the run is over."""
         self.update()
         try:
             yield
@@ -314,6 +326,8 @@ def _gather(pairs: Iterable[tuple[nn.Parameter, Tensor]], layout: Layout) -> Non
         width = replica_part(parameter.numel(), 0, group.size())[1]
         for start in range(0, width, maximum):
             length = min(maximum, width - start)
+            # Pieces of one group are gathered together, in the order of the model on each
+            # replica.
             if sum(piece.length for piece in bucket) + length > maximum:
                 _gather_bucket(bucket, group)
                 bucket.clear()
@@ -323,10 +337,11 @@ def _gather(pairs: Iterable[tuple[nn.Parameter, Tensor]], layout: Layout) -> Non
 
 
 def _gather_bucket(bucket: Sequence[_Piece], group: Any) -> None:
-    """Gathers pieces of one dtype and of the same replicas, in the order of the model on each of
+    """Gather pieces of one dtype and of the same replicas, in the order of the model on each of
     them."""
     lengths, replicas = [piece.length for piece in bucket], group.size()
     like = bucket[0].whole
+    # Zeros: the last replica's part may be shorter than the piece.
     mine = torch.zeros(sum(lengths), dtype=like.dtype, device=like.device)
     for part, (_, held, start, length) in zip(mine.split(lengths), bucket, strict=True):
         own = held[start : start + length]
@@ -388,8 +403,8 @@ class MasterSnapshot:
 
     @contextmanager
     def restored_after(self) -> Iterator[None]:
-        """Takes a copy now and puts it in place at the end, but for a pass that raised: another
-        rank's may not have, and the run is over."""
+        """Copy the weights now and put the copy in place at the end, but for a pass that raised:
+        another rank's may not have, and the run is over."""
         self.update()
         yield
         self.place()

@@ -1,27 +1,25 @@
 import dataclasses
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.objectives.aggregate import Denominators
 from megatron_async_rl.objectives.batch import on_device
-from megatron_async_rl.objectives.objective import Objective
-from megatron_async_rl.objectives.targets import StepTargets, whole_batch
-from megatron_async_rl.policy import microbatch
-from megatron_async_rl.policy.batches import split
-from megatron_async_rl.policy.context_parallel import ContextParallelSlice
-from megatron_async_rl.policy.forward import TokenOutputs
-from megatron_async_rl.policy.microbatch import (
+from megatron_async_rl.objectives.objective import Denominators, Objective, StepTargets, whole_batch
+from megatron_async_rl.policy import batching
+from megatron_async_rl.policy.attention import ContextParallelSlice
+from megatron_async_rl.policy.batching import (
     SampleTooLong,
     assign_owners,
     build_micro_batch,
     build_micro_batches,
     plan_micro_batches,
 )
-from megatron_async_rl.policy.sequence_layout import (
+from megatron_async_rl.policy.forward import TokenOutputs
+from megatron_async_rl.policy.packing import (
     MICRO_BATCH_COSTS,
     Packed,
     Padded,
@@ -35,6 +33,7 @@ from tests.train_batches import (
     joined,
     make_sample,
     ragged_batch,
+    rank_batches,
     samples_in,
 )
 
@@ -45,11 +44,21 @@ SAMPLES = [
 ]
 
 
+class Plan(NamedTuple):
+    ranks: tuple
+    padding_share: float
+
+    @property
+    def micro_batches(self):
+        return len(self.ranks[0])
+
+
 def planned(samples, data_parallel=1, **settings):
     """(plan, each data-parallel rank's view of the batch)."""
-    parts = split(grouped(samples), data_parallel)
-    views = [parts.of(rank) for rank in range(data_parallel)]
-    plans = [plan_micro_batches(view, data_parallel=data_parallel, **settings) for view in views]
+    views = rank_batches(grouped(samples), data_parallel)
+    plans = [
+        Plan(*plan_micro_batches(view, data_parallel=data_parallel, **settings)) for view in views
+    ]
     assert all(plan == plans[0] for plan in plans)
     return plans[0], views
 
@@ -190,7 +199,7 @@ def test_fewer_samples_than_ranks_leave_ranks_with_masked_work_only():
 
 def test_no_sample_at_all_is_one_masked_micro_batch():
     batch = columns_of(SAMPLES[:1]).select([])
-    assert plan_micro_batches(batch, data_parallel=2, budget=64).ranks == (((),), ((),))
+    assert plan_micro_batches(batch, data_parallel=2, budget=64)[0] == (((),), ((),))
 
 
 def test_a_sample_longer_than_the_budget_is_named_with_the_key_to_raise():
@@ -262,9 +271,7 @@ def test_micro_batches_of_a_plan_are_uploaded_together(monkeypatch, layout):
     plan, (batch,) = planned(SAMPLES, budget=96, sequences=layout)
     cuts = (*plan.ranks[0], ())
     uploads = []
-    monkeypatch.setattr(
-        microbatch, "on_device", lambda *args: uploads.append(1) or on_device(*args)
-    )
+    monkeypatch.setattr(batching, "on_device", lambda *args: uploads.append(1) or on_device(*args))
     together = build_micro_batches(batch, cuts, CPU, layout)
     assert len(uploads) == 1
     assert [each.samples for each in together] == list(cuts)
@@ -304,32 +311,33 @@ def test_targets_that_are_placed_are_those_of_the_owners_tokens():
     plan, batches = planned(SAMPLES, data_parallel=3, budget=96)
     for owner, batch in enumerate(batches):
         whole = whole_batch(batch, {})
-        targets = StepTargets(batch, whole, Denominators.of(whole), True, {})
-        placed = targets.owned_by(owner).placed(torch.float32, CPU)
+        targets = StepTargets(batch, whole, Denominators.of(whole), True)
         held = batch.owner[batch.rows] == owner
-        assert len(placed.numbers["batch", "mask"]) == 1 + held.sum() < len(batch.rows)
+        assert len(targets.gather(owner)["batch", "mask"]) == 1 + held.sum() < len(batch.rows)
         for rows in filter(None, plan.ranks[owner]):
             micro = build_micro_batch(batch, rows, CPU)
-            part = placed.part(micro.owned_tokens, micro.batch_samples, micro.sequence)
+            places = (micro.owned_tokens, micro.batch_samples, micro.sequence)
+            part = targets.micro_batch(owner, *places, dtype=torch.float32)
             own = np.concatenate([np.flatnonzero(batch.rows == row) for row in rows])
             expected = batch.behavior_logprobs[own]
             assert torch.equal(part.logp_behavior, torch.from_numpy(expected))
             assert torch.equal(part.rewards, whole.rewards[list(rows)].float())
-        nobody = placed.part(*(torch.tensor(at) for at in ([-1], [-1], [0])))
+        padding = (torch.tensor(at) for at in ([-1], [-1], [0]))
+        nobody = targets.micro_batch(owner, *padding, dtype=torch.float32)
         assert nobody.mask.tolist() == nobody.rewards.tolist() == [0.0]
 
 
 def test_targets_are_uploaded_once_for_all_passes_of_a_step_and_anew_when_they_change(monkeypatch):
     _, (batch,) = planned(SAMPLES, budget=96)
     whole = whole_batch(batch, {})
-    targets = StepTargets(batch, whole, Denominators.of(whole), True, {})
+    targets = StepTargets(batch, whole, Denominators.of(whole), True)
     objective = Objective(ObjectiveConfig())
     micro, nothing = build_micro_batch(batch, (0, 1), CPU), torch.zeros(len(batch.rows))
     logp = nothing[micro.owned_tokens].requires_grad_()
     outputs = TokenOutputs(logp, logp.detach(), logp.detach())
     uploads = []
     upload = lambda *args: uploads.append(1) or on_device(*args)  # noqa: E731
-    monkeypatch.setattr("megatron_async_rl.objectives.targets.on_device", upload)
+    monkeypatch.setattr("megatron_async_rl.objectives.objective.on_device", upload)
     for with_terms in (True, False):
         loss = RecordedLoss(objective, targets, None, with_terms=with_terms)
         loss(micro, outputs)

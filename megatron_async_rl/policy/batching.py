@@ -1,6 +1,24 @@
-"""Samples -> micro-batches: which rank, which rows, which positions.
+"""A train batch on its way to the model: from rank 0 to the ranks that train it, into minibatches,
+and into micro-batches.
 
-Invariants:
+Rank 0 alone is handed the batch. It decides which data-parallel rank owns which sample, sends
+everybody the numbers of the whole batch, and each rank the token ids of its own samples, as Arrow
+buffers over the CPU group: the same way for rollouts and for given responses, and on nodes that no
+Ray runs on. Ranks go through the batch `objective.epochs` times, each time as the same
+`objective.minibatches` parts in the same order: one optimizer step each, one line of metrics of
+all. So a data-parallel rank keeps its samples throughout, each minibatch is balanced over the
+ranks, and two consecutive optimizer steps share a sample only where a single minibatch has anything
+to train on. A minibatch is cut into micro-batches, whose rows the sequence layout fills
+(packing.py).
+
+Invariants of minibatches:
+- a group stays whole: its responses are in one minibatch;
+- the division is a pure function of the groups, the version and the number of minibatches, the same
+  on every rank and layout and after a resume; nothing else in the policy is drawn at random;
+- minibatches differ by at most one group; where a batch has fewer groups than there are
+  minibatches (rewards have failed), some are empty.
+
+Invariants of micro-batches:
 - the plan is a pure function of lengths and owners, computed alike on every rank;
 - every sample lies in exactly one micro-batch of exactly one data-parallel rank, whole; the
   context-parallel ranks of that rank hold a part of each row, and all of what is known of it;
@@ -9,28 +27,30 @@ Invariants:
 - every data-parallel rank runs the same number of micro-batches (an all-masked one fills up), since
   the collectives of the schedule and of the gradient reduction are counted by micro-batch; the
   interleaved pipeline schedule needs a multiple of the pipeline's size.
-
-How segments lie in the rows of a micro-batch is the sequence layout's (`sequence_layout.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_async_rl.metrics.catalogue import METRICS
 from megatron_async_rl.objectives.batch import on_device
 from megatron_async_rl.policy.attention import PackedSequences
+from megatron_async_rl.policy.packing import Padded, SequenceLayout, balanced
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.sequence_layout import Padded, SequenceLayout, balanced
-from megatron_async_rl.samples.columns import spans
-from megatron_async_rl.samples.rank_batch import RankBatch
+from megatron_async_rl.samples.columns import as_stream, flat, from_stream, spans
+from megatron_async_rl.samples.rank_batch import NOBODY, RankBatch, numbers_of, tokens_of
+from megatron_async_rl.samples.rows import TrainBatch
 
 DEFAULT = Padded()
 BY_ROW = ("tokens", "position_ids", "padding", "routed")
@@ -49,21 +69,8 @@ class SampleTooLong(ValueError):
         self.sample, self.tokens, self.budget = sample, tokens, budget
 
 
-@dataclass(frozen=True)
-class MicroBatchPlan:
-    """ranks[r]: the micro-batches of data-parallel rank r, each a tuple of sample indices; () is an
-    all-masked one.
-
-    padding_share: padding tokens over all tokens computed, of the whole plan.
-    """
-
-    ranks: tuple[tuple[tuple[int, ...], ...], ...]
-    padding_share: float
-
-    @property
-    def micro_batches(self) -> int:
-        """Per data-parallel rank; the same on all."""
-        return len(self.ranks[0])
+SamplesOfRanks = tuple[tuple[tuple[int, ...], ...], ...]
+"""Samples of each micro-batch of each data-parallel rank; () is an all-masked micro-batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +112,21 @@ class MicroBatch:
     routed: Tensor | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class Minibatch:
+    """The samples of one optimizer step, and this rank's micro-batches of them.
+
+    rows: [S] int64, the samples by their number in the batch. samples: those alone, in that order.
+    micro_batches: their `samples` number `samples` above; every rank has as many. padding_share:
+    padding tokens over all tokens that all ranks compute.
+    """
+
+    rows: NDArray[np.int64]
+    samples: RankBatch
+    micro_batches: Sequence[MicroBatch]
+    padding_share: float
+
+
 def assign_owners(
     lengths: NDArray[np.int64], data_parallel: int, group: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
@@ -113,6 +135,7 @@ def assign_owners(
     if data_parallel == 1 or not len(lengths):
         return np.zeros(len(lengths), dtype=np.int64)
     member = np.arange(len(lengths)) if group is None else np.unique(group, return_inverse=True)[1]
+    # Groups are the units of balance where they stay whole, single samples otherwise.
     tokens = np.bincount(member, lengths).astype(np.int64)
     return balanced(tokens, data_parallel)[member]
 
@@ -124,13 +147,14 @@ def plan_micro_batches(
     budget: int,
     sequences: SequenceLayout = DEFAULT,
     in_groups_of: int = 1,
-) -> MicroBatchPlan:
-    """Cuts the samples of each owner into micro-batches.
+) -> tuple[SamplesOfRanks, float]:
+    """Cut the samples of each owner into micro-batches; returns the cuts and `padding_share`.
 
     in_groups_of: the number of micro-batches of a rank is a multiple of it (the pipeline's size
     with virtual stages). Raises SampleTooLong.
     """
     fed, counts = _fed(batch, np.arange(len(batch)))
+    # One more than is fed: the budget counts the last token, which is a target only.
     needed = np.maximum(batch.fed + 1, sequences.room(fed, counts))
     if (needed > budget).any():
         first = int(np.argmax(needed > budget))
@@ -138,8 +162,10 @@ def plan_micro_batches(
 
     shares = [np.flatnonzero(batch.owner == rank) for rank in range(data_parallel)]
     cuts = [sequences.cut(share, fed, counts, budget) for share in shares]
+    # Every rank runs as many micro-batches as the longest plan, or collectives would not match.
     rounds = -(-max(1, *(len(rank) for rank in cuts)) // in_groups_of)
     count = rounds * in_groups_of
+    # All-masked micro-batches come last on every rank.
     ranks = tuple(tuple(rank) + ((),) * (count - len(rank)) for rank in cuts)
 
     computed = sum(
@@ -147,7 +173,7 @@ def plan_micro_batches(
         for rank in ranks
         for rows in rank
     )
-    return MicroBatchPlan(ranks, 1.0 - int(batch.fed.sum()) / computed)
+    return ranks, 1.0 - int(batch.fed.sum()) / computed
 
 
 def build_micro_batch(
@@ -180,9 +206,11 @@ def build_micro_batches(
         for number, packing in enumerate(packings)
         if packing is not None
     }
+    # One upload per dtype for all micro-batches: an upload each would make the host wait.
     placed = on_device(host | offsets, device)
     for number, packing in enumerate(packings):
         if packing is not None:
+            # Host copies are replaced: attention kernels read the offsets on the device.
             packing.cu_seqlens_q = packing.cu_seqlens_kv = placed[number, "offsets"]
     return [
         MicroBatch(
@@ -204,6 +232,7 @@ def _arrays(
         each[chosen] for each in (batch.token_starts, batch.prompt_lengths, batch.lengths)
     )
     fed, counts = _fed(batch, chosen)
+    # -1 marks samples of other ranks, whose tokens this rank never received.
     if starts.min(initial=0) < 0:
         missing = batch.ids[int(chosen[starts.argmin()])].as_py()
         raise ValueError(
@@ -214,6 +243,8 @@ def _arrays(
     tokens = np.zeros(count * length, dtype=np.int64)
     tokens[spans(line, fed)] = batch.token_ids[spans(_starts(starts, fed, counts), fed)]
     # Of every token of the samples, the position before it in its segment.
+    # The first token of a further segment has no predictor: its place is that of the second, and
+    # the loss mask excludes it.
     before = np.maximum(spans(line - 1, fed + 1), np.repeat(line, fed + 1))
     totals = prompts + lengths
     per_token: dict[str, NDArray[Any]] = {
@@ -224,11 +255,16 @@ def _arrays(
         "owned_tokens": spans(batch.owned_starts[chosen], lengths),
         "batch_samples": chosen,
     }
+    # A filler micro-batch has one token of padding: its loss is 0, but its backward pass must run,
+    # as on the other ranks.
     if not rows:
         per_token = dict.fromkeys(per_token, np.zeros(1, dtype=np.int64))
+        # -1 reads the 0 that `StepTargets` appends to its numbers.
         per_token |= dict.fromkeys(("owned_tokens", "batch_samples"), np.array([-1]))
     own = sequences.own(fed)
     if sequences.context.size > 1:
+        # -1: on another context-parallel rank. A target stays on the rank that holds its
+        # predictor.
         here = np.full(len(tokens), -1)
         here[own] = np.arange(len(own))
         at = here[per_token["rows"]]
@@ -283,6 +319,7 @@ def _routed_experts(
     read = spans(_starts(batch.token_starts[chosen], fed, counts), fed)
     found[spans(sequences.starts(fed), fed)] = batch.routed_experts[read]
     table = torch.from_numpy(found[sequences.own(fed)].reshape(count, -1, found.shape[1]))
+    # Page-locked, so that each layer's copy to the device is asynchronous.
     return table.pin_memory() if device.type == "cuda" else table
 
 
@@ -294,17 +331,149 @@ class Batcher:
     budget: int
     sequences: SequenceLayout
 
-    def of(self, samples: RankBatch) -> tuple[MicroBatchPlan, list[MicroBatch]]:
-        """The plan of all ranks, and this rank's micro-batches. Raises SampleTooLong."""
-        plan = plan_micro_batches(
+    def of(self, batch: RankBatch, rows: NDArray[np.int64] | None = None) -> Minibatch:
+        """The minibatch of these samples, ascending; null for all. Raises SampleTooLong."""
+        rows = np.arange(len(batch)) if rows is None else rows
+        # The rows of a minibatch are ascending, so all of them are the batch itself.
+        samples = batch if len(rows) == len(batch) else batch.select(rows)
+        cuts, padding_share = plan_micro_batches(
             samples,
             data_parallel=self.layout.dp_size,
             budget=self.budget,
             sequences=self.sequences,
             in_groups_of=self.layout.pp_size if self.layout.virtual_stages > 1 else 1,
         )
-        cuts = plan.ranks[self.layout.dp_rank]
-        return plan, build_micro_batches(samples, cuts, self.layout.device, self.sequences)
+        own = build_micro_batches(
+            samples, cuts[self.layout.dp_rank], self.layout.device, self.sequences
+        )
+        return Minibatch(rows, samples, own, padding_share)
 
     def build(self, samples: RankBatch, rows: tuple[int, ...]) -> MicroBatch:
         return build_micro_batch(samples, rows, self.layout.device, self.sequences)
+
+
+def divide(group: NDArray[np.int64], version: int, minibatches: int) -> list[NDArray[np.int64]]:
+    """group: [S], of the samples that are trained on. The samples of each minibatch, by number,
+    rising."""
+    if minibatches == 1:
+        return [np.arange(len(group))]
+    # Seeded by the version alone: every rank, every layout and a resumed run draw the same
+    # division.
+    drawn = np.random.default_rng(version).permutation(np.unique(group))
+    return [np.flatnonzero(np.isin(group, part)) for part in np.array_split(drawn, minibatches)]
+
+
+def split(
+    batch: TrainBatch, data_parallel: int, *, minibatches: int = 1, whole_groups: bool = False
+) -> tuple[pa.RecordBatch, tuple[pa.RecordBatch, ...]]:
+    """Take a batch apart: the schema NUMBERS, and for each data-parallel rank the schema TOKENS.
+
+    Each minibatch is divided by itself, so each is balanced over the ranks. whole_groups: all of a
+    group belongs to one rank. A sample whose reward failed has no owner."""
+    samples = batch.samples
+    owner = np.full(samples.num_rows, NOBODY, dtype=np.int64)
+    # A failed reward has no place in a minibatch: its owner stays NOBODY.
+    trained = np.flatnonzero(samples.column("valid").to_numpy(zero_copy_only=False))
+    prompts, responses = (flat(samples.column(name))[1] for name in ("prompt_ids", "response_ids"))
+    lengths = (prompts + responses)[trained]
+    group = samples.column("group").to_numpy()[trained]
+    for rows in divide(group, batch.version, minibatches):
+        # Per minibatch: balance over a whole batch would leave single steps unbalanced.
+        owner[trained[rows]] = assign_owners(
+            lengths[rows], data_parallel, group[rows] if whole_groups else None
+        )
+    return (
+        numbers_of(samples, owner),
+        tuple(tokens_of(samples, np.flatnonzero(owner == rank)) for rank in range(data_parallel)),
+    )
+
+
+def receive(
+    take: Callable[[], TrainBatch | None],
+    layout: Layout,
+    *,
+    minibatches: int = 1,
+    whole_groups: bool = False,
+) -> RankBatch | None:
+    """Collective. `take` runs on rank 0 alone, as long as it takes; every rank returns its view of
+    the batch, or None if there is none.
+
+    Raises on rank 0 what `take` raised, and RankZeroFailed on the others.
+    """
+    parts: list[pa.RecordBatch] = []
+    """On rank 0: the numbers, and the tokens of each data-parallel rank."""
+    buffers: list[Tensor] = []
+
+    def announce() -> tuple[int, list[int]] | None:
+        batch = take()
+        if batch is None:
+            return None
+        numbers, tokens = split(
+            batch, layout.dp_size, minibatches=minibatches, whole_groups=whole_groups
+        )
+        parts.extend((numbers, *tokens))
+        # Serialised here, inside rank 0's part: the sizes go out with the header.
+        if layout.world_size > 1:
+            buffers.extend(_tensor(part) for part in parts)
+        return batch.version, [len(buffer) for buffer in buffers]
+
+    header = layout.from_rank_zero(announce)
+    if header is None:
+        return None
+    version, sizes = header
+    if layout.world_size == 1:
+        return RankBatch.of(version, *parts)
+
+    numbers = buffers[0] if buffers else torch.empty(sizes[0], dtype=torch.uint8)
+    # After the header, in this order on every rank: all numbers, then own tokens.
+    dist.broadcast(numbers, src=0, group=layout.cpu_group)
+
+    # The tensor- and pipeline-parallel ranks of a data-parallel rank feed or predict the same
+    # tokens.
+    own = 1 + layout.dp_rank
+    if parts:
+        requests = [
+            dist.isend(buffers[1 + layout.dp_rank_of(rank)], rank, group=layout.cpu_group)
+            for rank in range(1, layout.world_size)
+        ]
+        # The buffers must outlive the sends.
+        for request in requests:
+            request.wait()
+        return RankBatch.of(version, parts[0], parts[own])
+    tokens = torch.empty(sizes[own], dtype=torch.uint8)
+    dist.recv(tokens, 0, group=layout.cpu_group)
+    return RankBatch.of(version, _batch(numbers), _batch(tokens))
+
+
+def over_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of a batch from those of its optimizer steps, each by its rule in the catalogue;
+    a key that some steps lack is over the others."""
+    found: dict[str, list[float]] = {}
+    for step in steps:
+        for name, value in step.items():
+            found.setdefault(name, []).append(value)
+    return {
+        name: _over(METRICS[name].over_steps if name in METRICS else "mean", values)
+        for name, values in found.items()
+    }
+
+
+def _over(rule: str, values: Sequence[float]) -> float:
+    if len(values) == 1 or rule == "last":
+        return values[-1]
+    if rule == "first":
+        return values[0]
+    if rule == "largest":
+        return float(np.max(values))
+    total = float(np.sum(values))
+    return total if rule == "sum" else total / len(values)
+
+
+def _tensor(batch: pa.RecordBatch) -> Tensor:
+    """The batch as an Arrow stream, [bytes] uint8."""
+    return torch.frombuffer(bytearray(as_stream(batch)), dtype=torch.uint8)
+
+
+def _batch(buffer: Tensor) -> pa.RecordBatch:
+    """Views of the buffer, which they keep."""
+    return from_stream(pa.py_buffer(buffer.numpy()))

@@ -50,18 +50,17 @@ from torch import Tensor
 
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.objectives.batch import on_device
+from megatron_async_rl.policy.adam_view import Sliced
+from megatron_async_rl.policy.batching import Batcher, MicroBatch, Minibatch
+from megatron_async_rl.policy.blocks import ModelBlocks, placed_digest
 from megatron_async_rl.policy.checkpoint import Checkpoint
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
 from megatron_async_rl.policy.forward import Schedule
-from megatron_async_rl.policy.lora_base import placed_digest
-from megatron_async_rl.policy.microbatch import MicroBatch
 from megatron_async_rl.policy.model import PolicyModel
-from megatron_async_rl.policy.model_blocks import ModelBlocks
 from megatron_async_rl.policy.optimizer import load_masters
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.parameter_state import Sliced
 from megatron_async_rl.policy.parameters import load_hf
-from megatron_async_rl.policy.past_versions import (
+from megatron_async_rl.policy.past_weights import (
     MasterSnapshot,
     Snapshots,
     WeightSnapshot,
@@ -137,6 +136,7 @@ class ReferencePolicies:
         self._ema = config.reference.ema if config.reference is not None else None
         self._decay = config.ewma_decay
         self._layout = model.bridge.layout if model.bridge is not None else None
+        # Held only where another policy's weights are put in place for a pass.
         self.trained = self._copy(model) if {"logp_ref", "logp_prox"} & set(needs) else None
         if "logp_ref" in needs:
             path = config.reference.path if config.reference is not None else None
@@ -158,6 +158,8 @@ class ReferencePolicies:
             return self._copy(model, dtype)
         _refuse_other_architecture(path, model.source)
         assert self.trained is not None
+        # Loading overwrites the parameters in place; the weights in training come back after the
+        # copy.
         with self.trained.restored_after():
             load_hf(model.bridge, model.chunks, path)
             if self._optimizer is not None:
@@ -176,6 +178,7 @@ class ReferencePolicies:
 
     def stepped(self, taken: int) -> None:
         """An optimizer step was taken, the `taken`-th of the run."""
+        # The order does not matter: each copy reads the weights in training, none another copy.
         if self.reference is not None and self._ema is not None:
             self.reference.average(self._ema)
         if self.reference is not None and self._refresh_every and taken % self._refresh_every == 0:
@@ -205,15 +208,18 @@ class ReferencePolicies:
         if self.reference is None or self.reference in self._moving().values():
             return None
         if self._model.lora is not None:
-            return None  # the base model, which has a digest of its own (lora_base.py)
+            return None  # the base model, which has a digest of its own (blocks.py)
         if self._digest is None:
             slices = {"reference": self.reference.slices()}
+            # `writes`: each element is hashed on one replica only.
             blocks = ModelBlocks(self._model).state(slices, writes=True)
             self._digest = placed_digest(blocks, self._layout)
         return self._digest
 
     def _refuse_other_reference(self, saved: Checkpoint) -> None:
         own, before = self.fixed_digest(), saved.content.get(REFERENCE_DIGEST)
+        # A reference that moves is in the checkpoint itself; this one is read again from its
+        # directory.
         if own is not None and before is not None and own != before:
             raise CheckpointBroken.of(
                 "objective.reference",
@@ -232,6 +238,7 @@ class ReferencePolicies:
                 wanted[name] = held.slices()
                 continue
             if held is self.average:
+                # The average exists already, with the weights from before the load.
                 held.update()
             if warn:
                 start = (
@@ -247,6 +254,7 @@ class ReferencePolicies:
             for version in sorted(
                 int(name.removeprefix(kind)) for name in saved.names if name.startswith(kind)
             ):
+                # The copy is only allocated here; `saved.read` fills it.
                 store.begin(version)
             wanted |= {
                 f"{kind}{version}": held.slices() for version, held in store.versions.items()
@@ -333,13 +341,14 @@ def passes(
     version = samples.version
     current = [Precompute(name, name) for name in columns if name in CURRENT_WEIGHTS]
     rows: tuple[int, ...] | None = None
-    sampled_by: dict[int, list[int]] = {}
+    sampled_by: dict[int, tuple[int, ...]] = {}
     if "logp_prox" in columns and references.snapshots is not None:
         for each in np.unique(samples.versions).tolist():
-            sampled_by[each] = np.unique(samples.rows[samples.versions == each]).tolist()
+            sampled_by[each] = tuple(np.unique(samples.rows[samples.versions == each]).tolist())
+        # Tokens of the present version need no snapshot: their weights are in place.
         own = sampled_by.pop(version, None)
         if own is not None:
-            rows = None if current else tuple(own)
+            rows = None if current else own
             current.append(Precompute("logp_prox", "logp", version))
     routing: RoutingPass = "record" if record else "replay"
     found = [Pass(None, tuple(current), rows, routing)] if current else []
@@ -352,11 +361,53 @@ def passes(
         found.append(Pass(references.average, (Precompute("logp_prox", "logp"),)))
     for each in sorted(sampled_by):
         assert references.snapshots is not None
+        # One pass per version: a response that several wrote is in a pass of each.
         weights = references.snapshots.of(each, current=version)
-        found.append(
-            Pass(weights, (Precompute("logp_prox", "logp", each),), tuple(sampled_by[each]))
-        )
+        found.append(Pass(weights, (Precompute("logp_prox", "logp", each),), sampled_by[each]))
     return found
+
+
+def precompute(
+    columns: Sequence[str],
+    samples: RankBatch,
+    minibatches: Sequence[Minibatch],
+    references: ReferencePolicies,
+    schedule: Schedule,
+    batcher: Batcher,
+    *,
+    record: bool = False,
+) -> dict[str, Tensor]:
+    """Return these columns over the tokens of `samples`, [N] float32 each, on the CPU of every
+    rank; `minibatches` are all of the samples. record: see `passes`. Collective over the world.
+    Raises SnapshotMissing.
+
+    A pass over all samples runs the micro-batches that training runs, so that at a batch's first
+    step pi and a recomputed pi_prox are the same numbers.
+    """
+    table = PrecomputeTable(samples, columns, schedule.layout)
+    planned = passes(columns, samples, references, record=record)
+    # The weights in training come back even after a pass that raised.
+    with references.trained_restored(after=any(each.weights is not None for each in planned)):
+        for each in planned:
+            if each.weights is not None:
+                each.weights.place()
+            parts = minibatches if each.rows is None else [batcher.of(samples, np.array(each.rows))]
+            for part in parts:
+                rows, own = part.rows, part.micro_batches
+                table.run(schedule, own, each.fills, rows, each.routing)
+    return table.finish()
+
+
+def current_columns(
+    columns: Sequence[str], minibatch: Minibatch, schedule: Schedule
+) -> dict[str, Tensor]:
+    """Return these columns of CURRENT_WEIGHTS over the tokens of a minibatch, under the weights in
+    training. Collective over the world."""
+    table = PrecomputeTable(minibatch.samples, columns, schedule.layout)
+    if columns:
+        fills = [Precompute(name, name) for name in columns]
+        table.run(schedule, minibatch.micro_batches, fills)
+    return table.finish()
 
 
 class PrecomputeTable:
@@ -375,22 +426,26 @@ class PrecomputeTable:
         schedule: Schedule,
         micro_batches: Sequence[MicroBatch],
         fills: Sequence[Precompute],
-        rows: Sequence[int] | NDArray[np.int64] | None = None,
+        rows: NDArray[np.int64] | None = None,
         routing: RoutingPass = "replay",
     ) -> None:
-        """One forward pass under the weights in place. rows: the samples that the micro-batches
+        """Run one forward pass under the weights in place. rows: the samples that the micro-batches
         number; null for all."""
-        numbers = np.arange(len(self.samples)) if rows is None else np.asarray(rows)
+        numbers = np.arange(len(self.samples)) if rows is None else rows
+        # Places of the tokens that this rank computes among all tokens; micro-batches number
+        # their own.
         numbers = numbers[self.samples.owner[numbers] == self.layout.dp_rank]
         tokens = spans(self.samples.starts[numbers], self.samples.lengths[numbers])
         owned = on_device({"owned": torch.from_numpy(tokens)}, self.layout.device)["owned"]
         for micro_batch, outputs in schedule.forward(micro_batches, routing):
+            # One rank writes a token, or the sum over the world would count it twice.
             if not self.layout.records_outputs or not micro_batch.samples:
                 continue
             places = owned[micro_batch.owned_tokens]
             for fill in fills:
                 target, output = (
                     self.values[self.columns.index(fill.column)],
+                    # float32, whatever the model's dtype: bfloat16 would round log-probs.
                     getattr(outputs, fill.output).float(),
                 )
                 if fill.version is not None:
@@ -402,5 +457,6 @@ class PrecomputeTable:
     def finish(self) -> dict[str, Tensor]:
         """Collective over the world: column -> [N] float32 on the CPU."""
         if self.columns:
+            # Unwritten places are 0, so the sum completes the columns on every rank.
             dist.all_reduce(self.values, group=self.layout.world_group)
         return dict(zip(self.columns, self.values.cpu(), strict=True))
