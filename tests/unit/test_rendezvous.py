@@ -250,6 +250,10 @@ def test_a_node_that_does_not_reach_the_endpoint_reports_it_in_the_directory(
             assert "MASTER_ADDR" in shown
             facts = watch.state()["facts"]
             assert facts == {"start": "this", "unreached": shown}
+        monkeypatch.setattr(rendezvous, "CALL_S", PATIENT_S)
+        began = time.monotonic()
+        launchers.peers(1, port=port).refuse(WHY, within_s=0.1)
+        assert time.monotonic() - began < PATIENT_S / 2, "a silent server holds no node"
     beating.set()
     beats.result(PATIENT_S)
 
