@@ -94,6 +94,9 @@ class Echo:
 
     def step(self, response):
         return Step(observation=response, done=response == "bye")
+
+
+ENVIRONMENT = Echo
 """
 FAMILY = """
 from megatron_async_rl.policy.families import NO_BIAS, Family
@@ -146,12 +149,9 @@ ADDITIONS = {
     "control": Addition("controls", "slower", CONTROL),
     "loss": Addition("objectives.losses", "scaled", LOSS),
     "environment": Addition(
-        "rollout.environments",
+        "rollout.environments.built_in",
         "echo",
         ENVIRONMENT,
-        table="rollout.environments",
-        constant="BUILT_IN",
-        entry="megatron_async_rl.rollout.environments.echo:Echo",
     ),
     "carrier": Addition(
         "weights",
@@ -180,6 +180,9 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             tables = importlib.import_module(f"megatron_async_rl.{one.table}")
             monkeypatch.setitem(getattr(tables, one.constant), one.name, one.entry)
     importlib.invalidate_caches()
+    # Tables of files that are made at import.
+    environment = "megatron_async_rl.rollout.environments.built_in.echo:ENVIRONMENT"
+    monkeypatch.setitem(environments.BUILT_IN, "echo", environment)
     found = families.found_families()
     monkeypatch.setattr(families, "FAMILIES", found)
     monkeypatch.setattr("megatron_async_rl.policy.supported.FAMILIES", found)
@@ -194,7 +197,7 @@ def config(**sections: Any) -> Config:
 
 def test_each_kind_takes_one_file_and_at_most_one_line() -> None:
     assert all(one.lines_elsewhere <= 1 for one in ADDITIONS.values())
-    assert sum(one.lines_elsewhere for one in ADDITIONS.values()) == 2
+    assert sum(one.lines_elsewhere for one in ADDITIONS.values()) == 1
 
 
 @pytest.mark.usefixtures("added")
@@ -229,7 +232,7 @@ def test_a_loss_of_one_file_is_trained_with() -> None:
 
 
 @pytest.mark.usefixtures("added")
-def test_an_environment_of_one_file_and_one_line_answers() -> None:
+def test_an_environment_of_one_file_answers() -> None:
     tree = config_tree()
     tree["rollout"]["environment"] = {"name": "echo"}
     settings = validated(tree).rollout.environment
@@ -237,6 +240,19 @@ def test_an_environment_of_one_file_and_one_line_answers() -> None:
     environment.reset(Prompt(id="p", text="", token_ids=(1,)))
     assert environments.checked_step(environment.step("hello"))["observation"] == "hello"
     assert environment.step("bye").done
+
+
+def test_the_files_of_a_folder_are_the_built_in_environments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "built_in").mkdir()
+    (tmp_path / "built_in" / "echo.py").write_text(ENVIRONMENT)
+    again = ModuleType("environments_again")
+    again.__path__ = [str(tmp_path)]
+    monkeypatch.setitem(sys.modules, again.__name__, again)
+    source = Path(environments.__file__).read_text(encoding="utf-8")
+    exec(compile(source, "environments.py", "exec"), vars(again))
+    assert again.BUILT_IN == {"echo": "environments_again.built_in.echo:ENVIRONMENT"}
 
 
 @pytest.mark.usefixtures("added")
