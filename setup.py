@@ -58,7 +58,9 @@ setup(
     install_requires=[
         "aiohttp>=3.10,<4",
         "blake3>=1,<2",
+        "datasets>=5,<6",
         "einops>=0.8,<1",
+        "fsspec>=2023.12",
         "huggingface_hub>=1,<3",
         "Jinja2>=3.1,<4",
         "jsonschema>=4.20,<5",
@@ -103,7 +105,7 @@ setup(
     entry_points={
         "console_scripts": ["mar = megatron_async_rl.cli:main"],
         "vllm.general_plugins": [
-            "mar_shared_memory = megatron_async_rl.rollout.vllm_plugin:register"
+            "mar_shared_memory = megatron_async_rl.rollout.vllm.plugin:register"
         ],
     },
 )

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from controller_load import GROUP
 
-from megatron_async_rl.policy.batches import receive, split
+from megatron_async_rl.policy.batching import receive, split
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.samples.columns import NUMERIC, as_stream, batch_of
 from megatron_async_rl.samples.rows import TrainBatch
@@ -97,10 +97,10 @@ def as_rank(
 def measure(ranks: int, batch: TrainBatch, args: argparse.Namespace) -> dict[str, float]:
     data_parallel = ranks // min(args.tensor, ranks)
     began = time.process_time()
-    parts = split(batch, data_parallel)
-    numbers, *tokens = (len(as_stream(part)) for part in (parts.numbers, *parts.tokens))
+    everyones, parts = split(batch, data_parallel)
+    numbers, *tokens = (len(as_stream(part)) for part in (everyones, *parts))
     divided = (time.process_time() - began) * 1e3
-    del parts
+    del everyones, parts
     gc.collect()
     gc.freeze()
     with tempfile.TemporaryDirectory() as name:

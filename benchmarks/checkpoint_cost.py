@@ -62,12 +62,13 @@ def read_plainly(path: Path, into: Any) -> None:
 def measure(folder: Path, millions: int, rounds: int) -> dict[str, Any]:
     import torch
 
-    from megatron_async_rl.config.schema import ModelConfig, OptimizerConfig, PolicyConfig
+    from megatron_async_rl.config.policy import OptimizerConfig, PolicyConfig
+    from megatron_async_rl.config.schema import ModelConfig
     from megatron_async_rl.policy import checkpoint
+    from megatron_async_rl.policy.adam_view import adam_names, adam_shards
     from megatron_async_rl.policy.background import Background
     from megatron_async_rl.policy.model import build_model
     from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
-    from megatron_async_rl.policy.parameter_state import adam_names, adam_shards
 
     path = random_model.save(folder / "model", millions, "float32")
     policy = PolicyConfig(optimizer=OptimizerConfig(lr=1e-3))

@@ -51,12 +51,8 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_async_rl.config.controls import ControlConfig
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.schema import (
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PolicyConfig,
-)
+from megatron_async_rl.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.adam_view import gradients_of
 from megatron_async_rl.policy.parallel import initialise

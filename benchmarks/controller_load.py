@@ -31,7 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_async_rl.config.schema import FlowConfig, RolloutConfig
+from megatron_async_rl.config.flow import FlowConfig
+from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.spec import ControllerSpec

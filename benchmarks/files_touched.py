@@ -34,8 +34,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_async_rl"
 FORWARD = "gpt_model.py:GPTModel.forward"
-PUBLISH = "rank0.py:OtherRank.publish"
-AFTER_PUBLISH = "rank0.py:OtherRank.evaluate"
+PUBLISH = "trainer_rank.py:TrainerRank.publish"
+AFTER_PUBLISH = "trainer_rank.py:TrainerRank.evaluate"
 ON_ENGINE = "controller.py:Controller.on_version"
 BATCH = "policy.py:Policy.receive"
 REDUCED = "adam_view.py:gradients_of"

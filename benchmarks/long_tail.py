@@ -1,12 +1,12 @@
 """How full engines are with long-tailed response lengths: scheduling response by response against a
 batch barrier.
 
-By default a table of simulations (simulate/model.py): two engines of 32 places, which each make a
-token per unit of time whatever the others do; new weights are there at once. `--real`: one real
-vLLM engine under the real controller, lengths drawn log-normal, against a batch at a time: share of
-the engine's places that are taken, and tokens per second that train, in one run. Training takes no
-time in the real run: the barrier is not charged for it, and asynchrony gains by filling engines
-alone.
+By default a table of simulations (simulate/simulation.py): two engines of 32 places, which each
+make a token per unit of time whatever the others do; new weights are there at once. `--real`: one
+real vLLM engine under the real controller, lengths drawn log-normal, against a batch at a time:
+share of the engine's places that are taken, and tokens per second that train, in one run. Training
+takes no time in the real run: the barrier is not charged for it, and asynchrony gains by filling
+engines alone.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_async_rl.config.schema import FlowConfig, RewardConfig, RolloutConfig, SamplingConfig
+from megatron_async_rl.config.flow import FlowConfig
+from megatron_async_rl.config.rollout import RewardConfig, RolloutConfig
+from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.rollout.spec import HERE
-from megatron_async_rl.simulate.model import SimulationResult, simulate
 from megatron_async_rl.simulate.rates import ResponseLengths, SimulationRates
+from megatron_async_rl.simulate.simulation import SimulationResult, simulate
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = ROOT / "examples" / "arithmetic" / "generated"
@@ -270,7 +272,7 @@ def main() -> None:
         )  # the engine has redirected its output
         return
     if args.real:
-        from megatron_async_rl.rollout.vllm_plugin import environment
+        from megatron_async_rl.rollout.vllm.plugin import environment
 
         env = {**os.environ, **environment(spec(Path(tempfile.gettempdir())))}
         with tempfile.TemporaryDirectory() as folder:

@@ -20,9 +20,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.objectives.aggregate import Denominators
 from megatron_async_rl.objectives.batch import TokenBatch
-from megatron_async_rl.objectives.objective import Objective
+from megatron_async_rl.objectives.objective import Denominators, Objective
 from megatron_async_rl.objectives.registry import LOSSES
 from megatron_async_rl.policy.logprobs import vocab_parallel_logprobs
 

@@ -32,11 +32,12 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
+from megatron_async_rl.config.policy import ParallelConfig, PolicyConfig
+from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.policy import device
+from megatron_async_rl.policy.packing import Packed, Padded
 from megatron_async_rl.policy.parallel import initialise
 from megatron_async_rl.policy.policy import Policy
-from megatron_async_rl.policy.sequence_layout import Packed, Padded
 from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import TrainBatch

@@ -69,12 +69,11 @@ def time_trainer() -> None:
 
 
 def time_worker(_worker: Any) -> None:
-    from megatron_async_rl.weights import loaded, packed_layers, receive, reload
+    from megatron_async_rl.rollout.vllm import loaded, receive, reload
 
     timed(loaded, "partial_digest", "digest")
-    timed(packed_layers.AwaitedWeight, "_load", "pieces")
-    for module in (packed_layers, reload):
-        timed(module, "pack_linear", "pack")
+    timed(reload.AwaitedWeight, "_load", "pieces")
+    timed(reload, "pack_linear", "pack")
     timed(receive.WeightLoadingWorker, "load_weight_bucket", "worker")
 
 
@@ -94,12 +93,12 @@ class TimedEngine(RolloutEngine):
     async def start(self) -> None:
         import os
 
-        from megatron_async_rl.weights import vllm_private
+        from megatron_async_rl.rollout.vllm import engine_core
 
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions go to vLLM's process
         await super().start()
         engine: Any = self
-        timed(vllm_private, "load_between_steps", "vllm")
+        timed(engine_core, "load_between_steps", "vllm")
         self._rpc = engine._llm.engine_core.collective_rpc_async
         await self._rpc(time_worker)
 

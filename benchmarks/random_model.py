@@ -89,7 +89,8 @@ def weights(directory: Path) -> dict[str, Any]:
 
 def policy(directory: Path, dtype: str) -> tuple[Any, Any]:
     """The model in Megatron, on one rank, and its weights to publish."""
-    from megatron_async_rl.config.schema import ModelConfig, PolicyConfig
+    from megatron_async_rl.config.policy import PolicyConfig
+    from megatron_async_rl.config.schema import ModelConfig
     from megatron_async_rl.policy.model import build_model
     from megatron_async_rl.weights.export import WeightExporter
 
@@ -106,7 +107,7 @@ def shards_of(exporter: Any, bucket_bytes: int = BUCKET_BYTES) -> Any:
 
 @functools.cache
 def one_rank() -> Any:
-    from megatron_async_rl.config.schema import ParallelConfig
+    from megatron_async_rl.config.policy import ParallelConfig
     from megatron_async_rl.policy import device
     from megatron_async_rl.policy.parallel import initialise
 
@@ -114,7 +115,8 @@ def one_rank() -> Any:
 
 
 def spec(model: Path, dtype: str, logs: Path) -> Any:
-    from megatron_async_rl.config.schema import RewardConfig, RolloutConfig, SamplingConfig
+    from megatron_async_rl.config.rollout import RewardConfig, RolloutConfig
+    from megatron_async_rl.config.sampling import SamplingConfig
     from megatron_async_rl.rollout.spec import EngineSpec
 
     return EngineSpec(

@@ -58,13 +58,13 @@ def output() -> Any:
 
 
 async def measure(args: argparse.Namespace, logs: Path) -> dict[str, float]:
-    from megatron_async_rl.config.schema import RolloutConfig
+    from megatron_async_rl.config.rollout import RolloutConfig
     from megatron_async_rl.data.tokenizer import load_tokenizer
-    from megatron_async_rl.rollout.engine_arguments import sampling_parameters
     from megatron_async_rl.rollout.engine_state import BusyClock
     from megatron_async_rl.rollout.responses import Responses
     from megatron_async_rl.rollout.scoring import Scorer
     from megatron_async_rl.rollout.spec import EngineSpec
+    from megatron_async_rl.rollout.vllm.engine_arguments import sampling_parameters
     from megatron_async_rl.samples import Prompt
     from megatron_async_rl.samples.types import Request
 

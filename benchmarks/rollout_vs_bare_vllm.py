@@ -27,7 +27,8 @@ GROUP = 8
 
 
 def settings(args: argparse.Namespace) -> Any:
-    from megatron_async_rl.config.schema import RewardConfig, RolloutConfig, SamplingConfig
+    from megatron_async_rl.config.rollout import RewardConfig, RolloutConfig
+    from megatron_async_rl.config.sampling import SamplingConfig
 
     return RolloutConfig(
         sampling=SamplingConfig(max_tokens=args.max_tokens),
@@ -107,7 +108,7 @@ def ours(args: argparse.Namespace, logs: Path) -> dict[str, float]:
 def bare(args: argparse.Namespace, logs: Path) -> dict[str, float]:
     from vllm import LLM, SamplingParams
 
-    from megatron_async_rl.rollout.vllm_plugin import environment
+    from megatron_async_rl.rollout.vllm.plugin import environment
 
     ours_alone = ("LD_PRELOAD", "VLLM_PLUGINS")
     os.environ.update(

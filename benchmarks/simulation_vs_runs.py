@@ -27,8 +27,8 @@ from megatron_async_rl.metrics.timeline import read_timeline, shares
 from megatron_async_rl.samples.segments import read_table
 from megatron_async_rl.simulate.calibrate import calibrate
 from megatron_async_rl.simulate.choose import ahead
-from megatron_async_rl.simulate.model import simulate
 from megatron_async_rl.simulate.rates import SimulationRates
+from megatron_async_rl.simulate.simulation import simulate
 
 SEEDS = 3
 GROUPS = 200

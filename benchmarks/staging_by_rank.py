@@ -44,7 +44,8 @@ def timed(call: Any) -> float:
 
 def rank(model: Path, dtype: str, settings: dict[str, Any], rounds: int) -> None:
     """One rank; rank 0 prints what all of them measured."""
-    from megatron_async_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
+    from megatron_async_rl.config.policy import ParallelConfig, PolicyConfig
+    from megatron_async_rl.config.schema import ModelConfig
     from megatron_async_rl.policy import device
     from megatron_async_rl.policy.model import build_model
     from megatron_async_rl.policy.parallel import initialise

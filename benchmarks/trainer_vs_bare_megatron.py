@@ -23,14 +23,10 @@ from megatron_async_rl.config.advantages import GrpoAdvantage
 from megatron_async_rl.config.controls import GacControl
 from megatron_async_rl.config.losses import PpoClipLoss
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.schema import (
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PolicyConfig,
-)
+from megatron_async_rl.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.policy import device
-from megatron_async_rl.policy.microbatch import build_micro_batch, plan_micro_batches
+from megatron_async_rl.policy.batching import build_micro_batch, plan_micro_batches
 from megatron_async_rl.policy.model import DTYPES, build_model
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
 from megatron_async_rl.policy.parallel import Layout, initialise
@@ -95,14 +91,14 @@ class BareLoop:
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-        plan = plan_micro_batches(
+        cuts, _ = plan_micro_batches(
             batch, data_parallel=self.layout.dp_size, budget=self.policy.tokens_per_micro_batch
         )
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         weight = self.model.output_weight()
-        for rows in plan.ranks[self.layout.dp_rank]:
+        for rows in cuts[self.layout.dp_rank]:
             micro = build_micro_batch(batch, rows, self.layout.device)
             hidden = self.wrapped[0](micro.tokens, micro.position_ids, None).transpose(0, 1)
             hidden = _copy_to_tensor_parallel(hidden)
@@ -180,7 +176,7 @@ def main() -> None:
     if layout.rank == 0:
         medians = {name: statistics.median(values) for name, values in times.items()}
         seconds = min(seconds for _, seconds in received)
-        plan = plan_micro_batches(
+        cuts, padding_share = plan_micro_batches(
             batch, data_parallel=layout.dp_size, budget=policy_config.tokens_per_micro_batch
         )
         tokens = sum(row.total_length for row in rows_of(whole.samples))
@@ -191,8 +187,8 @@ def main() -> None:
                     "our_step_s": medians["ours"],
                     "ratio": medians["bare"] / medians["ours"],
                     "tokens_per_step": tokens,
-                    "micro_batches": plan.micro_batches,
-                    "padding_share": plan.padding_share,
+                    "micro_batches": len(cuts[0]),
+                    "padding_share": padding_share,
                     "receive_us_per_sample": 1e6 * seconds / len(batch),
                     "ranks": layout.world_size,
                     "tensor": args.tensor,

@@ -4,10 +4,13 @@ Rules:
 - a docstring starts with a noun phrase or an imperative verb;
 - docstrings, comments and messages contain none of PHRASES;
 - a class or alias of the package has a name of its own, and so has a file;
-- a file of the package has at most MAX_LINES lines;
+- a file of the package has at most MAX_LINES lines, without its tables;
 - modules of the package do not import each other in a circle, types included, and have fewer than
   MAX_TYPE_IMPORTS imports of types alone;
 - only config/rules.py makes a Config, so that no configuration passes unchecked;
+- only rollout/vllm/ imports vLLM, so that another version of vLLM concerns one folder;
+- only the table of carriers and a carrier's own file have its name as a string: all other code
+  tests for capabilities;
 - Markdown has at most MAX_COLUMNS columns, except for tables, code and links.
 
 The lists of exceptions only shrink: an entry without a violation is an error, too.
@@ -30,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "megatron_async_rl"
 FOLDERS = (PACKAGE, "tests", "benchmarks", "examples", "launchers", "lint")
 MAX_LINES = 500
+TABLE_LINES = 100
 MAX_COLUMNS = 100
 MAX_TYPE_IMPORTS = 30
 
@@ -96,40 +100,22 @@ AFTER = r"(?![\w_]| (?:longer|more|less|later|earlier|other)\b)"
 MAKES_CONFIG = re.compile(r"(?<![\w.])(?<!class )Config(\.model_(validate|construct)\w*)?\(")
 CHECKS_CONFIG = f"{PACKAGE}/config/rules.py"
 
+VLLM_FOLDER = f"{PACKAGE}/rollout/vllm/"
+CARRIERS = f"{PACKAGE}/config/weights.py"
+"""Table of the carriers of weights: name -> capabilities."""
+
 SHARED_STEMS = {"__init__", "registry", "errors"}
 """Names of files that every folder may have."""
 
 SAME_STEMS = {
-    "megatron_async_rl/flow/batches.py",
     "megatron_async_rl/flow/spec.py",
-    "megatron_async_rl/flow/summary.py",
-    "megatron_async_rl/objectives/batch.py",
-    "megatron_async_rl/plan/batch.py",
-    "megatron_async_rl/plan/layers.py",
-    "megatron_async_rl/policy/batches.py",
-    "megatron_async_rl/policy/layers.py",
-    "megatron_async_rl/policy/model.py",
-    "megatron_async_rl/report/summary.py",
     "megatron_async_rl/rollout/spec.py",
-    "megatron_async_rl/simulate/model.py",
 }
 """Files of one name that are still to be renamed."""
 
 LONG_FILES = {
-    "megatron_async_rl/cli.py",
-    "megatron_async_rl/config/schema.py",
-    "megatron_async_rl/data/prompts.py",
     "megatron_async_rl/flow/controller.py",
-    "megatron_async_rl/flow/rank0.py",
     "megatron_async_rl/flow/sample_log.py",
-    "megatron_async_rl/launch/launcher.py",
-    "megatron_async_rl/metrics/catalogue.py",
-    "megatron_async_rl/metrics/log.py",
-    "megatron_async_rl/plan/layout.py",
-    "megatron_async_rl/plan/preflight.py",
-    "megatron_async_rl/plan/screen.py",
-    "megatron_async_rl/policy/model_blocks.py",
-    "megatron_async_rl/policy/policy.py",
 }
 """Files that are still to be split."""
 
@@ -255,6 +241,19 @@ def repeated_stems(paths: Iterable[str]) -> set[str]:
     return {path for found in places.values() if len(found) > 1 for path in found}
 
 
+def lines_without_tables(source: str, tree: ast.Module) -> int:
+    """Lines of a file. A module's literal of more than TABLE_LINES lines is data and does not
+    count: cutting it in two would help no reader."""
+    tables = [
+        one.end_lineno - one.lineno + 1
+        for one in tree.body
+        if isinstance(one, ast.Assign | ast.AnnAssign)
+        and isinstance(one.value, ast.Dict | ast.List | ast.Set | ast.Tuple)
+        and one.end_lineno is not None
+    ]
+    return source.count("\n") - sum(lines for lines in tables if lines > TABLE_LINES)
+
+
 def long_lines(text: str) -> Iterator[tuple[int, str]]:
     """Line and message of each line of Markdown that is too long and could be wrapped."""
     code = False
@@ -333,6 +332,39 @@ def unchecked_configs(source: str) -> Iterator[int]:
             yield number
 
 
+def vllm_imports(tree: ast.Module) -> Iterator[int]:
+    """Line of each import of vLLM, inside functions and under TYPE_CHECKING included."""
+    for statement in statements(tree):
+        match statement:
+            case ast.Import():
+                modules = [alias.name for alias in statement.names]
+            case ast.ImportFrom():
+                modules = [statement.module or ""]
+            case _:
+                continue
+        if any(module.split(".")[0] == "vllm" for module in modules):
+            yield statement.lineno
+
+
+def carrier_names(tree: ast.Module) -> set[str]:
+    """Keys of the table CARRIERS."""
+    for statement in tree.body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id="CARRIERS")], value=ast.Dict(keys=keys)):
+                return {key.value for key in keys if isinstance(key, ast.Constant)}
+    raise ValueError(f"{CARRIERS} has no table CARRIERS")
+
+
+def named_carriers(path: str, tree: ast.Module, carriers: set[str]) -> Iterator[tuple[int, str]]:
+    """Line and message of each string that is the name of a carrier other than the file's own."""
+    if path == CARRIERS:
+        return
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str() as name) if name in carriers - {Path(path).stem}:
+                yield node.lineno, f"{name!r}: test for a capability of {CARRIERS}"
+
+
 def exceptions(found: set[str], allowed: set[str], what: str) -> Iterator[str]:
     """A message for each violation that is not in the list, and for each entry without one."""
     for path in sorted(found - allowed):
@@ -368,8 +400,20 @@ def check(root: Path = ROOT) -> list[str]:
                         f"{path}:{line}: make a Config by validated() of {CHECKS_CONFIG}"
                         for line in unchecked_configs(source)
                     ]
-                if source.count("\n") > MAX_LINES:
+                if not path.startswith(VLLM_FOLDER):
+                    found += [
+                        f"{path}:{line}: only {VLLM_FOLDER} imports vLLM"
+                        for line in vllm_imports(tree)
+                    ]
+                if lines_without_tables(source, tree) > MAX_LINES:
                     long_files.add(path)
+    if CARRIERS in trees:
+        names_of_carriers = carrier_names(trees[CARRIERS])
+        found += [
+            f"{path}:{line}: {message}"
+            for path, tree in trees.items()
+            for line, message in named_carriers(path, tree, names_of_carriers)
+        ]
     found += repeated_names(trees)
     if cycle := import_cycle(trees):
         found.append(f"import cycle: {' -> '.join(cycle)}")

@@ -29,8 +29,9 @@ from megatron_async_rl.config.data import DataConfig
 from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError, Problem
+from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.config.sampling import EvalConfig, EvalSet, eval_sets
-from megatron_async_rl.config.schema import Config, RolloutConfig
+from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data import DataError
 from megatron_async_rl.data.hub import fetch, located, name_of, parse
 from megatron_async_rl.flow.evaluation import (
@@ -43,10 +44,11 @@ from megatron_async_rl.flow.evaluation import (
 from megatron_async_rl.flow.fleet import Fleet, FleetSettings
 from megatron_async_rl.flow.group_rewards import GroupRewards
 from megatron_async_rl.flow.requests import Listener
-from megatron_async_rl.plan.batch import context_limit
-from megatron_async_rl.plan.layout import Device, device_of, head_size_problems
+from megatron_async_rl.plan.layout import Device, device_of
+from megatron_async_rl.plan.layout_problems import head_size_problems
 from megatron_async_rl.plan.machine import this_machine
 from megatron_async_rl.plan.model_files import read_model
+from megatron_async_rl.plan.totals import context_limit
 from megatron_async_rl.policy.checkpoint_folder import (
     CONFIG_FILE,
     about,
@@ -80,7 +82,7 @@ class EvalTarget:
     version: int
     """Optimizer steps behind it; 0 for a Hugging Face directory."""
     result: Path
-    """File of the result."""
+    """File for the result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +112,15 @@ def resolve(
     out: Path | None,
     responses: Path | None = None,
 ) -> EvalJob:
-    """Finds the checkpoint and its config and checks what they say. Raises ConfigError."""
+    """Find the checkpoint and its config, and check them. Raises ConfigError."""
     name = parse(named)
     if name is not None:
         named = fetch("CHECKPOINT", name)
+    # Errors name the target, so it comes first.
     target = find_target(named, out)
     if responses is not None:
         responses = responses.absolute()
+        # Hours of sampling must not end with a file that cannot be written.
         _require_writable(target, "--responses", responses)
     config = _config(target, config_file, overrides)
     rollout = config.rollout
@@ -125,7 +129,7 @@ def resolve(
         raise _refused(
             target,
             "rollout",
-            "the config has none: a supervised run's config does not say how to sample",
+            "the config has none: a supervised run's config has no sampling settings",
             fix,
         )
     sets = eval_sets(config.data, rollout.sampling, config.eval or EvalConfig())
@@ -136,6 +140,7 @@ def resolve(
             "the config names no held-out prompts",
             "add data.eval=FILE.jsonl to the command",
         )
+    # A checkpoint has no tokenizer; the model that the run started from has it.
     model = named if target.checkpoint is None else config.model.path
     return EvalJob(
         target=target,
@@ -163,6 +168,7 @@ def find_target(named: Path, out: Path | None) -> EvalTarget:
         _require_writable(found, "--out", found.result)
         return found
 
+    # One step's folder was named: the user's choice, not the newest.
     if is_step(named):
         version = _step(named)
         return target(named, version, named.parent.parent / f"eval_{version}.json")
@@ -171,6 +177,7 @@ def find_target(named: Path, out: Path | None) -> EvalTarget:
         version = _step(step)
         return target(step, version, named.parent / f"eval_{version}.json")
     if (named / "config.json").is_file():
+        # An export of this package has digests of its files.
         require_export(named, "CHECKPOINT")
         on_hub = name_of(named)  # whose cache has room for nothing else
         where = Path.cwd() if on_hub else named.parent
@@ -192,6 +199,7 @@ def find_target(named: Path, out: Path | None) -> EvalTarget:
 
 def _require_writable(target: EvalTarget, option: str, file: Path) -> None:
     folder = file.parent
+    # Existing files are replaced, folders are not.
     if file.is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
         what = f"{file.name} cannot be written to {folder}"
         raise _refused(target, option, what, f"name a file with {option} FILE")
@@ -209,6 +217,7 @@ def _config(target: EvalTarget, file: Path | None, overrides: Sequence[str]) -> 
     """The named config; the one in the checkpoint, whose digest has been checked; or the one of the
     run's folder."""
     if file is None and target.checkpoint is not None:
+        # The checkpoint's copy belongs to its weights; the run's may have changed since.
         saved = target.checkpoint / CONFIG_FILE
         file = saved if saved.is_file() else None
     if file is None:
@@ -236,6 +245,7 @@ def _held_out(
 ) -> list[HeldOut]:
     shape, problems = read_model(model)
     if shape is not None:
+        # vLLM would find this only at the first request.
         problems += head_size_problems(shape, device_of(config, this_machine()), rollout.vllm)
     if shape is None or problems:
         raise ConfigError(str(target.named), problems)
@@ -245,6 +255,7 @@ def _held_out(
             what = f"{one.sampling.max_tokens} response tokens leave no room for a prompt"
             raise _refused(target, one.max_tokens_key, what, f"set it below {limit}")
     try:
+        # Before anything is converted, which takes minutes.
         require_rewards(rollout.reward)
         required = reward_fields(rollout.reward)
         tokenizer = prompt_tokenizer(model, config)
@@ -254,20 +265,15 @@ def _held_out(
     except (RewardError, EnvironmentRefused) as error:
         raise _refused(target, error.where, error.what, error.fix) from error
     except DataError as error:
-        raise _refused_data(target, "model.path", error) from error
+        raise ConfigError(str(target.named), [error.problem("model.path")]) from error
     found = []
     for one in sets:
         room = limit - one.sampling.max_tokens
         try:
             found.append(read_held_out(config.data, one, tokenizer, required=required, room=room))
         except DataError as error:
-            raise _refused_data(target, one.path_key, error) from error
+            raise ConfigError(str(target.named), [error.problem(one.path_key)]) from error
     return found
-
-
-def _refused_data(target: EvalTarget, key: str, error: DataError) -> ConfigError:
-    where = str(error.path) if error.line is None else f"{error.path}:{error.line}"
-    return _refused(target, key, f"{where}: {error.what}", error.fix)
 
 
 def _refused(target: EvalTarget, key: str, what: str, fix: str) -> ConfigError:
@@ -275,8 +281,9 @@ def _refused(target: EvalTarget, key: str, what: str, fix: str) -> ConfigError:
 
 
 def run(job: EvalJob, console: Console) -> None:
-    """Converts, samples, shows and writes the result. Raises EvaluationFailed; Ctrl-C leaves
-    nothing running."""
+    """Convert the checkpoint, sample, and show and write the result. Raises EvaluationFailed;
+    Ctrl-C leaves nothing running."""
+    # SIGTERM unwinds like Ctrl-C, so that engines are closed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     target = job.target
     with tempfile.TemporaryDirectory(prefix="mar-eval-") as folder:
@@ -287,6 +294,7 @@ def run(job: EvalJob, console: Console) -> None:
             _convert(target.checkpoint, model, job.timeout_s)
         result = _sample(job, model, console)
     content = _content(job, result)
+    # Written before it is shown: a closed terminal must not lose the result.
     write_file(job.target.result, json.dumps(content, indent=1, allow_nan=False) + "\n")
     show_evaluation(content, str(job.target.result), console)
 
@@ -317,6 +325,7 @@ def _convert(checkpoint: Path, out: Path, timeout_s: float) -> None:
 def _sample(job: EvalJob, model: Path, console: Console) -> EvalResult:
     from megatron_async_rl.rollout.cluster import join_ray, prepare_environment
 
+    # Before the import: Ray reads its variables when it is loaded.
     prepare_environment(os.environ)
     import ray
 
@@ -365,11 +374,13 @@ async def _evaluate(
         FleetSettings(
             capacity=rollout.max_concurrent,
             unresponsive_s=rollout.unresponsive_s,
+            # An engine that fails once fails the evaluation: its numbers would be partial.
             restarts_per_hour=0,
         ),
     )
     rewards = GroupRewards(rollout.reward, specs[0].log_dir)
     try:
+        # In parallel: both take seconds.
         await asyncio.gather(fleet.started(), rewards.start())
         return await evaluate(
             fleet.requests,
@@ -383,6 +394,7 @@ async def _evaluate(
         )
     finally:
         rewards.close()
+        # Also after an error or Ctrl-C, or vLLM's processes stay.
         await fleet.close(STOP_ENGINES_S)
 
 
@@ -413,6 +425,7 @@ def write_responses(job: EvalJob, answers: EvalResponses) -> None:
 
 def _content(job: EvalJob, result: EvalResult) -> dict[str, Any]:
     target = job.target
+    # The first set stays at the top level, where readers of a single set look.
     first, *others = (_settings(one) for one in job.sets)
     numbers = result.as_json()
     if others:

@@ -33,6 +33,8 @@ CUDA_BLOCK = 1 << 24
 """On CUDA: enough work to hide the launch; cuBLAS sums in a tree, so the longer block rounds no
 more."""
 
+CLIP_EPSILON = 1e-6
+
 
 @dataclass(frozen=True, eq=False)
 class GradientShard:
@@ -56,7 +58,8 @@ class Gradients:
     device: torch.device
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """Sums a float64 tensor over `group`, in place; returns it. Collective."""
+        """Sum a float64 tensor over `group`, in place, and return it. Collective."""
+        # float64, so that the order of ranks does not show.
         dist.all_reduce(values, group=self.group)
         return values
 
@@ -82,10 +85,12 @@ def _pieces(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Iterate over `blocks`, converting those longer than SHORT to float32. On the CPU, tensors
     that need no conversion are split into the sizes that `_sums_of_products` adds at a time."""
     if left.device.type == "cpu" and left.dtype == right.dtype == torch.float32:
+        # Multiples of what one call adds, so that no piece is left over.
         size = TERMS * CPU_BLOCK
         yield from zip(left.reshape(-1).split(size), right.reshape(-1).split(size), strict=True)
         return
     for x, y in blocks(left, right):
+        # bfloat16 products would lose half of their digits.
         yield (x, y) if x.numel() <= SHORT else (x.float(), y.float())
 
 
@@ -96,6 +101,7 @@ def _sums_of_products(
 ) -> Tensor:
     """[count] float64: inner products of the left and the right tensors of a piece (`count` of
     each, flat, as `_pieces` gives them), added over the pieces."""
+    # Stays on the device: a scalar on the host would wait for every kernel.
     totals = torch.zeros(count, dtype=torch.float64, device=device)
     short: list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = []
     lefts: list[Tensor] = []
@@ -209,8 +215,16 @@ def products_of(
 
 
 def scale(gradients: Gradients, factor: float) -> None:
-    """Multiplies every shard in place, copies alike. A rank may hold none: the distributed
+    """Multiply every shard in place, copies included. A rank may hold none: the distributed
     optimizer slices by bytes, and a small model's slices can all lie elsewhere."""
+    # Copies are scaled as well: all copies of a parameter must stay equal.
     shards = [shard.grad for shard in gradients.shards]
     if shards and factor != 1.0:
         torch._foreach_mul_(shards, factor)
+
+
+def clip_to(gradients: Gradients, norm: float, limit: float | None) -> None:
+    """Scale all gradients in place so that their global norm is at most `limit`: copies alike, so
+    that replicas stay equal. norm: |g| over the model."""
+    if limit is not None and norm > limit:
+        scale(gradients, limit / (norm + CLIP_EPSILON))

@@ -36,6 +36,7 @@ from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError, Problem, UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data.hub import located
+from megatron_async_rl.launch.ending import INTERRUPTED, print_plain
 from megatron_async_rl.launch.run_lock import lock_run_dir
 from megatron_async_rl.launch.signals import deferred
 from megatron_async_rl.metrics.log import MetricsReader, number
@@ -44,7 +45,7 @@ from megatron_async_rl.plan.layout import device_of
 from megatron_async_rl.plan.machine import this_machine
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.resume import differences
-from megatron_async_rl.report.summary import span
+from megatron_async_rl.report.run_data import span
 from megatron_async_rl.watchdog.logs import find_cause
 
 FILE = "study.json"
@@ -55,9 +56,8 @@ LOG = "study.log"
 TRAIN = (sys.executable, "-m", "megatron_async_rl", "train")
 POLL_S = 0.25
 PLAIN_EVERY_S = 30.0
-INTERRUPTED = 130
 ENDING = ((signal.SIGINT, 120.0), (signal.SIGINT, 20.0), (signal.SIGKILL, 20.0))
-"""How runs whose study breaks off are ended: signals, and the seconds that each is given."""
+"""Signals that end the runs of an interrupted study, and the seconds after each."""
 
 RunState = Literal["waiting", "running", "finished", "failed", "stopped"]
 
@@ -69,7 +69,7 @@ class StudyOutcome:
     state: RunState
     step: int
     why: str = ""
-    """Why it failed, or what was odd about its end."""
+    """Reason of the failure, or a remark on the end."""
     held_out: str = ""
     """Reward, or loss where responses are given, before the first step and after the last."""
 
@@ -85,6 +85,7 @@ def outcome_of(run: StudyRun) -> StudyOutcome:
     held_out = "" if ends == [None, None] else f"{status.measure} {lines}"
     if status.phase == "finished":
         return StudyOutcome(state="finished", step=status.step, held_out=held_out)
+    # Before its first step a run has nothing to keep, so it may simply run again.
     if status.phase == "failed":
         state: RunState = "failed" if status.step else "waiting"
         why = (status.error or "").split("\n")[0]
@@ -105,6 +106,7 @@ def check(grid: Grid, runs: Sequence[StudyRun], *, jobs: int) -> dict[str, Confi
             found: Sequence[Problem] = error.problems
         else:
             configs[run.name] = config
+            # A directory with other settings would be resumed under the wrong name.
             found = [
                 Problem(
                     key=one.key,
@@ -115,10 +117,12 @@ def check(grid: Grid, runs: Sequence[StudyRun], *, jobs: int) -> dict[str, Confi
                 if not one.is_move
             ]
             found = [*found, *preflight(config, all_data=False, machine=machine).problems]
+            # Each run takes GPUs from the first one on.
             if jobs > 1 and device_of(config, machine) == "cuda":
                 what = f"--jobs {jobs} would give the same GPUs to {jobs} runs at a time"
                 found.append(Problem(key="policy.device", what=what, fix="leave out --jobs"))
         for one in found:  # of a hundred runs most have the same
+            # One line per distinct problem.
             problems.setdefault((one.key, one.what), one)
     if problems:
         raise ConfigError(f"{grid.base}, {len(runs)} runs", list(problems.values()))
@@ -131,6 +135,7 @@ class _StartedRun:
     def __init__(self, run: StudyRun, base: Path, steps: int, *, jobs: int, lock: int) -> None:
         self.run, self.steps, self._jobs = run, steps, jobs
         self.began = time.monotonic()
+        # Follows the file: a row is read once, however long the run is.
         self.rows = MetricsReader(run.directory)
         self.last: dict[str, Any] = {}
         run.directory.mkdir(parents=True, exist_ok=True)
@@ -142,6 +147,7 @@ class _StartedRun:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # A run that outlives its study keeps the folder taken.
                 pass_fds=(lock,),
             )
 
@@ -158,7 +164,7 @@ class _StartedRun:
         return ""
 
     def look(self) -> None:
-        """Reads the newest row; skips a run that cannot be read."""
+        """Read the newest row; skip a run that cannot be read."""
         with suppress(UserError, OSError):
             for news in self.rows.blocks():
                 self.last = news.rows[-1] if news.rows else {}
@@ -169,12 +175,14 @@ class _StartedRun:
         code = self.process.returncode
         about: dict[str, Any] = {"settings": dict(self.run.settings)}
         about |= {"seconds": round(self.seconds, 2), "exit_code": code, "jobs": self._jobs}
+        # Before the status is judged, so that every start leaves its record.
         write_file(self.run.directory / FILE, json.dumps(about) + "\n")
         try:
             outcome = outcome_of(self.run)
         except UserError as error:
             why = error.problems[0].what
             return StudyOutcome(state="failed", step=int(number(self.last, "step") or 0), why=why)
+        # The directory and the exit code agree.
         if code in (0, INTERRUPTED) or outcome.state == "failed":
             return outcome
         if outcome.state == "finished":
@@ -197,13 +205,14 @@ class _StartedRun:
 def study(
     path: Path, only: Sequence[str], console: Console, *, jobs: int = 1, retry: bool = False
 ) -> int:
-    """Runs what is left of the grid in `path`, `jobs` at a time, and returns the exit code.
+    """Run what is left of the grid in `path`, `jobs` at a time, and return the exit code.
 
     0: every run finished; 1: some failed; 130: stopped by Ctrl-C, each run after its step, by the
     second one at once. `retry`: failed runs start again. Raises UserError before any starts.
     """
     grid = read_grid(path)
     runs = runs_of(grid, only)
+    # All runs first: the last one's typing error must not cost a night.
     configs = check(grid, runs, jobs=jobs)
     at_work: list[_StartedRun] = []
     took: list[float] = []
@@ -218,8 +227,10 @@ def study(
         live = None
         if console.is_terminal:
             live = stack.enter_context(Live(console=console, auto_refresh=False, transient=True))
+        # After the lock in the stack, so that runs end before the folder is released.
         stack.callback(_end, at_work, interrupts)
         drawn_at = time.monotonic()
+        # After a signal nothing new starts, and what runs is waited for.
         while at_work or (left and not interrupts):
             while left and len(at_work) < jobs and not interrupts:
                 run = left.pop(0)
@@ -249,13 +260,14 @@ def study(
     console.print(_summary(runs, outcomes))
     console.print(_counts(outcomes, left, took, jobs), highlight=False)
     if interrupts:
-        console.print("Stopped; the same command goes on.")
+        console.print("Stopped; the same command continues.")
         return INTERRUPTED
     return 1 if any(one.state == "failed" for one in outcomes.values()) else 0
 
 
 def _end(at_work: Sequence[_StartedRun], interrupts: Sequence[int]) -> None:
-    """Ends what a study that breaks off has at work. Ctrl-C makes the waits shorter."""
+    """End the active runs of an interrupted study. Ctrl-C shortens the waits."""
+    # A checkpoint first, then the second Ctrl-C, then SIGKILL.
     for what, timeout_s in ENDING:
         until, requested = time.monotonic() + timeout_s, len(interrupts)
         for one in at_work:
@@ -271,7 +283,7 @@ def _report(console: Console, one: _StartedRun, outcome: StudyOutcome) -> None:
     parts = [f"{one.run.name}: {outcome.state} at step {outcome.step} in {span(one.seconds)}"]
     parts += [one.learned] if one.learned else []
     parts += [outcome.why] if outcome.why else []
-    console.print(", ".join(parts), markup=False, highlight=False, soft_wrap=True)
+    print_plain(console, ", ".join(parts))
 
 
 def _counts(

@@ -4,7 +4,7 @@
              next batch   take devices, update   give devices, publish   evaluate, log, checkpoint
 
 Every rank runs this file (SPMD, under torchrun). Rank 0 differs in one object, `Rank0`, which holds
-the controller of engines and samples, the logs and the status; the others have its null twin.
+the controller of engines and samples, the logs and the status; others hold its null counterpart.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_async_rl.policy import device
 # isort: split
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.flow.rank0 import OtherRank, Rank0
+from megatron_async_rl.flow.trainer_rank import TrainerRank
 from megatron_async_rl.plan.fit import memory_ran_out
 from megatron_async_rl.plan.layout import PLANNED_DEVICE
 from megatron_async_rl.policy.anomaly import FILE as ANOMALIES
@@ -49,8 +49,8 @@ WRITE_WAIT_SHARE = 0.8
 """Share of the time without progress that a failed run waits for the checkpoint being written."""
 
 
-def train(config: Config, layout: Layout, rank0: OtherRank, writing: Background) -> None:
-    directory = config.run.dir
+def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background) -> None:
+    directory, rank0 = config.run.dir, rank.rank0
     with watch.phase("starting model and engines", quiet_s(config)):
         policy = Policy.build(
             config.model,
@@ -63,17 +63,17 @@ def train(config: Config, layout: Layout, rank0: OtherRank, writing: Background)
             seed=config.run.seed,
             anomalies=directory / ANOMALIES,
         )
-        rank0.memory = policy.memory
+        rank.memory = policy.memory
         own = config.engine_dtype == config.model.dtype
         exporter = WeightExporter(
             policy.model.bridge,
             policy.model.chunks,
             dtype=None if own else DTYPES[config.engine_dtype],
         )
-        rank0.stage_from(exporter)
+        rank.stage_from(exporter)
         resumed = policy.load(directory / "checkpoint")
         version = 0 if resumed is None else int(resumed["version"])
-        rank0.begin(version, resumed, oldest=policy.references.oldest(version))
+        rank.begin(version, resumed, oldest=policy.references.oldest(version))
     saved = version if resumed is not None else -1
     due = False
 
@@ -81,7 +81,7 @@ def train(config: Config, layout: Layout, rank0: OtherRank, writing: Background)
         nonlocal saved, due
         due = False
         if saved != version:
-            state, files = rank0.state()
+            state, files = rank.state()
             with watch.phase("saving a checkpoint", quiet_s(config)):
                 policy.save(
                     directory / "checkpoint",
@@ -97,24 +97,24 @@ def train(config: Config, layout: Layout, rank0: OtherRank, writing: Background)
             saved = version
             rank0.set_status("training")
 
-    rank0.publish(version)
-    rank0.evaluate(policy.mean_loss)
+    rank.publish(version)
+    rank.evaluate(policy.mean_loss)
     rank0.set_status("training")
     collect_rarely()
     while version < config.run.steps:
         writing.check()
-        rank0.enter("waiting", "batch")
-        rank0.await_batch()
+        rank.enter("waiting", "batch")
+        rank.await_batch()
         batch = policy.receive(rank0.next_batch)
         if batch is None:
             break
-        rank0.take_devices()
-        rank0.enter("training")
+        rank.take_devices()
+        rank.enter("training")
         metrics = policy.train_step(batch)
         version += 1
-        rank0.give_devices()
-        rank0.publish(version)
-        rank0.evaluate(policy.mean_loss)
+        rank.give_devices()
+        rank.publish(version)
+        rank.evaluate(policy.mean_loss)
         rank0.log(batch, metrics)
         policy.require_finite_steps(ended=version == config.run.steps)
         due |= bool(config.checkpoint.every) and version % config.checkpoint.every == 0
@@ -158,36 +158,36 @@ def main(config_path: Path) -> int:
         collective_s = quiet_s(config) + COLLECTIVE_GRACE_S
         layout = initialise(config.policy.parallel, device_type, timeout_s=collective_s)
 
-    rank0 = (Rank0 if layout.rank == 0 else OtherRank)(config, layout)
+    trainer = TrainerRank(config, layout)
     with Background("writing a checkpoint") as writing:
         try:
-            train(config, layout, rank0, writing)
+            train(config, layout, trainer, writing)
         except BaseException as error:
             traceback.print_exc()
-            explained = _explained(error, config, rank0, device_type)
+            explained = _explained(error, config, trainer, device_type)
             record_failure(directory, failure_of(explained, log))
             # The launcher ends the rest of the run soon after it is notified. The wait is shorter
             # than the stall limit, in case another rank is gone.
             with watch.phase("writing a checkpoint", quiet_s(config)):
                 writing.settle(WRITE_WAIT_SHARE * quiet_s(config))
-            rank0.failed(explained)
+            trainer.rank0.failed(explained)
             gather_if_timed_out(directory, error, timeout_s)
             raise
         finally:
-            rank0.close()
+            trainer.close()
     with watch.working("leaving the other ranks"):
         layout.shutdown()
     return 0
 
 
 def _explained(
-    error: BaseException, config: Config, rank0: OtherRank, device_type: str
+    error: BaseException, config: Config, trainer: TrainerRank, device_type: str
 ) -> BaseException:
     """The error to report for `error`: for exhausted memory, an error that names its holders."""
     try:
         return (
             memory_ran_out(
-                error, config, rank0.phases.phase, rank0.held, on_cpu=device_type == "cpu"
+                error, config, trainer.devices.current, trainer.held, on_cpu=device_type == "cpu"
             )
             or error
         )

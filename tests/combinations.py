@@ -16,8 +16,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from megatron_async_rl.config.losses import Aggregation
-from megatron_async_rl.config.ratios import Proximal
+from megatron_async_rl.config.losses import Aggregation, Proximal
 from megatron_async_rl.config.rules import validated
 from megatron_async_rl.config.schema import Config
 from tests.method_settings import models

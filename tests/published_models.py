@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.plan import published_models
+from megatron_async_rl.plan import model_files
 
 PUBLISHED: dict[str, dict[str, Any]] = {
-    name.rpartition("/")[2]: dict(config) for name, config in published_models.PUBLISHED.items()
+    name.rpartition("/")[2]: dict(config) for name, config in model_files.PUBLISHED.items()
 }
 """Name without its owner -> config.json, for the models that the recipes and the pages name."""
 COMMON: dict[str, Any] = {

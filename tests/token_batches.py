@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from megatron_async_rl.objectives.batch import TokenBatch
-from megatron_async_rl.objectives.targets import StepTargets
+from megatron_async_rl.objectives.objective import Objective, StepTargets, valid_samples
 from megatron_async_rl.samples.columns import spans
+
+
+def decided(objective: Objective, batch, precomputed, current=None) -> StepTargets:
+    """The targets of one optimizer step on all valid samples of a RankBatch."""
+    samples = valid_samples(batch)
+    return objective.decide(samples, objective.prepare(samples, precomputed), current)
 
 
 def part_of(targets: StepTargets, rows, dtype=torch.float64) -> TokenBatch:
@@ -18,11 +26,12 @@ def part_of(targets: StepTargets, rows, dtype=torch.float64) -> TokenBatch:
     tokens, sequence = spans(starts, lengths), np.repeat(np.arange(len(chosen)), lengths)
     if not len(chosen):
         chosen, tokens, sequence = np.array([-1]), np.array([-1]), np.array([0])
-        placed = targets.owned_by(0).placed(dtype, torch.device("cpu"))
-        return placed.part(*map(torch.from_numpy, (tokens, chosen, sequence)))
-    owner = int(targets.samples.owner[chosen[0]])
-    placed = targets.owned_by(owner).placed(dtype, torch.device("cpu"))
-    return placed.part(*map(torch.from_numpy, (tokens, chosen, sequence)))
+        owner = 0
+    else:
+        owner = int(targets.samples.owner[chosen[0]])
+    places = map(torch.from_numpy, (tokens, chosen, sequence))
+    # A step has one dtype; a test may take parts in several.
+    return replace(targets).micro_batch(owner, *places, dtype=dtype)
 
 
 def tokens(

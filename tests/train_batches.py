@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_async_rl.policy.batches import split
+from megatron_async_rl.policy.batching import split
 from megatron_async_rl.samples.columns import batch_of, samples_of
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import SampleRow, TrainBatch, rows_of
@@ -18,7 +18,14 @@ PER_TOKEN = ("response_ids", "behavior_logprobs", "versions", "loss_mask")
 
 def columns(batch: TrainBatch) -> RankBatch:
     """The batch as the ranks of a run without data parallelism receive it."""
-    return split(batch, 1).of(0)
+    (only,) = rank_batches(batch, 1)
+    return only
+
+
+def rank_batches(batch: TrainBatch, data_parallel: int, **settings) -> list[RankBatch]:
+    """The batch as each data-parallel rank receives it."""
+    numbers, tokens = split(batch, data_parallel, **settings)
+    return [RankBatch.of(batch.version, numbers, own) for own in tokens]
 
 
 def columns_of(samples: Sequence[Sample], version: int = 100) -> RankBatch:

@@ -23,8 +23,8 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.metrics.log import MetricRow as MetricsRow
 from megatron_async_rl.metrics.log import read_evaluations, read_metrics
 from megatron_async_rl.report.anomalies import AnomalyFinder
+from megatron_async_rl.report.metric_rows import evaluation_curves
 from megatron_async_rl.report.run_data import read_config
-from megatron_async_rl.report.series import evaluation_curves
 from megatron_async_rl.study import outcome_of
 
 LAST_EVALUATIONS = 4

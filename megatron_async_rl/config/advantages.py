@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_async_rl.config.ratios import Ratio, ReadsRatios
+from megatron_async_rl.config.losses import Ratio, ReadsRatios
 from megatron_async_rl.config.settings_model import bare_name, or_plug_in
 
 Discount = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -30,6 +30,7 @@ class AdvantageSettings(ReadsRatios):
         "megatron_async_rl.objectives.method.AdvantageMethod",
     )
     """Requirement on `method`, by name: the configuration is read without torch."""
+    # Facts of the class, read by rules that never test for a method's name.
     compares_group: ClassVar[bool] = False
     """Compares the responses of a group with each other."""
     reads_values: ClassVar[bool] = False
@@ -67,6 +68,7 @@ class OpoAdvantage(AdvantageSettings):
     name: Literal["opo"] = "opo"
 
 
+# Whitened over the batch, so a group of one response is allowed.
 class ReinforcePpAdvantage(AdvantageSettings):
     """REINFORCE++ (arXiv 2501.03262): the discounted reward to go of each token, whitened over the
     whole batch."""
@@ -100,6 +102,7 @@ class GaeAdvantage(AdvantageSettings):
     """Mean 0 and variance 1 over all trained tokens of the whole batch."""
 
 
+# Baselines of least variance weigh rewards by squared score norms.
 class OtbAdvantage(AdvantageSettings):
     """Optimal token baseline (arXiv 2602.07078): per token, the group's rewards to go averaged with
     the squared norm of the score so far as weight."""
@@ -108,8 +111,8 @@ class OtbAdvantage(AdvantageSettings):
 
     name: Literal["otb"] = "otb"
     zero_tail: bool = False
-    """Baseline of the tokens that only one response of the group still has: 0 (A = its reward)
-    if true, the reward itself (A = 0) if false."""
+    """Baseline of tokens beyond the second-longest response of a group: 0 (A = the reward) if
+    true, the reward itself (A = 0) if false."""
     importance: Literal["token", "sequence"] | None = None
     """Weights also hold the square of min(pi_prox / pi_behavior, cap), as correction `tis` of this
     level multiplies the loss by it; null: they do not."""
@@ -118,6 +121,7 @@ class OtbAdvantage(AdvantageSettings):
 
     @property
     def ratios(self) -> frozenset[Ratio]:
+        # Only the importance weight reads a ratio; the score norms need one policy.
         return frozenset({"prox/mu"} if self.importance is not None else ())
 
     @property
@@ -163,7 +167,7 @@ class PartialReturnAdvantage(AdvantageSettings):
     k: PositiveInt | None = None
     """Steps, for horizons `k` and `segment`."""
     step: Literal["turn", "token"] = "turn"
-    """A step is a run of trained tokens between environment tokens, or one trained token."""
+    """Unit of a step: a run of trained tokens between environment tokens, or one trained token."""
     gamma: Discount = 1.0
     """Discount per step."""
     baseline: Literal["none", "group"] = "group"
@@ -171,10 +175,12 @@ class PartialReturnAdvantage(AdvantageSettings):
 
     @property
     def needs_group(self) -> bool:
+        # Depends on a setting, so it is a property and not a class attribute.
         return self.baseline == "group"
 
     @model_validator(mode="after")
     def _k_where_it_means_something(self) -> PartialReturnAdvantage:
+        # A `k` that another horizon ignores would be lost silently.
         if (self.horizon in ("k", "segment")) != (self.k is not None):
             raise ValueError(
                 f"k goes with horizon: k or horizon: segment; got horizon={self.horizon},"
@@ -184,8 +190,8 @@ class PartialReturnAdvantage(AdvantageSettings):
 
 
 class NoAdvantage(AdvantageSettings):
-    """The reward itself, without a baseline. For losses that read no advantage (`sft` and others),
-    which have it where none is named."""
+    """The reward itself, without a baseline; the default of losses that read no advantage, such as
+    `sft`."""
 
     name: Literal["none"] = "none"
 
@@ -204,9 +210,11 @@ Advantage = Annotated[
             PartialReturnAdvantage,
             NoAdvantage,
         ],
+        # The discriminator makes an unknown name one error, not one per member.
         Field(discriminator="name"),
     ],
     or_plug_in(AdvantageSettings),
     BeforeValidator(bare_name),
+    # A plug-in has fields of its own, which the stored configuration must keep.
     SerializeAsAny(),
 ]

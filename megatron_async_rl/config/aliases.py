@@ -27,6 +27,7 @@ class Alias:
         return self.note
 
 
+# Entries that several libraries spell differently are written once.
 _GRPO = Alias(
     overrides=("objective.advantage=grpo", "objective.loss=ppo_clip"), note="both are the defaults"
 )
@@ -42,6 +43,7 @@ _REINFORCE_PP = Alias(overrides=("objective.advantage=reinforce_pp", "objective.
 _TIS = Alias(overrides=("objective.proximal=recompute", "objective.corrections=[tis]"))
 _LORA = Alias(keys=("policy.lora",), note="adapters; `policy.lora={}` takes all defaults")
 _TARGETS = Alias(keys=("policy.lora.targets",))
+# Features that do not exist here are listed, too: silence would suggest a typing error.
 _PAIRS = Alias(note="it learns from pairs of responses, which is not supported")
 _RANKS = Alias(keys=("policy.parallel.ranks",), note="and `rollout.engines` for the engines")
 _PROMPTS = Alias(
@@ -53,10 +55,12 @@ _MICRO_BATCH = Alias(
 _MINIBATCH = Alias(
     keys=("objective.minibatches",), note="their number, not a size: each is an optimizer step"
 )
-_EPOCHS = Alias(keys=("objective.epochs",), note="times that each batch is gone through")
+_EPOCHS = Alias(keys=("objective.epochs",), note="number of passes over each batch")
 _GROUP = Alias(keys=("flow.group_size",), note="responses of one prompt")
 _STEPS = Alias(keys=("run.steps",), note="batches; epochs over the prompts are not counted")
-_STALENESS = Alias(keys=("flow.async_ratio",), note="no sample trains more versions late")
+_STALENESS = Alias(
+    keys=("flow.async_ratio",), note="in versions; no sample is older when it is trained on"
+)
 _CLIP = Alias(keys=("objective.loss.clip_low", "objective.loss.clip_high"))
 _KL = Alias(keys=("objective.kl.coef",))
 _RESPONSE = Alias(keys=("rollout.sampling.max_tokens",))
@@ -65,7 +69,7 @@ _MODEL = Alias(keys=("model.path",), note="a local directory, or hf://OWNER/NAME
 _TRAIN = Alias(keys=("data.train",), note="a file or folder; a mixture is data.sources")
 _GRAMMAR = Alias(
     keys=("eval.sampling.json_schema", "eval.sampling.regex"),
-    note="of held-out prompts alone: the trainer's log-probs know nothing of a grammar",
+    note="for held-out prompts only: the trainer's log-probs do not account for a grammar",
 )
 _DTYPE = Alias(keys=("model.dtype",))
 _REWARD = Alias(keys=("rollout.reward.name",), note="a built-in one or module:function")
@@ -78,8 +82,8 @@ _GROUP_REWARD = Alias(
 _EXPERT_TENSOR = Alias(
     keys=("policy.parallel.expert",),
     note=(
-        "experts are divided whole; cutting each over tensor-parallel ranks is not supported, as"
-        " names, digests and counts take an expert for one rank's"
+        "each expert stays whole on one rank; dividing one over tensor-parallel ranks is not"
+        " supported"
     ),
 )
 _TRACKERS = Alias(
@@ -90,6 +94,7 @@ _REPLAY = Alias(keys=("policy.routing_replay",))
 _TENSOR = Alias(keys=("policy.parallel.tensor", "rollout.tensor"), note="policy, and engines")
 _PIPELINE = Alias(keys=("policy.parallel.pipeline", "rollout.pipeline"), note=_TENSOR.note)
 
+# Lower case with underscores: `alias_fix` writes the name that it looks up so.
 ALIASES = {
     # Methods.
     "grpo": _GRPO,
@@ -109,6 +114,7 @@ ALIASES = {
     "reinforce_plus_plus": _REINFORCE_PP,
     "truncated_is": _TIS,
     "truncated_importance_sampling": _TIS,
+    # Named here so that the reader learns that there is no key to find.
     "dpo": _PAIRS,
     "kto": _PAIRS,
     "peft": _LORA,
@@ -150,6 +156,7 @@ ALIASES = {
     "lr_warmup_steps": Alias(keys=("policy.optimizer.warmup_steps",)),
     "warmup_ratio": Alias(keys=("policy.optimizer.warmup_steps",), note="in steps"),
     # Batches.
+    # Libraries count these in prompts or in responses; the note names the unit.
     "batch_size": _PROMPTS,
     "train_batch_size": _PROMPTS,
     "global_batch_size": _PROMPTS,

@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_async_rl.config.ratios import Ratio, ReadsRatios
+from megatron_async_rl.config.losses import Ratio, ReadsRatios
 from megatron_async_rl.config.settings_model import Strict, bare_name, or_plug_in
 
 Cosine = Annotated[float, Field(gt=-1.0, lt=1.0)]
@@ -33,6 +33,7 @@ class ControlSettings(ReadsRatios):
         "megatron_async_rl.controls.decision.Control",
     )
     """Requirement on `method`, by name: the configuration is read without torch."""
+    # Facts of the class, so that rules cover plug-ins and never test for a name.
     sets_beta1: ClassVar[bool] = False
     """Decides Adam's beta1; two of them would overrule each other."""
     scales_lr: ClassVar[bool] = False
@@ -47,6 +48,7 @@ class ControlSettings(ReadsRatios):
 
     @property
     def ratios(self) -> frozenset[Ratio]:
+        # Reading pi / mu is what makes a control need sampled responses.
         return frozenset({"pi/mu"} if self.needs_sampled else ())
 
     @property
@@ -56,8 +58,8 @@ class ControlSettings(ReadsRatios):
 
 
 class CalibrateConfig(Strict):
-    """Takes c_low from the run's own cosines on fresh data. The run's first `steps` + 1 steps are
-    synchronous for that."""
+    """Calibrate c_low from the run's own cosines on fresh data. The first `steps` + 1 steps of the
+    run are synchronous."""
 
     steps: PositiveInt = 32
     """Cosines to collect. Until there are as many, every gradient is kept."""
@@ -66,6 +68,7 @@ class CalibrateConfig(Strict):
 
 
 def _never_turned_back(c_low: float) -> float:
+    # Orthogonal is the least that a projection may leave.
     if c_low < 0.0:
         raise ValueError(
             "must be at least 0: projecting to a negative cosine would turn the gradient against"
@@ -81,10 +84,10 @@ class AlignmentSettings(ControlSettings):
     judges_alignment: ClassVar[bool] = True
 
     c_low: Annotated[float, AfterValidator(_never_turned_back), Field(lt=1.0)] = 0.15
-    """Up to this cosine the gradient is left alone; at least 0. `calibrate` replaces it."""
+    """Cosine up to which the gradient is unchanged; at least 0. `calibrate` replaces it."""
     c_high: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Above this cosine the step is skipped; null never skips. At least 0.7 is advised: low values
-    deadlock."""
+    """Cosine above which the step is skipped; null never skips. At least 0.7 is advised: low
+    values deadlock."""
     target: Literal["threshold", "zero"] = "threshold"
     """Project to cosine c_low exactly, or remove the aligned component."""
     reference: Literal["raw", "applied"] = "raw"
@@ -95,18 +98,20 @@ class AlignmentSettings(ControlSettings):
     calibrate: CalibrateConfig | None = None
     """Null: c_low is the number above."""
     reference_dtype: Literal["fp32", "bf16", "fp8"] = "fp32"
-    """Numbers the previous gradient is kept in: 4, 2 or about 1 byte per parameter. The cosine
-    moves by at most 0.002 (bf16) or 0.06 (fp8), and usually by far less."""
+    """Number format of the stored previous gradient: 4, 2 or about 1 byte per parameter. The
+    cosine changes by at most 0.002 (bf16) or 0.06 (fp8), and usually by far less."""
     reference_offload: Literal["none", "cpu"] = "none"
     """`cpu` keeps it in page-locked host memory, copied during the optimizer's step; on a CPU it
     changes nothing."""
 
     @property
     def fresh_steps(self) -> int:
+        # A cosine compares two gradients, so n cosines need n + 1 steps.
         return self.calibrate.steps + 1 if self.calibrate is not None else 0
 
     @model_validator(mode="after")
     def _ordered(self) -> AlignmentSettings:
+        # With `calibrate` the threshold is known only during the run.
         if self.calibrate is None and self.c_high is not None and self.c_high <= self.c_low:
             raise ValueError(
                 f"c_high ({self.c_high}) must be above c_low ({self.c_low}), or null to never skip"
@@ -121,55 +126,57 @@ class GacControl(AlignmentSettings):
     name: Literal["gac"] = "gac"
 
 
+# Null baselines change one effect of a control and leave out the mechanism.
 class MatchedNormControl(AlignmentSettings):
-    """Null baseline of gac, with gac's settings: makes the gradient as short as gac would, without
-    turning it."""
+    """Null baseline of gac, with gac's settings: shortens the gradient as gac would, without
+    changing its direction."""
 
     name: Literal["matched_norm"] = "matched_norm"
 
 
 class MatchedLrControl(ControlSettings):
-    """Null baseline of any control: scales the learning rate so that updates are, in the mean, as
-    long as that control's. Logs `update/norm`, for which it sweeps Adam's state once more."""
+    """Null baseline of any control: scales the learning rate so that the mean update norm equals
+    that control's. Logs `update/norm`, at the cost of one more pass over Adam's state."""
 
     scales_lr: ClassVar[bool] = True
 
     name: Literal["matched_lr"] = "matched_lr"
     target_update_norm: PositiveFloat
-    """Mean of `update/norm` in the run of the control that this one stands against, which logs it
-    with policy.optimizer.log_update_norm: true."""
+    """Mean `update/norm` of the control's run, which logs it with
+    policy.optimizer.log_update_norm: true."""
 
 
 class Beta1Control(ControlSettings):
-    """Null baseline: another beta1 of Adam, throughout."""
+    """Null baseline: another constant beta1 of Adam."""
 
     sets_beta1: ClassVar[bool] = True
 
     name: Literal["beta1"] = "beta1"
     beta1: Decay = 0.5
-    """Takes the place of policy.optimizer.betas[0]."""
+    """Replaces policy.optimizer.betas[0]."""
 
 
 class MomentumByAlignmentControl(ControlSettings):
-    """Lowers Adam's beta1 linearly while the gradient points where the optimizer is going already
-    (this project's own)."""
+    """Lowers Adam's beta1 linearly while the gradient is aligned with the optimizer's direction (a
+    method of this project)."""
 
     sets_beta1: ClassVar[bool] = True
 
     name: Literal["momentum_by_alignment"] = "momentum_by_alignment"
     against: Literal["momentum", "last_update"] = "momentum"
-    """The gradient is compared with Adam's first moment, or with the last update turned round."""
+    """Direction to compare the gradient with: Adam's first moment, or the negated last update."""
     c_low: Cosine = 0.1
-    """Up to this cosine beta1 is beta1_max."""
+    """Cosine up to which beta1 is beta1_max."""
     c_high: Annotated[float, Field(gt=-1.0, le=1.0)] = 0.6
-    """From this cosine on beta1 is beta1_min."""
+    """Cosine from which beta1 is beta1_min."""
     beta1_min: Decay = 0.0
-    """The shortest memory."""
+    """Smallest beta1."""
     beta1_max: Decay | None = None
-    """The longest memory; null takes policy.optimizer.betas[0]."""
+    """Largest beta1; null: policy.optimizer.betas[0]."""
 
     @model_validator(mode="after")
     def _ordered(self) -> MomentumByAlignmentControl:
+        # beta1 falls linearly between the two, so the interval must not be empty.
         if self.c_high <= self.c_low:
             raise ValueError(f"c_high ({self.c_high}) must be above c_low ({self.c_low})")
         if self.beta1_max is not None and self.beta1_max <= self.beta1_min:
@@ -190,13 +197,12 @@ class EssLrControl(ControlSettings):
     rule: Literal["sqrt", "linear"] = "sqrt"
     """Square root of the relative ESS, or the relative ESS itself."""
     reference_ratio: Annotated[float, Field(gt=0.0, le=1.0)] | Literal["auto"] = 1.0
-    """ESS / B at which the learning rate is whole; `auto`: the mean over the run's on-policy steps
-    so far."""
+    """ESS / B at which the learning rate is not reduced; `auto`: the mean over the run's on-policy
+    steps so far."""
     floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """The factor is at least this."""
+    """Smallest factor."""
     use_truncated: bool = False
-    """True: each sequence's weight is cut to `cap` before its ESS is taken; false: weights as they
-    are."""
+    """Truncate each sequence's weight to `cap` before the ESS is computed."""
     cap: PositiveFloat = 8.0
     """Largest sequence weight with `use_truncated`."""
 
@@ -206,23 +212,24 @@ class EssLrControl(ControlSettings):
 
 
 class DisplacementControl(ControlSettings):
-    """Experimental, this project's own: takes from the optimizer's update what points the way that
-    the weights have gone since they sampled the batch. Keeps `objective.snapshots` versions of the
-    weights."""
+    """Experimental method of this project: removes from the optimizer's update the component along
+    the displacement of the weights since they sampled the batch. Keeps `objective.snapshots`
+    versions of the weights."""
 
     needs_past_weights: ClassVar[bool] = True
 
     name: Literal["displacement"] = "displacement"
     c_low: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Up to this cosine of update and displacement the update is left alone."""
+    """Cosine of update and displacement up to which the update is unchanged."""
     target: Literal["threshold", "zero"] = "zero"
     """Shrink the component along the displacement until the cosine is c_low, or remove it."""
     tolerated_kl: Annotated[float, Field(ge=0.0)] = 0.0
-    """Divergence from the policy that sampled, `ratio/kl_k2`, up to which nothing is removed; above
-    it the share 1 - tolerated_kl / divergence is. 0: always all of it."""
+    """Divergence from the sampling policy, `ratio/kl_k2`, up to which nothing is removed; above it,
+    the share 1 - tolerated_kl / divergence is removed. 0 always removes all of it."""
 
     @property
     def ratios(self) -> frozenset[Ratio]:
+        # The divergence is estimated from pi / mu only where it is compared.
         return frozenset({"pi/mu"} if self.tolerated_kl > 0.0 else ())
 
 
@@ -241,5 +248,6 @@ ControlConfig = Annotated[
     ],
     or_plug_in(ControlSettings),
     BeforeValidator(bare_name),
+    # A plug-in has fields of its own, which the stored configuration must keep.
     SerializeAsAny(),
 ]

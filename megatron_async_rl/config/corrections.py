@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_async_rl.config.ratios import Ratio, ReadsRatios
+from megatron_async_rl.config.losses import Ratio, ReadsRatios
 from megatron_async_rl.config.settings_model import bare_name, or_plug_in
 
 
@@ -29,6 +29,7 @@ class CorrectionSettings(ReadsRatios):
         "megatron_async_rl.objectives.method.CorrectionMethod",
     )
     """Requirement on `method`, by name: the configuration is read without torch."""
+    # Facts of the class, so that rules cover plug-ins and never test for a name.
     weighs: ClassVar[bool] = False
     """Multiplies by an importance ratio, where others only reject."""
     uses_advantage: ClassVar[bool] = False
@@ -45,6 +46,7 @@ class CorrectionSettings(ReadsRatios):
 
     @property
     def ratios(self) -> frozenset[Ratio]:
+        # Derived from the facts above, so that a correction declares each ratio once.
         found: set[Ratio] = set()
         if self.compares_prox_with_behavior:
             found.add("prox/mu")
@@ -57,6 +59,7 @@ class CorrectionSettings(ReadsRatios):
         return self.per_token
 
 
+# Weights are stop-gradient factors: the loss keeps its own gradient.
 class TisCorrection(CorrectionSettings):
     """Truncated importance sampling: min(rho, cap), rho = pi_prox / pi_behavior."""
 
@@ -105,6 +108,7 @@ class IcepopCorrection(CorrectionSettings):
 
     @model_validator(mode="after")
     def _ordered(self) -> IcepopCorrection:
+        # An empty interval would reject every token.
         if self.low >= self.high:
             raise ValueError(f"low ({self.low}) must be below high ({self.high})")
         return self
@@ -139,6 +143,7 @@ class RejectCorrection(CorrectionSettings):
 
     @model_validator(mode="after")
     def _an_interval_of_the_statistic(self) -> RejectCorrection:
+        # Ratios multiply along a sequence, log-ratios and their estimators add.
         ratio = self.statistic == "ratio"
         fitting = (
             ("token", "sequence_product", "sequence_geometric")
@@ -159,6 +164,7 @@ class RejectCorrection(CorrectionSettings):
             raise ValueError(
                 "low and high are both null, so nothing would be rejected; set at least one"
             )
+        # Both estimators are non-negative.
         if self.statistic in ("k2", "k3") and (
             self.low is not None or (self.high is not None and self.high <= 0)
         ):
@@ -187,6 +193,7 @@ class OpsmCorrection(CorrectionSettings):
     from the policy that sampled, as in the paper."""
 
     uses_advantage: ClassVar[bool] = True
+    # It compares the current policy, so it also acts within a batch of several steps.
     compares_prox_with_behavior: ClassVar[bool] = False
     compares_current_with_prox: ClassVar[bool] = True
 
@@ -204,5 +211,6 @@ Correction = Annotated[
     ],
     or_plug_in(CorrectionSettings),
     BeforeValidator(bare_name),
+    # A plug-in has fields of its own, which the stored configuration must keep.
     SerializeAsAny(),
 ]

@@ -14,6 +14,7 @@ from megatron_async_rl.config.settings_model import OnlyJson, Strict, TextOrFile
 DataColumn = Annotated[str, Field(min_length=1)]
 TOOLS_COLUMN = "tools"
 
+# A user's value for these would change what the loss is computed on.
 OWN_TEMPLATE_OPTIONS = (
     "add_generation_prompt",
     "continue_final_message",
@@ -53,6 +54,7 @@ class FileConfig(Strict):
     """Null: data.tools_key."""
     system_prompt: str | None = None
     """Null: data.system_prompt."""
+    # They become fields of samples, which the log writes as JSON.
     fields: Annotated[Mapping[str, Any], OnlyJson] = {}
     """Columns that each of its rows is given, such as `{kind: math}`: for rewards, and for the
     `where` of a part of the reward."""
@@ -115,7 +117,7 @@ class DataConfig(Strict):
     """System message that is prepended to messages without one."""
     as_chat: bool = False
     """True makes a text prompt one message of the user, which the chat template renders; false
-    gives the model the text as it stands. A response to a chat (`loss: sft`) ends with the
+    gives the model the text unchanged. A response to a chat (`loss: sft`) ends with the
     template's end of a turn, and one to plain text with the tokenizer's end of sequence."""
     chat_template: TextOrFile | None = None
     """Chat template: a Jinja file or the template itself; null: the model's."""
@@ -131,10 +133,12 @@ class DataConfig(Strict):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> DataConfig:
+        # Exactly one of the two.
         if (self.train is None) == (not self.sources):
             raise ValueError(
                 "data.train (one file or folder) or data.sources (a mixture): give one of them"
             )
+        # Labels prefix the ids of prompts, which must be unique in a run.
         labels = [source.label for source in self.sources]
         twice = sorted({label for label in labels if labels.count(label) > 1})
         if twice:
@@ -156,11 +160,13 @@ class DataConfig(Strict):
     @property
     def training(self) -> tuple[SourceConfig, ...]:
         """The mixture; `train` alone is a mixture of one."""
+        # One path through the code for one file and for a mixture.
         return self.sources if self.train is None else (SourceConfig(path=self.train),)
 
     def columns(self, file: FileConfig) -> DataColumns:
         """Columns of `file`; those it does not name are the ones of `data`."""
         messages = file.messages_key
+        # A file that names its own prompt column does not inherit the message column.
         if messages is None and file.prompt_key is None:
             messages = self.messages_key
         return DataColumns(

@@ -57,6 +57,7 @@ def _sections() -> Iterator[str]:
     for dotted, model, leaves in walk():
         if not dotted:
             continue
+        # A method's section is `section(name)`; its heading has the two apart.
         section, _, rest = dotted.partition("(")
         method, _, inside = rest.partition(")")
         place = section.replace("[]", "") + inside
@@ -64,11 +65,13 @@ def _sections() -> Iterator[str]:
         about = _about(model)
         if about:
             yield about + "\n"
+        # The heading has the name already.
         shown = [leaf for leaf in leaves if not (method and leaf.key.endswith(".name"))]
         if not shown:
             continue
         yield "| key | takes | default | meaning |\n| --- | --- | --- | --- |"
         for leaf in shown:
+            # One row per key; `|` in a cell would end it.
             cells = (
                 f"`{leaf.key.rsplit('.', 1)[-1]}`",
                 describe(leaf.field),
@@ -95,4 +98,5 @@ def _line(text: str | None) -> str:
 
 
 if __name__ == "__main__":
+    # Bytes: the page must not depend on the locale.
     sys.stdout.buffer.write(document().encode("utf-8"))

@@ -39,36 +39,36 @@ OWNED: Mapping[str, str] = {
 }
 """Argument -> our key for it."""
 
-_WEIGHTS = "new weights are loaded, and their digests taken, by code that knows engines without it"
-_MODEL = "policy and engines must be one model, as the files in model.path have it"
+_WEIGHTS = "the code that loads new weights and takes their digests does not support it"
+_MODEL = "policy and engines must have the same model, that of the files in model.path"
 _COPIES = (
-    "vLLM's data parallelism is engines behind a coordinator of its own: set rollout.engines, each"
-    " each filled, updated and restarted by itself"
+    "vLLM's data parallelism puts engines behind its own coordinator: set rollout.engines, which"
+    " are filled, updated and restarted one by one"
 )
 _ONE_MACHINE = (
     "an engine's workers are processes of one machine, and this is set for them; rollout.tensor and"
-    " rollout.pipeline say how many there are, and rollout.engines may be on any machine"
+    " rollout.pipeline set their number, and rollout.engines may be on any machine"
 )
 _CONTEXT = (
     "weights are updated over workers of rollout.tensor and rollout.pipeline: raise one of these"
 )
 _EXPERTS = (
-    "enable_expert_parallel divides whole experts over the workers of rollout.tensor, and new"
-    " weights come to where they lie then: they must not move, nor be held twice"
+    "enable_expert_parallel divides whole experts over the workers of rollout.tensor, and a"
+    " weight update expects each of them there: they must not move or be duplicated"
 )
-_LOGPROBS = "log-probs of what is sampled must be those of the policy's own distribution"
-_PREFIX = (
-    "it is on, and no response begins on keys and values of weights before those that begin it"
-)
-_CACHE = "a weight update could not clear keys and values of old weights that lie elsewhere"
+_LOGPROBS = "the log-probs of sampled tokens must be those of the policy's own distribution"
+_PREFIX = "it is on, and no response begins with cached keys and values of older weights"
+_CACHE = "a weight update could not clear keys and values of old weights that are stored elsewhere"
+# Only online quantisation: every weight update passes through the same loader again.
 QUANTISED_AS_LOADED = ("fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
 """Values of `quantization` with which vLLM quantises all linear layers, and experts, as it loads
 the policy's weights, at the start and in each update. Of the first its CPU kernels know, too."""
 _QUANTISED = (
-    "new weights come as the policy has them; set `quantization` to one of"
+    "new weights arrive in the policy's format; set `quantization` to one of"
     f" {', '.join(QUANTISED_AS_LOADED)}, with which vLLM quantises them as it loads them"
 )
 
+# Patterns, so that new arguments of a family are refused with vLLM's next version.
 BREAKS: Mapping[str, str] = {
     **dict.fromkeys(("quantization_config", "allow_deprecated_quantization"), _QUANTISED),
     **dict.fromkeys(
@@ -139,7 +139,7 @@ BREAKS: Mapping[str, str] = {
     **dict.fromkeys(("logprobs_mode", "logits_processors", "watermark_config"), _LOGPROBS),
     **dict.fromkeys(
         ("speculative_config", "spec_*", "diffusion_config"),
-        "nothing shows yet that log-probs and seeds hold where a step draws several tokens",
+        "log-probs and seeds are not tested where a step draws several tokens",
     ),
     **dict.fromkeys(("kv_transfer_config", "ec_transfer_config", "kv_offloading_*"), _CACHE),
     **dict.fromkeys(
@@ -149,9 +149,12 @@ BREAKS: Mapping[str, str] = {
 }
 """Pattern of argument -> why the system depends on what it is now."""
 
-_CPU = "a prompt that is cut in two draws a token from a seeded generator that cannot be wound back"
+_CPU = (
+    "a prompt that is processed in two parts draws a token from a seeded generator, which cannot"
+    " be rewound"
+)
 BREAKS_ON_CPU: Mapping[str, str] = {
-    "enforce_eager": "there is nothing to gain: models are not compiled there",
+    "enforce_eager": "it has no effect: models are not compiled there",
     "enable_chunked_prefill": _CPU,
     "long_prefill_token_threshold*": _CPU,
     "max_num_scheduled_tokens": _CPU,
@@ -166,11 +169,13 @@ def refused_options(
 ) -> Iterator[tuple[str, str]]:
     """(name, why not) of each that may not be set so on `device`; null: on any."""
     for name, value in options.items():
+        # vLLM's command line writes arguments with hyphens.
         argument = name.replace("-", "_")
         if argument in OWNED:
             yield name, f"another key sets it: {OWNED[argument]}"
         elif reason := _matching(BREAKS, argument):
             yield name, reason
+        # The schema has no device yet and passes null; the plan checks again with the real one.
         elif device == "cpu" and (reason := _matching(BREAKS_ON_CPU, argument)):
             yield name, f"on a CPU {reason}"
         elif argument == "quantization" and value is not None:
@@ -182,9 +187,11 @@ def refused_options(
 
 def unknown_option(name: str, known: Collection[str]) -> Problem:
     """The problem of a name that vLLM, `known`, does not have."""
+    # Sorted: sets have no order, and messages must not change between runs.
     near = difflib.get_close_matches(name.lower(), sorted(known), n=1)
     fix = "remove it, or look its name up in vLLM's `AsyncEngineArgs`"
     if near:
+        # Do not propose an argument that would be refused next.
         refused = dict(refused_options({near[0]: None})).get(near[0])
         fix = (
             f"remove it; nor may {near[0]} be set here: {refused}"
@@ -199,19 +206,23 @@ def unknown_option(name: str, known: Collection[str]) -> Problem:
 
 
 def _matching(reasons: Mapping[str, str], argument: str) -> str | None:
+    # Case counts: `fnmatch` would ignore it on some systems.
     return next((why for pattern, why in reasons.items() if fnmatchcase(argument, pattern)), None)
 
 
 def wrong_value(name: str, value: Any, wanted: str) -> Problem | None:
-    """The problem of a value that vLLM would not take. wanted: the argument's type as vLLM's source
-    has it; if that names a type of vLLM's own, or the value is null, its engine reports the problem
-    as it starts."""
+    """Problem of a value that vLLM would not accept. wanted: the argument's type in vLLM's source.
+    If that names a type of vLLM's own, or the value is null, its engine reports the problem at its
+    start."""
     if value is None:  # the default of some that are declared without it
         return None
     try:
         (kind,) = get_type_hints(
-            type("_", (), {"__annotations__": {name: wanted}}), _PLAIN
+            # Evaluates the annotation as text, without importing vLLM's modules.
+            type("_", (), {"__annotations__": {name: wanted}}),
+            _PLAIN,
         ).values()
+        # Lax validation, as vLLM itself converts numbers and text.
         TypeAdapter(kind).validate_python(value)
     except NameError:
         return None
@@ -226,9 +237,10 @@ def wrong_value(name: str, value: Any, wanted: str) -> Problem | None:
 
 def vllm_arguments() -> dict[str, str]:
     """Names of vLLM's `AsyncEngineArgs` and their types. Empty where vLLM is not installed, or
-    keeps them elsewhere: an engine asks vLLM itself as it starts."""
+    keeps them elsewhere: the engine's start then checks them."""
     return {
         field.target.id: ast.unparse(field.annotation).strip("'")
+        # Read from source: importing vLLM takes seconds and may initialise a device.
         for node in _vllm_source("engine/arg_utils.py")
         if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
         for field in node.body
@@ -249,6 +261,7 @@ def cpu_head_sizes() -> tuple[int, ...]:
         if isinstance(statement, ast.Return) and statement.value is not None
     ]
     try:
+        # Only literals; a computed list is left to vLLM's own check.
         return tuple(ast.literal_eval(lists[0])) if lists else ()
     except ValueError:
         return ()

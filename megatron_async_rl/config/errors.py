@@ -38,6 +38,7 @@ class Origins:
         self._where = {key: f"{file}:{line}" for key, line in lines.items()}
 
     def set(self, key: str, where: str) -> None:
+        # The override replaces the section, so lines inside it are no longer true.
         for inside in [known for known in self._where if known.startswith(key + ".")]:
             del self._where[inside]
         self._where[key] = where
@@ -48,6 +49,7 @@ class Origins:
         inside = [where for known, where in self._where.items() if known.startswith(key + ".")]
         if key not in self._where and inside:
             return inside[0]
+        # A missing key has no line of its own: its section's line is the nearest.
         while key and key not in self._where:
             key = key.rpartition(".")[0]
         return self._where.get(key, self._file)
@@ -67,10 +69,12 @@ def _problem(detail: ErrorDetails, tree: Mapping[str, Any], origins: Origins) ->
     key = ".".join(str(part) for part in parts)
     where = origins.of(key)
     parents = models_at(parts[:-1], tree)
+    # Control flow uses pydantic's error types; messages are only shown.
     kind, context = detail["type"], detail.get("ctx", {})
     given = _show(detail["input"])
+    # Removed keys come first: their nearest valid key would mislead.
     if kind == "extra_forbidden" and key in REMOVED:
-        return Problem(key=key, what="is a key no more", fix=REMOVED[key], where=where)
+        return Problem(key=key, what="is no longer a key", fix=REMOVED[key], where=where)
     if kind == "extra_forbidden":
         return Problem(
             key=key,
@@ -95,6 +99,7 @@ def _problem(detail: ErrorDetails, tree: Mapping[str, Any], origins: Origins) ->
             where=where,
         )
     if kind == "value_error":
+        # A rule of this package raised it: its text already has the reason and the fix.
         what = str(context["error"]) if "error" in context else detail["msg"]
         return Problem(
             key=key or "config", what=what, fix="change one of the keys named above", where=where
@@ -122,6 +127,7 @@ def _dotted(location: Sequence[str | int], tree: Mapping[str, Any]) -> list[str 
     """Pydantic's location without the names it inserts for the chosen member of a union."""
     parts: list[str | int] = []
     for part in location:
+        # Pydantic inserts the tag of the chosen member after the key of a union.
         models = models_at(parts, tree)
         names = [method_name(model) for model in models]
         if (
@@ -138,6 +144,7 @@ def _dotted(location: Sequence[str | int], tree: Mapping[str, Any]) -> list[str 
 def _unknown(key: str, parts: Sequence[str | int], parents: Sequence[type[Strict]]) -> str:
     given, valid = str(parts[-1]), valid_keys(parents)
     section = key.rpartition(".")[0]
+    # A known name of another library beats the nearest spelling.
     known = ELSEWHERE_ONLY.get(key) or alias_fix(given)
     if known is not None:
         return known
@@ -154,6 +161,7 @@ def _unknown(key: str, parts: Sequence[str | int], parents: Sequence[type[Strict
         return f"it belongs to {' and '.join(owners)}; keys of this one: {', '.join(valid)}"
     if homes:
         return f"this key lives at {' and '.join(f'`{home}`' for home in homes[:3])}"
+    # Last resort: the key may belong to another section altogether.
     far = nearest_anywhere(given)
     hint = f"; nearest elsewhere: `{far}`" if far else ""
     return f"keys of {section or 'the configuration'}: {', '.join(valid)}{hint}"
@@ -175,6 +183,7 @@ def _expected(parts: Sequence[str | int], tree: Mapping[str, Any]) -> str:
     """Description of the values that the key accepts; an entry of a list is described by its
     list."""
     *section, last = parts
+    # An entry of a list of numbers has no model; its list has the description.
     if isinstance(last, int) and not models_at(parts, tree):
         *section, last = section
     models = models_at(section, tree)

@@ -26,7 +26,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from megatron_async_rl.config.errors import Origins
 from megatron_async_rl.config.load import as_written, resolve_paths
-from megatron_async_rl.config.problem import ConfigError, Problem, UserError, shipped
+from megatron_async_rl.config.problem import ConfigError, Problem, UserError, shipped, suggestion
 from megatron_async_rl.config.settings_model import Strict
 from megatron_async_rl.config.yaml_tree import (
     KeyPath,
@@ -58,6 +58,7 @@ class Grid(Strict):
     def _names_are_known(self) -> Grid:
         for sweep, chosen in self.sweeps.items():
             for axis, values in chosen.items():
+                # Axes before their values: a value of an unknown axis cannot be looked up.
                 _require(axis, self.axes, f"sweeps.{sweep}: there is no axis")
                 for value in values:
                     _require(value, self.axes[axis], f"sweeps.{sweep}.{axis}: there is no value")
@@ -66,9 +67,7 @@ class Grid(Strict):
 
 def _require(name: str, known: Mapping[str, Any], what: str) -> None:
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"{what} {name!r}; {hint}there are {', '.join(known)}")
+        raise ValueError(f"{what} {name!r}; {suggestion(name, known)}there are {', '.join(known)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +88,7 @@ def read_grid(path: Path) -> Grid:
     try:
         document = read_document(path.read_text(encoding="utf-8"))
         lines = document.lines
+        # Before validation, which would see `on` and `010` as YAML reads them.
         tree = _as_written(mapping_of(document), document, path)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError.of("GRID", f"{path} cannot be read: {error}", "name a YAML file") from error
@@ -99,11 +99,13 @@ def read_grid(path: Path) -> Grid:
         raise ConfigError(str(path), [problem]) from fault
     folder = path.parent.absolute()
     try:
+        # Through JSON, whose strict mode takes a list for a tuple and text for a path.
         grid = Grid.model_validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
         raise ConfigError(str(path), _problems(error, lines)) from error
     return grid.model_copy(
         update={
+            # Absolute at once: runs start from other folders.
             "base": Path(os.path.abspath(folder / grid.base)),
             "runs": Path(os.path.abspath(folder / grid.runs)),
             "axes": {
@@ -125,16 +127,20 @@ def _as_written(tree: dict[str, Any], document: YamlDocument, path: Path) -> dic
     problems: list[Problem] = []
 
     def settled(value: Any, place: KeyPath) -> Any:
+        # axes.AXIS.VALUE.KEY: the override's type is that of its key in a run's configuration.
         if len(place) == 4 and place[0] == "axes":
             key = tuple(place[3].split("."))
             below = unquoted_below(document.unquoted, place)
             unquoted = {(*key, *at): written for at, written in below.items()}
             line = document.lines[".".join(place)]
+            # An empty tree: which method the base chooses is checked when the run's config is
+            # loaded.
             return as_written(value, unquoted, key, {}, Origins(f"{path}:{line}", {}), problems)
         if isinstance(value, dict):
             return {key: settled(one, (*place, key)) for key, one in value.items()}
         if isinstance(value, list):
             return [settled(one, (*place, str(at))) for at, one in enumerate(value)]
+        # A run may be called `010` or `on`: names stay as they are spelled.
         written = document.unquoted.get(place)
         return value if written is None or is_null(written) else written
 
@@ -149,6 +155,7 @@ def _problems(error: ValidationError, lines: Mapping[str, int]) -> list[Problem]
     for one in error.errors(include_url=False):
         key = ".".join(map(str, one["loc"])) or "grid"
         where = f"line {lines[key]}" if key in lines else None
+        # Pydantic's text for an unknown key names no nearest key.
         if one["type"] == "extra_forbidden":
             near = difflib.get_close_matches(str(one["loc"][-1]), Grid.model_fields, n=1)
             fix = f"did you mean `{near[0]}`?" if near else f"keys: {', '.join(Grid.model_fields)}"
@@ -178,6 +185,7 @@ def runs_of(grid: Grid, only: Sequence[str] = ()) -> list[StudyRun]:
     `*`; empty takes all. Raises UserError for a pattern that names nothing."""
     found: dict[str, StudyRun] = {}
     for sweep, chosen in grid.sweeps.items():
+        # In the order of the axes: the same settings of two sweeps are one run with one name.
         for values in itertools.product(*(chosen.get(axis, grid.axes[axis]) for axis in grid.axes)):
             settings = dict(zip(grid.axes, values, strict=True))
             name = "-".join(values)
@@ -196,6 +204,7 @@ def runs_of(grid: Grid, only: Sequence[str] = ()) -> list[StudyRun]:
                 settings=settings,
                 sweeps=(*(known.sweeps if known else ()), sweep),
                 directory=directory,
+                # Last, so that no axis moves a run out of the study's folder.
                 overrides=(*overrides, f"run.dir={_override(str(directory))}"),
             )
     for wanted in only:

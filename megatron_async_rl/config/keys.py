@@ -47,6 +47,7 @@ def walk(
     sections: list[tuple[str, type[Strict]]] = []
     for name, field in model.model_fields.items():
         inner = models_in(field.annotation)
+        # No models inside: a leaf, which has a value of its own.
         if not inner:
             leaves.append(ConfigKey(prefix + name, field))
         methods = is_method(inner)
@@ -56,6 +57,7 @@ def walk(
             if is_named(field.annotation):
                 several = f".{NAMED}"
             sections.append((f"{prefix}{name}{several}{label}", one))
+    # A section's own keys come before those of the sections in it, as a page lists them.
     yield prefix.rstrip("."), model, leaves
     for label, one in sections:
         yield from walk(one, f"{label}.")
@@ -68,6 +70,7 @@ def models_in(annotation: Any) -> tuple[type[Strict], ...]:
         return (annotation,)
     found: list[type[Strict]] = []
     for part in get_args(annotation):
+        # A union may name one model through several aliases.
         found.extend(model for model in models_in(part) if model not in found)
     return tuple(found)
 
@@ -93,10 +96,12 @@ def models_at(dotted: Sequence[str | int], tree: Any) -> tuple[type[Strict], ...
     named = False
     for part in dotted:
         tree = _child(tree, part)
+        # This part is the user's own name, which the schema does not know.
         if named:
             named = False
             continue
         if isinstance(part, int) or str(part).isdigit():
+            # Every entry of a list chooses its method by itself.
             models = _chosen(models, tree)
             continue
         fields = [
@@ -116,6 +121,7 @@ def leaf_types(dotted: Sequence[str], tree: Any) -> set[Any]:
     found: set[Any] = {Config}
     for part in dotted:
         methods = _methods(found)
+        # The class of a plug-in is imported only when the configuration is validated.
         if methods and isinstance(tree, dict) and ":" in str(tree.get("name")):
             return {Any}
         holders = set(_chosen(methods, tree)) if methods else found
@@ -139,6 +145,7 @@ def _inside(annotation: Any, part: str) -> Iterator[Any]:
     elif isinstance(annotation, type) and issubclass(annotation, Strict):
         if part in annotation.model_fields:
             yield annotation.model_fields[part].annotation
+    # `tuple[X, ...]`: the ellipsis is not a type of an entry.
     elif origin in (tuple, list) and part.isdigit():
         yield from (one for one in parts if one is not Ellipsis)
     elif origin is Mapping:
@@ -169,6 +176,7 @@ def _chosen(models: tuple[type[Strict], ...], value: Any) -> tuple[type[Strict],
     name = value.get("name") if isinstance(value, dict) else value
     if not isinstance(name, str):
         return models
+    # An unknown name keeps all choices, so that the error can list them.
     return tuple(model for model in models if method_name(model) == name) or models
 
 
@@ -209,6 +217,7 @@ def valid_keys(models: Sequence[type[Strict]]) -> list[str]:
 
 
 def nearest(given: str, valid: Sequence[str]) -> str | None:
+    # Half of the letters: below that a proposal is more often wrong than right.
     matches = difflib.get_close_matches(given.lower(), valid, n=1, cutoff=0.5)
     return matches[0] if matches else None
 
@@ -225,6 +234,7 @@ def method_homes(name: str) -> list[str]:
 
 
 def nearest_anywhere(given: str) -> str | None:
+    # Reversed, so that the first of several keys with one ending stays.
     ends = {key.rsplit(".", 1)[-1]: key for key in reversed(_all_keys())}
     match = nearest(given, list(ends))
     return _plain(ends[match]) if match else None
@@ -268,7 +278,9 @@ def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return "one of: " + ", ".join(str(part) for part in parts)
     if origin in (Union, types.UnionType):
         return ", or ".join(
-            _describe(part, () if part is type(None) else metadata) for part in parts
+            # Bounds belong to the number of an optional field, not to its null.
+            _describe(part, () if part is type(None) else metadata)
+            for part in parts
         )
     if origin in (tuple, list):
         if len(parts) == 2 and parts[1] is Ellipsis:
@@ -284,6 +296,7 @@ def _describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 
 def _flatten(metadata: Sequence[Any]) -> Iterator[Any]:
     for one in metadata:
+        # Pydantic nests the constraints of an Annotated alias in a FieldInfo.
         if isinstance(one, FieldInfo):
             yield from one.metadata
         else:
@@ -313,11 +326,11 @@ ELSEWHERE_ONLY = {
 
 REMOVED = {
     "flow.extra_responses": (
-        "over-sampling is of groups: set flow.oversample, such as 0.5, with flow.selection:"
+        "over-sampling applies to groups: set flow.oversample, such as 0.5, with flow.selection:"
         " windowed"
     ),
     "flow.requeue_cut": (
-        "no response is cut any more, an unfinished group goes on: remove it, and see"
+        "responses are no longer cut, unfinished groups continue: remove it, and see"
         " flow.oversample"
     ),
     "flow.filter_equal_groups": "its name is now flow.dynamic_sampling",

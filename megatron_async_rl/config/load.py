@@ -80,7 +80,9 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
         ) from fault
     origins = Origins(str(path), document.lines)
     problems: list[Problem] = []
+    # Before the schema sees a value: afterwards the text that the user wrote is lost.
     tree = as_written(tree, document.unquoted, (), tree, origins, problems)
+    # Only keys of text: elsewhere a value such as `0.1 #note` is meant as YAML reads it.
     for place, comment in document.cut.items():
         if _is_text(leaf_types(place, tree)):
             what = f"its text ends before {comment!r}, which is a comment in YAML"
@@ -89,7 +91,9 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
             problems.append(Problem(key=key, what=what, fix=fix, where=origins.of(key)))
     if problems:
         raise ConfigError(str(path), problems)
+    # Before the overrides, whose paths are relative to another folder.
     resolve_paths(tree, "", path.parent)
+    # In order, so that a later override wins.
     for override in overrides:
         _override(tree, override, origins)
     try:
@@ -106,6 +110,7 @@ def dump(config: Config) -> str:
 def _look_near(path: Path) -> str:
     if path.is_dir():
         return "name a YAML file, not a folder"
+    # The most frequent mistake is a name in the right folder.
     near = sorted(str(one) for one in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
     return (
         f"these configs are in that folder: {', '.join(near[:5])}"
@@ -122,11 +127,12 @@ def as_written(
     origins: Origins,
     problems: list[Problem],
 ) -> Any:
-    """`value`, which stands at `place` of `tree`, as its user wrote it: for keys that take text the
-    text itself. Adds to `problems` what cannot be kept. `unquoted`: of a YamlDocument, by places in
+    """Return `value`, at `place` of `tree`, as its user wrote it: for keys that take text, the text
+    itself. Adds to `problems` what cannot be kept. `unquoted`: of a YamlDocument, by places in
     `tree`."""
     if isinstance(value, dict):
         return {
+            # `tree` is the whole tree: the method that it chooses decides the type of a key.
             key: as_written(one, unquoted, (*place, key), tree, origins, problems)
             for key, one in value.items()
         }
@@ -144,6 +150,7 @@ def as_written(
     if _is_text(types):
         # Null where the key takes null; where it does not, null is refused as such.
         return value if is_null(written) else written
+    # Text that is quoted has one meaning; only plain scalars are doubtful.
     found = doubt(written) if types & {Any, bool, int, float} else None
     if found is not None:
         problems.append(Problem(key=key, what=found[0], fix=found[1], where=origins.of(key)))
@@ -168,12 +175,14 @@ def resolve_paths(tree: Any, prefix: str, folder: Path) -> Any:
     `folder` and files of text replaced by what they hold; edits in place. Raises ConfigError for
     such a file that cannot be read."""
     at = pattern_of(prefix)
+    # Keys come from the schema, so a new path is resolved without a line here.
     for key, resolve in (
         *((key, _absolute) for key in path_keys()),
         *((key, _content) for key in text_keys()),
     ):
         if key == at:
             return resolve(key, tree, folder)
+        # An override may set a whole section, whose keys lie below its own.
         if not at or key.startswith((f"{at}.", f"{at}[]")):
             *parents, last = re.findall(r"[^.\[\]]+|\[\]", key[len(at) :])
             for holder in _holders(tree, parents):
@@ -206,6 +215,7 @@ def _path(key: str, value: str, folder: Path) -> Path:
     try:
         if "\0" in value:
             raise RuntimeError("no path holds a NUL character")
+        # Not resolve(): a symbolic link stays the name that the user chose.
         path = os.path.abspath(folder / Path(value).expanduser())
     except RuntimeError as error:  # `~name` of a user that does not exist, too
         problem = Problem(key=key, what=f"{value!r}: {error}", fix="write the whole path")
@@ -221,7 +231,9 @@ def _path(key: str, value: str, folder: Path) -> Path:
 
 
 def _content(key: str, value: Any, folder: Path) -> Any:
-    """A template holds a brace, and the name of a file none."""
+    """Return the text that `value` is, or the content of the file that it names: a template
+    contains a brace, the name of a file does not."""
+    # The text itself was given, not the name of a file.
     if not isinstance(value, str) or "{" in value or "\n" in value:
         return value
     path = _path(key, value, folder)
@@ -252,6 +264,7 @@ def _override(tree: Tree, override: str, origins: Origins) -> None:
         raise ConfigError(
             "command line", [Problem(key=_printable(key), what=what, fix=fix, where=where)]
         )
+    # First, so that every error below names the command line.
     origins.set(key, where)
     place = tuple(parts)
     try:
@@ -260,11 +273,13 @@ def _override(tree: Tree, override: str, origins: Origins) -> None:
         raise ConfigError(
             "command line", [Problem(key=key, what=fault.what, fix=fault.fix, where=where)]
         ) from fault
+    # The value was read alone: its places start at the key.
     unquoted = {(*place, *at): written for at, written in document.unquoted.items()}
     problems: list[Problem] = []
     value = as_written(document.value, unquoted, place, tree, origins, problems)
     if problems:
         raise ConfigError("command line", problems)
+    # A path on the command line starts at the current folder, as in any shell.
     value = resolve_paths(value, key, Path.cwd())
     holder: Any = tree
     for depth, part in enumerate(parts[:-1]):
@@ -272,6 +287,7 @@ def _override(tree: Tree, override: str, origins: Origins) -> None:
     last = parts[-1]
     if isinstance(holder, list):
         holder[_index(holder, last, key, where)] = value
+    # Anything else was refused by _step_into.
     elif isinstance(holder, dict):
         holder[last] = value
 
@@ -317,6 +333,7 @@ def _step_into(
     inside = holder[position] if isinstance(holder, list) else holder.get(position)
     if inside is None:
         inside = {}
+    # `objective.loss.clip_low=0.1` after `loss: ppo_clip` in the file.
     elif isinstance(inside, str) and is_method(models_at(dotted, tree)):
         inside = {"name": inside}
     if not isinstance(inside, (dict, list)):

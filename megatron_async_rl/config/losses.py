@@ -1,4 +1,9 @@
-"""Settings of the loss: one small model per loss, chosen by its `name`."""
+"""Settings of the loss, one model per loss, and the policy ratios that a method declares.
+
+Three policies give a token a log-prob: the trained policy (pi), the proximal policy and the policy
+that sampled it (mu). Rules that depend on a ratio (config/rollout_rules.py) read `ratios` and never
+a method's name, so they also cover new methods and plug-ins.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +19,56 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_async_rl.config.ratios import Ratio, ReadsRatios
-from megatron_async_rl.config.settings_model import bare_name, or_plug_in
+from megatron_async_rl.config.settings_model import Strict, bare_name, or_plug_in
 
 Aggregation = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "seq-mean"
 ]
+
+
+NATS_PER_ROOT_TOKEN = 0.03
+"""Spread of the logarithm of a response's ratio over the square root of its length, by a public fit
+of the mismatch between trainers and engines alone; staleness adds to it."""
+LONG_RESPONSE = 512
+"""Tokens at which that spread, 0.68 nats, is a factor of 2: the default cap of `tis`. The studies
+of this project had answers of 6 to 14 tokens."""
+
+Ratio = Literal["pi/mu", "prox/mu", "pi/prox"]
+Proximal = Literal["behavior", "recompute", "loglinear", "ewma", "snapshot"]
+
+
+class ReadsRatios(Strict):
+    """Settings of a method that may read ratios of policies."""
+
+    @property
+    def ratios(self) -> frozenset[Ratio]:
+        """Ratios that the method reads, with these settings."""
+        return frozenset()
+
+    @property
+    def weighs_each_token(self) -> bool:
+        """True when a ratio to the behavior policy is nothing but that token's own importance
+        weight (or decides about that token alone). It then is the right weight of what was sampled,
+        whatever distribution that was sampled from."""
+        return False
+
+    @property
+    def multiplies_over_response(self) -> bool:
+        """True when the method reads the product of a ratio over all tokens of a response (or the
+        sum of its logarithm), which grows or falls with the response's length."""
+        return False
+
+
+def engine_ratios(method: ReadsRatios, proximal: Proximal) -> frozenset[Ratio]:
+    """Ratios of the method that compare a log-prob of the trainer with one of the engine."""
+    own: dict[Ratio, bool] = {
+        "pi/mu": True,
+        # With `behavior` both are the engine's, and the ratio is 1.
+        "prox/mu": proximal != "behavior",
+        # The engine's log-probs are (`behavior`), or are part of (`loglinear`), the proximal ones.
+        "pi/prox": proximal in ("behavior", "loglinear"),
+    }
+    return frozenset(ratio for ratio in method.ratios if own[ratio])
 
 
 class LossSettings(ReadsRatios):
@@ -33,6 +82,7 @@ class LossSettings(ReadsRatios):
         "megatron_async_rl.objectives.method.LossMethod",
     )
     """Requirement on `method`, by name: the configuration is read without torch."""
+    # ClassVar: facts about a method are not keys that a user could set.
     default_aggregation: ClassVar[Aggregation] = "token-mean"
     """Taken when `objective.aggregation` is null. `seq-mean` marks a sequence-level loss, which
     knows no other."""
@@ -65,6 +115,7 @@ class LossSettings(ReadsRatios):
 
     @property
     def level(self) -> Literal["token", "sequence"]:
+        # A sequence-level loss returns one number per sequence, so no other aggregation applies.
         return "sequence" if self.default_aggregation == "seq-mean" else "token"
 
 
@@ -96,6 +147,7 @@ class PpoClipLoss(ClipBounds):
     name: Literal["ppo_clip"] = "ppo_clip"
 
 
+# Two ratios: the clipped one is to the proximal policy, the weight to the sampling one.
 class DecoupledPpoLoss(ClipBounds):
     """sg(pi_prox / mu) * ppo_clip(pi / pi_prox) (arXiv 2110.00641; AReaL, arXiv 2505.24298)."""
 
@@ -117,6 +169,7 @@ class CispoLoss(LossSettings):
     """The weight is at most 1 + clip_high."""
 
 
+# Bounds are tighter than PPO's, as the mean over a response varies less than one token.
 class GspoLoss(LossSettings):
     """PPO's clip on the sequence's ratio exp(mean log r), per token (arXiv 2507.18071)."""
 
@@ -159,6 +212,7 @@ class SapoLoss(LossSettings):
     """Sharpness of the gate where A <= 0."""
 
 
+# DPPO masks by the distance of probabilities instead of clipping ratios.
 class DppoTvLoss(LossSettings):
     """-A * sg(min(w, cap)) * logp, w = pi / mu; 0 where pi has moved more than `threshold` from mu
     on A's side (arXiv 2602.04879)."""
@@ -185,6 +239,7 @@ class DppoKlLoss(LossSettings):
     """Larger weights are cut to it."""
 
 
+# Losses that read rewards directly go with `advantage: none`.
 class ToprLoss(LossSettings):
     """-c * R * logp, c = 1 where R >= 0, else sg(min(1, product of w)) over the sequence, w = pi /
     mu (arXiv 2503.14286)."""
@@ -215,6 +270,7 @@ class TrajectoryBalanceLoss(LossSettings):
     """Reward that weighs as much as one nat of divergence from the reference."""
 
 
+# The group's value is defined for responses that one weight version sampled.
 class OaplLoss(LossSettings):
     """(beta_policy * sum(logp - logp_behavior) - (R - V))^2 per sequence, V = beta_value * log mean
     exp(R / beta_value) over the group (arXiv 2602.19362)."""
@@ -310,6 +366,7 @@ class MinirlLoss(LossSettings):
     """Larger weights are cut to it."""
 
 
+# M2PO and BAPO look at the whole optimizer-step batch before the first micro-batch.
 class M2poLoss(LossSettings):
     """-w * A, w = pi / mu, with the second moment of log w bounded over the optimizer-step batch
     (arXiv 2510.01161)."""
@@ -341,6 +398,7 @@ def _rising(bounds: tuple[float, float, float]) -> tuple[float, float, float]:
 def _as_tuple(value: Any) -> Any:
     """A method's settings come through a Python function (config/settings_model.py), after which
     strict refuses the file's list for a tuple."""
+    # JSON has lists only.
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -356,7 +414,7 @@ class BapoLoss(LossSettings):
 
     name: Literal["bapo"] = "bapo"
     target_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.4
-    """Share of the loss's magnitude wanted from tokens with A > 0; the search stops there."""
+    """Target share of the loss's magnitude from tokens with A > 0; the search stops there."""
     low: Search = (0.6, 0.9, 0.02)
     """Lower bound of the ratio: where the search starts, where it ends, its step. It rises after
     the upper bound."""
@@ -365,6 +423,7 @@ class BapoLoss(LossSettings):
 
     @model_validator(mode="after")
     def _bounds_stay_apart(self) -> BapoLoss:
+        # The two searches must not cross, or an interval would be empty.
         if self.low[1] > self.high[0]:
             raise ValueError(
                 f"low may end at {self.low[1]}, above where high starts, {self.high[0]}: the bounds"
@@ -405,9 +464,12 @@ Loss = Annotated[
             BapoLoss,
             SftLoss,
         ],
+        # The discriminator makes an unknown name one error, not one per member.
         Field(discriminator="name"),
     ],
+    # Outside the union: a plug-in's name is not one of its tags.
     or_plug_in(LossSettings),
     BeforeValidator(bare_name),
+    # A plug-in has fields of its own, which the stored configuration must keep.
     SerializeAsAny(),
 ]

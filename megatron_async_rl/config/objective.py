@@ -21,8 +21,14 @@ from megatron_async_rl.config.advantages import (
     OtbAdvantage,
 )
 from megatron_async_rl.config.corrections import Correction
-from megatron_async_rl.config.losses import Aggregation, Loss, PpoClipLoss
-from megatron_async_rl.config.ratios import Proximal, Ratio, ReadsRatios
+from megatron_async_rl.config.losses import (
+    Aggregation,
+    Loss,
+    PpoClipLoss,
+    Proximal,
+    Ratio,
+    ReadsRatios,
+)
 from megatron_async_rl.config.settings_model import Strict
 
 
@@ -54,12 +60,14 @@ class KlConfig(ReadsRatios):
 
     @model_validator(mode="after")
     def _pulls_towards_the_reference(self) -> KlConfig:
+        # d/dtheta E[log pi - log ref] is E[grad log pi] = 0 under the sampling distribution.
         if self.estimator == "k1" and self.where == "loss":
             raise ValueError(
                 "estimator: k1 in the loss does not pull towards the reference: its gradient, that"
                 " of log pi, is 0 in the mean, whatever the reference is; set where: reward, or"
                 " estimator: k2 (the gradient of KL(pi || ref)) or k3 (that of KL(ref || pi))"
             )
+        # A setting without effect would be ignored silently.
         if self.weight == "none" and self.cap != type(self).model_fields["cap"].default:
             raise ValueError(
                 f"cap: {self.cap:g} bounds the weights of weight: truncated, and weight is none;"
@@ -69,8 +77,8 @@ class KlConfig(ReadsRatios):
 
 
 class ReferenceConfig(Strict):
-    """The policy that KL penalties and trajectory balance compare with: the run's first weights,
-    kept in host memory.
+    """Reference policy of KL penalties and trajectory balance: the run's first weights, kept in
+    host memory.
 
     One that moves is in the checkpoint. One that does not is read from its directory again, so a
     resumed run compares with the same weights as before."""
@@ -85,6 +93,7 @@ class ReferenceConfig(Strict):
 
     @model_validator(mode="after")
     def _one_way_to_move(self) -> ReferenceConfig:
+        # A refresh would overwrite the average, whose history is then lost.
         if self.refresh_every is not None and self.ema is not None:
             raise ValueError(
                 "reference: refresh_every and ema are two ways to move it; set one of them to null"
@@ -111,16 +120,16 @@ class OverlongConfig(Strict):
     falling linearly."""
 
     max_length: PositiveInt
-    """Response tokens at which the penalty is whole. Tokens of an environment (tool output) are not
+    """Response tokens at which the penalty is complete. Tokens of an environment are not
     counted: the policy did not choose them."""
     buffer: PositiveInt
-    """Tokens before max_length over which it grows."""
+    """Tokens before max_length over which the penalty grows."""
     penalty: PositiveFloat = 1.0
-    """Taken from the reward at max_length and beyond."""
+    """Penalty at max_length and beyond, subtracted from the reward."""
 
 
 class ObjectiveConfig(Strict):
-    """The training objective: advantage, loss, corrections and penalties."""
+    """Training objective: advantage, loss, corrections and penalties."""
 
     minibatches: PositiveInt = 1
     """Number of parts of a batch, each one optimizer step, of whole groups drawn at random by
@@ -129,6 +138,7 @@ class ObjectiveConfig(Strict):
     """Number of passes over each batch, with the same minibatches in the same order."""
     advantage: Advantage = GrpoAdvantage()
     loss: Loss = PpoClipLoss()
+    # A tuple: the order is part of the method.
     corrections: tuple[Correction, ...] = ()
     """Applied in this order; each sees what the ones before it kept."""
     renormalize: bool = False
@@ -168,6 +178,7 @@ class ObjectiveConfig(Strict):
 
     @property
     def aggregation_used(self) -> Aggregation:
+        # The loss knows the aggregation of its paper; the user's choice wins.
         return self.aggregation if self.aggregation is not None else self.loss.default_aggregation
 
     @property
@@ -177,6 +188,7 @@ class ObjectiveConfig(Strict):
     @model_validator(mode="after")
     def _pieces_fit(self) -> ObjectiveConfig:
         if "advantage" not in self.model_fields_set and not self.loss.uses_advantage:
+            # Pydantic has no validator that may fill a field of a frozen model.
             self.__dict__["advantage"] = NoAdvantage()  # past the lock of a frozen model
         for reason in objective_conflicts(self):
             raise ValueError(reason)
@@ -184,12 +196,14 @@ class ObjectiveConfig(Strict):
 
 
 def objective_conflicts(objective: ObjectiveConfig) -> Iterator[str]:
-    """Reasons why the parts of this objective do not compose; none: they do."""
+    """Reasons why the parts of this objective do not compose; empty if they do."""
     loss, advantage = objective.loss, objective.advantage
+    # In the order in which a batch meets them: aggregation, advantage, corrections, loss.
     yield from _aggregation(objective)
+    # An advantage that nothing reads would be ignored silently.
     if not loss.uses_advantage and advantage.name != "none":
         yield (
-            f"loss: {loss.name} reads no advantage, so advantage: {advantage.name} would be without"
+            f"loss: {loss.name} reads no advantage, so advantage: {advantage.name} would have no"
             " effect; set advantage: none"
         )
     yield from _advantage(objective)
@@ -204,6 +218,7 @@ def objective_conflicts(objective: ObjectiveConfig) -> Iterator[str]:
             f"loss: {loss.name} compares with a reference policy: add `reference: {{}}` (the run's"
             " first weights, kept in host memory), or name another model or a refresh there"
         )
+    # Not wrong but another method: a study would compare ppo_clip with itself.
     if loss.name == "decoupled_ppo" and objective.proximal == "behavior":
         yield (
             "loss: decoupled_ppo weighs by pi_prox / pi_behavior, which is 1 with proximal:"
@@ -225,6 +240,7 @@ def _aggregation(objective: ObjectiveConfig) -> Iterator[str]:
             f"aggregation: {used} does not fit loss: {loss.name}, which is defined per"
             f" {loss.level}; leave aggregation out (it is {own})"
         )
+    # Neither has a meaning without the other.
     if (used == "seq-mean-token-sum-norm") != (objective.norm_length is not None):
         yield (
             "norm_length and aggregation: seq-mean-token-sum-norm go together; "
@@ -241,6 +257,7 @@ def _advantage(objective: ObjectiveConfig) -> Iterator[str]:
             f"value is set, but advantage: {advantage.name} makes no returns for it to learn; set"
             " advantage: gae or remove it"
         )
+    # Both terms of the squared score norm must come from one policy, or it may be negative.
     if isinstance(advantage, OtbAdvantage) and objective.proximal != "recompute":
         yield (
             "advantage: otb reads 1 - 2 p + sum p^2, with p of the proximal policy and the sum of"
@@ -253,22 +270,24 @@ def _advantage(objective: ObjectiveConfig) -> Iterator[str]:
 
 def _opob(objective: ObjectiveConfig, advantage: OpobAdvantage) -> Iterator[str]:
     loss, used = objective.loss, objective.aggregation_used
+    # The optimal baseline is derived for gradients A * s, with s independent of A (2602.17616).
     if loss.uses_advantage and not loss.linear_in_advantage:
         yield (
-            "advantage: opob is the baseline of least variance for gradients that are the"
-            f" advantage times something it does not change, and loss: {loss.name} clips or weighs"
-            " by the advantage; set a loss that does not, like reinforce"
+            "advantage: opob minimises the variance of gradients that are proportional to the"
+            f" advantage, and loss: {loss.name} clips or weighs by the advantage; set a loss that"
+            " does not, like reinforce"
         )
     signed = [correction.name for correction in objective.corrections if correction.uses_advantage]
+    # In this mode advantages follow from the gradients, so they do not exist yet.
     if signed and advantage.mode == "exact":
         yield (
-            f"corrections {signed} look at the sign of the advantage, which advantage: opob, mode:"
+            f"corrections {signed} read the sign of the advantage, which advantage: opob, mode:"
             " exact knows only after the backward passes; remove them, or set mode: cheap"
         )
     if advantage.mode == "cheap" and used not in ("seq-mean", "seq-mean-token-mean"):
         yield (
             "advantage: opob, mode: cheap estimates the score gradient of a mean over the"
-            f" response's tokens, and aggregation: {used} takes another; set aggregation:"
+            f" response's tokens, and aggregation: {used} computes another mean; set aggregation:"
             " seq-mean-token-mean, or mode: exact"
         )
 
@@ -302,6 +321,7 @@ def _corrections(objective: ObjectiveConfig) -> Iterator[str]:
             " batch is one step; set proximal: behavior (or another), minibatches or epochs above"
             " 1, or remove the corrections"
         )
+    # One importance weight per ratio: a second one would square it.
     for correction in objective.corrections:
         if correction.weighs and loss.against_behavior:
             yield (

@@ -24,6 +24,7 @@ def code_digests(tree: Mapping[str, Any]) -> dict[str, str]:
     is a Python file. A module that imports others is one file: the others do not count."""
     found = {}
     for text in _texts(tree):
+        # Any value may name code: plug-ins have keys that this schema does not know.
         matched = _NAMED.fullmatch(text)
         file = _file_of(matched[1]) if matched is not None else None
         if file is not None:
@@ -37,6 +38,7 @@ def code_digests(tree: Mapping[str, Any]) -> dict[str, str]:
 def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
+    # Keys are names of settings and never name code.
     elif isinstance(value, Mapping):
         for one in value.values():
             yield from _texts(one)
@@ -48,6 +50,7 @@ def _texts(value: Any) -> Iterator[str]:
 def _file_of(module: str) -> Path | None:
     parts = module.split(".")
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    # Children are started with the current folder and PYTHONPATH, which this process may lack.
     for folder in dict.fromkeys([*sys.path, *given, os.getcwd()]):
         base = Path(folder or os.getcwd(), *parts).absolute()
         for file in (base.with_name(f"{base.name}.py"), base / "__init__.py"):

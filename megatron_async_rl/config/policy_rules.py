@@ -16,9 +16,10 @@ distance of two neighbouring numbers is at most 2^-8 of them."""
 
 
 def lora_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why adapters do not fit the run; none: they do."""
+    """Reasons why adapters do not fit the run; empty if they do."""
     if config.policy.lora is None:
         return
+    # Merged weights leave the trainer in this precision; engines must be able to hold it.
     if config.policy.lora.merge == "float32":
         if config.model.dtype == "float32":
             yield (
@@ -32,6 +33,7 @@ def lora_conflicts(config: Config) -> Iterator[str]:
                 " weights from bfloat16; remove one of the two"
             )
     reference = config.objective.reference
+    # With adapters the base weights are shared by policy and reference and are held once.
     if reference is not None and reference.path is not None:
         yield (
             "objective.reference.path names a model of its own, and with policy.lora ranks hold one"
@@ -41,11 +43,12 @@ def lora_conflicts(config: Config) -> Iterator[str]:
 
 
 def fp8_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why 8-bit products do not fit the run; none: they do."""
+    """Reasons why FP8 GEMMs do not fit the run; empty if they do."""
     policy = config.policy
     fp8 = policy.fp8
     if fp8 is None:
         return
+    # `auto` is decided on the machine, by the plan, not here.
     if policy.device == "cpu":
         yield ("policy.fp8: FP8 GEMMs need CUDA; set policy.device: cuda, or policy.fp8: null")
     if policy.layers == "local":
@@ -63,6 +66,7 @@ def fp8_conflicts(config: Config) -> Iterator[str]:
             "policy.fp8 is for Transformer Engine's layers, and policy.lora adds adapters to"
             " Megatron's own; set one of the two to null"
         )
+    # Megatron opens the delayed recipe's context once around all layers.
     if fp8.recipe == "delayed" and fp8.first_last_layers_bf16:
         yield (
             "policy.fp8.first_last_layers_bf16 needs a recipe that scales each product by itself,"
@@ -71,11 +75,13 @@ def fp8_conflicts(config: Config) -> Iterator[str]:
         )
     if not fp8.primary_weights:
         return
+    # Copies, checkpoints and engines recreate FP8 weights from the float32 ones.
     if fp8.facts.primary:
         yield (
             f"policy.fp8.primary_weights does not go with recipe: {fp8.recipe}:"
             f" {fp8.facts.primary}; set it to false, or recipe: tensorwise or blockwise"
         )
+    # Megatron quantises primary weights from the optimizer's float32 shards.
     if not policy.parallel.distributed_optimizer:
         yield (
             "policy.fp8.primary_weights needs the distributed optimizer, which alone makes 8-bit"
@@ -85,7 +91,7 @@ def fp8_conflicts(config: Config) -> Iterator[str]:
 
 
 def precision_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why the numbers of gradients and moments do not fit the run; none: they do."""
+    """Reasons why the precision of gradients or moments does not fit the run; may be empty."""
     settings = config.policy.optimizer
     if settings.gradient_dtype == "bfloat16" and config.model.dtype != "bfloat16":
         yield (
@@ -95,6 +101,7 @@ def precision_conflicts(config: Config) -> Iterator[str]:
         )
     if settings.moment_dtype == "bfloat16":
         for key, beta in _betas(config):
+            # Controls may raise beta1, so their values are checked as well as the optimizer's.
             if beta > BFLOAT16_BETA:
                 yield (
                     f"{key}: {beta:g} does not go with policy.optimizer.moment_dtype: bfloat16: a"
@@ -116,7 +123,7 @@ def _betas(config: Config) -> Iterator[tuple[str, float]]:
 
 
 def gather_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why weights cannot be gathered during a forward pass; none: they can."""
+    """Reasons why weights cannot be gathered during a forward pass; empty if they can."""
     policy, key = config.policy, "policy.parallel.overlap_param_gather"
     if not policy.parallel.overlap_param_gather:
         return
@@ -125,16 +132,19 @@ def gather_conflicts(config: Config) -> Iterator[str]:
             f"{key}: without the distributed optimizer every rank updates all weights, and there is"
             " nothing to gather; set policy.parallel.distributed_optimizer: true, or remove it"
         )
+    # Megatron gathers by the buckets that it reduces by.
     elif not policy.parallel.overlap_grad_reduce:
         yield (
             f"{key} needs gradients in buckets, or the first layer would wait for all weights; set"
             " policy.parallel.overlap_grad_reduce: true, or remove it"
         )
+    # Publishing needs whole weights, so the gather has nothing to overlap with.
     if config.objective.steps_per_batch == 1:
         yield (
             f"{key}: a batch makes one optimizer step, whose weights are published at once; set"
             " objective.minibatches or objective.epochs to more than 1, or remove it"
         )
+    # Megatron's hooks wait on a layer's own parameters, not on those of its adapters.
     if policy.lora is not None:
         yield (
             f"{key} waits for the weights of a layer where the layer begins, and adapters"
@@ -143,7 +153,7 @@ def gather_conflicts(config: Config) -> Iterator[str]:
 
 
 def routing_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why there is no choice of experts to replay; none: there is one."""
+    """Reasons why routing cannot be replayed; empty if it can."""
     objective, replay = config.objective, config.policy.routing_replay
     if config.samples.experts and replay != "rollout":
         yield (
@@ -159,6 +169,7 @@ def routing_conflicts(config: Config) -> Iterator[str]:
             " objective.loss: sft learns from given ones; set it to none"
         )
     elif replay == "proximal":
+        # Only then does a separate scoring pass exist whose routing can be replayed.
         if objective.proximal != "recompute" or objective.steps_per_batch == 1:
             yield (
                 "policy.routing_replay: proximal replays the experts of the pass that makes"
@@ -172,6 +183,7 @@ def routing_conflicts(config: Config) -> Iterator[str]:
                 f" pi_prox, and objective.loss: {objective.loss.name} without corrections has none;"
                 " set another loss, or policy.routing_replay: rollout"
             )
+        # Recorded routing is stored per micro-batch, in the order of its rows.
         elif isinstance(objective.advantage, OpobAdvantage) and objective.advantage.mode == "exact":
             yield (
                 "policy.routing_replay: proximal belongs to micro-batches as they are scored, and"

@@ -7,7 +7,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -23,7 +24,14 @@ def shipped(name: str) -> str:
     """Path of a file of SHARE, such as docs/study.md, for a message: from the current folder where
     it lies in it."""
     path, here = (SHARE / name).resolve(), Path.cwd()
+    # A path that the user can paste into a command.
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return a question that names the nearest of `known`, with a blank after it; or no text."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +39,7 @@ class Problem:
     """`key`: dotted config key, command-line option, or the file in fault. `where`: file:line, or
     the command line, that set it."""
 
+    # Fields, not a sentence: commands, `mar init` and tests read them.
     key: str
     what: str
     fix: str
@@ -48,6 +57,7 @@ class UserError(Exception):
     """
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
+        # Positional arguments, so that the error survives pickling between processes.
         super().__init__(source, tuple(problems))
         self.source = source
         self.problems = tuple(problems)
@@ -59,6 +69,7 @@ class UserError(Exception):
     def __str__(self) -> str:
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         lines = [f"{self.source}: {count}"] if self.source else []
+        # Later problems are often consequences of the first.
         lines += [str(problem) for problem in self.problems[:SCREEN_PROBLEMS]]
         if len(self.problems) > SCREEN_PROBLEMS:
             lines.append(f"... and {len(self.problems) - SCREEN_PROBLEMS} more")
@@ -74,12 +85,18 @@ class DataError(ValueError):
     pickling across processes."""
 
     def __init__(self, path: Path | str, line: int | None, what: str, fix: str) -> None:
+        # The arguments of __init__ in their order: unpickling calls it with `args`.
         super().__init__(str(path), line, what, fix)
         self.path = Path(path)
         self.line = line
         self.what = what
         self.fix = fix
 
-    def __str__(self) -> str:
+    def problem(self, key: str) -> Problem:
+        """Return the same fault as one of a configuration, whose `key` names the data."""
         where = str(self.path) if self.line is None else f"{self.path}:{self.line}"
-        return f"{where}: {self.what}\n  fix: {self.fix}"
+        return Problem(key=key, what=f"{where}: {self.what}", fix=self.fix)
+
+    def __str__(self) -> str:
+        problem = self.problem("")
+        return f"{problem.what}\n  fix: {problem.fix}"

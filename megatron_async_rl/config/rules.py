@@ -16,7 +16,7 @@ from pydantic import AfterValidator, TypeAdapter
 
 from megatron_async_rl.config.advantages import OpobAdvantage
 from megatron_async_rl.config.controls import ControlConfig
-from megatron_async_rl.config.flow_rules import flow_conflicts
+from megatron_async_rl.config.flow import ExactLag, Replay, Windowed
 from megatron_async_rl.config.policy_rules import (
     fp8_conflicts,
     gather_conflicts,
@@ -27,9 +27,10 @@ from megatron_async_rl.config.policy_rules import (
 from megatron_async_rl.config.rollout_rules import (
     engine_conflicts,
     environment_conflicts,
+    eval_conflicts,
+    sampling_conflicts,
     transport_conflicts,
 )
-from megatron_async_rl.config.sampling_rules import eval_conflicts, sampling_conflicts
 from megatron_async_rl.config.schema import Config
 
 
@@ -43,6 +44,7 @@ def validated(tree: Mapping[str, Any]) -> Config:
 
 def _checked(config: Config) -> Config:
     for reason in run_conflicts(config):
+        # The first conflict only: later ones are often consequences of it.
         raise ValueError(reason)
     return config
 
@@ -52,7 +54,8 @@ _CHECKED = TypeAdapter(Annotated[Config, AfterValidator(_checked)])
 
 
 def run_conflicts(config: Config) -> Iterator[str]:
-    """Reasons why objective and controls do not fit the run around them; none: they do."""
+    """Reasons to refuse the configuration; empty if it is valid."""
+    # Conflicts of objective and controls first: they decide what the rest of the run needs.
     yield from _controls(config)
     yield from flow_conflicts(config)
     yield from lora_conflicts(config)
@@ -66,12 +69,14 @@ def run_conflicts(config: Config) -> Iterator[str]:
     yield from eval_conflicts(config)
     yield from environment_conflicts(config)
     objective, flow = config.objective, config.flow
+    # Groups are never cut: baselines compare all responses of a group.
     if objective.minibatches > flow.prompts_per_step:
         yield (
             f"objective.minibatches: {objective.minibatches} is more than the groups of a batch,"
             f" which stay whole; set it to at most flow.prompts_per_step: {flow.prompts_per_step}"
         )
     loss, advantage = objective.loss, objective.advantage
+    # Given responses are not sampled, so nothing is asynchronous or compared.
     if config.supervised:
         if config.rollout is not None:
             yield "objective.loss: sft trains on given responses: remove `rollout`"
@@ -89,6 +94,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
             f"objective.advantage: {advantage.name} compares the responses of a group:"
             " flow.group_size must be at least 2"
         )
+    # The exact mode measures one gradient per sequence, before any reduction over ranks.
     if isinstance(advantage, OpobAdvantage) and advantage.mode == "exact":
         if config.policy.parallel.virtual_pipeline > 1:
             yield (
@@ -112,6 +118,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
             f"objective.loss: {loss.name} compares the responses of a group: flow.group_size must"
             " be at least 2"
         )
+    # A batch may hold every version from the bound to the current one.
     versions = math.ceil(flow.async_ratio) + 1
     kept = [
         f"controls: {control.name}" for control in config.controls if control.needs_past_weights
@@ -129,6 +136,7 @@ def run_conflicts(config: Config) -> Iterator[str]:
             " flow.selection: replay draws stored responses of several; set flow.selection:"
             " oldest_first, or exact_lag"
         )
+    # Only exact_lag keeps a group's tokens on one version once generation runs ahead.
     elif (
         loss.whole_group_of_one_version
         and flow.async_ratio > 0
@@ -142,11 +150,12 @@ def run_conflicts(config: Config) -> Iterator[str]:
 
 
 def _controls(config: Config) -> Iterator[str]:
-    """Reasons why the gradient controls do not go together, or not with this run; none: they do."""
+    """Reasons why the gradient controls conflict with each other or with this run; may be empty."""
     controls = config.controls
     names = [control.name for control in controls]
     if len(set(names)) != len(names):
         yield f"controls: each at most once, got {names}"
+    # Facts of the settings, not names: a plug-in control is covered too.
     judging = [control.name for control in controls if control.judges_alignment]
     if len(judging) > 1:
         yield (
@@ -156,11 +165,12 @@ def _controls(config: Config) -> Iterator[str]:
     for name in ("gac", "displacement"):
         if "matched_lr" in names and name in names:
             yield (
-                f"controls: matched_lr stands in for {name} at the same mean update norm; run"
-                f" {name} alone with policy.optimizer.log_update_norm: true, read the mean of its"
+                f"controls: matched_lr replaces {name} at the same mean update norm; run {name}"
+                " alone with policy.optimizer.log_update_norm: true, read the mean of its"
                 " `update/norm`, and give it to matched_lr in a run of its own"
             )
     objective = config.objective
+    # The cosine of two gradients of the same samples does not measure staleness.
     if judging and objective.minibatches == 1 and objective.epochs > 1:
         yield (
             f"controls: {judging[0]} compares the gradients of consecutive optimizer steps, and"
@@ -168,11 +178,12 @@ def _controls(config: Config) -> Iterator[str]:
             " gradients of the same samples; set objective.minibatches to at least 2, or"
             " objective.epochs: 1"
         )
+    # Each decision holds one value; the last control would silently win.
     setting = [control.name for control in controls if control.sets_beta1]
     if len(setting) > 1:
         yield (
-            f"controls: {' and '.join(setting)} both set beta1, and the later would overrule the"
-            " earlier; keep one"
+            f"controls: {' and '.join(setting)} both set beta1, and the later one would override"
+            " the earlier; keep one"
         )
     scaling = [control.name for control in controls if control.scales_lr]
     if len(scaling) > 1:
@@ -192,6 +203,7 @@ def _controls(config: Config) -> Iterator[str]:
                 " objective.loss: sft learns from given responses, which were not sampled; remove"
                 " it"
             )
+        # Calibration must end before the run does, or the control never acts.
         if control.fresh_steps >= config.optimizer_steps:
             yield (
                 f"controls: {control.name} would calibrate over the first {control.fresh_steps}"
@@ -205,8 +217,8 @@ def _beta1(config: Config, control: ControlConfig) -> Iterator[str]:
     own = config.policy.optimizer.betas[0]
     if control.name == "beta1" and control.beta1 == own:
         yield (
-            f"controls: beta1 is {own:g} in policy.optimizer.betas already, so the control would be"
-            " without effect; remove it"
+            f"controls: beta1 is {own:g} in policy.optimizer.betas already, so the control would"
+            " have no effect; remove it"
         )
     if (
         control.name == "momentum_by_alignment"
@@ -216,4 +228,96 @@ def _beta1(config: Config, control: ControlConfig) -> Iterator[str]:
         yield (
             f"controls: momentum_by_alignment lowers beta1 from policy.optimizer.betas ({own:g}) to"
             f" beta1_min ({control.beta1_min:g}), which must be below it"
+        )
+
+
+def flow_conflicts(config: Config) -> Iterator[str]:
+    """Reasons why the settings of `flow` do not work; empty if they do."""
+    yield from _selection(config)
+    yield from _admission(config)
+    yield from _deadlines(config)
+
+
+def _selection(config: Config) -> Iterator[str]:
+    flow, selection = config.flow, config.flow.selection
+    if isinstance(selection, ExactLag):
+        # Admission follows async_ratio; a different lag could never be met.
+        if flow.async_ratio != selection.lag:
+            yield (
+                f"flow.selection: exact_lag trains every sample {selection.lag} updates after it"
+                f" was made, and flow.async_ratio: {flow.async_ratio:g} states how far rollouts run"
+                f" ahead; set flow.async_ratio: {selection.lag}"
+            )
+        if flow.late == "drop":
+            yield "flow.selection: exact_lag waits for every response; set flow.late: wait"
+    # Replay draws groups of any age: nothing that is bounded by versions works with it.
+    if isinstance(selection, Replay):
+        if flow.late == "drop" or flow.dynamic_sampling:
+            yield (
+                "flow.selection: replay stores every group that finishes; set flow.late: wait and"
+                " flow.dynamic_sampling: false"
+            )
+        kept = [
+            f"controls: {control.name}" for control in config.controls if control.needs_past_weights
+        ]
+        kept += ["objective.proximal: snapshot"] if config.objective.proximal == "snapshot" else []
+        if kept:
+            yield (
+                f"flow.selection: replay trains on samples of any age, and {' and '.join(kept)}"
+                " reads the weights that sampled them, and only objective.snapshots of them are"
+                " kept; choose another selection"
+            )
+
+
+def _admission(config: Config) -> Iterator[str]:
+    flow, bound = config.flow, math.ceil(config.flow.async_ratio)
+    if flow.oversample and not isinstance(flow.selection, Windowed):
+        yield (
+            "flow.oversample requests more groups than a step needs and trains those that finish"
+            " first: set flow.selection: windowed"
+        )
+    # The staleness bound is ceil(async_ratio); oversampled groups must train within it, too.
+    if flow.async_ratio + flow.oversample > bound:
+        yield (
+            f"flow.oversample: {flow.oversample:g} on top of flow.async_ratio:"
+            f" {flow.async_ratio:g} is more than the {bound} batches ahead that the bound,"
+            f" ceil({flow.async_ratio:g}), leaves time to train; lower it, or set async_ratio to a"
+            f" fraction, such as {bound + 0.5 if flow.async_ratio == bound else bound - 0.5:g}"
+        )
+    if flow.dynamic_sampling and (flow.group_size == 1 or config.supervised):
+        yield (
+            "flow.dynamic_sampling drops groups whose rewards are all equal, and in a group of"
+            " one they always are; set it to false"
+        )
+    if config.supervised and (
+        flow.oversample or flow.late == "drop" or flow.selection.name != "oldest_first"
+    ):
+        yield (
+            "objective.loss: sft trains on given responses in their order: remove flow.selection,"
+            " late and oversample"
+        )
+    if flow.late == "drop" and math.ceil(flow.async_ratio) == 0:
+        yield (
+            "flow.late: drop needs other groups to train on, and flow.async_ratio: 0 has none; set"
+            " async_ratio above 0"
+        )
+
+
+def _deadlines(config: Config) -> Iterator[str]:
+    rollout, evaluation = config.rollout, config.eval
+    if rollout is None:
+        return
+    # The engine's deadline must fire before the run's, or a restart never happens.
+    if rollout.unresponsive_s >= config.watchdog.timeout_s:
+        yield (
+            f"rollout.unresponsive_s: {rollout.unresponsive_s:g} must be below watchdog.timeout_s: "
+            f"{config.watchdog.timeout_s:g}, or the run ends before an engine is restarted"
+        )
+    if evaluation is None:
+        return
+    # Colocated engines sleep while the policy trains.
+    if evaluation.engines and rollout.placement == "colocated":
+        yield (
+            "eval.engines need devices of their own, and rollout.placement: colocated has none; set"
+            " eval.engines: 0"
         )

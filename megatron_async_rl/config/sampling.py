@@ -90,6 +90,7 @@ class SamplingConfig(Strict):
         ]
 
 
+# Stop conditions are missing: they end a response and change no probability.
 RENORMALISING = (
     "top_p",
     "top_k",
@@ -146,8 +147,9 @@ class EvalSamplingConfig(Strict):
     @model_validator(mode="after")
     def _one_grammar(self) -> EvalSamplingConfig:
         if self.json_schema is not None and self.regex is not None:
-            raise ValueError("json_schema and regex both say what a response is; keep one")
+            raise ValueError("json_schema and regex both constrain a response; keep one")
         if self.json_schema is not None:
+            # Only runs with a schema pay for the import.
             from jsonschema import SchemaError, validators  # slow to import
 
             schema = dict(self.json_schema)
@@ -155,18 +157,20 @@ class EvalSamplingConfig(Strict):
                 validators.validator_for(schema).check_schema(schema)
             except SchemaError as error:
                 what = f"json_schema: {error.json_path}: {error.message}"
-                raise ValueError(
-                    f"{what.splitlines()[0]}; write it as JSON Schema has it"
-                ) from error
+                raise ValueError(f"{what.splitlines()[0]}; write a valid JSON Schema") from error
         if self.regex is not None:
             try:
+                # Python's syntax is a first check; preflight asks vLLM's own grammar compiler.
                 re.compile(self.regex)
             except re.error as error:
-                raise ValueError(f"regex: {self.regex!r} is not an expression: {error}") from error
+                raise ValueError(
+                    f"regex: {self.regex!r} is not a regular expression: {error}"
+                ) from error
         return self
 
     def over(self, training: SamplingConfig) -> EvalSampling:
         """Training's, changed by what is set here."""
+        # Null inherits, so a value equal to the default still overrides training's.
         own = {name: value for name, value in dict(self).items() if value is not None}
         return EvalSampling.model_construct(**{**dict(training), **own})
 
@@ -187,9 +191,9 @@ class EvalSetConfig(FileConfig):
 
 
 class EvalConfig(Strict):
-    """Held-out reward before, during and after; without this section there is none. With
-    objective.loss: sft it is the loss of held-out responses, and `sets` and `every` are all there
-    is to say."""
+    """Held-out evaluation before, during and after training; without this section there is none.
+    With objective.loss: sft it measures the loss of held-out responses, and only `sets` and `every`
+    apply."""
 
     sets: tuple[EvalSetConfig, ...] = ()
     """Several sets of held-out prompts, each with its own sampling, instead of data.eval. The
@@ -216,6 +220,7 @@ class EvalConfig(Strict):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"eval.sets: two are called {twice[0]}; give each a name of its own")
+        # Metric names must stay unambiguous: `eval/part/NAME` has a meaning already.
         if "part" in names:
             raise ValueError(
                 "eval.sets: none can be called `part`: `eval/part/NAME` is the mean of a part of"
@@ -226,7 +231,7 @@ class EvalConfig(Strict):
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutFile:
-    """The rows of one held-out set. `key`: where it stands in the configuration. `name`: empty for
+    """The rows of one held-out set. `key`: its place in the configuration. `name`: empty for
     data.eval."""
 
     key: str
@@ -251,9 +256,10 @@ class EvalSet(HeldOutFile):
 
 
 def _named_sets(data: DataConfig, evaluation: EvalConfig) -> list[tuple[str, EvalSetConfig]]:
-    """The sets in their order with the keys they stand at; data.eval alone is a list of one."""
+    """The sets in order, with their keys; data.eval alone is a list of one."""
     named = [(f"eval.sets.{index}", one) for index, one in enumerate(evaluation.sets)]
     if not named and data.eval is not None:
+        # model_construct: validation would refuse an empty name.
         named = [("eval", EvalSetConfig.model_construct(name="", path=data.eval))]
     return named
 
@@ -275,6 +281,7 @@ def eval_sets(
     found = []
     for key, one in _named_sets(data, evaluation):
         sampling = one.sampling or evaluation.sampling
+        # Errors about lengths must name the key that a user can change.
         section = "rollout" if sampling.max_tokens is None else key if one.sampling else "eval"
         found.append(
             EvalSet(
@@ -282,6 +289,7 @@ def eval_sets(
                 name=one.name,
                 file=one,
                 samples_per_prompt=one.samples_per_prompt or evaluation.samples_per_prompt,
+                # `or` would replace an empty list, which means that no pass@k is reported.
                 pass_at=evaluation.pass_at if one.pass_at is None else one.pass_at,
                 pass_reward=evaluation.pass_reward if one.pass_reward is None else one.pass_reward,
                 sampling=sampling.over(training),

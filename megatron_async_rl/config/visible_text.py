@@ -29,10 +29,12 @@ def is_blank(text: str) -> bool:
 
 def stripped(text: str) -> str:
     """Return `text` without white space, control and zero-width characters at either end."""
+    # White space may stand on both sides of a control character.
     return text.strip().strip(_EDGES).strip()
 
 
 def _shows_nothing(character: str) -> bool:
+    # Categories cover future versions of Unicode; the letters are exceptions to them.
     if character in _BLANK_LETTERS or unicodedata.category(character) in _BLANK_CATEGORIES:
         return True
     # Reserved for further format characters.

@@ -82,12 +82,14 @@ def read_document(text: str, *, comments: bool = True) -> YamlDocument:
         node = loader.get_single_node()
         if node is None:
             return YamlDocument(value=None)
+        # Not PyYAML's constructors: they follow YAML 1.1 and forget what was written.
         builder = _Builder(text)
         value = builder.build(node, ())
         return YamlDocument(
             value=value, lines=builder.lines, unquoted=builder.unquoted, cut=builder.cut
         )
     except yaml.YAMLError as error:
+        # Errors of the scanner and of the parser carry their place under different names.
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         context = getattr(error, "context", None)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
@@ -100,6 +102,7 @@ def read_document(text: str, *, comments: bool = True) -> YamlDocument:
             else "fix the YAML"
         )
         raise YamlFault(what, fix, line=mark.line + 1 if mark else None) from error
+    # PyYAML composes recursively; a document of brackets reaches Python's limit.
     except RecursionError as error:
         raise YamlFault("is nested too deeply", "use fewer levels") from error
     finally:
@@ -131,6 +134,7 @@ def parse_value(text: str) -> Any:
     """One value of a key whose type is not known: `1e-4`, `[]`, `null`, `{name: gac}`, text. Raises
     YamlFault for text that would be cut, or that YAML versions read differently."""
     document = read_document(text, comments=False)
+    # `key=` is a forgotten value; an empty text has quotes.
     if not text.strip():
         raise YamlFault(*NO_VALUE)
     for written in document.unquoted.values():
@@ -153,6 +157,7 @@ def doubt(written: str) -> tuple[str, str] | None:
             f"{written} is text in YAML 1.2 and {meant} in YAML 1.1",
             f"write {meant}, or {quoted}",
         )
+    # A number that this reader accepts is the same in both versions.
     if _OTHER_NUMBER.fullmatch(written) and isinstance(_resolve(written), str):
         return (
             f"{written} is read as different numbers, or as text, by different versions of YAML",
@@ -185,6 +190,7 @@ def _resolve(written: str) -> Any:
 
 class _Composer(yaml.BaseLoader):
     def resolve(self, kind: Any, value: Any, implicit: Any) -> str:
+        # PyYAML passes implicit[0] for a scalar without quotes and without a tag.
         if kind is yaml.ScalarNode and implicit[0]:
             return _PLAIN
         return str(super().resolve(kind, value, implicit))
@@ -204,7 +210,7 @@ class _NoComments(_Composer):
 
 
 class _Builder:
-    """Builds the values of nodes, aliases anew at each place."""
+    """Builder of values from nodes; aliases are built again at each place."""
 
     def __init__(self, text: str) -> None:
         self.lines: dict[str, int] = {}
@@ -214,6 +220,7 @@ class _Builder:
         self._around: list[yaml.Node] = []
 
     def build(self, node: yaml.Node, place: KeyPath) -> Any:
+        # An alias of a node around it would be built without end.
         if any(node is one for one in self._around):
             raise YamlFault("holds an anchor that contains itself", "write it out")
         if isinstance(node, yaml.ScalarNode):
@@ -222,6 +229,8 @@ class _Builder:
         try:
             if isinstance(node, yaml.SequenceNode):
                 _require_tag(node, _LIST)
+                # Aliases are built at every place, so that an override of one does not change
+                # another.
                 return [self._entry(item, (*place, str(at))) for at, item in enumerate(node.value)]
             _require_tag(node, _MAPPING)
             return self._mapping(node, place)
@@ -236,9 +245,11 @@ class _Builder:
         if node.tag == _TEXT:
             return node.value
         _require_tag(node, _PLAIN)
+        # The scanner drops comments; only the source text still has them.
         if (comment := _CLOSE_COMMENT.match(self._text, node.end_mark.index)) is not None:
             self.cut[place] = comment[1]
         value = _resolve(node.value)
+        # Kept as written, because the key's type is known only later.
         if not isinstance(value, str) or doubt(value) is not None:
             self.unquoted[place] = node.value
         return value
@@ -265,16 +276,18 @@ class _Builder:
                 )
             self.lines[dotted] = line
             own[key] = self.build(value_node, inside)
+        # After the mapping's own keys, which win over merged ones wherever `<<` stands.
         for one in merged:
             self._merge(one, own, place)
         return own
 
     def _merge(self, node: yaml.Node, own: dict[str, Any], place: KeyPath) -> None:
-        """Adds the keys of `node` that `own` lacks: the mapping's own keys, and the first of
+        """Add the keys of `node` that `own` lacks: the mapping's own keys, and the first of
         several merged mappings, win."""
         if not isinstance(node, yaml.MappingNode):
             fix = "write `<<: *name` of an anchor on a mapping"
             raise YamlFault("merges what is not a mapping", fix, line=_line(node))
+        # Built apart: lines and texts of keys that lose must not replace those that win.
         apart = _Builder(self._text)
         apart._around = self._around
         for key, value in apart.build(node, place).items():
@@ -316,6 +329,7 @@ class _Dumper(yaml.SafeDumper):
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
 
+# Registered once: PyYAML's representers belong to the class.
 _Dumper.add_representer(str, _Dumper.represent_str)
 # Beyond YAML 1.1's numbers, which SafeDumper knows: `1e-4`, `0o17`.
 _Dumper.add_implicit_resolver(
@@ -331,6 +345,7 @@ def write(value: Any, *, one_line: bool = False) -> str:
         value,
         Dumper=_Dumper,
         default_flow_style=one_line,
+        # Order has a meaning: corrections and controls act in turn, and sections are read in order.
         sort_keys=False,
         allow_unicode=True,
         width=10**6 if one_line else 120,

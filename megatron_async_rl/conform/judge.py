@@ -1,4 +1,4 @@
-"""Cases judged, and shown.
+"""Judgement and display of cases.
 
 Every case runs in float64. A float64 reference has to be met to 1e-6 absolute plus 1e-6 relative. A
 reference of float32 numbers holds float32's rounding, which heavy tails enlarge: if the method runs
@@ -25,8 +25,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from megatron_async_rl.conform.cases import Case, Numbers
-from megatron_async_rl.conform.methods import CaseValues, run_case
+from megatron_async_rl.conform.methods import Case, CaseValues, Numbers, run_case
 
 TOLERANCE = {"float64": (1e-6, 1e-6), "float32": (1e-5, 1e-4)}
 """dtype of the reference -> (absolute, relative)."""
@@ -52,6 +51,7 @@ def judge(case: Case) -> CaseResult:
     method = f"{case.kind} {case.name}"
     try:
         return CaseResult(case.case, method, *_compare(case))
+    # Before ValueError, whose subclass it is.
     except ValidationError as error:
         wrong = [
             f"params.{'.'.join(map(str, one['loc'])) or case.name}: {one['msg']}"
@@ -60,6 +60,7 @@ def judge(case: Case) -> CaseResult:
         return CaseResult(case.case, method, math.nan, "; ".join(wrong))
     except ValueError as error:
         return CaseResult(case.case, method, math.nan, _line(error))
+    # Methods are user code when they are plug-ins: any of these ends one case only.
     except (
         TypeError,
         LookupError,
@@ -77,6 +78,7 @@ def _line(error: Exception) -> str:
 
 def _compare(case: Case) -> tuple[float, str]:
     """(largest error, first reason to fail)."""
+    # A float32 reference may carry rounding that the float64 run does not have, and vice versa.
     single = case.dtype == "float32"
     runs = [
         run_case(case, dtype)
@@ -89,6 +91,7 @@ def _compare(case: Case) -> tuple[float, str]:
             for found in runs
             if found is not None
         ]
+        # Element by element, the better of the two runs counts.
         errors = np.stack([_error(expected, value) for value, _ in numbers])
         allowed = np.stack([_allowed(case, expected, scale) for _, scale in numbers])
         wrong = np.asarray(~(errors <= allowed).any(axis=0) | ~np.isfinite(errors).all(axis=0))
@@ -105,6 +108,7 @@ def _value(case: Case, key: str, found: CaseValues) -> Numbers:
         raise ValueError(
             f"expect.{key}: {case.kind} {case.name} gives {', '.join(sorted(found.values))}"
         )
+    # Broadcasting would hide a method that reduces over the wrong axis.
     if found.values[key].shape != case.expect[key].shape:
         shapes = [list(values.shape) for values in (case.expect[key], found.values[key])]
         raise ValueError(f"expect.{key} has shape {shapes[0]}, and {shapes[1]} came out")
@@ -114,12 +118,14 @@ def _value(case: Case, key: str, found: CaseValues) -> Numbers:
 def _error(expected: Numbers, got: Numbers) -> Numbers:
     """Absolute; inf if one of the two is not finite and differs from the other."""
     with np.errstate(invalid="ignore"):
+        # Equal infinities are equal; their difference would be nan.
         return np.where(got == expected, 0.0, np.nan_to_num(np.abs(got - expected), nan=np.inf))
 
 
 def _allowed(case: Case, expected: Numbers, scale: float) -> Numbers:
     single = case.dtype == "float32"
     absolute, relative = TOLERANCE[case.dtype]
+    # Expected values may be close to the largest float.
     with np.errstate(over="ignore"):
         by_value = relative * np.abs(np.nan_to_num(expected))
         return np.asarray(
@@ -137,7 +143,7 @@ def _reason(
 
 
 def show(files: Mapping[Path, Sequence[Case]], console: Console) -> int:
-    """Judges every case and prints it under its file; returns the exit code: 0 only if every case
+    """Judge every case and print it under its file. Return the exit code: 0 only if every case
     passed."""
     total, failed = sum(map(len, files.values())), 0
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -1,38 +1,156 @@
-"""A case run through the registries: what a training step runs, on a batch that the case spells
-out.
+"""Cases of reference vectors: read from files, and run through the registries, as a training step
+is, on a batch that the case spells out.
+
+A file is a JSON list of cases (`case`, `kind`, `name`, `params`, `inputs`, `expect`). Tensors over
+tokens are [sequence][token], padded with mask 0, tensors over sequences [sequence]. `dtype` of a
+case is the precision of its expected numbers; without it, float32 is assumed, which has wider
+tolerances.
 
 The settings are those of the configuration's own models, `decide` sees the whole batch before the
-loss does, and aggregation has the whole batch's denominators. Padding stays in, with mask 0: it has
-to be without effect.
-"""
+loss does, and aggregation has the whole batch's denominators. Padding stays in the batch with mask
+0 and must have no effect."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async_rl.config.controls import EssLrControl
 from megatron_async_rl.config.keys import method_name, models_in, nearest
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.settings_model import Strict
-from megatron_async_rl.conform.cases import Case, Numbers
+from megatron_async_rl.config.problem import UserError, shipped
+from megatron_async_rl.config.settings_model import Strict, find
 from megatron_async_rl.controls.ess_lr import effective_sample_size, lr_scale
-from megatron_async_rl.objectives.aggregate import Denominators, aggregate
 from megatron_async_rl.objectives.batch import BatchDecision, SequenceLoss, TokenBatch
+from megatron_async_rl.objectives.objective import Denominators, aggregate
 from megatron_async_rl.objectives.registry import (
     advantage_method,
     correction_method,
-    find,
     loss_method,
 )
 from megatron_async_rl.objectives.terms import token_rewards
+
+KEYS = {"case": str, "kind": str, "name": str, "params": dict, "inputs": dict, "expect": dict}
+DTYPES = ("float32", "float64")
+
+Numbers = NDArray[np.float64]
+
+
+class Malformed(ValueError):
+    """Content that does not describe a case; `read_cases` adds the file and the case."""
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """inputs, expect: [S, T] for tensors over tokens, [S] for tensors over sequences, [] for
+    numbers."""
+
+    case: str
+    kind: str
+    name: str
+    params: Mapping[str, Any]
+    inputs: Mapping[str, Numbers]
+    expect: Mapping[str, Numbers]
+    dtype: str
+    """Precision of the computation that `expect` comes from: float32 or float64."""
+
+
+def read_cases(file: Path) -> list[Case]:
+    """The cases of `file`, in order. Raises UserError, naming file and case."""
+
+    def refuse(what: str) -> NoReturn:
+        raise UserError.of(
+            str(file), what, f"see {shipped('tests/data/golden/README.md')} for the format"
+        )
+
+    try:
+        # Everything is checked before any case runs, so that a typing error costs no minutes.
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        what = f"cannot be read: {error.strerror or error}"
+        raise UserError.of(str(file), what, "name a JSON file of cases") from error
+    except (ValueError, RecursionError) as error:
+        refuse(f"is not JSON: {error}")
+    if not isinstance(content, list) or not content:
+        refuse("expected a JSON list of at least one case")
+    cases: dict[str, Case] = {}
+    for number, entry in enumerate(content):
+        if not isinstance(entry, dict):
+            refuse(f"entry {number}: expected an object with keys {', '.join(KEYS)}")
+        # The case's own name where it has one: entries move when a file is edited.
+        label = (
+            f"case {entry['case']!r}" if isinstance(entry.get("case"), str) else f"entry {number}"
+        )
+        for key, kind in KEYS.items():
+            if key not in entry:
+                refuse(f"{label}: has no `{key}`")
+            if not isinstance(entry[key], kind):
+                refuse(f"{label}: `{key}` is {type(entry[key]).__name__}, expected {kind.__name__}")
+        dtype = entry.get("dtype", DTYPES[0])
+        if dtype not in DTYPES:
+            refuse(f"{label}: `dtype` is {dtype!r}, expected one of {', '.join(DTYPES)}")
+        # Results are listed by name.
+        if entry["case"] in cases:
+            refuse(f"{label}: occurs twice; the names of the cases of a file are unique")
+        try:
+            inputs, expect = (
+                {key: _numbers(key, value) for key, value in entry[part].items()}
+                for part in ("inputs", "expect")
+            )
+            _check_shapes(inputs, expect)
+        except Malformed as error:
+            refuse(f"{label}: {error}")
+        # The order of the file is the order of the output.
+        cases[entry["case"]] = Case(
+            entry["case"], entry["kind"], entry["name"], entry["params"], inputs, expect, dtype
+        )
+    return list(cases.values())
+
+
+def _numbers(key: str, value: Any) -> Numbers:
+    rows = value if isinstance(value, list) else [value]
+    # NumPy would make an array of objects of ragged rows.
+    if len({len(row) if isinstance(row, list) else -1 for row in rows}) > 1:
+        raise Malformed(f"`{key}`: its rows are not of one length")
+    flat = [number for row in rows for number in (row if isinstance(row, list) else [row])]
+    # Only nan differs from itself; math.isnan would refuse large integers in its own way.
+    if not all(isinstance(number, (int, float)) and number == number for number in flat):
+        raise Malformed(f"`{key}`: expected numbers: [sequence][token], [sequence] or one")
+    try:
+        return np.array(value, dtype=np.float64)
+    except OverflowError:
+        raise Malformed(f"`{key}`: holds a number beyond float64") from None
+
+
+def _check_shapes(inputs: Mapping[str, Numbers], expect: Mapping[str, Numbers]) -> None:
+    if not expect:
+        raise Malformed("`expect` is empty: there is nothing to compare")
+    # Sequences first: a wrong number of them explains wrong tokens.
+    for dimensions in (1, 2):
+        shapes = {
+            key: values.shape[:dimensions]
+            for key, values in [*inputs.items(), *expect.items()]
+            if values.ndim >= dimensions
+        }
+        if len(set(shapes.values())) > 1:
+            raise Malformed(
+                "shapes differ: "
+                + ", ".join(f"{key} {list(shape)}" for key, shape in shapes.items())
+            )
+    mask = inputs.get("mask")
+    if mask is not None and (mask.ndim != 2 or not np.isin(mask, (0.0, 1.0)).all()):
+        raise Malformed("`mask`: expected [sequence][token] of 0 and 1")
+
 
 POLICIES = ("logp", "logp_prox", "logp_behavior")
 """If a case names only some of the three policies, the others are the first one it names."""
@@ -47,6 +165,7 @@ PER_SEQUENCE = ("rewards", "group", "score_norms")
 def settings_of(section: str, name: str, params: Mapping[str, Any]) -> Strict:
     """The settings of method `name` as `objective.<section>` would take them. Raises
     ValidationError, ValueError."""
+    # The schema's own models: a case cannot set what a configuration could not.
     for model in models_in(ObjectiveConfig.model_fields[section].annotation):
         if method_name(model) == name:
             return model.model_validate({**params, "name": name})
@@ -72,9 +191,11 @@ def batch_of(case: Case) -> TokenBatch:
                 f"inputs.{key}: expected numbers per"
                 f" {'sequence' if key in PER_SEQUENCE else 'token'}"
             )
+        # Padding stays in the flat batch, with mask 0.
         given[key] = torch.from_numpy(values.flatten()).to(
             torch.int64 if key in ("group", "lag") else torch.float64
         )
+    # nan, so that a method which reads an absent policy fails visibly.
     unknown = torch.full((rows * length,), math.nan, dtype=torch.float64)
     first = next((given[key] for key in POLICIES if key in given), unknown)
     columns: dict[str, Any] = {
@@ -87,6 +208,7 @@ def batch_of(case: Case) -> TokenBatch:
     batch = TokenBatch(**(columns | given))
     if batch.rewards is None:
         return batch
+    # As in training, where the KL penalty is taken off before.
     batch = batch.replace(token_rewards=token_rewards(batch, torch.zeros_like(batch.mask)))
     return (
         batch
@@ -108,6 +230,7 @@ def micro_batch(whole: TokenBatch, dtype: torch.dtype) -> TokenBatch:
     decided = BatchDecision(
         cast(whole.decided.tokens), cast(whole.decided.sequences), whole.decided.scalars
     )
+    # A micro-batch has no groups: it may hold a part of one.
     return dataclasses.replace(whole, **(cast(columns) | {"group": None, "decided": decided}))
 
 
@@ -121,6 +244,7 @@ def _decided(name: str, case: Case, params: Mapping[str, Any]) -> Mapping[str, f
 
 
 def _m2po_cap(case: Case) -> dict[str, float]:
+    # The cap is decided in this mode only.
     found = _decided("m2po", case, {**case.params, "mode": "cap"})
     return {"log_ratio_cap": found["objective/log_ratio_cap"]}
 
@@ -149,6 +273,7 @@ def _ess_log_weights(case: Case) -> dict[str, float]:
 
 def _of_log_weights(log_weights: Numbers, params: Mapping[str, Any]) -> dict[str, float]:
     settings = EssLrControl.model_validate(params)
+    # `auto` averages over steps, and a case is one step.
     if isinstance(settings.reference_ratio, str):
         raise ValueError("params.reference_ratio: auto is known only within a run")
     ess = effective_sample_size(log_weights)
@@ -196,8 +321,10 @@ def _policy_loss(case: Case, dtype: torch.dtype) -> CaseValues:
     settings: Any = settings_of("loss", case.name, params)
     whole = batch_of(case)
     if method.decide is not None:
+        # Decisions see the whole batch before any micro-batch, as in a step.
         whole = whole.replace(decided=method.decide(whole, settings))
     part = micro_batch(whole, dtype)
+    # A leaf of its own, so that the gradient is that of this loss alone.
     part = part.replace(logp=part.logp.clone().requires_grad_())
     losses = method.function(part, settings)
     if isinstance(losses, SequenceLoss) and aggregation not in (None, "seq-mean"):
@@ -222,6 +349,7 @@ def _policy_loss(case: Case, dtype: torch.dtype) -> CaseValues:
 
 
 def _advantage(case: Case, dtype: torch.dtype) -> CaseValues | None:
+    # Advantages are computed once per batch, always in float64.
     if dtype != torch.float64:
         return None
     method, whole = advantage_method(case.name), batch_of(case)

@@ -58,6 +58,7 @@ class Verdict:
 
     regime: int
     square: float
+    # Null, not 0: a cosine of 0 is a measurement.
     cosine: float | None = None
     length: float = 1.0
     along: float | None = None
@@ -73,6 +74,7 @@ class Verdict:
         """|g'| / |g| after projection, 1 without one: sqrt(1 - c^2 + (k c)^2)."""
         if self.along is None or self.cosine is None:
             return 1.0
+        # Rounding may leave a cosine slightly above 1.
         return math.sqrt(max(0.0, 1.0 - self.cosine**2) + self.along**2)
 
 
@@ -101,7 +103,7 @@ class AlignmentControl(Control, ABC):
 
     @property
     def c_low(self) -> float | None:
-        """The threshold in force; null until calibrated."""
+        """Current threshold; null until calibrated."""
         return self.settings.c_low if self.calibration is None else self.calibration.threshold
 
     def apply(self, step: StepView) -> Decision:
@@ -113,6 +115,7 @@ class AlignmentControl(Control, ABC):
         metrics = {**self._metrics(verdict), **decision.metrics}
         return replace(
             decision,
+            # Null baselines inherit this: they skip where GAC would.
             skip=verdict.regime == SKIP,
             norm_before=verdict.norm,
             norm_after=verdict.norm if decision.norm_after is None else decision.norm_after,
@@ -120,6 +123,7 @@ class AlignmentControl(Control, ABC):
         )
 
     def reset(self) -> None:
+        # A gradient that is not finite would make every later cosine nan.
         self.reference = self._restored = self.reference_square = None
         self.consecutive_skips = 0
 
@@ -131,24 +135,29 @@ class AlignmentControl(Control, ABC):
         """
         assert self.reference is not None
         raw = self.settings.reference == "raw"
+        # With `applied` a gradient that was skipped is not a reference.
         if not raw and verdict.regime == SKIP:
             return
         self.reference_fresh = verdict.fresh
+        # Only then is |reference| the norm that was just measured.
         exact = self.settings.reference_dtype == "fp32" and (raw or not change)
         self.reference_square = verdict.square if exact else None
         grads = [shard.grad.detach() for shard in gradients.shards]
+        # One sweep changes the gradient and writes the reference.
         if change:
             self.reference.project(grads, change * verdict.length, raw=raw)
         else:
             self.reference.put(grads)
 
     def _judge(self, step: StepView) -> Verdict:
+        # Fresh: sampled by the weights that it trains.
         gradients, fresh = step.gradients, step.lag_max == 0
         if self._restored is not None:
             self._remember(gradients, self._restored)
         if self.reference is None:
             square = squared_norm(gradients)
             kept = Verdict(regime=KEEP, square=square)
+            # Every branch depends on all-reduced numbers, so ranks never diverge.
             if math.isfinite(square) and square > 0.0 and not step.is_anomaly(kept.norm):
                 self._begin(gradients, fresh, square)
             return kept
@@ -170,8 +179,10 @@ class AlignmentControl(Control, ABC):
             # It was too small for the numbers it was kept in.
             self._begin(gradients, fresh, square)
             return kept
+        # Rounding may leave [-1, 1].
         cosine = max(-1.0, min(1.0, product / math.sqrt(square * reference_square)))
         if self.calibration is not None:
+            # Both gradients of the cosine must be on-policy.
             self.calibration.observe(cosine, fresh=fresh and self.reference_fresh)
         regime = self._regime(cosine)
         if regime != PROJECT:
@@ -195,6 +206,7 @@ class AlignmentControl(Control, ABC):
             return KEEP
         if self.settings.c_high is None or cosine <= self.settings.c_high:
             return PROJECT
+        # A skip leaves the weights, so the next gradient would be as aligned: break the deadlock.
         return SKIP if self.consecutive_skips < self.settings.max_consecutive_skips else PROJECT
 
     def _begin(self, gradients: Gradients, fresh: bool, square: float) -> None:
@@ -204,6 +216,7 @@ class AlignmentControl(Control, ABC):
 
     def _remember(self, gradients: Gradients, values: Sequence[Tensor]) -> None:
         if self.settings.reference_offload == "cpu" and self._copies is None:
+            # One stream for the life of the control: copies must stay in order.
             self._copies = copies_for(gradients.device)
         shapes = [shard.grad.shape for shard in gradients.shards]
         self.reference = GradientReference(
@@ -213,6 +226,7 @@ class AlignmentControl(Control, ABC):
             value.to(gradients.device).view(shape)
             for value, shape in zip(values, shapes, strict=True)
         )
+        # Its tensors are freed now that the reference holds the values.
         self._restored = None
 
     def _count(self, verdict: Verdict) -> None:
@@ -220,6 +234,7 @@ class AlignmentControl(Control, ABC):
         self.consecutive_skips = self.consecutive_skips + 1 if verdict.regime == SKIP else 0
         if verdict.cosine is not None:
             self.cosines[verdict.regime] += 1
+            # Means over the run, which a resume continues.
             self.cosine_sums[verdict.regime] += verdict.cosine
 
     def _metrics(self, verdict: Verdict) -> dict[str, float]:

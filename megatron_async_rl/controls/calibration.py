@@ -2,7 +2,7 @@
 shows.
 
 Fresh: the batch of this step and the batch of the reference were sampled by the weights they
-trained (lag 0). A run that asks for calibration trains synchronously for its first `steps` + 1
+trained (lag 0). A run with calibration trains synchronously for its first `steps` + 1
 steps (flow/staleness.py); the first step has no cosine. Should some of those steps have none either
 (a gradient that is not finite, an empty batch), then the first stale step takes the quantile of
 what there is, provided it is at least half; with less, calibration waits for more fresh steps.
@@ -34,10 +34,12 @@ class CosineCalibration:
 
     def observe(self, cosine: float, *, fresh: bool) -> None:
         """The cosine of one step, all-reduced."""
+        # The threshold is fixed once: results must not drift with later data.
         if self.threshold is not None:
             return
         if fresh:
             self.cosines.append(cosine)
+        # Fresh steps are over: take what there is, if it is at least half.
         enough = self.settings.steps if fresh else max(1, (self.settings.steps + 1) // 2)
         if len(self.cosines) >= enough:
             quantile = float(np.quantile(self.cosines, self.settings.quantile))

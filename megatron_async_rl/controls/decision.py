@@ -63,6 +63,7 @@ class StepView:
     outside the run's history; such a gradient is nothing to compare the next one with.
     """
 
+    # Reduced over all ranks, so that every rank sees the same norms.
     gradients: Gradients
     optimizer: OptimizerView
     log_weights: NDArray[np.float64]
@@ -84,12 +85,32 @@ class Decision:
     """
 
     skip: bool = False
+    # Neutral defaults: decisions combine by multiplication.
     lr_scale: float = 1.0
     gradient_scale: float = 1.0
+    # Null, because no number means "leave it".
     beta1: float | None = None
     norm_before: float | None = None
     norm_after: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def combined(decisions: Iterable[Decision]) -> Decision:
+    """Return the decision of all controls: factors multiply, the last beta1 and the last norm hold,
+    and any may skip. `norm_before` is the first measured: later ones are of a changed gradient."""
+    # In the order of the configuration, so that "last" has a meaning.
+    whole = Decision()
+    for each in decisions:
+        whole = Decision(
+            skip=whole.skip or each.skip,
+            lr_scale=whole.lr_scale * each.lr_scale,
+            gradient_scale=whole.gradient_scale * each.gradient_scale,
+            beta1=whole.beta1 if each.beta1 is None else each.beta1,
+            norm_before=each.norm_before if whole.norm_before is None else whole.norm_before,
+            norm_after=whole.norm_after if each.norm_after is None else each.norm_after,
+            metrics={**whole.metrics, **each.metrics},
+        )
+    return whole
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -143,7 +164,7 @@ class Control:
         return UpdateCorrection()
 
     def reset(self) -> None:
-        """This step has no usable gradient; what compares one step with the next starts anew."""
+        """Forget what compares one step with the next: this step has no usable gradient."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and containers of them, the same on every rank and on every layout."""
@@ -166,7 +187,7 @@ class Control:
         return []
 
     def load_shard_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        """Takes what `shard_state` returned, cut for this rank's gradient shards (copied); a name
+        """Take what `shard_state` returned, cut for this rank's gradient shards (copied); a name
         that is absent has no state.
 
         Called once after `load_state_dict`, also with an empty mapping.

@@ -36,6 +36,7 @@ class Displacement(Control):
     def before_update(self, update: UpdateView) -> UpdateCorrection:
         """Metrics: displacement/cosine, and displacement/removed, |u - u'| / |u|; absent where D or
         u is 0."""
+        # Null on every rank or on none, so the collective below stays in step.
         if update.displacement is None:
             return UpdateCorrection()
         product, norm, distance = products_of(update.gradients, update.update, update.displacement)
@@ -48,6 +49,7 @@ class Displacement(Control):
                 metrics={"displacement/cosine": cosine, "displacement/removed": 0.0}
             )
         target = component_left(cosine, self.settings.target, self.settings.c_low)
+        # Interpolates in the cosine, not in the length.
         left = cosine - self._share(update) * (cosine - target)
         return UpdateCorrection(
             along=(left - cosine) * math.sqrt(norm / distance),
@@ -60,4 +62,5 @@ class Displacement(Control):
         tolerated = self.settings.tolerated_kl
         if tolerated == 0.0:
             return 1.0
+        # An estimate of 0 means that the policy has not moved.
         return max(0.0, 1.0 - tolerated / update.kl) if update.kl > 0.0 else 0.0

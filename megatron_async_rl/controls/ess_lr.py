@@ -30,11 +30,13 @@ def effective_sample_size(log_weights: NDArray[np.float64]) -> float:
 
     A weight of +inf leaves only its equals in the sum.
     """
+    # 0 makes the step as small as the floor allows.
     if len(log_weights) == 0 or np.isnan(log_weights).any():
         return 0.0
     largest = log_weights.max()
     if np.isinf(largest):
         return float((log_weights == largest).sum())
+    # The largest weight becomes 1, so that the sum neither overflows nor vanishes.
     weights = np.exp(log_weights - largest)
     return float(weights.sum() ** 2 / np.square(weights).sum())
 
@@ -42,9 +44,9 @@ def effective_sample_size(log_weights: NDArray[np.float64]) -> float:
 def lr_scale(
     ess_ratio: float,
     *,
-    rule: Literal["sqrt", "linear"] = "sqrt",
-    reference_ratio: float = 1.0,
-    floor: float = 0.0,
+    rule: Literal["sqrt", "linear"] = EssLrControl.default_of("rule"),
+    reference_ratio: float = EssLrControl.default_of("reference_ratio"),
+    floor: float = EssLrControl.default_of("floor"),
 ) -> float:
     """ess_ratio: ESS / B. In [floor, 1]; the floor itself where ess_ratio is not a number."""
     if math.isnan(ess_ratio):
@@ -78,8 +80,10 @@ class EssLr(Control):
         if len(log_weights) == 0:
             return Decision()
         if self.settings.use_truncated:
+            # In log space, where a weight cannot overflow.
             log_weights = np.minimum(log_weights, math.log(self.settings.cap))
         ratio = effective_sample_size(log_weights) / len(log_weights)
+        # Later optimizer steps of a batch are off-policy although their lag is 0.
         if step.lag_max == 0 and not step.moved and ratio > 0.0:
             self.on_policy_sum += ratio
             self.on_policy_steps += 1

@@ -48,8 +48,10 @@ class Gac(AlignmentControl):
     without a previous gradient."""
 
     def act(self, gradients: Gradients, verdict: Verdict) -> Decision:
+        # Nothing to compare with; the reference is in order already.
         if verdict.cosine is None:
             return Decision()
+        # g' = g + (along - cosine) |g| u: only the component along u changes.
         change = verdict.along - verdict.cosine if verdict.along is not None else 0.0
         self.sweep(gradients, verdict, change=change)
         norm = verdict.norm * verdict.left
@@ -63,6 +65,7 @@ class MatchedNorm(AlignmentControl):
     def act(self, gradients: Gradients, verdict: Verdict) -> Decision:
         if verdict.cosine is None:
             return Decision()
+        # Only the reference moves: the gradient keeps its direction.
         self.sweep(gradients, verdict, change=0.0)
         scale = verdict.left
         return Decision(gradient_scale=scale, metrics={"matched_norm/scale": scale})
@@ -83,11 +86,13 @@ class MatchedLr(Control):
 
     def apply(self, step: StepView) -> Decision:
         """Metric: matched_lr/scale, absent until an update was measured."""
+        # A skipped step made no update and must not be counted twice.
         norm = step.optimizer.last_update_norm if step.optimizer.updates > self.seen else None
         self.seen = step.optimizer.updates
         if norm is not None:
             self.total += norm / self.scale
             self.counted += 1
+        # All updates so far were 0, as with a learning rate that warms up from 0.
         if self.total <= 0.0:
             return Decision(lr_scale=self.scale)
         self.scale = self.settings.target_update_norm * self.counted / self.total

@@ -74,6 +74,7 @@ def products_kernel(
     rows: tl.constexpr,
     steps: tl.constexpr,
 ) -> None:
+    # int64: offsets of a shard may exceed 2^31.
     program = (tl.program_id(0) + first).to(tl.int64)
     product = tl.zeros((rows, columns), tl.float64)
     square = tl.zeros((rows, columns), tl.float64)
@@ -87,6 +88,7 @@ def products_kernel(
             r = r * _load(scales, row, row * columns < elements, masked)[:, None]
         g = g.to(tl.float64)
         r = r.to(tl.float64)
+        # float64 in registers: a float32 sum over SPAN elements would depend on its order.
         product += g * r
         square += g * g
         if not known:
@@ -168,6 +170,7 @@ def three_products(gradient: Tensor, written: tuple[Tensor, ...], known: bool) -
             rows=ROWS,
             steps=STEPS,
         )
+    # Programs' sums in their order, so the result does not depend on the grid.
     return partials.sum(0)
 
 

@@ -8,7 +8,7 @@ so that positive means "the same way again"):
     beta1 = beta1_max - (beta1_max - beta1_min) clip((c - c_low) / (c_high - c_low), 0, 1)
 
 beta1_max where there is nothing to compare with. The gradient is as earlier controls left it.
-Adam's bias correction follows the beta1 of every step (policy/bias_correction.py).
+Adam's bias correction follows the beta1 of every step (policy/optimizer.py).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class MomentumByAlignment(Control):
         settings, optimizer = self.settings, step.optimizer
         longest = settings.beta1_max if settings.beta1_max is not None else optimizer.beta1
         going = optimizer.momentum() if settings.against == "momentum" else optimizer.last_update()
+        # None on every rank, so all of them leave out the all-reduce.
         if going is None:
             return Decision(beta1=longest)
         product, norm, going_norm = products_with(step.gradients, going)
@@ -40,6 +41,7 @@ class MomentumByAlignment(Control):
             return Decision(beta1=longest)
         cosine = max(-1.0, min(1.0, product / math.sqrt(lengths)))
         if settings.against == "last_update":
+            # An update points against the gradient.
             cosine = -cosine
         share = max(0.0, min(1.0, (cosine - settings.c_low) / (settings.c_high - settings.c_low)))
         return Decision(

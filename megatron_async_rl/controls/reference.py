@@ -50,8 +50,8 @@ Wait = Callable[[], None]
 
 class ReferenceCopies(Protocol):
     def start(self, source: Tensor, target: Tensor) -> Wait:
-        """Begins target <- source (same shape and dtype). What is returned holds back the device's
-        later work until it is done.
+        """Begin target <- source (same shape and dtype). Return a function that holds back the
+        device's later work until the copy is done.
 
         Neither tensor may be changed before; a device tensor that is dropped keeps its memory until
         the copy is through.
@@ -59,7 +59,7 @@ class ReferenceCopies(Protocol):
         ...
 
     def finish(self) -> None:
-        """Returns when every copy started so far is done, so that this process may read host
+        """Wait until every copy started so far is done, so that this process may read host
         memory."""
         ...
 
@@ -76,6 +76,7 @@ class CudaCopies:
         self._stream = torch.cuda.Stream(device)
 
     def start(self, source: Tensor, target: Tensor) -> Wait:
+        # The copy starts after the work that made the source.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -83,7 +84,9 @@ class CudaCopies:
             done.record(self._stream)
         for tensor in (source, target):
             if tensor.is_cuda:
+                # The allocator must not reuse this memory before the copy is through.
                 tensor.record_stream(self._stream)
+        # Holds back the device only, never this thread.
         return lambda: torch.cuda.current_stream().wait_event(done)
 
     def finish(self) -> None:
@@ -102,6 +105,7 @@ def kernels_for(device: torch.device, dtype: ReferenceDtype) -> Any:
     """The module gac_kernels where it can run, else None. FP8 needs compute capability 8.9."""
     if device.type != "cuda" or torch.version.cuda is None or find_spec("triton") is None:
         return None
+    # Triton's e4m3 conversions need Ada or Hopper.
     if dtype == "fp8" and torch.cuda.get_device_capability(device) < (8, 9):
         return None
     from megatron_async_rl.controls import gac_kernels
@@ -116,6 +120,7 @@ class BlockSweeps:
     @staticmethod
     def project(gradient: Tensor, written: QuantizedTensors, factor: float, *, raw: bool) -> None:
         for g, r in _blocks(gradient, written):
+            # The raw values are needed after the gradient has changed.
             kept = g.clone() if raw else g
             # In float32: of two bfloat16 tensors torch would round the product, too.
             g.add_(dequantize(r, g.shape), alpha=factor)
@@ -156,6 +161,7 @@ class GradientReference:
         self._copies = copies
         self._shapes = shapes
         self._kernels = kernels_for(device, dtype)
+        # FP8 has scales per block, which cannot move by one block.
         self._slides = self._kernels is None and copies is None and dtype != "fp8"
         sizes = [shape.numel() for shape in shapes]
         if self._slides:
@@ -174,6 +180,7 @@ class GradientReference:
         for index, gradient in enumerate(gradients):
             written = (
                 self._kept[index]
+                # Offloaded, a device buffer is written and then copied out.
                 if self._copies is None
                 else room_for(gradient.numel(), self._dtype, gradient.device)
             )
@@ -225,6 +232,7 @@ class GradientReference:
             for block in zip(*(x.view(-1).split(size) for x in (gradient, old, new)), strict=True)
         ]
         for g, old, new in blocks if start == 0 else reversed(blocks):
+            # Before the gradient changes: the reference is the raw one.
             new.copy_(g)
             # In float32: of two bfloat16 tensors torch would round the product, too.
             g.add_(old.float(), alpha=factor)
@@ -251,6 +259,7 @@ class GradientReference:
         if self._copies is None:
             yield from self._kept
             return
+        # One shard is on its way while the one before it is used.
         ahead = self._fetch(0) if self._kept else None
         for index in range(len(self._kept)):
             assert ahead is not None
@@ -277,6 +286,7 @@ class GradientReference:
     def shards(self) -> list[Tensor]:
         """float32 shards, all at once and in the memory they are kept in: for a checkpoint."""
         if self._copies is not None:
+            # Host memory is read by this process, which no device event holds back.
             self._copies.finish()
         return [
             dequantize(written, shape)

@@ -3,12 +3,10 @@ config/controls.py and one line here; a plug-in, `module:Class`, is one file."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from megatron_async_rl.config.controls import ControlSettings
-from megatron_async_rl.config.settings_model import plug_in_class
+from megatron_async_rl.config.settings_model import find
 from megatron_async_rl.controls.decision import Control
 from megatron_async_rl.controls.displacement import Displacement
 from megatron_async_rl.controls.ess_lr import EssLr
@@ -29,18 +27,7 @@ CONTROLS: Mapping[str, Callable[[Any], Control]] = {
 def build_controls(configs: Iterable[Any]) -> dict[str, Control]:
     """Name -> control, in the order of the configuration, which is the order they are applied in.
 
-    Raises ValueError for a name that no registry line has, naming the nearest.
+    Raises UnknownName for a name that no registry line has.
     """
-    controls: dict[str, Control] = {}
-    for config in configs:
-        if ":" in config.name:
-            controls[config.name] = plug_in_class(config.name, ControlSettings).method(config)
-            continue
-        if config.name not in CONTROLS:
-            nearest = difflib.get_close_matches(config.name, CONTROLS, n=3, cutoff=0.0)
-            raise ValueError(
-                f"unknown control {config.name!r}; nearest: {', '.join(nearest)}; known:"
-                f" {', '.join(sorted(CONTROLS))}"
-            )
-        controls[config.name] = CONTROLS[config.name](config)
-    return controls
+    # A plug-in's class was imported and checked when the configuration was validated.
+    return {one.name: find("control", one.name, CONTROLS)(one) for one in configs}

@@ -2,7 +2,6 @@
 and restored."""
 
 from megatron_async_rl.config.problem import DataError
-from megatron_async_rl.data.identity import DataIdentity
 from megatron_async_rl.data.prompts import (
     PromptSet,
     log_too_long,
@@ -10,7 +9,7 @@ from megatron_async_rl.data.prompts import (
     read_set,
     read_training,
 )
-from megatron_async_rl.data.source import PromptSource, SupervisedSource, fitting
+from megatron_async_rl.data.source import DataIdentity, PromptSource, SupervisedSource, fitting
 from megatron_async_rl.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 
 __all__ = [

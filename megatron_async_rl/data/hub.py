@@ -18,6 +18,7 @@ import contextlib
 import fnmatch
 import posixpath
 import re
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,9 +30,13 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.settings_model import Strict
 from megatron_async_rl.config.yaml_tree import YamlFault, read_tree
-from megatron_async_rl.data.files import FORMATS, NO_DATA
-from megatron_async_rl.data.patterns import alternatives_of, matches, one_pattern, paths_matching
-from megatron_async_rl.data.splits import splits_by_name
+from megatron_async_rl.data.locations import (
+    ENDINGS,
+    NO_DATA,
+    alternatives_of,
+    one_pattern,
+    paths_matching,
+)
 
 NAME = re.compile(
     r"hf:/{1,2}(?P<data>datasets/)?(?P<id>[^/@#]+/[^/@#]+)(@(?P<revision>[^/#]+))?"
@@ -302,43 +307,66 @@ def _absent(file: str) -> Exception:
 def _splits(
     key: str, name: HubName, card: Path, files: list[str]
 ) -> tuple[str | None, dict[str, list[str]]]:
-    """The files of each split of the configuration that is meant, and its name where the card has
-    several."""
+    """Return the configuration that is meant, null where the data set has a single one, and the
+    files of its splits by the rules of `datasets`."""
+    from datasets.utils.metadata import MetadataConfigs
     from huggingface_hub import metadata_load
 
     try:
         header = (metadata_load(card) if card.exists() else None) or {}
+        parts = MetadataConfigs.from_dataset_card_data(header) or MetadataConfigs(default={})
+        part = name.part or parts.get_default_config_name()
+        splits = _matched(parts[part], files) if part in parts else {}
     except (ValueError, yaml.YAMLError) as error:
         what = f"the card of {name} cannot be read: {_first_line(error)}"
         raise UserError.of(key, what, _name_a_file(name, files)) from error
-    configs = [one for one in header.get("configs") or [] if isinstance(one, dict)]
-    parts = {str(one.get("config_name", "default")): one for one in configs or [{}]}
-    several = len(parts) > 1
-    meant = [one for one in parts if one == "default" or parts[one].get("default") or not several]
-    if name.part:
-        meant = [one for one in parts if one == name.part]
-    if len(meant) != 1:
+    if part not in parts:
         what = f"has no configuration {name.part}" if name.part else "has several configurations"
-        each = [replace(name, part=part, split=name.split or "train") for part in parts]
+        each = [replace(name, part=one, split=name.split or "train") for one in parts]
         raise UserError.of(key, f"{name} {what}", f"write one of {', '.join(map(str, each))}")
-    entry = parts[meant[0]]
-    part = meant[0] if several else None
-    inside = posixpath.normpath(str(entry.get("data_dir") or ".")) + "/"
-    inside = "" if inside == "./" else inside
-    readable = [one for one in files if one.endswith(tuple(FORMATS)) and not NO_DATA.search(one)]
+    return part if len(parts) > 1 else None, splits
+
+
+def _matched(entry: Mapping[str, Any], files: list[str]) -> dict[str, list[str]]:
+    """Return the files of each split. `entry`: of one configuration in the card; without
+    `data_files` the names of the files decide. Raises ValueError for patterns outside the data
+    set."""
+    from datasets.data_files import get_data_patterns, resolve_pattern, sanitize_patterns
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    root = f"/{uuid.uuid4().hex}"
+    base = posixpath.normpath(f"{root}/{entry.get('data_dir') or ''}")
     listed = entry.get("data_files")
-    if listed is None:
-        named = [one.removeprefix(inside) for one in readable if one.startswith(inside)]
-        by_name = splits_by_name(named)
-        return part, {split: [f"{inside}{one}" for one in them] for split, them in by_name.items()}
-    found: dict[str, set[str]] = {}
-    for item in listed if isinstance(listed, list) else [listed]:
-        one = item if isinstance(item, dict) else {"split": "train", "path": item}
-        for path in one["path"] if isinstance(one.get("path"), list) else [one.get("path")]:
-            pattern = posixpath.normpath(f"{inside}{path}")
-            them = {file for file in readable if matches(file, pattern)}
-            found.setdefault(str(one.get("split")), set()).update(them)
-    return part, {split: sorted(them) for split, them in found.items() if them}
+    patterns: dict[str, list[str]] = {} if listed is None else sanitize_patterns(listed)
+    # `datasets` would follow a card to other repositories, to any address, and to local files.
+    for one in [base, *(str(each) for them in patterns.values() for each in them)]:
+        inside = posixpath.normpath(posixpath.join(base, one))
+        if "://" in one or not f"{inside}/".startswith(f"{root}/"):
+            shown = entry["data_dir"] if one == base else one
+            raise ValueError(f"it names {shown}, which is outside the data set")
+
+    # `datasets` matches patterns against a file system. This one holds an empty file for each name
+    # in the commit's list, because offline only the list is certain to be complete.
+    there = [one for one in files if one.endswith(ENDINGS) and not NO_DATA.search(one)]
+    system = MemoryFileSystem()
+    system.pipe({f"{root}/{one}": b"" for one in there})
+    splits: dict[str, list[str]] = {}
+    try:
+        for split, them in (patterns or get_data_patterns(f"memory:/{base}")).items():
+            found: set[str] = set()
+            for one in them:
+                with contextlib.suppress(FileNotFoundError):  # of a pattern that matches nothing
+                    found.update(resolve_pattern(one, f"memory:/{base}"))
+            if found:
+                splits[str(split)] = sorted(one.partition(f"{root}/")[2] for one in found)
+    except FileNotFoundError:  # of a data set without files in these formats
+        return {}
+    finally:
+        # The file system is one for the whole process; its own recursive removal takes quadratic
+        # time.
+        for one in there:
+            system.rm_file(f"{root}/{one}")
+    return splits
 
 
 def _missing_pieces(folder: Path, wanted: str) -> list[str]:
@@ -403,11 +431,12 @@ def _fetch_it(name: HubName) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)
 
 
 def _name_a_file(name: HubName, listed: list[str]) -> str:
     """Shows the files that it holds."""
-    files = [file for file in listed if file.endswith(tuple(FORMATS))]
+    files = [file for file in listed if file.endswith(ENDINGS)]
     shown = f": {', '.join(files[:6])}" if files else ", such as /data/train-*.parquet"
     return f"add the file, or a pattern of files, in it{shown}"

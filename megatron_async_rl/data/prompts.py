@@ -17,31 +17,34 @@ from megatron_async_rl.config.data import (
     SourceConfig,
 )
 from megatron_async_rl.config.problem import DataError
-from megatron_async_rl.config.visible_text import is_blank
-from megatron_async_rl.data.conversation import (
-    TrainingConversation,
-    answered,
-    conversation,
-    loss_weight,
-    response_text,
-)
-from megatron_async_rl.data.files import DataRow, a_kind, read_rows, require_training_files
+from megatron_async_rl.data.files import DataRow, a_kind, read_rows
+from megatron_async_rl.data.locations import require_training_files
 from megatron_async_rl.data.messages import (
     MessagesFault,
+    TrainingConversation,
+    answered,
     as_conversation,
-    half_a_pair,
+    conversation,
     is_messages,
     is_unicode,
+    loss_weight,
     message_of,
     messages_in,
+    response_text,
     without_nulls,
 )
 from megatron_async_rl.data.row_columns import (
     MISSING,
     TOOLS_KEY,
+    Required,
+    checked_rows,
+    fields_of,
     missing_column,
+    nothing_more,
+    prompt_value,
     read_json,
     value_of,
+    with_fields,
 )
 from megatron_async_rl.data.tokenizer import Tokenizer, encode_rows
 from megatron_async_rl.samples.types import Prompt
@@ -49,19 +52,6 @@ from megatron_async_rl.samples.types import Prompt
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Required:
-    """Columns and values that the rewards read of a row, given the fields of its prompt."""
-
-    columns: Callable[[Mapping[str, Any]], Sequence[str] | None] = lambda fields: ()
-    """Further columns that the row must have; None if no part of the reward is for it."""
-    fault: Callable[[Mapping[str, Any]], tuple[str, str, str] | None] = lambda fields: None
-    """(column, what is wrong with it, fix) if a reward cannot use a value of the row, which has all
-    `columns`. The column is the reward's name of it; empty if the fault is not that of one
-    column."""
-
-
-nothing_more = Required()
 PromptQuery = str | list[dict[str, Any]]
 """The prompt of a row: text, or chat messages."""
 AT_A_TIME = 4096
@@ -215,8 +205,8 @@ def _read(
     if conversations and columns.answer is not None:
         what = f"is read as conversations, and data.answer_key: {columns.answer} names answers"
         raise DataError(path, None, what, "remove data.answer_key, or data.messages_key")
-    given_fields = _with_fields(read_rows(path, limit), columns)
-    rows = _checked(given_fields, columns, field, required)
+    given_fields = with_fields(read_rows(path, limit), columns)
+    rows = checked_rows(given_fields, columns, field, required)
     queries = ((row, _messages_or_text(row, columns, as_chat, chat_keys)) for row in rows)
     prompts: list[Prompt] = []
     places: dict[str, tuple[Path, int]] = {}
@@ -257,7 +247,7 @@ def _read(
                 f"leave such prompts out (data.max_prompt_tokens={room}), or leave them more room:"
                 " raise rollout.max_context or lower rollout.sampling.max_tokens",
             )
-        fields = _fields(values, columns)
+        fields = fields_of(values, columns)
         if supervised:
             loss_weight(file, place, fields)
         if columns.answer is not None:
@@ -309,96 +299,13 @@ def _identity(
     return name
 
 
-def _fields(values: Mapping[str, Any], columns: DataColumns) -> dict[str, Any]:
-    """The columns of a row that become fields of its prompt under their own names."""
-    taken = (columns.messages or columns.prompt, "id")
-    return {key: value for key, value in values.items() if key not in taken}
-
-
-def _with_fields(rows: Iterator[DataRow], columns: DataColumns) -> Iterator[DataRow]:
-    """The rows with the columns that the configuration gives all of them."""
-    for file, place, values in rows:
-        for name, value in columns.fields.items():
-            if name in values and values[name] != value:
-                what = f"has a column `{name}` of its own: {values[name]!r:.80}"
-                fix = f"remove `{name}` from the `fields` of this file, or give it another name"
-                raise DataError(file, place, what, fix)
-        yield file, place, {**values, **columns.fields}
-
-
-def _checked(
-    rows: Iterator[DataRow], columns: DataColumns, field: str, required: Required
-) -> Iterator[DataRow]:
-    """The rows, each with the columns that are read of it."""
-    prompt = columns.messages or columns.prompt
-    always = {("messages" if columns.messages else "prompt"): prompt}
-    if columns.answer is not None:
-        always[field] = columns.answer
-    for file, place, values in rows:
-        fields = _fields(values, columns)
-        if columns.answer is not None and value_of(values, columns.answer) is not MISSING:
-            fields[field] = value_of(values, columns.answer)
-        more = required.columns(fields)
-        if more is None:
-            raise DataError(
-                file,
-                place,
-                "is of no part of the reward: none has a `where` that it meets",
-                "give a part of rollout.reward.parts a `where` for it, or none; `fields` of its"
-                " source gives every row of a file a column",
-            )
-        wanted = always | {n: n for n in more if n not in always and n != "prompt"}
-        for role, column in wanted.items():
-            # Rewards read whole columns alone; a key of `data` may name a value inside one.
-            named = always.get(role) == column
-            text = value_of(values, column) if named else values.get(column, MISSING)
-            if text is MISSING:
-                raise missing_column(file, place, role, column, values)
-            if not is_unicode(text if isinstance(text, str) else ""):
-                raise half_a_pair(file, place, f"`{column}`")
-        if (fault := required.fault(fields)) is not None:
-            raise _unusable(file, place, *fault, own={field: columns.answer or field})
-        value = _prompt_value(file, place, values, columns)
-        if value in ("", [], {}) or (isinstance(value, str) and is_blank(value)):
-            fix = "write the question, or remove the line"
-            raise DataError(file, place, f"`{prompt}` is empty", fix)
-        if not isinstance(value, list if columns.messages else (str, list)):
-            what = f"`{prompt}` is {a_kind(value)}"
-            fix = "make it text, or a list of chat messages"
-            if columns.messages:
-                fix = "make it a list of chat messages, or name a column of text as data.prompt_key"
-            raise DataError(file, place, what, fix)
-        yield file, place, values
-
-
-def _unusable(
-    file: Path, place: int, column: str, what: str, fix: str, *, own: Mapping[str, str]
-) -> DataError:
-    """Return the error for a value that a reward cannot use, with the user's name of its column.
-    `own`: that name for the columns that a key of the configuration names."""
-    if column:
-        return DataError(file, place, f"`{own.get(column, column)}` {what}", fix)
-    renamed = [f"`{role}` is the column `{name}`" for role, name in own.items() if role != name]
-    return DataError(file, place, "; ".join((what, *renamed)), fix)
-
-
-def _prompt_value(file: Path, place: int, values: Mapping[str, Any], columns: DataColumns) -> Any:
-    """The prompt of a row; messages that are JSON text as a list."""
-    column = columns.messages or columns.prompt
-    try:
-        return messages_in(value_of(values, column))
-    except MessagesFault as error:
-        fix = error.fix.replace("COLUMN", column)
-        raise DataError(file, place, f"`{column}` {error.what}", fix) from error
-
-
 def _messages_or_text(
     row: DataRow, columns: DataColumns, as_chat: bool, chat_keys: Sequence[str]
 ) -> PromptQuery:
     """The prompt as chat messages, whose faults are named; text that no template renders as text,
     for which `chat_keys` would be without effect."""
     file, place, values = row
-    value = _prompt_value(file, place, values, columns)
+    value = prompt_value(file, place, values, columns)
     if isinstance(value, str):
         if not as_chat:
             if chat_keys:

@@ -1,4 +1,5 @@
-"""Values of a row by the name of a column, also inside other columns.
+"""Columns of a row: values by the name of a column, also inside other columns, and checks that a
+row has what training reads of it.
 
 Invariants:
 - a column that is called `a.b` goes before the value `b` of a column `a`;
@@ -11,13 +12,22 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_async_rl.config.data import DataColumns
 from megatron_async_rl.config.problem import DataError
-from megatron_async_rl.data.files import columns_of_bytes
-from megatron_async_rl.data.messages import is_messages, messages_in
+from megatron_async_rl.config.visible_text import is_blank
+from megatron_async_rl.data.files import DataRow, a_kind, columns_of_bytes
+from megatron_async_rl.data.messages import (
+    MessagesFault,
+    half_a_pair,
+    is_messages,
+    is_unicode,
+    messages_in,
+)
 
 MISSING: Any = object()
 TOOLS_KEY = "tools_key"
@@ -31,6 +41,21 @@ SYNONYMS = {
     "response": ("answer", "completion", "output", "solution", "target", "chosen"),
 }
 """Names that data sets give to the column of each role, the most certain first."""
+
+
+@dataclass(frozen=True)
+class Required:
+    """Columns and values that the rewards read of a row, given the fields of its prompt."""
+
+    columns: Callable[[Mapping[str, Any]], Sequence[str] | None] = lambda fields: ()
+    """Further columns that the row must have; None if no part of the reward is for it."""
+    fault: Callable[[Mapping[str, Any]], tuple[str, str, str] | None] = lambda fields: None
+    """(column, what is wrong with it, fix) if a reward cannot use a value of the row, which has all
+    `columns`. The column is the reward's name of it; empty if the fault is not that of one
+    column."""
+
+
+nothing_more = Required()
 
 
 def value_of(values: Mapping[str, Any], name: str) -> Any:
@@ -52,6 +77,89 @@ def read_json(value: Any) -> Any:
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(value)
     return value
+
+
+def with_fields(rows: Iterator[DataRow], columns: DataColumns) -> Iterator[DataRow]:
+    """The rows with the columns that the configuration gives all of them."""
+    for file, place, values in rows:
+        for name, value in columns.fields.items():
+            if name in values and values[name] != value:
+                what = f"has a column `{name}` of its own: {values[name]!r:.80}"
+                fix = f"remove `{name}` from the `fields` of this file, or give it another name"
+                raise DataError(file, place, what, fix)
+        yield file, place, {**values, **columns.fields}
+
+
+def checked_rows(
+    rows: Iterator[DataRow], columns: DataColumns, field: str, required: Required
+) -> Iterator[DataRow]:
+    """The rows, each with the columns that are read of it."""
+    prompt = columns.messages or columns.prompt
+    always = {("messages" if columns.messages else "prompt"): prompt}
+    if columns.answer is not None:
+        always[field] = columns.answer
+    for file, place, values in rows:
+        fields = fields_of(values, columns)
+        if columns.answer is not None and value_of(values, columns.answer) is not MISSING:
+            fields[field] = value_of(values, columns.answer)
+        more = required.columns(fields)
+        if more is None:
+            raise DataError(
+                file,
+                place,
+                "is of no part of the reward: none has a `where` that it meets",
+                "give a part of rollout.reward.parts a `where` for it, or none; `fields` of its"
+                " source gives every row of a file a column",
+            )
+        wanted = always | {n: n for n in more if n not in always and n != "prompt"}
+        for role, column in wanted.items():
+            # Rewards read whole columns alone; a key of `data` may name a value inside one.
+            named = always.get(role) == column
+            text = value_of(values, column) if named else values.get(column, MISSING)
+            if text is MISSING:
+                raise missing_column(file, place, role, column, values)
+            if not is_unicode(text if isinstance(text, str) else ""):
+                raise half_a_pair(file, place, f"`{column}`")
+        if (fault := required.fault(fields)) is not None:
+            raise _unusable(file, place, *fault, own={field: columns.answer or field})
+        value = prompt_value(file, place, values, columns)
+        if value in ("", [], {}) or (isinstance(value, str) and is_blank(value)):
+            fix = "write the question, or remove the line"
+            raise DataError(file, place, f"`{prompt}` is empty", fix)
+        if not isinstance(value, list if columns.messages else (str, list)):
+            what = f"`{prompt}` is {a_kind(value)}"
+            fix = "make it text, or a list of chat messages"
+            if columns.messages:
+                fix = "make it a list of chat messages, or name a column of text as data.prompt_key"
+            raise DataError(file, place, what, fix)
+        yield file, place, values
+
+
+def fields_of(values: Mapping[str, Any], columns: DataColumns) -> dict[str, Any]:
+    """The columns of a row that become fields of its prompt under their own names."""
+    taken = (columns.messages or columns.prompt, "id")
+    return {key: value for key, value in values.items() if key not in taken}
+
+
+def prompt_value(file: Path, place: int, values: Mapping[str, Any], columns: DataColumns) -> Any:
+    """The prompt of a row; messages that are JSON text as a list."""
+    column = columns.messages or columns.prompt
+    try:
+        return messages_in(value_of(values, column))
+    except MessagesFault as error:
+        fix = error.fix.replace("COLUMN", column)
+        raise DataError(file, place, f"`{column}` {error.what}", fix) from error
+
+
+def _unusable(
+    file: Path, place: int, column: str, what: str, fix: str, *, own: Mapping[str, str]
+) -> DataError:
+    """Return the error for a value that a reward cannot use, with the user's name of its column.
+    `own`: that name for the columns that a key of the configuration names."""
+    if column:
+        return DataError(file, place, f"`{own.get(column, column)}` {what}", fix)
+    renamed = [f"`{role}` is the column `{name}`" for role, name in own.items() if role != name]
+    return DataError(file, place, "; ".join((what, *renamed)), fix)
 
 
 def missing_column(

@@ -2,6 +2,8 @@
 
 Invariants:
 - every prompt of a source is handed out exactly once per epoch of that source;
+- digests identify the data of a resume. They cover what a row gives to training (text, columns,
+  tokens, and the order of the rows), and neither ids nor names of files;
 - the order of an epoch depends on (seed, epoch) alone, and the next source on how many each has
   given, so a saved position continues with the very same sequence; it has the digests of its
   prompts, and is refused by a source of others;
@@ -13,21 +15,79 @@ Invariants:
 
 from __future__ import annotations
 
+import json
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
+from megatron_async_rl.config.durable import Digest
 from megatron_async_rl.config.problem import DataError
-from megatron_async_rl.data.conversation import TrainingConversation, loss_weight, response_text
-from megatron_async_rl.data.identity import DataIdentity
+from megatron_async_rl.data.messages import TrainingConversation, loss_weight, response_text
 from megatron_async_rl.data.prompts import MixturePart, PromptSet
 from megatron_async_rl.data.tokenizer import Tokenizer, encode_rows
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.samples.types import Prompt, Sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataIdentity:
+    """The prompts of one file. `rows`: digest of text and columns; `tokens`: of token ids, and for
+    given responses of their tokens and masks."""
+
+    count: int
+    rows: str
+    tokens: str
+
+    @classmethod
+    def of(
+        cls, prompts: Sequence[Prompt], given: Sequence[TrainingConversation] = ()
+    ) -> DataIdentity:
+        """given: the responses to `prompts` that are trained on, if any."""
+        rows, tokens = Digest(), Digest()
+        for index, prompt in enumerate(prompts):
+            # One line each, so that what moves from one row to the next changes the digest.
+            row = json.dumps([prompt.text, prompt.fields], sort_keys=True, default=_plain)
+            rows.add(f"{row}\n".encode())
+            parts = [array("i", prompt.token_ids).tobytes()]
+            if given:
+                parts += [given[index].ids.tobytes(), given[index].mask.tobytes()]
+            for part in parts:
+                tokens.add(len(part).to_bytes(8))
+                tokens.add(part)
+        return cls(count=len(prompts), rows=rows.text, tokens=tokens.text)
+
+    @classmethod
+    def read(cls, saved: Mapping[str, Any]) -> DataIdentity | None:
+        """Read the result of `as_json`; null if an earlier release saved none."""
+        if not {"count", "rows", "tokens"} <= saved.keys():
+            return None
+        return cls(count=saved["count"], rows=saved["rows"], tokens=saved["tokens"])
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def difference(self, now: DataIdentity) -> str | None:
+        """How the data `now` differs from this; null: not at all."""
+        if self.count != now.count:
+            return f"{self.count} prompts there, {now.count} here"
+        if self.rows != now.rows:
+            return f"{self.count} prompts there and here, with other text, columns or order"
+        if self.tokens != now.tokens:
+            return (
+                "the same rows there and here, with other tokens: the tokenizer in model.path is"
+                " another one"
+            )
+        return None
+
+
+def _plain(value: object) -> str:
+    """Text for a value of a column that JSON does not have, such as a date."""
+    return value.text if isinstance(value, TrainingConversation) else repr(value)
 
 
 class Order:

@@ -57,43 +57,12 @@ class BatchSource(Protocol):
     def next_batch(self, version: int) -> Handout | None:
         """The batch that trains `version`; None when the user asked the run to stop."""
 
-    def sleep(self) -> None:
-        """Colocated: returns when the engines have given up their memory, which they take again
-        with the next version."""
-
-    def until_loaded(self, version: int) -> None:
-        """Wait until every present engine holds `version`, whose buckets are filled on demand."""
-
-    def next_buffer_request(self, made: Future[Any]) -> BufferRequest | None:
-        """Returns what the ranks are to do next with the buckets that engines want; null once
-        `made` is done."""
-
-    def buffer_filled(self, done: BucketRef | None) -> None:
-        """The ranks have done it; `done`: where the bucket is."""
-
-    def until_released(self, version: int) -> None:
-        """Returns when no engine reads the weights whose place `version` takes."""
-
-    def publish(self, version: int, manifest: Manifest) -> None:
-        """`version` is staged; the engines load it while the loop continues."""
-
-    def held_out(self, place: int, version: int) -> Iterator[TrainBatch]:
-        """Supervised: the responses of held-out set number `place`, once, for the weights
-        `version`."""
-
-    def evaluate(self, version: int) -> None:
-        """Begins to evaluate `version`, published before, on the held-out prompts; waits for the
-        evaluation before it, and, where the training engines evaluate, for this one."""
-
-    def evaluated(self, *, wait: bool = False) -> list[EvalResult]:
-        """Results since the last call; with `wait`, also of what is still being evaluated."""
-
     def state(self) -> DataState: ...
     def close(self) -> None: ...
 
 
 class RolloutBatches:
-    """The controller's handle."""
+    """Batches of the controller and its engines, and what a rank requests of these."""
 
     def __init__(
         self,
@@ -126,13 +95,15 @@ class RolloutBatches:
 
         if position is not None:
             # The controller does it again, after engines have started.
+            # Refuses a position that does not fit the data before any engine starts.
             source.load_state(position.state["source"])
         held_out = [DataIdentity.of(one.prompts) for one in spec.held_out]
         self._data = data_digests(config, source.identities, held_out)
 
         longest = max(len(prompt.token_ids) for prompt in training.prompts)
-        lends = config.weights.transport == "cuda_ipc"
+        lends = config.weights.carrier.ipc
         self._reserved = join_ray(
+            # Reserved, so that Ray places engines elsewhere; colocated engines share them.
             {} if self._colocated else gpus,
             object_store_bytes(
                 config.flow.prompts_per_step * config.flow.group_size,
@@ -141,6 +112,7 @@ class RolloutBatches:
             shared=gpus.get(socket.gethostname(), ()) if lends else (),
         )
         try:
+            # `close` ends Ray, too: a failed start leaves no process behind.
             self._controller = start_controller(source, spec)
             limit_s = spec.start_timeout_s + self._timeout_s
             ray_get(self._controller.start.remote(position), "the engines to start", limit_s)
@@ -156,13 +128,19 @@ class RolloutBatches:
         return handout
 
     def sleep(self) -> None:
+        """Colocated: return when the engines have released their memory, which they acquire again
+        with the next version."""
         ray_get(self._controller.sleep.remote(), "the engines to sleep", DAY_S)
 
     def until_loaded(self, version: int) -> None:
+        """Wait until every present engine holds `version`, whose buckets are filled on demand."""
         loaded = self._controller.loaded.remote(version)
         ray_get(loaded, f"the engines to load version {version}", DAY_S)
 
     def next_buffer_request(self, made: Future[Any]) -> BufferRequest | None:
+        """Return what the ranks do next with the buckets that engines request; null once `made` is
+        done."""
+        # One request at a time: the answer is kept until the ranks have served it.
         if self._buffer_request is None:
             self._buffer_request = self._controller.next_buffer_request.remote(self._buffer_filled)
         wanted = self._buffer_request.future()
@@ -176,9 +154,12 @@ class RolloutBatches:
         return fill
 
     def buffer_filled(self, done: BucketRef | None) -> None:
+        """The ranks have done it; `done`: where the bucket is."""
+        # Sent with the next request: a call of its own would be another round trip.
         self._buffer_filled = done
 
     def until_released(self, version: int) -> None:
+        """Return when no engine reads the weights whose place `version` takes."""
         if self._released is not None:
             # Each engine's load ends within the same time, and began before this wait; the other
             # ranks wait for it in a collective with a longer deadline.
@@ -186,18 +167,20 @@ class RolloutBatches:
             ray_get(self._released, name, self._timeout_s)
 
     def publish(self, version: int, manifest: Manifest) -> None:
+        """`version` is staged; the engines load it while the loop continues."""
         self._released = self._controller.staged.remote(version, manifest)
 
-    def held_out(self, place: int, version: int) -> Iterator[TrainBatch]:
-        raise RuntimeError("engines sample the held-out prompts")
-
     def evaluate(self, version: int) -> None:
+        """Begin to evaluate `version`, published before, on the held-out prompts; waits for the
+        evaluation before it, and, where the training engines evaluate, for this one."""
         self._take_result(wait=True)
+        # One evaluation at a time: the line above waited for the one before.
         self._evaluation = self._controller.evaluate.remote(version)
         if not self._separate:
             self._take_result(wait=True)
 
     def evaluated(self, *, wait: bool = False) -> list[EvalResult]:
+        """Results since the last call; with `wait`, also of what is still being evaluated."""
         self._take_result(wait=wait)
         results, self._results = self._results, []
         return results
@@ -213,6 +196,7 @@ class RolloutBatches:
         state: DataState = ray_get(
             self._controller.state.remote(), "the controller's position", self._timeout_s
         )
+        # The controller does not know the prompts' digests.
         return replace(state, data=self._data)
 
     def close(self) -> None:
@@ -220,13 +204,13 @@ class RolloutBatches:
             closing = self._controller.close.remote()
             with watch.doing("wait", "the controller to end the engines", 2 * STOP_ENGINES_S):
                 ray.wait([closing], timeout=2 * STOP_ENGINES_S)
+            # After the deadline as well: its process must not outlive the run.
             ray.kill(self._controller)
         ray.shutdown()
 
 
 class GivenResponses:
-    """Supervised; no engines, and nothing to publish. Held-out responses are measured by the
-    ranks."""
+    """Batches of a supervised run, which has no engines. The ranks measure held-out responses."""
 
     def __init__(self, config: Config, position: DataState | None) -> None:
         tokenizer = tokenizer_of(config.model.path, config.data)
@@ -260,33 +244,9 @@ class GivenResponses:
             return None
         return Handout(batch=self._source.next_batch(version), metrics={})
 
-    def sleep(self) -> None:
-        """Nothing to do: there are no engines."""
-
-    def until_loaded(self, version: int) -> None:
-        """Nothing to do: there are no engines."""
-
-    def next_buffer_request(self, made: Future[Any]) -> BufferRequest | None:
-        """Unused: a supervised run has no engines."""
-        return None
-
-    def buffer_filled(self, done: BucketRef | None) -> None:
-        """Unused: a supervised run has no engines."""
-
-    def until_released(self, version: int) -> None:
-        """Return at once: no engine reads the weights of a supervised run."""
-
-    def publish(self, version: int, manifest: Manifest) -> None:
-        """Nothing to do: there are no engines."""
-
     def held_out(self, place: int, version: int) -> Iterator[TrainBatch]:
+        """The responses of held-out set number `place`, once, for the weights `version`."""
         return self._held_out[place].once(version)
-
-    def evaluate(self, version: int) -> None:
-        raise RuntimeError("a supervised run has no engines to sample with")
-
-    def evaluated(self, *, wait: bool = False) -> list[EvalResult]:
-        return []
 
     def state(self) -> DataState:
         return DataState(state=self._source.state(), data=self._data)
@@ -328,9 +288,10 @@ def controller_spec(
     rollout = config.rollout
     assert rollout is not None
     shares = rollout.placement == "colocated"
+    # Engines share the ranks' GPUs only where each has one; otherwise Ray chooses.
     fits = rollout.engines * rollout.workers <= sum(map(len, gpus.values()))
     evaluators = config.eval.engines if config.eval is not None else 0
-    sends = config.weights.transport == "collective"
+    sends = config.weights.carrier.per_engine
     sets = config.eval_sets
     samplings = {one.name: one.sampling for one in sets}
     engines = [

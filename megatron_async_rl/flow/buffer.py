@@ -16,8 +16,7 @@ import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-from megatron_async_rl.config.flow import ExactLag
-from megatron_async_rl.config.schema import FlowConfig
+from megatron_async_rl.config.flow import ExactLag, FlowConfig
 from megatron_async_rl.flow.staleness import deadline, max_lag
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Prompt, Request

@@ -1,4 +1,4 @@
-"""Phases of the devices that engines and policy share, and their order.
+"""Phases of the devices that engines and policy share, and their order; see `DevicePhases`.
 
              engines sleep,              policy releases             weights are staged; each engine
              policy restores             its training state          wakes its weights, loads, is
@@ -10,14 +10,15 @@ for the engines' sleep, and what it stages is what an engine waits for. Where en
 of their own the phases are the trainer's alone, and nothing has to make room.
 
 Invariants:
-- a step is taken only after the one before it was; after a failed step none is;
+- a step is taken only after the one before it was, and none is left out; after a failed step none
+  is taken;
 - nothing here waits, and nothing knows what a step does;
 - an error that leaves a step names phase and step, in a note that `watchdog.events` shows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
@@ -57,54 +58,64 @@ PHASES = tuple(TO)
 
 
 class PhaseOrderError(RuntimeError):
-    """A step was to be taken whose turn it is not."""
+    """A phase or step out of order."""
 
 
 class DevicePhases:
-    """The order as one party goes through it. phase: the one it stands in at first."""
+    """The order as one party goes through it:
 
-    def __init__(self, by: StepParty, phase: Phase) -> None:
+        with devices.phase("train"):
+            with devices.step("sleep"):
+                ...
+            with devices.step("restore"):
+                ...
+
+    at: the phase at first.
+    """
+
+    def __init__(self, by: StepParty, at: Phase) -> None:
         self._by = by
-        self._at = phase
+        self._at = at
+        self._left: list[PhaseStep] = []
+        """Steps of the party that are still to be taken to the next phase."""
         self._step: PhaseStep | None = None
 
     @property
-    def phase(self) -> Phase:
-        """The one it stands in, or within a step the one whose memory that needs."""
+    def current(self) -> Phase:
+        """The phase that the party is in, or within a step the phase whose memory the step
+        needs."""
         return self._at if self._step is None else self._step.needs
 
-    def to(self, phase: Phase, do: Mapping[PhaseStepName, Callable[[], object]]) -> None:
-        """Takes the party's own steps to `phase`, which it stands in then. Raises PhaseOrderError
-        where another phase is next, and what a step raises."""
-        for step in self._steps_to(phase):
-            with self._taking(step):
-                do[step.name]()
-        self._at = phase
-
-    async def await_to(
-        self, phase: Phase, do: Mapping[PhaseStepName, Callable[[], Awaitable[object]]]
-    ) -> None:
-        """The same, of steps that are awaited."""
-        for step in self._steps_to(phase):
-            with self._taking(step):
-                await do[step.name]()
-        self._at = phase
-
-    def _steps_to(self, phase: Phase) -> tuple[PhaseStep, ...]:
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Go to `phase`: the block takes the party's own steps to it, in order, and after it the
+        party is in that phase. Raises PhaseOrderError where another phase is next, or where the
+        block leaves out a step."""
         following = PHASES[(PHASES.index(self._at) + 1) % len(PHASES)]
-        if self._step is not None or phase != following:
+        # Steps are left after a block that raised: the devices are in no phase, and stay so.
+        if self._left or self._step is not None or phase != following:
             step = "" if self._step is None else f" and step {self._step.name}"
             raise PhaseOrderError(
                 f"phase {phase} was to follow phase {self._at}{step}, after which comes {following}"
             )
-        return tuple(step for step in TO[phase] if step.by in (self._by, "both"))
+        self._left = [step for step in TO[phase] if step.by in (self._by, "both")]
+        yield
+        if self._left:
+            raise PhaseOrderError(f"phase {phase} began without step {self._left[0].name}")
+        self._at = phase
 
     @contextmanager
-    def _taking(self, step: PhaseStep) -> Iterator[None]:
-        self._step = step
+    def step(self, name: PhaseStepName) -> Iterator[None]:
+        """Take the next step. Raises PhaseOrderError where it is another one."""
+        if self._step is not None or not self._left or self._left[0].name != name:
+            following = self._left[0].name if self._left else "no step"
+            raise PhaseOrderError(f"step {name} was taken in phase {self._at} before {following}")
+        # Taken off before it runs: a failed step is not repeated.
+        self._step = step = self._left.pop(0)
         try:
             yield
         except BaseException as error:
+            # `_step` stays: `current` names the memory that the failed step needed.
             error.add_note(f"in phase {step.needs}, step {step.name}")
             raise
         self._step = None

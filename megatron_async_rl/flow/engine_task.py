@@ -25,9 +25,8 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 from megatron_async_rl.flow.colocated import DevicePhases, Phase
@@ -238,9 +237,9 @@ class EngineTask:
         if engine is None:  # lost at this very moment
             return
         self.slot.asleep = True
-        sleep = partial(await_named, what, engine.sleep(), timeout_s)
         try:
-            await self._phases.await_to("train", {"sleep": sleep})
+            with self._phases.phase("train"), self._phases.step("sleep"):
+                await await_named(what, engine.sleep(), timeout_s)
         except Exception as error:  # noqa: BLE001 - whatever it is, this engine is of no more use
             reason = f"it failed to sleep: {described(error)}"
             self.fail(engine, reason, suspect=False, cause=error)
@@ -285,7 +284,7 @@ class EngineTask:
         except Exception as error:  # noqa: BLE001 - whatever it is, another may do better
             suspect = isinstance(error, EngineLost) and error.suspect
             slot.engine, slot.serving, slot.asleep, slot.version = None, False, False, -1
-            phase = error.phase if isinstance(error, EngineStartError) else self._phases.phase
+            phase = error.phase if isinstance(error, EngineStartError) else self._phases.current
             memory = out_of_memory(error)
             slot.memory_out = (phase, memory) if memory is not None else None
             self._updates.forget(slot.index)
@@ -359,16 +358,13 @@ class EngineTask:
         """The engine holds the version when this returns, and may sample with it. Raises
         EngineLost, and WeightMismatch after no engine can load this version any more."""
         slot, version = self.slot, f"take weights of version {staged.version}"
-        loaded: dict[str, str] = {}
 
-        async def load() -> None:
+        async def load() -> Mapping[str, str]:
             if staged.manifest.on_demand:
-                loaded.update(await self._load_lent(engine, staged))
-            else:
-                call = engine.update(staged.version, staged.manifest)
-                loaded.update(await self._request(version, call))
+                return await self._load_lent(engine, staged)
+            return await self._request(version, engine.update(staged.version, staged.manifest))
 
-        async def verify() -> None:
+        def verify(loaded: Mapping[str, str]) -> None:
             try:
                 require_equal(slot.name, staged.manifest.digests, loaded)
             except WeightMismatch as error:
@@ -376,21 +372,21 @@ class EngineTask:
                 raise
 
         if not slot.asleep:
-            await load()
-            await verify()
+            verify(await load())
             return
-        await self._phases.await_to("publish", {})
-        await self._phases.await_to(
-            "generate",
-            {
-                "wake weights": lambda: self._request(
-                    "wake its weights", engine.wake(("weights",))
-                ),
-                "load": load,
-                "verify": verify,
-                "wake cache": lambda: self._request("wake its cache", engine.wake()),
-            },
-        )
+        phases = self._phases
+        with phases.phase("publish"):
+            pass  # The policy releases its memory; this engine has nothing to do.
+        with phases.phase("generate"):
+            with phases.step("wake weights"):
+                await self._request("wake its weights", engine.wake(("weights",)))
+            with phases.step("load"):
+                loaded = await load()
+            with phases.step("verify"):
+                verify(loaded)
+            # Last: a cache of wrong weights would be sampled from.
+            with phases.step("wake cache"):
+                await self._request("wake its cache", engine.wake())
 
     async def _load_lent(self, engine: Engine, staged: Staged) -> dict[str, str]:
         """Load bucket by bucket, and release each as soon as it is loaded; an engine that holds a

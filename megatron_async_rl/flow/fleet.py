@@ -15,6 +15,9 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_async_rl.config.rollout import RolloutConfig
+from megatron_async_rl.config.schema import WatchdogConfig
+from megatron_async_rl.config.weights import WeightsConfig
 from megatron_async_rl.flow.engine_task import EngineSlot, EngineTask, Launch, Restarts
 from megatron_async_rl.flow.requests import Listener, Requests, all_lost
 from megatron_async_rl.flow.updates import WeightUpdates, cancel_all
@@ -32,10 +35,10 @@ class FleetSettings:
     """`capacity`: requests that one engine holds at most. The rest is the configuration's."""
 
     capacity: int = 320
-    unresponsive_s: float = 60.0
-    update_timeout_s: float = 600.0
-    restarts_per_hour: int = 3
-    max_paused: float = 0.5
+    unresponsive_s: float = RolloutConfig.default_of("unresponsive_s")
+    update_timeout_s: float = WatchdogConfig.default_of("timeout_s")
+    restarts_per_hour: int = RolloutConfig.default_of("restarts_per_hour")
+    max_paused: float = WeightsConfig.default_of("max_paused")
 
 
 class Fleet:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_async_rl.config.schema import RewardConfig
+from megatron_async_rl.config.rollout import RewardConfig
 from megatron_async_rl.flow.buffer import SampleGroup
 from megatron_async_rl.rollout.rewards.registry import RewardContext, RewardItem
 from megatron_async_rl.rollout.rewards.worker import Scored

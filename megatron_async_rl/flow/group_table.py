@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_async_rl.config.schema import FlowConfig
+from megatron_async_rl.config.flow import FlowConfig
 from megatron_async_rl.flow.buffer import Buffer, GroupState, SampleGroup, snapshot
 from megatron_async_rl.samples.rows import SampleRow, rescored
 from megatron_async_rl.samples.types import Aborted, Request

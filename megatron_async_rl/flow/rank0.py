@@ -1,34 +1,28 @@
-"""The part of a run that only rank 0 has: batches, logs, status, timeline, evaluations; and its
-null twin, so that the loop is the same on every rank.
+"""The object that only rank 0 has: batches, logs, status, timeline, results of evaluations; and its
+null counterpart.
 
 Invariants:
-- a method whose docstring begins with "Collective" is called by all ranks at the same point; it
-  differs by rank only inside `Layout.from_rank_zero`;
-- on-demand buckets are filled while rank 0 waits for the controller, by the ranks' main threads: no
-  other collective of theirs can be under way (`_meanwhile`);
+- other ranks hold `OtherRank`, whose methods do nothing: the loop calls the same ones everywhere;
+- `engines`, `given` and `next_batch` are used on rank 0 alone, inside `Layout.from_rank_zero`;
 - `status.json` has the last state of the run, whatever ended it.
 """
 
 from __future__ import annotations
 
-import json
-import socket
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.plug_in_code import code_digests
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow import buffer_file
-from megatron_async_rl.flow.batches import BatchSource, open_batches
-from megatron_async_rl.flow.colocated import DevicePhases
-from megatron_async_rl.flow.copies import BufferRequest
+from megatron_async_rl.flow.batches import (
+    BatchSource,
+    GivenResponses,
+    RolloutBatches,
+    open_batches,
+)
 from megatron_async_rl.flow.evaluation import EvalResult, EvalSchedule, LossResult
 from megatron_async_rl.flow.spec import DataState, Handout
 from megatron_async_rl.flow.staleness import max_lag
@@ -37,279 +31,95 @@ from megatron_async_rl.metrics.log import EvalLog, MetricsLog
 from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.metrics.timeline import Timeline
 from megatron_async_rl.metrics.trackers import open_trackers
-from megatron_async_rl.policy.checkpoint_folder import (
-    CONFIG_FILE,
-    DATA_FILE,
-    RECORD_FILE,
-    named_latest,
-    read_file,
-)
-from megatron_async_rl.policy.device_memory import DeviceMemory
-from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.rollout.cluster import gpu_of_rank
+from megatron_async_rl.policy.checkpoint_folder import named_latest, read_file
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import TrainBatch
-from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.events import described
-from megatron_async_rl.weights.cuda_ipc import CudaIpc, IpcBuckets
-from megatron_async_rl.weights.export import WeightExporter
 from megatron_async_rl.weights.manifest import BucketRef, Manifest
-from megatron_async_rl.weights.shards import WeightShards
-from megatron_async_rl.weights.staging import Staging
-from megatron_async_rl.weights.transport import carrier
-
-MeanLoss = Callable[[Callable[[], TrainBatch | None]], tuple[float, int]]
-"""`Policy.mean_loss`."""
 
 
 class OtherRank:
-    """The part of every rank; on ranks other than 0, all there is."""
+    """Null counterpart of `Rank0`, held by every other rank."""
 
-    def __init__(self, config: Config, layout: Layout) -> None:
-        self.config = config
-        self.layout = layout
-        self.version = 0
-        self.schedule: EvalSchedule | None = None
-        self.phases = DevicePhases("policy", "train")
-        """A policy is built, and a checkpoint loaded, with all of its memory."""
-        self.memory: DeviceMemory | None = None
-        """Device memory of the policy; null until it is built."""
-        self._makes_room = config.rollout is not None and config.rollout.placement == "colocated"
-        self._staging: Staging | None = None
-        self._shards: WeightShards | None = None
-        self._gpus: dict[str, list[str]] = {}
-        """GPUs of the ranks by host name; Ray must not assign them to engines."""
+    def open(
+        self,
+        version: int,
+        schedule: EvalSchedule | None,
+        position: Mapping[str, Any] | None,
+        *,
+        oldest: int,
+        device_type: str,
+        gpus: Mapping[str, Sequence[str]],
+    ) -> None:
+        """Open logs and batches of a run at `version`; with engines, start Ray, controller and
+        engines. position: what the checkpoint holds; null at a run's beginning. oldest: the oldest
+        version whose tokens may train. gpus: of the ranks, by host name; Ray must not assign them
+        to engines."""
 
-    def stage_from(self, exporter: WeightExporter) -> None:
-        """Collective: what `publish` takes the weights from. A supervised run has no receivers."""
-        if self.config.rollout is not None:
-            weights, layout = self.config.weights, self.layout
-            if weights.transport == "cuda_ipc":
-                self._staging = IpcBuckets(CudaIpc(layout.device), layout)
-            else:
-                self._staging = Staging(carrier(weights.transport), layout)
-            max_bytes = weights.bucket_mib * 2**20
-            self._shards = WeightShards(exporter, self._staging.reached, max_bytes)
+    @property
+    def engines(self) -> RolloutBatches:
+        """Batches of engines."""
+        raise RuntimeError("only rank 0 of a run with engines reaches them")
 
-    def begin(self, version: int, resumed: Mapping[str, Any] | None, oldest: int) -> None:
-        """Collective: the run is at `version`; `resumed`: what the checkpoint holds. `oldest`: the
-        oldest version whose tokens may train. Engines start while the policy has released its
-        training state."""
-        self.version = version
-        # Still part of the start, also in the timeline: what follows is the start of the engines.
-        self.phases.to("publish", {"release": self._make_room})
-        evaluation = self.config.eval
-        if evaluation is not None:
-            means = {} if resumed is None else resumed["evaluated"]
-            self.schedule = EvalSchedule(
-                every=evaluation.every, steps=self.config.run.steps, means=means
-            )
-        if self.layout.device_type == "cuda":
-            for host, gpu in self.layout.gathered((socket.gethostname(), gpu_of_rank())):
-                self._gpus.setdefault(host, []).append(gpu)
+    @property
+    def given(self) -> GivenResponses:
+        """Batches of a supervised run."""
+        raise RuntimeError("only rank 0 of a supervised run has its responses")
 
-    def await_batch(self) -> None:
-        """Collective: returns once rank 0 has what trains this version."""
-        self._meanwhile(self._take_batch)
-
-    def _take_batch(self) -> None:
-        """On rank 0."""
-
-    def next_batch(self) -> TrainBatch | None:
-        """On rank 0, after `await_batch`: what trains this version; None when the user asked the
-        run to stop."""
+    def take_batch(self) -> None:
         raise RuntimeError("only rank 0 takes batches")
 
-    def take_devices(self) -> None:
-        """Collective. Colocated: the engines sleep, then the policy gets back its training
-        state."""
-        self.phases.to("train", {"sleep": self._sleep_engines, "restore": self._restore})
+    def next_batch(self) -> TrainBatch | None:
+        """After `take_batch`: the batch that trains this version; None when the user asked the run
+        to stop."""
+        raise RuntimeError("only rank 0 takes batches")
 
-    def give_devices(self) -> None:
-        """Collective. Colocated: on every rank the policy keeps its parameters alone."""
-        self.phases.to("publish", {"release": self._release})
+    def advance(self, version: int) -> None:
+        """The run is at `version`."""
 
-    def publish(self, version: int) -> None:
-        """Collective: every rank stages what it holds; the engines load while the loop
-        continues."""
-        self.version = version
-        self.enter("publishing")
-        self.phases.to("generate", {"stage": self._stage})
+    def staged(self, manifest: Manifest) -> None:
+        """This version is staged; engines may load it."""
 
-    def _sleep_engines(self) -> None:
-        if self._makes_room:
-            self.enter("waiting", "engines to sleep")
-            self._meanwhile(self._until_asleep)
-            if isinstance(self._staging, IpcBuckets):
-                self._staging.release()
+    def buffer_filled(self, ref: BucketRef | None) -> None:
+        """The ranks have filled a bucket, or released all of them: null."""
 
-    def _until_asleep(self) -> None:
-        """On rank 0."""
+    def take_evaluations(self, *, wait: bool) -> None:
+        """Record the results of evaluations by engines."""
 
-    def _restore(self) -> None:
-        if self._makes_room and self.memory is not None:
-            self.enter("restoring")
-            self.memory.restore()
-
-    def _release(self) -> None:
-        if self._makes_room:
-            self.enter("releasing")
-        self._make_room()
-
-    def _make_room(self) -> None:
-        if self._makes_room and self.memory is not None:
-            self.memory.release()
-            # An engine is on the devices of several ranks, or of another than rank 0's.
-            self.layout.barrier()
-
-    def _stage(self) -> None:
-        if self._staging is not None and self._shards is not None:
-            buckets, parts = self._shards.buckets, self._shards.parts()
-            self._staged(self._staging.stage(self.version, buckets, parts, self._until_released))
-            if isinstance(self._staging, IpcBuckets):
-                self._meanwhile(self._until_loaded)
-
-    def _meanwhile(self, wait: Callable[[], None]) -> None:
-        """Collective: `wait` runs on rank 0, as in `Layout.from_rank_zero`; until it returns, all
-        ranks fill the buckets of the weights that engines want."""
-        if not isinstance(self._staging, IpcBuckets):
-            self.layout.from_rank_zero(wait)
-            return
-        waiting = self._begin(wait)
-        while (
-            fill := self.layout.from_rank_zero(lambda: self._next_buffer_request(waiting))
-        ) is not None:
-            self._buffer_request(self._staging, fill)
-        self.layout.from_rank_zero(waiting.result)
-
-    def _begin(self, wait: Callable[[], None]) -> Future[None]:
-        """On rank 0 `wait`, begun in a thread."""
-        return Future()
-
-    def _next_buffer_request(self, waiting: Future[None]) -> BufferRequest | None:
-        """On rank 0."""
-        return None
-
-    def _buffer_request(self, staging: IpcBuckets, fill: BufferRequest) -> BucketRef | None:
-        if fill.number is None:
-            staging.release()
-        elif fill.version == self.version and self._shards is not None:
-            return staging.fill(fill.number, fill.place, self._shards.parts(fill.number))
-        return None
-
-    def _until_released(self) -> None:
-        """On rank 0."""
-
-    def _until_loaded(self) -> None:
-        """On rank 0."""
-
-    def _staged(self, manifest: Manifest) -> None:
-        """On rank 0."""
-
-    def evaluate(self, mean_loss: MeanLoss) -> None:
-        """Collective where this version is evaluated or is the last one, whose result is waited
-        for: while rank 0 does that, the others wait as long as it takes. `mean_loss`: measures
-        given responses, on all ranks."""
-        if self.schedule is None:
-            return
-        last, due = self.version == self.config.run.steps, self.schedule.due(self.version)
-        if self.config.supervised:
-            if due:
-                self._measure(mean_loss)
-        elif due or last:
-            self.enter("waiting", "evaluation")
-            self._meanwhile(lambda: self._evaluate(due=due, wait=last))
-        else:
-            self._take_evaluations(wait=False)
-
-    def _measure(self, mean_loss: MeanLoss) -> None:
-        """Collective: the loss of every held-out set of given responses."""
-        self.enter("evaluating")
-        self.set_status("evaluating", f"held-out responses, version {self.version}")
-        started, measured = time.monotonic(), []
-        for place, one in enumerate(self.config.held_out_files):
-            loss, tokens = mean_loss(partial(next, self._held_out(place), None))
-            measured.append((one.name, loss, tokens))
-        self._measured(measured, time.monotonic() - started)
-
-    def _held_out(self, place: int) -> Iterator[TrainBatch]:
-        """On rank 0: set number `place`, batch by batch."""
-        return iter(())
-
-    def _measured(self, sets: Sequence[tuple[str, float, int]], seconds: float) -> None:
-        """(name, loss, tokens) of each set. Other ranks know that it was measured, and no more."""
-
-    def _evaluate(self, *, due: bool, wait: bool) -> None:
-        """On rank 0."""
-
-    def _take_evaluations(self, *, wait: bool) -> None:
-        """On rank 0."""
+    def record(self, result: EvalResult | LossResult) -> None:
+        """Record a result."""
 
     def log(self, batch: RankBatch, metrics: Mapping[str, MetricValue]) -> None:
-        """One line of metrics for the step that has just ended."""
+        """Write one line of metrics for the step that has just ended."""
 
-    def state(self) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Collective: what a checkpoint of this version holds besides the policy, and its further
-        files. Evaluations of older versions are waited for: their weights will be gone."""
-        self.set_status("checkpointing")
-        self.enter("checkpointing")
-        if self.schedule is not None:
-            unfinished = self.schedule.unfinished(self.version)
-            self._meanwhile(lambda: self._take_evaluations(wait=unfinished))
-        position = self._position()
-        state = {
-            "version": self.version,
-            "data": position.state if position else None,
-            "evaluated": self.schedule.means if self.schedule else {},
-            "model_path": str(self.config.model.path),
-        }
-        files = {
-            CONFIG_FILE: dump(self.config).encode("utf-8"),
-            RECORD_FILE: json.dumps(self._record_of(position), indent=1).encode("utf-8"),
-        }
-        if position is not None:
-            files[DATA_FILE] = json.dumps(position.data, indent=1).encode("utf-8")
-            if position.buffer is not None:
-                files[buffer_file.NAME] = position.buffer
-        return state, files
-
-    def held(self) -> dict[str, int]:
-        """Bytes on this rank's device, by what holds them."""
-        return {} if self.memory is None else self.memory.held()
-
-    def _position(self) -> DataState | None:
+    def position(self) -> DataState | None:
+        """Position of the data for a checkpoint of this version."""
         return None
 
-    def _record_of(self, position: DataState | None) -> dict[str, Any]:
+    def record_of(self, position: DataState | None) -> dict[str, Any]:
         """Return the content that the run's own files must have at a resume from here."""
         return {}
 
     def set_status(self, phase: str, detail: str = "") -> None:
-        """Writes the run's status."""
+        """Write the run's status."""
 
     def failed(self, error: BaseException) -> None:
-        """Writes what ended the run into its status."""
+        """Write what ended the run into its status."""
 
-    def enter(self, state: str, waiting_for: str = "") -> None:
-        """Says what this rank does from now on."""
-        watch.enter(
-            "wait" if waiting_for else "work", f"the {waiting_for}" if waiting_for else state
-        )
+    def enter(self, state: str, waiting_for: str) -> None:
+        """Note what the rank does from now on."""
 
     def close(self) -> None:
-        self.enter("ending")
-        self._close_staging()
-
-    def _close_staging(self) -> None:
-        if self._staging is not None:
-            self._staging.close()
+        """End engines and Ray; close the logs."""
 
 
 class Rank0(OtherRank):
-    """Rank 0. `begin` starts Ray, the controller and the engines."""
+    """Rank 0's own part of a run."""
 
-    def __init__(self, config: Config, layout: Layout) -> None:
-        super().__init__(config, layout)
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.version = 0
+        self.schedule: EvalSchedule | None = None
         self._timeline = Timeline(config.run.dir, "rank 0")
         self._log: MetricsLog | None = None
         self._eval_log: EvalLog | None = None
@@ -324,14 +134,25 @@ class Rank0(OtherRank):
         self._spent: dict[str, float] = {}
         """Seconds by what was done, since the last line of metrics."""
 
-    def begin(self, version: int, resumed: Mapping[str, Any] | None, oldest: int) -> None:
-        super().begin(version, resumed, oldest)
-        config = self.config
+    def open(
+        self,
+        version: int,
+        schedule: EvalSchedule | None,
+        position: Mapping[str, Any] | None,
+        *,
+        oldest: int,
+        device_type: str,
+        gpus: Mapping[str, Sequence[str]],
+    ) -> None:
+        config, self.version, self.schedule = self.config, version, schedule
         self.set_status("starting", "Ray, engines and controller" if config.rollout else "data")
+        # At the start: files edited during the run are not the ones it imported.
         self._code = code_digests(config.model_dump(mode="json"))
         self._log = MetricsLog(
             config.run.dir,
             tensorboard=config.observe.tensorboard,
+            # Lines after the checkpoint belong to steps that will be made again; the log cuts
+            # them.
             first_step=version + 1,
             prometheus_port=config.observe.prometheus_port,
             prometheus_host=config.observe.prometheus_host,
@@ -342,88 +163,56 @@ class Rank0(OtherRank):
                 config.model_dump(mode="json"),
             ),
         )
-        if self.schedule is not None:
-            self._eval_log = EvalLog(config.run.dir, self.schedule.means)
-        position = None
-        if resumed is not None:
+        if schedule is not None:
+            self._eval_log = EvalLog(config.run.dir, schedule.means)
+        data = None
+        if position is not None:
+            # Waiting groups of the checkpoint: no admitted sample is lost by a resume.
             buffer = read_file(config.run.dir / "checkpoint", buffer_file.NAME)
-            position = DataState(state=resumed["data"], buffer=buffer, oldest=oldest)
-        self._batches = open_batches(config, self.layout.device_type, position, self._gpus)
+            data = DataState(state=position["data"], buffer=buffer, oldest=oldest)
+        self._batches = open_batches(config, device_type, data, gpus)
 
     @property
     def _open(self) -> BatchSource:
-        assert self._batches is not None, "begin comes first"
+        assert self._batches is not None, "open comes first"
         return self._batches
 
-    def _take_batch(self) -> None:
+    @property
+    def engines(self) -> RolloutBatches:
+        assert isinstance(self._batches, RolloutBatches)
+        return self._batches
+
+    @property
+    def given(self) -> GivenResponses:
+        assert isinstance(self._batches, GivenResponses)
+        return self._batches
+
+    def take_batch(self) -> None:
         self._handout = self._open.next_batch(self.version)
 
     def next_batch(self) -> TrainBatch | None:
+        # Handed out once: a batch that is taken trains.
         handout, self._handout = self._handout, None
         if handout is None:
             return None
+        # Kept until `log`: they describe the wait before this step.
         self._flow_metrics = handout.metrics
         return handout.batch
 
-    def _begin(self, wait: Callable[[], None]) -> Future[None]:
-        waiting: Future[None] = Future()
+    def advance(self, version: int) -> None:
+        self.version = version
 
-        def work() -> None:
-            try:
-                wait()
-            except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
-                waiting.set_exception(error)
-            else:
-                waiting.set_result(None)
+    def staged(self, manifest: Manifest) -> None:
+        self.engines.publish(self.version, manifest)
 
-        # No executor: the process would wait for its thread before it ends.
-        threading.Thread(target=work, name="wait", daemon=True).start()
-        return waiting
+    def buffer_filled(self, ref: BucketRef | None) -> None:
+        self.engines.buffer_filled(ref)
 
-    def _next_buffer_request(self, waiting: Future[None]) -> BufferRequest | None:
-        return self._open.next_buffer_request(waiting)
+    def take_evaluations(self, *, wait: bool) -> None:
+        for result in self.engines.evaluated(wait=wait):
+            self.record(result)
 
-    def _buffer_request(self, staging: IpcBuckets, fill: BufferRequest) -> BucketRef | None:
-        ref = super()._buffer_request(staging, fill)
-        self._open.buffer_filled(ref)
-        return ref
-
-    def _until_loaded(self) -> None:
-        self._open.until_loaded(self.version)
-
-    def _until_asleep(self) -> None:
-        self._open.sleep()
-
-    def _until_released(self) -> None:
-        self._open.until_released(self.version)
-
-    def _staged(self, manifest: Manifest) -> None:
-        self._open.publish(self.version, manifest)
-
-    def _evaluate(self, *, due: bool, wait: bool) -> None:
-        if due and self.schedule is not None:
-            self.schedule.begin(self.version)
-            self.enter("evaluating")
-            self.set_status("evaluating", f"held-out prompts, version {self.version}")
-            self._open.evaluate(self.version)
-        self._take_evaluations(wait=wait)
-
-    def _take_evaluations(self, *, wait: bool) -> None:
-        if self.schedule is not None:
-            for result in self._open.evaluated(wait=wait):
-                self._record(result)
-
-    def _held_out(self, place: int) -> Iterator[TrainBatch]:
-        return self._open.held_out(place, self.version)
-
-    def _measured(self, sets: Sequence[tuple[str, float, int]], seconds: float) -> None:
-        first, *others = (
-            LossResult(version=self.version, name=name, loss=loss, tokens=tokens, seconds=seconds)
-            for name, loss, tokens in sets
-        )
-        self._record(replace(first, others=tuple(others)))
-
-    def _record(self, result: EvalResult | LossResult) -> None:
+    def record(self, result: EvalResult | LossResult) -> None:
         if self.schedule is None or self._log is None:
             return
         values = self.schedule.record(result)
@@ -445,22 +234,24 @@ class Rank0(OtherRank):
     def _step_times(self) -> dict[str, float]:
         """Seconds of each part since the batch was asked for."""
         self._spend()
+        # Reset per line of metrics: times are per step.
         spent, self._spent = self._spent, {}
         times = {
             "time/wait_batch_s": spent.get("waiting batch", 0.0),
             "time/train_s": spent.get("training", 0.0),
             "time/publish_s": spent.get("publishing", 0.0),
         }
-        if self._makes_room:
+        if self.config.colocated:
             times["time/sleep_s"] = spent.get("waiting engines to sleep", 0.0)
             times["time/make_room_s"] = spent.get("restoring", 0.0) + spent.get("releasing", 0.0)
         return times | {"time/step_s": sum(times.values())}
 
-    def _position(self) -> DataState:
+    def position(self) -> DataState:
         # Nothing is handed out that has not trained, so the position is that of this version.
         return self._open.state()
 
-    def _record_of(self, position: DataState | None) -> dict[str, Any]:
+    def record_of(self, position: DataState | None) -> dict[str, Any]:
+        # A resume cuts log and metrics back to this extent.
         mark = position.log if position is not None else None
         return {
             "metrics": self._log.sync() if self._log is not None else None,
@@ -493,8 +284,7 @@ class Rank0(OtherRank):
         except OSError:  # such as a full disk, which then is the error itself
             traceback.print_exc()
 
-    def enter(self, state: str, waiting_for: str = "") -> None:
-        super().enter(state, waiting_for)
+    def enter(self, state: str, waiting_for: str) -> None:
         self._timeline.enter(state, waiting_for)
         self._spend()
         self._state = f"{state} {waiting_for}".rstrip()
@@ -505,10 +295,8 @@ class Rank0(OtherRank):
         self._since = now
 
     def close(self) -> None:
-        watch.enter("work", "ending engines and Ray" if self.config.rollout else "ending")
         self._timeline.close()
         if self._batches is not None:
             self._batches.close()
-        self._close_staging()
         if self._log is not None:
             self._log.close()

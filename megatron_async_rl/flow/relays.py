@@ -33,7 +33,6 @@ from megatron_async_rl.flow.fleet import Fleet
 from megatron_async_rl.flow.relay_process import Relay, RelaySpec, serve_here, start_relay
 from megatron_async_rl.flow.spec import ControllerSpec
 from megatron_async_rl.flow.updates import WeightUpdates, cancel_all
-from megatron_async_rl.rollout.cluster import ELSEWHERE
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import await_named
 from megatron_async_rl.weights.manifest import Manifest
@@ -239,12 +238,12 @@ def relays_of(
 ) -> Relays | NoRelays:
     """The agents of a run. Raises RelayFailed where nothing can be served from this machine."""
     engine, fleet = spec.engines[0], spec.fleet
-    if engine.transport not in ELSEWHERE:
+    if not engine.carrier.other_machines:
         return NoRelays()
-    collective = engine.transport == "collective"
+    per_engine = engine.carrier.per_engine
     settings = RelaySettings(
-        at_once=1 if collective else math.inf,
-        with_engines=collective,
+        at_once=1 if per_engine else math.inf,
+        with_engines=per_engine,
         log_dir=engine.log_dir,
         unresponsive_s=fleet.unresponsive_s,
         send_timeout_s=fleet.update_timeout_s,
@@ -252,7 +251,7 @@ def relays_of(
         restarts_per_hour=fleet.restarts_per_hour,
     )
     updates = all_engines.updates
-    if collective:
+    if per_engine:
         sets = Communicators(
             lambda: all_engines.slots, engine.log_dir, fleet.unresponsive_s, spec.sender_gpu
         )

@@ -22,8 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from megatron_async_rl.config.flow import ExactLag, Replay, Windowed
-from megatron_async_rl.config.schema import FlowConfig
+from megatron_async_rl.config.flow import ExactLag, FlowConfig, Replay, Windowed
 from megatron_async_rl.flow.buffer import EMPTY, Buffer, GroupState, SampleGroup, restorable
 from megatron_async_rl.flow.group_table import GroupTable, OnDropped, OnGroupDropped
 from megatron_async_rl.flow.selection import ReplayStore, oldest_first, windowed

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_async_rl.config.environment import OWN_REWARD
-from megatron_async_rl.config.schema import FlowConfig, RewardConfig, SamplesConfig
+from megatron_async_rl.config.flow import FlowConfig
+from megatron_async_rl.config.rollout import RewardConfig, RolloutConfig
+from megatron_async_rl.config.schema import SamplesConfig, WatchdogConfig
 from megatron_async_rl.flow.evaluation import HeldOut
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.summary import MetricValue
@@ -60,9 +61,9 @@ class ControllerSpec:
     engines: Sequence[EngineSpec]
     evaluators: int = 0
     fleet: FleetSettings = field(default_factory=FleetSettings)
-    timeout_s: float = 600.0
-    start_timeout_s: float = 600.0
-    reward: RewardConfig = field(default_factory=lambda: RewardConfig(name=OWN_REWARD))
+    timeout_s: float = WatchdogConfig.default_of("timeout_s")
+    start_timeout_s: float = RolloutConfig.default_of("start_timeout_s")
+    reward: RewardConfig = field(default_factory=lambda: RolloutConfig.default_of("reward"))
     steps: int | None = None
     fresh_steps: int = 0
     seed: int = 0

@@ -49,8 +49,7 @@ from collections.abc import Collection, Iterable, Mapping
 from fractions import Fraction
 from functools import cache
 
-from megatron_async_rl.config.flow import ExactLag
-from megatron_async_rl.config.schema import FlowConfig
+from megatron_async_rl.config.flow import ExactLag, FlowConfig
 from megatron_async_rl.samples.rows import SampleRow
 
 

@@ -1,9 +1,9 @@
-"""Starts a run's ranks on this machine, shows it living, and ends it whole. Over several machines,
-one launcher runs on each.
+"""Launcher of a run: starts the ranks of this machine, shows progress, and ends every process.
+Over several machines, one launcher runs on each.
 
-The ranks run under torchrun in a session of their own: Ctrl-C reaches only this process, which asks
-the ranks to stop by a file (`RUN/stop`) that rank 0 reads between two steps; a second Ctrl-C kills.
-A run in which nothing moves any more is ended too, and with it stands who waited for what.
+The ranks run under torchrun in a session of their own: Ctrl-C reaches only this process, which
+requests a stop by a file (`RUN/stop`) that rank 0 reads between two steps; a second Ctrl-C kills. A
+run without progress is ended too, and its report states who waited for what.
 
 Invariants:
 - however the run ends, no process that it started stays behind: each carries the run's id in its
@@ -17,15 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -35,31 +33,34 @@ from megatron_async_rl.config.durable import PARTIAL, write_file
 from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.launch.peers import Nodes, PeerNodes
-from megatron_async_rl.launch.rendezvous import rendezvous
+from megatron_async_rl.launch.addresses import Nodes
+from megatron_async_rl.launch.ending import (
+    INTERRUPTED,
+    explain_failure,
+    print_plain,
+    record_end,
+    record_stall,
+    torchrun_failure,
+)
+from megatron_async_rl.launch.rendezvous import PeerNodes, RankStore
 from megatron_async_rl.launch.run_lock import RunDirectoryError, concerns, lock_run_dir, usable
 from megatron_async_rl.launch.signals import deferred
 from megatron_async_rl.metrics.log import FILE as METRICS
 from megatron_async_rl.metrics.log import cut_unreadable
 from megatron_async_rl.metrics.status import FILE as STATUS
-from megatron_async_rl.metrics.status import FINAL, Status, read_status, write_status
+from megatron_async_rl.metrics.status import FINAL, read_status
 from megatron_async_rl.plan.layout import PLANNED_DEVICE
 from megatron_async_rl.report.progress import Progress, print_summary
 from megatron_async_rl.rollout.allocator import set_options_of_ranks
 from megatron_async_rl.rollout.cluster import prepare_environment, stay_on_this_machine
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.rollout.vllm_plugin import serving_engines
+from megatron_async_rl.rollout.vllm.plugin import serving_engines
 from megatron_async_rl.samples.segments import FOLDER as SAMPLES
 from megatron_async_rl.watchdog import stall, watch
 from megatron_async_rl.watchdog.events import (
     EventReader,
-    Failure,
-    described,
-    first_failure,
     record_failure,
 )
-from megatron_async_rl.watchdog.host_memory import kernel_shortage
-from megatron_async_rl.watchdog.logs import KILLED, PRIMARY, SECONDARY, find_cause, tail
 from megatron_async_rl.watchdog.preloaded import VARIABLE as PRELOADED
 from megatron_async_rl.watchdog.preloaded import serving
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE, STOPPED, of_run
@@ -76,13 +77,6 @@ CLOSING_S = 30.0
 """Longest time for a rank that failed to stop its engines and itself."""
 START_S = 600.0
 """Longest start of a run without engines; with engines their `rollout.start_timeout_s` counts."""
-FULL_BYTES = 2**20
-"""Free bytes below which a process may have failed to write its error message."""
-INTERRUPTED = 130
-LAST_LINES = 100
-"""Lines of torchrun's log: more than the traceback with which it ends."""
-_SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
-_SIGKILLED = re.compile(r"\(SIGKILL\) received by PID (\d+)")
 
 
 def launch(
@@ -92,26 +86,30 @@ def launch(
     peers: PeerNodes,
     rank_environment: Mapping[str, str],
 ) -> int:
-    """Runs `config`, this machine's share of it, to its end, to Ctrl-C or to its failure; returns
-    the process exit code.
+    """Run this machine's share of `config` to its end, to Ctrl-C or to its failure. Return the
+    process exit code.
 
     `rank_environment`: default values of the ranks' environment variables.
 
-    0: finished; 1: failed; 130: stopped by Ctrl-C, cleanly by the first (so that a script does not
-    go on without it). SIGTERM is a Ctrl-C, and so is a terminal that is closed. Raises
+    0: finished; 1: failed; 130: stopped by Ctrl-C, cleanly by the first (so that a script stops,
+    too). SIGTERM is a Ctrl-C, and so is a terminal that is closed. Raises
     RunDirectoryError, NodesError.
     """
     run_dir = config.run.dir
+    # Lock and temporary folder are released only after every process has ended.
     with contextlib.ExitStack() as held:
         lock = None
         if nodes.rank == 0:
             with usable(run_dir):
+                # Before anything in the directory is read or changed.
                 lock = held.enter_context(lock_run_dir(run_dir))
                 _put_aside(run_dir, console)
+        # Again, under the lock: another run may have begun since the first check.
         refuse_second_run(config)
         if already_finished(config, console):
             return 0
         start_s = config.rollout.start_timeout_s if config.rollout is not None else START_S
+        # Versions of killed runs would fill /dev/shm.
         remove_stale(SHARED_MEMORY)
         folder = held.enter_context(run_folder())
         if nodes.rank == 0:
@@ -122,28 +120,26 @@ def launch(
                 f"node {nodes.rank} of {nodes.count}: waiting for the other nodes, up to"
                 f" {start_s:g} s"
             )
-        start = rendezvous(nodes, config, start_s, peers)
-        peers.close()
-        ranks = LocalRanks(config, nodes, peers.address, start, rank_environment, folder, lock)
+        store = peers.meet(config, start_s)
+        ranks = LocalRanks(config, nodes, store, rank_environment, folder, lock)
         exit_code = _run(ranks, console, start_s)
     if exit_code == 0:
         ended = read_status(run_dir)
+        # torchrun's exit code 0 also follows a stop.
         if ended is not None and ended.phase == "finished":
             if nodes.rank == 0:
                 _report(run_dir, console)
             print_summary(run_dir, console)
             return 0
-        console.print(
+        print_plain(
+            console,
             f"Stopped at step {ended.step if ended else 0} of {config.run.steps}; the same command"
             f" resumes. Run directory: {run_dir}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
         )
         return INTERRUPTED
     if exit_code != INTERRUPTED:
         with contextlib.suppress(OSError):  # where the directory was lost, that was shown before
-            _explain_failure(run_dir, console)
+            explain_failure(run_dir, console)
     return exit_code
 
 
@@ -151,17 +147,16 @@ def _put_aside(run_dir: Path, console: Console) -> None:
     """Cut lines that a crash left unreadable off the ends of the logs, and report them."""
     for file, count in cut_unreadable(run_dir).items():
         lines = "1 line" if count == 1 else f"{count} lines"
-        console.print(
+        print_plain(
+            console,
             f"note: {lines} at the end of {run_dir / file} cannot be read, as after a crash or on a"
             f" full disk: moved to {Path(file).stem}.cut.jsonl",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
         )
 
 
 def refuse_second_run(config: Config) -> None:
-    """Raise RunDirectoryError where `run.resume: never` finds steps of a run."""
+    """Raise RunDirectoryError if `run.resume: never` finds steps of a run."""
+    # Metrics are the first file that a made step leaves.
     if config.run.resume == "never" and (config.run.dir / METRICS).exists():
         raise RunDirectoryError.at(
             config.run.dir,
@@ -185,12 +180,10 @@ def already_finished(config: Config, console: Console) -> bool:
     status = read_status(config.run.dir)
     if status is None or status.phase != "finished" or status.step < config.run.steps:
         return False
-    console.print(
+    print_plain(
+        console,
         f"{config.run.dir} already holds this run, finished at step {status.step}. "
-        "To go on, raise run.steps; to repeat, change run.dir.",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
+        "To continue, raise run.steps; to repeat, change run.dir.",
     )
     print_summary(config.run.dir, console)
     return True
@@ -198,13 +191,13 @@ def already_finished(config: Config, console: Console) -> bool:
 
 @dataclass(frozen=True)
 class LocalRanks:
-    """Start of this machine's ranks. `address`: of node 0. `lock`: a descriptor that
-    torchrun holds, too, so that the directory is taken for as long as there are ranks."""
+    """Start of this machine's ranks. `store`: through which they find each other. `lock`: a
+    descriptor that torchrun holds, too, so that the directory is taken for as long as there are
+    ranks."""
 
     config: Config
     nodes: Nodes
-    address: str
-    start: str
+    store: RankStore
     environment: Mapping[str, str]
     folder: RunFolder
     lock: int | None
@@ -216,10 +209,12 @@ class LocalRanks:
 
 
 def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
-    """From the start of the ranks to the end of the last process."""
+    """Run the ranks, from their start to the end of the last process."""
     config, nodes = ranks.config, ranks.nodes
+    # The id marks every process that this launcher may kill.
     run_dir, run_id = config.run.dir, uuid.uuid4().hex  # each machine ends its own processes
     earlier, stall_found, exit_code, error = read_status(run_dir), None, 1, None
+    # From here on signals are handled by the loop, so that the end below always runs.
     with deferred() as interrupts, contextlib.ExitStack() as held:
         try:
             process = _start_ranks(ranks, run_id, held)
@@ -237,92 +232,34 @@ def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
                 exit_code, stall_found = _watch(
                     process, progress, watchdog, run_dir, console, nodes, interrupts
                 )
-            if exit_code == 1 and (failure := _killed(process, ranks.log)) is not None:
+            if exit_code == 1 and (failure := torchrun_failure(process, ranks.log)) is not None:
                 record_failure(run_dir, failure)
+        # Errors of the run directory are reported after the processes were ended.
         except BaseException as raised:
             error = raised
             if not isinstance(raised, OSError) or not concerns(raised, run_dir):
                 raise
         finally:
+            # First: a rank that still lives could write a status after this one.
             _kill_leftovers(run_id)
             # Now that no rank writes a status of its own. A full, lost or damaged disk keeps the
             # status as it is; what happened is shown on the terminal all the same.
             with contextlib.suppress(OSError, UserError):
                 if stall_found is not None:
-                    _record_failure(run_dir, stall_found)
-                _record_end(ranks, exit_code, earlier, error, interrupts)
+                    record_stall(run_dir, stall_found)
+                record_end(
+                    run_dir, config.run.steps, nodes.rank, exit_code, earlier, error, interrupts
+                )
             watch.stop()
     if error is not None:
-        console.print(
-            f"The run was ended, as its directory cannot be used: {error}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        print_plain(console, f"The run was ended, as its directory cannot be used: {error}")
     return exit_code
-
-
-def _killed(process: subprocess.Popen[bytes], log: Path) -> Failure | None:
-    """The failure of torchrun where a signal ended it: all that its ranks say is that they were
-    ended."""
-    if process.returncode is None or process.returncode == 0:
-        return None
-    if process.returncode < 0:
-        number = -process.returncode
-    else:  # of others than SIGKILL it ends its ranks first, and itself by an exception
-        reported = _SIGNALLED.findall("\n".join(tail(log, LAST_LINES)))
-        if not reported:
-            return None
-        number = int(reported[-1])
-    return Failure(
-        process="launcher",
-        what=f"torchrun (pid {process.pid}), which holds the ranks, was ended by {_name(number)}",
-        where=str(log),
-        kind=PRIMARY,
-        time=time.time(),
-    )
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _record_end(
-    ranks: LocalRanks,
-    exit_code: int,
-    earlier: Status | None,
-    error: BaseException | None,
-    interrupts: Sequence[int],
-) -> None:
-    """Writes the final status, where rank 0 has not come to it or knows less. `earlier`: the status
-    that the start before left; `error`: what ended the launcher."""
-    run_dir = ranks.config.run.dir
-    status = read_status(run_dir)
-    over = status is not None and status.phase in FINAL and status != earlier
-    # Another node's launcher knows less than rank 0.
-    if exit_code == 0 or (over and (exit_code == INTERRUPTED or ranks.nodes.rank > 0)):
-        return
-    last = status or Status(phase="", step=0, steps=ranks.config.run.steps, time=0.0)
-    me = f"mar train (pid {os.getpid()})"
-    if exit_code == INTERRUPTED:
-        names = ", ".join(_name(number) for number in interrupts)
-        ended = replace(last, phase="stopped", detail=f"{me} received {names} and ended the run")
-        if last.phase in FINAL:  # nothing has begun: the start before ended so
-            return
-    elif error is not None:
-        ended = replace(last, phase="failed", error=f"{me}: {described(error)}", log=None)
-    else:
-        message, place = _cause(run_dir)
-        ended = replace(last, phase="failed", error=message, log=place)
-    write_status(run_dir, replace(ended, time=time.time()))
 
 
 def _prepare_directory(config: Config) -> None:
     run_dir = config.run.dir
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    # Requests to the run before must not stop or resize this one.
     for asked_of_the_run_before in (watch.STOP, watch.ENGINES):
         (run_dir / asked_of_the_run_before).unlink(missing_ok=True)
     resolved = run_dir / "config.yaml"
@@ -334,9 +271,11 @@ def _prepare_directory(config: Config) -> None:
             for path in run_dir.glob("config.*.yaml")
             if (number := path.name.split(".")[1]).isdigit()
         ]
+        # Kept: steps of the run were made with the earlier config.
         write_file(run_dir / f"config.{max(numbers, default=-1) + 1}.yaml", before)
     write_file(resolved, text)
     for log in (run_dir / "logs").glob("*.log"):
+        # find_cause must not find the cause of an earlier failure.
         log.rename(log.with_suffix(".log.old"))
     shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
     for files in (stall.FILE, STATUS, "config.", f"{SAMPLES}/"):
@@ -348,8 +287,9 @@ def _prepare_directory(config: Config) -> None:
 def environment_of_ranks(
     given: Mapping[str, str], run_id: str, wanted: Mapping[str, str], *, nodes: int = 1
 ) -> dict[str, str]:
-    """`given`, with what ranks need; `wanted`: default values of the variables that this machine's
-    ranks need. `nodes`: machines that have ranks."""
+    """Environment of ranks: `given` with the variables that they need. `wanted`: default values of
+    this machine's variables. `nodes`: machines that have ranks."""
+    # The user's variables win over defaults, the run's id over both.
     environment = {**wanted, **given, RUN_ID_VARIABLE: run_id}
     for name in [one for one in environment if one.startswith(PRELOADED)]:
         del environment[name]  # servers of another run, whose forks would carry its id
@@ -360,6 +300,7 @@ def environment_of_ranks(
     prepare_environment(environment)
     if nodes == 1:
         stay_on_this_machine(environment)
+    # Everything was fetched before; a library must not wait for a hub.
     environment.setdefault("HF_HUB_OFFLINE", "1")
     set_options_of_ranks(environment)
     return environment
@@ -374,24 +315,29 @@ def _start_ranks(
         sys.executable,
         "-m",
         "megatron_async_rl.launch.torchrun",
-        *nodes.torchrun(config.policy.parallel.ranks, ranks.start, ranks.address),
+        *ranks.store.torchrun(nodes, config.policy.parallel.ranks),
         "-m",
         "megatron_async_rl.train",
         str(config.run.dir / "config.yaml"),
     ]
     environment = environment_of_ranks(os.environ, run_id, ranks.environment, nodes=nodes.count)
     ranks.folder.set_in(environment)
-    locks = ranks.folder.locks if ranks.lock is None else (*ranks.folder.locks, ranks.lock)
-    locks += tuple(_preload(ranks, environment, held))
-    with open(ranks.log, "wb") as log:
+    inherited = [*ranks.folder.locks, *([] if ranks.lock is None else [ranks.lock])]
+    inherited += _preload(ranks, environment, held)
+    with contextlib.ExitStack() as until_started:
+        if ranks.store.listener is not None:
+            # torchrun alone has it from then on: the port closes with it.
+            inherited.append(until_started.enter_context(ranks.store.listener).fileno())
+        log = until_started.enter_context(open(ranks.log, "wb"))
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,
+            # Ctrl-C reaches only the launcher.
             start_new_session=True,
-            pass_fds=locks,
+            pass_fds=inherited,
         )
 
 
@@ -403,6 +349,7 @@ def _preload(
 
     GPU runs have no servers: some imports initialise CUDA, which a fork could not use."""
     config, folder = ranks.config, ranks.folder.path
+    # A CUDA context does not survive a fork.
     if environment.get(PLANNED_DEVICE) == "cuda":
         return []
     logs = config.run.dir / "logs"
@@ -435,19 +382,21 @@ def _watch(
     nodes: Nodes,
     interrupts: Sequence[int],
 ) -> tuple[int, stall.Stall | None]:
-    """The exit code, and what held the run up, if it stood still."""
+    """Watch the run. Return the exit code and, if the run stalled, the stall."""
     stops = 0
     earlier, failed_at = read_status(run_dir), float("inf")
     events = EventReader(run_dir)
+    # Other nodes' torchrun may end before rank 0 has checkpointed and exported.
     while process.poll() is None or (
         process.returncode == 0 and nodes.rank > 0 and not _over(run_dir)
     ):
         progress.update()
         for text in events.new():
-            console.print(f"note: {text}", markup=False, highlight=False, soft_wrap=True)
+            print_plain(console, f"note: {text}")
         status = read_status(run_dir)
         if len(interrupts) > stops:
             stops = len(interrupts)
+            # Nothing to save yet; on several machines others may be further.
             if nodes.count == 1 and (status in (None, earlier) or status.phase == "starting"):
                 console.print(
                     "Stopped before a step was made: nothing is lost, and the same command starts"
@@ -459,12 +408,14 @@ def _watch(
                     "Killed. The last checkpoint is intact; the same command resumes from it."
                 )
                 return INTERRUPTED, None
+            # A file, since rank 0 may run on another machine of the same file system.
             (run_dir / watch.STOP).touch()
             console.print(
                 "Stopping after this step, with a checkpoint. Ctrl-C again kills at once."
             )
         if status is not None and status != earlier and status.phase == "failed":
             failed_at = min(failed_at, time.monotonic())
+            # Rank 0 ends its engines itself; after that this launcher does.
             if time.monotonic() - failed_at > CLOSING_S:
                 return 1, None
         elif (stall_found := watchdog.look()) is not None:
@@ -475,23 +426,15 @@ def _watch(
 
 
 def _over(run_dir: Path) -> bool:
-    """True once rank 0 has recorded how the run ended."""
+    """True when rank 0 has recorded the end of the run."""
     status = read_status(run_dir)
     return status is not None and status.phase in FINAL
 
 
-def _record_failure(run_dir: Path, stall_found: stall.Stall) -> None:
-    last = read_status(run_dir) or Status(phase="starting", step=0, steps=0, time=0.0)
-    log, now = str(run_dir / stall.FILE), time.time()
-    write_status(run_dir, replace(last, phase="failed", time=now, error=stall_found.error, log=log))
-    kind = SECONDARY if stall_found.consequence else PRIMARY
-    failure = Failure(process="launcher", what=stall_found.error, where=log, kind=kind, time=now)
-    record_failure(run_dir, failure)
-
-
 def _kill_leftovers(run_id: str) -> None:
-    """Kills every process of the run, and releases the memory of its weights. A stopped process
-    would not react to SIGTERM."""
+    """Kill every process of the run and release the memory of its weights. A stopped process would
+    not react to SIGTERM."""
+    # SIGTERM first, so that vLLM can release its shared memory.
     for send in (psutil.Process.terminate, psutil.Process.kill):
         alive = of_run(run_id)
         for process in alive:
@@ -502,54 +445,11 @@ def _kill_leftovers(run_id: str) -> None:
 
 
 def _report(run_dir: Path, console: Console) -> None:
-    """The run has finished, whether its report can be written or not."""
+    """Write the report. The run counts as finished even if that fails."""
     # It loads matplotlib, which takes a second: after the run, not before it.
     from megatron_async_rl.report.report import write_report
 
     try:
         write_report(run_dir)
     except UserError as error:
-        console.print(f"The report was not written. {error}", markup=False)
-
-
-def _cause(run_dir: Path) -> tuple[str, str]:
-    """The cause of a failure, and its file. Rank 0's own words are the fullest, unless what it met
-    was another process's death."""
-    failure = first_failure(run_dir)
-    cause = None
-    if failure is None or failure.kind != PRIMARY:
-        cause = find_cause(run_dir / "logs")
-    if cause is not None and (failure is None or cause.kind < failure.kind):
-        kernel = None
-        # torchrun names the signal: the kernel sends none but SIGKILL.
-        if cause.kind == KILLED and (killed := _SIGKILLED.search(cause.message)) is not None:
-            kernel = kernel_shortage([int(killed[1])], used=False)
-        message = cause.message if kernel is None else f"{cause.message}\n  {kernel.message}"
-        return message, f"{cause.file}:{cause.line}"
-    if failure is None:
-        return "no process left a message", str(run_dir / "logs")
-    fix = f"\n  fix: {failure.fix}" if failure.fix else ""
-    return failure.what + fix, failure.where
-
-
-def _explain_failure(run_dir: Path, console: Console) -> None:
-    """Shows the cause and its file; when a wait missed its deadline, also who waited for what."""
-    message, place = _cause(run_dir)
-    console.print("[red bold]The run failed:[/] ", end="")
-    console.print(message, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Log: {place}", markup=False, highlight=False, soft_wrap=True)
-    if shutil.disk_usage(run_dir).free < FULL_BYTES:
-        text = (
-            f"The file system that holds {run_dir} is full, and logs may lack their last lines.\n "
-            " fix: make room there"
-        )
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-    picture = stall.read_summary(run_dir)
-    if picture is not None:
-        console.print(
-            f"\nWho waited for what (stacks: {run_dir / stall.FILE}):",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
-        console.print(picture, markup=False, highlight=False, soft_wrap=True)
+        print_plain(console, f"The report was not written. {error}")

@@ -32,7 +32,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RunDirectoryError(UserError):
-    """The run directory cannot be used as the config asks."""
+    """The run directory cannot be used for this config."""
 
     @classmethod
     def at(cls, run_dir: Path, what: str, fix: str) -> Self:
@@ -43,15 +43,17 @@ class RunDirectoryError(UserError):
 def lock_run_dir(
     run_dir: Path, *, command: str = "mar train", key: str = "run.dir"
 ) -> Iterator[int]:
-    """Takes `run_dir` (made if missing) for `command`, which has it from `key`; yields the
-    descriptor that holds it, for other processes that shall hold it too.
+    """Lock `run_dir` (created if missing) for `command`, which read it from `key`. Yields the
+    descriptor of the lock, which other processes may inherit.
 
     Raises RunDirectoryError when another run has it, OSError when it cannot be written to.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
+    # Not truncated on opening: the holder's name must stay readable.
     descriptor = os.open(run_dir / FILE, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
+            # flock belongs to the open file, so children that inherit it hold it, too.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             what, fix = _holder(descriptor, command, key)
@@ -64,10 +66,12 @@ def lock_run_dir(
                 run_dir,
                 error.strerror,
             )
+        # Only the holder writes its name.
         os.truncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
         yield descriptor
     finally:
+        # The lock lasts until the last process with the descriptor ends.
         os.close(descriptor)
 
 
@@ -101,6 +105,7 @@ def ask_for_engines(run_dir: Path, count: int) -> None:
     config_file = run_dir / "config.yaml"
     if not config_file.is_file():
         raise RunDirectoryError.at(run_dir, "has no config.yaml: it is not a run", "name a run.dir")
+    # The run's own copy: it tells what the running engines can do.
     rollout = load(config_file).rollout
     if rollout is None or rollout.placement == "colocated":
         why = "has no engines" if rollout is None else "has engines on the policy's devices"
@@ -114,9 +119,10 @@ def ask_for_engines(run_dir: Path, count: int) -> None:
 
 
 def _is_taken(run_dir: Path) -> bool:
-    """True while a run has the directory, and where the file system cannot tell."""
+    """True while a run has the directory, and where the file system has no locks."""
     try:
         with open(run_dir / FILE, "rb") as lock:
+            # Shared: two readers must not take each other for a run.
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
@@ -126,17 +132,18 @@ def _is_taken(run_dir: Path) -> bool:
 
 
 def concerns(error: OSError, run_dir: Path) -> bool:
-    """True for an error of a file in `run_dir` or of a folder above it, or of a disk: an error of a
+    """True for an error of a disk, of a file in `run_dir`, or of a folder above it. An error of a
     write names no file."""
     if error.filename is None:
         return error.errno in _OF_DISK
     file, own = Path(os.fsdecode(error.filename)).absolute(), run_dir.absolute()
+    # A folder above the run may have been removed.
     return own == file or own in file.parents or file in own.parents
 
 
 @contextmanager
 def usable(run_dir: Path) -> Iterator[None]:
-    """Turns an OSError of the run's directory into a RunDirectoryError."""
+    """Turn an OSError of the run's directory into a RunDirectoryError."""
     try:
         yield
     except OSError as error:
@@ -153,8 +160,9 @@ def _holder(descriptor: int, command: str, key: str) -> tuple[str, str]:
     """(what, fix): the process that holds the lock, from what it wrote into the file."""
     pid, _, host = os.read(descriptor, 300).decode(errors="replace").strip().partition(" ")
 
+    # The launcher is gone, and its ranks still hold the lock.
     if host == socket.gethostname() and pid.isdecimal() and condition(int(pid)) is None:
-        rest = "its runs go on" if key == "runs" else "its ranks stop after their step"
+        rest = "its runs continue" if key == "runs" else "its ranks stop after their step"
         what = f"is in use: `{command}` (pid {pid}) was killed, and {rest}"
         return what, f"try again when they have ended, or choose another {key}"
 

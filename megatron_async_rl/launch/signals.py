@@ -1,5 +1,5 @@
-"""The signals that ask a run to stop, collected for the launcher's loop instead of raised in the
-middle of a redraw or of the run's end."""
+"""Signals that stop a run, collected for the launcher's loop instead of raised in the middle of a
+redraw or of the run's end."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ def deferred() -> Iterator[list[int]]:
     terminals = [number for number in (1, 2) if os.isatty(number)]
 
     def collect(number: int, _: object) -> None:
+        # A closing terminal sends SIGHUP to the group and to the leader.
         if number != signal.SIGHUP or not seen:
             seen.append(number)
         if number == signal.SIGHUP:
             for terminal in terminals:
+                # Writes to a closed terminal fail, and would end the launcher.
                 os.dup2(nowhere, terminal)
 
     numbers = [signal.SIGINT, signal.SIGTERM]

@@ -11,9 +11,7 @@ Invariants:
 - an evaluation stands in the next line of metrics.jsonl; TensorBoard has it at the version that was
   evaluated, which may be steps before;
 - what a run of another version logged under a name that is of another kind here is left out by
-  the reader, which names it; the rest of the line is read;
-- a reader reads a line once, only when it is whole, and in blocks: no reader holds the lines of a
-  long run. When the file is replaced or cut (by a resume), reading starts over and reports it.
+  the reader, which names it; the rest of the line is read.
 """
 
 from __future__ import annotations
@@ -25,22 +23,23 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from megatron_async_rl.config.durable import digest
-from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.config.read_back import reading, unreadable
-from megatron_async_rl.metrics.catalogue import (
-    METRICS,
-    Metric,
-    MetricsError,
-    Value,
-    find_metric,
+from megatron_async_rl.config.durable import digest, reading
+from megatron_async_rl.config.schema import ObserveConfig
+from megatron_async_rl.metrics.catalogue import METRICS, Metric, MetricsError, Value, find_metric
+from megatron_async_rl.metrics.json_lines import (
+    LONGEST_LINE,
+    GrowingFile,
+    cut_lines,
+    is_kept,
+    lines_backwards,
+    not_a_line,
 )
 from megatron_async_rl.metrics.sinks import Sink
 from megatron_async_rl.metrics.trackers import BackgroundSink
@@ -49,11 +48,6 @@ FILE = "metrics.jsonl"
 CUT_FILE = "metrics.cut.jsonl"
 EVAL_FILE = "eval.jsonl"
 EVAL_CUT_FILE = "eval.cut.jsonl"
-
-BLOCK_BYTES = 2**22
-LONGEST_LINE = 2**26
-"""Bytes: more than the evaluation of any held-out set takes."""
-CHECKED_BYTES = 4096
 SCALARS = frozenset({"number", "total"})
 """Kinds of metrics that are one number."""
 
@@ -72,7 +66,7 @@ class MetricsLog:
         tensorboard: bool,
         first_step: int,
         prometheus_port: int | None = None,
-        prometheus_host: str = "127.0.0.1",
+        prometheus_host: str = ObserveConfig.default_of("prometheus_host"),
         trackers: Sequence[Sink] = (),
     ) -> None:
         """`first_step`: the first step this process will log. Lines from it on are cut away: they
@@ -92,6 +86,7 @@ class MetricsLog:
                 writer = TensorBoard(run_dir / "tensorboard", first_step)
                 self._sinks.append(BackgroundSink("TensorBoard", writer))
         self._path = run_dir / FILE
+        # Before the file is opened for appending, so that steps grow from line to line.
         cut_from(run_dir, first_step)
         self._next_step = first_step
         self._evaluated: dict[str, Value] = {}
@@ -99,35 +94,41 @@ class MetricsLog:
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
-        """Writes the line of `step`: optimizer steps done, so also the version of the weights it
+        """Write the line of `step`: optimizer steps done, so also the version of the weights it
         produced.
 
         Raises MetricsError on an unknown key, on a value of another kind than the catalogue's, and
         on a step logged before.
         """
+        # Two lines of one step would count twice in every sum.
         if step < self._next_step:
             raise MetricsError(
                 f"{self._path}: step {step} logged after step {self._next_step - 1}; each step has"
                 " one line"
             )
         now = time.time()
+        # All values before the first byte: a refused value leaves no half line.
         checked = {name: _checked(name, value) for name, value in values.items()}
 
         line: dict[str, object] = {"step": step, "version": step, "time": round(now, 3)}
         line |= {name: _as_json(value) for name, value in (checked | self._evaluated).items()}
+        # Values that are not finite are text by now; anything else is an error of this package.
         text = json.dumps(line, allow_nan=False)
         self._file.write(text + "\n")
+        # Readers follow the file while the run continues.
         self._file.flush()
 
         self._next_step = step + 1
+        # Without the line break, which a reader strips.
         self._last = step, digest(text.encode())
         self._evaluated = {}
         for sink in self._sinks:
+            # After the file, which is the record; sinks may fail.
             sink.write(step, now, checked)
 
     def evaluated(self, version: int, values: Mapping[str, object]) -> None:
-        """Takes the numbers of the held-out evaluation of `version`. Of several between two steps
-        the line has the last."""
+        """Add the numbers of the held-out evaluation of `version` to the next line. Of several
+        evaluations between two steps, the line has the last."""
         self._evaluated = {name: _checked(name, value) for name, value in values.items()}
         for sink in self._sinks:
             sink.write_evaluation(version, time.time(), self._evaluated)
@@ -149,9 +150,10 @@ def digest_of_step(run_dir: Path, step: int) -> str | None:
     Reads the file from its end. Raises UserError, FileNotFoundError."""
     path = run_dir / FILE
     with reading(path), open(path, "rb") as file:
-        for _, line in _lines_backwards(file):
-            if _is_kept(line, lambda entry: int(entry["step"]) <= step):
-                whole = _is_kept(line, lambda entry: int(entry["step"]) == step)
+        # From the end: a resume reads no further back than its checkpoint.
+        for _, line in lines_backwards(file):
+            if is_kept(line, lambda entry: int(entry["step"]) <= step):
+                whole = is_kept(line, lambda entry: int(entry["step"]) == step)
                 return digest(line.rstrip(b"\r\n")) if whole else None
     return None
 
@@ -166,12 +168,12 @@ def begins_after(run_dir: Path, step: int) -> bool:
             line = file.readline(LONGEST_LINE)
     except FileNotFoundError:
         return True
-    return not line or _is_kept(line, lambda entry: int(entry["step"]) > step)
+    return not line or is_kept(line, lambda entry: int(entry["step"]) > step)
 
 
 def cut_from(run_dir: Path, first_step: int) -> int:
-    """Moves the lines of `first_step` and later, and a half-written one after them, to
-    metrics.cut.jsonl; returns how many."""
+    """Move the lines of `first_step` and later, and a half-written one after them, to
+    metrics.cut.jsonl. Return how many."""
     return cut_lines(
         run_dir / FILE, run_dir / CUT_FILE, lambda line: int(line["step"]) < first_step
     )
@@ -190,145 +192,10 @@ def cut_unreadable(run_dir: Path) -> dict[str, int]:
     return {file: count for file, count in cut.items() if count}
 
 
-def cut_lines(path: Path, aside: Path, keeps: Callable[[dict[str, Any]], bool]) -> int:
-    """Cuts the end of a file of JSON objects off: all lines after the last that `keeps` accepts.
-    They go to the end of `aside`; returns how many.
-
-    A crash in here loses no line; it may leave lines in both files.
-    """
-    if not path.exists():
-        return 0
-    with open(path, "r+b") as file:
-        size = end = file.seek(0, os.SEEK_END)
-        whole = True
-        for start, line in _lines_backwards(file):
-            if _is_kept(line, keeps):
-                whole = line.endswith(b"\n")
-                break
-            end = start
-        count = 0
-        if end < size:
-            file.seek(end)
-            with open(aside, "a", encoding="utf-8") as cut:
-                for line in file:
-                    cut.write(_as_object(line) + "\n")
-                    count += 1
-                cut.flush()
-                os.fsync(cut.fileno())
-            file.truncate(end)
-        if not whole:
-            file.seek(end)
-            file.write(b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    return count
-
-
-def _is_kept(line: bytes, keeps: Callable[[dict[str, Any]], bool]) -> bool:
-    try:
-        return keeps(json.loads(line))
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return False
-
-
-def _as_object(line: bytes) -> str:
-    text = line.rstrip(b"\r\n").decode("utf-8", errors="replace")
-    try:
-        whole = isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        whole = False
-    return text if whole else json.dumps({"unreadable": text})
-
-
-def _lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """(where it begins, line) from the last line of a file to its first."""
-    start, tail = file.seek(0, os.SEEK_END), b""
-    while start > 0:
-        step = min(BLOCK_BYTES, start)
-        start = file.seek(start - step)
-        block = file.read(step) + tail
-        end = len(block)
-        while (at := block.rfind(b"\n", 0, end - 1)) >= 0:
-            yield start + at + 1, block[at + 1 : end]
-            end = at + 1
-        tail = block[:end]
-    if tail:
-        yield 0, tail
-
-
 def number(row: MetricRow, key: str) -> float | None:
     """The number under `key`; None where the row has none."""
     value = row.get(key)
     return value if isinstance(value, int | float) else None
-
-
-class GrowingFile:
-    """A file of lines that another process appends to; each is read once, when it is whole.
-
-    `newest`: begin this many bytes before the end, for a file whose older lines are not needed.
-    """
-
-    def __init__(self, path: Path, newest: int | None = None) -> None:
-        self.path = path
-        self.line = 0
-        """Lines read so far."""
-        self.whole = True
-        """Reading began with the first line."""
-        self._newest = newest
-        self._inode = -1
-        self._offset = 0
-        self._last = b""
-        """The last bytes before `_offset`: others there show that the file was cut and grew
-        again."""
-
-    def new_lines(self, limit: int | None = None) -> tuple[list[bytes], bool]:
-        """Lines since the last call, and True where the file was replaced or cut, so that those of
-        earlier calls are to be forgotten. No lines while there is no file. `limit`: about this many
-        bytes of them, and the rest with the next calls. Raises UserError for a file that cannot be
-        read, and, with a limit, for a line of more than LONGEST_LINE bytes."""
-        try:
-            with open(self.path, "rb") as file:
-                about = os.fstat(file.fileno())
-                shorter = about.st_size < self._offset
-                other = about.st_ino != self._inode
-                replaced = other or shorter or not self._is_continued(file)
-                restarted = replaced and self._offset > 0
-                if replaced:
-                    self._inode, self._offset, self.line = about.st_ino, 0, 0
-                    self._last = b""
-                    self.whole = self._newest is None or about.st_size <= self._newest
-                    if not self.whole:
-                        file.seek(about.st_size - (self._newest or 0))
-                        file.readline()
-                        self._offset = file.tell()
-                file.seek(self._offset)
-                read = file.read(-1 if limit is None else limit)
-                while limit is not None and b"\n" not in read and (more := file.read(limit)):
-                    read += more
-                    if len(read) > LONGEST_LINE:  # such as zeros of a crash
-                        what = f"holds a line of over {LONGEST_LINE >> 20} MiB"
-                        raise _not(self.where(self.line + 1), "a file of lines", what)
-        except FileNotFoundError:
-            restarted, self._offset, self._last = self._offset > 0, 0, b""
-            return [], restarted
-        except OSError as error:
-            raise unreadable(self.path, error) from error
-
-        whole = read[: read.rfind(b"\n") + 1]
-        if whole:
-            self._offset += len(whole)
-            self._last = whole[-CHECKED_BYTES:]
-        lines = whole.splitlines()
-        self.line += len(lines)
-        return lines, restarted
-
-    def where(self, line: int) -> str:
-        """File and number of a line, if known."""
-        return f"{self.path}:{line}" if self.whole else f"{self.path}, near its end"
-
-    def _is_continued(self, file: BinaryIO) -> bool:
-        file.seek(self._offset - len(self._last))
-        return file.read(len(self._last)) == self._last
 
 
 @dataclass(frozen=True)
@@ -369,16 +236,11 @@ class MetricsReader:
 
     def blocks(self) -> Iterator[NewRows]:
         """The same rows in blocks, so that the rows of a long run are never held together."""
-        while True:
-            lines, restarted = self._file.new_lines(BLOCK_BYTES)
-            first = self._file.line - len(lines) + 1
+        for lines, restarted in self._file.blocks():
+            # The file was cut or replaced, so steps begin again.
             if restarted:
                 self._step = 0
-            rows = [self._row(line, number) for number, line in enumerate(lines, first)]
-            if rows or restarted:
-                yield NewRows(rows, restarted)
-            if not lines:
-                return
+            yield NewRows([self._row(line, place) for place, line in lines], restarted)
 
     def _row(self, line: bytes, place: int) -> MetricRow:
         try:
@@ -396,16 +258,17 @@ class MetricsReader:
                     self.left_out.add(key)
                 else:
                     row[key] = read
+            # After the values, whose errors name the metric.
             given, version = number(row, "step") or 0, int(number(row, "version") or 0)
             step = int(given)
         except (ValueError, AttributeError, OverflowError, TypeError, MetricsError) as error:
-            raise _not(self._file.where(place), "a line of metrics", error) from error
+            raise not_a_line(self._file.where(place), "a line of metrics", error) from error
         if step < 1 or step != given:
-            raise _not(self._file.where(place), "a line of metrics", "it has no step")
+            raise not_a_line(self._file.where(place), "a line of metrics", "it has no step")
         if step <= self._step:
             # Charts, totals and anomalies are of one line a step, in order.
             why = f"its step is {step}, and that of the line before it {self._step}"
-            raise _not(self._file.where(place), "a line of metrics", why)
+            raise not_a_line(self._file.where(place), "a line of metrics", why)
         self._step = step
         row["step"], row["version"] = step, version
         return row
@@ -418,6 +281,7 @@ class MetricsReader:
             if metric is None or metric.kind in SCALARS:
                 self._scalars.add(name)
         metric = self._metrics[name]
+        # Fast path: most lists have the right kind already.
         if type(value) is list and metric is not None and metric.kind not in SCALARS:
             kinds = set(map(type, value))
             if kinds <= {int} or (kinds <= {int, float} and metric.kind == "per engine"):
@@ -437,11 +301,12 @@ def read_newest(run_dir: Path, count: int) -> list[MetricRow]:
     path = run_dir / FILE
     try:
         with reading(path), open(path, "rb") as file:
-            whole = (line for _, line in _lines_backwards(file) if line.endswith(b"\n"))
+            whole = (line for _, line in lines_backwards(file) if line.endswith(b"\n"))
             lines = list(itertools.islice(whole, count))
     except FileNotFoundError:
         return []
     reader = MetricsReader(run_dir)
+    # Line numbers are unknown when reading from the end.
     reader._file.whole = False
     return [reader._row(line, 0) for line in reversed(lines)]
 
@@ -461,6 +326,7 @@ def _checked(name: str, value: object) -> Value:
 def _as_json(value: Value) -> object:
     if isinstance(value, list):
         return [_as_json(entry) for entry in value]
+    # JSON has no nan or inf.
     return value if math.isfinite(value) else str(value)
 
 
@@ -477,12 +343,8 @@ def _read(name: str, value: Any, metric: Metric | None) -> Value | None:
         return None
 
 
-def _not(where: str, noun: str, why: object) -> UserError:
-    return UserError.of(where, f"is not {noun}: {why}", "remove that line")
-
-
 def _from_json(value: Any) -> Any:
-    """A string is a number that was not finite."""
+    """Convert a value of a line; a string is a number that was not finite."""
     if isinstance(value, list):
         return [_from_json(entry) for entry in value]
     return float(value) if isinstance(value, str) else value
@@ -507,7 +369,7 @@ class EvalLog:
 
 
 class _Evaluation(BaseModel):
-    """The numbers of a line that are drawn; the others stay as they are."""
+    """Convert the numbers of a line that are drawn; the others stay unchanged."""
 
     version: int
     mean_reward: float | None = None
@@ -523,16 +385,8 @@ class EvaluationReader:
         """Evaluations written since the last call, in blocks, and True where earlier ones are to be
         forgotten. Raises UserError, with file and line, for a whole line that is not an
         evaluation."""
-        while True:
-            lines, restarted = self._file.new_lines(BLOCK_BYTES)
-            first = self._file.line - len(lines) + 1
-            if lines or restarted:
-                yield (
-                    [self._read(line, place) for place, line in enumerate(lines, first)],
-                    restarted,
-                )
-            if not lines:
-                return
+        for lines, restarted in self._file.blocks():
+            yield [self._read(line, place) for place, line in lines], restarted
 
     def _read(self, line: bytes, place: int) -> dict[str, Any]:
         where = self._file.where(place)
@@ -542,9 +396,9 @@ class EvaluationReader:
         except ValidationError as error:
             fault = error.errors()[0]
             why = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"
-            raise _not(where, "an evaluation", why) from error
+            raise not_a_line(where, "an evaluation", why) from error
         except ValueError as error:
-            raise _not(where, "an evaluation", error) from error
+            raise not_a_line(where, "an evaluation", error) from error
         return result
 
 

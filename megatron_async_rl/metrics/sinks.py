@@ -1,8 +1,8 @@
 """The sinks of a line of metrics besides `RUN/metrics.jsonl`: TensorBoard and Prometheus.
 
-Both are given checked values and know nothing of the log. A list becomes a histogram in
-TensorBoard, or a scalar for each engine (`engine/tokens/0`, ...); in Prometheus one gauge with a
-label: `engine` for what every engine has, else `bin`, the smallest value its count is of.
+Both receive checked values and do not depend on the log. A list becomes a histogram in TensorBoard,
+or a scalar for each engine (`engine/tokens/0`, ...); in Prometheus one gauge with a label: `engine`
+for what every engine has, else `bin`, the smallest value its count is of.
 
 Invariants:
 - what a sink was given is on disk, or served, when the call returns: the log has a thread call
@@ -57,8 +57,8 @@ class TensorBoard:
     """Event files through TensorBoard's own writer: no torch."""
 
     def __init__(self, directory: Path, first_step: int) -> None:
-        """Opens a new event file. What earlier files hold from `first_step` on, TensorBoard
-        discards."""
+        """Open a new event file. TensorBoard discards what earlier files hold from `first_step`
+        on."""
         self._writer = EventFileWriter(str(directory))
         self._writer.add_event(
             Event(step=first_step, session_log=SessionLog(status=SessionLog.START))
@@ -67,6 +67,7 @@ class TensorBoard:
     def write(self, step: int, time: float, values: Mapping[str, Value]) -> None:
         summary = Summary()
         for name, value in values.items():
+            # Most values: checked first.
             if not isinstance(value, list):
                 summary.value.add(tag=name, simple_value=value)
             elif METRICS[name].kind == "per engine":
@@ -76,10 +77,11 @@ class TensorBoard:
                 doubling = METRICS[name].kind == "doubling counts"
                 summary.value.add(tag=name, histo=_histogram(value, doubling=doubling))
         self._writer.add_event(Event(step=step, wall_time=time, summary=summary))
+        # What was given must be on disk when the call returns.
         self._writer.flush()
 
     def write_evaluation(self, version: int, time: float, values: Mapping[str, Value]) -> None:
-        """At the version evaluated, which may be steps before the newest."""
+        """Write the numbers at the evaluated version, which may be older than the newest step."""
         self.write(version, time, values)
 
     def close(self) -> None:
@@ -92,6 +94,7 @@ class _Scrapes(LimitedThreads, WSGIServer):
     """Longest scrape, however often its client sends or reads a byte."""
 
     def __init__(self, host: str, port: int) -> None:
+        # IPv6 addresses need another family than socketserver's default.
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = found[0][0]
         super().__init__((host, port), _Scrape)
@@ -102,10 +105,10 @@ class _Scrapes(LimitedThreads, WSGIServer):
 
 class _Scrape(WSGIRequestHandler):
     timeout = 10
-    """Seconds that a scraper may take for its request."""
+    """Limit of a scraper's request in seconds."""
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: rank 0's log is for the run."""
+        """Write nothing: rank 0's log is for the run."""
 
 
 class Prometheus:
@@ -114,11 +117,12 @@ class Prometheus:
 
     def __init__(self, run_dir: Path, port: int, host: str = "127.0.0.1") -> None:
         """`port` 0 takes a free one; the address is in RUN/prometheus.txt and in this process's
-        log. Nothing asks a scraper for a password.
+        log. Scrapers need no password.
 
         Raises UserError for a port or a host that cannot be listened on.
         """
         self._newest = _NewestLine()
+        # Not the global one, to which vLLM and Ray add their own metrics.
         registry = CollectorRegistry()
         registry.register(self._newest)
         try:
@@ -127,23 +131,29 @@ class Prometheus:
             raise _unavailable(host, port, error) from error
         self._server.set_app(make_wsgi_app(registry))
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="prometheus", daemon=True
+            # Daemon: a scraper that hangs must not keep rank 0 alive.
+            target=self._server.serve_forever,
+            name="prometheus",
+            daemon=True,
         )
         self._thread.start()
         self.port = int(self._server.server_port)
         self._file = run_dir / ADDRESS_FILE
+        # Those addresses are not ones that another machine could use.
         name = socket.gethostname() if host in ("0.0.0.0", "::", "") else host
         address = f"http://{f'[{name}]' if ':' in name else name}:{self.port}/metrics"
         self._file.write_text(f"{address}\n", encoding="utf-8")
         sys.stderr.write(f"metrics for Prometheus at {address}\n")
 
     def write(self, step: int, time: float, values: Mapping[str, Value]) -> None:
+        # One assignment: a scrape sees the old line or the new one.
         self._newest.line = {"step": step, **values}
 
     def write_evaluation(self, version: int, time: float, values: Mapping[str, Value]) -> None:
         self._newest.evaluation = dict(values)
 
     def close(self) -> None:
+        # The address must not outlive the server.
         self._file.unlink(missing_ok=True)
         self._server.shutdown()
         self._server.server_close()
@@ -156,10 +166,12 @@ class _NewestLine(Collector):
         self.evaluation: Mapping[str, Value] = {}
 
     def describe(self) -> list[Family]:
-        """Nothing is promised: a registry without this would collect at once to learn the names."""
+        """Return nothing: without this method a registry would collect at once to learn the
+        names."""
         return []
 
     def collect(self) -> Iterator[Family]:
+        # Read once: `line` may be replaced during the scrape.
         for name, value in (*self.line.items(), *self.evaluation.items()):
             metric = find_metric(name)
             about = f"{metric.meaning} Unit: {metric.unit}." if metric else "Optimizer steps done."
@@ -177,6 +189,7 @@ class _NewestLine(Collector):
 
 
 def _unavailable(host: str, port: int, error: OSError) -> UserError:
+    # A wrong host and a taken port have different keys to change.
     if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
         return UserError.of(
             "observe.prometheus_host",
@@ -198,6 +211,7 @@ def gauge_name(key: str) -> str:
 def _histogram(counts: Sequence[float], *, doubling: bool) -> HistogramProto:
     """`counts[i]` values equal to i or, doubling, from 2^i up to 2^(i + 1); those count as the
     bin's middle in the sums."""
+    # TensorBoard's buckets are bounded above only.
     bins = range(len(counts))
     middles = [1.5 * 2**index - 0.5 if doubling else index for index in bins]
     weighted = list(zip(middles, counts, strict=True))

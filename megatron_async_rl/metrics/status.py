@@ -13,14 +13,13 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_async_rl.config.durable import write_file
+from megatron_async_rl.config.durable import unreadable, write_file
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.config.read_back import unreadable
 from megatron_async_rl.watchdog.progress_monitor import write_whole
 
 FILE = "status.json"
 FINAL = ("stopped", "finished", "failed")
-"""Phases after which nothing of the run is left."""
+"""Final phases of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,7 @@ class Status:
     before: float | None = None
     """Held-out mean reward, or loss, before the first step; None while not measured."""
     after: float | None = None
-    """The same after the last step."""
+    """Held-out mean reward, or loss, after the last step; None while not measured."""
     measure: Literal["reward", "loss"] = "reward"
     """Quantity of `before` and `after`."""
     error: str | None = None
@@ -55,7 +54,7 @@ _FIX = "delete it, or choose another run.dir"
 
 
 def write_status(run_dir: Path, status: Status) -> None:
-    """Replaces the status of the run in `run_dir` (made if missing)."""
+    """Replace the status of the run in `run_dir` (made if missing)."""
     run_dir.mkdir(parents=True, exist_ok=True)
     # A sync may wait for a checkpoint that is being written, and a step must not. A later start
     # depends only on how the run ended.
@@ -71,6 +70,7 @@ def read_status(run_dir: Path) -> Status | None:
     """
     path = run_dir / FILE
     try:
+        # Another version's status is refused by name instead of read in part.
         return _STATUS.validate_json(path.read_bytes())
     except FileNotFoundError:
         return None

@@ -22,15 +22,15 @@ from pathlib import Path
 from threading import Lock
 from typing import BinaryIO
 
-from megatron_async_rl.config.read_back import reading
-from megatron_async_rl.metrics.log import GrowingFile
+from megatron_async_rl.config.durable import reading
+from megatron_async_rl.metrics.json_lines import GrowingFile
 
 _log = logging.getLogger(__name__)
 
 FOLDER = "timeline"
 NEWEST_BYTES = 8 * 2**20
 SPANS_KEPT = 40_000
-"""Spans of a track that a reader which follows it keeps."""
+"""Number of spans of a track that a following reader keeps."""
 
 RANK = (
     "training",
@@ -80,18 +80,19 @@ class Timeline:
             self._write("\n")
 
     def enter(self, state: str, waiting_for: str = "") -> None:
-        """Ends the span that is going on and begins one. The same state and reason again changes
-        nothing."""
+        """End the current span and begin one. Repeating the state and reason changes nothing."""
         with self._lock:
+            # Calls after close come from threads that end later.
             if self._file is not None and (
                 self._now is None or self._now[:2] != (state, waiting_for)
             ):
                 now = time.time()
                 self._end(now)
+                # The same moment ends one span and begins the next: a track has no gap.
                 self._now = (state, waiting_for, now)
 
     def close(self) -> None:
-        """Ends the last span. Later calls do nothing."""
+        """End the last span. Later calls do nothing."""
         with self._lock:
             if self._file is not None:
                 self._end(time.time())
@@ -128,6 +129,7 @@ def read_timeline(run_dir: Path) -> dict[str, list[Span]]:
     leaves them, are skipped. Raises UserError for a file that cannot be read."""
     tracks: dict[str, list[Span]] = {}
     for path in _tracks(run_dir):
+        # Absent tracks are simply not listed.
         with reading(path):
             lines = path.read_bytes().splitlines()
         spans = sorted(_spans(path.stem, lines), key=lambda span: span.start)
@@ -149,9 +151,11 @@ class TimelineReader:
         NEWEST_BYTES and SPANS_KEPT."""
         tracks: dict[str, list[Span]] = {}
         for path in _tracks(self._run_dir):
+            # Tracks appear when engines join.
             file = self._files.setdefault(path, GrowingFile(path, NEWEST_BYTES))
             kept = self._spans.setdefault(path, deque(maxlen=SPANS_KEPT))
             lines, restarted = file.new_lines()
+            # The file was replaced: its spans are others.
             if restarted:
                 kept.clear()
             kept.extend(_spans(path.stem, lines))
@@ -179,6 +183,7 @@ def _tracks(run_dir: Path) -> list[Path]:
 
 def _place(track: str) -> tuple[bool, str, int]:
     name, _, number = track.replace("-", " ").rpartition(" ")
+    # By number: engine-10 comes after engine-9.
     return name != "rank", name, int(number) if number.isdigit() else -1
 
 

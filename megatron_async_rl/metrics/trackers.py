@@ -23,27 +23,27 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.config.durable import write_file
+from megatron_async_rl.config.durable import reading, write_file
 from megatron_async_rl.config.problem import Problem, UserError
-from megatron_async_rl.config.read_back import reading
 from megatron_async_rl.metrics.catalogue import METRICS, Value
 from megatron_async_rl.metrics.sinks import Sink
 
 IDENTITIES = "trackers.json"
 END_S = 30.0
 FAILURES_LIMIT = 3
-"""Failures in a row, after which a sink is left alone."""
+"""Number of consecutive failures after which a sink is dropped."""
 MOST_LINES = 1000
-"""Lines that a sink is behind, at which it is left alone."""
+"""Number of waiting lines at which a sink is dropped."""
 
 
 class BackgroundSink:
-    """A sink that a thread of its own writes to, in order."""
+    """A sink with a thread that writes to it in order."""
 
     def __init__(self, name: str, sink: Sink) -> None:
         self.name = name
         self._sink = sink
         self._left = False
+        # Unbounded by itself; _put bounds it without ever blocking the run.
         self._calls: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=f"metrics to {name}", daemon=True)
         self._thread.start()
@@ -55,8 +55,9 @@ class BackgroundSink:
         self._put(version, lambda: self._sink.write_evaluation(version, time, values))
 
     def close(self) -> None:
-        """Waits END_S at most: what a server that is away did not get by then stays with the
+        """Wait END_S at most. What an unreachable server did not receive by then stays with the
         library."""
+        # The end marker comes after all lines, so they are sent first.
         self._calls.put(None)
         self._thread.join(END_S)
         if self._thread.is_alive():
@@ -74,10 +75,12 @@ class BackgroundSink:
     def _work(self) -> None:
         failures = 0
         for step, call in iter(self._calls.get, None):
+            # The queue is still drained, or close would wait for it.
             if failures == FAILURES_LIMIT:
                 continue
             try:
                 call()
+                # Only failures in a row count: a short outage loses few lines.
                 failures = 0
             except Exception as error:  # noqa: BLE001 - a sink must not end a run
                 failures += 1
@@ -106,6 +109,7 @@ class Tracker(ABC):
     def __init__(self, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
         try:
             self.open(run_dir, project, config)
+        # Libraries raise what they like; the user sees one kind of error with a way out.
         except Exception as error:
             what = f"{self.name} cannot be opened: {type(error).__name__}: {error}".strip()
             fix = f"{self.offline}; or leave {self.name} out of observe.trackers"
@@ -113,7 +117,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def open(self, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
-        """Begins the tracker's run, or continues the run that RUN/trackers.json names."""
+        """Begin the tracker's run, or continue the run that RUN/trackers.json names."""
 
     @abstractmethod
     def send(self, step: int, time: float, numbers: Mapping[str, float]) -> None: ...
@@ -143,6 +147,7 @@ class WandB(Tracker):
         self._run = wandb.init(
             project=project,
             name=run_dir.name,
+            # Chosen here, so that a resumed run can name it again.
             id=_identity(run_dir, self.name, uuid.uuid4().hex[:12]),
             resume="allow",
             config=dict(config),
@@ -150,6 +155,7 @@ class WandB(Tracker):
         )
 
     def send(self, step: int, time: float, numbers: Mapping[str, float]) -> None:
+        # wandb drops lines of an older step without an error.
         self._newest = max(self._newest, step)
         self._run.log(dict(numbers), step=self._newest)
 
@@ -183,6 +189,7 @@ class MLflow(Tracker):
                 experiment.experiment_id if experiment else self._client.create_experiment(project)
             )
             known = self._client.create_run(where, run_name=run_dir.name).info.run_id
+            # Right after the run exists: a crash in between would begin a second one.
             _identity(run_dir, self.name, known)
             for key, value in _flat(config):
                 self._client.log_param(known, key, str(value)[:500])
@@ -229,7 +236,7 @@ TRACKERS: Mapping[str, type[Tracker]] = {one.name: one for one in (WandB, MLflow
 def open_trackers(
     names: Sequence[str], run_dir: Path, project: str, config: Mapping[str, Any]
 ) -> list[BackgroundSink]:
-    """Raises UserError for the first that cannot be opened."""
+    """Open the trackers. Raises UserError for the first that cannot be opened."""
     return [BackgroundSink(name, TRACKERS[name](run_dir, project, config)) for name in names]
 
 
@@ -244,6 +251,7 @@ def lacking(names: Sequence[str]) -> list[Problem]:
         for name in names
         # A folder of a tracker's files in the current one, such as wandb/, is a package without a
         # file.
+        # Not imported: wandb alone takes a second.
         if (found := find_spec(name)) is None or found.origin is None
     ]
 
@@ -257,9 +265,10 @@ def _numbers(values: Mapping[str, Value]) -> Iterator[tuple[str, float]]:
 
 
 def _identities(run_dir: Path) -> dict[str, str]:
-    """Raises UserError for a file that is damaged: the run would begin anew in its trackers."""
+    """Identities in RUN/trackers.json. Raises UserError for a damaged file: without it the run
+    would start again in its trackers."""
     file = run_dir / IDENTITIES
-    fix = "restore it from a copy, or remove it: the run then begins anew in its trackers"
+    fix = "restore it from a copy, or remove it: the run then starts again in its trackers"
     try:
         with reading(file, fix):
             found = json.loads(file.read_text(encoding="utf-8"))
@@ -285,6 +294,7 @@ def identity_problems(run_dir: Path, names: Sequence[str]) -> list[Problem]:
 def _identity(run_dir: Path, name: str, new: str) -> str:
     """The identity that RUN/trackers.json has of a tracker; written there if it has none."""
     known = _identities(run_dir)
+    # The first identity stays for the life of the run directory.
     if name not in known:
         write_file(run_dir / IDENTITIES, json.dumps(known | {name: new}) + "\n")
     return known.get(name, new)

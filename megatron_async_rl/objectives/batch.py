@@ -17,9 +17,10 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from torch import Tensor
 LOG_RATIO_BOUND = 20.0
 """Log-ratios inside a loss are clamped to this magnitude: exp(20) is far outside every clip range
 and still finite."""
+PER_SEQUENCE = ("rewards", "score_norms", "group")
+"""Fields of a TokenBatch with one number per sequence; micro-batches lack `group`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +109,30 @@ class TokenBatch:
     def replace(self, **changes: Tensor | BatchDecision) -> TokenBatch:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and values of the tensors that this batch has, without those of `decided`."""
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, Tensor):
+                yield each.name, value
+
+    def select(self, sequences: Tensor) -> TokenBatch:
+        """Return these sequences, [K] int64, ascending and in whole groups, without decisions:
+        a decision rests on all sequences of an optimizer step."""
+        if len(sequences) == self.sequences:
+            return self
+        # Whole sequences are taken, so no run of tokens is cut.
+        starts, lengths = self._starts[sequences], self._starts.diff()[sequences]
+        sequence = torch.arange(len(sequences)).repeat_interleave(lengths)
+        first = lengths.cumsum(0) - lengths
+        tokens = torch.arange(len(sequence)) + (starts - first)[sequence]
+        taken: dict[str, Any] = {
+            name: value[sequences if name in PER_SEQUENCE else tokens]
+            for name, value in self.tensors()
+        }
+        taken |= {"sequence": sequence, "sequences": len(sequences)}
+        return TokenBatch(**taken)
+
     def sequence_sum(self, values: Tensor) -> Tensor:
         """[N] -> [S]: sum of `values` over each sequence's trained tokens, differentiable."""
         # Left out by selection, not multiplied by 0: tokens that are not trained on may hold any
@@ -118,6 +145,7 @@ class TokenBatch:
     def _starts(self) -> Tensor:
         """[S + 1]: the place of each sequence's first token, and behind them the number of
         tokens."""
+        # Sequences are runs of tokens, so their starts are found by bisection.
         numbers = torch.arange(self.sequences + 1, device=self.sequence.device)
         return torch.searchsorted(self.sequence, numbers)
 
@@ -168,10 +196,13 @@ class TokenBatch:
             )
             for kind in ("amin", "amax")
         )
+        # A mean of equal values may differ from them by a rounding, which normalisation would
+        # blow up to +-1.
         return torch.where((lowest == highest)[group], 0.0, values - self.group_mean(values))
 
     def log_ratio(self) -> Tensor:
         """[N]: log r = log(pi / pi_prox), clamped to +-LOG_RATIO_BOUND."""
+        # exp overflows float32 from 88 on, and gradients are useless long before.
         return torch.clamp(self.logp - self.logp_prox, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
     def log_weight(self) -> Tensor:
@@ -226,6 +257,7 @@ def on_device[Name: Hashable](
         alike = {name: each for name, each in tensors.items() if each.dtype == dtype}
         flat = torch.cat([each.reshape(-1) for each in alike.values()])
         if device.type == "cuda":
+            # Only from page-locked memory is the upload asynchronous.
             flat = flat.pin_memory()
         parts = flat.to(device, non_blocking=True).split([each.numel() for each in alike.values()])
         for (name, each), part in zip(alike.items(), parts, strict=True):
@@ -244,6 +276,7 @@ def weighted_means(values: Tensor, weights: Tensor, cell: Tensor) -> tuple[Tenso
     cells = int(cell.max()) + 1 if len(cell) else 0
     empty = values.new_zeros(cells)
     lowest = empty.scatter_reduce(0, cell, values, "amin", include_self=False)
+    # Relative to the cell's minimum: equal values become exactly 0.
     over = values - lowest[cell]
     total = empty.index_add(0, cell, weights)
     weighted = empty.index_add(0, cell, weights * over)

@@ -37,6 +37,7 @@ Needs = Callable[[Any], frozenset[TokenColumn]]
 
 def columns(*names: TokenColumn) -> Needs:
     """Needs that do not depend on settings."""
+    # Functions of the settings, so that an option can bring its own needs.
     return lambda settings: frozenset(names)
 
 
@@ -46,6 +47,7 @@ class AdvantageMethod:
     columns it needs."""
 
     function: Callable[[TokenBatch, Any], Advantages]
+    # Unasked columns are nan: a method that forgets one cannot pass unnoticed.
     needs: Needs = _nothing
 
 

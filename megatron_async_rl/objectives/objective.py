@@ -14,20 +14,41 @@ Invariants:
 - everything that depends on more than one sequence is decided in `prepare` and `decide`, on every
   rank alike, in float64;
 - the sum of `loss` over any cut of a minibatch into micro-batches is the same loss with the same
-  gradient.
+  gradient;
+- samples whose reward failed take no part: no group statistic, no denominator, no token;
+- the whole batch is float64 on the CPU, in the order of the train batch, the same on every rank;
+- numbers that were not precomputed are nan there, so that a method which forgot to ask for them
+  cannot pass unnoticed.
+
+Denominators are those of the whole optimizer-step batch, over all data-parallel ranks and
+micro-batches, so the sum of `aggregate` over any cut of the batch into micro-batches is the loss of
+the batch, and its gradient does not depend on the cut. Nothing is ever divided by a padded width.
+
+A rejected token counts as a zero. With `renormalize` it does not count: at each level at which the
+aggregation divides, the kept terms are averaged over the kept terms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_async_rl.config.losses import Aggregation
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.objectives.aggregate import Denominators, aggregate
-from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
+from megatron_async_rl.objectives.batch import (
+    PER_SEQUENCE,
+    BatchDecision,
+    SequenceLoss,
+    TokenBatch,
+    TokenLoss,
+    on_device,
+)
 from megatron_async_rl.objectives.method import TokenColumn
 from megatron_async_rl.objectives.off_policy import (
     columns_for_proximal,
@@ -35,12 +56,6 @@ from megatron_async_rl.objectives.off_policy import (
     proximal_metrics,
 )
 from megatron_async_rl.objectives.registry import advantage_method, correction_method, loss_method
-from megatron_async_rl.objectives.targets import (
-    BatchTargets,
-    StepTargets,
-    valid_samples,
-    whole_batch,
-)
 from megatron_async_rl.objectives.terms import (
     kl_penalty,
     shaped_rewards,
@@ -50,6 +65,229 @@ from megatron_async_rl.objectives.terms import (
     value_metrics,
 )
 from megatron_async_rl.samples.rank_batch import RankBatch
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Counts over the optimizer-step batch: trained tokens, and sequences with at least one trained
+    token. kept: with `renormalize`, the same counts of what no correction has rejected, which the
+    loss then divides by."""
+
+    tokens: int
+    sequences: int
+    kept: Denominators | None = None
+
+    @classmethod
+    def of(cls, batch: TokenBatch, *, renormalize: bool = False) -> Denominators:
+        """The counts of a whole batch."""
+        counted = batch.lengths()
+        # Counted over the whole batch, before it is cut into micro-batches.
+        kept = cls.of(batch.replace(mask=batch.kept())) if renormalize else None
+        return cls(int(counted.sum()), int((counted > 0).sum()), kept)
+
+    @property
+    def of_all(self) -> Denominators:
+        """Denominators of terms without corrections, such as penalties: all tokens and sequences
+        count."""
+        return replace(self, kept=None)
+
+
+def aggregate(
+    losses: TokenLoss | SequenceLoss,
+    batch: TokenBatch,
+    aggregation: Aggregation,
+    denominators: Denominators,
+    norm_length: int | None = None,
+) -> Tensor:
+    """This micro-batch's part of the batch loss, per sequence: -> [S], to be summed.
+
+    With l the weighted token loss, m the mask, N the trained tokens and B the sequences of the
+    optimizer-step batch: `token-mean` sum l m / N; `seq-mean-token-sum` sum_s (sum_t l m) / B;
+    `seq-mean-token-mean` sum_s (mean_t l) / B (the original GRPO); `seq-mean-token-sum-norm` sum_s
+    (sum_t l m / norm_length) / B (Dr.GRPO, arXiv 2503.20783); `seq-mean` sum_s l_s / B for the
+    losses that are one number l_s per sequence, weighted by the mean of its tokens' weights. With
+    `denominators.kept`, N, B and the means over t count only tokens that are not rejected.
+    """
+    if denominators.kept is not None:
+        batch, denominators = batch.replace(mask=batch.kept()), denominators.kept
+    if isinstance(losses, SequenceLoss):
+        weighted = torch.where(
+            # A sequence without trained tokens has no loss, also where its formula gives nan.
+            batch.lengths() > 0,
+            losses.loss * batch.sequence_mean(batch.weights),
+            0.0,
+        )
+        return weighted / max(denominators.sequences, 1)
+    sums = batch.sequence_sum(losses.loss * batch.weights)
+    if aggregation == "token-mean":
+        # An empty batch gives 0 and not nan.
+        return sums / max(denominators.tokens, 1)
+    per_sequence = sums / max(denominators.sequences, 1)
+    if aggregation == "seq-mean-token-sum":
+        return per_sequence
+    if aggregation == "seq-mean-token-mean":
+        return per_sequence / batch.lengths().clamp(min=1)
+    if aggregation != "seq-mean-token-sum-norm":
+        raise ValueError(
+            f"aggregation {aggregation} is for losses per sequence; this one is per token"
+        )
+    if norm_length is None:
+        raise ValueError(
+            "aggregation seq-mean-token-sum-norm needs norm_length: the constant number of tokens"
+            " to divide by"
+        )
+    return per_sequence / norm_length
+
+
+TargetKind = Literal["batch", "tokens", "sequences"]
+"""A field of the TokenBatch, or a decision by token or by sequence."""
+OwnedNumbers = Mapping[tuple[TargetKind, str], Tensor]
+"""Numbers of a step's samples, in order, and of the tokens of one owner's samples; a 0 for padding
+follows the last of each."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepTargets:
+    """One optimizer step. samples: the valid ones of its minibatch. whole: their tokens, in order.
+
+    corrected: `whole.weights` already hold the corrections; otherwise each micro-batch computes its
+    own.
+    """
+
+    samples: RankBatch
+    whole: TokenBatch
+    denominators: Denominators
+    corrected: bool
+    # Caches: several passes of a step read the same numbers.
+    _gathered: dict[int, OwnedNumbers] = field(default_factory=dict, init=False, repr=False)
+    _placed: dict[int, OwnedNumbers] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The loss's decisions, for the log."""
+        return self.whole.decided.scalars
+
+    def gather(self, owner: int) -> OwnedNumbers:
+        """Return the numbers that micro-batches of the data-parallel rank `owner` take theirs from,
+        on the host. Called before the micro-batches run, so that none waits for it."""
+        if owner not in self._gathered:
+            self._gathered[owner] = self._numbers_of(owner)
+        return self._gathered[owner]
+
+    def micro_batch(
+        self,
+        owner: int,
+        tokens: Tensor,
+        samples: Tensor,
+        sequence: Tensor,
+        *,
+        dtype: torch.dtype,
+    ) -> TokenBatch:
+        """Return the targets of one micro-batch on the device of `tokens`, floats in `dtype`.
+
+        tokens: [N] int64, places among the tokens of the samples that `owner` trains. samples: [S]
+        int64, places among the step's samples. -1 in both is the padding of a micro-batch without
+        samples. sequence: [N] int64, each token's place in `samples`.
+
+        `logp` (and `logp_prox`, where it was not precomputed) is nan until the caller replaces it.
+        """
+        if owner not in self._placed:
+            # Uploaded together, and once for all passes of the step: an upload per micro-batch
+            # would make the host wait for the device each time.
+            self._placed[owner] = _placed(self.gather(owner), dtype, tokens.device)
+        taken: dict[TargetKind, dict[str, Any]] = {"batch": {}, "tokens": {}, "sequences": {}}
+        for (kind, name), values in self._placed[owner].items():
+            taken[kind][name] = values[samples if _by_sequence(kind, name) else tokens]
+        taken["batch"] |= {"sequence": sequence, "sequences": len(samples)}
+        decided = BatchDecision(taken["tokens"], taken["sequences"], self.whole.decided.scalars)
+        return TokenBatch(**taken["batch"], decided=decided)
+
+    def _numbers_of(self, owner: int) -> OwnedNumbers:
+        whole, samples = self.whole, self.samples
+        # By token: the model of this rank sees only these.
+        owned = torch.from_numpy(samples.owner[samples.rows] == owner)
+        kinds: dict[TargetKind, Mapping[str, Tensor]] = {
+            # A part of a group would have wrong statistics, so micro-batches lack `group`.
+            "batch": {
+                name: each for name, each in whole.tensors() if name not in ("group", "sequence")
+            },
+            "tokens": whole.decided.tokens,
+            "sequences": whole.decided.sequences,
+        }
+        numbers: dict[tuple[TargetKind, str], Tensor] = {}
+        for kind, tensors in kinds.items():
+            for name, each in tensors.items():
+                if not _by_sequence(kind, name):
+                    each = each[owned]
+                # The place -1 of padding reads the appended 0.
+                numbers[kind, name] = torch.cat((each, each.new_zeros((1, *each.shape[1:]))))
+        return numbers
+
+
+def _placed(numbers: OwnedNumbers, dtype: torch.dtype, device: torch.device) -> OwnedNumbers:
+    return on_device(
+        {
+            key: each.to(dtype) if each.is_floating_point() else each
+            for key, each in numbers.items()
+        },
+        device,
+    )
+
+
+def _by_sequence(kind: TargetKind, name: str) -> bool:
+    return kind == "sequences" or (kind == "batch" and name in PER_SEQUENCE)
+
+
+def valid_samples(batch: RankBatch) -> RankBatch:
+    """The samples that are trained on, in the batch's order.
+
+    Raises ValueError for a reward that is not finite and not marked as failed.
+    """
+    # A single nan would make every advantage of its group nan.
+    strange = batch.valid & ~np.isfinite(batch.rewards)
+    if strange.any():
+        first = int(strange.argmax())
+        raise ValueError(
+            f"sample {batch.ids[first].as_py()!r} has reward {batch.rewards[first]}; a reward that"
+            " is not finite must set reward_error"
+        )
+    return batch if batch.valid.all() else batch.select(np.flatnonzero(batch.valid))
+
+
+def whole_batch(samples: RankBatch, precomputed: Mapping[str, Tensor]) -> TokenBatch:
+    """[S] samples as one TokenBatch: rewards as given, advantages 0, weights the samples' own, logp
+    nan where not precomputed.
+
+    precomputed: [N] each, in the samples' order. `step_rewards` is None where no sample has any.
+    """
+
+    def exact(values: NDArray[Any]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64)
+
+    sequence = torch.tensor(samples.rows)
+    behavior = exact(samples.behavior_logprobs)
+    # nan, not 0: a column that is read without being requested must show.
+    unknown = torch.full_like(behavior, float("nan"))
+    return TokenBatch(
+        logp=precomputed["logp"].double() if "logp" in precomputed else unknown,
+        logp_prox=unknown,
+        logp_behavior=behavior,
+        advantages=torch.zeros_like(behavior),
+        mask=exact(samples.loss_mask),
+        weights=exact(samples.weights)[sequence],
+        sequence=sequence,
+        sequences=len(samples),
+        rewards=exact(samples.rewards),
+        step_rewards=None if samples.step_rewards is None else exact(samples.step_rewards),
+        lag=torch.tensor(samples.version - samples.versions, dtype=torch.int64),
+        group=torch.tensor(samples.group),
+        **{
+            name: precomputed[name].double()
+            for name in ("logp_ref", "sum_p_squared", "values")
+            if name in precomputed
+        },
+    )
+
 
 MOVING: frozenset[TokenColumn] = frozenset({"logp", "sum_p_squared"})
 """Columns of the weights in training that an optimizer step changes. `values` stay those that the
@@ -77,62 +315,71 @@ class Objective:
         self._advantage = advantage_method(config.advantage.name)
         self._loss = loss_method(config.loss.name)
         self._corrections = [(correction_method(c.name), c) for c in config.corrections]
+        # Denominators of kept tokens need every correction of the whole batch.
         self._correct_whole = config.renormalize or any(
             method.whole(c) for method, c in self._corrections
         )
         self.needs = self._needs()
         self.needs_again = self._of_a_step() & MOVING
 
-    def prepare(self, batch: RankBatch, precomputed: Mapping[str, Tensor]) -> BatchTargets:
-        """Everything that stays the same while a batch is trained on; the same on every rank.
+    def prepare(self, samples: RankBatch, precomputed: Mapping[str, Tensor]) -> TokenBatch:
+        """Return everything that stays the same while a batch is trained on: its tokens with
+        rewards, proximal policy and advantages; the same on every rank.
 
-        precomputed: the columns of `needs`, [N] each, over the tokens of the valid samples in the
-        batch's order.
+        samples: the valid ones. precomputed: the columns of `needs`, [N] each, over the samples'
+        tokens in order.
         """
         config = self.config
-        samples = valid_samples(batch)
         whole = whole_batch(samples, precomputed)
-        if len(samples):
-            whole = whole.replace(
-                logp_prox=proximal_logp(whole, config.proximal, precomputed.get("logp_prox"))
-            )
-            whole = whole.replace(rewards=shaped_rewards(whole, samples.trained, config))
-            penalty = kl_penalty(whole, config.kl)
-            whole = whole.replace(token_rewards=token_rewards(whole, penalty))
-            whole = whole.replace(rewards=whole.require("rewards") - whole.sequence_sum(penalty))
-            advantages = self._advantage.function(whole, config.advantage)
-            whole = whole.replace(advantages=advantages.tokens)
-            if advantages.returns is not None:
-                whole = whole.replace(returns=advantages.returns)
-        return BatchTargets(
-            samples,
-            whole,
-            {**value_metrics(whole), **proximal_metrics(whole, precomputed.get("logp_prox"))},
+        if not len(samples):
+            return whole
+        whole = whole.replace(
+            logp_prox=proximal_logp(whole, config.proximal, precomputed.get("logp_prox"))
         )
+        # Before the advantages, which must see the reward that is optimised.
+        # Order: shaping, then the KL penalty, then advantages, which read both.
+        whole = whole.replace(rewards=shaped_rewards(whole, samples.trained, config))
+        penalty = kl_penalty(whole, config.kl)
+        whole = whole.replace(token_rewards=token_rewards(whole, penalty))
+        # Sequence estimators see the penalty in the reward, token estimators per token.
+        whole = whole.replace(rewards=whole.require("rewards") - whole.sequence_sum(penalty))
+        advantages = self._advantage.function(whole, config.advantage)
+        whole = whole.replace(advantages=advantages.tokens)
+        if advantages.returns is not None:
+            whole = whole.replace(returns=advantages.returns)
+        return whole
+
+    def metrics(self, whole: TokenBatch, precomputed: Mapping[str, Tensor]) -> dict[str, float]:
+        """Return metrics of a prepared batch, for the log."""
+        return {**value_metrics(whole), **proximal_metrics(whole, precomputed.get("logp_prox"))}
 
     def decide(
-        self, batch: BatchTargets, current: Mapping[str, Tensor] | None = None
+        self,
+        samples: RankBatch,
+        prepared: TokenBatch,
+        current: Mapping[str, Tensor] | None = None,
     ) -> StepTargets:
-        """Everything about an optimizer step on `batch`, a minibatch or all of one, that does not
-        need gradients; the same on every rank.
+        """Return everything about an optimizer step that does not need gradients; the same on every
+        rank.
 
-        current: the columns of `needs_again` under the step's own weights, replacing those with
-        which the batch began.
+        samples, prepared: a minibatch, or all of a batch. current: the columns of `needs_again`
+        under the step's own weights, replacing those with which the batch began.
         """
-        whole = batch.whole.replace(
+        whole = prepared.replace(
+            # float64, as everything that is decided for the whole batch.
             **{name: column.double() for name, column in (current or {}).items()}
         )
-        if len(batch.samples):
+        if len(samples):
             if self._correct_whole:
+                # Before the loss decides: a rejected token takes no part in its thresholds.
                 whole = self._corrected(whole)
             if self._loss.decide is not None:
                 whole = whole.replace(decided=self._loss.decide(whole, self.config.loss))
         return StepTargets(
-            samples=batch.samples,
+            samples=samples,
             whole=whole,
             denominators=Denominators.of(whole, renormalize=self.config.renormalize),
             corrected=self._correct_whole,
-            metrics=whole.decided.scalars,
         )
 
     @property
@@ -161,8 +408,12 @@ class Objective:
         """
         config = self.config
         if config.steps_per_batch == 1 and config.proximal in ("recompute", "loglinear"):
+            # No gradient may flow through the proximal policy.
+            # With one optimizer step pi is pi_prox: exact, and without another pass. Detached,
+            # because a ratio's denominator has no gradient.
             current = batch.replace(logp=batch.logp.detach())
             batch = batch.replace(logp_prox=proximal_logp(current, config.proximal, None))
+        # Per micro-batch only where no correction needs the whole batch.
         if not corrected:
             batch = self._corrected(batch)
         losses = self._loss.function(batch, config.loss)
@@ -196,6 +447,8 @@ class Objective:
         return found
 
     def _corrected(self, batch: TokenBatch) -> TokenBatch:
+        # Corrections are factors: their gradient would be another objective.
+        # Corrections are constants of the loss.
         detached = batch.replace(logp=batch.logp.detach())
         for method, settings in self._corrections:
             detached = detached.replace(
@@ -221,6 +474,8 @@ class Objective:
         precomputed = config.proximal in ("snapshot", "ewma") or config.steps_per_batch > 1
         if precomputed and (config.loss.uses_proximal or self._corrections):
             wanted.add("logp_prox")
+        # Replaced by what the proximal policy is made from.
         if "logp_prox" in wanted:
+            # Derived from other columns where the proximal policy is not a copy.
             wanted = (wanted - {"logp_prox"}) | columns_for_proximal(config.proximal)
         return frozenset(wanted)

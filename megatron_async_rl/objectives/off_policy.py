@@ -34,7 +34,7 @@ from megatron_async_rl.config.corrections import (
     TisCorrection,
     TokenVetoCorrection,
 )
-from megatron_async_rl.config.ratios import Proximal
+from megatron_async_rl.config.losses import Proximal
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
 from megatron_async_rl.objectives.method import TokenColumn
 
@@ -59,8 +59,10 @@ def proximal_logp(batch: TokenBatch, proximal: Proximal, precomputed: Tensor | N
     if proximal == "recompute":
         return batch.logp
     if proximal == "loglinear":
+        # a = 1 - 1/d is 0 for d = 1, and lag 0 must give the same.
         lag = batch.require("lag").clamp(min=1)
         return batch.logp_behavior + (1.0 - 1.0 / lag) * (batch.logp - batch.logp_behavior)
+    # In a micro-batch the column is there already.
     return precomputed.double() if precomputed is not None else batch.logp_prox
 
 
@@ -89,6 +91,7 @@ def importance_ratios(batch: TokenBatch, level: Literal["token", "sequence"]) ->
     if level == "token":
         return log_ratios(batch).exp()
     product = seen(batch).sequence_sum(batch.logp_prox - batch.logp_behavior)
+    # Clamped after the sum: a product of 1,000 ratios overflows float32.
     return product.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()[batch.sequence]
 
 
@@ -105,6 +108,7 @@ def normalized(weights: Tensor, batch: TokenBatch, level: Literal["token", "sequ
         mean = kept.sequence_sum(weights).sum() / kept.mask.sum().clamp(min=1)
     else:
         mean = kept.sequence_mean(weights).sum() / (kept.lengths() > 0).sum().clamp(min=1)
+    # If all weights vanish there is nothing to normalise.
     return weights / torch.where(mean > SMALLEST_MEAN, mean, 1.0)
 
 
@@ -159,8 +163,10 @@ def reject(batch: TokenBatch, settings: RejectCorrection) -> Tensor:
     elif settings.statistic == "k2":
         values = 0.5 * log_rho.square()
     else:
+        # expm1 keeps the digits where the ratio is near 1.
         values = torch.expm1(log_rho) - log_rho
     if settings.level in ("sequence_sum", "sequence_product"):
+        # Over the tokens that earlier corrections kept.
         values = seen(batch).sequence_sum(values)[batch.sequence]
     elif settings.level in ("sequence_mean", "sequence_geometric"):
         values = seen(batch).sequence_mean(values)[batch.sequence]

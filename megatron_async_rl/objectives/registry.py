@@ -3,10 +3,9 @@ config/ and one line here; a plug-in, `module:Class`, is one file."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 
-from megatron_async_rl.config.settings_model import Strict, plug_in_class
+from megatron_async_rl.config.settings_model import find
 from megatron_async_rl.objectives.advantages.discounted import (
     gae,
     reinforce_pp,
@@ -44,6 +43,7 @@ from megatron_async_rl.objectives.method import (
 )
 from megatron_async_rl.objectives.off_policy import icepop, opsm, reject, tis, token_veto
 
+# Whole-batch needs stand next to the function that reads them.
 ADVANTAGES: Mapping[str, AdvantageMethod] = {
     "none": AdvantageMethod(no_baseline),
     "grpo": AdvantageMethod(grpo),
@@ -69,6 +69,7 @@ LOSSES: Mapping[str, LossMethod] = {
     "dppo_tv": LossMethod(dppo_tv),
     "dppo_kl": LossMethod(dppo_kl),
     "topr": LossMethod(topr),
+    # `decide` runs once on the whole optimizer-step batch.
     "trajectory_balance": LossMethod(
         trajectory_balance, decide_trajectory_balance, columns("logp", "logp_ref")
     ),
@@ -82,6 +83,7 @@ LOSSES: Mapping[str, LossMethod] = {
     "bapo": LossMethod(bapo, decide_bapo, columns("logp")),
 }
 
+# With `normalize`, weights are divided by their mean over the whole batch.
 CORRECTIONS: Mapping[str, CorrectionMethod] = {
     "tis": CorrectionMethod(tis, whole=lambda settings: settings.normalize),
     "icepop": CorrectionMethod(icepop, whole=lambda settings: settings.normalize),
@@ -89,24 +91,6 @@ CORRECTIONS: Mapping[str, CorrectionMethod] = {
     "token_veto": CorrectionMethod(token_veto),
     "opsm": CorrectionMethod(opsm, needs=columns("logp")),
 }
-
-
-class UnknownName(ValueError):
-    """A name that no registry line has."""
-
-
-def find[F](kind: str, name: str, registry: Mapping[str, F]) -> F:
-    """Raises UnknownName, naming the nearest known names; for a plug-in also ValueError."""
-    if name in registry:
-        return registry[name]
-    if ":" in name:
-        method: F = plug_in_class(name, Strict).method
-        return method
-    nearest = difflib.get_close_matches(name, registry, n=3, cutoff=0.0)
-    raise UnknownName(
-        f"unknown {kind} {name!r}; nearest: {', '.join(nearest)}; known:"
-        f" {', '.join(sorted(registry))}"
-    )
 
 
 def advantage_method(name: str) -> AdvantageMethod:

@@ -43,6 +43,7 @@ def kl_penalty(batch: TokenBatch, kl: KlConfig | None) -> Tensor:
     else 0."""
     if kl is None or kl.where != "reward":
         return torch.zeros_like(batch.mask)
+    # Environment tokens are not the policy's, so they carry no penalty.
     return kl.coef * token_kl(batch, kl) * batch.mask
 
 
@@ -56,6 +57,7 @@ def token_kl(batch: TokenBatch, kl: KlConfig) -> Tensor:
     estimate = kl_estimate(log_ratio, kl.estimator)
     if kl.weight == "none":
         return estimate
+    # Detached: the weight corrects the expectation and is not optimised.
     return estimate * batch.log_weight().detach().exp().clamp(max=kl.cap)
 
 
@@ -82,8 +84,10 @@ def token_rewards(batch: TokenBatch, penalty: Tensor) -> Tensor:
         before = torch.cummax(torch.where(trained, position, -1), 0).values if beyond else position
         owner = torch.maximum(before, first[batch.sequence])
         given = has[batch.sequence]
+        # index_add: several environment tokens may pass theirs to one trained token.
         rewards = rewards.index_add(0, owner[given], batch.step_rewards[given])
         rest = rest - torch.zeros_like(rest).index_add(0, batch.sequence, batch.step_rewards)
+    # The last trained token carries what no step reward explains.
     rewards[last[has]] += rest[has]
     return rewards
 
@@ -101,6 +105,7 @@ def kl_estimate(log_ratio: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tens
         return log_ratio
     if estimator == "k2":
         return 0.5 * log_ratio.square()
+    # expm1 keeps the digits where the policies nearly agree.
     return torch.expm1(-log_ratio) + log_ratio
 
 
@@ -111,6 +116,7 @@ def value_loss(batch: TokenBatch, settings: ValueConfig) -> Tensor:
     if settings.clip is not None:
         old = batch.require("values_old")
         near = old + (values - old).clamp(-settings.clip, settings.clip)
+        # The larger error: clipping only ever removes incentive to move away.
         error = torch.maximum(error, (near - returns).square())
     return 0.5 * error
 

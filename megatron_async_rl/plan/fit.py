@@ -1,8 +1,8 @@
 """Memory that ranks and engines need, against what a GPU has in each phase of a run, and a machine
 and its /dev/shm; which keys would help a GPU; and the same keys for a run whose memory ran out.
 
-Phases are those of flow/colocated.py. Where engines have GPUs of their own a rank's peak is that of
-`train`, and an engine has its share alone.
+The phases are those of flow/colocated.py. Where engines have GPUs of their own a rank's peak is
+that of `train`, and an engine has its share alone.
 
 Invariants:
 - a plan is refused only above the memory that is there; within the error of the estimate it gets a
@@ -33,13 +33,14 @@ from megatron_async_rl.plan.layout import (
     engines_elsewhere,
     rank_coordinates,
 )
-from megatron_async_rl.plan.machine import GIB, MIB, Machine
-from megatron_async_rl.plan.memory import EngineMemory, RankMemory
-from megatron_async_rl.plan.overhead import (
+from megatron_async_rl.plan.machine import GIB, MIB, Machine, size
+from megatron_async_rl.plan.memory import (
     CONTEXT_BYTES,
-    of_engine,
-    of_rank,
-    of_sleeping_engine,
+    EngineMemory,
+    RankMemory,
+    engine_overhead,
+    rank_overhead,
+    sleeping_overhead,
 )
 from megatron_async_rl.rollout.cluster import object_store_bytes
 from megatron_async_rl.watchdog.events import described, out_of_memory
@@ -50,9 +51,9 @@ ESTIMATE_ERROR = 0.05
 PARTS_SHOWN = 3
 HOLDERS_SHOWN = 5
 LINES_SHOWN = 2
-"""Lines of an error that are shown: that an engine did not start, and the cause."""
+"""Lines of an error that are shown: the failed start of an engine, and the cause."""
 LESS = 0.1
-"""Off the share of a GPU that an engine has, where memory ran out."""
+"""Reduction of an engine's share of a GPU in the fix for a GPU whose memory ran out."""
 KEYS_SHOWN = 6
 
 GpuNeedPhase = Phase | Literal["engine"]
@@ -82,12 +83,14 @@ class GpuNeed:
     @property
     def largest(self) -> str:
         """Text on the largest parts."""
+        # The largest parts are what a user can change.
         shown = sorted(self.parts, key=lambda part: -part[1])[:PARTS_SHOWN]
-        return ", ".join(f"{name} {_gib(count)}" for name, count in shown if count)
+        return ", ".join(f"{name} {gib(count)}" for name, count in shown if count)
 
     def __str__(self) -> str:
         return (
-            f"{self.what}: about {_gib(self.total, up=True)} are needed of the {_gib(self.has)}"
+            # Rounded up, so that 80.04 of 80.0 GiB does not read as a fit.
+            f"{self.what}: about {gib(self.total, up=True)} are needed of the {gib(self.has)}"
             f" {self.of} ({self.largest})"
         )
 
@@ -95,16 +98,18 @@ class GpuNeed:
 def gpu_memory(
     config: Config, machine: Machine, engine: EngineMemory | None, ranks_of: RanksOf
 ) -> tuple[list[Problem], list[str], dict[Phase, GpuNeed]]:
-    """Problems of what does not fit, notes on what only just does, and where engines and policy
-    take turns, the peak of each phase, in their order."""
+    """Problems of what does not fit, notes on what barely fits, and, if engines and policy take
+    turns, the peak of each phase in order."""
     problems, notes = [], []
     needs = _needs(config, machine, engine, ranks_of(config))
     for phase, need in needs.items():
         if need.beyond > 0:
             fix = _fix(config, machine, engine, ranks_of, phase, needs)
             problems.append(Problem(key=need.key, what=str(need), fix=fix))
+        # Within the estimate's error nothing is refused.
         elif need.total > (1 - ESTIMATE_ERROR) * need.has:
             notes.append(f"{need}, and the estimate may be {ESTIMATE_ERROR:.0%} off")
+    # Only colocated runs have phases that a user can see.
     order: tuple[Phase, ...] = ("generate", "train", "publish") if "generate" in needs else ()
     return problems, notes, {phase: needs[phase] for phase in order}
 
@@ -117,8 +122,9 @@ def _needs(
     found: dict[GpuNeedPhase, GpuNeed] = {}
     rollout = config.rollout
     shared = rollout is not None and rollout.placement == "colocated"
-    asleep = of_sleeping_engine(rollout) if rollout is not None and shared else ()
+    asleep = sleeping_overhead(rollout) if rollout is not None and shared else ()
     if ranks:
+        # The sender shares rank 0's GPU, so the fullest rank may not be the largest.
         largest = max(ranks, key=lambda rank: rank.total + _sender(config, rank))
         found["train"] = GpuNeed(
             key="policy.parallel",
@@ -131,7 +137,7 @@ def _needs(
                 ("activations", largest.activations),
                 ("log-probs and targets", largest.logprobs),
                 ("the sender of weights", _sender(config, largest)),
-                *of_rank(config),
+                *rank_overhead(config),
                 *asleep,
             ),
             has=has,
@@ -139,6 +145,7 @@ def _needs(
     if rollout is None or engine is None:
         return found
     share = int(rollout.gpu_memory_utilization * has)
+    # vLLM refuses to start if its weights exceed its share.
     found["engine"] = GpuNeed(
         key="rollout.gpu_memory_utilization",
         what="each GPU of an engine",
@@ -152,7 +159,9 @@ def _needs(
             -(-config.policy.parallel.ranks // machine.nodes), rollout.engines * rollout.workers
         )
         stages = {rank_coordinates(config, rank)[-1] for rank in range(beside)}
+        # The stage that keeps most next to an engine decides.
         kept = max((rank for rank in ranks if rank.stage in stages), key=_kept)
+        # While loading, an engine holds new weights next to the policy's parameters.
         found["publish"] = GpuNeed(
             key="rollout.tensor",
             what=f"an engine, loading next to a rank{_of_stage(kept, ranks)}",
@@ -160,7 +169,7 @@ def _needs(
                 ("the engine's weights", engine.of_worker(rollout)),
                 ("the policy's parameters", _kept(kept)),
                 ("buckets on their way", lent_bytes(config, engine)),
-                *of_rank(config),
+                *rank_overhead(config),
                 *asleep,
             ),
             has=has,
@@ -173,8 +182,8 @@ def _needs(
                 ("the engine", share),
                 ("the policy's parameters", _kept(kept)),
                 ("buckets on their way", lent_bytes(config, engine)),
-                *of_rank(config),
-                *of_engine(rollout),
+                *rank_overhead(config),
+                *engine_overhead(rollout),
             ),
             has=has,
         )
@@ -184,6 +193,7 @@ def _needs(
 def twin_bytes(config: Config, rank: RankMemory) -> int:
     """Bytes of host memory that the training state of a GPU's rank takes while engines have their
     turn: at most, as `controls` counts a little that is not kept."""
+    # Only colocated policies move their state to the host.
     takes_turns = config.rollout is not None and config.rollout.placement == "colocated"
     return rank.optimizer + rank.controls if takes_turns else 0
 
@@ -196,15 +206,16 @@ def _kept(rank: RankMemory) -> int:
 def lent_bytes(config: Config, engine: EngineMemory) -> int:
     """Bytes of the buckets from which an engine loads on a device that it shares with the policy:
     each of at most weights.bucket_mib, or of one tensor that is larger."""
-    if config.weights.transport != "cuda_ipc":
+    if not config.weights.carrier.ipc:
         return 0
+    # A tensor larger than a bucket travels in a bucket of its own size.
     return IN_FLIGHT * min(max(config.weights.bucket_mib * MIB, engine.largest), engine.weights)
 
 
 def _sender(config: Config, rank: RankMemory) -> int:
-    """Bytes of the process that sends engines their weights by `collective`, which has rank 0's
-    GPU: its CUDA context, and the buckets on their way to each engine."""
-    if config.rollout is None or config.weights.transport != "collective" or rank.stage > 0:
+    """Return the bytes of the process that sends each engine its own copy of the weights from rank
+    0's GPU: its CUDA context, and the buckets in flight to each engine."""
+    if config.rollout is None or not config.weights.carrier.per_engine or rank.stage > 0:
         return 0
     return CONTEXT_BYTES + engine_count(config) * IN_FLIGHT * config.weights.bucket_mib * MIB
 
@@ -225,30 +236,33 @@ def _fix(
     helpful = []
     share = _share(config, machine, phase, needs[phase])
     for key, value in _changes(config, phase, share):
+        # Every proposal is planned like the config itself: a fix must work.
         changed = with_value(config, key, value)
         ranks = ranks_of(changed) if changed is not None else ()
         if changed is None or not ranks:
             continue
         then = _needs(changed, machine, engine, ranks)
+        # A change may not move the shortage to another phase.
         worse = any(one.beyond > max(0, needs[name].beyond) for name, one in then.items())
         if not worse and then[phase].beyond < needs[phase].beyond:
             shown = json.dumps(value).strip('"')
-            left = f"then {_gib(then[phase].total, up=True)}"
+            left = f"then {gib(then[phase].total, up=True)}"
             if then[phase].has != needs[phase].has:
-                left += f" of {_gib(then[phase].has)}"
+                left += f" of {gib(then[phase].has)}"
             helpful.append((then[phase].beyond, f"{key}: {shown} ({left})"))
     larger = "take GPUs with more memory, or more of them for policy.parallel.ranks"
     if not helpful:
         return larger
     named = ", ".join(text for _, text in sorted(helpful)[:KEYS_SHOWN])
     fix = f"set {named}" if len(helpful) == 1 else f"set one or several of {named}"
+    # No single change is enough: larger GPUs are named as well.
     return fix if min(helpful)[0] <= 0 else f"{fix}; or {larger}"
 
 
 def _changes(
     config: Config, phase: GpuNeedPhase, share: float | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Changes that may help; the caller sees which do. share: of a GPU, for an engine."""
+    """Changes that may help; the caller tests them. share: of a GPU, for an engine."""
     policy, rollout = config.policy, config.rollout
     if phase == "train":
         yield "policy.recompute", "full"
@@ -265,7 +279,7 @@ def _changes(
             yield "rollout.gpu_memory_utilization", round(share, 4)
         yield "rollout.tensor", 2 * rollout.tensor
         yield "rollout.pipeline", 2 * rollout.pipeline
-        if config.weights.transport == "cuda_ipc":
+        if config.weights.carrier.ipc:
             yield "weights.bucket_mib", math.ceil(config.weights.bucket_mib / 4)
     beside = rollout is not None and rollout.placement == "colocated" and phase != "engine"
     if phase == "train" or beside:
@@ -278,6 +292,7 @@ def _share(config: Config, machine: Machine, phase: GpuNeedPhase, need: GpuNeed)
     """The share of a GPU at which an engine would fit."""
     if config.rollout is None:
         return None
+    # In hundredths, rounded so that the proposal is enough.
     off = math.ceil(100 * need.beyond / _gpu_bytes(machine)) / 100
     return config.rollout.gpu_memory_utilization + (off if phase == "engine" else -off)
 
@@ -288,7 +303,7 @@ class DeviceMemoryOut(RuntimeError):
 
     def __init__(self, message: str, phase: Phase, held: Mapping[str, int], fix: str) -> None:
         largest = sorted(held.items(), key=lambda part: -part[1])[:HOLDERS_SHOWN]
-        parts = ", ".join(f"{name} {_size(count)}" for name, count in largest if count)
+        parts = ", ".join(f"{name} {size(count)}" for name, count in largest if count)
         super().__init__(
             f"a device's memory ran out in phase {phase}; this rank's holds {parts or 'nothing'}."
             f" It was: {message}"
@@ -324,7 +339,9 @@ def memory_ran_out(
     memory = out_of_memory(error)
     if memory is None:
         return None
+    # An engine's error may arrive while the ranks are in another phase.
     phase = getattr(error, "phase", phase)  # an engine's own
+    # On a CPU device memory is host memory, and device keys would not help.
     if memory == "host" or on_cpu:
         message = " ".join(described(error).splitlines()[:LINES_SHOWN]).rstrip(".")
         fix = host_fix(config, "cpu" if on_cpu else "cuda")
@@ -342,7 +359,7 @@ def memory_ran_out(
 
 
 def host_fix(config: Config, device: Device) -> str:
-    """Return what lowers the host memory of a run, as a fix."""
+    """Return a fix that lowers the host memory of a run."""
     named = [
         f"{key}: {json.dumps(value).strip(chr(34))}"
         for key, value in _host_changes(config, device)
@@ -386,12 +403,13 @@ def _value(config: Config, key: str) -> Any:
 
 
 def with_value(config: Config, key: str, value: Any) -> Config | None:
-    """The config with another value; none where its own rules refuse that."""
+    """The config with another value; null if its rules refuse that."""
     tree = config.model_dump(mode="json")
     *sections, name = key.split(".")
     place = tree
     for section in sections:
         place = place[section]
+    # On the dumped tree: a Config is frozen, and its rules must run again.
     place[name] = value
     try:
         return validated(tree)
@@ -399,23 +417,24 @@ def with_value(config: Config, key: str, value: Any) -> Config | None:
         return None
 
 
-def _gib(count: int, *, up: bool = False) -> str:
+def gib(count: int, *, up: bool = False) -> str:
     """`up`: rounded up, so that what does not fit reads as more than there is."""
     tenths = 10 * count / GIB
     return f"{(math.ceil(tenths) if up else round(tenths)) / 10:.1f} GiB"
 
 
 def shared_memory_problems(config: Config, engine: EngineMemory, machine: Machine) -> list[Problem]:
-    """Problems of what /dev/shm has no room for."""
+    """Problems of a /dev/shm that is too small."""
     needed, what = in_shared_memory(config, engine, machine)
     free = machine.shared_memory
+    # Nothing is known of a described machine's /dev/shm.
     if machine.described or free >= needed:
         return []
     return [
         Problem(
             key="weights.transport",
             what=(
-                f"{what}, {math.ceil(needed / MIB)} MiB, are to lie in /dev/shm, which has"
+                f"{what}, {math.ceil(needed / MIB)} MiB, must fit into /dev/shm, which has"
                 f" {free // MIB} MiB free"
             ),
             fix=f"enlarge /dev/shm (docker run {shm_size(needed, 0)})",
@@ -424,11 +443,12 @@ def shared_memory_problems(config: Config, engine: EngineMemory, machine: Machin
 
 
 def in_shared_memory(config: Config, engine: EngineMemory, machine: Machine) -> tuple[int, str]:
-    """Bytes of weights in the /dev/shm of rank 0's machine, and what they are."""
-    if config.weights.transport == "cuda_ipc":
+    """Bytes of weights in the /dev/shm of rank 0's machine, and their description."""
+    if config.weights.carrier.ipc:
         ranks = config.policy.parallel.ranks if device_of(config, machine) == "cpu" else 0
         return ranks * lent_bytes(config, engine), f"two buckets of each of {ranks} ranks"
-    own = config.weights.transport == "collective" and not engines_elsewhere(config, machine)
+    # Receivers copy a version into their machine's memory; here that is rank 0's.
+    own = config.weights.carrier.per_engine and not engines_elsewhere(config, machine)
     receivers = engine_count(config) if own else 0
     what = "two versions of the model" + (f", and two for each of {receivers} engines" * own)
     return 2 * engine.weights * (1 + receivers), what
@@ -437,7 +457,8 @@ def in_shared_memory(config: Config, engine: EngineMemory, machine: Machine) -> 
 def shared_memory(
     config: Config, engine: EngineMemory, machine: Machine, longest: int
 ) -> tuple[int, int, str]:
-    """Bytes of weights and of Ray's object store in rank 0's /dev/shm, and what the weights are."""
+    """Bytes of weights and of Ray's object store in the /dev/shm of rank 0's machine, and the
+    description of the weights."""
     responses = config.flow.prompts_per_step * config.flow.group_size
     segments = config.rollout.max_segments if config.rollout is not None else 1
     weights, what = in_shared_memory(config, engine, machine)
@@ -446,6 +467,7 @@ def shared_memory(
 
 def shm_size(weights: int, store: int) -> str:
     """Docker's option for a /dev/shm with room for both, and for the queues of vLLM and NCCL."""
+    # One GiB more, for the queues of vLLM and NCCL.
     return f"--shm-size={math.ceil((weights + store) / GIB) + 1}g"
 
 
@@ -464,8 +486,3 @@ def shared_memory_notes(
         f" {machine.shared_memory / MIB:.0f} MiB free: Ray will be slow (docker run"
         f" {shm_size(weights, store)})"
     ]
-
-
-def _size(count: int) -> str:
-    """Text of a size that may be below one GiB."""
-    return _gib(count) if count >= GIB else f"{count / MIB:.1f} MiB"

@@ -20,7 +20,7 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.data.files import read_rows
 
 MOST = 500
-"""Prompts that are held out at most: an evaluation samples all of them."""
+"""Largest number of prompts that are held out: an evaluation samples all of them."""
 TRAIN, HELD_OUT = "train.jsonl", "held_out.jsonl"
 
 
@@ -44,12 +44,14 @@ def split_off(data: Path, share: float, prompt_key: str, folder: Path) -> Split 
     """Write the rows of `data` into two files of `folder`: a `share` of the distinct prompts, at
     least one and at most MOST, is held out. Null where there are not two distinct prompts. Raises
     DataError for rows that cannot be read, and UserError where the folder exists."""
+    # Sorted digests are a random order that depends on nothing but the prompts.
     digests = sorted({_digest(row, prompt_key) for _, _, row in read_rows(data)})
     if len(digests) < 2:
         return None
     count = min(MOST, max(1, round(share * len(digests))))
     held_out = frozenset(digests[:count])
     try:
+        # Not exist_ok: files of an earlier start may be trained on.
         folder.mkdir(parents=True)
     except FileExistsError as error:
         what = f"{folder} exists, and the rows that are split off would be written into it"
@@ -57,6 +59,7 @@ def split_off(data: Path, share: float, prompt_key: str, folder: Path) -> Split 
     split = Split(folder / TRAIN, folder / HELD_OUT, 0, 0)
     try:
         rows = _write(data, prompt_key, held_out, split)
+    # Also on Ctrl-C: a half-written split would be read as the data.
     except BaseException:
         split.remove()
         raise
@@ -86,7 +89,6 @@ def _lines(data: Path, prompt_key: str, held_out: frozenset[bytes]) -> Iterator[
 
 
 def _digest(row: Mapping[str, Any], prompt_key: str) -> bytes:
-    """A number that decides on which side the row is. A row without a prompt is for the plan to
-    refuse."""
+    """A number that decides the side of the row. The plan refuses a row without a prompt."""
     prompt = json.dumps(row.get(prompt_key), sort_keys=True)
     return hashlib.sha256(prompt.encode()).digest()[:8]

@@ -17,6 +17,7 @@ from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.fit import (
     ESTIMATE_ERROR,
+    gib,
     host_fix,
     in_shared_memory,
     twin_bytes,
@@ -92,6 +93,7 @@ def host_memory(
     empty for a layout that does not divide. `longest`: tokens of the longest prompt + response.
     `routed_bytes`: of the experts that come with each token of a sample."""
     parallel = config.policy.parallel
+    # Without a layout it is not known which ranks share a machine.
     if not ranks or parallel.ranks % machine.nodes or parallel.ranks % parallel.replica_ranks:
         return ()
     each = [
@@ -107,6 +109,7 @@ def host_memory(
             for node, parts in enumerate(each)
         ]
     found, first = [], 0
+    # Neighbouring machines with the same parts are one row.
     for parts, alike in groupby(tuple(part for part in one if part.size) for one in each):
         count = len(list(alike))
         found.append(HostMemory(first=first, count=count, parts=parts))
@@ -119,6 +122,7 @@ def _of_ranks(
 ) -> Iterator[HostPart]:
     """Memory of the ranks of machine number `node`."""
     share = config.policy.parallel.ranks // machine.nodes
+    # Nodes with engines alone come after those with ranks.
     if node >= machine.nodes:
         return
     here = [
@@ -126,6 +130,7 @@ def _of_ranks(
         for rank in range(node * share, (node + 1) * share)
     ]
     if device == "cpu":
+        # Estimates must not refuse a run, so they are apart from allocations.
         estimated = sum(one.activations + one.logprobs for one in here)
         yield HostPart("the ranks' training state", sum(one.total for one in here) - estimated)
         yield HostPart("activations and log-probs", estimated, certain=False)
@@ -141,13 +146,14 @@ def _of_ranks(
 def _of_engines(
     config: Config, machine: Machine, device: Device, engine: EngineMemory | None, node: int
 ) -> Iterator[HostPart]:
-    """Memory of as many engines as machine number `node` may get."""
+    """Memory of the engines that machine number `node` may get."""
     rollout = config.rollout
     if rollout is None or engine is None:
         return
     count = engines_on(config, machine, device, node)
     if device == "cpu":
         yield HostPart("engines' weights", count * engine.weights)
+        # vLLM reserves the cache, but pages are touched only as it fills.
         yield HostPart("engines' key-value caches", count * (engine.cache or 0), certain=False)
     # The actor, vLLM's core, and its workers where there are several.
     processes = 2 + (rollout.workers if rollout.workers > 1 else 0)
@@ -156,12 +162,13 @@ def _of_engines(
 
 
 def engines_on(config: Config, machine: Machine, device: Device, node: int) -> int:
-    """Most engines that machine number `node` gets."""
+    """Largest number of engines on machine number `node`."""
     engines = engine_count(config)
     if not engines_elsewhere(config, machine):
         return engines if node == 0 else 0
     if device == "cuda":
         ranks = config.policy.parallel.ranks // machine.nodes if node < machine.nodes else 0
+        # Ray may place all engines on one node; the plan takes the worst case.
         return min(engines, engine_room(config, len(machine.gpus) - ranks))
     if machine.engine_nodes:
         return -(-engines // machine.engine_nodes) if node >= machine.nodes else 0
@@ -179,12 +186,14 @@ def _shared(
 ) -> Iterator[HostPart]:
     """Return the parts in the /dev/shm of machine number `node`."""
     assert config.rollout is not None
+    # Two versions: engines read one while the next is written.
     weights = 2 * engine.weights
+    # The controller and Ray's head run here, with the objects of a batch.
     if node == 0:
         weights, _ = in_shared_memory(config, engine, machine)
     elsewhere = engines_elsewhere(config, machine)
     count = engines_on(config, machine, device, node)
-    if elsewhere and config.weights.transport == "collective":
+    if elsewhere and config.weights.carrier.per_engine:
         weights = (2 * engine.weights if node == 0 else 0) + count * 2 * engine.weights
     elif node > 0 and not (elsewhere and count):
         weights = 0
@@ -210,12 +219,13 @@ def host_problems(
     problems, notes = [], []
     for host in hosts if machine.memory else ():
         named = f"{host.machines}: " if len(hosts) > 1 else ""
+        # Only sizes of real allocations refuse a run.
         refused = host.certain > machine.memory
         blamed = [part for part in host.parts if part.certain or not refused]
         largest = sorted(blamed, key=lambda part: -part.size)[:PARTS_NAMED]
-        parts = ", ".join(f"{part.name} {_gib(part.size)}" for part in largest)
+        parts = ", ".join(f"{part.name} {gib(part.size)}" for part in largest)
         what = (
-            f"{named}about {_gib(host.total)} of host memory are needed of {_gib(machine.memory)}"
+            f"{named}about {gib(host.total)} of host memory are needed of {gib(machine.memory)}"
             f" ({parts})"
         )
         if refused:
@@ -231,15 +241,17 @@ def free_memory_problems(
     """Problems of a run for which machine number `node`, which this is, has no free memory, because
     other programs hold it."""
     here = next((host for host in hosts if host.first <= node < host.first + host.count), None)
+    # A described machine has no other programs.
     if machine.free_memory is None or here is None:
         return []
+    # Free memory changes by the second, so the benefit of the doubt is the user's.
     if (1 - ESTIMATE_ERROR) * here.total <= machine.free_memory:
         return []
     return [
         Problem(
             key=KEY,
-            what=f"about {_gib(here.total)} of host memory are needed, and"
-            f" {_gib(machine.free_memory)} are free; largest processes:"
+            what=f"about {gib(here.total)} of host memory are needed, and"
+            f" {gib(machine.free_memory)} are free; largest processes:"
             f" {'; '.join(largest_processes())}",
             fix=host_fix(config, device),
         )
@@ -261,12 +273,8 @@ def _fix(
         hosts = hosts_of(changed) if changed is not None else ()
         then = next((one.total for one in hosts if one.first == host.first), host.total)
         if then < host.total:
-            helpful.append((then, f"{key}: {json.dumps(value).strip(chr(34))} (then {_gib(then)})"))
+            helpful.append((then, f"{key}: {json.dumps(value).strip(chr(34))} (then {gib(then)})"))
     larger = "take machines with more memory, or more of them"
     if not helpful:
         return larger
     return f"set {' or '.join(text for _, text in sorted(helpful))}, or {larger}"
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIB:.1f} GiB"

@@ -1,12 +1,12 @@
-"""The questions of `mar init`, each asked once: options answer them beforehand, and without a
-terminal every other question takes its default.
+"""Questions of `mar init`. Options answer them in advance; without a terminal every other question
+takes its default.
 
     model -> data, whose columns are read -> prompt column -> held-out data -> reward
           -> answer column, if the reward reads one -> GPUs -> style
 
 Invariants:
 - an answer is checked before the next question;
-- when a later check refuses an answer, that question alone is asked again;
+- when a later check refuses an answer, only that question is repeated;
 - without a terminal nothing reads the standard input, and each default that was taken is reported.
 """
 
@@ -36,6 +36,7 @@ SPLIT, NONE = "5%", "none"
 ON_HUB = "name a model's folder, or a model on a hub: hf://OWNER/NAME"
 GPU_MEMORY_GIB = 80.0
 REQUIRED = {"model": "--model MODEL", "data": "--data FILE"}
+# The order is that of the questions: later checks use earlier answers.
 OPTIONS = {
     "model": "--model",
     "data": "--data",
@@ -47,6 +48,7 @@ OPTIONS = {
     "style": "--style",
 }
 """Question -> the option that answers it, in the order of the questions."""
+# The first match wins, so longer keys come before their sections.
 BLAMED = (
     ("model", "model"),
     ("data.eval", "eval"),
@@ -69,6 +71,7 @@ Check = Callable[[str], Any]
 
 def at_terminal() -> bool:
     """True if a user can answer."""
+    # A daemon has no standard input at all.
     return sys.stdin is not None and sys.stdin.isatty()
 
 
@@ -86,6 +89,7 @@ class Interview:
         terminal: bool,
         report: Callable[[str], None],
     ) -> None:
+        # Consumed as questions are asked: an option answers once, then the user does.
         self._given = dict(given)
         self._settings, self._as_chat = settings, as_chat
         self._gpu_memory_gib = gpu_memory_gib
@@ -107,6 +111,7 @@ class Interview:
     def ask(self) -> InitAnswers:
         """Ask every question. Raises UserError for an option that is wrong, and for a question
         without a default if there is no terminal."""
+        # All at once, so that a script does not fail once per option.
         missing = [options for name, options in REQUIRED.items() if name not in self._given]
         if missing and not self._terminal:
             fix = f"add {' '.join(missing)}; every other question has a default"
@@ -118,16 +123,18 @@ class Interview:
         try:
             for question in self._questions.values():
                 question()
+        # Ctrl-C or end of input: answers that were given must not be lost.
         except typer.Abort:
             self._keep()
             raise
         return self._answers()
 
     def again(self, error: UserError) -> InitAnswers:
-        """Ask the question that is to blame once more, and keep every other answer. Raises the
-        error itself where there is no terminal, or no question is to blame."""
+        """Repeat the question whose answer caused `error`, and keep every other answer. Raises the
+        error itself without a terminal, or if no question caused it."""
         key = error.problems[0].key if error.problems else ""
         blamed = next((name for start, name in BLAMED if key.startswith(start)), None)
+        # Asking again makes sense only where a user can answer differently.
         if not self._terminal or blamed is None:
             raise error
         self._report(f"{error}\nThe other answers are kept.")
@@ -135,6 +142,7 @@ class Interview:
             self._questions[blamed]()
             if blamed == "data":  # other data, other columns
                 self._prompt_key()
+            # Another reward may read another column.
             if blamed in ("data", "reward"):
                 self._answer_key()
         except typer.Abort:
@@ -163,10 +171,11 @@ class Interview:
         """Report the command that has the answers so far."""
         given = " ".join(f"{OPTIONS[name]} {_shown(text)}" for name, text in self._texts.items())
         if given:
-            self._report(f"\nTo go on with the same answers: mar init {given}")
+            self._report(f"\nTo continue with the same answers: mar init {given}")
 
     def _ask(self, name: str, question: str, default: str | None, check: Check) -> None:
         """Answer one question: by its option, at the terminal, or by its default."""
+        # Popped: when the question is asked again, the option must not answer it again.
         given = self._given.pop(name, None)
         if given is not None:
             try:
@@ -185,6 +194,7 @@ class Interview:
                     if _is_setting(error):
                         raise  # no other answer helps
                     problem = error.problems[0]
+                    # click asks again after a BadParameter.
                     raise typer.BadParameter(f"{problem.what}; {problem.fix}") from None
                 return text
 
@@ -195,6 +205,7 @@ class Interview:
         self._report(f"note: {OPTIONS[name]} {_shown(default)}, as nothing else was given")
 
     def _take(self, name: str, text: str, check: Check) -> None:
+        # The check may raise; then neither value nor text is kept.
         self._found[name] = check(text)
         self._texts[name] = text
 
@@ -208,6 +219,7 @@ class Interview:
     def _read_columns(self, text: str) -> str:
         columns = columns_of("--data", "data.train", text)
         for name in ("prompt_key", "answer_key"):
+            # Columns given as options are checked as soon as the columns are known.
             if name in self._given:
                 _require_column(OPTIONS[name], self._given[name], columns)
         self._columns = columns
@@ -218,6 +230,7 @@ class Interview:
         if "prompt" in columns and "prompt_key" not in self._given:
             self._found["prompt_key"] = "prompt"
             return
+        # The first synonym in the list, not in the file: it is the most common name.
         guess = next((one for one in SYNONYMS["prompt"] if one in columns), None)
         if guess is None and not self._terminal:
             _require_column("--prompt-key", self._given.get("prompt_key", "prompt"), columns)
@@ -247,6 +260,7 @@ class Interview:
                 raise UserError.of("--eval", f"{text} leaves no rows on one side", fix)
             return float(share[1]) / 100
         columns = columns_of("--eval", "data.eval", text)
+        # Held-out prompts are read by the same column.
         _require_column("--eval", self._found["prompt_key"], columns, of=text)
         return text
 
@@ -264,6 +278,7 @@ class Interview:
             raise UserError.of("--reward", str(error), "name one of these") from None
         choice = RewardChoice.of(text, self._settings)
         read = self._read_by(choice)
+        # `answer` may come from another column.
         there = {*self._columns, "answer"}  # the next question is the column for it
         lacking = [one for one in read if one not in there]
         if lacking:
@@ -288,8 +303,9 @@ class Interview:
         return "answer_key" in self._given or bool(guessed & set(self._columns))
 
     def _answer_key(self) -> None:
-        """Only where the reward reads a column that the data does not have."""
+        """Ask only if the reward reads a column that the data lacks."""
         columns = [one for one in self._columns if one != self._found["prompt_key"]]
+        # A column that nothing reads is not asked for.
         needed = "answer" in self._read_by(self._found["reward"]) and "answer" not in columns
         if not needed and "answer_key" not in self._given:
             self._found["answer_key"] = ""
@@ -308,7 +324,8 @@ class Interview:
         self._ask("gpus", question, default, _is_count)
 
     def _memory_gib(self, gpus: int) -> float:
-        """GiB of each GPU: as given, or that of this machine's where it has as many."""
+        """GiB of each GPU: the given size, or that of this machine's GPUs if it has enough of
+        them."""
         here = this_machine().gpus
         if self._gpu_memory_gib is not None:
             return self._gpu_memory_gib
@@ -330,11 +347,11 @@ def columns_of(option: str, key: str, text: str) -> list[str]:
     try:
         name = parse(Path(text))
         place = fetch(key, name) if name is not None else Path(text).expanduser()
+        # A dict keeps the order of the columns, and rows may differ in them.
         columns = {one: None for _, _, row in islice(read_rows(place), ROWS) for one in row}
     except DataError as error:
-        where = str(error.path) if error.line is None else f"{error.path}:{error.line}"
         # The config's key, too: a message is the same whenever the file is found wanting.
-        raise UserError.of(f"{option} ({key})", f"{where}: {error.what}", error.fix) from None
+        raise UserError("", [error.problem(f"{option} ({key})")]) from None
     if not columns:
         raise UserError.of(option, f"{text} has no rows", "name a file of prompts")
     return list(columns)

@@ -30,6 +30,7 @@ class LibraryConflict(RuntimeError):
 
 def loaded(maps: str) -> dict[str, set[str]]:
     """Files of each of the SHARED libraries in a process. maps: the text of /proc/PID/maps."""
+    # The kernel marks libraries whose file was replaced since.
     files = re.findall(r"(/\S*/lib[^/\s]*\.so[.\d]*)(?: \(deleted\))?$", maps, re.MULTILINE)
     found: dict[str, set[str]] = {}
     for file in files:
@@ -44,6 +45,7 @@ def require_one_of_each(found: Mapping[str, Collection[str]], wheels: Path) -> N
     found: as `loaded`. wheels: the folder that NVIDIA's wheels install to."""
     for name, files in sorted(found.items()):
         own = {str(file) for file in wheels.glob(f"*/lib/{name}.so*")}
+        # Handles of one copy are invalid in the other.
         if len(files) > 1:
             raise LibraryConflict(
                 f"two files of {name} are loaded: {', '.join(sorted(files))}. Remove the file that"
@@ -59,6 +61,7 @@ def require_one_of_each(found: Mapping[str, Collection[str]], wheels: Path) -> N
 def check() -> None:
     """Import what a rank imports, in its order, and look at what is loaded. Raise LibraryConflict,
     or what an import raised."""
+    # torch first, as a rank does: its libraries decide which others are found.
     torch = importlib.import_module("torch")
     if find_spec("transformer_engine") is not None:
         importlib.import_module("transformer_engine.pytorch")

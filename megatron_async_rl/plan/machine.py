@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_async_rl.config.fp8 import version_of
+from megatron_async_rl.config.policy import version_of
 from megatron_async_rl.policy.supported import PINNED
 from megatron_async_rl.watchdog.host_memory import free_bytes, total_bytes
 
@@ -36,6 +36,7 @@ class Chip:
     memory_rate: float
 
 
+# Data sheets give dense rates; sparse ones are twice as high and never reached.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -73,8 +74,8 @@ CHIPS = {
         ),
     )
 }
-"""GPUs whose speed a plan can reckon with. Of two with as much memory the first is meant where a
-machine is described by its memory alone."""
+"""GPUs whose speed a plan can estimate. If a machine is described by its memory alone, the first
+GPU with that memory is assumed."""
 ON_A_CARD = re.compile(r"PCIe|NVL|MIG", re.IGNORECASE)
 """Matches the names of slower variants of these GPUs."""
 
@@ -87,7 +88,7 @@ class Gpu:
     capability: tuple[int, int] | None = None
     """CUDA's compute capability; null where it is not known."""
     used: int = 0
-    """Bytes of `memory`, by whomever."""
+    """Bytes of `memory` in use by all processes."""
     index: str = ""
     """Index of the GPU in nvidia-smi."""
     users: tuple[str, ...] = ()
@@ -119,6 +120,11 @@ class Machine:
     """Bytes of `memory` that no other program holds; null where that is not known."""
 
 
+def size(count: int) -> str:
+    """Text of a number of bytes, in MiB or GiB."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
+
+
 def described_machine(
     *,
     gpus: int,
@@ -129,6 +135,7 @@ def described_machine(
 ) -> Machine:
     """`nodes` machines with ranks and `engine_nodes` without, of `gpus` GPUs each, without further
     details."""
+    # chip_of finds the chip again by this name.
     name = chip.name.upper() if chip is not None else "GPU"
     gpu = Gpu(
         f"{name} of {gpu_memory_gib:g} GiB",
@@ -143,6 +150,7 @@ def described_machine(
         nodes=nodes,
         engine_nodes=engine_nodes,
         described=True,
+        # The version that requirements/gpu.txt installs on such a machine.
         transformer_engine=PINNED,
     )
 
@@ -150,16 +158,18 @@ def described_machine(
 def chip_of(machine: Machine) -> Chip | None:
     """The model of its GPUs: by name or, if they are described by their memory alone, the model
     with so much. Null: none of CHIPS."""
+    # PCIe, NVL and MIG variants are slower than the data sheet of the SXM board.
     if not machine.gpus or ON_A_CARD.search(machine.gpus[0].name):
         return None
     gpu = machine.gpus[0]
     named = [chip for chip in CHIPS.values() if re.search(rf"\b{chip.name}\b", gpu.name, re.I)]
+    # Memory alone identifies a GPU only if a user described it so.
     if named or not machine.described:
         return named[0] if named else None
     alike = (
         chip
         for chip in CHIPS.values()
-        if any(abs(gpu.memory / GIB - size) < 0.05 * size for size in chip.sizes)
+        if any(abs(gpu.memory / GIB - sold) < 0.05 * sold for sold in chip.sizes)
     )
     return next(alike, None)
 
@@ -179,8 +189,9 @@ def this_machine(nodes: int = 1, engine_nodes: int = 0) -> Machine:
 
 
 def _transformer_engine() -> str | None:
-    """Its version, where it is installed with its part for torch. That is a file which it loads by
-    its path: next to the package, in it, or in its `wheel_lib`, by how it was built."""
+    """Version of Transformer Engine, if it is installed with its part for torch. That is a file
+    which it loads by its path: next to the package, in it, or in its `wheel_lib`, by how it was
+    built."""
     found = find_spec("transformer_engine")
     places = found.submodule_search_locations if found is not None else None
     if not any(
@@ -198,8 +209,10 @@ def _transformer_engine() -> str | None:
 
 def usable_cores() -> int:
     """Cores this process may run on: its affinity, cut by the container's quota."""
+    # Not os.cpu_count(), which ignores affinity.
     cores = len(os.sched_getaffinity(0))
     try:
+        # Containers limit time instead of cores.
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
     except (OSError, ValueError):
         return cores
@@ -209,6 +222,7 @@ def usable_cores() -> int:
 def gpus_here(visible: str | None) -> tuple[Gpu, ...]:
     """GPUs as they are now: those that CUDA would show with `visible` as CUDA_VISIBLE_DEVICES, null
     for all."""
+    # CUDA's two ways of hiding every GPU.
     if visible is not None and visible.strip() in ("", "-1"):
         return ()
     command = shutil.which("nvidia-smi")
@@ -219,6 +233,7 @@ def gpus_here(visible: str | None) -> tuple[Gpu, ...]:
     )
     if visible is not None:
         wanted = [one.strip() for one in visible.split(",")]
+        # In the order of the variable, which is the order of CUDA's device numbers.
         rows = [row for one in wanted for row in rows if one == row[0] or row[1].startswith(one)]
     users = _users(command) if any(row[5].isdigit() and int(row[5]) for row in rows) else {}
     return tuple(
@@ -231,6 +246,7 @@ def gpus_here(visible: str | None) -> tuple[Gpu, ...]:
             users=tuple(users.get(row[1], ())),
         )
         for row in rows
+        # nvidia-smi prints [N/A] for what a driver does not report.
         if row[3].isdigit()
     )
 
@@ -259,6 +275,7 @@ def _query_output(command: str, query: str) -> list[list[str]]:
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return []
+    # The last field, a process name, may contain commas.
     commas = query.count(",")
     lines = [line for line in answer.splitlines() if line.count(",") >= commas]
     return [[cell.strip() for cell in line.split(",", commas)] for line in lines]

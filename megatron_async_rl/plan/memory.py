@@ -1,7 +1,12 @@
 """Bytes each trainer rank and each engine needs, by arithmetic on the model's sizes.
 
 Weights, gradients, optimizer state and KV cache are exact up to padding; activations are counted in
-activations.py. With policy.fp8 weights count twice, as they lie and transposed (layers.py).
+layer_memory.py. With policy.fp8 weights count twice, as they lie and transposed.
+
+What CUDA processes take besides tensors is estimated from the libraries' documentation and sources
+and from reports of their users; this project has not measured it. By vLLM's source, an engine's
+context and communicators lie outside the share that `rollout.gpu_memory_utilization` gives it, and
+its graphs inside. Sleep releases weights and cache alone.
 """
 
 from __future__ import annotations
@@ -11,16 +16,18 @@ from functools import partial
 
 from megatron_async_rl.config.advantages import OpobAdvantage
 from megatron_async_rl.config.controls import AlignmentSettings
-from megatron_async_rl.config.schema import Config, RolloutConfig
-from megatron_async_rl.plan.activations import (
+from megatron_async_rl.config.rollout import RolloutConfig
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.plan.layer_memory import (
     FLOAT32,
     activations,
     engine_bytes,
+    fp8_copies,
     layer_activations,
     layers_in_flight,
+    stage_adapters,
     value_bytes,
 )
-from megatron_async_rl.plan.layers import fp8_copies, stage_adapters
 from megatron_async_rl.plan.machine import GIB
 from megatron_async_rl.plan.model_files import ModelShape
 from megatron_async_rl.policy.supported import LayerFamily
@@ -57,6 +64,7 @@ class RankMemory:
     fp8: int = 0
     """Bytes that FP8 weights add to `parameters`, or take off."""
 
+    # Sums are properties, so that no part can be changed without its total.
     @property
     def total(self) -> int:
         return (
@@ -76,7 +84,7 @@ class RankMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineMemory:
-    """Bytes of one engine. `weights`: as they come. `layer`: of one of its `layers`, as it keeps
+    """Bytes of one engine. `weights`: as they arrive. `layer`: of one of its `layers`, as it keeps
     them; `embedding`: of that and the last norm; `output`: of an output layer that is not the
     embedding; `largest`: of its tensors. `cache` is null on a GPU, where
     `rollout.gpu_memory_utilization` gives it what is left."""
@@ -98,6 +106,7 @@ class EngineMemory:
     def of_worker(self, rollout: RolloutConfig) -> int:
         """Weights of a worker of the stage with most: the first has the embedding, the last the
         output layer."""
+        # vLLM gives uneven layers to some stages; the fullest one decides.
         layers = -(-self.layers // rollout.pipeline) * self.layer
         output = self.output if rollout.pipeline == 1 else 0
         return (self.embedding + layers + output) // rollout.tensor
@@ -114,6 +123,7 @@ def stage_parameters(shape: ModelShape, *, stage: int, pipeline: int, tensor: in
     count = shape.layers // pipeline * (shape.layer_sharded // tensor + shape.layer_replicated)
     embedding = -(-shape.vocabulary // tensor) * shape.hidden
     first, last = stage == 0, stage == pipeline - 1
+    # Tied embeddings on one stage share storage; on two stages each has a copy.
     if first:
         count += embedding
     if last:
@@ -145,21 +155,25 @@ def rank_memory(
     experts = stage_experts(shape, pipeline=parallel.pipeline, expert=parallel.expert)
     frozen, lora = 0, config.policy.lora
     if lora is not None:
+        # Frozen weights have neither gradients nor optimizer state.
         frozen, experts = dense + experts, 0
         dense = stage_adapters(lora, shape, pipeline=parallel.pipeline, tensor=parallel.tensor)
     if config.objective.value is not None and stage == parallel.pipeline - 1:
         dense += shape.hidden + 1
     trained = dense + experts
+    # Context-parallel ranks hold the same parameters, so they shard optimizer state, too.
     copies = data_parallel * parallel.context
     replicas = (
         max(1, copies * parallel.tensor // parallel.expert) if parallel.expert > 1 else copies
     )
     share = -(-dense // copies) + -(-experts // replicas)
+    # Parameters whose optimizer state this rank holds.
     own = share if parallel.distributed_optimizer else trained
     prompts = -(-config.flow.prompts_per_step // config.objective.minibatches)
     samples = -(-prompts * config.flow.group_size // data_parallel)
     segments = config.rollout.max_segments if config.rollout is not None else 1
     maximum = samples * segments * longest
+    # A micro-batch is never larger than the rank's samples.
     tokens = -(-min(config.policy.tokens_per_micro_batch, maximum) // parallel.context)
     chunk = (
         min(tokens, config.policy.logprob_chunk_tokens)
@@ -179,6 +193,7 @@ def rank_memory(
         by_autograd = parallel.overlap_grad_reduce and config.model.dtype == "bfloat16"
         copied = value_bytes(config) if by_autograd else 0
         head = shape.vocabulary // parallel.tensor * shape.hidden * (FLOAT32 + copied)
+    # Offloading concerns the moments only; the float32 weights stay on the device.
     moments = own * moment_bytes(config)
     offloaded = moments if on_gpu and config.policy.optimizer.moment_offload == "cpu" else 0
     kept, away = reference_bytes(config, own, on_gpu=on_gpu)
@@ -201,6 +216,7 @@ def rank_memory(
         optimizer=own * state_bytes(config) - offloaded,
         controls=kept + update_bytes(config, own, largest_parameter(shape, parallel.tensor)),
         activations=beside,
+        # Only the last stage has logits.
         logprobs=chunk + head + targets if stage == parallel.pipeline - 1 else 0,
         held=share * held_bytes(config) + own * past_master_bytes(config),
         staged=share * staged_bytes(config),
@@ -221,6 +237,7 @@ def gradient_bytes(config: Config, trained: int, own: int) -> int:
     """Bytes of Megatron's gradient buffers for `trained` parameters of a rank; and, with bfloat16
     buffers, of the float32 gradient of the `own` ones that its optimizer updates."""
     narrow = config.policy.optimizer.gradient_dtype == "bfloat16"
+    # Controls and Adam read a float32 copy of the rank's own shard.
     return trained * 2 + own * FLOAT32 if narrow else trained * FLOAT32
 
 
@@ -243,6 +260,7 @@ def saved_bytes(config: Config) -> int:
         copied += own
     if _compares(config) and objective.proximal == "ewma":
         copied += FLOAT32
+    # The newest snapshot equals the checkpoint's weights and is not saved twice.
     if _compares(config) and objective.proximal == "snapshot":
         copied += (objective.snapshots - 1) * own
     return copied + past_master_bytes(config, kept=objective.snapshots - 1)
@@ -282,10 +300,12 @@ def held_bytes(config: Config) -> int:
     while another is in place."""
     objective, own = config.objective, copy_bytes(config)
     ema = objective.reference is not None and objective.reference.ema is not None
+    # An average in bfloat16 would stop moving: its steps round to zero.
     held = (FLOAT32 if ema else own) if objective.needs_reference else 0
     if _compares(config) and objective.proximal == "ewma":
         held += FLOAT32
     proximal = _compares(config) and objective.proximal == "snapshot"
+    # Other weights are run in place, so the trained ones wait in host memory.
     placed = own if held or proximal else 0
     if proximal:
         held += objective.snapshots * own
@@ -319,6 +339,7 @@ def update_bytes(config: Config, own: int, largest: int) -> int:
     """Bytes that gradient controls need besides: of the last update and its denominator, or of the
     coming update and the displacement, in float32 and one parameter at a time, `largest` being the
     most elements one has."""
+    # Controls walk over the parameters one at a time.
     return 2 * FLOAT32 * min(own, largest) if config.controls else 0
 
 
@@ -338,6 +359,7 @@ def engine_memory(config: Config, shape: ModelShape, *, on_gpu: bool) -> EngineM
     if rollout is None:
         raise ValueError("a supervised run has no engines")
     per_token = shape.kv_values_per_token * engine_bytes(config)
+    # On a GPU the cache is what vLLM finds left, which is not known here.
     cache = None if on_gpu else int(rollout.kv_cache_gib * GIB)
     tokens = None if cache is None else cache // per_token
     largest = max(shape.vocabulary, shape.intermediate, shape.heads * shape.head_dim)
@@ -354,3 +376,44 @@ def engine_memory(config: Config, shape: ModelShape, *, on_gpu: bool) -> EngineM
         cache_tokens=tokens,
         bytes_per_token=per_token,
     )
+
+
+CONTEXT_BYTES = GIB // 2
+"""A process's CUDA context with the kernels that it has loaded."""
+NCCL_OF_RANK_BYTES = GIB
+"""Channels of the communicators of a rank: the world, and those of data, tensor, pipeline, context
+and expert parallelism."""
+NCCL_OF_WORKER_BYTES = GIB // 2
+"""Channels of the communicators between the workers of an engine."""
+WORKSPACE_BYTES = GIB // 4
+"""Workspaces of cuBLAS (32 MiB for each handle and stream on Hopper), cuDNN and Transformer
+Engine."""
+GRAPH_BYTES = 5 * GIB // 4
+"""CUDA graphs and lasting buffers of an engine."""
+
+OverheadParts = tuple[tuple[str, int], ...]
+"""(what, bytes) of each."""
+
+
+def rank_overhead(config: Config) -> OverheadParts:
+    """Parts of the GPU of a trainer rank. A world of one has no communicator."""
+    several = config.policy.parallel.ranks > 1
+    return (
+        ("the rank's CUDA context", CONTEXT_BYTES),
+        ("the rank's NCCL channels", NCCL_OF_RANK_BYTES * several),
+        ("the rank's workspaces", WORKSPACE_BYTES),
+    )
+
+
+def engine_overhead(rollout: RolloutConfig) -> OverheadParts:
+    """Parts of each GPU of an engine, outside its share."""
+    return (
+        ("the engine's CUDA context", CONTEXT_BYTES),
+        ("the engine's NCCL channels", NCCL_OF_WORKER_BYTES * (rollout.workers > 1)),
+    )
+
+
+def sleeping_overhead(rollout: RolloutConfig) -> OverheadParts:
+    """Parts of each GPU of an engine that sleeps, or has woken nothing but its weights."""
+    eager = bool(rollout.vllm.get("enforce_eager"))
+    return (*engine_overhead(rollout), ("the engine's CUDA graphs", GRAPH_BYTES * (not eager)))

@@ -1,5 +1,8 @@
-"""A Hugging Face model directory as the plan needs it: its files and the sizes in config.json.
-Opens no weights."""
+"""Sizes of a model: from the config.json of its directory, of the hub's cache, or of PUBLISHED, the
+models that the recipes and the pages name, so that `mar plan` needs no weights. Opens no weights.
+
+A config.json in model.path is preferred to one in the cache, and that one to PUBLISHED.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async_rl.config.problem import Problem
-from megatron_async_rl.data.hub import name_of
-from megatron_async_rl.plan.published_models import published_config
+from megatron_async_rl.data.hub import cached_file, name_of, parse
 from megatron_async_rl.policy.supported import FAMILIES, Family, unsupported
 
 KEY = "model.path"
@@ -42,14 +44,18 @@ class ModelShape:
     @property
     def layer_sharded(self) -> int:
         """Parameters of one layer that tensor parallelism divides."""
+        # Grouped-query attention: keys and values have fewer heads.
         qkv = (self.heads + 2 * self.kv_heads) * self.head_dim
         bias = qkv if self.attention_bias else 0
+        # Gate, up and down; experts are counted apart, as nothing but expert parallelism divides
+        # them.
         mlp = 0 if self.experts else 3 * self.hidden * self.intermediate
         return self.hidden * qkv + bias + self.heads * self.head_dim * self.hidden + mlp
 
     @property
     def routed_bytes(self) -> int:
         """Bytes of the experts that a token goes to, in all layers, as samples have them."""
+        # One byte indexes 256 experts.
         return self.layers * self.experts_per_token * (1 if self.experts <= 256 else 2)
 
     @property
@@ -88,6 +94,7 @@ def read_model(path: Path, *, weights: bool = True) -> tuple[ModelShape | None, 
     false: they need not be there."""
     if not path.is_dir():
         return None, [_problem(f"{path} is not a directory", _where_to_look(path))]
+    # All problems of a directory are reported together.
     looked = (_weights(path) if weights else None, _tokenizer(path))
     problems = [problem for problem in looked if problem]
     shape, wrong = _shape(path / "config.json")
@@ -97,6 +104,7 @@ def read_model(path: Path, *, weights: bool = True) -> tuple[ModelShape | None, 
 def published_shape(path: Path) -> tuple[ModelShape, str] | None:
     """The shape of a published model whose folder is not here, and where it comes from; null where
     it is not known, or the model cannot be trained."""
+    # A directory that is here always wins.
     found = None if path.is_dir() else published_config(path)
     if found is None:
         return None
@@ -111,12 +119,13 @@ def _problem(what: str, fix: str) -> Problem:
 def _where_to_look(path: Path) -> str:
     if path.exists():
         return "name the model's directory, not a file in it"
+    # A cached folder was removed: the hub has it still.
     on_hub = name_of(path)
     if on_hub is not None:
         return f"it was a folder of the hub's cache: name {on_hub}, and it is fetched again"
     return (
-        "point it at a Hugging Face model directory, or at a model on a hub, hf://OWNER/NAME; that"
-        " of an example is written by the commands which the first lines of its config name"
+        "point it at a Hugging Face model directory, or at a model on a hub, hf://OWNER/NAME; the"
+        " commands in the first lines of an example's config write its model"
     )
 
 
@@ -143,6 +152,7 @@ def _no_config(path: Path, error: Exception) -> Problem:
 def _shape_of(content: Mapping[str, Any], path: Path) -> tuple[ModelShape | None, list[Problem]]:
     """`content`: of config.json. `path`: what a problem names."""
     try:
+        # Before any size is read: keys of other families have other meanings.
         ruled_out = unsupported(content)
         if ruled_out is not None:
             return None, [
@@ -153,6 +163,7 @@ def _shape_of(content: Mapping[str, Any], path: Path) -> tuple[ModelShape | None
                 )
             ]
         family = FAMILIES[content["model_type"]]
+        # int(): configs of converted models hold numbers as text.
         heads = int(content["num_attention_heads"])
         hidden = int(content["hidden_size"])
         mixture = family.mixture
@@ -161,6 +172,7 @@ def _shape_of(content: Mapping[str, Any], path: Path) -> tuple[ModelShape | None
             hidden=hidden,
             layers=int(content["num_hidden_layers"]),
             heads=heads,
+            # Older configs have no grouped-query heads, and some write null.
             kv_heads=int(content.get("num_key_value_heads") or heads),
             head_dim=int(content.get("head_dim") or hidden // heads),
             intermediate=int(content["moe_intermediate_size" if mixture else "intermediate_size"]),
@@ -203,6 +215,7 @@ def _weights(path: Path) -> Problem | None:
                 "download them again",
             )
         return None
+    # A model in one file has no index.
     if not any(path.glob("*.safetensors")):
         return _problem(
             f"{path} holds no *.safetensors weights",
@@ -218,3 +231,106 @@ def _tokenizer(path: Path) -> Problem | None:
         f"{path} holds neither tokenizer.json nor tokenizer.model",
         "copy the model's tokenizer files into it",
     )
+
+
+CONFIG = "config.json"
+
+
+def _qwen3(hidden: int, layers: int, heads: int, intermediate: int, **more: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": intermediate,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "torch_dtype": "bfloat16",
+        **more,
+    }
+
+
+def _qwen25(
+    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": intermediate,
+        "vocab_size": 152064,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "torch_dtype": "bfloat16",
+        **more,
+    }
+
+
+TIED = {"tie_word_embeddings": True}
+PUBLISHED: Mapping[str, Mapping[str, Any]] = {
+    "Qwen/Qwen3-0.6B": _qwen3(1024, 28, 16, 3072, **TIED),
+    "Qwen/Qwen3-1.7B": _qwen3(2048, 28, 16, 6144, **TIED),
+    "Qwen/Qwen3-4B": _qwen3(2560, 36, 32, 9728, **TIED),
+    "Qwen/Qwen3-8B": _qwen3(4096, 36, 32, 12288),
+    "Qwen/Qwen3-14B": _qwen3(5120, 40, 40, 17408),
+    "Qwen/Qwen3-32B": _qwen3(5120, 64, 64, 25600),
+    "Qwen/Qwen3-30B-A3B": _qwen3(
+        2048,
+        48,
+        32,
+        6144,
+        architectures=["Qwen3MoeForCausalLM"],
+        model_type="qwen3_moe",
+        num_key_value_heads=4,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+    ),
+    "Qwen/Qwen2.5-7B": _qwen25(3584, 28, 28, 4, 18944),
+    "Qwen/Qwen2.5-32B": _qwen25(5120, 64, 40, 8, 27648),
+}
+"""Name on the Hugging Face hub -> keys of config.json."""
+
+
+@dataclass(frozen=True)
+class PublishedConfig:
+    """The config.json of a model whose files are not here. `source`: where it comes from."""
+
+    content: Mapping[str, Any]
+    source: str
+
+
+def published_config(path: Path) -> PublishedConfig | None:
+    """The config.json of the model that `path` names: a name on a hub, or a folder that would hold
+    a model of the table under its own name, such as models/Qwen3-8B. Null for any other path."""
+    name = parse(path)
+    ids = [name.id] if name is not None else [one for one in PUBLISHED if _is_last(one, path)]
+    # The cache first: a published config may have been corrected since.
+    for one in ids:
+        cached = cached_file(one, CONFIG)
+        if cached is not None:
+            content = json.loads(cached.read_text(encoding="utf-8"))
+            return PublishedConfig(content, f"the hub's cache ({cached})")
+    for one in ids:
+        if one in PUBLISHED:
+            return PublishedConfig(PUBLISHED[one], f"the table of published models ({one})")
+    return None
+
+
+def _is_last(model: str, path: Path) -> bool:
+    return model.rpartition("/")[2] == path.name

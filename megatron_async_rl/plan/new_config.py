@@ -12,25 +12,25 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_async_rl.config.environment import AGENTS, TOOLS
 from megatron_async_rl.config.load import load
+from megatron_async_rl.config.losses import LONG_RESPONSE
 from megatron_async_rl.config.problem import ConfigError, DataError, Problem, UserError, shipped
-from megatron_async_rl.config.ratios import LONG_RESPONSE
+from megatron_async_rl.config.rollout import AGENTS, TOOLS
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import YamlFault, parse_value
-from megatron_async_rl.data.hub import fetch, located, parse
+from megatron_async_rl.data.hub import fetch, located, name_of, parse
 from megatron_async_rl.data.tokenizer import load_tokenizer
 from megatron_async_rl.plan.held_out import MOST, Split, split_off
 from megatron_async_rl.plan.machine import Machine, described_machine, this_machine
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.reward_choice import SETTING, RewardChoice
-from megatron_async_rl.plan.thinking import thinks
 
 TENSOR = (1, 2, 4, 8)
 PROMPTS, GROUP, STEPS = 32, 8, 200
@@ -109,8 +109,7 @@ class InitAnswers:
 
 @dataclass(frozen=True, kw_only=True)
 class InitFiles:
-    """Files that were written, the config first, and notes on what it has instead of what was asked
-    for."""
+    """Files that were written, the config first, and notes on deviations from the request."""
 
     files: Sequence[Path]
     notes: Sequence[str]
@@ -131,6 +130,7 @@ def write_config(answers: InitAnswers, out: Path) -> InitFiles:
     """Write `out`, held-out rows that are split off, and files of the user's own to begin with
     which the reward names. Raises ConfigError where the plan has a fault with every layout: then
     with the last one's faults; UserError where the data cannot be split."""
+    # Before the config, which is checked by loading what it names.
     starters = answers.reward.starters()
     split: Split | None = None
     notes: list[str] = []
@@ -146,6 +146,7 @@ def write_config(answers: InitAnswers, out: Path) -> InitFiles:
                 answers = replace(answers, data=str(split.train), held_out=str(split.held_out))
                 notes.append(_of_split(split))
         notes += _write_accepted(answers, out)
+    # Also on Ctrl-C: a refused config leaves nothing behind.
     except BaseException:
         for file in starters:
             file.unlink(missing_ok=True)
@@ -164,8 +165,7 @@ def _split(answers: InitAnswers, share: float, out: Path) -> Split | None:
     try:
         return split_off(data, share, answers.columns.prompt_key, folder)
     except DataError as error:
-        where = str(error.path) if error.line is None else f"{error.path}:{error.line}"
-        raise UserError.of("data.train", f"{where}: {error.what}", error.fix) from error
+        raise UserError("", [error.problem("data.train")]) from error
     except OSError as error:
         what = f"{folder}: {error.strerror or error}"
         raise UserError.of(
@@ -183,6 +183,7 @@ def _of_split(split: Split) -> str:
 
 def _write_accepted(answers: InitAnswers, out: Path) -> list[str]:
     """Write the first file that the plan accepts; return notes on it."""
+    # Any candidate names the model; loading one resolves hub names and paths.
     first = next(_candidates(answers, out, 1))[1]
     model = _loaded(first, out).model.path
     shape, faults = read_model(model, weights=False)
@@ -195,6 +196,7 @@ def _write_accepted(answers: InitAnswers, out: Path) -> list[str]:
         if not faults:
             out.write_text(text, encoding="utf-8")
             return _not_asynchronous(answers, layout)
+        # Other layouts would fail for the same reason, each after a trial of the reward.
         if not any(_of_layout(one) for one in faults):
             break  # what is left has nothing to do with the layout, and no other would fix it
     # Of the last layout that was tried: a fault that another one fixes is not reported.
@@ -209,7 +211,7 @@ def _of_layout(fault: Problem) -> bool:
 
 
 def _not_asynchronous(answers: InitAnswers, layout: InitLayout) -> list[str]:
-    """A note on a file that is synchronous where another style was asked for."""
+    """A note on a file that is synchronous although another style was requested."""
     if not layout.colocated or answers.style == SYNCHRONOUS:
         return []
     return [f"the config is synchronous instead of {answers.style}: {_why_colocated(answers)}"]
@@ -231,6 +233,7 @@ def _by_option(fault: Problem) -> Problem:
         ("data.eval=", "--eval "),
         ("data.prompt_key=", "--prompt-key "),
         ("data.answer_key=", "--answer-key "),
+        # The user answered questions and has seen no config key.
         ("data.messages_key=", "--prompt-key "),  # a prompt may be a list of messages
     ):
         fault = replace(fault, fix=fault.fix.replace(key, option))
@@ -238,12 +241,13 @@ def _by_option(fault: Problem) -> Problem:
 
 
 def _has_chat_template(model: Path) -> bool:
-    """True, too, where it cannot be known: the model is elsewhere."""
+    """True also for a model that is not here, because it may have a chat template."""
     try:
         tokenizer = load_tokenizer(model)
     except DataError:
         return True
     try:
+        # The only reliable test: a template may exist and refuse every message.
         tokenizer.render_chat([{"role": "user", "content": "0"}], answer=True)
     except DataError:
         return False
@@ -264,6 +268,7 @@ def _faults(text: str, answers: InitAnswers, out: Path) -> list[Problem]:
 
 def _loaded(text: str, out: Path) -> Config:
     out.parent.mkdir(parents=True, exist_ok=True)
+    # In the folder of OUT, since relative paths start there.
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", dir=out.parent, encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -279,13 +284,14 @@ def _candidates(
     answers: InitAnswers, out: Path, tokens: int, *, chat: bool = False
 ) -> Iterator[tuple[InitLayout, str]]:
     """`tokens`: of a response at most; `chat`: the model has a chat template."""
+    # The caller stops at the first layout that the plan accepts.
     for layout in _layouts(answers):
         yield layout, _text(answers, out, layout, tokens, chat=chat)
 
 
 def _layouts(answers: InitAnswers) -> Iterator[InitLayout]:
-    """From the simplest on. A synchronous run has engines that only wait while the policy trains,
-    so it shares the GPUs where that fits."""
+    """The layouts to try, the simplest first. A synchronous run has engines that only wait while
+    the policy trains, so it shares the GPUs where that fits."""
     gpus = answers.gpus
     if not gpus:
         yield InitLayout("  device: cpu\n", "  kv_cache_gib: 1.0\n")
@@ -298,9 +304,11 @@ def _layouts(answers: InitAnswers) -> Iterator[InitLayout]:
 
 
 def _disaggregated(gpus: int) -> Iterator[InitLayout]:
+    # Small tensor sizes first: they communicate least.
     for tensor in TENSOR:
         for recompute in ("none", "full"):
             if 2 * tensor <= gpus:
+                # Half of the GPUs train, rounded down to whole replicas.
                 ranks = gpus // 2 // tensor * tensor
                 engines = (gpus - ranks) // tensor
                 yield InitLayout(
@@ -340,8 +348,10 @@ def _text(answers: InitAnswers, out: Path, layout: InitLayout, tokens: int, *, c
     folder = out.resolve().parent
     prompts, group = (PROMPTS, GROUP) if answers.gpus else (8, 8)
     # The samples of a batch divide over the data-parallel ranks, also of 3 or 6 GPUs.
+    # Smallest number of prompts whose samples divide over the replicas.
     multiple = layout.replicas // math.gcd(layout.replicas, group)
     prompts = -(-prompts // multiple) * multiple
+    # Products of ratios over long responses are dominated by rounding.
     level = "token" if tokens > LONG_RESPONSE else "sequence"
     columns = answers.columns
     environment = answers.reward.environment
@@ -381,6 +391,7 @@ def _held_out(answers: InitAnswers, folder: Path) -> str:
 
 def _path(name: str, folder: Path) -> str:
     """Path as written in the config file: relative to the file's folder if it lies inside."""
+    # Names on a hub have no folder.
     if name.startswith("hf:"):
         return name
     path = Path(name).expanduser().resolve()
@@ -391,7 +402,50 @@ def _scalar(text: str) -> str:
     """YAML form of `text`, quoted if YAML would read it as something else, as a path with `, `
     or ` #`."""
     try:
+        # Read back as YAML: a list of characters that need quotes would be incomplete.
         plain = parse_value(f"{{key: {text}}}") == {"key": text}
     except YamlFault:
         plain = False
     return text if plain else json.dumps(text, ensure_ascii=False)
+
+
+_THOUGHT_MARKS = ("<think>", "[THINK]", "enable_thinking")
+"""Parts of the chat templates of such models."""
+_THINKING_NAMES = re.compile(
+    r"thinking|reason|\bqwq\b|\br1\b|magistral|qwen3-[\d.]+b(-a\d+b)?\b", re.IGNORECASE
+)
+_NOT_THINKING = re.compile(r"\b(base|instruct)\b", re.IGNORECASE)
+"""Qwen3's base models have the template of the others."""
+
+
+def thinks(model: Path) -> bool:
+    """True for a model whose chat template opens or closes a thought, and that is not a base model;
+    where its template is not here, for a model with such a name."""
+    name = _name(model)
+    if _NOT_THINKING.search(name):
+        return False
+    template = _template(model)
+    # The template decides where it is here; a name is only a guess.
+    if template is not None:
+        return any(mark in template for mark in _THOUGHT_MARKS)
+    return _THINKING_NAMES.search(name) is not None
+
+
+def _name(model: Path) -> str:
+    """The last part of its name: of the hub where it is from there."""
+    on_hub = parse(model) or parse(Path(name_of(model) or model))
+    return on_hub.id.rpartition("/")[2] if on_hub is not None else model.name
+
+
+def _template(model: Path) -> str | None:
+    """The text of the model's chat templates; null if it has none."""
+    file = model / "chat_template.jinja"
+    try:
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        settings = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    found = settings.get("chat_template") if isinstance(settings, dict) else None
+    # Several templates are a list of {name, template}.
+    return None if found is None else json.dumps(found, ensure_ascii=False)

@@ -1,7 +1,7 @@
 """Faults of a run's machines that can be known before anything starts on them: GPUs that
 others use, and machines of the Ray cluster that engines cannot run on.
 
-As a program it joins the Ray cluster that RAY_ADDRESS names, asks every machine in it and prints
+As a program it joins the Ray cluster that RAY_ADDRESS names, queries every machine in it and prints
 the reports: in a process of its own, because a launcher loads no Ray.
 """
 
@@ -19,13 +19,15 @@ from typing import Any
 
 from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.weights import carriers
 from megatron_async_rl.plan.layout import device_of, engines_elsewhere, gpus_wanted
 from megatron_async_rl.plan.machine import GIB, Gpu, Machine, gpus_here
 from megatron_async_rl.rollout.cluster import join_ray, prepare_environment, software, unlike
 from megatron_async_rl.watchdog.deadline import remote_cause
 
 TAKEN = 2 * GIB
-"""Used memory of a GPU that others have. Less is a screen, or a process that only looks."""
+"""Used memory from which a GPU counts as occupied. A screen, or a process that only observes, uses
+less."""
 FREED_S = 20.0
 """Time for a run that was just killed to release its GPUs."""
 POLL_S = 0.5
@@ -61,7 +63,7 @@ class ClusterReport:
 
 
 def taken_gpus(config: Config, machine: Machine, node: int) -> list[Problem]:
-    """GPUs that the run needs of this machine, its number `node`, and others use."""
+    """GPUs of this machine, number `node`, that the run needs and other programs use."""
     if device_of(config, machine) != "cuda":
         return []
     count = gpus_wanted(config, machine, node)
@@ -72,6 +74,7 @@ def taken_gpus(config: Config, machine: Machine, node: int) -> list[Problem]:
 
 def until_free(look: Callable[[], Sequence[Gpu]], gpu_wait_s: float) -> Sequence[Gpu]:
     """The GPUs, once they are all free; after `gpu_wait_s` as they are then."""
+    # GPUs of a killed run are released only when the driver has cleaned up.
     deadline = time.monotonic() + gpu_wait_s
     while True:
         gpus = look()
@@ -90,24 +93,28 @@ def _taken(gpu: Gpu, host: str) -> Problem:
 
 
 def ask_cluster(config: Config, machine: Machine, joining: int) -> ClusterReport:
-    """Asks those machines of the Ray cluster that engines may be on, where they may be on others
-    than rank 0's: once `joining` of them are there, or after rollout.start_timeout_s. Raises
-    UserError where `joining` machines can get no engine."""
+    """Query the machines of the Ray cluster that may get engines, once `joining` of them have
+    joined or after rollout.start_timeout_s. Empty if all engines run on rank 0's machine. Raises
+    UserError if `joining` machines could not get any engine."""
+    # Waiting for machines that get no engine would never help.
     if config.rollout is None or not engines_elsewhere(config, machine):
         if joining:
             raise UserError.of(
                 "--engine-nodes",
                 f"{joining}, but all engines of this config are on rank 0's machine",
-                "set weights.transport to relay, and RAY_ADDRESS to a cluster of those machines",
+                f"set weights.transport to {carriers(other_machines=True)}, and RAY_ADDRESS to a"
+                " cluster of those machines",
             )
         return ClusterReport()
     timeout_s = config.rollout.start_timeout_s
+    # Ray retries an unreachable address for minutes.
     if why := _unreached(os.environ.get("RAY_ADDRESS", "")):
         return ClusterReport(error=why)
     on_gpus = device_of(config, machine) == "cuda"
     environment = dict(os.environ)
     prepare_environment(environment)
     done = subprocess.run(
+        # In a child: joining Ray starts threads that a launcher must not fork with.
         [sys.executable, "-c", PROGRAM.format(joining, timeout_s, on_gpus)],
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -123,8 +130,8 @@ def ask_cluster(config: Config, machine: Machine, joining: int) -> ClusterReport
 
 
 def _unreached(address: str) -> str:
-    """Why no Ray can be at HOST:PORT; empty for any other form of address. Ray itself tries for
-    minutes, without a word."""
+    """Reason why Ray cannot be at HOST:PORT; empty for any other form of address. Ray itself tries
+    for minutes without a message."""
     host, colon, port = address.rpartition(":")
     if not (colon and port.isdecimal()) or "/" in host:
         return ""
@@ -141,6 +148,7 @@ def _unreached(address: str) -> str:
 def _is_grpc(connection: socket.socket) -> bool:
     """True where the other end greets as a server of gRPC, and so of HTTP/2: with its settings."""
     try:
+        # HTTP/2's connection preface and an empty SETTINGS frame (RFC 9113, 3.4).
         connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + SETTINGS + bytes(5))
         answer = connection.recv(4)
     except OSError:
@@ -169,6 +177,7 @@ def cluster_problems(report: ClusterReport, *, waited: bool) -> list[Problem]:
     if len(used) > report.occupied:
         found += [_taken(gpu, node.host) for node, gpu in used]
     for node in report.nodes:
+        # A lost node costs its engines only; the run can do without.
         if node.silent and not waited:
             continue
         if node.silent:
@@ -203,8 +212,7 @@ def print_report(joining: int, timeout_s: float, on_gpus: bool) -> None:
 
 
 def look_from(host: str, address: str, port: int, gpu_wait_s: float) -> NodeReport:
-    """The report of the machine that this runs on. Ray hides GPUs from a task that asks for
-    none."""
+    """Report on the machine that this runs on. Ray hides GPUs from a task that requests none."""
     unreached = ""
     try:
         socket.create_connection((address, port), CONNECT_S).close()
@@ -218,6 +226,7 @@ def _ask(joining: int, timeout_s: float, on_gpus: bool) -> ClusterReport:
     import ray
 
     def others() -> list[dict[str, Any]]:
+        # Ray keeps dead nodes in the list.
         living = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
         return [node for node in living if node["Resources"].get("GPU") or not on_gpus]
 
@@ -249,6 +258,7 @@ def _reports(
 
     if not nodes:
         return []
+    # No CPU: a full node must still answer. No retries: a lost node would be waited for twice.
     task = ray.remote(num_cpus=0, max_retries=0)(look_from)
     found = []
     with socket.create_server((address, 0), backlog=len(nodes) + 1) as listener:

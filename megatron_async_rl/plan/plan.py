@@ -10,17 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_async_rl.config.problem import Problem, UserError
-from megatron_async_rl.config.sampling_rules import length_warnings, sampling_warnings
+from megatron_async_rl.config.rollout_rules import length_warnings, sampling_warnings
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.weights import DEFAULT_CARRIER
 from megatron_async_rl.flow.colocated import Phase
-from megatron_async_rl.plan.batch import (
-    Batch,
-    PromptLengths,
-    batch_of,
-    batch_problems,
-    context_problems,
-    longest_sample,
-)
 from megatron_async_rl.plan.estimate import Estimate, estimate
 from megatron_async_rl.plan.fit import (
     GpuNeed,
@@ -29,41 +22,48 @@ from megatron_async_rl.plan.fit import (
     shared_memory_problems,
 )
 from megatron_async_rl.plan.host import HostMemory, host_memory, host_problems
-from megatron_async_rl.plan.layers import fp8_problems, fp8_warnings
 from megatron_async_rl.plan.layout import (
     Device,
     PlannedProcess,
     by_node,
     device_of,
     engines_elsewhere,
-    gpu_problems,
     layers_of,
-    layout_problems,
     number_of,
     processes,
     spread_notes,
 )
-from megatron_async_rl.plan.machine import Machine
-from megatron_async_rl.plan.memory import (
-    EngineMemory,
-    RankMemory,
-    engine_memory,
-    rank_memory,
+from megatron_async_rl.plan.layout_problems import (
+    fp8_problems,
+    fp8_warnings,
+    gpu_problems,
+    layout_problems,
 )
+from megatron_async_rl.plan.machine import Machine
+from megatron_async_rl.plan.memory import EngineMemory, RankMemory, engine_memory, rank_memory
 from megatron_async_rl.plan.model_files import ModelShape
-from megatron_async_rl.plan.totals import Totals, TrainingSource, totals
+from megatron_async_rl.plan.totals import (
+    Batch,
+    PromptLengths,
+    Totals,
+    TrainingSource,
+    batch_of,
+    batch_problems,
+    context_problems,
+    longest_sample,
+    totals,
+)
 from megatron_async_rl.policy.supported import ChosenLayers
-from megatron_async_rl.rollout.cluster import ELSEWHERE
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
     device: Device
     layers: ChosenLayers | None
-    """Null where they, or the model, cannot be had."""
+    """Null if they, or the model, are not available."""
     processes: tuple[PlannedProcess, ...]
     nodes: tuple[tuple[str, str], ...]
-    """Machines of several, and what is on each."""
+    """Name of each machine -> its processes, for a run over several machines."""
     batch: Batch | None
     ranks: tuple[RankMemory, ...]
     """One per pipeline stage."""
@@ -83,7 +83,7 @@ class RunPlan:
     totals: Totals | None = None
     """Sums over the whole run; null where the model or the layout is in fault."""
     absent: tuple[str, ...] = ()
-    """Keys whose files are not here, so that they were not checked."""
+    """Keys whose files are not here and were not checked."""
 
 
 def make_plan(
@@ -97,6 +97,7 @@ def make_plan(
 ) -> RunPlan:
     """`shape`: null when the model directory is in fault. `problems`: what was found outside the
     config, kept first. `sources`: of the training data, as far as they are here."""
+    # Problems from outside first: a missing model explains later ones.
     found = [
         *problems,
         *layout_problems(config, machine, shape),
@@ -106,6 +107,7 @@ def make_plan(
     layers: ChosenLayers | None = None
     if shape is not None:
         found += context_problems(config, shape)
+        # These need the model's sizes.
         found += fp8_problems(config, machine, shape)
         try:
             layers = layers_of(config, machine, shape)
@@ -114,6 +116,7 @@ def make_plan(
     unfit: list[Problem] = []
     device = device_of(config, machine)
     parallel = config.policy.parallel
+    # Memory is planned for the longest sample that data and limits permit.
     longest = longest_sample(config, shape, lengths)
     unread = bool(problems) and lengths is None and config.rollout is not None
     if unread and config.rollout is not None:
@@ -137,6 +140,7 @@ def make_plan(
 
         def ranks_of(changed: Config) -> tuple[RankMemory, ...]:
             wrong = layout_problems(changed, machine, known) + batch_problems(changed, lengths)
+            # The config itself is planned even with a faulty layout, as far as it goes.
             if changed is not config and wrong:
                 return ()
             return _ranks(changed, known, longest, device, layers)
@@ -162,14 +166,16 @@ def make_plan(
         beyond, host_notes = host_problems(config, machine, hosts, hosts_of)
         unfit += beyond
         notes += host_notes
+    # Memory last: it is the least certain.
     found += unfit
     unfit += gpu_problems(config, machine)  # layout_problems has found them, too
     if unread:
-        notes.append("prompts are taken to be one token long, as the data were not read")
+        notes.append("prompts are assumed to be one token long, because the data was not read")
     notes += spread_notes(config, device, machine)
     notes += fp8_warnings(config, machine) + sampling_warnings(config) + length_warnings(config)
     if engine is not None:
         notes += shared_memory_notes(config, engine, machine, longest)
+    # A layout with fewer ranks than one replica has no batch.
     batch = batch_of(config, parallel.data, longest, lengths) if parallel.data > 0 else None
     sums = None
     if shape is not None and batch is not None:
@@ -182,6 +188,7 @@ def make_plan(
         batch=batch,
         ranks=ranks,
         engine=engine,
+        # Speed of a run that cannot start would mislead.
         estimate=estimate(config, machine, device, shape, batch) if not found else "",
         peaks=peaks,
         problems=tuple(found),
@@ -198,6 +205,7 @@ def _ranks(
 ) -> tuple[RankMemory, ...]:
     """One per stage; none for a layout that does not divide."""
     parallel = config.policy.parallel
+    # The stages' sizes are not defined.
     if parallel.data < 1 or shape.layers % parallel.pipeline:
         return ()
     return tuple(
@@ -245,14 +253,15 @@ def _warnings(
             " weighs by their ratio"
         )
     elsewhere = engines_elsewhere(config, machine)
-    transport = config.weights.transport
-    if transport in ELSEWHERE and not elsewhere:
-        less = ", where shared_memory copies nothing" if transport == "collective" else ""
+    carrier = config.weights.carrier
+    if carrier.other_machines and not elsewhere:
+        less = f", where {DEFAULT_CARRIER} copies nothing" if carrier.per_engine else ""
         found.append(
-            f"weights.transport: {transport}, but RAY_ADDRESS names no cluster: Ray starts on this"
-            f" machine alone, and all engines run here{less}"
+            f"weights.transport: {config.weights.transport}, but RAY_ADDRESS names no cluster: Ray"
+            f" starts on this machine alone, and all engines run here{less}"
         )
     if rollout is not None and engine is not None and engine.cache_tokens is not None:
+        # Full length is the worst case: shorter responses share the cache.
         at_once = engine.cache_tokens // longest
         if at_once < 1:
             found.append(

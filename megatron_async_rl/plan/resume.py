@@ -1,4 +1,4 @@
-"""A config against what an earlier start left in its run directory: may it go on from there?
+"""Comparison of a config with what an earlier start left in its run directory.
 
 Invariants:
 - a directory that holds steps of a run takes no other run: what defines the run stays as it was,
@@ -46,6 +46,7 @@ from megatron_async_rl.policy.checkpoint_folder import (
 from megatron_async_rl.policy.digested_folder import files_of
 from megatron_async_rl.samples.frames import SegmentBroken
 
+# An allow list: a key that is added to the schema is refused until somebody has checked it.
 ALLOWED = (
     # How long the run is, and what is measured and kept.
     "run.steps",
@@ -124,6 +125,7 @@ class Difference:
     def is_move(self) -> bool:
         """The file or folder was moved or copied, or has two names; its content is checked where it
         is read."""
+        # Only paths can move; null means that the feature was off.
         if pattern_of(self.key) not in path_keys() or self.before is None or self.now is None:
             return False
         # Of another user or machine, `before` may be in a folder that cannot be entered.
@@ -151,6 +153,7 @@ def _is_copy(before: Path, now: Path) -> bool:
     are large, the same names and sizes."""
     try:
         if not before.is_dir():
+            # shallow compares times and sizes, which a copy may share by chance.
             return filecmp.cmp(before, now, shallow=False)
         sizes = [
             {
@@ -190,9 +193,12 @@ def _earlier(config: Config) -> tuple[dict[str, Any], list[Problem]]:
         return {}, []
     checkpoint = run_dir / "checkpoint"
     status = read_status(run_dir)
+    # A start that made no step may be replaced by any other run.
     if not ((status is not None and status.step > 0) or _has_checkpoints(checkpoint)):
         return {}, []
 
+    # The checkpoint's copy is preferred: config.yaml belongs to the last start, which may have been
+    # refused.
     saved = _file_of_checkpoint(config, CONFIG_FILE)
     file = run_dir / "config.yaml"
     try:
@@ -220,7 +226,7 @@ def _earlier(config: Config) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _has_checkpoints(checkpoint: Path) -> bool:
-    """True also for a folder that cannot be read, which `checkpoint_problems` reports."""
+    """True also for an unreadable folder, which `checkpoint_problems` reports."""
     try:
         return require_readable(checkpoint) and (
             bool(steps(checkpoint)) or named_latest(checkpoint) is not None
@@ -273,6 +279,7 @@ def conflicts(config: Config) -> list[Problem]:
     fix = "set it back, or choose another run.dir"
     if named_latest(checkpoint) is not None:
         fix += f"; `mar convert {checkpoint} MODEL` gives its weights to a new run as model.path"
+    # Digests of the prompts decide, so that data may move.
     by_digest = DATA_PATHS if _file_of_checkpoint(config, DATA_FILE) is not None else ()
     refused = [
         _problem(one, what, fix)
@@ -297,6 +304,7 @@ def _compare(before: Any, now: Any, key: str, model: Any) -> Iterator[Difference
     the names are compared. model: of the configuration, what is at `key`; null where that is
     unknown."""
     if isinstance(before, dict) and isinstance(now, dict):
+        # Settings of two methods have nothing in common.
         if before.get("name") != now.get("name"):
             yield Difference(key, before.get("name"), now.get("name"))
             return
@@ -344,6 +352,7 @@ def checkpoint_problems(config: Config, shape: ModelShape | None) -> list[Proble
     except buffer_file.BufferBroken as error:
         return [replace(one, what=f"{path}: {one.what}") for one in error.problems]
     held = read_model(Path(source))[0] if source is not None else None
+    # Only after the checkpoint was found whole: its record is part of it.
     found = record_problems(config, path) + _other_adapters(path, content.get("lora"), config)
     if held is not None and shape is not None:
         found += _another_model(path, held, shape)
@@ -436,7 +445,7 @@ def data_problems(config: Config, read: Mapping[str, DataIdentity]) -> list[Prob
 
 
 def _other_adapters(checkpoint: Path, held: Any, config: Config) -> list[Problem]:
-    """Problem of adapters that differ, also where the run has no older copy of its config."""
+    """Problem of adapters that differ, even if the run has no older copy of its config."""
     lora = config.policy.lora
     own = lora.model_dump(mode="json") if lora is not None else None
     if held == own:
@@ -457,5 +466,5 @@ def _another_model(checkpoint: Path, held: ModelShape, shape: ModelShape) -> lis
         if (there := getattr(held, name)) != (here := getattr(shape, name))
     ]
     what = f"{checkpoint} is of another model: {'; '.join(pairs)}"
-    fix = "go on with the model that the run began with, or choose another run.dir"
+    fix = "continue with the model that the run began with, or choose another run.dir"
     return [Problem(key="model.path", what=what, fix=fix)] if pairs else []

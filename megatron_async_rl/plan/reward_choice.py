@@ -6,7 +6,6 @@ Whatever a choice needs has a value to start from, and a comment that explains i
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
 import re
@@ -15,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.config.environment import AGENTS, TOOLS
-from megatron_async_rl.config.problem import UserError, shipped
+from megatron_async_rl.config.problem import UserError, shipped, suggestion
+from megatron_async_rl.config.rollout import AGENTS, TOOLS
 from megatron_async_rl.config.yaml_tree import YamlFault, parse_value, write
 from megatron_async_rl.rollout.rewards import registry
 
@@ -33,6 +32,7 @@ class Choice:
     comment: str = ""
 
 
+# Order of the list that an unknown name is answered with.
 REWARDS = {
     "math": Choice(comment="compares with the column `answer`"),
     "code": Choice(comment="runs the column `tests`, in a sandbox"),
@@ -68,6 +68,7 @@ ENVIRONMENTS = {
         " field that is shown, null for all",
     ),
 }
+# Files that run as they are, so that the first config can be planned.
 STARTERS = {
     "my_tools": '''"""Functions that the model may call: those without a leading underscore."""
 
@@ -93,22 +94,22 @@ def run(prompt, base_url):
     return float(answer.choices[0].message.content.strip() == str(prompt.fields["answer"]))
 ''',
 }
-"""Modules that the settings above name, as they are written if there are none."""
+"""Contents of the modules that the settings above name, for a user who has none."""
 
 
 def names_of(answer: str) -> list[str]:
     """The names in an answer. Raises ValueError for an unknown one."""
     names = [one.strip() for one in answer.split("+")]
     known = {**REWARDS, **ENVIRONMENTS}
+    # `module:function` is checked when it is loaded, by the plan.
     for name in names:
         if name not in known and ":" not in name:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(
-                f"nothing is called {name!r}: {hint}rewards are {', '.join(REWARDS)} and"
-                f" module:function, environments {', '.join(ENVIRONMENTS)} and module:Class; `+`"
-                " joins several"
+                f"nothing is called {name!r}: {suggestion(name, known)}rewards are"
+                f" {', '.join(REWARDS)} and module:function, environments"
+                f" {', '.join(ENVIRONMENTS)} and module:Class; `+` joins several"
             )
+    # Parts are named after their rewards, and names must be unique.
     if len(set(names)) < len(names):
         raise ValueError(f"{answer!r} names one of them twice")
     if len(found := [one for one in names if is_environment(one)]) > 1:
@@ -125,6 +126,7 @@ def is_environment(name: str) -> bool:
         return name in ENVIRONMENTS
     module, _, attribute = name.partition(":")
     try:
+        # Importing decides: the name alone does not tell a reward from an environment.
         found = getattr(registry.imported(module, name, registry.KEY), attribute, None)
     except (registry.RewardError, ValueError):
         return False
@@ -144,6 +146,7 @@ class RewardChoice:
         ValueError for an answer that `names_of` refuses."""
         names = names_of(answer)
         known = {**REWARDS, **ENVIRONMENTS}
+        # Copies: the defaults are shared by all answers.
         settings = {one: dict(known[one].settings) if one in known else {} for one in names}
         for one in given:
             name, key, value = _setting(one, names)
@@ -173,6 +176,7 @@ class RewardChoice:
         """Lines of the section `rollout`. `chat`: the model has a chat template."""
         environment = self.environment
         rewards = [one for one in self.names if one != environment]
+        # `tools` has no reward of its own, and a config without one is refused.
         if environment == TOOLS and not rewards:
             rewards = ["math"]
         found = "" if environment is None else self._environment(environment, chat=chat)
@@ -197,6 +201,7 @@ class RewardChoice:
         tree: dict[str, Any] = {"name": name}
         if self.settings[name]:
             tree["settings"] = self.settings[name]
+        # Without a chat template turns are joined as text; agents always send chats.
         if not chat and name not in AGENTS:
             tree["format"] = "text"
         tree["max_turns"] = 8
@@ -222,18 +227,19 @@ class RewardChoice:
 
 
 def _setting(given: str, names: Sequence[str]) -> tuple[str, str, Any]:
-    """The name that it is of, its key and its value."""
+    """Name of the reward or environment that the setting belongs to, its key and its value."""
     path, separator, text = given.partition("=")
     owner, dot, key = path.rpartition(".")
+    # A setting may name `module:function` by its function; a full name wins.
     short = {one.rpartition(":")[2]: one for one in names} | {one: one for one in names}
     name = short.get(owner) if dot else names[0]
     if not separator or not key.isidentifier():
         raise UserError.of(
             SETTING, f"{given!r} is not KEY=VALUE", "write such as url=http://HOST:PORT"
         )
+    # An unknown owner is refused: its setting would be lost.
     if name is None:
-        near = difflib.get_close_matches(owner, short, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = suggestion(owner, short)
         what = f"{owner!r} is not in the answer to --reward"
         raise UserError.of(SETTING, what, f"{hint}settings are those of {', '.join(names)}")
     try:
@@ -243,8 +249,9 @@ def _setting(given: str, names: Sequence[str]) -> tuple[str, str, Any]:
 
 
 def _labels(names: Sequence[str]) -> list[str]:
-    """Names of the parts, which are metrics: each once."""
+    """Unique names of the parts, which are metrics."""
     short = [re.sub(r"\W", "_", one.rpartition(":")[2]).lstrip("_") or "part" for one in names]
+    # Metric names must be unique and hold no colon.
     return [one if short.count(one) == 1 else f"{one}_{place}" for place, one in enumerate(short)]
 
 

@@ -1,5 +1,5 @@
-"""A checkpoint against the run's own records: is it the run's newest, and does what it counts still
-stand there?
+"""Comparison of a checkpoint with the run's own records: whether it is the newest, and whether the
+rows that it counts still exist.
 
     status.json      names the newest checkpoint
     metrics.jsonl    has the line of the checkpoint's step, whose digest the checkpoint has
@@ -71,7 +71,9 @@ def lost_checkpoints(config: Config, path: Path | None) -> list[Problem]:
         f"{folder} has no {LATEST} and no {named}, which {run_dir / 'status.json'} names as the"
         " newest checkpoint"
     )
-    fix = f"restore the folder; or write {path.name} into {folder / LATEST} to go on from that one"
+    fix = (
+        f"restore the folder; or write {path.name} into {folder / LATEST} to continue from that one"
+    )
     return [Problem(key=str(folder), what=what, fix=f"{fix}; or {anew}")]
 
 
@@ -80,10 +82,12 @@ def _recorded(run_dir: Path) -> str | None:
     status = read_status(run_dir)
     if status is not None and status.checkpoint:
         return f"{run_dir / 'status.json'} names {status.checkpoint} as its newest checkpoint"
+    # Empty, not null: the run recorded that it had none yet.
     if status is not None and status.checkpoint == "":
         return None
     if status is not None and status.phase == "finished" and status.step > 0:
         return f"{run_dir / 'status.json'} records a run that finished at step {status.step}"
+    # Runs of earlier versions have no checkpoint in their status.
     every, step = _every(run_dir), _steps_made(run_dir)
     if every and step >= every:
         return f"the run made {step} steps, with a checkpoint every {every} (checkpoint.every)"
@@ -91,7 +95,7 @@ def _recorded(run_dir: Path) -> str | None:
 
 
 def _every(run_dir: Path) -> int:
-    """checkpoint.every of the run; 0 where it is not there to read."""
+    """checkpoint.every of the run; 0 if it cannot be read."""
     try:
         tree = read_tree((run_dir / "config.yaml").read_text(encoding="utf-8"))[0]
         return int(tree["checkpoint"]["every"])
@@ -166,8 +170,8 @@ def _samples_problems(config: Config, path: Path, record: Mapping[str, Any]) -> 
     if lost is None:
         return []
     fix = (
-        f"restore the files; or move {run_dir / FOLDER} and {run_dir / MARK_FILE} away, and the log"
-        " begins anew; or set samples.keep_mib: 0 for a run without one"
+        f"restore the files; or move {run_dir / FOLDER} and {run_dir / MARK_FILE} away, and the"
+        " log starts again; or set samples.keep_mib: 0 for a run without one"
     )
     what = f"{lost}: rows are missing that {path} counts"
     return [Problem(key=str(run_dir / FOLDER), what=what, fix=fix)]
@@ -183,7 +187,9 @@ def record_notes(config: Config, path: Path) -> list[str]:
         notes.append(f"{run_dir} has no {METRICS_FILE} of the steps before {path.name}")
     logged = numbers_in(run_dir / FOLDER) or (run_dir / MARK_FILE).exists()
     if record.get("samples") is not None and config.samples.keep_mib and not logged:
-        notes.append(f"{run_dir} has no sample log of the steps before {path.name}: it begins anew")
+        notes.append(
+            f"{run_dir} has no sample log of the steps before {path.name}: it starts empty"
+        )
     saved, now = record.get("code") or {}, code_digests(config.model_dump(mode="json"))
     notes += [
         f"{file} has changed since {path.name} was saved, and the run continues with the new code"

@@ -3,35 +3,36 @@ totals of the run, and last the verdict; the resolved config on request."""
 
 from __future__ import annotations
 
-import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_async_rl.config.flow import ExactLag, OldestFirst, Replay, Windowed
 from megatron_async_rl.config.problem import SCREEN_PROBLEMS
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.config.yaml_tree import YamlFault, read_tree, write
-from megatron_async_rl.flow.staleness import admitted_limit, max_lag
+from megatron_async_rl.config.yaml_tree import write
 from megatron_async_rl.metrics.log import read_newest
-from megatron_async_rl.plan.estimate import Overlap, run_ahead
+from megatron_async_rl.plan.estimate import measure, update_per_lr
 from megatron_async_rl.plan.fit import lent_bytes, shared_memory, shm_size, twin_bytes
 from megatron_async_rl.plan.layout import number_of
-from megatron_async_rl.plan.machine import GIB, MIB, Machine
-from megatron_async_rl.plan.overhead import OverheadParts, of_engine, of_rank, of_sleeping_engine
+from megatron_async_rl.plan.machine import Machine, size
+from megatron_async_rl.plan.memory import (
+    OverheadParts,
+    engine_overhead,
+    rank_overhead,
+    sleeping_overhead,
+)
+from megatron_async_rl.plan.pace import expected_overlap, overlap_of, planning_rule, staleness_law
 from megatron_async_rl.plan.plan import RunPlan
-from megatron_async_rl.report.summary import MeasuredRates, measure, update_per_lr
 
 PROCESSES_SHOWN = 16
 STAGES_SHOWN = 5
 WIDTH = 100
-"""Most columns of a plan, whatever the width of the terminal or of the pipe."""
+"""Largest width of a plan, also on a wider terminal or in a pipe."""
 LABEL = re.compile(r"[^\s:]+(?: [^\s:]+){0,2}\s{2,}")
 """Beginning of a line whose rest is wrapped in its own column."""
 MEASURED_STEPS = 2000
@@ -50,10 +51,12 @@ def show_plan(
     with_config: bool = False,
 ) -> None:
     """Print the plan, as far as its problems let it be computed, its notes, its problems and, last,
-    the verdict. `measured_in`: a run whose measured rates say what overlap to expect. `notes`: more
+    the verdict. `measured_in`: a run whose measured rates predict the overlap. `notes`: more
     of them. `refused`: reasons for which `mar train` would not start in this run.dir.
     `with_config`: print the resolved config, too."""
+    # Prose is hard to read across a wide terminal, and pipes report any width.
     console.width = min(console.width, WIDTH)
+    # First, since the plan explains what these values lead to.
     if with_config:
         _heading(console, "config")
         _print(console, resolved(config))
@@ -76,6 +79,7 @@ def show_plan(
     if plan.totals is not None:
         _heading(console, "totals")
         _print(console, plan.totals.as_text(step_s))
+    # After the numbers that they comment on, before problems, which must be seen last.
     for note in (*plan.warnings, *notes):
         _print(console, Text.assemble(("note: ", "yellow bold"), note))
     if plan.problems:
@@ -84,16 +88,19 @@ def show_plan(
             _print(console, str(problem))
         if len(plan.problems) > SCREEN_PROBLEMS:
             _print(console, f"... and {len(plan.problems) - SCREEN_PROBLEMS} more")
+    # Always the last line, where a user and a script look for it.
     _print(console, _verdict(plan, machine, refused))
 
 
 def _verdict(plan: RunPlan, machine: Machine, refused: Sequence[str]) -> Text:
     """One line: whether the config can run, and what was not checked."""
+    # A refused directory comes before memory: the run would not even be planned.
     if refused:
         what = f"fits, but `mar train` would refuse this run.dir: {'; '.join(refused)}"
         return Text.assemble(("verdict: ", "bold"), (what, "red"))
     where = "on the machines described" if machine.described else "here"
     if plan.problems:
+        # Lack of memory or GPUs is what a plan is asked for.
         first = (plan.unfit or plan.problems)[0]
         what = (
             f"{'does not fit' if plan.unfit else 'cannot run'} {where}: {first.key}: {first.what}"
@@ -106,6 +113,7 @@ def _verdict(plan: RunPlan, machine: Machine, refused: Sequence[str]) -> Text:
         what += f"; not checked, as the files are not here: {', '.join(plan.absent)}"
     if machine.described and not machine.memory:
         what += "; host memory not checked (--host-memory)"
+    # Estimates alone never refuse a run.
     crowded = [host for host in plan.hosts if machine.memory and host.total > machine.memory]
     if crowded:
         maximum = max(host.total for host in crowded)
@@ -134,13 +142,12 @@ def _show_memory(plan: RunPlan, config: Config, machine: Machine, console: Conso
                 f"/dev/shm of rank 0's machine: {size(weights)}, {what}, and {size(store)}, Ray's"
                 f" object store; in a container docker run {option}",
             )
-        if config.weights.transport == "relay":
-            two = size(2 * plan.engine.weights)
-            _print(console, f"each other machine with engines: {two} in /dev/shm, two versions")
-        if config.weights.transport == "collective":
-            two = size(2 * plan.engine.weights)
+        carrier, two = config.weights.carrier, size(2 * plan.engine.weights)
+        if carrier.per_engine:
             _print(console, f"each engine: {two} in its machine's /dev/shm, two versions")
-        if config.weights.transport == "cuda_ipc":
+        elif carrier.other_machines:
+            _print(console, f"each other machine with engines: {two} in /dev/shm, two versions")
+        if carrier.ipc:
             two = size(lent_bytes(config, plan.engine))
             where = "in /dev/shm" if plan.device == "cpu" else "of its GPU"
             _print(console, f"each rank, while engines load: {two} {where}, two buckets")
@@ -159,6 +166,7 @@ def _show_speed(
     rows = read_newest(measured_in, MEASURED_STEPS) if measured_in is not None else []
     _heading(console, "staleness")
     _print(console, f"{staleness_law(config)}\n{planning_rule(config, update_per_lr(rows))}")
+    # Measured rates of this machine replace the data sheet's.
     rates = measure(rows)
     if measured_in is not None:
         _heading(console, "overlap")
@@ -168,6 +176,7 @@ def _show_speed(
         nothing = f"not known: {measured_in} has not logged what its engines did for two steps"
         _print(console, nothing)
     found = plan.estimate
+    # Empty text: no estimate is made of a plan that cannot run.
     if not found:
         return None  # the plan has problems
     _heading(console, "step time")
@@ -187,6 +196,7 @@ def machine_line(machine: Machine) -> str:
     gpus = f"{len(machine.gpus)} x {machine.gpus[0].name}" if machine.gpus else "no GPU"
     nodes = machine.nodes + machine.engine_nodes
     count = f"{nodes} nodes, each with" if nodes > 1 else "one node with"
+    # A described machine has no cores and no disk to report.
     if machine.described:
         memory = f", {size(machine.memory)} host memory" if machine.memory else ""
         return f"as described: {count} {gpus}{memory}"
@@ -198,191 +208,10 @@ def resolved(config: Config) -> str:
     """The whole config, defaults included, a section to a line."""
     lines = []
     for name, section in config.model_dump(mode="json").items():
+        # PyYAML ends a document that is a bare scalar with `...`.
         text = write(section, one_line=True).removesuffix("...\n").strip()
         lines.append(f"{name}: {text}")
     return "\n".join(lines)
-
-
-def staleness_law(config: Config) -> str:
-    """Text on the staleness bound of this config, and what selection, late groups and placement
-    make of it."""
-    flow, rollout = config.flow, config.rollout
-    ratio, prompts, responses = (
-        flow.async_ratio,
-        flow.prompts_per_step,
-        flow.group_size,
-    )
-    limit = admitted_limit(0, prompts, ratio, oversample=flow.oversample)
-    fresh = config.fresh_steps
-    lines = (
-        [
-            f"fresh      the first {number_of('step', fresh)} {'is' if fresh == 1 else 'are'}"
-            " synchronous: a control calibrates on them"
-        ]
-        if fresh and ratio
-        else []
-    )
-    lines.append(f"lag        {_lag(config)}")
-    if ratio:
-        lines.append(
-            f"admission  at version t at most (t + 1) x {prompts} + {limit - prompts} prompts have"
-            " been admitted"
-        )
-    lines.append(
-        f"queue      at most {limit} prompts ({limit * responses} responses) are admitted and not"
-        " yet trained on"
-    )
-    lines.append(f"selection  {_selection(config)}")
-    lines.append(
-        f"late       {flow.late}: when a group that has to train now is still running,"
-        f" {LATE[flow.late]}"
-    )
-    if flow.oversample:
-        lines.append(
-            f"oversample {flow.oversample:g} x {prompts} of those prompts are beyond what"
-            " async_ratio asks for; the first to finish train, the others go on"
-        )
-    if rollout is not None:
-        if ratio and not isinstance(flow.selection, ExactLag):
-            lines.append(
-                f"in flight  {rollout.in_flight}: running responses {IN_FLIGHT[rollout.in_flight]}"
-            )
-        lines.append(f"placement  {rollout.placement}: {PLACEMENT[rollout.placement]}")
-    return "\n".join(lines)
-
-
-LATE = {
-    "wait": "the trainer waits for it",
-    "drop": "it is dropped if enough others are there, which favours short responses",
-}
-IN_FLIGHT = {
-    "keep": "go on under new weights over the key-value cache of the old ones",
-    "recompute": "go on under new weights, which read prompt and response so far again",
-}
-PLACEMENT = {
-    "disaggregated": "engines have devices of their own and sample while the policy trains",
-    "colocated": "engines and policy take turns on the same devices",
-}
-
-
-def _lag(config: Config) -> str:
-    flow, bound = config.flow, max_lag(config.flow.async_ratio)
-    if isinstance(flow.selection, ExactLag) and bound:
-        return (
-            f"exactly {bound}: every sample trains {bound} updates after the one version that made"
-            f" it; those made before the first update wait 0 to {bound}"
-        )
-    if isinstance(flow.selection, Replay):
-        return (
-            f"no bound: stored responses train at any age; what enters the store is at most {bound}"
-            " versions old"
-        )
-    if bound == 0:
-        return (
-            "async_ratio 0: synchronous; every token is trained on by the weights that sampled it"
-            " (lag 0)"
-        )
-    return (
-        f"version_now - start_version <= ceil({flow.async_ratio:g}) = {bound}, kept by admitting"
-        " later"
-    )
-
-
-def _selection(config: Config) -> str:
-    selection, prompts = config.flow.selection, config.flow.prompts_per_step
-    match selection:
-        case Windowed():
-            older = math.ceil((1 + selection.window) * prompts)
-            return (
-                f"windowed: groups train as they finish; one may overtake while fewer than {older}"
-                " older ones wait to train"
-            )
-        case ExactLag():
-            return (
-                f"exact_lag: {selection.lag} batches wait in host memory; no response runs while"
-                " the weights change"
-            )
-        case Replay():
-            return (
-                f"replay: a step takes the newest batch with probability {selection.recent:g}, else"
-                f" stored responses; the newest {selection.per_prompt} of each prompt are"
-                " kept"
-            )
-        case OldestFirst():
-            return "oldest_first: groups train in the order they were admitted"
-
-
-def overlap_of(config: Config, rates: MeasuredRates, run_dir: Path) -> Overlap:
-    """Apply the rates of the run in `run_dir` to this config: more samples take longer in
-    proportion, on either side."""
-    assert config.rollout is not None
-    factor = _more_samples(config, run_dir)
-    return Overlap(
-        generate_s=factor * rates.generate_s(config.rollout.engines),
-        train_s=factor * rates.train_s,
-        publish_s=rates.publish_s,
-        pause_s=rates.pause_s,
-        engines=config.rollout.engines,
-        run_ahead=run_ahead(config),
-    )
-
-
-def _more_samples(config: Config, run_dir: Path) -> float:
-    """Samples of a step of this config for each of the run's."""
-    measured = run_sizes(run_dir)
-    planned = sizes_of(config.model_dump(mode="json"))
-    return planned["samples"] / measured["samples"] if measured else 1.0
-
-
-def expected_overlap(config: Config, rates: MeasuredRates, run_dir: Path) -> str:
-    """Lines for a screen on `overlap_of`, and where its rates come from."""
-    measured, planned = run_sizes(run_dir), sizes_of(config.model_dump(mode="json"))
-    factor = _more_samples(config, run_dir)
-    speed = f"an engine that is busy samples {rates.tokens_per_busy_s:,.0f} tokens/s"
-    of = f"measured       in {run_dir}, {rates.steps} steps: {speed}"
-    if factor != 1.0:
-        of += f"; scaled by {factor:.3g} in samples per step"
-    if measured and measured["ranks"] != planned["ranks"]:
-        of += f"; T_train is of {measured['ranks']} ranks, and there are {planned['ranks']} here"
-    return f"{of}\n{overlap_of(config, rates, run_dir).as_text()}"
-
-
-def run_sizes(run_dir: Path) -> dict[str, int] | None:
-    """The sizes in the config that a run was started with; null where that is not there to read."""
-    try:
-        return sizes_of(read_tree((run_dir / "config.yaml").read_text(encoding="utf-8"))[0])
-    except (OSError, UnicodeDecodeError, KeyError, TypeError, YamlFault):
-        return None
-
-
-def sizes_of(tree: Mapping[str, Any]) -> dict[str, int]:
-    """Samples of a step and trainer ranks, of a whole config as a tree."""
-    samples = int(tree["flow"]["prompts_per_step"]) * int(tree["flow"]["group_size"])
-    return {"samples": samples, "ranks": int(tree["policy"]["parallel"]["ranks"])}
-
-
-def planning_rule(config: Config, measured: float | None) -> str:
-    """S·η·G and T·η·G of arXiv 2607.01083, with `measured` for G; stable while they stay below the
-    two radii of the rule."""
-    lag, lr = max_lag(config.flow.async_ratio), config.policy.optimizer.lr
-    steps, per_version = config.optimizer_steps, config.objective.steps_per_batch
-    if isinstance(config.flow.selection, Replay):
-        return "drift      S·η·G has no bound: with replay the largest lag S has none"
-    text = (
-        f"drift      S·η·G: largest lag S = {lag}, learning rate η = {lr:g}, update per learning"
-        " rate G = "
-    )
-    if measured is None:
-        return f"{text}not measured (a run with any control logs it: mar plan --from RUN)"
-    return (
-        f"{text}{measured:.3g}: {lag * per_version * lr * measured:.3g} from the oldest sample to"
-        f" the policy, against T·η·G = {steps * lr * measured:.3g} in all {steps} steps"
-    )
-
-
-def size(count: int) -> str:
-    """Bytes in MiB or GiB."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
 
 
 def _heading(console: Console, text: str) -> None:
@@ -393,6 +222,7 @@ def _print(console: Console, text: str | Text) -> None:
     """Print lines, wrapped at the console's width. What follows a label stands in its own column;
     a word that is longer than a line, such as a path, stays whole."""
     for line in text.split("\n") if isinstance(text, Text) else map(Text, text.split("\n")):
+        # Hanging indent: the value column stays aligned when a line wraps.
         label = LABEL.match(line.plain)
         indent = label.end() if label else 2
         wrapped = textwrap.wrap(
@@ -412,6 +242,7 @@ def _processes(plan: RunPlan) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("process", "what", "on"):
         table.add_column(column)
+    # A plan for hundreds of GPUs still fits a screen.
     for process in plan.processes[:PROCESSES_SHOWN]:
         table.add_row(process.name, process.kind, process.device)
     if len(plan.processes) > PROCESSES_SHOWN:
@@ -426,6 +257,7 @@ def _nodes(plan: RunPlan) -> Table:
     shown = plan.nodes
     if len(shown) > PROCESSES_SHOWN:
         beyond = (f"and {len(shown) - PROCESSES_SHOWN} more", "as many ranks each")
+        # The last row differs: nodes with engines alone come after those with ranks.
         shown = (*shown[: PROCESSES_SHOWN - 1], beyond, shown[-1])
     for node in shown:
         table.add_row(*node)
@@ -448,6 +280,7 @@ def _batch(plan: RunPlan, config: Config) -> str:
 def _routed(plan: RunPlan) -> str:
     if not plan.routed_bytes or plan.batch is None:
         return ""
+    # Each token carries the ids of its experts in every layer.
     maximum = plan.routed_bytes * plan.batch.longest * plan.batch.samples
     return (
         f"\nexperts that the engines chose: {plan.routed_bytes} bytes a token, up to"
@@ -457,10 +290,11 @@ def _routed(plan: RunPlan) -> str:
 
 
 def _steps(config: Config) -> str:
-    """A line where a batch is several optimizer steps."""
+    """A line for a batch of several optimizer steps."""
     objective, prompts = config.objective, config.flow.prompts_per_step
     if objective.steps_per_batch == 1:
         return ""
+    # Groups stay whole, so minibatches may differ by one.
     fewest = prompts // objective.minibatches
     groups = f"{fewest}" if prompts % objective.minibatches == 0 else f"{fewest} or {fewest + 1}"
     return (
@@ -471,10 +305,11 @@ def _steps(config: Config) -> str:
 
 
 def _rank_memory(plan: RunPlan, config: Config) -> Table:
-    """A column for each pipeline stage; of many stages those at both ends, which hold most."""
+    """A column for each pipeline stage; of many stages only those at both ends, which hold most."""
     ranks = list(plan.ranks)
     left_out = len(ranks) - STAGES_SHOWN
     if left_out > 0:
+        # The first stage has the embedding, the last the output layer and the log-probs.
         ranks = [*plan.ranks[: STAGES_SHOWN - 1], plan.ranks[-1]]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("on its device")
@@ -500,6 +335,7 @@ def _rank_memory(plan: RunPlan, config: Config) -> Table:
     rows += [(f"{name}, on the host", sizes) for name, sizes in on_host]
     always = ("parameters", "gradients", "optimizer", "total ~")
     for name, sizes in rows:
+        # Rows of features that are off would only lengthen the table.
         if any(sizes) or name in always:
             table.add_row(name, *(size(one) for one in sizes))
     if left_out > 0:
@@ -514,6 +350,7 @@ def _host_memory(plan: RunPlan, machine: Machine) -> Table:
     table.add_column("all processes of a machine")
     for host in hosts:
         table.add_column(host.machines if len(plan.hosts) > 1 else "", justify="right")
+    # Machines differ in their parts; the table has the union, in a stable order.
     names = dict.fromkeys((part.name, part.certain) for host in plan.hosts for part in host.parts)
     for name, certain in names:
         sizes = [sum(part.size for part in host.parts if part.name == name) for host in hosts]
@@ -533,14 +370,14 @@ def _host_memory(plan: RunPlan, machine: Machine) -> Table:
 
 
 def _overhead(config: Config) -> str:
-    rollout, parts = config.rollout, of_rank(config)
+    rollout, parts = config.rollout, rank_overhead(config)
     lines = [f"besides, on each rank's GPU ~: {_shown(parts)}"]
     if rollout is not None and rollout.placement == "colocated":
-        lines.append(f"and of an engine that sleeps there ~: {_shown(of_sleeping_engine(rollout))}")
+        lines.append(f"and of an engine that sleeps there ~: {_shown(sleeping_overhead(rollout))}")
     elif rollout is not None:
         lines.append(
             "besides, on each GPU of an engine, outside rollout.gpu_memory_utilization ~:"
-            f" {_shown(of_engine(rollout))}"
+            f" {_shown(engine_overhead(rollout))}"
         )
     return "\n".join(lines)
 
@@ -567,6 +404,7 @@ def _engine_memory(plan: RunPlan, config: Config) -> str:
     assert engine is not None
     assert rollout is not None
     engines = "the engine" if rollout.engines == 1 else f"each of {rollout.engines} engines"
+    # On a GPU vLLM measures what is left only when it starts.
     if engine.cache is None or engine.cache_tokens is None:
         return (
             f"{engines}: weights {size(engine.weights)}; KV cache takes"

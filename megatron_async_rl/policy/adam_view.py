@@ -4,10 +4,27 @@ and of Adam what a control may see.
 Invariants:
 - controls see tensors in the order of the gradient shards (`gradients_of`), in float32 on their
   device. Nothing of that is stored: all is read or computed from the optimizer's own state when
-  asked for, and one tensor at a time where it is not in place;
+  requested, and one tensor at a time where it is not in place;
 - whether there is anything to read is known from the steps taken, so it is the same on every rank,
   also on one without shards;
 - what should be there and is not raises StateMissing; nothing is passed over.
+
+State that goes with the model's parameters is saved and copied as slices of them. A shard is a flat
+run of a parameter's elements with what belongs to them: Adam's moments, its float32 parameters, a
+past gradient, a copy of the weights. There is one for each parameter that Adam updates on this
+rank, in the order of the gradient shards: all of the parameter, or with the distributed optimizer a
+slice of it; and copies of the weights are divided over replicas whatever the optimizer
+(past_weights.py). blocks.py takes slices to a checkpoint and back.
+
+Adam's state is saved so:
+    adam.exp_avg, adam.exp_avg_sq   the moments, in the dtype they are kept in
+    adam.master                     the float32 parameters, where the model's own are not float32
+Adam counts steps for all parameters alike; the count is one number. Settings (betas, eps, decay,
+lr) are the configuration's.
+
+Invariants of slices:
+- every element of a parameter is in one slice on each replica, or (`own`) on one replica alone;
+- nothing here communicates, so ranks may hold different numbers of shards.
 """
 
 from __future__ import annotations
@@ -24,9 +41,15 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor, nn
 
-from megatron_async_rl.config.schema import OptimizerConfig as OptimizerSettings
+from megatron_async_rl.config.policy import OptimizerConfig as OptimizerSettings
 from megatron_async_rl.gradients import Gradients, GradientShard, blocks
-from megatron_async_rl.policy.megatron_private import optimizer_parts
+from megatron_async_rl.policy.megatron_private import (
+    fill_adam,
+    is_distributed,
+    model_slices,
+    optimizer_parts,
+)
+from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.parallel import Layout
 
 
@@ -40,6 +63,7 @@ def gradients_of(optimizer: MegatronOptimizer, layout: Layout) -> Gradients:
     Tensor-parallel copies count on tensor rank 0, tied embeddings on the first pipeline stage. Sums
     go over the world, so that every rank sees the same bits and decides alike. Raises StateMissing.
     """
+    # Slices are disjoint, so all of them count.
     sliced = optimizer.config.use_distributed_optimizer
     shards = tuple(
         GradientShard(
@@ -103,6 +127,7 @@ def moment_of(state: Mapping[str, Any], name: str) -> Tensor:
 
 def _in_float32(moment: Tensor, device: torch.device) -> Tensor:
     """The moment or a part of it, in place where it is float32 on the device already."""
+    # Offloaded moments come to the device here, and are not written back.
     moved = moment.to(device, non_blocking=True)
     return moved.float() if moved.dtype == torch.bfloat16 else moved
 
@@ -123,7 +148,7 @@ def masters_of(optimizer: MegatronOptimizer) -> list[nn.Parameter]:
 @dataclass(frozen=True)
 class TakenStep:
     """The settings of the last optimizer step. lr: the learning rate that Adam was given, with the
-    controls' factors and the correction of its bias (bias_correction.py). norm: of what Adam added
+    controls' factors and the correction of its bias (optimizer.py). norm: of what Adam added
     to the parameters, where it was measured."""
 
     lr: float
@@ -209,6 +234,7 @@ def _last_update(
     for part, *moments in blocks(
         update, moment_of(state, "exp_avg"), moment_of(state, "exp_avg_sq")
     ):
+        # A block at a time: no second copy of the moments exists on the device.
         m, v = (_in_float32(moment, part.device) for moment in moments)
         torch.sqrt(v, out=part).div_(math.sqrt(second)).add_(group["eps"])
         torch.div(m, part, out=part).mul_(-last.lr / first)
@@ -271,3 +297,109 @@ def _next_update(parameter: nn.Parameter, state: dict[str, Any], group: dict[str
             -group["lr"] / (1.0 - beta1**step)
         )
     return update
+
+
+MASTER = "adam.master"
+MOMENT_NAMES = ("adam.exp_avg", "adam.exp_avg_sq")
+ALIGNED = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Slice:
+    """Elements start..end of a flattened parameter (or buffer) of this rank's chunks. own: no other
+    replica holds them; else every replica does, alike."""
+
+    parameter: Tensor
+    start: int
+    end: int
+    own: bool
+
+
+Sliced = Sequence[tuple[Slice, Tensor]]
+"""Slices, and contiguous tensors of as many elements, of any dtype."""
+
+
+def replica_part(elements: int, replica: int, replicas: int) -> tuple[int, int]:
+    """Start and end of the part of a flattened parameter that is this replica's where a parameter
+    is divided over all of them. Parts begin at multiples of ALIGNED elements, so that what is
+    computed of a part is what a vector unit computes of the whole; the last ones may be empty."""
+    # Rounded up, so early parts are full and the last ones short or empty.
+    size = -(-elements // (replicas * ALIGNED)) * ALIGNED
+    return min(elements, replica * size), min(elements, (replica + 1) * size)
+
+
+def optimizer_slices(optimizer: MegatronOptimizer) -> list[Slice]:
+    """The model's slice that each of the optimizer's parameters is, in their order."""
+    found = {
+        id(shard): Slice(parameter, start, end, own=is_distributed(part))
+        for part in optimizer_parts(optimizer)
+        for shard, parameter, start, end in model_slices(part)
+    }
+    # In the order of the gradient shards, which all per-shard state shares.
+    return [found[id(shard)] for shard in optimizer_parameters(optimizer)]
+
+
+def optimizer_state(optimizer: MegatronOptimizer, shards: Sequence[Tensor]) -> Sliced:
+    """shards: one for each of the optimizer's parameters, of its size."""
+    return list(zip(optimizer_slices(optimizer), shards, strict=True))
+
+
+def adam_names(model: PolicyModel) -> tuple[str, ...]:
+    """Names of the parts of Adam's state that a checkpoint of this model holds; the same on every
+    rank."""
+    whole = model.config.params_dtype == torch.float32
+    return MOMENT_NAMES if whole else (*MOMENT_NAMES, MASTER)
+
+
+def adam_shards(optimizer: MegatronOptimizer, name: str) -> list[Tensor]:
+    """The state of one name, in place, in the order of the gradient shards, on the device or on the
+    host; as it would start if there is none yet."""
+    materialise(optimizer)
+    if name == MASTER:
+        return [parameter.detach() for parameter in masters_of(optimizer)]
+    states = {
+        parameter: state
+        for part in optimizer_parts(optimizer)
+        for parameter, state in part.optimizer.state.items()
+    }
+    moment = name.removeprefix("adam.")
+    return [moment_of(states[each], moment) for each in optimizer_parameters(optimizer)]
+
+
+def adam_steps(optimizer: MegatronOptimizer) -> int:
+    """Steps that Adam's bias correction has counted."""
+    counts = [
+        state.get("step", 0)
+        for part in optimizer_parts(optimizer)
+        for state in part.optimizer.state.values()
+    ]
+    # torch's Adam counts each parameter's steps, the fused ones a group's.
+    # The maximum: parameters without an update yet count 0.
+    counts += [group.get("step", 0) for group in optimizer.param_groups]
+    return max((int(count) for count in counts), default=0)
+
+
+def set_adam_steps(optimizer: MegatronOptimizer, steps: int) -> None:
+    for part in optimizer_parts(optimizer):
+        if _is_torch_adam(part):
+            for state in part.optimizer.state.values():
+                # A tensor each: every parameter's update counts its own up.
+                state["step"] = torch.tensor(float(steps), dtype=torch.float32)
+        else:
+            for group in part.param_groups:
+                # Fused Adams count per group.
+                group["step"] = steps
+
+
+def materialise(optimizer: MegatronOptimizer) -> None:
+    """Give every parameter that has not been stepped yet the state it would start from."""
+    for part in optimizer_parts(optimizer):
+        fill_adam(part)
+        if _is_torch_adam(part):
+            for state in part.optimizer.state.values():
+                # Megatron fills moments only; torch's Adam requires its own count, too.
+                state.setdefault("step", torch.zeros((), dtype=torch.float32))
+
+
+def _is_torch_adam(part: Any) -> bool:
+    return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)

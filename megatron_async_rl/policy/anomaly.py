@@ -1,5 +1,5 @@
-"""Gradients far outside the run's own history, and steps that are not finite: how they are
-noticed, and what they are traced to.
+"""Gradients far outside the run's own history, and numbers that are not finite: how they are
+noticed, what they are traced to, and when a run ends because of them.
 
     anomaly      |g| > 20 times the median of the last 50 steps' norms, before the controls, and
                  above the norm that gradients are clipped to: a run that has learned its data has
@@ -22,6 +22,12 @@ Invariants:
 - the gradient buffers hold afterwards what they held before, bit for bit; meanwhile they wait in
   host memory;
 - each rank reads only samples of its own share of the batch.
+
+A step whose loss or gradient is not finite is not taken (step.py). One such step may come of one
+sample; several in a row come of the data or of the weights, and no later step will be better. The
+weights themselves can become infinite under a learning rate that is far too high, or under moments
+that were damaged on the disk: they are checked before engines see them, weights and moments before
+a checkpoint is written. Every rank decides by the same numbers, so all raise or none does.
 """
 
 from __future__ import annotations
@@ -34,20 +40,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_async_rl.gradients import Gradients, dot, squared_norm
-from megatron_async_rl.policy.adam_view import gradients_of
+from megatron_async_rl.policy.adam_view import gradients_of, optimizer_slices
+from megatron_async_rl.policy.batching import MicroBatch
 from megatron_async_rl.policy.forward import Consume, Schedule
 from megatron_async_rl.policy.megatron_private import gradient_buffers
-from megatron_async_rl.policy.microbatch import MicroBatch
 from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.parameter_state import optimizer_slices
 from megatron_async_rl.policy.parameters import whole_model_names
 from megatron_async_rl.samples.rank_batch import RankBatch
 
@@ -116,6 +122,7 @@ class NormHistory:
 
     def add(self, norm: float) -> None:
         """A batch that teaches nothing has a gradient of 0, which is not how long gradients are."""
+        # A zero norm would lower the median without being a gradient.
         if norm > 0.0:
             self._values.append(norm)
             if len(self._values) >= ENOUGH:
@@ -168,6 +175,7 @@ class AnomalyReport:
         micro-batch of such rows, and its part of the step's loss. losses: of each of `samples`, its
         part of the step's, the same on every rank.
         """
+        # First: the search below overwrites the gradients.
         squares = self._squares_of_parameters(gradients)
         if isinstance(found, Spike):
             facts = self._of_spike(found, squares, step)
@@ -180,6 +188,7 @@ class AnomalyReport:
             culprits = list(self._culprits(found.norm, len(samples), rows, build, consume))
         # The named ones alone: all of a batch, with their tokens, may not fit in addition to the
         # model.
+        # Only the owner of a sample has its tokens.
         named = sorted(set(culprits) & {row for own in rows for row in own})
         whole = len(culprits) <= WHOLE
         described = self._gathered({row: _described(samples, row, whole=whole) for row in named})
@@ -248,6 +257,7 @@ class AnomalyReport:
                 name = names[id(owner)]
                 own[name] = own.get(name, 0.0) + float(dot(shard.grad, shard.grad))
         total: dict[str, float] = {}
+        # Added in the order of the ranks, so every rank gets the same bits.
         for part in self._of_all_ranks(own):
             for name, square in part.items():
                 total[name] = total.get(name, 0.0) + square
@@ -261,9 +271,11 @@ class AnomalyReport:
         build: Callable[[tuple[int, ...]], MicroBatch],
         consume: Consume,
     ) -> Sequence[int]:
+        # On the host: a second set of buffers may not fit on the device.
         saved = [buffer.to("cpu", copy=True) for buffer in self._buffers()]
         enough = MOST * norm if math.isfinite(norm) else math.inf
         found: Sequence[int] = range(count)
+        # Every rank halves alike: all norms are all-reduced.
         while len(found) > 1:
             middle = len(found) // 2
             norms = [
@@ -299,7 +311,7 @@ class AnomalyReport:
         return gradient_buffers(self._schedule.chunks)
 
     def _restored(self, saved: Sequence[Tensor]) -> None:
-        """Puts back what the gradient buffers held."""
+        """Restore what the gradient buffers held."""
         self._optimizer.zero_grad()
         for buffer, before in zip(self._buffers(), saved, strict=True):
             buffer.copy_(before)
@@ -346,3 +358,70 @@ def named_ids(ids: Sequence[str]) -> str:
 
 def _number_or_text(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
+
+
+class StepCounts(Protocol):
+    """Counts of an optimizer's steps; see `OptimizerStep`."""
+
+    steps: int
+    updates: int
+    nonfinite: int
+    nonfinite_in_a_row: int
+    nonfinite_ids: list[str]
+
+
+class NonFiniteError(RuntimeError):
+    """A run that cannot go on. Its checkpoints hold a state before the fault was noticed."""
+
+    def __init__(self, what: str, fix: str) -> None:
+        super().__init__(what)
+        self.fix = fix
+
+
+def refuse_nonfinite_steps(step: StepCounts, limit: int, *, ended: bool) -> None:
+    """Raise NonFiniteError after `limit` steps in a row that were not finite; ended: also for a
+    run that has made no other step."""
+    in_a_row = step.nonfinite_in_a_row
+    without_update = ended and step.updates == 0 and step.nonfinite > 0
+    if in_a_row < limit and not without_update:
+        return
+    what = (
+        f"{in_a_row} optimizer steps in a row, up to step {step.steps}, had a loss or a gradient"
+        " that is not finite"
+        if in_a_row >= limit
+        else f"none of the run's {step.steps} optimizer steps had a finite loss and gradient"
+    )
+    ids = list(dict.fromkeys(step.nonfinite_ids))
+    made = f"; made by {named_ids(ids)}" if ids else ""
+    raise NonFiniteError(
+        f"{what} (policy.max_nonfinite_steps: {limit}); they changed no weight{made}",
+        "look at the samples in anomalies.jsonl of run.dir. If it names whole batches, the weights"
+        " are at fault: lower policy.optimizer.lr, or go back to an older checkpoint",
+    )
+
+
+def require_finite(held: Mapping[str, Sequence[Tensor]], step: int, layout: Layout) -> None:
+    """Raise NonFiniteError on every rank where a tensor on any rank is not finite. Collective over
+    the world.
+
+    held: tensors of this rank by kind; a rank may have none; the same names on every rank. step:
+    the newest optimizer step."""
+    # One all-reduce for all kinds: every rank lists the same kinds, and counts 0 where it has no
+    # tensor.
+    counts = torch.zeros(len(held), dtype=torch.float32, device=layout.device)
+    for place, tensors in enumerate(held.values()):
+        for tensor in tensors:
+            if tensor.numel():
+                # The maximum passes on what is not a number, as it does infinity; nothing is
+                # copied.
+                largest = torch.linalg.vector_norm(tensor.detach(), ord=math.inf)
+                counts[place] += (~torch.isfinite(largest)).to(counts)
+    dist.all_reduce(counts, group=layout.world_group)
+    wrong = [name for name, count in zip(held, counts.tolist(), strict=True) if count]
+    if wrong:
+        raise NonFiniteError(
+            f"after optimizer step {step} not finite: {', '.join(wrong)}; they are neither"
+            " published nor saved",
+            "lower policy.optimizer.lr; the run resumes from its newest checkpoint. If it fails at"
+            " the same step again, go back to an older checkpoint",
+        )

@@ -5,9 +5,23 @@ scores, by torch's scaled dot product attention. Invariants: causal, no dropout,
 padding is invisible to real tokens under the causal mask); a token of a packed row sees its own
 sample alone, and in a layer with a sliding window the last tokens of it; grouped-query heads share
 keys and values in order, as Megatron lays them out; under context parallelism every rank gathers
-the keys and values of all (`context_parallel.py`).
+the keys and values of all.
 `TransformerEngineAttention` leaves packed rows and context parallelism to Transformer Engine's
 kernel, where there is one.
+
+Context parallelism cuts sequences over the ranks of a context-parallel group. A sequence is
+2 * size chunks of one length; rank r holds chunk r and, behind it, chunk (2 * size - 1 - r): the
+cut of Megatron and of Transformer Engine, under which all ranks have the same work with a causal
+mask. Attention alone reads other tokens; everything else in a layer is local.
+
+Invariants of context parallelism:
+- a sequence's length is a multiple of `ContextParallelSlice.multiple`, which the sequence layout
+  ensures;
+- queries stay where they are; keys and values are gathered, and each rank's part of their gradient
+  is sent back to the rank that holds the token, and summed there;
+- outputs at response tokens are whole on every rank, which computes the whole loss; the gradient of
+  a token's output stays with the rank that holds the token. So ranks hold parts of the gradient,
+  which add up as those of data-parallel ranks do.
 """
 
 from __future__ import annotations
@@ -18,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
@@ -28,7 +43,62 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_async_rl.policy.context_parallel import ContextParallelSlice, gather_sequences
+from megatron_async_rl.samples.columns import spans
+
+
+@dataclass(frozen=True)
+class ContextParallelSlice:
+    """A rank's place among `size` context-parallel ranks."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def multiple(self) -> int:
+        """Chunks of a sequence, which its length is a multiple of."""
+        return 1 if self.size == 1 else 2 * self.size
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        """The numbers of this rank's two chunks."""
+        return self.rank, 2 * self.size - 1 - self.rank
+
+    def own(self, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Places in the flattened rows of the tokens that this rank holds, in its order, from where
+        each sequence begins and its length."""
+        if self.size == 1:
+            return spans(starts, lengths)
+        # One early and one late chunk: under a causal mask all ranks have the same work.
+        chunk = lengths // (2 * self.size)
+        firsts = np.stack([starts + number * chunk for number in self.chunks], axis=1)
+        return spans(firsts.ravel(), np.repeat(chunk, 2))
+
+
+WHOLE = ContextParallelSlice()
+"""A rank that does not share its sequences."""
+
+
+def gather_sequences(part: Tensor, group: Any) -> Tensor:
+    """[rows, length / ranks, ...] of this rank -> [rows, length, ...] of all ranks of `group`, in
+    the sequences' order. The gradient of a token is summed over the ranks."""
+    parts = tensor_parallel.gather_from_sequence_parallel_region(part, group=group)
+    # Ranks in order hold the early chunks ascending and the late ones descending.
+    early, late = parts.unflatten(0, (group.size(), -1)).chunk(2, dim=2)
+    return torch.cat((early, late.flip(0))).transpose(0, 1).flatten(1, 2)
+
+
+def gather_outputs(own: Tensor, places: Tensor, tokens: int, group: Any) -> Tensor:
+    """[K, n] at this rank's tokens -> [K, N] at all N of them, equal on all ranks of `group`.
+
+    places: [n] int64, which of the N tokens this rank's are. Each lies on one rank; the gradient of
+    the others' is theirs.
+    """
+    whole = own.new_zeros(len(own), tokens).index_copy(1, places, own)
+    # A sum over disjoint places. Its backward pass is the identity, so each rank keeps its own
+    # tokens' gradient.
+    result: Tensor = tensor_parallel.reduce_from_tensor_model_parallel_region(whole, group=group)
+    return result
+
 
 WINDOWED_QUERIES = 512
 """Queries that attend at one time where there is a sliding window."""
@@ -166,8 +236,10 @@ def attention_of_part(
         return causal_attention(query, key, value, scale=scale, window=window)
     context = ContextParallelSlice(group.rank(), group.size())
     widths = key.shape[-1], value.shape[-1]
+    # Keys and values in one message.
     keys, values = gather_sequences(torch.cat((key, value), dim=-1), group).split(widths, dim=-1)
     chunk = query.shape[1] // 2
+    # A chunk sees the tokens up to its own end.
     ends = ((number + 1) * chunk for number in context.chunks)
     return torch.cat(
         [
@@ -292,7 +364,7 @@ class TransformerEngineAttention(CoreAttention):
         context: Tensor = self.kernel(
             *(each.squeeze(1) if packed else each for each in (query, key, value)),
             attention_mask,
-            # Whatever the layer was asked for: Transformer Engine takes no other here.
+            # Whatever was configured: Transformer Engine accepts no other here.
             AttnMaskType.causal,
             attention_bias,
             self._offsets(packed_seq_params) if packed_seq_params is not None else None,

@@ -28,7 +28,7 @@ class Background:
         self._work: Future[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Waits for the work before. Raises what that raised."""
+        """Wait for the work before. Raises what that raised."""
         self.finish()
         self._work = future = Future[None]()
 
@@ -40,6 +40,7 @@ class Background:
             else:
                 future.set_result(None)
 
+        # A daemon: a process that ends after a failure does not wait for the disk.
         threading.Thread(target=run, name=self._name, daemon=True).start()
 
     @property
@@ -47,13 +48,14 @@ class Background:
         return self._work is not None and not self._work.done()
 
     def finish(self) -> None:
-        """Waits for the work under way. Raises what it raised."""
+        """Wait for the work under way. Raises what it raised."""
+        # Taken first, so that an error is raised once.
         work, self._work = self._work, None
         if work is not None:
             work.result()
 
     def check(self) -> None:
-        """Raises what the work raised that has ended; waits for nothing."""
+        """Raise what work that has ended raised; does not wait."""
         if not self.busy:
             self.finish()
 

@@ -26,7 +26,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
-from megatron_async_rl.config.lora import LoraConfig
+from megatron_async_rl.config.policy import LoraConfig
 from megatron_async_rl.policy.attention import core_attention
 from megatron_async_rl.policy.layers import CHECKPOINT_KEYS, Layers, RMSNorm, with_bias
 from megatron_async_rl.policy.lora import adapt as add_adapters
@@ -81,6 +81,7 @@ class PolicyBridge(LLMBridge):
                 "model.layers.{layer_number}.self_attn.o_proj.bias"
             ],
         }
+        # Pipelines hold a second copy of a tied embedding in the last stage.
         if self.hf_config.tie_word_embeddings:
             self._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
         self._OTHER_MAPPING = {
@@ -125,6 +126,7 @@ class PolicyBridge(LLMBridge):
     def _window_size(self) -> tuple[int, int] | None:
         """Tokens before and behind a token that it sees besides itself, in Megatron's form."""
         window = getattr(self.hf_config, "sliding_window", None)
+        # Megatron counts the tokens before; transformers' window includes the token itself.
         return None if window is None else (window - 1, 0)
 
     def _softmax_scale(self) -> float | None:
@@ -148,11 +150,12 @@ class PolicyBridge(LLMBridge):
         return ROPE_INIT_FUNCTIONS[kind](self.hf_config, torch.device("cpu"))
 
     def set_rotation(self, rotary: torch.nn.Module) -> None:
-        """Gives Megatron's rotary embedding, which has not been used yet, the model's
+        """Give Megatron's rotary embedding, which has not been used yet, the model's
         frequencies."""
         frequencies, _ = self._rotation()
         if frequencies is not None:
             assert rotary.inv_freq.shape == frequencies.shape
+            # On the device and in the dtype of Megatron's own.
             rotary.inv_freq = frequencies.to(rotary.inv_freq)
 
     def global_names(self, chunk: torch.nn.Module) -> dict[str, str]:
@@ -179,6 +182,7 @@ class PolicyBridge(LLMBridge):
             sizes = [config.num_attention_heads // groups * head, head, head]
             parts = whole.unflatten(0, (groups, -1)).split(sizes, dim=1)
             names = self._weight_name_mapping_mcore_to_hf(name)
+            # Rows are grouped by query group in Megatron and by matrix in Hugging Face's files.
             return names, [part.flatten(0, 1) for part in parts]
         names, tensors = self._weight_to_hf_format(name, whole)
         return names, tensors
@@ -217,7 +221,7 @@ class PolicyBridge(LLMBridge):
         )
 
     def adapt(self, layer: TransformerLayerSubmodules) -> None:
-        """Puts parts of the family's own into the layer's."""
+        """Put parts of the family's own into the layer's."""
 
     def gpt_arguments(self) -> dict[str, Any]:
         """Arguments of Megatron's language model that are not in its configuration."""

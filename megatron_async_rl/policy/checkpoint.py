@@ -2,18 +2,18 @@
 
     DIR/latest                    the name of the newest complete checkpoint (checkpoint_folder.py)
     DIR/step_00000012/sharded/    the model, and the state of the optimizer and others that goes
-                                  with its parameters (parameter_state.py), in blocks that each
-                                  rank writes of its own (model_blocks.py): loads on any parallel
+                                  with its parameters (adam_view.py), in blocks that each
+                                  rank writes of its own (blocks.py): loads on any parallel
                                   layout
     DIR/step_00000012/state.pt    the run's own state, from rank 0; other files of the run by names
                                   that it chose
     DIR/step_00000012/rank_3.pt   what only makes sense to rank 3 of the same layout: RNG, and what
-                                  delayed scaling of 8-bit products has learnt (fp8.py)
+                                  delayed FP8 scaling has learnt (fp8.py)
     DIR/step_00000012/about.json  step, layout, dtype, vocabulary, layers, the source model
                                   directory, names of the parameter state, Adam's step count, where
                                   the weights are (in the model, or in Adam's float32 ones), the
                                   moments' dtype; of adapters their settings and the base model's
-                                  digest (lora_base.py); the digest of a reference that does not
+                                  digest (blocks.py); the digest of a reference that does not
                                   move; every other file with its digests (checkpoint_folder.py)
 
 Invariants:
@@ -25,7 +25,7 @@ Invariants:
 - whatever is loaded has the digest that it was saved with, or the load fails;
 - what is written is the state at the call of `save`, also where a thread writes it later;
 - files are read back without running code from them;
-- weights kept in 8 bits are not saved: Adam's float32 ones are, and stand in for them wherever the
+- FP8 weights are not saved: Adam's float32 ones are, and stand in for them wherever the
   checkpoint is read;
 - moments are saved and loaded as they are kept, and none that are kept otherwise are taken for
   them;
@@ -50,8 +50,25 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_async_rl.config.durable import PARTIAL, publish, sync, write_file
-from megatron_async_rl.policy import model_blocks
+from megatron_async_rl.policy import block_files
+from megatron_async_rl.policy.adam_view import (
+    MASTER,
+    Sliced,
+    adam_names,
+    adam_shards,
+    adam_steps,
+    optimizer_state,
+    set_adam_steps,
+)
 from megatron_async_rl.policy.background import Background
+from megatron_async_rl.policy.blocks import (
+    STATE,
+    Content,
+    ModelBlocks,
+    base_entries,
+    refuse_other_base,
+    staged,
+)
 from megatron_async_rl.policy.checkpoint_folder import (
     ABOUT,
     LATEST,
@@ -68,20 +85,9 @@ from megatron_async_rl.policy.checkpoint_folder import (
 )
 from megatron_async_rl.policy.digested_folder import StoredFile, described, files_of
 from megatron_async_rl.policy.fp8 import delayed_state, restore_delayed_state
-from megatron_async_rl.policy.lora_base import base_entries, refuse_other_base
 from megatron_async_rl.policy.megatron_private import weights_from_masters
 from megatron_async_rl.policy.model import PolicyModel
-from megatron_async_rl.policy.model_blocks import Content, ModelBlocks
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.parameter_state import (
-    MASTER,
-    Sliced,
-    adam_names,
-    adam_shards,
-    adam_steps,
-    optimizer_state,
-    set_adam_steps,
-)
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +110,7 @@ class Checkpoint:
     content: Mapping[str, Any]
 
     def read(self, named: Mapping[str, Sliced]) -> None:
-        """Fills these slices with what was saved under these names. Collective over the world: the
+        """Fill these slices with what was saved under these names. Collective over the world: the
         same names on every rank. Raises CheckpointBroken."""
         if named:
             blocks = ModelBlocks(self.model).state(named, writes=False)
@@ -126,8 +132,8 @@ def save(
     files: Mapping[str, bytes] | None = None,
     background: Background | None = None,
 ) -> Path:
-    """Saves step `step` and keeps the newest `keep` checkpoints, null all, and that of step
-    `proven`. Collective over the world; returns the checkpoint.
+    """Save step `step` and keep the newest `keep` checkpoints, null all, and that of step
+    `proven`. Collective over the world; return the checkpoint.
 
     state: rank 0's is saved; numbers, text, tensors and containers of them (TypeError otherwise).
     parameter_state: slices by name; the same names on every rank. entries: further entries of
@@ -140,6 +146,7 @@ def save(
         background.finish()
     final = directory / _name(step)
     unfinished = directory / f"unfinished_step_{step:08d}"
+    # Before any file is touched: state of a type that cannot be saved is refused here.
     payload = _serialised(state)
     rank_payload = _serialised({"rng": _rng_state(layout), "fp8": delayed_state(model.chunks)})
     adam = {
@@ -158,6 +165,7 @@ def save(
     def prepare() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         sync(directory.parent)
+        # Saved again only where nothing names it: a damaged or abandoned folder.
         if named_latest(directory) == final.name:
             raise FileExistsError(f"{final} is already saved")
         for leftover in directory.glob(f"{LATEST}*{PARTIAL}"):
@@ -173,13 +181,16 @@ def save(
         for name, content in {"state.pt": payload, **(files or {})}.items():
             stored[name] = StoredFile.of(content)
             write_file(unfinished / name, content)
+        # Last of the folder's files, because it holds the digests of the others.
         write_file(unfinished / ABOUT, described(description, stored))
         # Blocks were read back by the ranks that wrote them.
         require_whole(unfinished)
         if final.exists():
             # Damaged, left behind by a resume from an older one, or not yet named by `latest`.
             shutil.rmtree(final)
+        # A rename: a folder of this name is whole, or is not there.
         publish(unfinished, final)
+        # Atomic as well. A crash before this line resumes from the checkpoint before.
         write_file(directory / LATEST, final.name)
         # Only now: the new checkpoint is on disk, whole, and named.
         for old in outdated(final, keep, _checked, _name(proven)):
@@ -187,13 +198,15 @@ def save(
 
     def write(content: Content) -> None:
         with _cleared_on_failure(unfinished):
+            # A group of its own: the main thread's collectives go on while this thread writes.
             group = layout.writing_group
-            blocks = model_blocks.write(unfinished / SHARDED, content, group)
-            stored = {f"{SHARDED}/{name}": file for name, file in blocks.items()}
+            written = block_files.write(unfinished / SHARDED, content, group)
+            stored = {f"{SHARDED}/{name}": file for name, file in written.items()}
             own = f"rank_{layout.rank}.pt"
             write_file(unfinished / own, rank_payload)
             for each in layout.gathered({own: StoredFile.of(rank_payload)}, group):
                 stored |= each
+            # After every rank has written and read back its blocks.
             layout.from_rank_zero(lambda: commit(stored), group)
 
     with _cleared_on_failure(unfinished):
@@ -203,7 +216,8 @@ def save(
         if not model.config.fp8_param:
             content |= blocks.model(writes=True)
         if background is not None:
-            content = model_blocks.staged(content)
+            # A copy, because the next step changes the originals while the thread writes.
+            content = staged(content)
     if background is not None:
         background.start(lambda: write(content))
     else:
@@ -235,7 +249,7 @@ def _cleared_on_failure(unfinished: Path) -> Iterator[None]:
 def load(
     directory: Path, *, model: PolicyModel, optimizer: MegatronOptimizer, layout: Layout
 ) -> Checkpoint | None:
-    """Restores model, optimizer and this rank's RNG from the newest checkpoint; None where there is
+    """Restore model, optimizer and this rank's RNG from the newest checkpoint; None where there is
     none. Collective.
 
     Any parallel layout may load it, with or without the distributed optimizer. Raises
@@ -244,6 +258,7 @@ def load(
     path = layout.from_rank_zero(lambda: newest(directory))
     if path is None:
         return None
+    # All digests before any tensor: a model is not left half loaded.
     layout.from_rank_zero(lambda: require_whole(path))
     content = about(path)
     if layout.rank == 0 and files_of(content) is None:
@@ -260,18 +275,22 @@ def load(
             log.warning("%s holds no %s: the optimizer starts without it", path, name)
     if not model.config.fp8_param:
         load_model(path, model, content)
+        # Masters of a model whose parameters are float32 alias them; others are overwritten below
+        # where the checkpoint has them.
         optimizer.reload_model_params()
     checkpoint = Checkpoint(path, model, content["step"], state, names, content)
     checkpoint.read({name: sliced for name, sliced in adam.items() if name in names})
     if MASTER in adam and MASTER not in names:
         _read_masters(checkpoint, adam[MASTER])
     if model.config.fp8_param:
+        # FP8 bytes and scales are made of the masters, as they were at the save.
         weights_from_masters(optimizer)
     set_adam_steps(optimizer, content.get("adam_steps", 0))
     # Checkpoints of earlier versions do not name the context-parallel size and the device.
     key = _layout_key(optimizer, layout)
     if {"context": 1, "device": layout.device_type, **content["layout"]} == key:
         rank_state = _read_tensors(path, f"rank_{layout.rank}.pt", content, layout.device)
+        # Generator states are per rank, so they fit only the layout that they were saved on.
         _restore_rng(rank_state.pop("rng"), layout)
         # Absent in checkpoints of earlier versions.
         restore_delayed_state(model.chunks, rank_state.pop("fp8", {}), model.config)
@@ -307,7 +326,7 @@ def _read_masters(checkpoint: Checkpoint, masters: Sliced) -> None:
 
 def _master(key: str) -> str:
     """The key of Adam's float32 weights of a tensor of the model."""
-    return f"{model_blocks.STATE}.{MASTER}.{key}"
+    return f"{STATE}.{MASTER}.{key}"
 
 
 def _read_tensors(
@@ -318,6 +337,7 @@ def _read_tensors(
     if held is None:
         raise damaged(path, f"{name} is not there")
     try:
+        # `weights_only`: a checkpoint runs no code.
         found: dict[str, Any] = torch.load(io.BytesIO(held), weights_only=True, map_location=place)
     except Exception as error:  # pickle and zip files raise many types; with digests, nothing
         raise damaged(path, f"{name} cannot be read ({type(error).__name__}: {error})") from error
@@ -336,10 +356,10 @@ def _read(path: Path, content: Mapping[str, Any], blocks: Content, layout: Layou
             if name.startswith(prefix)
         }
     try:
-        model_blocks.read(path / SHARDED, blocks, layout.cpu_group, files)
-    except model_blocks.BlocksDamaged as error:
+        block_files.read(path / SHARDED, blocks, layout.cpu_group, files)
+    except block_files.BlocksDamaged as error:
         raise damaged(path, str(error)) from error
-    except model_blocks.BlocksUnreadable as error:
+    except block_files.BlocksUnreadable as error:
         raise CheckpointBroken.of(
             "model.path",
             f"{path} cannot be loaded into this model: {error}",

@@ -3,8 +3,8 @@
     shard of qkv, rank 1 of 2: rows q q k v | q q k v <-> q_proj rows 4..7, k_proj, v_proj 2..3
     shard of linear_proj:      columns 2nd half       <-> o_proj columns 2nd half
 
-Where a shard's rows and columns belong is asked of the bridge, once for each kind of parameter, by
-numbers in place of weights; nothing here knows a model type. Files are read by it into shards
+The bridge determines where a shard's rows and columns belong: once for each kind of parameter, it
+maps numbers in place of weights; nothing here knows a model type. Files are read by it into shards
 (parameters.py), and shards written by it into staged versions (weights/shards.py).
 """
 
@@ -102,6 +102,7 @@ class Cuts:
     def of(self, entry: ParameterEntry) -> list[Cut]:
         """Cuts of the shard of `entry`. Raises ValueError for a parameter whose tensors are not
         made of its rows and columns."""
+        # Layers and experts of one kind are cut alike.
         kind = (re.sub(r"\d+", "", entry.name), entry.shard_shape, entry.partition_dim)
         if kind not in self._known:
             self._known[kind] = _cuts_of(self._bridge, entry)
@@ -123,11 +124,13 @@ def _cuts_of(bridge: Any, entry: ParameterEntry) -> list[Cut]:
         wide = entry.shard_shape[1] if across else 1
         start = int(own_columns[0])
         expected = torch.arange(wide) + (wide * rank if entry.partition_dim == 1 else 0)
+        # A bridge that permutes columns cannot be written as one block of columns.
         if not torch.equal(columns[start : start + wide], expected):
             raise _NotCut(entry)
         for run in _runs(own):
             source = rows[run] % entry.shard_shape[0]
             cuts.append(Cut(tensor, int(run[0]), start, source))
+    # A row in no cut would never be loaded.
     if not _covers(bridge, entry, cuts):
         raise _NotCut(entry)
     return cuts
@@ -158,12 +161,14 @@ def _traced(bridge: Any, entry: ParameterEntry, dim: int) -> list[Tensor]:
     ranks = bridge.mpu.tp_size if dim == entry.partition_dim else 1
     line = [1] * len(entry.shard_shape)
     line[dim] = size
+    # int32 row numbers travel through the bridge in place of weights.
     numbers = torch.arange(size * ranks, dtype=torch.int32)
     shards = [one.view(line) for one in numbers.chunk(ranks)]
     places = bridge.merge(entry.name, shards, entry.like()) if ranks > 1 else shards[0]
 
     whole = list(places.shape)
     if dim == 1:  # rows are distinguished; their numbers are one row in memory
+        # Expanded, not copied: one row of numbers stands for all rows.
         whole[0] = entry.shard_shape[0]
         if entry.partition_dim == 0:
             whole[0] *= bridge.mpu.tp_size

@@ -65,7 +65,7 @@ def launched_rank() -> int:
 def install(device: str) -> str:
     """`auto` (cuda where there is one), `cpu` or `cuda`. Returns `cpu` or `cuda`.
 
-    Raises RuntimeError when CUDA is asked for and missing, or when another device is already
+    Raises RuntimeError when CUDA is requested and missing, or when another device is already
     installed.
     """
     global _installed

@@ -1,5 +1,5 @@
-"""The policy's memory on its device: what holds how much of it, and what makes room while engines
-have their turn.
+"""The policy's memory on its device: what holds how much of it, and what is released while engines
+use the device.
 
     parameters       stay: they are what is published, and what scores
     optimizer state  moments, float32 masters, and what gradient controls keep between steps go into
@@ -35,7 +35,7 @@ MEMORY_FREE_TIMEOUT_S, PAUSE_S = 30.0, 0.2
 
 
 class StateReleased(RuntimeError):
-    """A training step was asked of a policy whose training state is in host memory."""
+    """A training step on a policy whose training state is in host memory."""
 
 
 class _MovedTensor(NamedTuple):
@@ -72,7 +72,7 @@ class DeviceMemory:
 
     @torch.no_grad()
     def release(self) -> None:
-        """Keeps the parameters alone on the device. Does nothing where that is so already."""
+        """Release everything on the device but the parameters. Does nothing if already released."""
         if self._released:
             return
         self._released = True
@@ -94,6 +94,7 @@ class DeviceMemory:
         for place in (*(each.place for each in self._exchanged), *gradient_buffers(self._wrapped)):
             storage = place.untyped_storage()
             if storage.nbytes():  # else it is another's, too, and empty already
+                # Sizes are kept, because the storage forgets its own.
                 self._emptied.append(_EmptiedStorage(storage, storage.nbytes()))
                 storage.resize_(0)
         drop_workspaces(self._wrapped)
@@ -102,9 +103,10 @@ class DeviceMemory:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Everything is on the device again. Does nothing where it is."""
+        """Return everything to the device. Does nothing if it is there."""
         if not self._released:
             return
+        # All storages first: several tensors may be views of one.
         for storage, nbytes in self._emptied:
             _take(storage, nbytes)
         twins = []
@@ -113,6 +115,7 @@ class DeviceMemory:
             place.copy_(tensor, non_blocking=True)
             tensor.data = place
         for buffer in gradient_buffers(self._wrapped):
+            # New memory holds anything; the next step adds to it.
             buffer.zero_()
         self._synchronise()  # torch keeps the twins' page-locked memory for the next ones
         self._exchanged.clear()
@@ -120,7 +123,7 @@ class DeviceMemory:
         self._released = False
 
     def require(self) -> None:
-        """Raises StateReleased if the policy made room."""
+        """Raise StateReleased if the policy made room."""
         if self._released:
             raise StateReleased(
                 "the policy's optimizer state is in host memory and its gradients are given up:"
@@ -187,7 +190,7 @@ class DeviceMemory:
 
 
 def _take(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Gives a storage its bytes. An engine that was killed a moment ago may have some of them yet:
+    """Give a storage its bytes. An engine that was killed a moment ago may have some of them yet:
     the driver takes them back when the last of its processes is gone."""
     until = time.monotonic() + MEMORY_FREE_TIMEOUT_S
     while True:

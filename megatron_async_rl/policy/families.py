@@ -27,8 +27,7 @@ from megatron.core.utils import get_te_version
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_async_rl.config.fp8 import Fp8Config
-from megatron_async_rl.config.lora import LoraConfig
+from megatron_async_rl.config.policy import Fp8Config, LoraConfig
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.policy.attention import window_of
 from megatron_async_rl.policy.bridge import PolicyBridge

@@ -27,14 +27,14 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megatron_async_rl.policy.context_parallel import gather_outputs
+from megatron_async_rl.policy.attention import gather_outputs
+from megatron_async_rl.policy.batching import MicroBatch
 from megatron_async_rl.policy.logprobs import vocab_parallel_logprobs
 from megatron_async_rl.policy.megatron_private import (
     await_parameter,
     schedule_order,
     set_gathered,
 )
-from megatron_async_rl.policy.microbatch import MicroBatch
 from megatron_async_rl.policy.model import PolicyModel
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.routing_replay import RoutingPass, RoutingReplay
@@ -101,19 +101,19 @@ class Schedule:
                 chunk.start_param_sync(force_sync=True)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], consume: Consume) -> None:
-        """Leaves the gradient of the summed losses in the gradient buffers, reduced. Collective
+        """Leave the gradient of the summed losses in the gradient buffers, reduced. Collective
         over the world."""
         self.clear()
         self.accumulate(micro_batches, consume)
         self.reduce()
 
     def clear(self) -> None:
-        """Sets the gradient buffers to zero."""
+        """Set the gradient buffers to zero."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], consume: Consume) -> None:
-        """Adds this rank's own part of the gradient to its buffers. Collective over the ranks of
+        """Add this rank's own part of the gradient to its buffers. Collective over the ranks of
         one model replica."""
         for chunk in self.chunks:
             chunk.train()
@@ -130,18 +130,20 @@ class Schedule:
 
         config = self.model.config
         # Megatron's schedule would reduce at its end, each time.
+        # Ours reduces once, in `reduce`, after all `accumulate` calls of a step.
         finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
         try:
             self._run(micro_batches, loss, forward_only=False)
         finally:
             config.finalize_model_grads_func = finalize
         if self._head_gradient is not None:
+            # Rounded to bfloat16 once per step instead of once per chunk of tokens.
             buffer: Any = self.model.output_weight().main_grad
             buffer.add_(self._head_gradient)
             self._head_gradient = None
 
     def reduce(self) -> None:
-        """Sums the gradient buffers over the ranks that hold parts of the same gradient. Collective
+        """Sum the gradient buffers over the ranks that hold parts of the same gradient. Collective
         over the world."""
         self.model.config.finalize_model_grads_func(list(self.chunks))
         if self._gathers_late:
@@ -161,6 +163,7 @@ class Schedule:
             return micro_batch, self._outputs(micro_batch, hidden)
 
         for chunk in self.chunks:
+            # Without dropout of adapters: log-probs of a batch do not depend on a random state.
             chunk.eval()
         return self._run(micro_batches, collect, forward_only=True, routing=routing)
 
@@ -191,6 +194,7 @@ class Schedule:
 
         if self.routing is not None:
             self.routing.begin(trains=not forward_only)
+        # Every rank of a pipeline has micro-batches of the same shapes, in the same order.
         rows, length = micro_batches[0].tokens.shape
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
@@ -237,9 +241,11 @@ class Schedule:
         values = None if head is None else head(selected)
         if places is None:
             return TokenOutputs(logp, entropy, sum_p_squared, values)
+        # One gather for all outputs: each would be a collective per micro-batch.
         own = torch.stack((logp, entropy, sum_p_squared, *([] if values is None else [values])))
         tokens = len(micro_batch.targets)
         logp, entropy, squares, *rest = gather_outputs(own, places, tokens, self.layout.cp_group)
+        # `sum_p_squared` has no gradient; the gather gave it one.
         return TokenOutputs(logp, entropy, squares.detach(), *rest)
 
     def _gradient_of(self, parameter: Tensor) -> Tensor | None:
@@ -308,6 +314,7 @@ def stage_messages(config: Any, micro_batches: Sequence[tuple[int, int]]) -> dic
     groups.dp_cp = parallel_state.get_data_parallel_group(
         with_context_parallel=True, partial_data_parallel=False
     )
+    # Sequence parallelism sends each tensor-parallel rank's part of a row.
     parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
     shapes = [[length // parts, rows, config.hidden_size] for rows, length in micro_batches]
     return {"p2p_communicator": StageMessages(groups.pp, config, shapes), "pg_collection": groups}

@@ -1,10 +1,10 @@
 """FP8 GEMMs: Megatron's settings for a recipe, FP8 weights, and the state of delayed scaling.
 
 Megatron enters Transformer Engine's recipe around each layer (for `delayed` around all of them),
-and around the building of layers whose weights are kept in 8 bits; Transformer Engine rounds.
+and around the building of layers with FP8 weights; Transformer Engine rounds.
 
 Invariants:
-- a weight kept in 8 bits is a function of Adam's float32 weights (optimizer.py), so copies and
+- an FP8 weight is a function of Adam's float32 weights (optimizer.py), so copies and
   checkpoints hold those, and no other module knows how its bytes and scales lie;
 - a weight that is not is rounded in every forward pass, from what is in place then: nothing that
   Transformer Engine keeps outlives a change of the weights (`disable_parameter_transpose_cache`).
@@ -19,7 +19,7 @@ import torch
 from megatron.core.fp8_utils import get_fp8_recipe, is_float8tensor
 from torch import Tensor, nn
 
-from megatron_async_rl.config.fp8 import Fp8Config, lacking, needed, version_of
+from megatron_async_rl.config.policy import Fp8Config, lacking, needed, version_of
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.policy.parallel import Layout
 
@@ -50,7 +50,7 @@ def megatron_settings(fp8: Fp8Config | None) -> dict[str, Any]:
 
 
 def refuse_device(fp8: Fp8Config | None, layout: Layout) -> None:
-    """Raises UserError where this rank's GPU, or the CUDA of its torch, lacks the recipe."""
+    """Raise UserError where this rank's GPU, or the CUDA of its torch, lacks the recipe."""
     if fp8 is None:
         return
     capability = (
@@ -67,14 +67,13 @@ def refuse_device(fp8: Fp8Config | None, layout: Layout) -> None:
 
 
 def is_quantised(parameter: Tensor) -> bool:
-    """True of a weight that is kept in 8 bits."""
+    """True for an FP8 weight."""
     return bool(is_float8tensor(parameter))
 
 
 def plain(parameter: Tensor) -> Tensor:
-    """The weight's values in the model's dtype, without gradient: the parameter itself, or of one
-    kept in 8 bits a tensor made of it, which is the number a product takes, rounded to that
-    dtype."""
+    """The weight's values in the model's dtype, without gradient: the parameter itself, or for FP8
+    weights a dequantised tensor, which holds the numbers that a GEMM reads, in that dtype."""
     values: Tensor = parameter.detach()
     return values.dequantize() if is_quantised(parameter) else values
 
@@ -96,13 +95,14 @@ def delayed_state(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
 def restore_delayed_state(
     chunks: Sequence[nn.Module], state: Mapping[str, Tensor], config: Any
 ) -> None:
-    """Undoes `delayed_state`, on modules that have scaled nothing yet, too. config: Megatron's.
+    """Undo `delayed_state`, on modules that have scaled nothing yet, too. config: Megatron's.
     Raises KeyError where the state is of other modules."""
     if not state:
         return
     modules, recipe = dict(_scaling_modules(chunks)), get_fp8_recipe(config)
     for name in sorted({key.rsplit(".", 2)[0] for key in state}):
         module = modules[name]
+        # Transformer Engine would set both at the first forward pass, and discard restored state.
         module.fp8_meta["recipe"] = recipe
         module.fp8_meta.setdefault("num_gemms", getattr(module, "num_gemms", 1))
         module.init_fp8_meta_tensors(recipe)
@@ -118,6 +118,7 @@ def drop_workspaces(chunks: Sequence[nn.Module]) -> None:
         for module in chunk.modules():
             workspaces = getattr(module, "_fp8_workspaces", None)
             if workspaces is not None:
+                # Device memory, which engines need while the policy makes room.
                 workspaces.clear()
 
 

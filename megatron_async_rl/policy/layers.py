@@ -15,6 +15,19 @@ Invariants:
   or saved with one goes bit for bit into the other;
 - supported.py lists the models and settings that a family does not compute; nothing here
   approximates one.
+
+Local layers on CUDA use NVIDIA Apex's kernels, where Apex is built with its extensions:
+- weight gradients: the product adds to Megatron's float32 buffer. Without it the product is rounded
+  to bfloat16 in memory of its own, and a second kernel adds that to the buffer;
+- RMSNorm: one kernel each way;
+- Adam: Megatron itself takes Apex's FusedAdam where Transformer Engine is not installed.
+
+Transformer Engine's layers have such kernels of their own.
+
+Invariants of Apex's kernels:
+- without Apex everything works, on torch's kernels, with the same results up to rounding;
+- float32 models use torch's kernels alone, so a GPU computes what a CPU does;
+- adapters (policy.lora) need no gradient of the weights that they adapt.
 """
 
 from __future__ import annotations
@@ -22,6 +35,8 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -35,8 +50,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_async_rl.policy import apex
-from megatron_async_rl.policy.supported import LayerFamily
+from megatron_async_rl.policy.supported import APEX_WEIGHT_GRADIENTS, LayerFamily
 
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -81,7 +95,7 @@ class LocalLayers(Layers):
     name = "local"
 
     def settings(self, dtype: torch.dtype, device_type: str, *, lora: bool) -> Mapping[str, Any]:
-        return apex.settings(dtype, device_type, lora=lora)
+        return apex_settings(dtype, device_type, lora=lora)
 
     def norm(self, own: Callable[..., Any]) -> Callable[..., Any]:
         return own
@@ -94,6 +108,7 @@ class LocalLayers(Layers):
             normalization="RMSNorm",
         )
         parts = layer.submodules
+        # Megatron's spec would use torch's norm, without the mark for sequence parallelism.
         parts.input_layernorm = parts.pre_mlp_layernorm = own
         if config.qk_layernorm:
             attention = parts.self_attention.submodules
@@ -127,6 +142,7 @@ class TransformerEngineLayers(Layers):
         return self.SETTINGS
 
     def norm(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        # Families with norms of their own use local layers (supported.py).
         assert own is RMSNorm, f"Transformer Engine has no {own}"
         return TENorm
 
@@ -161,6 +177,7 @@ def with_bias(linear: Callable[..., Any]) -> Callable[..., Any]:
     ranks."""
 
     def build(*args: Any, bias: bool, **kwargs: Any) -> Any:
+        # Megatron passes the model-wide `bias: false` here.
         return linear(*args, bias=True, **kwargs)
 
     return build
@@ -180,8 +197,9 @@ class RMSNorm(torch.nn.RMSNorm):
             hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device()
         )
         self.config = config
+        # Megatron sums gradients of marked parameters over tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel
-        self.kernel = apex.norm(config.params_dtype, self.weight.device.type)
+        self.kernel = apex_norm(config.params_dtype, self.weight.device.type)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.normalised(hidden, self.weight)
@@ -215,3 +233,37 @@ class NormedAdd(GemmaNorm):
                 return residual + GemmaNorm.forward(self, output)
 
         return add
+
+
+NORMS = "fused_layer_norm_cuda"
+Norm = Callable[[Tensor, Tensor, tuple[int, ...], float], Tensor]
+"""Function of hidden, weight, shape of the weight and epsilon."""
+
+
+def apex_settings(dtype: torch.dtype, device_type: str, *, lora: bool) -> Mapping[str, Any]:
+    """Changes to Megatron's configuration for local layers."""
+    fused = apex_applies(dtype, device_type) and not lora and _imports(APEX_WEIGHT_GRADIENTS)
+    return {"gradient_accumulation_fusion": True} if fused else {}
+
+
+def apex_norm(dtype: torch.dtype, device_type: str) -> Norm | None:
+    """Apex's RMSNorm for a model in `dtype`; null where torch's is to be taken."""
+    if not apex_applies(dtype, device_type) or not _imports(NORMS):
+        return None
+    kernel: Norm = import_module("apex.normalization.fused_layer_norm").fused_rms_norm_affine
+    return kernel
+
+
+def apex_applies(dtype: torch.dtype, device_type: str) -> bool:
+    """True where the kernels are worth a look: they are CUDA's, and for bfloat16 models here."""
+    return device_type == "cuda" and dtype == torch.bfloat16
+
+
+@cache
+def _imports(extension: str) -> bool:
+    """True where the extension is there and was built for this torch."""
+    try:
+        import_module(extension)
+    except ImportError:
+        return False
+    return True

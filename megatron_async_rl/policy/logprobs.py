@@ -132,13 +132,16 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         tokens, valid, precision = hidden.shape[0], settings.valid, settings.precision
         # Per token, under this rank's own softmax: L_r, H_r, S_r, and the target's log-prob (0
         # elsewhere).
+        # float64: differences of L over ranks are small compared with L.
         local = torch.zeros(4, tokens, dtype=torch.float64, device=hidden.device)
         if valid == 0:
+            # A rank of padding rows alone has no share of the softmax.
             local[0] = float("-inf")
         kept = hidden.new_empty(settings.kept if valid else 0, valid)
         work = _Work(settings, hidden)
         for part in _chunks(0, tokens, settings):
             held = kept[part] if part.start < settings.kept else None
+            # Kept chunks of the same type are computed in place, without work memory.
             logits = work.of(part, precision) if held is None or held.dtype != precision else held
             logits_into(logits, hidden[part], weight[:valid])
             here, row = settings.local_targets(targets[part])
@@ -151,7 +154,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             )
         else:
             gathered = local.new_empty(settings.ranks, *local.shape)
+            # The forward pass's only collective: four numbers per token and rank.
             dist.all_gather(list(gathered), local, group=settings.group)
+            # Summed on every rank in the order of the ranks, so all have the same bits.
             totals, entropies, squares, target_logps = gathered.unbind(1)
             log_total = torch.logsumexp(totals, dim=0)
             away = totals - log_total
@@ -167,13 +172,16 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         if kept.numel():
             some = slice(0, settings.kept)
             if settings.ranks > 1:
+                # From this rank's own softmax to the softmax over the whole vocabulary.
                 kept.mul_((local[0] - log_total)[some, None].exp().to(precision))
             subtract_targets(kept, logp[some], *settings.local_targets(targets[some]))
 
         log_total = log_total.to(precision)
         ctx.save_for_backward(hidden, weight, targets, log_total, entropy, logp, kept)
         ctx.settings = settings
+        # It weighs baselines and is a constant of the loss.
         ctx.mark_non_differentiable(sum_p_squared)
+        # None tells the backward pass that nothing used the entropy, so kept matrices suffice.
         ctx.set_materialize_grads(False)
         return logp, entropy, sum_p_squared
 
@@ -203,8 +211,11 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                 add_weight_gradient(total[: settings.valid], matrix, inputs)
 
         if grad_hidden is not None and settings.ranks > 1:
+            # Each rank has the part of its own rows; hidden states are equal on all ranks.
             dist.all_reduce(grad_hidden, group=settings.group)
         if total is None or settings.weight_gradient is not None:
+            # The gradient is in Megatron's buffer already; a second one would be added to it
+            # again.
             return grad_hidden, None, None, None
         return grad_hidden, total.to(weight.dtype), None, None
 
@@ -234,11 +245,13 @@ def _logit_gradients(
             logits_into(source, hidden[part], weight[: settings.valid])
             for block in row_blocks(source):
                 shift = log_total[part][block, None]
+                # A third product: these tokens found no room in the forward pass.
                 source[block].div_(settings.temperature).sub_(shift).exp_()
             subtract_targets(source, logp[part], here, row)
         matrix = work.of(part, hidden.dtype)
         if grad_entropy is None:
             if matrix.dtype != source.dtype:
+                # Rounded once to the operands' type, as the kept ones were.
                 matrix.copy_(source)
             yield part, matrix, scale[part]
             continue
@@ -249,6 +262,7 @@ def _logit_gradients(
             less = source[block].to(settings.precision)
             p = less.clone()
             set_targets(p, at_target[block], here[block], row[block])
+            # p log p + p H = p (log p + H), with 0 log 0 = 0.
             surprise = torch.xlogy(p, p).addcmul_(p, entropy[part][block, None])
             less = less * scale[part][block]
             matrix[block] = less.addcmul_(surprise, bonus[block])
@@ -256,7 +270,7 @@ def _logit_gradients(
 
 
 class _Work:
-    """Memory for one chunk [n, V/tp] of each type, made when first asked for and used again."""
+    """Memory for one chunk [n, V/tp] of each type, allocated at the first use and reused."""
 
     def __init__(self, settings: _Settings, hidden: Tensor) -> None:
         self._shape = min(settings.chunk, len(hidden)), settings.valid
@@ -290,6 +304,7 @@ def logits_into(out: Tensor, hidden: Tensor, weight: Tensor) -> None:
     elif hidden.is_cuda:
         torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
     else:
+        # Exact: every bfloat16 number is a float32 number.
         wide = hidden.to(out.dtype)
         with _exact_in(hidden.dtype):
             for rows in _weight_blocks(weight):
@@ -322,7 +337,7 @@ def local_softmax(
     local: Tensor,
     kept: Tensor | None,
 ) -> None:
-    """Makes `local` [4, n] and, overwriting the logits [n, V/tp] of temperature 1, their softmax;
+    """Make `local` [4, n] and, overwriting the logits [n, V/tp] of temperature 1, their softmax;
     copies that into `kept`, where it is other memory."""
     below = torch.empty_like(logits[next(row_blocks(logits))])
     for block in row_blocks(logits):
@@ -330,6 +345,7 @@ def local_softmax(
         if temperature != 1.0:
             z.div_(temperature)
         largest, at_target = z.amax(1, keepdim=True), z.gather(1, row[block])[:, 0]
+        # The largest logit is subtracted first, so exp does not overflow.
         less = torch.sub(z, largest, out=below[: len(z)])
         p = torch.exp(less, out=z)
         total = p.sum(1, keepdim=True)

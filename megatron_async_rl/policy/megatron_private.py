@@ -148,6 +148,7 @@ def set_gathered(chunks: Sequence[Any], gathered: bool) -> None:
     replica; else each bucket of them is gathered before the first module that reads it."""
     for chunk in chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            # Megatron gathers a bucket before its first use unless it believes that it did.
             group.param_gather_dispatched = gathered
 
 
@@ -167,13 +168,14 @@ def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def replace_adam(part: Any, adam: Any, fill: Callable[[], None]) -> None:
-    """Puts `adam` where one part of the optimizer has its own, which has not stepped yet. fill:
+    """Put `adam` where one part of the optimizer has its own, which has not stepped yet. fill:
     gives each of `adam`'s parameters its initial state, which Megatron expects to exist."""
+    # Both: Megatron fills missing state before it saves or loads.
     part.optimizer, part.init_state_fn = adam, lambda *_: fill()
 
 
 def fill_adam(part: Any) -> None:
-    """Gives every parameter of one part of the optimizer that has not been stepped yet the state it
+    """Give every parameter of one part of the optimizer that has not been stepped yet the state it
     starts from."""
     part.init_state_fn(part.optimizer, part.config)
 
@@ -186,6 +188,8 @@ def model_slices(part: Any) -> Iterator[tuple[Tensor, Tensor, int, int]]:
         groups += zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True)
         for parameters, shards in groups:
             for parameter, shard in zip(parameters, shards, strict=True):
+                # This rank's range of the flattened parameter; ranges of its replicas are
+                # disjoint.
                 owned = part._get_model_param_range_map(parameter)["param"]
                 yield shard, parameter, owned.start, owned.end
         return
@@ -199,11 +203,12 @@ def model_slices(part: Any) -> Iterator[tuple[Tensor, Tensor, int, int]]:
             }
     for group in part.param_groups:
         for shard in group["params"]:
+            # A float32 parameter is its own master.
             yield shard, masters.get(id(shard), shard), 0, shard.numel()
 
 
 def weights_from_masters(optimizer: MegatronOptimizer) -> None:
-    """Makes the model's weights of the optimizer's float32 ones, as the end of a step does.
+    """Compute the model's weights from the optimizer's float32 ones, as the end of a step does.
     Collective over the world with the distributed optimizer."""
     parts = optimizer_parts(optimizer)
     for part in parts:

@@ -27,9 +27,9 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
-from megatron_async_rl.config.lora import LoraConfig
 from megatron_async_rl.config.objective import ValueConfig
-from megatron_async_rl.config.schema import ModelConfig, PolicyConfig
+from megatron_async_rl.config.policy import LoraConfig, PolicyConfig
+from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.policy.bridge import PolicyBridge
 from megatron_async_rl.policy.families import build_bridge
 from megatron_async_rl.policy.lora import freeze_base, initialise

@@ -33,7 +33,8 @@ buffers, in float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -48,12 +49,13 @@ from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.gradients import dot
 from megatron_async_rl.objectives.advantages.per_response import EPSILON
 from megatron_async_rl.objectives.batch import TokenBatch, weighted_means
-from megatron_async_rl.objectives.targets import StepTargets
+from megatron_async_rl.objectives.objective import Objective, StepTargets
 from megatron_async_rl.policy import megatron_private
+from megatron_async_rl.policy.batching import Batcher, MicroBatch, Minibatch
 from megatron_async_rl.policy.forward import Consume, Schedule
-from megatron_async_rl.policy.microbatch import MicroBatch
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameters import trainable
+from megatron_async_rl.policy.step import RecordedLoss, StepTable
 
 Build = Callable[[tuple[int, ...]], "MicroBatch"]
 """Sample indices -> the micro-batch of them."""
@@ -109,7 +111,7 @@ def exact_baseline(
 
 
 class ExactBaseline:
-    """Raises OpobUnsupported on construction."""
+    """Raise OpobUnsupported on construction."""
 
     def __init__(self, schedule: Schedule, layout: Layout, *, normalize_std: bool) -> None:
         self.schedule = schedule
@@ -133,8 +135,40 @@ class ExactBaseline:
                     " of a step"
                 )
 
+    def forward_backward(
+        self, objective: Objective, targets: StepTargets, minibatch: Minibatch, batcher: Batcher
+    ) -> tuple[StepTable, StepTargets, dict[str, float]]:
+        """Leave the gradient of a step whose advantages are known only after the backward passes in
+        the gradient buffers, reduced. Return the step's table, the targets with those advantages,
+        and metrics. Collective over the world."""
+        samples, owner = targets.samples, self.layout.dp_rank
+        table = StepTable(len(samples), self.layout.device)
+        records = self.layout.records_outputs
+        alone = RecordedLoss(
+            objective,
+            targets,
+            table if records else None,
+            owner=owner,
+            advantage=1.0,
+            with_terms=False,
+        )
+        measured = self.accumulate(targets, partial(batcher.build, samples), alone)
+        table.weigh(measured.advantages)
+        if objective.adds_terms:
+            # What is added to the loss knows no advantage: at advantage 0 it is all there is.
+            terms = StepTable(len(samples), self.layout.device)
+            added = RecordedLoss(
+                objective, targets, terms if records else None, owner=owner, advantage=0.0
+            )
+            self.schedule.accumulate(minibatch.micro_batches, added)
+            table.add_terms(terms)
+        self.schedule.reduce()
+        whole = targets.whole
+        weighed = whole.replace(advantages=whole.per_token(measured.advantages))
+        return table, replace(targets, whole=weighed), measured.metrics(whole)
+
     def accumulate(self, targets: StepTargets, build: Build, consume: Consume) -> Measured:
-        """Leaves sum_i (R_i - b) g_i, not yet reduced, in the gradient buffers. Collective over the
+        """Leave sum_i (R_i - b) g_i, not yet reduced, in the gradient buffers. Collective over the
         world.
 
         consume: a micro-batch's loss at advantage 1, the loss alone.
@@ -142,18 +176,22 @@ class ExactBaseline:
         whole, samples = targets.whole, targets.samples
         centred = whole.group_centred(whole.require("rewards"))
         # In float32, whatever the buffers are in: each sequence is added to them.
+        # total: sum_i (R_i - m) g_i. scores: sum_i g_i of one group, for the shift by (b - m).
         total, scores = (
             [torch.zeros_like(buffer, dtype=torch.float32) for buffer in self._buffers()]
             for _ in range(2)
         )
         rows = torch.zeros(3, len(samples), dtype=torch.float64, device=self.layout.device)
+        # No world collective inside: replicas have different numbers of groups.
         for members in own_groups(samples.owner, samples.group, self.layout.dp_rank):
             rows[:, list(members)] = self._group(
                 members, centred[list(members)], build, consume, total, scores
             ).to(rows.device)
         for buffer, accumulated in zip(self._buffers(), total, strict=True):
+            # Back into Megatron's buffers, from which the one ordinary reduction follows.
             buffer.copy_(accumulated)
         if not (self.layout.records_outputs and self.layout.is_last_stage):
+            # One rank per replica contributes: the sum over the world then holds each row once.
             rows.zero_()
         dist.all_reduce(rows, group=self.layout.world_group)
         norms, shifts, advantages = rows.cpu()
@@ -168,7 +206,7 @@ class ExactBaseline:
         total: Sequence[Tensor],
         scores: Sequence[Tensor],
     ) -> Tensor:
-        """Adds a group's gradient to `total`; `scores` is scratch of the same shapes. rewards:
+        """Add a group's gradient to `total`; `scores` is scratch of the same shapes. rewards:
         centred.
 
         -> [3, members]: |g_i|, b - m, advantages.
@@ -178,16 +216,20 @@ class ExactBaseline:
         for buffer in scores:
             buffer.zero_()
         for place, (index, reward) in enumerate(zip(members, rewards.tolist(), strict=True)):
+            # The buffers hold one sequence's gradient at a time.
             self.schedule.clear()
             self.schedule.accumulate([build((index,))], consume)
             gradients = self._buffers()
             torch._foreach_add_(list(total), gradients, alpha=scale * reward)
             torch._foreach_add_(list(scores), gradients)
+            # After `total` and `scores` have taken the unsummed part: a norm needs the whole
+            # gradient, the accumulators each rank's own part.
             if self.layout.cp_size > 1:
                 for buffer in gradients:
                     dist.all_reduce(buffer, group=self.layout.cp_group)
             megatron_private.sum_over_replica(self.schedule.chunks, self.schedule.model.config)
             squares[place] = self._own_square()
+        # Every rank of a replica computes the same b, so all shift `total` alike.
         for process_group in (self.layout.tp_group, self.layout.pp_group):
             dist.all_reduce(squares, group=process_group)
         lowest, above = weighted_means(

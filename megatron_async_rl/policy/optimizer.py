@@ -7,10 +7,10 @@ Invariants:
   whatever they are summed in;
 - weight decay applies to matrices only, not to norms or biases;
 - at a run's start Adam's float32 weights are the files' tensors: Megatron would take the model's,
-  which were rounded to bfloat16 when they were loaded, and for a weight kept in 8 bits what its
-  memory held before that;
+  which were rounded to bfloat16 when they were loaded, and for an FP8 weight what its memory
+  held before that;
 - the model's weights are the rounding of those, at any time between two steps: so a copy of the
-  float32 ones is a copy of the model, and exact where bytes and scales of 8-bit weights would have
+  float32 ones is a copy of the model, and exact where bytes and scales of FP8 weights would have
   to be made again;
 - the learning rate is a pure function of the step number: what a control multiplies it by lasts one
   step;
@@ -18,13 +18,31 @@ Invariants:
   precision-aware one is a kernel of Transformer Engine, for CUDA alone, which takes gradients and
   float32 weights out of the controls' sight, and its offloaded one steps on the CPU. `BlockAdam`
   leaves both where every other module looks for them, and runs wherever torch does.
+
+Bias correction while a control changes beta1 from step to step: Adam's first moment after n steps
+is a sum of past gradients whose weights add up to
+
+    1 - beta1_1 * beta1_2 * ... * beta1_n
+
+Every Adam implementation divides by 1 - beta1^n instead, with the beta1 of the current step. The
+two agree only while beta1 is constant: after a few steps at beta1 = 0, a step at 0.9 would be up to
+1 / (1 - 0.9^n) times too long. The learning rate of a step is therefore multiplied by
+
+    (1 - beta1_n^n) / (1 - beta1_1 * ... * beta1_n)
+
+and its weight decay is divided by the same factor, since Adam multiplies decay by the learning
+rate. This works for torch's Adam, for fused ones and for `BlockAdam`, without a change to any.
+
+Invariant: the factor is exactly 1 while beta1 has never changed, so that a run without such a
+control takes the same steps to the bit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +55,8 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from torch import Tensor, nn
 
-from megatron_async_rl.config.schema import OptimizerConfig as OptimizerSettings
-from megatron_async_rl.config.schema import PolicyConfig
+from megatron_async_rl.config.policy import OptimizerConfig as OptimizerSettings
+from megatron_async_rl.config.policy import PolicyConfig
 from megatron_async_rl.gradients import blocks
 from megatron_async_rl.policy.adam_view import gradient_of
 from megatron_async_rl.policy.cuts import Cuts
@@ -157,9 +175,9 @@ def build_optimizer(
 def load_masters(
     optimizer: MegatronOptimizer, model: PolicyModel, directory: Path, *, every: bool = False
 ) -> None:
-    """Writes the float32 weights of this rank's shards from the tensors in `directory`, which fit
-    the model; every: also where the loaded parameter has all of the file's precision. Weights kept
-    in 8 bits are then made of them, for which it is collective over the world."""
+    """Write the float32 weights of this rank's shards from the tensors in `directory`, which fit
+    the model; every: also where the loaded parameter has all of the file's precision. FP8 weights
+    are then made of them, for which it is collective over the world."""
     bridge, chunks = model.bridge, model.chunks
     entries = {
         id(chunks[entry.chunk].get_parameter(entry.local_name)): entry
@@ -170,6 +188,7 @@ def load_masters(
         for part in optimizer_parts(optimizer):
             for shard, parameter, start, _ in model_slices(part):
                 entry = entries.get(id(parameter))
+                # A float32 parameter is its own master, and already has the file's precision.
                 if entry is None or (parameter.dtype == torch.float32 and not every):
                     continue
                 coarser = {tensors.dtype(name) for name in entry.hf_names} - {parameter.dtype}
@@ -207,7 +226,7 @@ class BlockAdam(torch.optim.AdamW):
         self.offload = offload
 
     def materialise(self) -> None:
-        """Gives every parameter that has not been stepped yet the state it starts from."""
+        """Give every parameter that has not been stepped yet the state it starts from."""
         for parameter, _ in self._parameters():
             self._state_of(parameter)
 
@@ -264,3 +283,40 @@ class BlockAdam(torch.optim.AdamW):
         for group in self.param_groups:
             for parameter in group["params"]:
                 yield parameter, group
+
+
+@dataclass(frozen=True)
+class Beta1Product:
+    """Product of beta1 over the steps taken: `earlier` times `beta1 ** count`.
+
+    The newest steps of one beta1 are counted instead of multiplied: multiplication would round, and
+    the factor of a constant beta1 would differ from 1.
+    """
+
+    earlier: float = 1.0
+    beta1: float = 0.0
+    count: int = 0
+
+    @property
+    def value(self) -> float:
+        return self.earlier * self.beta1**self.count
+
+    def times(self, beta1: float) -> Beta1Product:
+        """The product after one more step."""
+        if beta1 == self.beta1:
+            return Beta1Product(self.earlier, beta1, self.count + 1)
+        # A new beta1 starts a new count; the product so far becomes one number.
+        return Beta1Product(self.value, beta1, 1)
+
+    def lr_factor(self, steps: int) -> float:
+        """Factor on the learning rate of step `steps` (from 1), the newest in this product."""
+        return float((1.0 - self.beta1**steps) / (1.0 - self.value))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"earlier": self.earlier, "beta1": self.beta1, "count": self.count}
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any] | None, beta1: float, steps: int) -> Beta1Product:
+        """The saved product; `beta1 ** steps` for a checkpoint of an earlier version, which has
+        none."""
+        return cls(beta1=beta1, count=steps) if state is None else cls(**state)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import ParallelConfig
 from megatron_async_rl.watchdog.events import timed_out
 
 LONG_WAIT_TIMEOUT = timedelta(days=7)
@@ -102,6 +102,7 @@ class Layout:
 
     def replicas_of(self, parameter: torch.Tensor) -> Any:
         """The ranks that hold the same elements of a parameter, experts or not."""
+        # Megatron marks experts, which have other replicas than the rest of a stage.
         divided = not getattr(parameter, "allreduce", True)
         return self.expert_replica_group if divided else self.replica_group
 
@@ -137,9 +138,12 @@ class Layout:
                 message = [("result", make(), False)]
             except BaseException as error:  # noqa: BLE001 - raised again below, once the other ranks are notified
                 failure = error
+                # As text: an exception of a library may not survive pickling.
                 message = [("failure", f"{type(error).__name__}: {error}", timed_out(error))]
+        # Always reached, also after a failure: the other ranks wait in this broadcast.
         dist.broadcast_object_list(message, src=0, group=group or self.patient_group)
         if failure is not None:
+            # Only after the broadcast, so that no rank is left waiting.
             raise failure
         kind, value, over = message[0]
         if kind == "failure":
@@ -167,15 +171,16 @@ class Layout:
             dist.barrier(group=group or self.cpu_group)
 
     def shutdown(self) -> None:
-        """Destroys the process groups; afterwards the layout is unusable."""
+        """Destroy the process groups; afterwards the layout is unusable."""
         from megatron.core import parallel_state
 
+        # Megatron's groups first: they are subgroups of the world.
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
 
 def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> Layout:
-    """Joins the ranks that torchrun started (or a world of one without torchrun). Collective.
+    """Join the ranks that torchrun started (or a world of one without torchrun). Collective.
 
     `timeout_s`: deadline of every collective but `from_rank_zero`. Raises ValueError when the ranks
     do not fit `parallel`.
@@ -200,6 +205,7 @@ def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> 
             f"policy.parallel.expert ({parallel.expert}) must divide a stage's ranks: ranks"
             f" ({world_size}) over pipeline ({parallel.pipeline})"
         )
+    # Checks precede the first collective: a wrong world size would hang in it.
     timeout = timedelta(seconds=timeout_s)
     backend = "gloo" if device_type == "cpu" else "nccl"
     if world_size == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
@@ -252,6 +258,7 @@ def initialise(parallel: ParallelConfig, device_type: str, timeout_s: float) -> 
             if backend == "gloo"
             else dist.new_group(backend="gloo", timeout=timeout)
         ),
+        # New groups are collective: every rank makes them in this order.
         patient_group=dist.new_group(backend="gloo", timeout=LONG_WAIT_TIMEOUT),
         writing_group=dist.new_group(backend="gloo", timeout=LONG_WAIT_TIMEOUT),
     )

@@ -15,8 +15,8 @@ Invariants of loading:
 - the check comes first, on all ranks alike, from the files' headers: a model is never left half
   loaded;
 - a rank reads of the files what it keeps, in blocks of rows: no tensor is whole in its memory,
-  neither for the model nor for Adam's float32 weights at a run's start. Of a weight kept in 8 bits
-  its shard is, as scales are made of it.
+  neither for the model nor for Adam's float32 weights at a run's start. The shard of an FP8
+  weight is whole, because its scales are made of it.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ def _owners(bridge: Any, name: str) -> list[tuple[int | None, str]]:
     ranks = bridge.mpu.ep_size
     if found is None or ranks == 1:
         return [(None, name)]
+    # Expert-parallel ranks hold consecutive experts.
     held = bridge.config.num_moe_experts // ranks
     return [(rank, EXPERT.sub(str(rank * held + int(found[0])), name)) for rank in range(ranks)]
 
@@ -141,6 +142,7 @@ def all_entries(
     if bridge.mpu.pp_size == 1:
         return mine
     stages: list[Any] = [None] * bridge.mpu.pp_size
+    # Every stage checks the whole directory, so all ranks raise or none does.
     dist.all_gather_object(stages, mine, group=bridge.mpu.pp_group)
     return [entry for stage in stages for entry in stage]
 
@@ -194,12 +196,14 @@ class HuggingFaceTensors:
     def fill(
         self, target: Tensor, entry: ParameterEntry, cuts: Sequence[Cut], start: int = 0
     ) -> None:
-        """Writes this rank's shard of `entry`, row after row, into `target`, which is flat and has
+        """Write this rank's shard of `entry`, row after row, into `target`, which is flat and has
         the dtype and device that it has; from the shard's element `start` on, as many as there is
         room for. Rows of vocabulary padding are zero."""
         width, end = prod(entry.shard_shape[1:]), start + target.numel()
+        # In blocks of rows: a rank never holds a whole tensor.
         maximum = max(1, BLOCK_ELEMENTS // width)
         if sum(len(cut.source) for cut in cuts) < entry.shard_shape[0]:
+            # Rows of vocabulary padding are in no cut.
             target.zero_()
         for cut in cuts:
             for there, here, count in cut.runs():
@@ -249,7 +253,7 @@ def safetensor_files(directory: Path) -> list[Path]:
 
 
 def load_hf(bridge: Any, chunks: Sequence[torch.nn.Module], directory: Path) -> None:
-    """Loads this rank's stage and shards. Collective over the pipeline group. Raises
+    """Load this rank's stage and shards. Collective over the pipeline group. Raises
     WeightsDoNotFit."""
     entries = all_entries(bridge, chunks)
     with ExitStack() as stack:
@@ -259,6 +263,7 @@ def load_hf(bridge: Any, chunks: Sequence[torch.nn.Module], directory: Path) -> 
             for entry in entries
             for name, shape in zip(entry.hf_names, entry.hf_shapes, strict=True)
         }
+        # From headers alone, before any weight is written, and alike on all ranks.
         problems = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.names)]
         problems += [
             f"{name} is in the files but not in the model"
@@ -284,6 +289,8 @@ def load_hf(bridge: Any, chunks: Sequence[torch.nn.Module], directory: Path) -> 
                     tensors.fill(parameter.view(-1), entry, cuts.of(entry))
                     continue
                 # Its scales are of the whole shard.
+                # In the parameter's own type where the file has it: a detour through float32
+                # costs memory.
                 same = {tensors.dtype(name) for name in entry.hf_names} == {parameter.dtype}
                 shard = torch.empty(
                     entry.shard_shape, dtype=parameter.dtype if same else torch.float32

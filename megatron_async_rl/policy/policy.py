@@ -15,35 +15,38 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_async_rl.config.controls import ControlConfig as ControlConfig
+from megatron_async_rl.config.controls import ControlConfig
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.schema import ModelConfig, PolicyConfig
+from megatron_async_rl.config.policy import PolicyConfig
+from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.controls.decision import Control
 from megatron_async_rl.controls.registry import build_controls
-from megatron_async_rl.gradients import Gradients
-from megatron_async_rl.objectives.objective import Objective
-from megatron_async_rl.objectives.targets import BatchTargets, StepTargets, valid_samples
+from megatron_async_rl.objectives.batch import TokenBatch
+from megatron_async_rl.objectives.objective import Objective, valid_samples
 from megatron_async_rl.policy import checkpoint
-from megatron_async_rl.policy.adam_view import optimizer_parameters
-from megatron_async_rl.policy.anomaly import AnomalyReport, NotFinite, Spike
+from megatron_async_rl.policy.adam_view import (
+    MOMENT_NAMES,
+    adam_shards,
+    optimizer_parameters,
+    optimizer_state,
+)
+from megatron_async_rl.policy.anomaly import AnomalyReport, refuse_nonfinite_steps, require_finite
+from megatron_async_rl.policy.attention import ContextParallelSlice
 from megatron_async_rl.policy.background import Background
-from megatron_async_rl.policy.batches import Minibatch, divide, over_steps, receive
-from megatron_async_rl.policy.context_parallel import ContextParallelSlice
+from megatron_async_rl.policy.batching import Batcher, Minibatch, divide, over_steps, receive
 from megatron_async_rl.policy.device_memory import DeviceMemory
-from megatron_async_rl.policy.finite import refuse_nonfinite_steps, require_finite
 from megatron_async_rl.policy.forward import Schedule
-from megatron_async_rl.policy.microbatch import Batcher, MicroBatch
 from megatron_async_rl.policy.model import DTYPES, PolicyModel, build_model
 from megatron_async_rl.policy.opob import ExactBaseline, exact_baseline
 from megatron_async_rl.policy.optimizer import (
@@ -51,23 +54,23 @@ from megatron_async_rl.policy.optimizer import (
     load_masters,
     wrap_for_gradients,
 )
+from megatron_async_rl.policy.packing import sequence_layout
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.parameter_state import MOMENT_NAMES, adam_shards, optimizer_state
-from megatron_async_rl.policy.past_versions import MasterSnapshot, Snapshots, weight_displacement
-from megatron_async_rl.policy.reference_policies import (
+from megatron_async_rl.policy.past_weights import MasterSnapshot, Snapshots, weight_displacement
+from megatron_async_rl.policy.references import (
     REFERENCE_DIGEST,
-    Precompute,
-    PrecomputeTable,
     ReferencePolicies,
-    passes,
+    current_columns,
+    precompute,
 )
 from megatron_async_rl.policy.routing_replay import RoutingReplay
-from megatron_async_rl.policy.sequence_layout import sequence_layout
 from megatron_async_rl.policy.step import (
     OptimizerStep,
     RecordedLoss,
     StepFacts,
     StepTable,
+    sample_log_weights,
+    sample_losses,
     step_metrics,
 )
 from megatron_async_rl.samples.rank_batch import RankBatch
@@ -93,8 +96,6 @@ class Policy:
     anomalies: AnomalyReport
     batcher: Batcher
     memory: DeviceMemory
-    _nonfinite_ids: list[str] = field(default_factory=list, init=False)
-    """Samples that the newest steps in a row that were not finite are traced to."""
 
     @classmethod
     def build(
@@ -110,7 +111,7 @@ class Policy:
         seed: int = 0,
         anomalies: Path | None = None,
     ) -> Policy:
-        """Loads the model of `model_config.path` on this layout. `temperature`: the one the
+        """Load the model of `model_config.path` on this layout. `temperature`: the one the
         responses are sampled at.
 
         `total_steps`: optimizer steps of the whole run, for the learning-rate schedule. `seed`
@@ -119,8 +120,11 @@ class Policy:
         `anomalies`: the file that anomalous gradients are traced to.
         """
         model = build_model(model_config, policy_config, layout, objective_config.value, seed=seed)
+        # Order: DDP allocates the buffers that the optimizer's shards are views of; masters are
+        # then read from the files.
         wrapped = wrap_for_gradients(model.chunks, policy_config)
         optimizer = build_optimizer(wrapped, policy_config, DTYPES[model_config.dtype])
+        # Before any copy: references and snapshots copy the masters of FP8 models.
         load_masters(optimizer, model, model_config.path)
         controls = build_controls(controls_config)
         schedule = Schedule(
@@ -146,6 +150,7 @@ class Policy:
         objective = Objective(objective_config)
         past_masters = (
             Snapshots(lambda: MasterSnapshot(optimizer), objective_config.snapshots)
+            # Float32 copies of all weights: made only for a control that reads them.
             if any(config.needs_past_weights for config in controls_config)
             else None
         )
@@ -182,7 +187,7 @@ class Policy:
         )
 
     def receive(self, take: Callable[[], TrainBatch | None]) -> RankBatch | None:
-        """Hands each rank its part of what rank 0 takes: see `batches.receive`."""
+        """Give each rank its part of what rank 0 takes: see `batching.receive`."""
         return receive(
             take,
             self.layout,
@@ -191,38 +196,49 @@ class Policy:
         )
 
     def train_step(self, batch: RankBatch) -> dict[str, float]:
-        """The optimizer steps on `batch`, which end in the next version of the weights. Keys are
-        those of metrics/catalogue.py.
+        """Make the optimizer steps on `batch`, which end in the next version of the weights. Keys
+        are those of metrics/catalogue.py.
 
         A minibatch without a single trainable token makes no step. Raises SampleTooLong,
-        SnapshotMissing, and Released while the policy makes room for engines.
+        SnapshotMissing, and StateReleased while the policy makes room for engines.
         """
         self.memory.require()
         samples, settings = valid_samples(batch), self.objective.config
-        if self.schedule.routing is not None:
-            self.schedule.routing.check(samples.routed_experts)
+        routing = self.schedule.routing
+        if routing is not None:
+            routing.check(samples.routed_experts)
+        # Before the first step: these weights are those of `batch.version`.
         self.references.begin(batch.version)
         if not samples.loss_mask.any():
             return over_steps([self.step.skip() for _ in range(settings.steps_per_batch)])
+
         started, updates = time.perf_counter(), self.step.updates
+        # Cut once for all epochs: every pass runs the same micro-batches.
         minibatches = [
-            Minibatch(rows, *self.batcher.of(samples.select(rows)))
+            self.batcher.of(samples, rows)
             for rows in divide(samples.group, batch.version, settings.minibatches)
         ]
-        targets = self.objective.prepare(samples, self._precompute(samples, minibatches))
+        columns = precompute(
+            sorted(self.objective.needs),
+            samples,
+            minibatches,
+            self.references,
+            self.schedule,
+            self.batcher,
+            record=self.config.routing_replay == "proximal",
+        )
+        whole = self.objective.prepare(samples, columns)
         precomputed = time.perf_counter()
+
         steps = []
         for minibatch in minibatches * settings.epochs:
-            steps.append(
-                self._optimizer_step(
-                    minibatch,
-                    targets.select(minibatch.rows),
-                    lag_max=_largest_lag(samples),
-                    moved=self.step.updates > updates,
-                )
-            )
+            # Advantages rest on the whole batch; decisions and denominators on the minibatch.
+            prepared = whole.select(torch.from_numpy(minibatch.rows))
+            moved = self.step.updates > updates
+            steps.append(self._optimizer_step(minibatch, prepared, samples.lag_max, moved=moved))
             if self.step.nonfinite_in_a_row >= self.config.max_nonfinite_steps:
                 break
+
         # Before they are published: an engine that samples from them fails in other ways.
         if self.step.updates > updates:
             masters = optimizer_parameters(self.optimizer)
@@ -230,12 +246,84 @@ class Policy:
         # Whatever reads weights between two batches (engines, checkpoints, copies) finds them
         # whole.
         self.schedule.gather_weights()
-        metrics = {**over_steps(steps), **targets.metrics}
+        metrics = {**over_steps(steps), **self.objective.metrics(whole, columns)}
         metrics["time/precompute_s"] += precomputed - started
-        if self.schedule.routing is not None:
-            self.schedule.routing.forget()
-            metrics |= self._rerouted(self.schedule.routing)
-        return metrics
+        return metrics if routing is None else metrics | routing.end_batch()
+
+    def _optimizer_step(
+        self, minibatch: Minibatch, prepared: TokenBatch, lag_max: int, *, moved: bool
+    ) -> dict[str, float]:
+        """moved: the weights differ from those that the batch began with."""
+        samples, mine = minibatch.samples, minibatch.micro_batches
+        if not samples.loss_mask.any():
+            return {"time/precompute_s": 0.0, **self.step.skip()}
+        started = time.perf_counter()
+        past = self.references.past_masters
+        displaced = (
+            None
+            if past is None
+            else weight_displacement(samples, past, self.optimizer, moved=moved)
+        )
+        again = sorted(self.objective.needs_again) if moved else ()
+        current = current_columns(again, minibatch, self.schedule)
+        targets = self.objective.decide(samples, prepared, current)
+        precomputed = time.perf_counter()
+
+        # Without the distributed optimizer a parameter's grad is its gradient buffer: left in
+        # place, the next backward would add to the buffer twice.
+        self.optimizer.zero_grad()
+        owner, chosen = self.layout.dp_rank, dict[str, float]()
+        if self.baseline is None:
+            table = StepTable(len(samples), self.layout.device)
+            recorded = table if self.layout.records_outputs else None
+            loss = RecordedLoss(self.objective, targets, recorded, owner=owner)
+            self.schedule.forward_backward(mine, loss)
+        else:
+            table, targets, chosen = self.baseline.forward_backward(
+                self.objective, targets, minibatch, self.batcher
+            )
+        # The step's only copy to the host before the optimizer.
+        measurements = table.complete(self.layout.world_group)
+        reduced = time.perf_counter()
+
+        measured = step_metrics(measurements, samples)
+        if moved:
+            # Engine and trainer hold different weights by now: this would not be rounding.
+            measured.pop("ratio/logp_diff_lag0_max", None)
+        facts = StepFacts(
+            loss=measured["policy/loss"],
+            log_weights=sample_log_weights(measurements, samples),
+            lag_max=lag_max,
+            moved=moved,
+            kl=measured.get("ratio/kl_k2", 0.0),
+        )
+        trace = partial(
+            self.anomalies.write,
+            step=samples.version + 1,
+            samples=samples,
+            rows=[micro_batch.samples for micro_batch in mine],
+            build=partial(self.batcher.build, samples),
+            consume=RecordedLoss(self.objective, targets, None, owner=owner),
+            losses=sample_losses(measurements),
+        )
+        taken = self.step.take(facts, displaced, trace)
+        if not taken["policy/skipped"]:
+            self.schedule.weights_moved()
+            if self.references.follows:
+                # What follows reads whole weights, which `overlap_param_gather` leaves in parts.
+                self.schedule.gather_weights()
+            self.references.stepped(self.step.updates)
+        return {
+            **measured,
+            **targets.metrics,
+            **chosen,
+            **taken,
+            "policy/micro_batches": float(len(mine)),
+            "policy/padding_share": minibatch.padding_share,
+            "time/precompute_s": precomputed - started,
+            "time/forward_backward_s": reduced - precomputed,
+            "time/optimizer_s": time.perf_counter() - reduced,
+        }
 
     @property
     def untried(self) -> bool:
@@ -246,91 +334,7 @@ class Policy:
     def require_finite_steps(self, *, ended: bool = False) -> None:
         """Raise NonFiniteError after `max_nonfinite_steps` optimizer steps in a row that were not
         finite; ended: also where the run has not made a single other step."""
-        refuse_nonfinite_steps(
-            self.step, self.config.max_nonfinite_steps, self._nonfinite_ids, ended=ended
-        )
-
-    def _rerouted(self, routing: RoutingReplay) -> dict[str, float]:
-        """`policy/rerouted`: share of the choices replayed since the last call that routers would
-        not have made; absent where none was replayed. Collective."""
-        counts = routing.take_counts()
-        dist.all_reduce(counts, group=self.layout.world_group)
-        other, replayed = counts.tolist()
-        return {"policy/rerouted": float(other / replayed)} if replayed else {}
-
-    def _optimizer_step(
-        self, minibatch: Minibatch, batch: BatchTargets, *, lag_max: int, moved: bool
-    ) -> dict[str, float]:
-        """moved: the weights are no longer those that the batch began with."""
-        samples, plan, mine = batch.samples, minibatch.plan, minibatch.own
-        if not samples.loss_mask.any():
-            return {"time/precompute_s": 0.0, **self.step.skip()}
-        started = time.perf_counter()
-        past = self.references.past_masters
-        displaced = (
-            weight_displacement(samples, past, self.optimizer, moved=moved)
-            if past is not None
-            else None
-        )
-        targets = self.objective.decide(batch, self._again(samples, mine) if moved else None)
-        precomputed = time.perf_counter()
-        table = StepTable(len(samples), self.layout.device)
-        # Without the distributed optimizer a parameter's grad is its gradient buffer: left in
-        # place, the next backward would add to the buffer twice.
-        self.optimizer.zero_grad()
-        if self.baseline is None:
-            self.schedule.forward_backward(mine, self._loss(targets, table))
-            chosen: dict[str, float] = {}
-        else:
-            chosen, targets = self._with_measured_baseline(self.baseline, targets, mine, table)
-        dist.all_reduce(table.values, group=self.layout.world_group)
-        reduced = time.perf_counter()
-        measured = step_metrics(table.values.cpu().numpy(), samples)
-        if moved:
-            # Engine and trainer no longer have the same weights: this would not be rounding.
-            measured.pop("ratio/logp_diff_lag0_max", None)
-        facts = StepFacts(
-            loss=measured["policy/loss"],
-            log_weights=table.log_weights(samples),
-            lag_max=lag_max,
-            moved=moved,
-            kl=measured.get("ratio/kl_k2", 0.0),
-        )
-
-        def report(found: Spike | NotFinite, gradients: Gradients) -> None:
-            scratch = StepTable(len(samples), self.layout.device)
-            ids = self.anomalies.write(
-                found,
-                gradients,
-                step=samples.version + 1,
-                samples=samples,
-                rows=plan.ranks[self.layout.dp_rank],
-                build=lambda rows: self.batcher.build(samples, rows),
-                consume=self._loss(targets, scratch),
-                losses=table.losses,
-            )
-            if isinstance(found, NotFinite):
-                self._nonfinite_ids += ids
-
-        taken = self.step.take(facts, displaced, report)
-        if not self.step.nonfinite_in_a_row:
-            self._nonfinite_ids.clear()
-        if not taken["policy/skipped"]:
-            self.schedule.weights_moved()
-            if self.references.follows:
-                self.schedule.gather_weights()
-            self.references.stepped(self.step.updates)
-        return {
-            **measured,
-            **targets.metrics,
-            **chosen,
-            **taken,
-            "policy/micro_batches": float(plan.micro_batches),
-            "policy/padding_share": plan.padding_share,
-            "time/precompute_s": precomputed - started,
-            "time/forward_backward_s": reduced - precomputed,
-            "time/optimizer_s": time.perf_counter() - reduced,
-        }
+        refuse_nonfinite_steps(self.step, self.config.max_nonfinite_steps, ended=ended)
 
     def score(self, samples: RankBatch) -> list[NDArray[np.float32]]:
         """Log-probs (nats, after temperature) of each sample's response tokens under the current
@@ -339,14 +343,13 @@ class Policy:
             return []
         if self.schedule.routing is not None:
             self.schedule.routing.check(samples.routed_experts)
-        table = PrecomputeTable(samples, ["logp"], self.layout)
-        table.run(self.schedule, self.batcher.of(samples)[1], [Precompute("logp", "logp")])
-        return np.split(table.finish()["logp"].numpy(), samples.starts[1:-1])
+        columns = current_columns(["logp"], self.batcher.of(samples), self.schedule)
+        return np.split(columns["logp"].numpy(), samples.starts[1:-1])
 
     def mean_loss(self, take: Callable[[], TrainBatch | None]) -> tuple[float, int]:
-        """The loss `sft` of the samples in all batches that `take` gives on rank 0, up to its None,
-        under the current weights: the sum of -log p over the tokens that are trained on, each by
-        its sample's weight, over their number, and that number. Nothing is trained. Collective."""
+        """Return the loss `sft` of the samples in all batches that `take` gives on rank 0, up to
+        its None, under the current weights, and the number of trained tokens that it is the mean
+        of. A token's -log p has its sample's weight. Nothing is trained. Collective."""
         total, tokens = 0.0, 0
         while (samples := receive(take, self.layout)) is not None:
             trained = samples.loss_mask.astype(bool)
@@ -354,85 +357,6 @@ class Policy:
             total -= float((samples.weights[samples.rows] * logp)[trained].sum())
             tokens += int(trained.sum())
         return total / max(tokens, 1), tokens
-
-    def _precompute(
-        self, samples: RankBatch, minibatches: Sequence[Minibatch]
-    ) -> dict[str, Tensor]:
-        """The columns the objective needs, over the tokens of `samples`. Collective. Raises
-        SnapshotMissing.
-
-        A pass over all samples runs the micro-batches that training runs, so that at a batch's
-        first step pi and a recomputed pi_prox are the same numbers."""
-        table = PrecomputeTable(samples, sorted(self.objective.needs), self.layout)
-        planned = passes(
-            table.columns,
-            samples,
-            self.references,
-            record=self.config.routing_replay == "proximal",
-        )
-        with self.references.trained_restored(
-            after=any(each.weights is not None for each in planned)
-        ):
-            for each in planned:
-                if each.weights is not None:
-                    each.weights.place()
-                if each.rows is not None:
-                    own = self.batcher.of(samples.select(each.rows))[1]
-                    table.run(self.schedule, own, each.fills, each.rows, each.routing)
-                    continue
-                for minibatch in minibatches:
-                    table.run(
-                        self.schedule, minibatch.own, each.fills, minibatch.rows, each.routing
-                    )
-        return table.finish()
-
-    def _again(self, samples: RankBatch, mine: Sequence[MicroBatch]) -> dict[str, Tensor]:
-        """The columns that an optimizer step needs under its own weights. Collective."""
-        table = PrecomputeTable(samples, sorted(self.objective.needs_again), self.layout)
-        if table.columns:
-            table.run(self.schedule, mine, [Precompute(name, name) for name in table.columns])
-        return table.finish()
-
-    def _loss(
-        self,
-        targets: StepTargets,
-        table: StepTable,
-        *,
-        advantage: float | None = None,
-        with_terms: bool = True,
-    ) -> RecordedLoss:
-        return RecordedLoss(
-            self.objective,
-            targets,
-            table if self.layout.records_outputs else None,
-            owner=self.layout.dp_rank,
-            advantage=advantage,
-            with_terms=with_terms,
-        )
-
-    def _with_measured_baseline(
-        self,
-        baseline: ExactBaseline,
-        targets: StepTargets,
-        mine: Sequence[MicroBatch],
-        table: StepTable,
-    ) -> tuple[dict[str, float], StepTargets]:
-        """Gradients and table of a step whose advantages are known only after the backward passes;
-        returns metrics, and the targets with those advantages. Collective."""
-        alone = self._loss(targets, table, advantage=1.0, with_terms=False)
-        measured = baseline.accumulate(
-            targets, lambda rows: self.batcher.build(targets.samples, rows), alone
-        )
-        table.weigh(measured.advantages)
-        if self.objective.adds_terms:
-            # What is added to the loss knows no advantage: at advantage 0 it is all there is.
-            terms = StepTable(len(targets.samples), self.layout.device)
-            self.schedule.accumulate(mine, self._loss(targets, terms, advantage=0.0))
-            table.add_terms(terms)
-        self.schedule.reduce()
-        whole = targets.whole
-        weighed = whole.replace(advantages=whole.per_token(measured.advantages))
-        return measured.metrics(whole), replace(targets, whole=weighed)
 
     def save(
         self,
@@ -445,7 +369,7 @@ class Policy:
         files: Mapping[str, bytes] | None = None,
         background: Background | None = None,
     ) -> Path:
-        """Saves weights, optimizer, schedule, controls and the run's own `state` and `files` (rank
+        """Save weights, optimizer, schedule, controls and the run's own `state` and `files` (rank
         0's) as a checkpoint of `version`.
 
         Keeps the newest `keep` checkpoints of `directory`, null all, and that of the version
@@ -453,7 +377,9 @@ class Policy:
         `background` and what else is raised: see `checkpoint.save`. Raises NonFiniteError, and
         writes nothing, where weights or moments are not finite.
         """
+        # Views: nothing is copied before the check.
         state_of_adam = {name: adam_shards(self.optimizer, name) for name in MOMENT_NAMES}
+        # Before anything is written: a checkpoint of NaN could not be resumed.
         held = {"weights": optimizer_parameters(self.optimizer), **state_of_adam}
         require_finite(held, self.step.steps, self.layout)
         return checkpoint.save(
@@ -483,7 +409,7 @@ class Policy:
         )
 
     def load(self, directory: Path) -> dict[str, Any] | None:
-        """Restores the newest checkpoint and returns the run's own state; None if there is none.
+        """Restore the newest checkpoint and return the run's own state; None if there is none.
 
         On another parallel layout than it was saved on, too. A control that it does not have starts
         afresh, with a warning.
@@ -494,12 +420,14 @@ class Policy:
         if loaded is None:
             return None
         self.step.load_state_dict(loaded.state["step"])
+        # After the model: a missing average starts from the loaded weights.
         self.references.load(loaded, warn=self.layout.rank == 0)
         numbers = loaded.state.get("controls", {})
         for name, control in self.controls.items():
             if name in numbers:
                 control.load_state_dict(numbers[name])
                 kinds = {
+                    # Filled by `read` below, in the layout of this run's shards.
                     held.removeprefix(_of_control(name, "")): _zeros_like(self.optimizer)
                     for held in sorted(loaded.names)
                     if held.startswith(_of_control(name, ""))
@@ -529,9 +457,3 @@ def _zeros_like(optimizer: MegatronOptimizer) -> list[Tensor]:
 def _of_control(name: str, kind: str) -> str:
     """The name in a checkpoint of this shard state of a control."""
     return f"control.{name}.{kind}"
-
-
-def _largest_lag(samples: RankBatch) -> int:
-    """Largest lag of a token that is trained on; what an environment wrote was not sampled."""
-    lags = samples.version - samples.versions[samples.loss_mask > 0]
-    return int(lags.max(initial=0))

@@ -26,12 +26,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.policy.microbatch import MicroBatch
+from megatron_async_rl.policy.batching import MicroBatch
 from megatron_async_rl.policy.parallel import Layout
 
 RoutingPass = Literal["replay", "record", "choose"]
@@ -66,6 +67,8 @@ class RoutingReplay:
         self.recorded: dict[MicroBatch, dict[int, Tensor]] = {}
         """Recorded choices by layer, [T, experts per token]."""
         self._counts = torch.zeros(2, dtype=torch.float64, device=layout.device)
+        """Tokens x layers of this rank in training passes since the batch began: those whose router
+        would have chosen other experts than were replayed, and all."""
         routers = [
             module
             for chunk in chunks
@@ -74,6 +77,7 @@ class RoutingReplay:
         ]
         self._layers = [LayerReplay(self, int(router.layer_number) - 1) for router in routers]
         for router, layer in zip(routers, self._layers, strict=True):
+            # Megatron's router calls this object instead of its own replay.
             router.router_replay = layer
 
     @property
@@ -85,12 +89,14 @@ class RoutingReplay:
         """A run of Megatron's schedule follows; trains: with backward passes."""
         self.trains = trains
         for layer in self._layers:
+            # A run that raised leaves choices behind, which the next must not replay.
             layer.pending.clear()
 
     def enter(self, micro_batch: MicroBatch, what: RoutingPass) -> None:
         """The micro-batch's forward pass through one chunk follows."""
         self.now = self.recording = None
         if what == "record":
+            # The same micro-batch objects are trained on later, so identity is the key.
             self.recording = self.recorded.setdefault(micro_batch, {})
         elif what == "replay":
             self.now = self._routing(micro_batch)
@@ -99,12 +105,14 @@ class RoutingReplay:
         """The run is over. Raises RuntimeError for a layer that was not computed again as often as
         it should have been, and so replayed another micro-batch's choice."""
         self.now = self.recording = None
+        # Recomputation takes choices in the order of the forward passes: a leftover means that a
+        # layer replayed another micro-batch's.
         left = [layer.layer for layer in self._layers if layer.pending]
         if left:
             raise RuntimeError(f"routing replay: layers {left} were not all computed again")
 
     def check(self, rows: NDArray[np.uint8] | None) -> None:
-        """Raises ValueError where the engines' choices for a batch (RankBatch.routed_experts) are
+        """Raise ValueError where the engines' choices for a batch (RankBatch.routed_experts) are
         not of this model."""
         if rows is None:
             return
@@ -122,21 +130,21 @@ class RoutingReplay:
                 f" {self.config.num_moe_experts}"
             )
 
-    def forget(self) -> None:
-        """Drops what was recorded."""
+    def end_batch(self) -> dict[str, float]:
+        """Drop what was recorded. Return `policy/rerouted`, the share of the choices replayed since
+        the last call that routers would not have made; absent where none was replayed. Collective
+        over the world."""
         self.recorded.clear()
+        counts = self._counts.clone()
+        self._counts.zero_()
+        dist.all_reduce(counts, group=self.layout.world_group)
+        other, replayed = counts.tolist()
+        return {"policy/rerouted": float(other / replayed)} if replayed else {}
 
     def count(self, own: Tensor, chosen: Tensor, known: Tensor) -> None:
+        # As sets: the order of a token's experts has no effect.
         other = (own.sort(dim=1).values != chosen.sort(dim=1).values).any(dim=1) & known
         self._counts += torch.stack((other.sum(), known.sum()))
-
-    def take_counts(self) -> Tensor:
-        """[2] float64 since it was last asked, of this rank's tokens and layers in forward passes
-        with a backward one: how often a router would have chosen other experts than were replayed,
-        and of how many."""
-        found = self._counts.clone()
-        self._counts.zero_()
-        return found
 
     def _routing(self, micro_batch: MicroBatch) -> Routing | None:
         recorded = self.recorded.get(micro_batch)
@@ -181,12 +189,15 @@ class LayerReplay:
         """scores: [T, experts]. -> scores at the chosen experts, and the experts, [T, topk]
         each."""
         assert default_compute_topk is not None
+        # Always computed: tokens without a recorded choice use the router's own.
         values, own = default_compute_topk(scores, topk, num_groups, group_topk)
         replay = self.replay
         if replay.recording is not None:
             replay.recording[self.layer] = own.to(replay.dtype)
             return values, own
 
+        # Under full recomputation the forward pass runs without gradients, the recomputation
+        # with.
         again = replay.trains and replay.recomputes and torch.is_grad_enabled()
         if again:
             routing = self.pending.pop(0)
@@ -198,6 +209,8 @@ class LayerReplay:
             return values, own
         known = routing.known[:, None]
         chosen = torch.where(known, routing.experts[self.layer].to(own.dtype), own)
+        # Counted once per token: recomputation repeats the forward pass.
         if replay.trains and not again:
             replay.count(own, chosen, routing.known)
+        # Scores are the router's own, at the replayed experts, so gradients reach the router.
         return scores.gather(1, chosen), chosen

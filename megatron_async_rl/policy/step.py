@@ -18,35 +18,38 @@ added in the same order, on every layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_async_rl.config.schema import OptimizerConfig
-from megatron_async_rl.controls.decision import Control, Decision, StepView, UpdateView
+from megatron_async_rl.config.policy import OptimizerConfig
+from megatron_async_rl.controls.decision import (
+    Control,
+    Decision,
+    StepView,
+    UpdateView,
+    combined,
+)
 from megatron_async_rl.controls.ess_lr import effective_sample_size
-from megatron_async_rl.gradients import Gradients, scale, squared_norm, squared_norm_of
+from megatron_async_rl.gradients import Gradients, clip_to, scale, squared_norm, squared_norm_of
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
-from megatron_async_rl.objectives.objective import BatchLoss, Objective
-from megatron_async_rl.objectives.targets import StepTargets
+from megatron_async_rl.objectives.objective import BatchLoss, Objective, StepTargets
 from megatron_async_rl.objectives.terms import kl_estimate
 from megatron_async_rl.policy.adam_view import AdamView, TakenStep, gradients_of
 from megatron_async_rl.policy.anomaly import NormHistory, NotFinite, Spike
-from megatron_async_rl.policy.bias_correction import Beta1Product
+from megatron_async_rl.policy.batching import MicroBatch
 from megatron_async_rl.policy.forward import TokenOutputs
-from megatron_async_rl.policy.microbatch import MicroBatch
-from megatron_async_rl.policy.optimizer import learning_rate
+from megatron_async_rl.policy.optimizer import Beta1Product, learning_rate
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.past_versions import WeightDisplacement
+from megatron_async_rl.policy.past_weights import WeightDisplacement
 from megatron_async_rl.samples.rank_batch import RankBatch
-
-CLIP_EPSILON = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,7 +77,7 @@ class OptimizerStep:
         layout: Layout,
         total_steps: int,
         *,
-        on_anomaly: Literal["report", "skip"] = "report",
+        on_anomaly: Literal["report", "skip"],
     ) -> None:
         self.optimizer = optimizer
         self.settings = settings
@@ -86,6 +89,8 @@ class OptimizerStep:
         self.updates = 0
         self.nonfinite = 0
         self.nonfinite_in_a_row = 0
+        self.nonfinite_ids: list[str] = []
+        """Samples that the newest steps in a row that were not finite are traced to."""
         self.last: TakenStep | None = None
         self.beta1_product = Beta1Product()
         self._weight_decay = [group.get("weight_decay", 0.0) for group in optimizer.param_groups]
@@ -95,18 +100,19 @@ class OptimizerStep:
         self,
         facts: StepFacts,
         displacement: WeightDisplacement | None = None,
-        report: Callable[[Spike | NotFinite, Gradients], None] | None = None,
+        report: Callable[[Spike | NotFinite, Gradients], Sequence[str]] | None = None,
     ) -> dict[str, float]:
         """Collective; returns metrics, the same on every rank. `policy/grad_norm` is after the
         controls, before clipping.
 
         The loss is checked because clamps turn a nan loss into a gradient of 0, which would pass
         for a harmless one. report: called on every rank with an anomalous gradient, before it is
-        applied, and with a non-finite one; it may use the gradient buffers, and leaves them as it
-        found them.
+        applied, and with a non-finite one; it may use the gradient buffers, leaves them as it found
+        them, and returns the ids of the samples that the gradient is traced to.
         """
         lr = learning_rate(self.settings, self.steps, self.total_steps)
         self.steps += 1
+        # The schedule's clock counts this step even if it is skipped below.
         overflow = self.optimizer.prepare_grads()
         gradients = gradients_of(self.optimizer, self.layout)
         usable = math.isfinite(facts.loss) and not overflow
@@ -116,18 +122,24 @@ class OptimizerStep:
         if norm is None:
             norm = math.sqrt(squared_norm(gradients))
         found = norm if decision.norm_before is None else decision.norm_before
+        # A control may have measured, or made, a norm that is not finite.
         usable = usable and math.isfinite(norm) and math.isfinite(found)
         skip = decision.skip or not usable
         self.nonfinite += not usable
         self.nonfinite_in_a_row = 0 if usable else self.nonfinite_in_a_row + 1
+        if usable:
+            self.nonfinite_ids.clear()
 
         spike = self.norms.spike(found) if usable else None
         strange = spike if usable else NotFinite(facts.loss, found)
         if strange is not None and report is not None:
-            report(strange, gradients)
+            ids = report(strange, gradients)
+            self.nonfinite_ids += () if usable else ids
+            # The shards that `report` found may be others by now.
             gradients = gradients_of(self.optimizer, self.layout)
         skip = skip or (spike is not None and self.on_anomaly == "skip")
         if usable:
+            # After the check, so that a gradient is compared with those before it.
             self.norms.add(found)
 
         metrics = dict(decision.metrics)
@@ -136,6 +148,7 @@ class OptimizerStep:
         if not skip:
             clip_to(gradients, norm, self.settings.clip_grad)
             scale(gradients, decision.gradient_scale)
+            # Only for a step that is taken: Adam's moment does not change otherwise.
             self.beta1_product = self.beta1_product.times(beta1)
             correction = self.beta1_product.lr_factor(self.updates + 1)
             step_lr = lr * decision.lr_scale * correction
@@ -144,12 +157,14 @@ class OptimizerStep:
                 # Adam multiplies decay by the learning rate, and the correction is not for it.
                 group["weight_decay"] = decay / correction
                 group["betas"] = (beta1, self.settings.betas[1])
+            # After clipping: corrections see the update that Adam will make.
             lengthened = self._correct(gradients, facts.kl, displacement, metrics)
             self.optimizer.step_with_ready_grads()
             for group, decay in zip(self.optimizer.param_groups, self._weight_decay, strict=True):
                 # The correction is of this step alone, and `last` remembers it.
                 group["lr"], group["weight_decay"] = lr * decision.lr_scale, decay
             self.updates += 1
+            # `last_update` recomputes Adam's update from these, so none is stored.
             self.last = TakenStep(step_lr, beta1)
 
         return (
@@ -201,8 +216,8 @@ class OptimizerStep:
         displacement: WeightDisplacement | None,
         metrics: dict[str, float],
     ) -> float:
-        """Lets the controls correct the update that the optimizer is set for, and adds their
-        metrics; returns the corrected update's length over Adam's own."""
+        """Let the controls correct the update that the optimizer is set for, and add their
+        metrics; return the corrected update's length over Adam's own."""
         lengthened = 1.0
         for control in self.controls.values():
             correction = control.before_update(
@@ -226,7 +241,7 @@ class OptimizerStep:
         self, gradients: Gradients | None, lengthened: float = 1.0
     ) -> dict[str, float]:
         """Length of the update just made, `lengthened` times that of Adam's part; 0 without one.
-        Only where it is asked for: it costs a sweep over Adam's state and an all-reduce of one
+        Only where it is requested: it costs a sweep over Adam's state and an all-reduce of one
         scalar."""
         requested = self.settings.log_update_norm or any(
             control.needs_update_norm for control in self.controls.values()
@@ -241,15 +256,12 @@ class OptimizerStep:
         return {"update/norm": lengthened * norm}
 
     def state_dict(self) -> dict[str, Any]:
-        last = self.last
         return {
             "steps": self.steps,
             "updates": self.updates,
             "nonfinite": self.nonfinite,
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
-            "last": None
-            if last is None
-            else {"lr": last.lr, "beta1": last.beta1, "norm": last.norm},
+            "last": None if self.last is None else asdict(self.last),
             "beta1_product": self.beta1_product.state_dict(),
             "norms": self.norms.state_dict(),
         }
@@ -266,29 +278,6 @@ class OptimizerStep:
         if isinstance(norms, list):
             norms = {"values": norms, "largest_median": max(norms, default=0.0)}
         self.norms.load_state_dict(norms)
-
-
-def combined(decisions: Iterable[Decision]) -> Decision:
-    """Factors multiply, the last word on beta1 and on the norm counts, any may skip."""
-    whole = Decision()
-    for each in decisions:
-        whole = Decision(
-            skip=whole.skip or each.skip,
-            lr_scale=whole.lr_scale * each.lr_scale,
-            gradient_scale=whole.gradient_scale * each.gradient_scale,
-            beta1=whole.beta1 if each.beta1 is None else each.beta1,
-            norm_before=each.norm_before if whole.norm_before is None else whole.norm_before,
-            norm_after=whole.norm_after if each.norm_after is None else each.norm_after,
-            metrics={**whole.metrics, **each.metrics},
-        )
-    return whole
-
-
-def clip_to(gradients: Gradients, norm: float, limit: float | None) -> None:
-    """Scales all gradients in place so that their global norm is at most `limit`; copies are scaled
-    alike."""
-    if limit is not None and norm > limit:
-        scale(gradients, limit / (norm + CLIP_EPSILON))
 
 
 # fmt: off
@@ -325,6 +314,7 @@ class StepTable:
         difference = log_weight.abs()
         # A token of this version in a response that an older one began was sampled over the older
         # one's keys and values.
+        # float64 throughout: sums over tokens of a sample are the metrics' only rounding.
         older = (micro_batch.versions != version).double()
         begun_by_an_older = older.new_zeros(tokens.sequences).scatter_reduce(
             0, tokens.sequence, older, "amax"
@@ -366,19 +356,14 @@ class StepTable:
             f"term_{name}": loss.terms[name].double() if name in loss.terms else nothing
             for name in TERMS
         }
+        # Assigned, not added: a second pass over the same samples replaces its rows.
         self.values[micro_batch.batch_samples] = torch.stack(
             [columns[name] for name in COLUMNS], dim=1
         )
 
-    @property
-    def losses(self) -> list[float]:
-        """Each sample's part of the step's loss, in a completed table."""
-        found: list[float] = self._column("loss").tolist()
-        return found
-
     def weigh(self, advantages: Tensor) -> None:
-        """Makes rows recorded at advantage 1 those of `advantages`, [S]: the loss, and the counts
-        by its sign."""
+        """Convert rows recorded at advantage 1 to those of `advantages`, [S]: the loss, and the
+        counts by its sign."""
         advantages = advantages.to(self.values.device)
         self._column("loss").mul_(advantages)
         for name in ("positive", "clipped_positive"):
@@ -387,7 +372,7 @@ class StepTable:
             self._column(name.replace("positive", "negative")).copy_(counted * (advantages < 0))
 
     def add_terms(self, other: StepTable) -> None:
-        """Takes the terms from another pass over the same samples, which recorded nothing else as
+        """Take the terms from another pass over the same samples, which recorded nothing else as
         its loss; this one had none."""
         self._column("loss").add_(other._column("loss"))
         for term in TERMS:
@@ -396,11 +381,11 @@ class StepTable:
     def _column(self, name: str) -> Tensor:
         return self.values[:, COLUMNS.index(name)]
 
-    def log_weights(self, samples: RankBatch) -> NDArray[np.float64]:
-        """sum_t log(pi / mu) of each sample with trained tokens, untruncated, of a completed table;
-        empty for given responses."""
-        column = self.values[:, COLUMNS.index("log_weight")].cpu().numpy()
-        return column[samples.sampled & (samples.trained > 0)]
+    def complete(self, group: Any) -> NDArray[np.float64]:
+        """Return the rows of all samples, on the host: the one copy of a step's measurements from
+        the device. Collective over `group`."""
+        dist.all_reduce(self.values, group=group)
+        return self.values.cpu().numpy()
 
 
 class RecordedLoss:
@@ -426,17 +411,21 @@ class RecordedLoss:
         self._targets = targets
         self._table = table
         self._owner = owner
-        targets.owned_by(owner)  # gathered before the micro-batches run, so that none waits for it
+        targets.gather(owner)  # before the micro-batches run, so that none waits for it
         self._advantage = advantage
         self._with_terms = with_terms
 
     def __call__(self, micro_batch: MicroBatch, outputs: TokenOutputs) -> Tensor:
         targets = self._targets
-        placed = targets.placed(self._owner, outputs.logp.dtype, outputs.logp.device)
-        tokens = placed.part(
-            micro_batch.owned_tokens, micro_batch.batch_samples, micro_batch.sequence
+        tokens = targets.micro_batch(
+            self._owner,
+            micro_batch.owned_tokens,
+            micro_batch.batch_samples,
+            micro_batch.sequence,
+            dtype=outputs.logp.dtype,
         )
         tokens = tokens.replace(logp=outputs.logp, entropy=outputs.entropy)
+        # Value clipping is from the estimates before the step, which the batch's `values` are.
         if outputs.values is not None:
             tokens = tokens.replace(values=outputs.values, values_old=tokens.require("values"))
         if self._advantage is not None:
@@ -449,7 +438,20 @@ class RecordedLoss:
         )
         if self._table is not None:
             self._table.record(micro_batch, tokens, loss, targets.samples.version)
+        # Undivided: denominators are already those of the whole step.
         return loss.parts.sum()
+
+
+def sample_losses(table: NDArray[np.float64]) -> list[float]:
+    """Each sample's part of the step's loss, in a completed table."""
+    losses: list[float] = table[:, COLUMNS.index("loss")].tolist()
+    return losses
+
+
+def sample_log_weights(table: NDArray[np.float64], samples: RankBatch) -> NDArray[np.float64]:
+    """sum_t log(pi / mu) of each sample with trained tokens, untruncated, in a completed table;
+    empty for given responses."""
+    return table[samples.sampled & (samples.trained > 0), COLUMNS.index("log_weight")]
 
 
 def step_metrics(table: NDArray[np.float64], samples: RankBatch) -> dict[str, float]:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_async_rl.config.fp8 import version_of
+from megatron_async_rl.config.policy import version_of
 from megatron_async_rl.config.problem import UserError
 
 Window = Literal["none", "every layer", "chosen layers"]

@@ -1,205 +1,266 @@
-"""The panels of a run, each described once; panel.py names the functions that draw them. Here those
-of learning; those of time are in `time_panels.py`."""
+"""The panels of a run: learning, lag, engines, time, and what `mar simulate` predicted.
+
+A panel of plain curves is one entry of a table below. The others have a function each.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_async_rl.report.panel import Curve, Level, Panel
-from megatron_async_rl.report.run_data import RunData
-from megatron_async_rl.report.series import Floats, column, histograms, numbers, smooth
-from megatron_async_rl.report.summary import REGIMES
-from megatron_async_rl.report.time_panels import engine_panels, simulation, step_time, timeline
+from megatron_async_rl.metrics.timeline import Span
+from megatron_async_rl.report.metric_rows import (
+    Floats,
+    column,
+    doubling_bins,
+    histograms,
+    numbers,
+    per_engine,
+    smooth,
+)
+from megatron_async_rl.report.panel import AxisForm, Bar, Curve, CurveStyle, Level, Panel
+from megatron_async_rl.report.run_data import IN_A_STEP, REGIMES, RunData
 
 PART = "reward/part/"
+"""Prefix of the metrics of a reward's parts."""
+PART_COLOURS = ("blue", "green", "amber", "purple", "teal", "red", "brown")
+PASS_COLOURS = ("blue", "green", "purple", "amber", "muted")
 REGIME_COLOURS = ("green", "amber", "red")
-"""Colours by the code in `gac/regime`: kept, projected, skipped."""
+"""Colour of a regime by its code in `gac/regime`."""
+ENGINE_COLOURS = ("blue", "green", "amber", "purple", "red", "teal", "brown", "muted")
+"""Colours by the engine's number; they repeat."""
+TIME_COLOURS = {"training": "blue", "publishing": "purple", "waiting": "amber", "other": "grey"}
+STATE_COLOURS = {
+    "training": "blue",
+    "publishing": "purple",
+    "evaluating": "teal",
+    "checkpointing": "brown",
+    "restoring": "muted",
+    "releasing": "muted",
+    "waiting": "sand",
+    "busy": "green",
+    "loading": "purple",
+    "paused": "amber",
+    "asleep": "grey",
+    "idle": "pale",
+}
+"""Colour of a process's state in its timeline; other states are drawn in ink."""
+ENGINES_SHOWN = 32
+TRACKS_SHOWN = 12
+BARS = 600
+"""Resolution of a row of the timeline. Shorter spans are merged, so a row has at most twice as many
+bars."""
+
+SIMULATION = "simulation.json"
+"""File of the run directory with lists of equal length under `async_ratio` and each of
+PREDICTED."""
+PREDICTED = ("tokens_per_s", "engine_busy", "trainer_busy", "lag_mean")
 
 
-def panels_of(run: RunData) -> list[Panel]:
-    """The panels for which the run has data, in the order of the page. The first is the main
-    one."""
-    panels = [_loss(run)] if run.supervised else [_reward(run), _lag(run), _ess(run), _cosine(run)]
-    if len(run.evaluations.pass_at):
-        panels.append(_pass_at(run))
-    panels.append(step_time(run))
-    if run.summary.busy_share is not None:
-        panels += engine_panels(run)
-    groups = SUPERVISED if run.supervised else (_reward_parts(run), *SAMPLED)
-    panels += [panel for group in groups if (panel := _curves(run, group)) is not None]
-    panels += simulation(run)
-    if run.window is not None:
-        panels.append(timeline(run))
-    return panels
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _PanelGroup:
-    """A panel of curves, each a key of the metrics, its name and its colour."""
+    """A panel of curves over the steps."""
 
     title: str
     unit: str
     keys: Sequence[tuple[str, str, str]]
+    """(metric, name of its curve, colour)."""
     low: float | None = None
+    high: float | None = None
     log: bool = False
-    form: Literal["number", "share"] = "number"
+    """Draw a logarithmic axis if the values span decades."""
+    form: AxisForm = "number"
+    wide: bool = False
     overview: bool = False
+    held_out: bool = False
+    """Draw the held-out evaluations, too."""
+    compared: bool = False
+    """Draw the first metric of the run that `observe.beside` names, too."""
 
 
+_REWARD = _PanelGroup(
+    "Reward",
+    "mean reward of a sample",
+    [("reward/mean", "trained on", "blue")],
+    wide=True,
+    overview=True,
+    held_out=True,
+    compared=True,
+)
+_LOSS = replace(
+    _REWARD, title="Loss", unit="nats per token", keys=[("policy/loss", "trained on", "blue")]
+)
+_ESS = _PanelGroup(
+    "Effective sample size",
+    "share of the samples; 1 is on-policy",
+    [("ratio/ess_ratio", "", "purple")],
+    low=0.0,
+    high=1.04,
+    overview=True,
+    compared=True,
+)
 _GRADIENT_NORM = _PanelGroup(
-    title="Gradient norm, before clipping",
-    unit="L2 norm",
-    keys=(("policy/grad_norm", "", "purple"),),
+    "Gradient norm, before clipping",
+    "L2 norm",
+    [("policy/grad_norm", "", "purple")],
     log=True,
     overview=True,
 )
-_LEARNING_RATE = _PanelGroup(
-    title="Learning rate", unit="per step", keys=(("policy/lr", "", "green"),), low=0
-)
-SUPERVISED: tuple[_PanelGroup, ...] = (_GRADIENT_NORM, _LEARNING_RATE)
-SAMPLED: tuple[_PanelGroup, ...] = (
+_LEARNING_RATE = _PanelGroup("Learning rate", "per step", [("policy/lr", "", "green")], low=0)
+_SAMPLED = (
     _PanelGroup(
-        title="Response length",
-        unit="tokens",
-        keys=(("response/length_mean", "mean", "green"), ("response/length_max", "max", "muted")),
+        "Response length",
+        "tokens",
+        [("response/length_mean", "mean", "green"), ("response/length_max", "max", "muted")],
         low=0,
         overview=True,
     ),
     _PanelGroup(
-        title="Shares of the responses",
-        unit="share",
-        keys=(
+        "Shares of the responses",
+        "share",
+        [
             ("response/truncated", "truncated", "red"),
             ("response/mixed_versions", "of several versions", "purple"),
             ("reward/equal_groups", "groups of equal reward", "amber"),
-        ),
+        ],
         low=0,
         form="share",
     ),
     _GRADIENT_NORM,
+    _PanelGroup("Entropy of the policy", "nats per token", [("policy/entropy", "", "blue")]),
     _PanelGroup(
-        title="Entropy of the policy", unit="nats per token", keys=(("policy/entropy", "", "blue"),)
+        "Divergence from the behaviour policy",
+        "nats per token",
+        [("ratio/kl_k1", "KL, k1", "blue"), ("ratio/kl_k3", "KL, k3", "purple")],
     ),
     _PanelGroup(
-        title="Divergence from the behaviour policy",
-        unit="nats per token",
-        keys=(("ratio/kl_k1", "KL, k1", "blue"), ("ratio/kl_k3", "KL, k3", "purple")),
-    ),
-    _PanelGroup(
-        title="Log-prob difference from behaviour",
-        unit="nats",
-        keys=(
+        "Log-prob difference from behaviour",
+        "nats",
+        [
             ("ratio/logp_diff_mean", "mean", "blue"),
             ("ratio/logp_diff_max", "max", "red"),
             ("ratio/logp_diff_lag0_max", "max at lag 0", "green"),
-        ),
+        ],
     ),
     _PanelGroup(
-        title="Drift since the oldest sample",
-        unit="L2 norm: lag × update",
-        keys=(("staleness/drift", "", "red"),),
+        "Drift since the oldest sample",
+        "L2 norm: lag × update",
+        [("staleness/drift", "", "red")],
     ),
     _PanelGroup(
-        title="Clipped tokens",
-        unit="share",
-        keys=(
+        "Clipped tokens",
+        "share",
+        [
             ("clip/positive", "positive advantage", "green"),
             ("clip/negative", "negative advantage", "red"),
-        ),
+        ],
         low=0,
         form="share",
     ),
-    _PanelGroup(title="Loss", unit="loss", keys=(("policy/loss", "", "blue"),)),
+    _PanelGroup("Loss", "loss", [("policy/loss", "", "blue")]),
     _LEARNING_RATE,
 )
+_ENGINES: tuple[tuple[str, str, str, AxisForm], ...] = (
+    ("Engines busy", "share of the time between steps", "engine/busy_shares", "share"),
+    ("In flight per engine", "responses", "engine/in_flight", "number"),
+    ("Weights of each engine", "versions behind the policy", "engine/versions", "whole"),
+    ("Tokens sampled per engine", "since the last step", "engine/tokens", "number"),
+)
+"""(title, unit, metric with a number per engine, form)."""
+
+
+def panels_of(run: RunData) -> list[Panel]:
+    """Return the panels for which the run has data, in the order of the page. The first is the main
+    one."""
+    if run.supervised:
+        panels = _curves(run, _LOSS)
+    else:
+        panels = [*_curves(run, _REWARD), _lag(run), *_curves(run, _ESS), _cosine(run)]
+    if run.evaluations.pass_at:
+        panels.append(_pass_at(run))
+    panels.append(_step_time(run))
+    if run.summary.busy_share is not None:
+        panels += [*_engines(run), _lengths(run)]
+    groups = (_GRADIENT_NORM, _LEARNING_RATE) if run.supervised else (_parts(run), *_SAMPLED)
+    panels += [panel for group in groups for panel in _curves(run, group)]
+    panels += simulation(run)
+    return panels if run.window is None else [*panels, _timeline(run)]
+
+
+def _curves(run: RunData, group: _PanelGroup) -> list[Panel]:
+    """Return the panel of a group; nothing if the run has no data for it."""
+    drawn = [_curve(run, *key, log=group.log) for key in group.keys]
+    if group.held_out:
+        drawn.append(_held_out(run, "held out", "red"))
+    if group.compared and (other := run.beside) is not None:
+        drawn.append(_trend(other, group.keys[0][0]))
+        if group.held_out:
+            drawn.append(_held_out(other, f"{other.name}, held out", "brown"))
+    curves = [curve for curve in drawn if curve is not None]
+    if not curves:
+        return []
+    return [
+        Panel(
+            title=group.title,
+            unit=group.unit,
+            curves=curves,
+            low=group.low,
+            high=group.high,
+            log=group.log and any(_spans_decades(curve.y) for curve in curves),
+            form=group.form,
+            marks=run.anomalies,
+            wide=group.wide,
+            overview=group.overview,
+        )
+    ]
+
+
+def _spans_decades(values: Floats) -> bool:
+    """Return whether a linear axis would hide the small values."""
+    above = values[np.isfinite(values) & (values > 0)]
+    return bool(len(above) and above.max() > 20 * above.min())
 
 
 def _curve(run: RunData, key: str, name: str, colour: str, *, log: bool = False) -> Curve | None:
-    """`log`: the trend is that of the logarithms."""
+    """Return a metric and its trend; with `log`, the trend is the geometric mean."""
     steps, values, trend = run.rows.curve(key, log=log)
     if not len(steps):
         return None
     return Curve(name=name, colour=colour, x=steps, y=values, trend=trend)
 
 
-def _curves(run: RunData, group: _PanelGroup) -> Panel | None:
-    curves = [
-        curve for key in group.keys if (curve := _curve(run, *key, log=group.log)) is not None
-    ]
-    if not curves:
-        return None
-    return Panel(
-        title=group.title,
-        unit=group.unit,
-        curves=curves,
-        low=group.low,
-        log=group.log and any(_spans_decades(curve.y) for curve in curves),
-        form=group.form,
-        marks=run.anomalies,
-        overview=group.overview,
-    )
-
-
-def _spans_decades(values: Floats) -> bool:
-    """True where a linear axis would hide the small values."""
-    above = values[np.isfinite(values) & (values > 0)]
-    return bool(len(above) and above.max() > 20 * above.min())
-
-
-def _reward_parts(run: RunData) -> _PanelGroup:
-    keys = [key for key in run.rows.names() if key.startswith(PART)]
-    colours = itertools.cycle(("blue", "green", "amber", "purple", "teal", "red", "brown"))
-    return _PanelGroup(
-        title="Parts of the reward",
-        unit="means, before they are weighted",
-        keys=[(key, key.removeprefix(PART), next(colours)) for key in keys],
-    )
-
-
-def _reward(run: RunData) -> Panel:
-    drawn = [_curve(run, "reward/mean", "trained on", "blue"), _held_out(run, "held out", "red")]
-    if run.beside is not None:
-        drawn += [
-            _trend(run.beside, "reward/mean", run.beside.name),
-            _held_out(run.beside, f"{run.beside.name}, held out", "brown"),
-        ]
-    curves = [curve for curve in drawn if curve is not None]
-    return Panel(
-        title="Reward",
-        unit="mean reward of a sample",
-        curves=curves,
-        marks=run.anomalies,
-        wide=True,
-        overview=True,
-    )
-
-
-def _trend(run: RunData, key: str, name: str) -> Curve | None:
-    """The moving average of another run, grey, for under the curves of this one."""
+def _trend(run: RunData, key: str) -> Curve | None:
+    """Return the moving average of a metric of another run, in grey."""
     steps, values, trend = run.rows.curve(key)
     y = values if trend is None else trend
-    return Curve(name=name, colour="grey", x=steps, y=y, style="dotted") if len(steps) else None
+    return Curve(name=run.name, colour="grey", x=steps, y=y, style="dotted") if len(steps) else None
 
 
 def _held_out(run: RunData, name: str, colour: str) -> Curve | None:
-    evaluations = run.evaluations
-    if not len(evaluations.versions):
+    versions = run.evaluations.versions.astype(np.float64)
+    if not len(versions):
         return None
-    versions = evaluations.versions.astype(np.float64)
-    return Curve(name=name, colour=colour, x=versions, y=evaluations.mean, style="diamonds")
+    return Curve(name=name, colour=colour, x=versions, y=run.evaluations.mean, style="diamonds")
+
+
+def _parts(run: RunData) -> _PanelGroup:
+    keys = [key for key in run.rows.names() if key.startswith(PART)]
+    colours = itertools.cycle(PART_COLOURS)
+    curves = [(key, key.removeprefix(PART), next(colours)) for key in keys]
+    return _PanelGroup("Parts of the reward", "means, before they are weighted", curves)
 
 
 def _pass_at(run: RunData) -> Panel:
     versions = run.evaluations.versions.astype(np.float64)
-    colours = itertools.cycle(("blue", "green", "purple", "amber", "muted"))
     curves = [
         Curve(name=f"pass@{k}", colour=colour, x=versions, y=values, style="diamonds")
-        for (k, values), colour in zip(run.evaluations.pass_at.items(), colours, strict=False)
+        for (k, values), colour in zip(
+            run.evaluations.pass_at.items(), itertools.cycle(PASS_COLOURS), strict=False
+        )
     ]
     return Panel(
         title="Held-out prompts", unit="share of prompts passed", curves=curves, form="share"
@@ -208,49 +269,26 @@ def _pass_at(run: RunData) -> Panel:
 
 def _lag(run: RunData) -> Panel:
     steps, shares = histograms(run.rows, "lag/histogram")
-    styles = (("lag/mean", "mean", "amber", "line"), ("lag/max", "max", "red", "dotted"))
     curves = []
-    for key, name, colour, style in styles:
-        x, y = run.rows.column(key)
-        curves.append(
-            Curve(
-                name=name, colour=colour, x=x, y=y, style="dotted" if style == "dotted" else "line"
-            )
-        )
+    shown: tuple[tuple[str, str, CurveStyle], ...]
+    shown = (("mean", "amber", "line"), ("max", "red", "dotted"))
+    for key, colour, style in shown:
+        x, y = run.rows.column(f"lag/{key}")
+        if len(x):
+            curves.append(Curve(name=key, colour=colour, x=x, y=y, style=style))
+    # Lag is a whole number, so the scheduler admits up to the ratio, rounded up.
     bound = None if run.lag_bound is None else float(np.ceil(run.lag_bound))
-    levels = [] if bound is None else [Level(name=f"bound {bound:g}", colour="ink", value=bound)]
-    top = max(
-        [
-            float(len(shares) - 1),
-            bound or 0.0,
-            *(c.y[np.isfinite(c.y)].max(initial=0) for c in curves),
-        ]
-    )
+    largest = [float(curve.y[np.isfinite(curve.y)].max(initial=0)) for curve in curves]
     return Panel(
         title="Lag of the tokens trained on",
         unit="weight versions behind; darker: more tokens",
         kind="shades",
-        curves=[curve for curve in curves if len(curve.x)],
-        levels=levels,
+        curves=curves,
+        levels=[] if bound is None else [Level(name=f"bound {bound:g}", colour="ink", value=bound)],
         grid=(steps, shares) if shares.size else None,
         low=-0.6,
-        high=top + 0.6,
+        high=max(float(len(shares) - 1), bound or 0.0, *largest) + 0.6,
         form="whole",
-        overview=True,
-    )
-
-
-def _ess(run: RunData) -> Panel:
-    drawn = [_curve(run, "ratio/ess_ratio", "", "purple")]
-    if run.beside is not None:
-        drawn.append(_trend(run.beside, "ratio/ess_ratio", run.beside.name))
-    return Panel(
-        title="Effective sample size",
-        unit="share of the samples; 1 is on-policy",
-        curves=[curve for curve in drawn if curve is not None],
-        low=0.0,
-        high=1.04,
-        marks=run.anomalies,
         overview=True,
     )
 
@@ -261,17 +299,18 @@ def _cosine(run: RunData) -> Panel:
     codes = numbers(rows, "gac/regime")
     curves = []
     if (trend := smooth(cosines)) is not None:
-        curves.append(
-            Curve(name="", colour="ink", x=steps, y=np.full(len(steps), np.nan), trend=trend)
-        )
+        # A curve without values draws the trend alone: the points follow, coloured by regime.
+        nothing = np.full(len(steps), np.nan)
+        curves.append(Curve(name="", colour="ink", x=steps, y=nothing, trend=trend))
     for code, (name, colour) in enumerate(zip(REGIMES, REGIME_COLOURS, strict=True)):
         chosen = codes == code
         if chosen.any():
+            # Rows of a long run are thinned; its summary counts all of them.
             count = run.summary.regimes[name] if run.rows.thinned else chosen.sum()
-            label = f"{name} ({count})"
             x, y = steps[chosen], cosines[chosen]
+            label = f"{name} ({count})"
             curves.append(Curve(name=label, colour=colour, x=x, y=y, style="points"))
-    if run.beside is not None and (other := _trend(run.beside, "gac/cosine", run.beside.name)):
+    if run.beside is not None and (other := _trend(run.beside, "gac/cosine")) is not None:
         curves.append(other)
     levels = [
         Level(name=f"{name} {threshold:g}", colour=colour, value=threshold)
@@ -290,20 +329,170 @@ def _cosine(run: RunData) -> Panel:
     )
 
 
-def _loss(run: RunData) -> Panel:
-    held_out = _held_out(run, "held out", "red")
-    trained = _curve(run, "policy/loss", "" if held_out is None else "trained on", "blue")
-    drawn = [trained, held_out]
-    if run.beside is not None:
-        drawn += [
-            _trend(run.beside, "policy/loss", run.beside.name),
-            _held_out(run.beside, f"{run.beside.name}, held out", "brown"),
-        ]
+def _step_time(run: RunData) -> Panel:
+    rows = [row for row in run.rows if "time/step_s" in row]
+    steps, whole = column(rows, "time/step_s")
+    parts = {name: np.nan_to_num(numbers(rows, key)) for name, key in IN_A_STEP.items()}
+    parts["other"] = np.maximum(0.0, whole - sum(parts.values()))
+    curves = [
+        Curve(
+            name=f"{name} {run.summary.shares[name]:.0%}",
+            colour=TIME_COLOURS[name],
+            x=steps,
+            y=values if (trend := smooth(values)) is None else trend,
+        )
+        for name, values in parts.items()
+    ]
     return Panel(
-        title="Loss",
-        unit="nats per token",
-        curves=[curve for curve in drawn if curve is not None],
-        marks=run.anomalies,
+        title="What a step's time goes into",
+        unit="seconds per step",
+        kind="stack",
+        curves=curves,
+        low=0,
+        overview=True,
+    )
+
+
+def _engines(run: RunData) -> Iterator[Panel]:
+    for title, unit, key, form in _ENGINES:
+        steps, values = per_engine(run.rows, key)
+        busy = key == "engine/busy_shares"
+        yield Panel(
+            title=f"{title}, mean {run.summary.busy_share:.0%}" if busy else title,
+            unit=unit,
+            curves=[
+                Curve(name=f"engine {engine}", colour=colour, x=steps, y=y)
+                for engine, (y, colour) in enumerate(
+                    zip(values[:ENGINES_SHOWN], itertools.cycle(ENGINE_COLOURS), strict=False)
+                )
+            ],
+            form=form,
+            low=0,
+            high=1.04 if form == "share" else None,
+            marks=run.anomalies if busy else (),
+            overview=key != "engine/tokens",
+        )
+
+
+def _lengths(run: RunData) -> Panel:
+    counts = [run.rows.summed(f"{side}/length_histogram") for side in ("trained", "dropped")]
+    names, shares = doubling_bins(counts)
+    places = np.arange(len(names), dtype=np.float64)
+    curves = [
+        Curve(name=name, colour=colour, x=places, y=values)
+        for values, (name, colour) in zip(
+            shares, (("trained on", "blue"), ("dropped", "red")), strict=True
+        )
+        if values.any()
+    ]
+    return Panel(
+        title="Lengths of the responses",
+        unit="share of the responses",
+        kind="columns",
+        x_label="tokens" if run.dropped else "tokens; nothing was dropped",
+        categories=names,
+        curves=curves,
+        low=0,
+        form="share",
+        empty="no lengths were logged",
+        overview=True,
+    )
+
+
+def simulation(run: RunData) -> list[Panel]:
+    """Return predicted speed-up, busy shares and lag over async_ratio, with a diamond for the run
+    itself; nothing without a readable prediction."""
+    try:
+        found = json.loads((run.run_dir / SIMULATION).read_text(encoding="utf-8"))
+        ratios, *values = (
+            np.array(found[key], dtype=np.float64) for key in ("async_ratio", *PREDICTED)
+        )
+        speed, engines, trainer, lags = (one[np.argsort(ratios)] for one in values)
+        ratios, speed_up = np.sort(ratios), speed / speed[0]
+    except (OSError, ValueError, TypeError, LookupError):
+        return []
+    summary, own_ratio = run.summary, np.array([run.lag_bound or 0.0])
+
+    def curve(name: str, colour: str, y: Floats, measured: float | None = None) -> Iterator[Curve]:
+        yield Curve(name=f"{name}, predicted", colour=colour, x=ratios, y=y)
+        if measured is not None:
+            y, name = np.array([measured]), f"{name}, this run"
+            yield Curve(name=name, colour=colour, x=own_ratio, y=y, style="diamonds")
+
+    busy = (
+        *curve("engines", "green", engines, summary.busy_share),
+        *curve("trainer", "blue", trainer),
+    )
+    faster = curve("tokens a second", "blue", speed_up, summary.tokens_per_s / speed[0])
+    shown: tuple[tuple[str, str, AxisForm, Sequence[Curve]], ...] = (
+        ("Speed-up", f"over async_ratio {ratios[0]:g}", "number", list(faster)),
+        ("Busy", "share of the time", "share", list(busy)),
+        ("Lag", "versions, mean", "number", list(curve("lag", "amber", lags, summary.lag_mean))),
+    )
+    return [
+        Panel(
+            title=f"{title} over async_ratio",
+            unit=unit,
+            x_label="async_ratio",
+            curves=curves,
+            x_range=(0.0, 1.03 * max(1.0, float(ratios[-1]))),
+            low=0,
+            high=1.04 * max(1.0, *(float(curve.y.max()) for curve in curves)),
+            form=form,
+            overview=True,
+        )
+        for title, unit, form, curves in shown
+    ]
+
+
+def _timeline(run: RunData) -> Panel:
+    """Return one row of bars per process over the seconds of the last steps."""
+    window = run.window
+    assert window is not None
+    tracks = list(window.tracks)[:TRACKS_SHOWN]
+    shortest = (window.end - window.start) / BARS
+    spans = [
+        (row, *part)
+        for row, track in enumerate(tracks)
+        for part in merge_short(window.tracks[track], shortest)
+    ]
+    used = {state for _, state, *_ in spans}
+    names: dict[str, str] = {}
+    for state in (*STATE_COLOURS, *sorted(used - set(STATE_COLOURS))):
+        if state in used:
+            colour = STATE_COLOURS.get(state, "ink")
+            names[colour] = f"{names[colour]}, {state}" if colour in names else state
+    return Panel(
+        title=f"What each process did, last {len(window.steps)} steps",
+        unit="",
+        kind="bars",
+        x_label="seconds; an upright line is the end of a step",
+        categories=tracks,
+        bars=[
+            Bar(row, start - window.start, end - start, STATE_COLOURS.get(state, "ink"))
+            for row, state, start, end in spans
+        ],
+        bar_names=names,
+        ends=[(step, at - window.start) for step, at in window.steps],
+        x_range=(0.0, window.end - window.start),
         wide=True,
         overview=True,
     )
+
+
+def merge_short(spans: Sequence[Span], shortest: float) -> Iterator[tuple[str, float, float]]:
+    """Yield (state, start, end) of each span. Neighbours shorter than `shortest` seconds become
+    pieces of that length, in the state that took most of each."""
+    short: list[Span] = []
+    for span in [*spans, None]:
+        ended = span is None or span.seconds >= shortest
+        if short and (ended or (span and span.start - short[0].start >= shortest)):
+            seconds: dict[str, float] = {}
+            for one in short:
+                seconds[one.state] = seconds.get(one.state, 0.0) + one.seconds
+            yield max(seconds, key=seconds.__getitem__), short[0].start, short[-1].end
+            short = []
+        if span is not None and ended:
+            yield span.state, span.start, span.end
+        elif span is not None:
+            short.append(span)

@@ -1,46 +1,296 @@
-"""The screens of `mar train` and `mar eval` while they work, and their last words. `mar train`
-draws a run from its files, so that the display cannot disturb it.
+"""Terminal output of `mar train` and `mar eval`: a live panel, or lines in a pipe, and a summary.
 
-Invariant: each line of metrics is read once, and of those before the start only the newest, however
-long the run.
+Invariants:
+- the display reads a run's files only, so that it cannot disturb the run;
+- it reads each line of metrics once, and of the lines before its start only the newest, however
+  long the run is.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich import progress
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as ProgressBar
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.metrics.log import MetricsReader, NewRows
-from megatron_async_rl.metrics.status import read_status
+from megatron_async_rl.metrics.log import MetricRow, MetricsReader, NewRows, number
+from megatron_async_rl.metrics.status import Status, read_status
 from megatron_async_rl.report.anomalies import KINDS, AnomalyFinder
-from megatron_async_rl.report.display import DisplayState, live_panel, plain_line, print_facts
 from megatron_async_rl.report.metric_rows import MetricRows
-from megatron_async_rl.report.run_data import RunData, read_run
-from megatron_async_rl.report.samples import newest_trained
-from megatron_async_rl.report.summary import Summary, span, summarise_run
+from megatron_async_rl.report.run_data import (
+    IN_A_STEP,
+    REGIMES,
+    RunData,
+    Summary,
+    read_run,
+    span,
+    summarise_run,
+)
+from megatron_async_rl.report.samples import newest_trained, visible
+from megatron_async_rl.samples.types import Sample
 
 REDRAW_S = 0.5
 PLAIN_EVERY_S = 5.0
 NEWEST_BYTES = 2**21
-"""Bytes of the metrics before the start that are drawn."""
+"""Number of bytes of earlier metrics that the panel shows."""
 WARNED = ("gradient", "nonfinite")
-"""Anomalies that the display warns of at once; an engine's loss is an event, which the launcher
-shows."""
+"""Anomalies that are reported at once. The launcher reports the loss of an engine."""
+WIDTH = 92
+SPARK_WIDTH = 16
+RECENT = 240
+"""Number of rows that the panel draws."""
+PACE = 20
+"""Number of rows over which speed and shares of time are measured."""
+PROMPT_SHOWN = 60
+"""Number of last characters of a prompt that are shown."""
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII_BLOCKS = "_.-=+*#%"
+REGIME_STYLES = ("green", "yellow", "red")
+
+
+@dataclass
+class DisplayState:
+    """Everything that is known when the panel is drawn."""
+
+    run_dir: str
+    steps: int
+    rows: deque[MetricRow] = field(default_factory=lambda: deque(maxlen=RECENT))
+    status: Status | None = None
+    elapsed_s: float = 0.0
+    phase_s: float = 0.0
+    silence_s: float = 0.0
+    """Seconds since the last row."""
+    anomalies: int = 0
+    """Number of anomalies in WARNED so far."""
+    warning: str = ""
+    """Text of the newest warning."""
+    sample: Sample | None = None
+    """The newest sample that was trained on."""
+
+    @property
+    def phase(self) -> tuple[str, str]:
+        """(phase, detail)."""
+        return (self.status.phase, self.status.detail) if self.status else ("starting", "the ranks")
+
+    @property
+    def now(self) -> str:
+        return ": ".join(filter(None, self.phase))
+
+    @property
+    def done(self) -> int:
+        """Number of finished steps."""
+        if self.rows:
+            return int(self.latest("step") or 0)
+        return self.status.step if self.status else 0
+
+    @property
+    def step_s(self) -> float | None:
+        """Median seconds of the recent steps."""
+        seconds = self.recent("time/step_s")
+        return statistics.median(seconds) if seconds else None
+
+    @property
+    def left_s(self) -> float | None:
+        step_s, left = self.step_s, self.steps - self.done
+        return step_s * left if step_s is not None and left > 0 else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        seconds = sum(self.recent("time/step_s"))
+        tokens = sum(self.recent("tokens/generated")) or sum(self.recent("tokens/trained"))
+        return tokens / seconds if seconds > 0 and tokens > 0 else None
+
+    @property
+    def measure(self) -> str:
+        """`reward`, or `loss` of a supervised run."""
+        return self.status.measure if self.status else "reward"
+
+    @property
+    def held_out(self) -> str:
+        """Held-out reward or loss before the first step and in the newest evaluation."""
+        key = "eval/loss" if self.measure == "loss" else "eval/mean"
+        parts = []
+        if self.status is not None and self.status.before is not None:
+            parts.append(f"before {self.status.before:.3f}")
+        for row in reversed(self.rows):
+            if row.get("eval/version") and key in row:
+                parts.append(f"version {number(row, 'eval/version')}: {number(row, key):.3f}")
+                break
+        return f"held-out {self.measure} {', '.join(parts)}" if parts else ""
+
+    @property
+    def sampled(self) -> bool:
+        """True if the newest step trained on samples; otherwise reward and lag have no meaning."""
+        return self.measure != "loss" and self.latest("ratio/ess_ratio") is not None
+
+    def latest(self, key: str) -> float | None:
+        """Value in the newest row; None if it has no such number."""
+        return number(self.rows[-1], key) if self.rows else None
+
+    def recent(self, key: str) -> list[float]:
+        """Finite values of the last PACE rows."""
+        values = (number(row, key) for row in list(self.rows)[-PACE:])
+        return [value for value in values if value is not None and math.isfinite(value)]
+
+    def trend(self, key: str, blocks: str) -> str:
+        values = (number(row, key) for row in self.rows)
+        return sparkline([value for value in values if value is not None], blocks=blocks)
+
+
+def sparkline(values: Sequence[float], width: int = SPARK_WIDTH, blocks: str = BLOCKS) -> str:
+    """Draw at most `width` characters, each the mean of its share of the finite `values`, scaled to
+    the smallest and the largest mean."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    bins = min(width, len(finite))
+    edges = [round(index * len(finite) / bins) for index in range(bins + 1)]
+    means = [statistics.fmean(finite[low:high]) for low, high in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
+    return "".join(blocks[round((mean - low) * scale)] for mean in means)
+
+
+def live_panel(state: DisplayState, *, ascii_only: bool) -> RenderableType:
+    """Draw the live display, about ten lines."""
+    now = Text(f"{state.now}  {span(state.phase_s)}", style="bold cyan")
+    head = _two_ends(now, Text(f"elapsed {span(state.elapsed_s)}", style="dim"))
+    left = f"about {span(state.left_s)} left" if state.left_s is not None else ""
+    bar = ProgressBar(total=state.steps, completed=state.done)
+    steps = _two_ends(bar, f"step {state.done}/{state.steps}  {left}")
+    body = Table.grid(padding=(0, 2))
+    body.add_column(style="dim", no_wrap=True, min_width=8)
+    body.add_column(no_wrap=True, min_width=SPARK_WIDTH + 7)
+    body.add_column(no_wrap=True, overflow="ellipsis", style="dim")
+    for name, value, aside, style in _lines(state, ASCII_BLOCKS if ascii_only else BLOCKS):
+        body.add_row(name, Text(value, style=style), Text(aside))
+
+    parts: list[RenderableType] = [head, steps]
+    if body.row_count:
+        parts += ["", body]
+    if state.sample is not None:
+        parts += ["", _sample(state.sample)]
+    if state.warning:
+        count = f" ({state.anomalies} anomalies so far)" if state.anomalies > 1 else ""
+        # As Text: a warning may hold square brackets, which are markup in a str.
+        parts.append(Text(f"warning: {state.warning}{count}", style="bold red"))
+    return Panel(
+        Group(*parts), title=state.run_dir, title_align="left", border_style="dim", width=WIDTH
+    )
+
+
+def _two_ends(left: RenderableType, right: RenderableType) -> Table:
+    grid = Table.grid(expand=True, padding=(0, 1))
+    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    grid.add_column(justify="right", no_wrap=True)
+    grid.add_row(left, right)
+    return grid
+
+
+def _sample(sample: Sample) -> RenderableType:
+    """Draw two lines: reward and end of the prompt, and the beginning of the response."""
+    grid = Table.grid(expand=True, padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True, min_width=8)
+    grid.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    reward = f"reward {sample.reward:.3f}" if sample.valid else "reward failed"
+    # Text of a sample is untrusted: `visible` escapes control characters, Text ignores markup.
+    prompt = " ".join(visible(sample.prompt.text).split())
+    shown = prompt if len(prompt) <= PROMPT_SHOWN else "…" + prompt[-PROMPT_SHOWN:]
+    grid.add_row("sample", Text.assemble((reward, "bold"), "  ", (shown, "dim")))
+    grid.add_row("", Text(" ".join(visible(sample.text).split())))
+    return grid
+
+
+def _lines(state: DisplayState, blocks: str) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (name, value, remark, style) of each number that the newest row has."""
+    reward, loss = state.latest("reward/mean"), state.latest("policy/loss")
+    if reward is not None and state.sampled:
+        trend = state.trend("reward/mean", blocks)
+        yield "reward", f"{reward:.3f}  {trend}", state.held_out, "bold"
+    elif loss is not None and (state.measure == "loss" or not state.held_out):
+        yield "loss", f"{loss:.4f}  {state.trend('policy/loss', blocks)}", state.held_out, "bold"
+    elif state.held_out:
+        yield state.measure, "", state.held_out, ""
+    if failed := state.latest("reward/errors"):
+        where = "logs/*.reward_errors.jsonl has the reasons"
+        yield "failed", f"{failed:,.0f} rewards", where, "yellow"
+    if (lag := state.latest("lag/mean")) is not None and state.sampled:
+        largest = state.latest("lag/max") or 0
+        yield "lag", f"mean {lag:.2f}  max {largest:.0f}", "weight versions behind", ""
+    if (ess := state.latest("ratio/ess_ratio")) is not None:
+        yield "ESS", f"{ess:.3f}", "effective share of the samples", ""
+    if (code := state.latest("gac/regime")) is not None:
+        cosine, skips = state.latest("gac/cosine"), state.latest("gac/skips")
+        value = f"cosine {cosine:+.3f} " if cosine is not None else ""
+        remark = f"{skips:.0f} steps skipped so far" if skips else ""
+        yield "gradient", value + REGIMES[int(code)], remark, REGIME_STYLES[int(code)]
+    if (busy := state.latest("engine/busy_share")) is not None:
+        alive = int(state.latest("engine/alive") or 0)
+        versions = state.rows[-1].get("engine/versions")
+        engines = len(versions) if isinstance(versions, list) else alive
+        restarts = state.latest("engine/restarts")
+        remark = f"{restarts:.0f} restarts so far" if restarts else ""
+        value = f"{busy:.0%} busy  {alive} of {engines} alive"
+        yield "engines", value, remark, "" if alive == engines else "yellow"
+    if (speed := state.tokens_per_s) is not None:
+        publish = state.latest("time/publish_s")
+        # A supervised run publishes to no engine.
+        published = publish is not None and sum(state.recent("tokens/generated")) > 0
+        remark = f"new weights published in {publish:.2f} s" if published else ""
+        yield "speed", f"{speed:,.0f} tokens/s", remark, ""
+    if (seconds := sum(state.recent("time/step_s"))) > 0:
+        parts = ((name, sum(state.recent(key))) for name, key in IN_A_STEP.items())
+        shares = [f"{part / seconds:.0%} {name}" for name, part in parts if part > 0]
+        yield "time", f"{state.step_s or 0:.2f} s per step", ", ".join(shares), ""
+    step_s = state.step_s
+    if state.phase[0] == "training" and step_s and state.silence_s > max(10.0, 5 * step_s):
+        remark = "see the logs folder of the run"
+        yield "waiting", f"no step for {span(state.silence_s)}", remark, "yellow"
+
+
+def plain_line(state: DisplayState) -> str:
+    """Return the panel's main numbers in one line, for a file or a pipe."""
+    parts = [f"[{span(state.elapsed_s)}]", state.now]
+    if state.rows:
+        parts.append(f"step {state.done}/{state.steps}")
+        names = {"policy/loss": "loss {:.4f}"}
+        if state.sampled:
+            names = {
+                "reward/mean": "reward {:.3f}",
+                "lag/mean": "lag {:.2f}",
+                "ratio/ess_ratio": "ESS {:.3f}",
+                "gac/cosine": "cosine {:+.3f}",
+            }
+        names["reward/errors"] = "{:,.0f} rewards failed"
+        for key, text in names.items():
+            value = state.latest(key)
+            if value or (value is not None and key != "reward/errors"):
+                parts.append(text.format(value))
+        if (speed := state.tokens_per_s) is not None:
+            parts.append(f"{speed:,.0f} tokens/s")
+        if state.left_s:
+            parts.append(f"about {span(state.left_s)} left")
+    return "  ".join(parts)
 
 
 class Progress:
-    """A live panel on a terminal; elsewhere a line every few seconds and at each new phase."""
+    """Display of a running run: a live panel on a terminal; elsewhere a line every few seconds and
+    at each new phase."""
 
     def __init__(self, run_dir: Path, total_steps: int, console: Console) -> None:
         self._run_dir = run_dir
@@ -51,7 +301,7 @@ class Progress:
         self._started = self._phase_began = self._last_row = time.monotonic()
         self._earlier_status = read_status(run_dir)
         self._drawn_at = float("-inf")
-        self._drawn_phase: tuple[str, str] | None = None
+        self._drawn_phase = ("", "")
         self._drawn_step = -1
         self._sampled_step = 0
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
@@ -62,56 +312,53 @@ class Progress:
         """Read the new rows and redraw if due. Cheap: call it a few times a second."""
         now = time.monotonic()
         self._read(now)
-        state = self._state
-        phase = (state.phase, state.detail)
+        state, drawn = self._state, self._drawn_phase
         if self._live is not None:
-            if now - self._drawn_at >= REDRAW_S or phase != self._drawn_phase:
-                self._read_sample()
-                self._live.update(
-                    live_panel(state, ascii_only=self._console.options.ascii_only), refresh=True
-                )
-                self._drawn_at, self._drawn_phase = now, phase
-        elif phase[0] != (self._drawn_phase or ("",))[0] or (
-            now - self._drawn_at >= PLAIN_EVERY_S and self._has_news(phase)
-        ):
-            self._console.print(plain_line(state), markup=False, highlight=False, soft_wrap=True)
-            self._drawn_at, self._drawn_phase, self._drawn_step = now, phase, state.done
+            if now - self._drawn_at < REDRAW_S and state.phase == drawn:
+                return
+            self._draw(self._live)
+        else:
+            news = state.phase != drawn or state.done != self._drawn_step
+            due = news and now - self._drawn_at >= PLAIN_EVERY_S
+            if state.phase[0] == drawn[0] and not due:
+                return
+            self._print(plain_line(state))
+        self._drawn_at, self._drawn_phase, self._drawn_step = now, state.phase, state.done
 
     def close(self) -> None:
-        """Leaves the last picture standing."""
+        """Draw the final state and leave it on the screen."""
         if self._live is not None:
             self._read(time.monotonic())
-            self._read_sample()
-            self._live.update(
-                live_panel(self._state, ascii_only=self._console.options.ascii_only), refresh=True
-            )
+            self._draw(self._live)
             self._live.stop()
             self._live = None
 
-    def _has_news(self, phase: tuple[str, str]) -> bool:
-        return phase != self._drawn_phase or self._state.done != self._drawn_step
+    def _draw(self, live: Live) -> None:
+        state = self._state
+        if state.done != self._sampled_step:
+            self._sampled_step = state.done
+            try:
+                state.sample = newest_trained(self._run_dir) or state.sample
+            except UserError as error:
+                state.warning = f"no sample can be shown: {error}"
+        live.update(live_panel(state, ascii_only=self._console.options.ascii_only), refresh=True)
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _warn(self, text: str) -> None:
         self._state.warning = text
         if self._live is None:
-            self._console.print(f"warning: {text}", markup=False, highlight=False, soft_wrap=True)
+            self._print(f"warning: {text}")
 
     def _new_rows(self) -> NewRows:
         try:
             return self._reader.new_rows()
-        except UserError as error:  # a damaged line ends no run: the lines after it are read
+        except UserError as error:
+            # A damaged line must not end the run; the reader goes on behind it.
             problem = error.problems[0]
             self._warn(f"{problem.key} {problem.what}")
             return NewRows([], restarted=False)
-
-    def _read_sample(self) -> None:
-        """One of the newest step's, for a terminal."""
-        if self._state.done != self._sampled_step:
-            self._sampled_step = self._state.done
-            try:
-                self._state.sample = newest_trained(self._run_dir) or self._state.sample
-            except UserError as error:
-                self._state.warning = f"no sample can be shown: {error}"
 
     def _read(self, now: float) -> None:
         state = self._state
@@ -126,59 +373,54 @@ class Progress:
             if anomaly.kind in WARNED:
                 state.anomalies += 1
                 self._warn(f"step {anomaly.step}: {KINDS[anomaly.kind][0]}, {anomaly.detail}")
-        earlier = (state.phase, state.detail)
-        status = read_status(self._run_dir)
-        # What an earlier process of the same run left behind is not this one's status.
+        earlier, status = state.phase, read_status(self._run_dir)
+        # The status of an earlier start of the run stays in the file until this one writes its own.
         state.status = None if status == self._earlier_status else status
-        if (state.phase, state.detail) != earlier:
+        if state.phase != earlier:
             self._phase_began = now
         state.elapsed_s = now - self._started
         state.phase_s = now - self._phase_began
         state.silence_s = now - self._last_row
 
 
+def print_facts(facts: Sequence[tuple[str, str | Text]], console: Console) -> None:
+    """Print (name, value) pairs, one per line, with the values in one column. A value longer than
+    the line stays whole, so that a path can be copied."""
+    width = max((len(name) for name, _ in facts), default=0)
+    for name, value in facts:
+        # As Text: nothing in a value is markup.
+        console.print(Text.assemble((name.ljust(width), "dim"), "  ", value), soft_wrap=True)
+
+
 def print_summary(run_dir: Path, console: Console) -> None:
-    """A run's last words: held-out reward or loss before and after, steps, tokens, time, and where
-    everything is."""
-    summary, beside = _read_whole(run_dir)
+    """Print the result of a run: held-out reward or loss, steps, tokens, time, and its files."""
+    summary, other = _read_whole(run_dir)
     facts: list[tuple[str, str | Text]] = []
     if summary.before is not None and summary.after is not None:
         change = _change(summary.before, summary.after, style="bold")
         facts.append((f"held-out {summary.measure}", change))
-    if beside is not None:
-        before, after = beside.summary.before, beside.summary.after
+    if other is not None:
+        before, after = other.summary.before, other.summary.after
         if before is not None and after is not None:
-            facts.append((beside.name, _change(before, after)))
+            facts.append((other.name, _change(before, after)))
     facts.append(("steps", f"{summary.steps} in {span(summary.in_steps_s)}"))
     if summary.steps:
         counts = {"generated": summary.generated, "trained on": summary.trained}
         tokens = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+        shares = [f"{share:.0%} {name}" for name, share in summary.shares.items() if share >= 0.005]
         facts.append(("tokens", f"{tokens or 'none'}  ({summary.tokens_per_s:,.0f} tokens/s)"))
-        facts.append(
-            (
-                "time",
-                ", ".join(
-                    f"{share:.0%} {name}"
-                    for name, share in summary.shares.items()
-                    if share >= 0.005
-                ),
-            )
-        )
+        facts.append(("time", ", ".join(shares)))
     if summary.lag_mean is not None and summary.lag_max is not None and summary.generated:
         facts.append(("lag", f"mean {summary.lag_mean:.2f}, max {summary.lag_max} versions"))
     if summary.failed:
         where = run_dir / "logs" / "*.reward_errors.jsonl"
         facts.append(("rewards", f"{summary.failed:,} failed: {where}"))
     if summary.regimes:
-        facts.append(
-            ("gradients", ", ".join(f"{count} {name}" for name, count in summary.regimes.items()))
-        )
+        regimes = (f"{count} {name}" for name, count in summary.regimes.items())
+        facts.append(("gradients", ", ".join(regimes)))
     facts.append(("run", str(run_dir)))
-    facts += [
-        ("plot", str(run_dir / name))
-        for name in ("report.html", "report.png")
-        if (run_dir / name).exists()
-    ]
+    plots = (run_dir / name for name in ("report.html", "report.png"))
+    facts += [("plot", str(path)) for path in plots if path.exists()]
     print_facts(facts, console)
 
 
@@ -187,8 +429,8 @@ def _change(before: float, after: float, style: str = "") -> Text:
 
 
 def _read_whole(run_dir: Path) -> tuple[Summary, RunData | None]:
-    """The run in a few numbers, and the run to compare with. A run that has no report, such as one
-    without a step or without a readable configuration, has its last words all the same."""
+    """Return the summary of a run, and the run that `observe.beside` names. A run that cannot have
+    a report, such as a run without a step, has a summary, too."""
     try:
         run = read_run(run_dir, alone=False)
         return run.summary, run.beside
@@ -201,8 +443,8 @@ def _read_whole(run_dir: Path) -> tuple[Summary, RunData | None]:
 
 @contextmanager
 def sampling_progress(console: Console, prompts: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, elsewhere a line every few seconds; called with the number of answered
-    prompts, and their tokens."""
+    """Show a bar on a terminal, elsewhere a line every few seconds. Yields a function that takes
+    the number of answered prompts and of their tokens."""
     started = shown = time.monotonic()
 
     def rate(tokens: int) -> str:
@@ -210,12 +452,13 @@ def sampling_progress(console: Console, prompts: int) -> Iterator[Callable[[int,
 
     if console.is_terminal:
         columns = (
-            TextColumn("sampling"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("prompts, {task.fields[rate]}"),
+            progress.TextColumn("sampling"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("prompts, {task.fields[rate]}"),
+            progress.TimeElapsedColumn(),
         )
-        with ProgressBar(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+        with progress.Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task("", total=prompts, rate="0 tokens/s")
             yield lambda answered, tokens: bar.update(task, completed=answered, rate=rate(tokens))
         return
@@ -224,43 +467,33 @@ def sampling_progress(console: Console, prompts: int) -> Iterator[Callable[[int,
         nonlocal shown
         if answered == prompts or time.monotonic() - shown >= PLAIN_EVERY_S:
             shown = time.monotonic()
-            console.print(
-                f"sampled {answered} of {prompts} prompts, {rate(tokens)}",
-                highlight=False,
-                soft_wrap=True,
-            )
+            text = f"sampled {answered} of {prompts} prompts, {rate(tokens)}"
+            console.print(text, highlight=False, soft_wrap=True)
 
     yield line
 
 
 def show_evaluation(result: Mapping[str, Any], file: str, console: Console) -> None:
-    """`result`: the JSON of one evaluation; `file`: where it was written."""
+    """Print the JSON of one evaluation, which was written to `file`."""
     facts: list[tuple[str, str | Text]] = []
-    for one in (result, *result.get("others", ())):
+    every = (result, *result.get("others", ()))
+    for one in every:
         if "set" in one:
             facts.append(("set", Text(one["set"], style="bold")))
         facts += _evaluation_facts(one)
-    seconds = result["seconds"]
-    tokens = sum(one["tokens"] for one in (result, *result.get("others", ())))
+    seconds, tokens = result["seconds"], sum(one["tokens"] for one in every)
     speed = tokens / max(seconds, 1e-9)
-    facts += [
-        ("tokens", f"{tokens:,} in {seconds:.1f} s  ({speed:,.0f} tokens/s)"),
-        ("result", file),
-    ]
-    print_facts(facts, console)
+    facts.append(("tokens", f"{tokens:,} in {seconds:.1f} s  ({speed:,.0f} tokens/s)"))
+    print_facts([*facts, ("result", file)], console)
 
 
-def _evaluation_facts(result: Mapping[str, Any]) -> list[tuple[str, str | Text]]:
-    """Lines about the evaluation of one set, as pairs of label and value."""
-    mean = result["mean_reward"]
+def _evaluation_facts(result: Mapping[str, Any]) -> Iterator[tuple[str, str | Text]]:
+    mean = math.nan if result["mean_reward"] is None else result["mean_reward"]
     failed = f", {result['reward_errors']} rewards failed" if result["reward_errors"] else ""
-    return [
-        ("mean reward", Text(f"{math.nan if mean is None else mean:.4f}", style="bold")),
-        *((f"  {name}", f"{value:.4f}") for name, value in result.get("parts", {}).items()),
-        *(
-            (f"pass@{k}", "no reward" if value is None else f"{value:.4f}")
-            for k, value in result["pass_at"].items()
-        ),
-        ("responses", f"{result['samples']} to {result['prompts']} prompts{failed}"),
-        ("truncated", f"{result['truncated']:.1%}"),
-    ]
+    yield "mean reward", Text(f"{mean:.4f}", style="bold")
+    for name, value in result.get("parts", {}).items():
+        yield f"  {name}", f"{value:.4f}"
+    for k, value in result["pass_at"].items():
+        yield f"pass@{k}", "no reward" if value is None else f"{value:.4f}"
+    yield "responses", f"{result['samples']} to {result['prompts']} prompts{failed}"
+    yield "truncated", f"{result['truncated']:.1%}"

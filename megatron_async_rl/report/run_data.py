@@ -1,10 +1,13 @@
-"""A run directory as the report sees it: rows, status, configuration, and what follows from
-them."""
+"""A run directory, read for the report, the dashboard and the terminal: metrics, status,
+configuration, and the totals that follow from them.
+
+Invariant: nothing here is in a run's memory, so any run can be read, also while it writes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -27,26 +30,29 @@ from megatron_async_rl.metrics.status import Status, read_status
 from megatron_async_rl.metrics.timeline import FOLDER as TIMELINE_FOLDER
 from megatron_async_rl.metrics.timeline import Span, TimelineReader, shares
 from megatron_async_rl.report.anomalies import Anomaly, AnomalyFinder, AnomalyList
-from megatron_async_rl.report.metric_rows import MetricRows
-from megatron_async_rl.report.series import Evaluations, evaluation_curves
-from megatron_async_rl.report.summary import (
-    DroppedSummary,
-    Summary,
-    compare_dropped,
-    span,
-    summarise_run,
-)
+from megatron_async_rl.report.metric_rows import Evaluations, MetricRows, evaluation_curves
 from megatron_async_rl.watchdog.events import FILE as EVENTS_FILE
 from megatron_async_rl.watchdog.events import Event, read_events
 
+REGIMES = ("kept", "projected", "skipped")
+"""Name of a step's regime by its code in `gac/regime`."""
+IN_A_STEP = {
+    "training": "time/train_s",
+    "publishing": "time/publish_s",
+    "waiting": "time/wait_batch_s",
+}
+"""Metric of the seconds that rank 0 spent in each part of a step."""
+REASONS = {"flow/dropped_late": "late", "flow/dropped_equal": "of equal reward"}
+"""Reason for which groups were dropped, by the metric that counts them."""
 WINDOW_STEPS = 12
+"""Number of last steps whose timeline is shown."""
 EVENT_BYTES = 2**20
-"""Number of bytes before the end from which events are read."""
-HOLE_S = 60.0
-HOLE_STEPS = 10
-"""A step that ended later after the one before than both of these, the second in steps, came after
-a stop of the run."""
+"""Number of bytes at the end of events.jsonl that are read."""
+STOP_S, STOP_STEPS = 60.0, 10
+"""Between two steps that are further apart than this many seconds and median steps, the run was
+stopped."""
 PARTS = 4
+"""Number of activities shown per process."""
 
 
 class _RunControl(BaseModel):
@@ -57,25 +63,25 @@ class _RunControl(BaseModel):
     c_high: FiniteFloat | None = None
 
 
-class _Flow(BaseModel):
+class _ShownFlow(BaseModel):
     async_ratio: FiniteFloat | None = None
 
 
-class _Samples(BaseModel):
+class _ShownSamples(BaseModel):
     keep_mib: float | None = None
 
 
-class _Observe(BaseModel):
+class _ShownObserve(BaseModel):
     beside: Path | None = None
 
 
 class _ShownSettings(BaseModel):
-    """The settings that are drawn or decided by here. The others may be those of any version."""
+    """Settings that the report uses. All others may be those of any version."""
 
-    flow: _Flow | None = None
+    flow: _ShownFlow | None = None
     controls: list[Annotated[_RunControl, BeforeValidator(bare_name)]] | None = None
-    samples: _Samples | None = None
-    observe: _Observe | None = None
+    samples: _ShownSamples | None = None
+    observe: _ShownObserve | None = None
 
 
 class ReportError(UserError):
@@ -83,19 +89,153 @@ class ReportError(UserError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Summary:
+    steps: int
+    in_steps_s: float
+    """Sum of the steps' seconds, without start-up, evaluation, checkpoints and stops."""
+    generated: int
+    trained: int
+    failed: int
+    """Number of samples whose reward failed."""
+    shares: Mapping[str, float]
+    """Share of `in_steps_s` by part of a step; with `other` they sum to 1."""
+    regimes: Mapping[str, int]
+    """Number of steps by the decision of gradient alignment control; empty without it."""
+    busy_share: float | None
+    """Mean over engines and steps; None if no metric counts engines."""
+    alive: tuple[int, int] | None
+    """Number of engines that take requests at the end, and number of all engines."""
+    restarts: int
+    lag_mean: float | None
+    """Mean lag in weight versions over all trained tokens."""
+    lag_max: int | None
+    before: float | None
+    """Held-out `measure` before the first step, and `after` the last one."""
+    after: float | None
+    measure: str
+    """`reward`, or `loss` of a supervised run."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Response tokens per second in steps: generated, or trained on in a supervised run."""
+        return (self.generated or self.trained) / self.in_steps_s if self.in_steps_s > 0 else 0.0
+
+
+def summarise_run(rows: MetricRows, status: Status | None) -> Summary:
+    in_steps = rows.total("time/step_s")
+    shares = {
+        name: rows.total(key) / in_steps if in_steps > 0 else 0.0 for name, key in IN_A_STEP.items()
+    }
+    shares["other"] = max(0.0, 1.0 - sum(shares.values())) if in_steps > 0 else 0.0
+    lags, largest = rows.summed("lag/histogram"), rows.largest("lag/max")
+    return Summary(
+        steps=rows.total_rows,
+        in_steps_s=in_steps,
+        generated=int(rows.total("tokens/generated")),
+        trained=int(rows.total("tokens/trained")),
+        failed=int(rows.total("reward/errors")),
+        shares=shares,
+        regimes=_regimes(rows),
+        busy_share=rows.mean("engine/busy_share"),
+        alive=_alive(rows),
+        restarts=int(rows.largest("engine/restarts") or 0),
+        lag_mean=sum(lag * n for lag, n in enumerate(lags)) / sum(lags) if sum(lags) else None,
+        lag_max=None if largest is None else int(largest),
+        before=status.before if status else None,
+        after=status.after if status else None,
+        measure=status.measure if status else "reward",
+    )
+
+
+def _regimes(rows: MetricRows) -> dict[str, int]:
+    """Number of optimizer steps in each regime; empty without the control.
+
+    A line of metrics may cover several optimizer steps, so the run's own counts are used if it
+    logged them, and the number of lines otherwise.
+    """
+    if rows.has("gac/kept"):
+        keys = ("gac/kept", "gac/projected", "gac/skips")
+        return {name: int(rows.last(key) or 0) for name, key in zip(REGIMES, keys, strict=True)}
+    return {name: rows.codes[code] for code, name in enumerate(REGIMES)} if rows.codes else {}
+
+
+def _alive(rows: MetricRows) -> tuple[int, int] | None:
+    for row in reversed(rows.newest):
+        if (alive := number(row, "engine/alive")) is not None:
+            engines = row.get("engine/versions")
+            return int(alive), len(engines) if isinstance(engines, list) else int(alive)
+    return None
+
+
+def span(seconds: float) -> str:
+    """Format seconds as a clock: `0:07`, `12:31`, `3:05:09`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DroppedSummary:
+    """Responses that were dropped, compared with those trained on."""
+
+    responses: int
+    groups: dict[str, int]
+    """Number of dropped groups by reason."""
+    length: float
+    """Mean tokens per response; `trained_length` and both rewards are means, too."""
+    trained_length: float | None
+    reward: float | None
+    trained_reward: float | None
+
+    @property
+    def sentence(self) -> str:
+        counted = [
+            f"{count:,} {'group' if count == 1 else 'groups'} {reason}"
+            for reason, count in self.groups.items()
+        ]
+        groups = f" ({', '.join(counted)})" if counted else ""
+        parts = [f"mean length {self.length:,.1f} tokens{_against(self.trained_length, ',.1f')}"]
+        if self.reward is not None:
+            parts.append(f"mean reward {self.reward:.3f}{_against(self.trained_reward, '.3f')}")
+        were = "response was" if self.responses == 1 else "responses were"
+        whose = " of those trained on" if self.trained_length is not None else ""
+        return f"{self.responses:,} {were} dropped{groups}: {', '.join(parts)}{whose}"
+
+
+def compare_dropped(rows: MetricRows) -> DroppedSummary | None:
+    """Return None if nothing was dropped."""
+    responses = int(rows.total("dropped/responses"))
+    length = rows.mean("dropped/length_mean", weighted=True)
+    if length is None:
+        return None
+    groups = {reason: count for key, reason in REASONS.items() if (count := int(rows.counted(key)))}
+    return DroppedSummary(
+        responses=responses,
+        groups=groups,
+        length=length,
+        trained_length=rows.mean("response/length_mean"),
+        reward=rows.mean("dropped/reward_mean", weighted=True),
+        trained_reward=rows.mean("reward/mean"),
+    )
+
+
+def _against(trained: float | None, form: str) -> str:
+    return f" against {trained:{form}}" if trained is not None else ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TimelineWindow:
-    """The last steps of a run as each process spent them."""
+    """Activities of each process during the last steps of a run. Times are Unix seconds."""
 
     start: float
-    """Unix seconds, as `end`."""
     end: float
     steps: Sequence[tuple[int, float]]
-    """(step, when it ended); all in the window."""
+    """(step, time of its end) of each step in the window."""
     tracks: Mapping[str, Sequence[Span]]
-    """The spans that touch the window, cut to it; `rank 0` first."""
+    """Spans by process, cut to the window; `rank 0` first."""
 
     def as_text(self) -> list[tuple[str, str]]:
-        """(track, activities), the longest activity first."""
+        """Return (process, its activities), the longest activity first."""
         lines = []
         for track, spans in self.tracks.items():
             parts = list(shares(spans, self.start, self.end).items())[:PARTS]
@@ -106,25 +246,28 @@ class TimelineWindow:
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
+    """Everything that a report shows of one run."""
+
     run_dir: Path
     rows: MetricRows
     status: Status | None
     config: Mapping[str, Any]
-    """RUN/config.yaml as it is written there; empty if there is none."""
+    """Tree of RUN/config.yaml; empty without the file."""
     summary: Summary
     window: TimelineWindow | None
     """None if no process wrote a timeline."""
     dropped: DroppedSummary | None
-    """None where nothing was dropped."""
+    """None if nothing was dropped."""
     evaluations: Evaluations
     anomalies: Sequence[Anomaly]
-    """Kept anomalies of each kind; `found`: how many there are, by kind."""
+    """Kept anomalies of each kind, in order of steps."""
     found: Mapping[str, int]
+    """Number of all anomalies by kind."""
     events: Sequence[Event]
     left_out: Sequence[str]
-    """Metrics that were of another kind when they were logged."""
+    """Metrics that are not shown because another version logged them as another kind."""
     beside: RunData | None = None
-    """The run that `observe.beside` names; None where it names none that can be read."""
+    """The run that `observe.beside` names; None if it cannot be read."""
 
     @property
     def name(self) -> str:
@@ -132,43 +275,37 @@ class RunData:
 
     @property
     def supervised(self) -> bool:
-        """True when nothing was sampled, so that reward and lag say nothing."""
+        """True if the run samples nothing, so that reward and lag have no meaning."""
         if self.status is not None and self.status.measure == "loss":
             return True
         return not (self.rows.has("ratio/ess_ratio") or self.rows.has("tokens/generated"))
 
     @property
     def gac(self) -> Mapping[str, Any] | None:
-        """Settings of the control that judges the cosine, when the run has one; `c_low` is the one
-        in force at the end."""
+        """Settings of the control that judges the cosine, with its newest `c_low`; None without
+        such a control."""
         controls = _ShownSettings.model_validate(self.config).controls or ()
-        settings = next(
-            (
-                control.model_dump(exclude_unset=True)
-                for control in controls
-                if control.name in ("gac", "matched_norm")
-            ),
-            None,
-        )
-        if settings is None or settings.get("calibrate") is None:
-            return settings
-        return {**settings, "c_low": self.rows.last("gac/c_low")}
+        for control in controls:
+            if control.name in ("gac", "matched_norm"):
+                settings = control.model_dump(exclude_unset=True)
+                if settings.get("calibrate") is not None:
+                    settings["c_low"] = self.rows.last("gac/c_low")
+                return settings
+        return None
 
     @property
     def lag_bound(self) -> float | None:
-        """`flow.async_ratio`: the start version of a sample is at most this many versions behind,
-        rounded up."""
-        flow = _ShownSettings.model_validate(self.config).flow
-        return None if flow is None else flow.async_ratio
+        """Value of `flow.async_ratio`. Rounded up, it bounds the lag of a sample's first token."""
+        shown = _ShownSettings.model_validate(self.config)
+        return None if shown.flow is None else shown.flow.async_ratio
 
     @property
     def headline(self) -> str:
+        """One line with the result, the steps and the speed."""
         summary = self.summary
-        steps = "step" if summary.steps == 1 else "steps"
-        parts = [
-            f"{summary.steps:,} {steps} in {span(summary.in_steps_s)}",
-            f"{summary.tokens_per_s:,.0f} tokens/s",
-        ]
+        steps = f"{summary.steps:,} {'step' if summary.steps == 1 else 'steps'}"
+        speed = f"{summary.tokens_per_s:,.0f} tokens/s"
+        parts = [f"{steps} in {span(summary.in_steps_s)}", speed]
         if summary.before is not None and summary.after is not None:
             ends = f"{summary.before:.3f} → {summary.after:.3f}"
             parts.insert(0, f"held-out {summary.measure} {ends}")
@@ -178,9 +315,9 @@ class RunData:
 
 
 class RunReader:
-    """Read a run repeatedly while it continues: each line of its growing files once.
+    """Reader of a run that may still be running. Each line of a growing file is read once.
 
-    `alone`: without the comparison run that it names.
+    With `alone`, the run that `observe.beside` names is not read.
     """
 
     def __init__(self, run_dir: Path, *, alone: bool = True) -> None:
@@ -199,7 +336,7 @@ class RunReader:
         self._evaluated: list[dict[str, Any]] = []
 
     def fingerprint(self) -> Hashable:
-        """Changes whenever a file that `read` reads does."""
+        """Return a value that changes whenever a file that `read` reads changes."""
         names = (METRICS_FILE, EVAL_FILE, STATUS_FILE, EVENTS_FILE, "config.yaml")
         paths = [self.run_dir / name for name in names]
         paths += sorted((self.run_dir / TIMELINE_FOLDER).glob("*.jsonl"))
@@ -207,33 +344,32 @@ class RunReader:
         return (*map(_stamp, paths), beside)
 
     def read(self) -> RunData:
-        """Raises ReportError when the directory is missing or no step was logged in it, UserError
-        for a file that was damaged; a later call then begins anew."""
+        """Return the run as it is now.
+
+        Raises ReportError if the directory is missing or has no finished step, and UserError for a
+        damaged file.
+        """
         try:
             return self._read()
         except UserError:
+            # The readers may have stopped inside a block: the next call reads everything again.
             self._begin()
             raise
 
     def _read(self) -> RunData:
         run_dir = self.run_dir
         if not run_dir.is_dir():
-            raise ReportError.of(
-                "RUN", f"{run_dir} is not a directory", "name the run.dir of a run"
-            )
+            what = f"{run_dir} is not a directory"
+            raise ReportError.of("RUN", what, "name the run.dir of a run")
         self._read_lines()
         status = read_status(run_dir)
         rows = self._rows
         if not rows:
-            state = (
+            last = (
                 f"its last phase was `{status.phase}`" if status else "and no run was started in it"
             )
-            raise ReportError.of(
-                "RUN",
-                f"{run_dir} has no finished step to report: metrics.jsonl is missing or empty,"
-                f" {state}",
-                "wait for the first step, or see RUN/logs",
-            )
+            what = f"{run_dir} has no finished step to report: metrics.jsonl is missing or empty, "
+            raise ReportError.of("RUN", what + last, "wait for the first step, or see RUN/logs")
         config = read_config(run_dir)
         return RunData(
             run_dir=run_dir,
@@ -262,14 +398,14 @@ class RunReader:
         for evaluated, restarted in self._evaluations.blocks():
             if restarted:
                 self._evaluated = []
-            # Only the drawn numbers: a line has every held-out prompt's score.
+            # Only the drawn numbers are kept: a line has the score of every held-out prompt.
             kept = ("version", "mean_reward", "loss", "pass_at")
             self._evaluated += [{key: one[key] for key in kept if key in one} for one in evaluated]
         self._evaluated.sort(key=lambda one: int(one["version"]))
 
     def _read_beside(self, config: Mapping[str, Any]) -> RunData | None:
-        """A run is shown without it where it has gone since: `mar plan` and `mar train` refuse a
-        missing one."""
+        """Return the run that `observe.beside` names, or None if it was removed since the start:
+        `mar plan` and `mar train` refuse a missing one."""
         observe = _ShownSettings.model_validate(config).observe
         if observe is None or observe.beside is None:
             return None
@@ -282,23 +418,20 @@ class RunReader:
 
 
 def read_run(run_dir: Path, *, alone: bool = True) -> RunData:
-    """A run as it is now; raises as RunReader does."""
+    """Read a run once; raises as `RunReader.read`."""
     return RunReader(run_dir, alone=alone).read()
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     try:
-        about = path.stat()
+        found = path.stat()
     except OSError:
         return None
-    return about.st_ino, about.st_size, about.st_mtime_ns
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """RUN/config.yaml as it is written there; empty if there is none.
-
-    Raises ReportError when it is not a configuration.
-    """
+    """Return the tree of RUN/config.yaml; empty without the file. Raises ReportError."""
     path = run_dir / "config.yaml"
     try:
         config, _ = read_tree(path.read_text(encoding="utf-8"))
@@ -319,8 +452,8 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 def timeline_window(
     rows: Sequence[MetricRow], tracks: Mapping[str, Sequence[Span]], steps: int = WINDOW_STEPS
 ) -> TimelineWindow | None:
-    """The window of the last `steps` steps, fewer where the run was stopped in between; None if no
-    process wrote a timeline."""
+    """Return the window of the last `steps` steps since the run's last stop; None if no process
+    wrote a timeline."""
     ended = [
         (int(step), at)
         for row in rows
@@ -330,17 +463,17 @@ def timeline_window(
     if not ended or not took:
         return None
 
-    hole = max(HOLE_S, HOLE_STEPS * median(took))
+    stop = max(STOP_S, STOP_STEPS * median(took))
     shown = [ended[-1]]
-    start = ended[-1][1] - took[-1]
-    for step, at in reversed(ended[:-1]):
-        if shown[-1][1] - at > hole:
+    for one in reversed(ended[:-1]):
+        # Time in which the run was stopped would shrink all bars to nothing.
+        if len(shown) > steps or shown[-1][1] - one[1] > stop:
             break
-        start = at
-        if len(shown) == steps:
-            break
-        shown.append((step, at))
-        start = at - median(took)
+        shown.append(one)
+    if len(shown) > steps:
+        start = shown.pop()[1]
+    else:
+        start = shown[-1][1] - (took[-1] if len(shown) == 1 else median(took))
     end = ended[-1][1]
 
     cut = {track: _cut(spans, start, end) for track, spans in tracks.items()}
@@ -352,13 +485,7 @@ def timeline_window(
 
 def _cut(spans: Sequence[Span], start: float, end: float) -> list[Span]:
     return [
-        Span(
-            track=span.track,
-            state=span.state,
-            waiting_for=span.waiting_for,
-            start=max(start, span.start),
-            end=min(end, span.end),
-        )
+        replace(span, start=max(start, span.start), end=min(end, span.end))
         for span in spans
         if span.end > start and span.start < end
     ]

@@ -1,9 +1,6 @@
-"""Samples of vLLM as tokens of a response; and responses that begin with tokens sampled before, by
-this engine or another.
+"""Responses that begin with tokens sampled before, by this engine or another.
 
 Invariants:
-- every token carries the version of the weights that sampled it, from vLLM's own spans, and its
-  log-prob;
 - the tokens of a prefix keep their log-probs, versions and routed experts; what is sampled comes
   after them;
 - a continuation draws with a seed of its own: with that of the first part it would repeat the first
@@ -18,15 +15,10 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_async_rl.samples.types import PartialResponse, Request
-
-if TYPE_CHECKING:
-    from vllm.outputs import CompletionOutput
 
 
 def sample_seed(run_seed: int, group: int, sample: int, prefix: int = 0) -> int:
@@ -100,44 +92,3 @@ def stopped_length(
         return None
     lengths = range(prefix + 1, len(ids) + 1)
     return lengths[bisect_left(lengths, True, key=stopped)]
-
-
-def token_versions(completion: CompletionOutput) -> NDArray[np.int32]:
-    """Weight version of each response token. Raises RuntimeError when vLLM's spans leave a token
-    without a numbered version."""
-    length = len(completion.token_ids)
-    spans = list(completion.weight_versions or ())
-    for span in spans:
-        if not span.version.isdecimal():
-            raise RuntimeError(
-                f"tokens {span.start} to {span.end} carry weight version {span.version!r}, which is"
-                " not a number"
-            )
-
-    # Nearly all responses, and short ones are many: one set of weights sampled all of it.
-    if len(spans) == 1 and (spans[0].start, spans[0].end) == (0, length):
-        return np.full(length, int(spans[0].version), dtype=np.int32)
-
-    versions = np.full(length, -1, dtype=np.int32)
-    for span in spans:
-        versions[span.start : span.end] = int(span.version)
-    if np.any(versions < 0):
-        without = np.flatnonzero(versions < 0).tolist()
-        raise RuntimeError(f"tokens {without} of {length} carry no weight version: {spans}")
-    return versions
-
-
-def sampled_logprobs(completion: CompletionOutput) -> NDArray[np.float32]:
-    """Log-prob of each response token, in nats. Raises RuntimeError when the engine did not report
-    exactly one for each."""
-    flat: Any = completion.logprobs
-    if flat is None or flat.token_ids != list(completion.token_ids):
-        raise RuntimeError(
-            f"the engine reported no log-probs of the {len(completion.token_ids)} tokens it sampled"
-        )
-    logprobs = np.asarray(flat.logprobs, dtype=np.float32)
-    if not np.all(np.isfinite(logprobs)):
-        raise RuntimeError(
-            f"the engine reported log-probs that are not finite: {logprobs.tolist()}"
-        )
-    return logprobs

@@ -7,7 +7,7 @@ Invariants:
 - every token carries the number of the weights that sampled it, from vLLM's own spans; a gap in
   them is an error;
 - the prefix cache is on, so a group's prompt is read once; a request begins only on keys and values
-  of the weights that are there when it begins (`vllm_private.cache_by_version`);
+  of the weights that are there when it begins (`engine_core.cache_by_version`);
 - `in_flight: keep`: running requests keep their key-value cache through an update, so tokens after
   it attend to keys and values of the weights before it;
 - `in_flight: recompute`: no key or value outlives a pause. Running requests keep their tokens and
@@ -28,42 +28,42 @@ import asyncio
 import os
 import pickle
 from collections.abc import Awaitable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
-from megatron_async_rl.config.environment import AGENTS, TOOLS
+from megatron_async_rl.config.rollout import AGENTS, TOOLS
 from megatron_async_rl.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_async_rl.rollout.allocator import drop_expandable_segments
 from megatron_async_rl.rollout.cluster import require_gpus, require_software
 from megatron_async_rl.rollout.engine_state import (
     BusyClock,
-    EngineDied,
     EngineState,
     EngineTimeline,
-    HealthCheck,
     WrongState,
-    name_vllm_processes,
-    named_death,
 )
-from megatron_async_rl.rollout.environments.chat import ToolParser
 from megatron_async_rl.rollout.environments.endpoint import Agents
 from megatron_async_rl.rollout.environments.episode import Episodes, Player
 from megatron_async_rl.rollout.environments.pool import Environments
+from megatron_async_rl.rollout.responses import Responses
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.rollout.vllm_plugin import environment
+from megatron_async_rl.rollout.vllm.client import (
+    EngineDied,
+    HealthCheck,
+    launch,
+    named_death,
+    pause_scheduler,
+    prepare_updates,
+)
+from megatron_async_rl.rollout.vllm.plugin import environment
+from megatron_async_rl.rollout.vllm.tool_parser import ToolParser
 from megatron_async_rl.samples.rows import EngineReport
 from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import name_this_process
 from megatron_async_rl.watchdog.logs import redirect_output
-from megatron_async_rl.watchdog.processes import collect_rarely, descendants
+from megatron_async_rl.watchdog.processes import collect_rarely
 from megatron_async_rl.watchdog.run_folder import name_shared_memory, use_run_folder
 from megatron_async_rl.weights.manifest import Manifest, WeightUpdate
-
-if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    from megatron_async_rl.rollout.responses import Responses
 
 STOP_S = 10.0
 """Grace before vLLM kills its engine process. A killed one leaves small files in /dev/shm."""
@@ -93,7 +93,8 @@ class RolloutEngine:
         self._timeline = EngineTimeline(spec.run_dir, spec.name, self._state)
         self._busy = BusyClock(self._timeline.changed)
         self._version = spec.first_version
-        self._llm: AsyncLLM | None = None
+        self._llm: Any = None
+        """vLLM's AsyncLLM, once it has started."""
         self._responses: Responses | None = None
         self._scorer = Scorer(spec.rollout.reward)
         turns = spec.rollout.environment
@@ -115,28 +116,16 @@ class RolloutEngine:
         watch.fact("engine", self.describe)
 
     async def _start(self) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        from megatron_async_rl.rollout.engine_arguments import engine_arguments, sampling_parameters
-        from megatron_async_rl.rollout.responses import Responses
+        # Here, because it imports vLLM, which reads variables that __init__ sets.
+        from megatron_async_rl.rollout.vllm.engine_arguments import sampling_parameters
 
         spec = self.spec
         tokenizer = load_tokenizer(spec.model_path, spec.chat_template, spec.chat_template_options)
         self._scorer.start()
         if self._environments is not None:
             self._environments.start()
-        before = descendants()
-        self._llm = AsyncLLM.from_engine_args(engine_arguments(spec))
-        name_vllm_processes(descendants() - before)
-        if spec.device == "cpu" and spec.rollout.workers > 1:
-            await self._llm.collective_rpc("complete_on_cpu")
-        await self._llm.init_weight_transfer_engine(
-            WeightTransferInitRequest(
-                init_info={"version": spec.first_version, "transport": spec.transport}
-            )
-        )
-        await self._llm.update_weight_version(str(spec.first_version))
+        self._llm = launch(spec)
+        await prepare_updates(self._llm, spec)
 
         await self._scorer.ready()
         conversations: Player | None = None
@@ -228,7 +217,7 @@ class RolloutEngine:
         raises an `Exception` with the reason in its words; then the engine stays stopped, too.
         Raises WrongState while the weights' memory sleeps.
         """
-        from megatron_async_rl.weights.vllm_private import load_between_steps
+        from megatron_async_rl.rollout.vllm.engine_core import load_between_steps
 
         asleep = self._state.state == "asleep"
         if self._state.sleeps("weights"):
@@ -330,8 +319,6 @@ class RolloutEngine:
         self._busy.pause(False)
 
     async def _stop_sampling(self, what: str) -> None:
-        from megatron_async_rl.weights.vllm_private import pause_scheduler
-
         if self._state.runs:
             pause = pause_scheduler(self._vllm(), clear_cache=self._recomputes)
             await self._while_alive(what, pause)
@@ -367,7 +354,7 @@ class RolloutEngine:
             f" {self._health.silent_s:.0f} s"
         )
 
-    def _vllm(self) -> AsyncLLM:
+    def _vllm(self) -> Any:
         if self._llm is None:
             raise RuntimeError(f"{self.spec.name} is not running")
         return self._llm

@@ -1,38 +1,29 @@
-"""State of an engine between sampling and loading (running, paused or asleep), the time it sampled,
-its track in the run's timeline, and the health check of vLLM's process.
+"""State of an engine: running, paused or asleep; the time it sampled, its track in the run's
+timeline, and the queue of its reports.
 
     running --pause--> paused --resume--> running          new weights load while paused
     running, paused --sleep--> asleep --wake--> running    and while asleep with its weights awake
 
-Invariants: calls out of order are refused before they reach vLLM. Pausing what is paused and
-resuming what runs is in order. `silent_s` of the health check grows from the last answer on,
-whatever keeps the next one away; one question is open at a time.
+Invariant: calls out of order are refused before they reach vLLM. Pausing a paused engine and
+resuming a running one are in order.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Literal
+
+import pyarrow as pa
 
 from megatron_async_rl.metrics.timeline import Timeline
-from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.samples.columns import SampleColumns
 from megatron_async_rl.samples.rows import StateName
-from megatron_async_rl.watchdog.host_memory import (
-    MemoryKind,
-    Shortage,
-    kernel_shortage,
-    look_for_kernel_kills,
-)
-from megatron_async_rl.watchdog.logs import KILLED, PRIMARY, find_cause, survived
+from megatron_async_rl.samples.types import Aborted
 
-EVERY_S = 1.0
-DEADLINE_S = 10.0
-"""After which a question counts as lost and is asked anew. vLLM answers between two steps, not
-while it loads weights."""
+COALESCE_S = 0.005
+"""Responses that end within so long travel in one report: one step of vLLM often ends several."""
 
 TAGS = ("weights", "kv_cache")
 """Parts that sleep, and wake in this order: weights are loaded before there is a cache to fill."""
@@ -187,92 +178,44 @@ class EngineTimeline:
             self._timeline.enter(state, waiting_for)
 
 
-_vllm_processes: frozenset[int] = frozenset()
+class ReportQueue:
+    """Results since the last report, and the wait for them. Used by one event loop, emptied by one
+    reader. Call `notify` after something was appended to `finished` or `aborted`.
 
+    Invariants: a report contains everything put in, once and in order. A failure comes before
+    anything else, and again at every later wait: the engine cannot be used any more.
+    """
 
-def name_vllm_processes(pids: Iterable[int]) -> None:
-    """Have EngineDied look for these processes among the kernel's kills."""
-    global _vllm_processes
-    _vllm_processes = frozenset(pids)
+    def __init__(self) -> None:
+        self.finished = SampleColumns()
+        self.aborted: list[Aborted] = []
+        self._failure: BaseException | None = None
+        self._news = asyncio.Event()
 
+    def notify(self) -> None:
+        self._news.set()
 
-class EngineDied(RuntimeError):
-    """vLLM's own process ended while the engine was in use.
+    def fail(self, error: BaseException) -> None:
+        """The first failure counts: the others follow from it."""
+        if self._failure is None:
+            self._failure = error
+        self._news.set()
 
-    `last_error`: default: the last error in the engine's log, since vLLM reports here only that
-    the process is gone. `kernel`: the kernel's kill of it for want of host memory; default: as this
-    machine's kernel reports. `outside` and `out_of_memory` are as in ProcessDied."""
-
-    def __init__(
-        self,
-        spec: EngineSpec,
-        while_what: str,
-        last_error: str | None = None,
-        kernel: Shortage | Literal["look"] | None = "look",
-    ) -> None:
-        if last_error is None:
-            found = find_cause(spec.log_dir, spec.log.name)
-            last_error = ""
-            if found is not None and found.kind in (PRIMARY, KILLED) and not survived(found):
-                last_error = found.message.splitlines()[0]
-        reported = f"; the last error in its log: {last_error}" if last_error else ""
-        if isinstance(kernel, str):
-            # Every call that meets this one death raises an error of its own: none uses up the
-            # kill.
-            kernel = kernel_shortage(_vllm_processes, used=False)
-        what = f"the vLLM process of {spec.name} died while {while_what}{reported}; see {spec.log}"
-        super().__init__(what if kernel is None else f"{what}. {kernel.message}")
-        self.outside = kernel is not None and kernel.certain
-        self.out_of_memory: MemoryKind | None = "host" if self.outside else None
-        # The error is made anew on another machine, whose kernel has another count.
-        self._arguments = (spec, while_what, last_error, kernel)
-
-    def __reduce__(self) -> tuple[type[EngineDied], tuple[EngineSpec, str, str, Shortage | None]]:
-        return (type(self), self._arguments)
-
-
-@contextmanager
-def named_death(spec: EngineSpec, while_what: str) -> Iterator[None]:
-    """Raise EngineDied in place of vLLM's error that its process is gone, which names neither the
-    cause nor the log."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    try:
-        yield
-    except EngineDeadError:
-        raise EngineDied(spec, while_what) from None
-
-
-class HealthCheck:
-    """Watches that vLLM's process still answers: a cheap question once a second, while it samples
-    and while it is paused. `probe` is answered by vLLM's process; `dead` reports that this process
-    has ended."""
-
-    def __init__(self, probe: Callable[[], Awaitable[object]], dead: Callable[[], bool]) -> None:
-        self._ask = probe
-        self._dead = dead
-        self._answered = time.monotonic()
-
-    @property
-    def silent_s(self) -> float:
-        return time.monotonic() - self._answered
-
-    async def until_dead(self) -> None:
-        """Asks until vLLM's process has ended. Raises what an answer raises."""
-        self._answered = time.monotonic()  # it has just started, which may have taken minutes
-        while not self._dead():
-            look_for_kernel_kills()
-            question = asyncio.ensure_future(self._ask())
-            requested = time.monotonic()
-            while (
-                not question.done()
-                and time.monotonic() - requested < DEADLINE_S
-                and not self._dead()
-            ):
-                await asyncio.wait((question,), timeout=EVERY_S)
-            if question.done():
-                question.result()
-                self._answered = time.monotonic()
-                await asyncio.sleep(EVERY_S)
-            else:
-                question.cancel()
+    async def take(self, timeout_s: float) -> tuple[pa.RecordBatch, tuple[Aborted, ...]]:
+        """Returns what came since the last call, as soon as there is something; nothing
+        after `timeout_s`. Samples are rows by columns.SCHEMA. Raises the failure."""
+        try:
+            await asyncio.wait_for(self._news.wait(), timeout_s)
+            if self._failure is None:
+                await asyncio.sleep(COALESCE_S)
+        except TimeoutError:
+            pass
+        if self._failure is not None:
+            raise self._failure
+        aborted, self.aborted = tuple(self.aborted), []
+        self._news.clear()
+        try:
+            return self.finished.take(), aborted
+        except Exception as error:
+            self.fail(error)
+            raise

@@ -22,7 +22,7 @@ Invariants:
   on;
 - a file that cannot be written costs its line, not the engine.
 
-A response has no deadline of its own: vLLM's process is watched as a whole (`engine_state.py`);
+A response has no deadline of its own: vLLM's process is watched as a whole (`vllm/client.py`);
 rewards (`scoring.py`) and environments (`environments/pool.py`) have one.
 """
 
@@ -39,10 +39,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from vllm import SamplingParams
-from vllm.inputs.engine import tokens_input
-from vllm.outputs import CompletionOutput
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.rollout.continuation import (
@@ -51,18 +47,23 @@ from megatron_async_rl.rollout.continuation import (
     recorded_from,
     require_room,
     sample_seed,
-    sampled_logprobs,
     stopped_length,
-    token_versions,
 )
-from megatron_async_rl.rollout.engine_state import BusyClock, named_death
+from megatron_async_rl.rollout.engine_state import BusyClock, ReportQueue
 from megatron_async_rl.rollout.environments.episode import Episode, Player
 from megatron_async_rl.rollout.environments.transcript import TurnRequest
-from megatron_async_rl.rollout.report_queue import ReportQueue
 from megatron_async_rl.rollout.rewards.registry import RewardContext
 from megatron_async_rl.rollout.rewards.worker import Scored
 from megatron_async_rl.rollout.scoring import FailureLog, Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.rollout.vllm.client import (
+    add_request,
+    named_death,
+    on_output,
+    sampled_logprobs,
+    token_versions,
+    tokens_so_far,
+)
 from megatron_async_rl.samples.types import (
     Aborted,
     FinishReason,
@@ -70,7 +71,6 @@ from megatron_async_rl.samples.types import (
     Prompt,
     Request,
 )
-from megatron_async_rl.weights.vllm_private import on_output, tokens_so_far
 
 _log = logging.getLogger(__name__)
 
@@ -98,14 +98,15 @@ class _Running:
 
 
 class Responses:
-    """Used by one event loop. `sampling`: of training (null) and of each held-out set, by its
-    name. `conversations`: null where a response is one turn. `version`: of the weights."""
+    """Used by one event loop. `llm`: vLLM's AsyncLLM. `sampling`: SamplingParams of training (null)
+    and of each held-out set, by its name. `conversations`: null if a response is one turn.
+    `version`: of the weights."""
 
     def __init__(
         self,
-        llm: AsyncLLM,
+        llm: Any,
         spec: EngineSpec,
-        sampling: Mapping[str | None, SamplingParams],
+        sampling: Mapping[str | None, Any],
         tokenizer: Tokenizer,
         scorer: Scorer,
         busy: BusyClock,
@@ -235,18 +236,16 @@ class Responses:
         try:
             name = f"{self._spec.index}-{self._numbered}"
             with named_death(self._spec, self._working):
-                answer = await self._llm.add_request(
-                    name, tokens_input(list(turn_request.ids)), parameters
-                )
+                collector = await add_request(self._llm, name, turn_request.ids, parameters)
         except Exception as error:
             self.reports.fail(error)
             raise
 
-        entry.in_vllm = answer.request_id
+        entry.in_vllm = collector.request_id
         self._busy.begin()
-        on_output(answer, lambda output: self._on_output(entry, output))
+        on_output(collector, lambda output: self._on_output(entry, output))
         if entry.aborted or (entry.conversation is not None and not entry.conversation.waits):
-            await self._abort_in_vllm([answer.request_id])
+            await self._abort_in_vllm([collector.request_id])
 
     def _on_output(self, entry: _Running, output: Any) -> None:
         """Called by vLLM's output loop, which an exception would end: so it is only noted here."""
@@ -280,7 +279,7 @@ class Responses:
         self.generated += count if entry.request.group >= 0 else 0
         if entry.conversation is not None and (entry.aborted or not entry.conversation.waits):
             return  # the conversation, which was cancelled, reports the abort
-        completion: CompletionOutput = output.outputs[0]  # FINAL_ONLY: there is one
+        (completion,) = output.outputs
         sampled = None
         if len(completion.token_ids):
             sampled = PartialResponse(
@@ -372,7 +371,7 @@ class Responses:
         """Held-out responses are not trained on."""
         return self._spec.records_experts and request.group >= 0
 
-    def _routed_experts(self, entry: _Running, completion: CompletionOutput) -> bytes | None:
+    def _routed_experts(self, entry: _Running, completion: Any) -> bytes | None:
         """Experts of the tokens from `read` on, without the last. Raises RuntimeError when vLLM did
         not report them all."""
         if not self._records(entry.request):

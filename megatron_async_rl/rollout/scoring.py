@@ -22,8 +22,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_async_rl.config.schema import RewardConfig, RewardPart
-from megatron_async_rl.data.prompts import Required
+from megatron_async_rl.config.rollout import RewardConfig, RewardPart
+from megatron_async_rl.data.row_columns import Required
 from megatron_async_rl.rollout.isolation.child import described
 from megatron_async_rl.rollout.rewards.registry import (
     KEY,

@@ -1,4 +1,4 @@
-"""The one form of samples on their way: Arrow record batches with one schema.
+"""The only form of samples in transit: Arrow record batches with one schema.
 
 An engine reports such batches, the controller keeps and hands out their rows (rows.py), the
 checkpoint and the sample log on disk are made of them, and a data-parallel rank gets its own rows
@@ -35,6 +35,7 @@ NUMERIC = pa.schema(
         pa.field("loss_mask", pa.list_(pa.uint8()), nullable=False),
         pa.field("step_rewards", pa.list_(pa.float32())),
         pa.field("segment_starts", pa.list_(pa.int32())),
+        # large_binary: a batch's experts may exceed 2 GiB.
         pa.field("routed_experts", pa.large_binary()),
         pa.field("reward", pa.float64(), nullable=False),
         pa.field("reward_parts", pa.map_(pa.string(), pa.float64())),
@@ -70,6 +71,7 @@ _COLUMNS: dict[str, Callable[[Sample], Any]] = {
     "prompt_ids": lambda sample: sample.prompt.token_ids,
     "prompt_id": lambda sample: sample.prompt.id,
     "prompt_text": lambda sample: sample.prompt.text,
+    # JSON, since fields differ from row to row and a schema does not.
     "fields": lambda sample: json.dumps(dict(sample.prompt.fields)),
     "reward_parts": lambda sample: (
         None if sample.reward_parts is None else list(sample.reward_parts.items())
@@ -101,6 +103,7 @@ class SampleColumns:
     def __init__(self) -> None:
         self._rows: list[tuple[Any, ...]] = []
         """Values in the order of SCHEMA."""
+        # Serialised once per prompt: a group's responses share it.
         self._prompts: dict[str, tuple[Prompt, NDArray[np.int32], str]] = {}
         """Last prompt of each id, with its token ids and its fields in JSON. Many rows share a
         prompt, but two prompts of one id may differ if the data changed before a resume."""
@@ -137,6 +140,7 @@ class SampleColumns:
             "versions": versions,
             "loss_mask": loss_mask,
         }
+        # Before anything is stored: a refused row leaves the others as they are.
         check_response(
             id,
             response_ids,
@@ -180,7 +184,9 @@ class SampleColumns:
     def take(self) -> pa.RecordBatch:
         """The rows so far, in the order they were appended, by SCHEMA; there are none
         afterwards."""
+        # Swapped, so that rows appended from here on go into the next report.
         rows, self._rows = self._rows, []
+        # Prompts must not outlive their rows.
         self._prompts.clear()
         columns = zip(*rows, strict=True) if rows else ((),) * len(SCHEMA)
         return _record_batch(dict(zip(SCHEMA.names, columns, strict=True)), SCHEMA)
@@ -206,14 +212,17 @@ def list_array(rows: Sequence[Any], kind: pa.ListType) -> pa.ListArray:
     TypeError for an array of another dtype, whose values might not fit."""
     dtype = np.dtype(kind.value_type.to_pandas_dtype())
     present = [
+        # Arrays are taken as they are; only plain sequences are converted.
         row if isinstance(row, np.ndarray) else np.array(row, dtype=dtype)
         for row in rows
         if row is not None
     ]
     for row in present:
+        # A silent cast could change a log-prob or a version.
         if row.dtype != dtype:
             raise TypeError(f"an array of {row.dtype}, and the column is of {dtype}")
     starts = np.zeros(len(rows) + 1, dtype=np.int32)
+    # A null row takes no values.
     np.cumsum([0 if row is None else len(row) for row in rows], out=starts[1:])
     missing = None if len(present) == len(rows) else pa.array([row is None for row in rows])
     values = np.concatenate(present) if present else np.zeros(0, dtype=dtype)
@@ -223,6 +232,7 @@ def list_array(rows: Sequence[Any], kind: pa.ListType) -> pa.ListArray:
 def flat(column: pa.ListArray) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """The values of a list column's rows, one row after another, and each row's length; a null row
     has none."""
+    # int64: sums over a batch exceed 2^31.
     lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
     return column.flatten().to_numpy(), lengths
 
@@ -230,6 +240,7 @@ def flat(column: pa.ListArray) -> tuple[NDArray[Any], NDArray[np.int64]]:
 def spans(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """The indices starts[0], ..., starts[0] + lengths[0] - 1, starts[1], ... of several spans, one
     after another."""
+    # Without a loop: batches have millions of tokens.
     before = np.cumsum(lengths) - lengths
     return np.repeat(starts - before, lengths) + np.arange(lengths.sum(), dtype=np.int64)
 
@@ -239,6 +250,7 @@ def as_stream(batch: pa.RecordBatch) -> pa.Buffer:
     the buffers of a slice hold."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as stream:
+        # The IPC writer cuts a slice's buffers to its rows.
         stream.write_batch(batch)
     return sink.getvalue()
 
@@ -265,6 +277,7 @@ def samples_of(batch: pa.RecordBatch) -> list[Sample]:
             "segment_starts",
         )
     }
+    # Rows of a log without experts have the column, with nulls.
     batch = with_experts(batch)
     plain = {name: batch.column(name).to_pylist() for name in SCHEMA.names if name not in arrays}
     samples = []
@@ -308,6 +321,7 @@ def with_experts(batch: pa.RecordBatch) -> pa.RecordBatch:
     if ROUTED in batch.schema.names:
         return batch
     columns = {name: batch.column(name) for name in batch.schema.names}
+    # One schema for readers, whatever was logged.
     columns[ROUTED] = pa.nulls(batch.num_rows, pa.large_binary())
     return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
@@ -317,6 +331,7 @@ def rows_of_lists(column: pa.ListArray) -> list[np.ndarray | None]:
     offsets, values = column.offsets.to_numpy(), column.values.to_numpy()
     present = column.is_valid().to_numpy(zero_copy_only=False)
     return [
+        # Views: nothing is copied per sample.
         values[offsets[row] : offsets[row + 1]] if present[row] else None
         for row in range(len(column))
     ]

@@ -70,6 +70,7 @@ class FrameWriter:
         """Bytes of the whole frames."""
         self._number = 0
         # Unbuffered: bytes that could not be written must not be kept to fail again later.
+        # "x": an existing file belongs to another writer.
         self._file: BinaryIO = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by close()
 
     @property
@@ -81,12 +82,12 @@ class FrameWriter:
         self._append(ROWS, payload)
 
     def sync(self) -> None:
-        """Returns when all that was written is on the disk."""
+        """Wait until everything that was written is on disk."""
         os.fsync(self._file.fileno())
 
     def close(self, to: Path | None = None) -> None:
-        """Marks the end, and renames the file in one step: to `to`, or from `.open` to
-        `.segment`."""
+        """Mark the end, and rename the file in one step: to `to`, or from `.open` to `.segment`."""
+        # The end mark, then fsync, then the name: a .segment file is always whole.
         self._append(END, b"")
         self.sync()
         self._file.close()
@@ -98,6 +99,7 @@ class FrameWriter:
         if self._file.closed:
             return
         try:
+            # `size` counts whole frames only.
             self._file.truncate(self.size)
             self._file.seek(self.size)
             self.close()
@@ -112,6 +114,7 @@ class FrameWriter:
     def _append(self, kind: bytes, payload: bytes) -> None:
         content = memoryview(_header(kind, self._number, payload) + payload)
         while content:
+            # An unbuffered write may take a part only, as on a full disk.
             content = content[self._file.write(content) :]
         self._number += 1
         self.size += HEADER_BYTES + len(payload)
@@ -130,8 +133,10 @@ def read_frames(
                 file.seek(length, os.SEEK_CUR)
             else:
                 payload = file.read(length)
+                # The header was whole and the payload is not.
                 if torn and len(payload) < length:
                     break  # its writer has just cut off the tail
+                # Zeros to the end of the file are blocks that a power failure left unwritten.
                 if zlib.crc32(payload) != checksum:
                     if torn and _unwritten(payload) and _zeros_to_the_end(file) is not None:
                         break
@@ -164,6 +169,7 @@ def finish(path: Path, minimum: int = 0) -> None:
         count = number + 1
     with open(path, "r+b", buffering=0) as file:
         # Only after every frame before it was read without an error.
+        # The torn tail goes; nothing before it changes.
         file.truncate(whole)
         file.seek(whole)
         file.write(_header(END, count, b""))
@@ -172,7 +178,7 @@ def finish(path: Path, minimum: int = 0) -> None:
 
 
 def replace_whole(path: Path, payloads: Iterable[bytes]) -> None:
-    """Replaces a closed file: a crash in here leaves the old one or the new one."""
+    """Replace a closed file. A crash leaves the old file or the new one."""
     partial = path.with_suffix(".partial")
     partial.unlink(missing_ok=True)
     writer = FrameWriter(partial)
@@ -187,7 +193,7 @@ def _rename(path: Path, to: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Returns when the names in `folder` are on the disk."""
+    """Wait until the names in `folder` are on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -208,17 +214,20 @@ def _headers(path: Path, file: BinaryIO, *, torn: bool) -> Iterator[tuple[int, i
                 return
             raise SegmentBroken(path, "is damaged: it ends before its end mark")
         kind, found, length, checksum = _FIELDS.unpack_from(header)
+        # The header is checked before its length is believed.
         if zlib.crc32(header[: _FIELDS.size]) != _CHECKSUM.unpack_from(header, _FIELDS.size)[0]:
             zeros = _zeros_to_the_end(file) if torn else None
             if zeros is not None and _unwritten(header + zeros):
                 return
             raise SegmentBroken(path, f"is damaged: the header at byte {start} is not valid")
+        # A frame of another place: blocks were exchanged or repeated.
         if found != number or kind not in (ROWS, END):
             raise SegmentBroken(path, f"is damaged: frame {number} at byte {start} is another one")
         if kind == END:
             if file.tell() != size:
                 raise SegmentBroken(path, "is damaged: it continues after its end mark")
             return
+        # The length is authentic, so the rest is missing.
         if length > size - file.tell():
             if torn:
                 return

@@ -67,6 +67,7 @@ def account(
     Deletion of the newest segments is seen by it and by the log's mark (log_mark.py). Raises
     HistoryBroken, SegmentBroken."""
     segments = segments_in(run_dir / FOLDER)
+    # Without the first segment, admissions may be missing legitimately.
     whole = not segments or segments[0] == 0
     faults: list[str] = []
     admitted: set[int] = set()
@@ -79,6 +80,7 @@ def account(
     if (lost := lost_end(run_dir)) is not None:
         faults.append(lost)
 
+    # By number: resumed runs append to older segments.
     outcomes = read_table(run_dir, "outcomes").sort_by("seq")
     gaps = gaps_in([outcomes["seq"].to_numpy()], first=0 if whole else None, end=position)
     if gaps:
@@ -88,6 +90,7 @@ def account(
         if seq == last:
             faults.append(f"two outcomes have the number {seq}")
         last = seq
+        # An evaluation that ran again: its row keeps its number and counts no longer.
         if outcome == "repeated":
             continue
         if row["id"] is not None:
@@ -97,6 +100,7 @@ def account(
             elif outcome == "dropped":
                 left_out.append((group, row["id"], row["reason"]))
             continue
+        # A group ends once; the later outcome is the fault.
         if group in consumed or group in dropped:
             faults.append(f"group {group} is {outcome} (outcome {seq}) after it has ended")
         elif outcome == "admitted":
@@ -116,6 +120,7 @@ def account(
             faults.append(f"sample {name} is dropped ({reason}) and its group is not")
     waiting = frozenset(admitted - consumed.keys() - dropped.keys())
     for entry in read_entries(run_dir):
+        # What is left has an outcome and no sample.
         subjects.pop((entry.id, entry.finished_at), None)
         if entry.group >= 0 and entry.state == "waiting" and entry.group not in waiting:
             if replay and entry.group in consumed:  # it is in the store, or has left it
@@ -127,6 +132,7 @@ def account(
             f"outcome {seq} is of sample {name}, which is missing"
             for (name, _), seq in subjects.items()
         ]
+    # The checkpoint's buffer is the second witness.
     if buffer is not None and waiting != set(buffer):
         unknown, gone = sorted(set(buffer) - waiting), sorted(waiting - set(buffer))
         faults.append(f"groups {unknown} wait and the log does not have them; {gone} the reverse")

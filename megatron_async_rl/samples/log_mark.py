@@ -49,12 +49,14 @@ class LogMark:
     def of(cls, fields: Mapping[str, Any]) -> LogMark:
         """Read the result of `as_json`. Raises ValueError."""
         kinds = {name: type(value) for name, value in fields.items()}
+        # type() and not isinstance: true is an int in Python.
         if kinds != {"segment": int, "closed": bool, "samples": int, "outcomes": int}:
             raise ValueError(f"a mark has other fields than {', '.join(kinds)}")
         return cls(**fields)
 
 
 def _checksum(fields: Mapping[str, Any]) -> int:
+    # Sorted: the order of the file's keys must not matter.
     return zlib.crc32(json.dumps(fields, sort_keys=True).encode())
 
 
@@ -63,6 +65,7 @@ def read_mark(run_dir: Path) -> LogMark | None:
     path = run_dir / FILE
     try:
         fields = json.loads(path.read_bytes())
+        # Popped, since it covers the other fields.
         checksum = fields.pop("checksum")
         mark = LogMark.of(fields)
         if checksum != _checksum(fields):

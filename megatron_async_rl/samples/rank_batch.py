@@ -96,14 +96,17 @@ class RankBatch:
         behavior_logprobs, lengths = flat(numbers.column("behavior_logprobs"))
         given, counts = flat(numbers.column("step_rewards"))
         steps = None
+        # The array exists only where a sample has step rewards.
         if numbers.column("step_rewards").null_count < numbers.num_rows:
             steps = np.zeros(len(behavior_logprobs), dtype=np.float32)
             steps[np.repeat(counts > 0, lengths)] = given
         token_ids, totals = flat(tokens.column("token_ids"))
         rows = tokens.column("row").to_numpy()
+        # -1 marks samples of other ranks.
         token_starts = np.full(numbers.num_rows, -1, dtype=np.int64)
         token_starts[rows] = np.cumsum(totals) - totals
         prompt_lengths = numbers.column("prompt_length").to_numpy().astype(np.int64)
+        # Experts come for own samples only, in the order of `rows`.
         own = numbers.column("segment_starts").take(pa.array(rows))
         routed_experts, recorded = _routed_experts(
             tokens.column(ROUTED), *segment_lengths(prompt_lengths[rows], totals, own)
@@ -123,6 +126,7 @@ class RankBatch:
             segment_starts=numbers.column("segment_starts"),
             weights=numbers.column("weight").to_numpy(),
             valid=numbers.column("valid").to_numpy(zero_copy_only=False),
+            # Arrow packs booleans into bits, which NumPy cannot view.
             sampled=pc.not_equal(reason, "given").to_numpy(zero_copy_only=False),
             truncated=pc.equal(reason, "length").to_numpy(zero_copy_only=False),
             behavior_logprobs=behavior_logprobs,
@@ -141,6 +145,7 @@ class RankBatch:
     @cached_property
     def starts(self) -> NDArray[np.int64]:
         """[S + 1]: where each sample's response tokens begin, and the end."""
+        # Cached: every pass over the batch reads it.
         return np.concatenate(([0], np.cumsum(self.lengths)))
 
     @cached_property
@@ -161,6 +166,7 @@ class RankBatch:
     def fed(self) -> NDArray[np.int64]:
         """[S]: the tokens that go into the model: all but the last of each segment, which predicts
         nothing."""
+        # Each further segment ends with a token that predicts nothing.
         further = pc.fill_null(pc.list_value_length(self.segment_starts), 0).to_numpy()
         return self.prompt_lengths + self.lengths - 1 - further
 
@@ -168,6 +174,7 @@ class RankBatch:
         """`segment_lengths` of these samples."""
         prompts = self.prompt_lengths[rows]
         totals = prompts + self.lengths[rows]
+        # The usual case, without the general arithmetic.
         if self.segment_starts.null_count == len(self):
             return totals, np.ones_like(totals)
         return segment_lengths(prompts, totals, self.segment_starts.take(pa.array(rows)))
@@ -187,9 +194,16 @@ class RankBatch:
         """[S]: the newest version that sampled a token."""
         return np.maximum.reduceat(self.versions, self.starts[:-1])
 
+    @property
+    def lag_max(self) -> int:
+        """Largest lag of a token that is trained on; what an environment wrote was not sampled."""
+        lags = self.version - self.versions[self.loss_mask > 0]
+        return int(lags.max(initial=0))
+
     def select(self, rows: NDArray[np.int64] | Sequence[int]) -> RankBatch:
         """These samples alone, in this order."""
         rows = np.asarray(rows, dtype=np.int64)
+        # Per-token columns are selected by tokens, the others by samples.
         tokens = spans(self.starts[rows], self.lengths[rows])
         per_token = {"behavior_logprobs", "versions", "loss_mask", "step_rewards"}
         columns = ("ids", "reward_parts", "segment_starts")
@@ -214,6 +228,7 @@ def segment_lengths(
     last = np.cumsum(counts) - 1
     ends = np.empty(counts.sum(), dtype=np.int64)
     ends[spans(last - more, more)] = further + np.repeat(prompts, more)
+    # The last segment ends with its sample.
     ends[last] = totals
     lengths = np.diff(ends, prepend=0)
     lengths[last - more] = ends[last - more]
@@ -237,6 +252,7 @@ def tokens_of(samples: pa.RecordBatch, rows: NDArray[np.int64]) -> pa.RecordBatc
     )
     ends = np.cumsum(before + lengths)
     values = np.empty(len(prompts) + len(responses), dtype=np.int32)
+    # Prompt and response of a sample lie next to each other, as the model reads them.
     values[spans(ends - before - lengths, before)] = prompts
     values[spans(ends - lengths, lengths)] = responses
     starts = np.concatenate(([0], ends)).astype(np.int32)
@@ -262,9 +278,11 @@ def _routed_experts(
     sizes = pc.fill_null(pc.binary_length(column), 0).to_numpy()
     rows = np.add.reduceat(segments - 1, np.cumsum(counts) - counts)
     widths = np.unique(sizes[recorded] / rows[recorded])
+    # Rows of different widths come from another model.
     if len(widths) != 1 or widths[0] != int(widths[0]):
         raise ValueError(f"routed experts of {widths.tolist()} bytes for a token: not of one model")
     known = column.drop_null()
+    # A taken column may be a slice: buffers hold more than its rows.
     begin, end = known.offset, known.offset + len(known)
     offsets = np.frombuffer(known.buffers()[1], dtype=np.int64)[begin : end + 1]
     data = np.frombuffer(known.buffers()[2], dtype=np.uint8)[offsets[0] : offsets[-1]]

@@ -127,6 +127,7 @@ class SampleRow:
 
     def renamed(self, name: str) -> SampleRow:
         """The same row under the id `name`."""
+        # The record batch is shared: only the id differs.
         other = copy.copy(self)
         other.id = name
         return other
@@ -136,6 +137,7 @@ def rows_of(batch: pa.RecordBatch) -> list[SampleRow]:
     """The rows of a record batch by SCHEMA, which they keep."""
     versions = batch.column("versions")
     starts = versions.offsets.to_numpy()
+    # A sliced batch holds the values of all rows: offsets bound those of its own.
     tokens, lengths = versions.values.to_numpy()[: starts[-1]], np.diff(starts)
     totals = lengths + np.diff(batch.column("prompt_ids").offsets.to_numpy())
     columns = zip(
@@ -157,6 +159,7 @@ def rows_of(batch: pa.RecordBatch) -> list[SampleRow]:
     for number, (name, prompt, reward, valid, reason, at, length, total, first, last) in enumerate(
         columns
     ):
+        # __slots__ and plain attributes: a batch has tens of thousands of rows.
         row = SampleRow()
         row.batch, row.row = batch, number
         row.id, row.prompt_id = name, prompt
@@ -177,11 +180,13 @@ def gathered(
         return pa.RecordBatch.from_pylist([], schema=schema)
     places: dict[int, list[int]] = {}
     for place, row in enumerate(rows):
+        # By identity: rows of one report are taken from it together.
         places.setdefault(id(row.batch), []).append(place)
     parts = [_rows_of_one([rows[place] for place in part]) for part in places.values()]
     table = pa.Table.from_batches(parts).select(schema.names).combine_chunks()
     (whole,) = table.to_batches()
     come = np.concatenate(list(places.values()))
+    # Rows of several reports are interleaved: restore the requested order.
     if (np.diff(come) != 1).any():
         whole = whole.take(pa.array(np.argsort(come)))
     columns = dict(zip(schema.names, whole.columns, strict=True))
@@ -205,6 +210,7 @@ def rescored(
     for place, (row, error, old) in enumerate(zip(rows, errors, given, strict=True)):
         new = None if old is None or error is not None else old.copy()
         if new is not None:
+            # The last token, so that the sum is the new reward.
             new[-1] += rewards[place] - row.reward
             exact = float(np.sum(new, dtype=np.float64))
             if not math.isclose(rewards[place], exact, rel_tol=1e-6, abs_tol=1e-6):
@@ -241,6 +247,7 @@ class TrainBatch:
 
     def __post_init__(self) -> None:
         versions, lengths = flat(self.samples.column("versions"))
+        # A token from the future means that version numbers were mixed up.
         newer = np.flatnonzero(versions > self.version)
         if len(newer):
             row = int(np.searchsorted(np.cumsum(lengths), newer[0], side="right"))
@@ -252,6 +259,7 @@ class TrainBatch:
     @classmethod
     def of(cls, version: int, groups: Iterable[Sequence[Sample]]) -> TrainBatch:
         """Given samples, group by group."""
+        # Groups are numbered by their place in the batch from here on.
         numbered = [(sample, place) for place, group in enumerate(groups) for sample in group]
         return cls(
             version=version,

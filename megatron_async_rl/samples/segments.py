@@ -113,6 +113,7 @@ def path_of(folder: Path, table: TableName, segment: int, ending: str = CLOSED) 
 def segments_in(folder: Path) -> list[int]:
     """Numbers of the segments in RUN/samples, oldest first; none without the folder. Raises
     SegmentBroken for the files of a version whose log had no checksums, and for a missing file."""
+    # First: an old log has none of the files below.
     require_checksums(folder)
     numbers = numbers_in(folder)
     # Here, since every reader begins here, and many read only the newest segments.
@@ -128,6 +129,7 @@ def numbers_in(folder: Path) -> list[int]:
     try:
         found = [_NAME.fullmatch(name) for name in os.listdir(folder)]
     except FileNotFoundError:
+        # A dangling link means that the log was moved, not that there is none.
         if not folder.is_symlink():
             return []
         raise SegmentBroken(
@@ -149,6 +151,7 @@ def lost_end(run_dir: Path, mark: LogMark | None = None) -> str | None:
     if not numbers or numbers[-1] < mark.segment:
         last = f"ends with segment {numbers[-1]}" if numbers else "is missing or empty"
         return f"{folder} {last}, and the log had segments up to number {mark.segment}"
+    # Headers only: a log may have gigabytes.
     for table in TABLES:
         path = present_file(folder, table, mark.segment)
         if path is not None and (held := count_frames(path)) < mark.batches(table):
@@ -167,6 +170,7 @@ def file_of(folder: Path, table: TableName, segment: int) -> Path | None:
     # Between two looks an open file may have been closed.
     for ending in (CLOSED, OPEN, CLOSED):
         path = path_of(folder, table, segment, ending)
+        # The name may change between two looks, but never back to `.open`.
         if path.exists():
             return path
     return None
@@ -183,6 +187,7 @@ def present_file(folder: Path, table: TableName, segment: int) -> Path | None:
     if segment not in numbers or (table == "samples" and segment == numbers[0]):
         return None
     other = file_of(folder, "outcomes" if table == "samples" else "samples", segment)
+    # Both files are made before one of them is written.
     if other is None or is_new(other):
         return None
     # The writer makes both files before it writes to one of them: the missing one may be there now.
@@ -205,6 +210,7 @@ def is_new(path: Path) -> bool:
 def gaps_in(seqs: Sequence[np.ndarray], *, first: int | None, end: int = 0) -> str:
     """Return the numbers that `seqs` lacks, as text; empty if none. `first`: the lowest number that
     must be there, if known; `end`: the one after the highest that must be."""
+    # The empty array gives the type where there are no outcomes.
     numbers = np.unique(np.concatenate([np.array([], np.int64), *seqs]))
     before = [] if first is None else [first - 1]
     after = [end] if end > max(numbers, default=-1) else []
@@ -227,6 +233,7 @@ def read_batches(
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
     """(number, record batch) of a segment's file, with all columns or some; of all batches or the
     wanted ones. None where the segment is gone. Raises SegmentBroken."""
+    # Once more after a rename; a second one cannot follow.
     for _ in range(2):
         path = present_file(folder, table, segment)
         if path is None:
@@ -262,11 +269,12 @@ def _batch(
             raise SegmentBroken(path, f"has other columns than a log: {names}")
         options = pa.ipc.IpcReadOptions()
         if columns is not None:
+            # Arrow then decompresses only these columns.
             options.included_fields = [schema.get_field_index(name) for name in columns]
         with pa.ipc.open_stream(payload, options=options) as stream:
             return stream.read_next_batch()
     except (pa.ArrowException, OSError, StopIteration) as error:
-        raise SegmentBroken(path, f"holds something else than record batches: {error}") from error
+        raise SegmentBroken(path, f"holds something other than record batches: {error}") from error
 
 
 class Outcomes:
@@ -296,6 +304,7 @@ class Outcomes:
         own = self._of_samples.get(key)
         if own:
             return resolve(own)
+        # A newer row has this id, so this one was sampled again.
         if again:
             return "repeated", (), None
         if group in self._dropped:
@@ -346,6 +355,7 @@ def read_entries(run_dir: Path) -> Iterator[Entry]:
         # Outcomes first: what a running run adds in between is then read as `waiting`.
         history.read_back_to(segment)
         light = ("id", "group", "reward", "valid", "finished_at")
+        # Without texts and tokens, which `load` reads for the chosen few.
         batches = dict(read_batches(folder, "samples", segment, light))
         for number in reversed(batches):
             for row, one in reversed(list(enumerate(batches[number].to_pylist()))):
@@ -423,6 +433,7 @@ def resolve(
     """State, steps and reason of a sample from its own rows of the other table."""
     if not outcomes:
         return "waiting", (), None
+    # By `seq`, the first field.
     in_order = sorted(outcomes)
     _, last, step, reason = in_order[-1]
     if last != "trained":

@@ -40,6 +40,7 @@ class Prompt:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # An engine cannot begin without a token.
         if not self.token_ids:
             raise ValueError(f"prompt {self.id!r} has no tokens")
 
@@ -66,10 +67,12 @@ def check_response(
             raise ValueError(
                 f"sample {name!r}: {key} has {len(values)} entries for {length} response tokens"
             )
+    # No starts means one segment.
     starts = np.zeros(0, dtype=np.int32) if segment_starts is None else segment_starts
     if segment_starts is not None and (
         not len(starts)
         or (np.diff(starts, prepend=0) < 1).any()
+        # A segment needs a context token and at least one other.
         or (np.diff(starts, append=length) < 2).any()
         or per_token["loss_mask"][starts].any()
     ):
@@ -79,11 +82,13 @@ def check_response(
         )
     versions = per_token["versions"]
     falls = np.flatnonzero(versions[1:] < versions[:-1]) + 1
+    # Versions may fall only where another segment begins.
     if len(falls) and not np.isin(falls, starts).all():
         raise ValueError(
             f"sample {name!r}: weight versions decrease along the response: {versions.tolist()}"
         )
     rows = prompt_length + length - 1 - len(starts)
+    # The last token of a segment passes through no layer.
     if routed_experts is not None and (not routed_experts or len(routed_experts) % rows):
         raise ValueError(
             f"sample {name!r}: {len(routed_experts)} bytes of routed experts are not one row for"
@@ -96,6 +101,7 @@ def check_response(
             f"sample {name!r}: step_rewards has {len(step_rewards)} entries for {length} response"
             " tokens"
         )
+    # float64: many float32 rewards add up to more than the tolerance.
     total = float(np.sum(step_rewards, dtype=np.float64))
     if reward_error is None and not np.isclose(total, reward, rtol=1e-5, atol=1e-5):
         raise ValueError(
@@ -159,6 +165,7 @@ class Sample:
     def valid(self) -> bool:
         """False when the reward failed: such a sample is logged and counted but takes no part in
         training."""
+        # The error is the fact; `valid` never contradicts it.
         return self.reward_error is None
 
     @property
@@ -219,6 +226,7 @@ class Request:
     """Made once: the owner of the request holds the same string."""
 
     def __post_init__(self) -> None:
+        # Past the lock of a frozen dataclass.
         object.__setattr__(self, "id", f"{self.group}-{self.k}")
 
 

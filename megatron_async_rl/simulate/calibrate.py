@@ -60,6 +60,7 @@ class RunCalibration:
         """Rates for `config`: the time of training is inversely proportional to the ranks."""
         assert config.rollout is not None
         token_s = self.rates.train_token_s * self.ranks / config.policy.parallel.ranks
+        # Only what depends on the config changes; decoding is the hardware's.
         return replace(self.rates, train_token_s=token_s, places=config.rollout.max_concurrent)
 
     def as_text(self) -> str:
@@ -87,8 +88,10 @@ def calibrate(runs: Sequence[Path], cores: int | None) -> RunCalibration:
     UserError for a run that shows too little."""
     logs = [_RunLog(run) for run in runs]
     first, processes = logs[0], logs[0].ranks + len(logs[0].engines)
+    # Times of different layouts cannot be averaged.
     if any(one.ranks != first.ranks for one in logs):
         raise UserError.of("--from", "the runs have different policy.parallel.ranks", "name one")
+    # Processes that share cores evenly; the default if no log shows the effect.
     slower = 1.0 - min(1.0, (cores or processes) / processes)
     token_s, spread, trainer_slower = _fit_training(logs, slower)
     (fixed, each, prompt_s), residual, engine_slower = _fit_decoding(logs, slower)
@@ -140,6 +143,7 @@ class _RunLog:
             self.places = tree["rollout"]["max_concurrent"]
         except (OSError, UnicodeDecodeError, KeyError, TypeError, YamlFault):
             raise _lacks(run, "no config.yaml of a run that samples") from None
+        # Warm-up at the start; at the end engines run dry.
         self.rows = rows[len(rows) // 5 : len(rows) - math.ceil(ratio) - 1]
         if len(self.rows) < LEAST_STEPS:
             raise _lacks(run, f"only {len(rows)} steps")
@@ -153,6 +157,7 @@ class _RunLog:
         self.engines = {
             int(name.partition("-")[2]): track for name, track in tracks.items() if track
         }
+        # Both sides are needed: rates come from their overlap.
         if not self.rank0 or not self.engines:
             raise _lacks(run, "no timeline of trainer and engines")
         self.training = [span for span in self.rank0 if span.state == "training"]
@@ -167,6 +172,7 @@ class _RunLog:
         the machine's."""
         group = self.samples["group"]
         order = np.argsort(group, kind="stable")
+        # Group by group: responses to one prompt have similar lengths.
         cuts = np.flatnonzero(np.diff(group[order])) + 1
         length, prompt = self.samples["length"][order], self.samples["prompt"][order]
         equal, kept = (
@@ -185,6 +191,7 @@ class _RunLog:
         for before, span in itertools.pairwise(self.rank0):
             if span.state == "training" and before.waiting_for == "batch":
                 place = int(np.searchsorted(ends, span.start)) - 1
+                # The wait for that response is the engines' time, not the trainer's.
                 last = float(ends[place]) if place >= 0 else before.start
                 own = replace(before, start=max(before.start, last))
                 found.append(own.seconds - slower * _overlap(own, self.works))
@@ -206,6 +213,7 @@ class _RunLog:
 def _read_samples(run: Path) -> dict[str, NDArray[Any]]:
     with log_readable():
         table = read_table(run, "samples")
+    # Negative groups are held-out evaluation.
     table = table.filter(pc.greater_equal(table["group"], 0))
     if not len(table):
         raise _lacks(run, "no sample log")
@@ -237,6 +245,7 @@ def _fit_training(
     seconds, shared, size = np.array(steps).T
     slower = _slower(seconds, shared, size)
     alone = (seconds - (assumed if slower is None else slower) * shared) / size
+    # Sixteen quantiles keep the variation of the steps without their outliers.
     spread = np.quantile(alone, np.linspace(0.03, 0.97, 16)).clip(0.1 * alone.mean())
     return float(alone.mean()), tuple(np.round(spread / spread.mean(), 4).tolist()), slower
 
@@ -249,6 +258,7 @@ def _slower(seconds: Measurements, beside: Measurements, done: Measurements) -> 
     log(seconds of what is done) = log(seconds of it alone) - log(1 - slower x share of overlap)
     """
     share, used = beside / seconds, done > 0
+    # Without variation of the overlap its effect and the rate are the same number.
     if np.std(share) < SEEN:
         return None
     took, share, weight = np.log(seconds[used] / done[used]), share[used], seconds[used]
@@ -257,6 +267,7 @@ def _slower(seconds: Measurements, beside: Measurements, done: Measurements) -> 
         alone = took + np.log(1 - slower * share)
         return float(np.cov(alone, aweights=weight))
 
+    # The slow-down that leaves no correlation with the overlap.
     return float(min(SLOWER, key=left))
 
 

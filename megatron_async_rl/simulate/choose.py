@@ -25,15 +25,15 @@ from rich.table import Table
 
 from megatron_async_rl.config.flow import ExactLag
 from megatron_async_rl.config.problem import ConfigError, UserError
-from megatron_async_rl.config.schema import Config, RolloutConfig
+from megatron_async_rl.config.rollout import RolloutConfig
+from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.layout import device_of, engine_count, engines_elsewhere
 from megatron_async_rl.plan.machine import described_machine, this_machine
 from megatron_async_rl.plan.model_files import ModelShape, read_model
 from megatron_async_rl.plan.plan import make_plan
 from megatron_async_rl.plan.preflight import preflight
-from megatron_async_rl.report.time_panels import PREDICTED, SIMULATION
+from megatron_async_rl.report.panels import PREDICTED, SIMULATION
 from megatron_async_rl.simulate.calibrate import calibrate
-from megatron_async_rl.simulate.model import SimulationResult, simulate
 from megatron_async_rl.simulate.rates import (
     Hardware,
     ResponseLengths,
@@ -42,6 +42,7 @@ from megatron_async_rl.simulate.rates import (
     lengths_of,
     rates_of,
 )
+from megatron_async_rl.simulate.simulation import SimulationResult, simulate
 
 RATIOS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 SAMPLES, ENGINES, LEAST_ENGINES = 512, 8, 4
@@ -69,6 +70,7 @@ class Trial:
 
     @cached_property
     def outcome(self) -> SimulationResult:
+        # Cached: the table, the choice and the curves read it several times.
         return self._simulated(self.rates)
 
     @cached_property
@@ -77,6 +79,7 @@ class Trial:
         part that gains most."""
         gains = {}
         for part, names in HALVES.items():
+            # Halving a part shows what binds better than its share of the time.
             half = {name: _half(getattr(self.rates, name)) for name in names}
             step_s = self._simulated(replace(self.rates, **half)).step_s
             gains[part] = max(0.0, 1 - step_s / self.outcome.step_s)
@@ -110,6 +113,7 @@ class Trial:
 
     def _simulated(self, rates: SimulationRates) -> SimulationResult:
         flow, rollout = self.config.flow, engines_of(self.config)
+        # A part of a large fleet, whose trainer still pays for the whole batch.
         engines, prompts = part_of(flow.prompts_per_step, flow.group_size, rollout.engines)
         whole = flow.prompts_per_step / prompts
         outcome = simulate(
@@ -146,6 +150,7 @@ def _half(value: Any) -> Any:
 def part_of(prompts: int, group_size: int, engines: int) -> tuple[int, int]:
     """(engines, prompts) that stand for the whole: few enough to simulate one by one, each engine
     with its share of the prompts, as nearly as whole prompts permit."""
+    # Small enough to simulate in full.
     if engines <= ENGINES and prompts * group_size <= 2 * SAMPLES:
         return engines, prompts
     maximum = max(LEAST_ENGINES, min(ENGINES, engines * SAMPLES // (prompts * group_size)))
@@ -154,12 +159,14 @@ def part_of(prompts: int, group_size: int, engines: int) -> tuple[int, int]:
     def off(count: int) -> float:
         return abs(math.log(max(1, round(prompts * count / engines)) * engines / (prompts * count)))
 
+    # The count whose prompts per engine round the least.
     count = min(counts, key=lambda count: (off(count), -count))
     return count, max(1, round(prompts * count / engines))
 
 
 def changed(config: Config, section: str, **values: Any) -> Config:
     """`config` with other values in a section."""
+    # Not validated again: the caller plans the result.
     part = getattr(config, section).model_copy(update=values)
     return config.model_copy(update={section: part})
 
@@ -170,6 +177,7 @@ def ahead(config: Config, ratio: float) -> Config:
     if isinstance(flow.selection, ExactLag) and ratio != flow.async_ratio:
         fix = "leave it out, or choose another flow.selection"
         raise UserError.of(key, "exact_lag has the ratio of its lag", fix)
+    # The same rule as in config/rules.py, with the option's name.
     if flow.oversample and ratio + flow.oversample > math.ceil(ratio):
         what = f"flow.oversample: {flow.oversample:g} fits only below the next whole number"
         raise UserError.of(key, what, "name fractions, such as 0.5, or set it to 0")
@@ -195,11 +203,12 @@ def predict_from_run(
     seed: int,
     console: Console,
 ) -> None:
-    """Simulates them. Of several `ratios` the first run keeps the curves, for `mar report`. Raises
-    UserError."""
+    """Simulate `config` with the rates of `runs`. With several `ratios`, the first run keeps the
+    curves for `mar report`. Raises UserError."""
     _require_simulable(config)
     machine = this_machine()
     on_cpu = device_of(config, machine) == "cpu"
+    # On GPUs trainer and engines share no cores.
     calibration = calibrate(runs, machine.cores if on_cpu else None)
     problems = preflight(config, all_data=False, machine=machine).problems
     if problems:
@@ -212,6 +221,7 @@ def predict_from_run(
     ]
     show(trials, console)
     if len(trials) > 1:
+        # Kept with the run, so that `mar report` draws prediction and measurement together.
         keep = runs[0] / SIMULATION
         curves = {name: [getattr(one.outcome, name) for one in trials] for name in PREDICTED}
         tree = {"async_ratio": [one.ratio for one in trials], **curves}
@@ -233,8 +243,9 @@ def predict_from_hardware(
 ) -> None:
     """Raises UserError."""
     _require_simulable(config)
+    # No data sheet states how fast a CPU runs these models.
     if config.policy.device == "cpu":
-        what = "cpu, and no speed is assumed of a CPU"
+        what = "cpu, and no speed is assumed for a CPU"
         raise UserError.of("policy.device", what, "name a run whose rates to take: --from RUN")
     shape, problems = read_model(config.model.path)
     if shape is None:
@@ -255,6 +266,7 @@ def predict_from_hardware(
     for count in gpus:
         prompts = config.flow.prompts_per_step * (count / gpus_of(config) if grow else 1)
         sized = changed(config, "flow", prompts_per_step=max(1, round(prompts)))
+        # Arithmetic picks a few divisions; only these are simulated.
         likely = likely_splits(splits(sized, shape, hardware, count), trial, hardware)
         pairs = itertools.product(likely, ratios or RATIOS)
         tried.append([replace(one, config=ahead(one.config, ratio)) for one, ratio in pairs])
@@ -268,6 +280,7 @@ def _require_simulable(config: Config) -> None:
     if config.rollout is None:
         what = "a supervised run has no engines, and nothing to simulate"
         raise UserError.of("rollout", what, "name a config that samples")
+    # Nothing overlaps, so there is nothing to simulate.
     if config.rollout.placement == "colocated":
         what = "colocated: engines and policy take turns, so a step is the sum of its parts"
         raise UserError.of("rollout.placement", what, "`mar plan` prints the resulting sizes")
@@ -296,6 +309,7 @@ def splits(config: Config, shape: ModelShape, hardware: Hardware, gpus: int) -> 
         what = f"{gpus} are too few for {cell} ranks and an engine"
         raise UserError.of("--gpus", what, "add some")
     for data in range(1, (gpus - rollout.workers) // cell + 1):
+        # Other sizes would be refused by the plan.
         if flow.prompts_per_step * flow.group_size % data == 0:
             layout = parallel.model_copy(update={"ranks": data * cell})
             engines = (gpus - data * cell) // rollout.workers
@@ -323,6 +337,7 @@ def likely_splits(
         samples_s = (rates.token_s(running) * mean / running + rates.prompt_s) * samples / engines
         found.append((max(trains_s, samples_s, rates.send_s), one))
     if not found:
+        # The last one is of the most ranks, closest to what was asked for.
         raise refused[-1]
     return [one for _, one in sorted(found, key=lambda pair: pair[0])[:SPLITS]]
 
@@ -330,6 +345,7 @@ def likely_splits(
 def best(tried: Sequence[Trial]) -> Trial:
     """The fastest; of those that are nearly as fast, the one with the freshest samples."""
     fastest = max(one.speed for one in tried)
+    # Differences below this are noise of the simulation.
     close = [one for one in tried if one.speed >= CLOSE * fastest]
     return min(close, key=lambda one: (one.ratio, -one.speed))
 
@@ -354,8 +370,8 @@ def write(tried: Sequence[Sequence[Trial]], folder: Path) -> tuple[Path, Path]:
     the best division, and against the share of the GPUs that trains, at the best ratio."""
     from matplotlib import rc_context
 
-    from megatron_async_rl.report.charts import draw_sheet
     from megatron_async_rl.report.panel import COLOURS, Curve, Panel
+    from megatron_async_rl.report.report import draw_sheet
 
     folder.mkdir(parents=True, exist_ok=True)
     numbers, drawn = folder / "scaling.json", folder / "scaling.svg"
@@ -386,6 +402,7 @@ def write(tried: Sequence[Sequence[Trial]], folder: Path) -> tuple[Path, Path]:
         panel("async_ratio", "ratio", "trains"),
         panel("the share of the GPUs that trains", "trains", "ratio"),
     ]
+    # Text as text and fixed ids: the same input gives the same file.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "scaling"}):
         draw_sheet("Predicted", [], panels, drawn)
     return numbers, drawn

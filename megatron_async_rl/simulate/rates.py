@@ -24,7 +24,7 @@ import numpy as np
 
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.plan.activations import engine_bytes, value_bytes
+from megatron_async_rl.config.weights import CARRIERS
 from megatron_async_rl.plan.estimate import (
     COMPUTE_SHARE,
     COPY_RATE,
@@ -33,6 +33,7 @@ from megatron_async_rl.plan.estimate import (
     RELAY_RATE,
     forward_passes,
 )
+from megatron_async_rl.plan.layer_memory import engine_bytes, value_bytes
 from megatron_async_rl.plan.machine import CHIPS, GIB, MIB
 from megatron_async_rl.plan.memory import engine_memory
 from megatron_async_rl.plan.model_files import ModelShape
@@ -54,7 +55,7 @@ class SimulationRates:
     prompt_s: float = 0.0
     """Time of an engine, which decodes nothing meanwhile, to take in one more response."""
     ask_s: float = 0.0
-    """From a request that may be asked until its engine has it."""
+    """From the admission of a request until its engine has it."""
     take_s: float = 0.0
     """Time of the trainer, from the last response that a batch waited for to the beginning of its
     step."""
@@ -76,6 +77,7 @@ class SimulationRates:
     """Speed of an engine while the trainer works."""
 
     def token_s(self, responses: int) -> float:
+        # Decoding is limited by memory at first and by arithmetic beyond some number of responses.
         return max(fixed + each * responses for fixed, each in self.decode)
 
 
@@ -94,6 +96,7 @@ class ResponseLengths:
         """Tokens of a prompt, and of `size` responses to it."""
         index = int(chance.integers(len(self.groups)))
         seen = self.groups[index]
+        # The measured group as it is: its responses are correlated.
         if len(seen) == size:
             return self.prompts[index], list(seen)
         return self.prompts[index], chance.choice(seen, size, replace=len(seen) < size).tolist()
@@ -141,7 +144,7 @@ class Hardware:
     alike: float = 0.5
     """Share of that variance that lies between prompts."""
     carrier: str = ""
-    """`shared_memory`, `relay`, `collective`, or `tree`, which this project does not have; empty:
+    """Carrier that goes through host memory, or `tree`, which this project does not have; empty:
     weights.transport."""
 
     def __str__(self) -> str:
@@ -156,7 +159,10 @@ NAMED = {
     )
     for name, chip in CHIPS.items()
 }
-CARRIERS = ("shared_memory", "relay", "collective", "tree")
+TREE = "tree"
+"""A carrier that this project does not have: from GPU to GPU down a tree."""
+SIMULATED = (*(name for name, one in CARRIERS.items() if not one.ipc), TREE)
+"""Values of `carrier`."""
 
 
 def assumed(name: str, changes: Iterable[str]) -> Hardware:
@@ -173,9 +179,10 @@ def assumed(name: str, changes: Iterable[str]) -> Hardware:
         try:
             value = kinds[key](text)
         except ValueError:
+            # Not a number: refused by the check of the range.
             value = -1
-        if value not in CARRIERS if key == "carrier" else not 0 <= value < math.inf:
-            fix = f"one of {', '.join(CARRIERS)}" if key == "carrier" else "a number, 0 or more"
+        if value not in SIMULATED if key == "carrier" else not 0 <= value < math.inf:
+            fix = f"one of {', '.join(SIMULATED)}" if key == "carrier" else "a number, 0 or more"
             raise UserError.of("--assume", f"{text!r} does not fit {key}", fix)
         hardware = replace(hardware, **{key: value})
     return hardware
@@ -215,6 +222,7 @@ def rates_of(
     if places < 1:
         what = f"the weights leave no room for a response on {rollout.workers} GPUs"
         raise UserError.of("rollout.tensor", what, "set it higher")
+    # Tensor workers read their parts of a layer at once; stages read one after the other.
     read = rollout.tensor * hardware.memory_tb_s * 1e12 * hardware.read_share
     compute = rollout.workers * hardware.tflops * 1e12 * hardware.prefill_share
     # As many batches are on their way as an engine has stages, and each stage reads its weights for
@@ -271,7 +279,7 @@ def _training(
 def _weights(config: Config, nbytes: float, hardware: Hardware) -> dict[str, Any]:
     rollout = config.rollout
     assert rollout is not None
-    carrier = hardware.carrier or config.weights.transport
+    name = hardware.carrier or config.weights.transport
     bucket = min(config.weights.bucket_mib * MIB, nbytes)
     buckets, each_s = math.ceil(nbytes / bucket), hardware.bucket_ms / 1e3
     copy = hardware.copy_gb_s * 1e9
@@ -282,15 +290,7 @@ def _weights(config: Config, nbytes: float, hardware: Hardware) -> dict[str, Any
         # A bucket is copied while the one before it is put in place.
         "load_s": nbytes / rollout.workers / copy + buckets * each_s + bucket / copy,
     }
-    if carrier == "relay":
-        # The first machine sends to each of the others, four buckets at a time.
-        slowest = min(hardware.stream_gb_s, hardware.machine_network_gb_s / machines) * 1e9
-        return staged | {"send_s": (nbytes + bucket) / slowest + buckets * each_s / 4}
-    if carrier == "collective":
-        # One engine after the other, two buckets at a time.
-        each = (nbytes + bucket) / (hardware.gpu_network_gb_s * 1e9) + buckets * each_s / 2
-        return staged | {"send_s": rollout.engines * each}
-    if carrier == "tree":
+    if name == TREE:
         # From GPU to GPU down a tree, a bucket behind the other; then put in place in GPU memory.
         hop_s = bucket / (hardware.gpu_network_gb_s * 1e9) + each_s
         depth = math.ceil(math.log2(machines + 1))
@@ -300,6 +300,14 @@ def _weights(config: Config, nbytes: float, hardware: Hardware) -> dict[str, Any
             "send_s": (buckets + depth) * hop_s,
             "load_s": 2 * nbytes / rollout.workers / on_gpu,
         }
+    if CARRIERS[name].per_engine:
+        # One engine after the other, two buckets at a time.
+        each = (nbytes + bucket) / (hardware.gpu_network_gb_s * 1e9) + buckets * each_s / 2
+        return staged | {"send_s": rollout.engines * each}
+    if CARRIERS[name].other_machines:
+        # The first machine sends to each of the others, four buckets at a time.
+        slowest = min(hardware.stream_gb_s, hardware.machine_network_gb_s / machines) * 1e9
+        return staged | {"send_s": (nbytes + bucket) / slowest + buckets * each_s / 4}
     return staged
 
 

@@ -40,14 +40,16 @@ class DeadlineExceeded(TimeoutError):
         self.waited_s = waited_s
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions pickle by their message alone, from which the fields could not be restored.
         return (type(self), (self.who, self.name, self.waited_s), self.__dict__)
 
 
 class ProcessDied(RuntimeError):
-    """The process that was to answer has ended; its own failure tells more. `out_of_memory`: the
-    kind of memory whose shortage ended it, if known. `outside`: something else ended it, such as a
-    preemption, or a shortage of memory that another process may have caused."""
+    """The process that should answer has ended; its own failure has the details. `out_of_memory`:
+    the kind of memory whose shortage ended it, if known. `outside`: something else ended it, such
+    as a preemption, or a shortage of memory that another process may have caused."""
 
+    # Read by events.py: the other process's own failure is reported instead.
     consequence = True
     out_of_memory: MemoryKind | None = None
 
@@ -57,14 +59,16 @@ class ProcessDied(RuntimeError):
 
 
 class KilledForMemory(ProcessDied):
-    """The process that was to answer was ended for want of host memory, by Ray or by the kernel."""
+    """The process that should answer was ended by Ray or by the kernel, because host memory ran
+    out."""
 
+    # A process that was killed for memory cannot report it, so this error is the cause.
     consequence = False
     out_of_memory = "host"
 
 
 def _ended(error: BaseException, waited: str = "") -> ProcessDied:
-    """The error of our own for Ray's about an actor that is gone."""
+    """Convert Ray's error about a lost actor into an error of this package."""
     import ray
 
     if isinstance(error, ray.exceptions.OutOfMemoryError):
@@ -73,6 +77,7 @@ def _ended(error: BaseException, waited: str = "") -> ProcessDied:
     reason = waited + death_reason(str(error))
     # This machine's kernel ends no process of another one.
     kernel = kernel_shortage(_pids(str(error))) if _was_here(str(error)) else None
+    # A possible kill is mentioned, but does not change the kind of failure.
     if kernel is not None and kernel.certain:
         return KilledForMemory(f"{reason} {kernel.message}", outside=True)
     reason += f" {kernel.message}" if kernel is not None else ""
@@ -88,11 +93,12 @@ def _was_here(text: str) -> bool:
     """Return False where Ray's text names another machine's address."""
     named = re.search(r"^\s*ip: (\S+)$", text, re.MULTILINE)
     addresses = (one.address for here in psutil.net_if_addrs().values() for one in here)
+    # Without an address the process is taken to be here, as on one machine.
     return named is None or named[1] in addresses
 
 
 def name_this_process(name: str) -> None:
-    """Sets what messages call this process from now on: `rank 0`, `engine 1`, `controller`."""
+    """Set the name of this process in messages, such as `rank 0`, `engine 1` or `controller`."""
     global _process_name
     _process_name = name
 
@@ -112,12 +118,14 @@ def waiting(name: str, timeout_s: float) -> Iterator[None]:
     """
     started = time.monotonic()
     try:
+        # Registered before the call, so that a picture taken meanwhile shows the wait.
         with watch.doing("wait", name, timeout_s):
             yield
     except DeadlineExceeded:
         raise
     except Exception as error:
         waited = time.monotonic() - started
+        # An earlier timeout is the call's own, and not this deadline.
         if isinstance(error, TimeoutError) and waited >= _CLOCK_SLACK * timeout_s:
             raise DeadlineExceeded(this_process(), name, waited) from error
         error.add_note(f"{this_process()} had waited {waited:.1f} s for {name}")
@@ -125,8 +133,8 @@ def waiting(name: str, timeout_s: float) -> Iterator[None]:
 
 
 async def await_named[Result](name: str, awaitable: Awaitable[Result], timeout_s: float) -> Result:
-    """Awaits, at most `timeout_s` seconds; on the deadline the awaitable is cancelled and
-    DeadlineExceeded raised."""
+    """Wait for an awaitable, at most `timeout_s` seconds. On the deadline, cancel it and raise
+    DeadlineExceeded."""
     with waiting(name, timeout_s):
         return await asyncio.wait_for(awaitable, timeout_s)
 
@@ -144,9 +152,12 @@ def ray_get(ref: Any, name: str, timeout_s: float) -> Any:
         try:
             return ray.get(ref, timeout=timeout_s)
         except ray.exceptions.RayTaskError as error:
+            # Without the context, which repeats the remote traceback.
             raise remote_cause(error) from None
         except (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError) as error:
-            waited = f"{this_process()} waited for {name}, and who was to answer is dead: "
+            waited = (
+                f"{this_process()} waited for {name}, and the process that should answer is dead: "
+            )
             raise _ended(error, waited) from None
 
 
@@ -176,8 +187,8 @@ def remote_cause(error: BaseException) -> BaseException:
 
 
 def death_reason(text: str) -> str:
-    """Name of the process, and Ray's reason, out of a text of a dozen lines. Where Ray guesses at
-    the causes, two of three cannot be."""
+    """Name of the process, and Ray's reason, from a text of a dozen lines. Where Ray guesses at the
+    causes, two of three cannot be."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     about = dict(
         line.split(": ", 1) for line in lines if re.match(r"(?:class_name|name|pid): ", line)
@@ -185,7 +196,7 @@ def death_reason(text: str) -> str:
     who = about.get("name") or about.get("class_name", "an actor")
     reason, guesses, _ = lines[-1].partition(" Some common causes include:")
     seen = (
-        " Unless it was killed on purpose, `dmesg` tells whether the kernel did, for want of"
+        " Unless it was killed on purpose, `dmesg` shows whether the kernel did, for lack of"
         " memory." * bool(guesses)
     )
     return f"{who} (pid {about.get('pid', 'unknown')}). {reason}{seen}"

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from errno import ENOMEM
 from pathlib import Path
 
-from megatron_async_rl.config.read_back import reading
+from megatron_async_rl.config.durable import reading
 from megatron_async_rl.watchdog.deadline import DeadlineExceeded, this_process
 from megatron_async_rl.watchdog.host_memory import MemoryKind
 from megatron_async_rl.watchdog.logs import DEADLINE, PRIMARY, SECONDARY, judge
@@ -63,22 +63,23 @@ class Event:
 
 
 def note(run_dir: Path, text: str) -> None:
-    """Adds a line; the launcher shows it. A single write, so that lines of several processes do not
-    mix."""
+    """Add a line, which the launcher shows. A single write, so that lines of several processes do
+    not mix."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with open(run_dir / FILE, "a", encoding="utf-8") as file:
+        # One write in append mode: the kernel does not mix lines of several processes.
         file.write(json.dumps({"time": round(time.time(), 3), "text": text}) + "\n")
 
 
 def read_events(run_dir: Path, newest: int | None = None) -> list[Event]:
-    """Every whole line, in the order written; lines that a crash left half written are passed over.
-    `newest`: only those in this many bytes at the end. Raises UserError for a file that cannot be
-    read."""
+    """Return every complete line in order, without lines that a crash left half written. `newest`:
+    limit to this many bytes at the end. Raises UserError for a file that cannot be read."""
     path = run_dir / FILE
     try:
         with reading(path), open(path, "rb") as file:
             if newest is not None and path.stat().st_size > newest:
                 file.seek(-newest, os.SEEK_END)
+                # The first line may be cut.
                 file.readline()
             return _parse(file.read())
     except FileNotFoundError:
@@ -90,6 +91,7 @@ class EventReader:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE
+        # Events of earlier starts were shown then.
         self._position = self._path.stat().st_size if self._path.exists() else 0
 
     def new(self) -> list[str]:
@@ -98,6 +100,7 @@ class EventReader:
             return []
         with open(self._path, "rb") as file:
             file.seek(self._position)
+            # A line without its end is still being written.
             whole, newline, _ = file.read().rpartition(b"\n")
         self._position += len(whole) + len(newline)
         return [event.text for event in _parse(whole + newline)]
@@ -156,10 +159,11 @@ def with_notes(error: BaseException) -> str:
 
 
 def record_failure(run_dir: Path, failure: Failure) -> None:
-    """Never raises: on a full disk the launcher reads the logs instead."""
+    """Record the failure. Never raises: on a full disk the launcher reads the logs instead."""
     path = run_dir / FOLDER / f"{failure.process.replace('/', '_')}.failure"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # The launcher may read at any moment.
         write_whole(path, json.dumps(asdict(failure)))
     except OSError:
         return
@@ -173,6 +177,7 @@ def first_failure(run_dir: Path) -> Failure | None:
             failures.append(Failure(**json.loads(path.read_text(encoding="utf-8"))))
         except (OSError, ValueError, TypeError):
             continue
+    # Kinds are ordered by gravity: a cause beats its consequences, whenever they came.
     return min(failures, key=lambda failure: (failure.kind, failure.time), default=None)
 
 
@@ -181,6 +186,7 @@ def timed_out(error: BaseException) -> bool:
     return any(
         isinstance(one, TimeoutError)
         or bool(getattr(one, "timed_out", False))
+        # Only foreign errors are judged by their text.
         or (not _is_ours(one) and _FOREIGN_TIMEOUT.search(f"{type(one).__name__}: {one}"))
         for one in _chain(error)
     )
@@ -199,8 +205,10 @@ def _memory_out(error: BaseException) -> MemoryKind | None:
     # Ray has an OutOfMemoryError, too, of the host.
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == ENOMEM):
         return "host"
+    # By name: importing torch or Ray here would cost every process seconds.
     if type(error).__name__ == "OutOfMemoryError":
         return "host" if type(error).__module__.startswith("ray.") else "device"
+    # torch and vLLM raise these for CUDA's errors.
     if not isinstance(error, RuntimeError | ValueError):
         return None
     if _HOST_MEMORY_OUT.search(str(error)):
@@ -209,6 +217,7 @@ def _memory_out(error: BaseException) -> MemoryKind | None:
 
 
 def _kind(error: BaseException) -> int:
+    # A closed connection is what the end of another process looks like.
     if getattr(error, "consequence", False) or isinstance(error, _CONSEQUENCES):
         return SECONDARY
     if isinstance(error, DeadlineExceeded):
@@ -226,6 +235,7 @@ def _is_ours(error: BaseException) -> bool:
 def _chain(error: BaseException) -> Iterator[BaseException]:
     seen: set[int] = set()
     now: BaseException | None = error
+    # Chains may be circular.
     while now is not None and id(now) not in seen:
         seen.add(id(now))
         yield now

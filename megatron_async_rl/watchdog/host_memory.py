@@ -20,7 +20,7 @@ import psutil
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE
 
 MemoryKind = Literal["host", "device"]
-"""The memory that ran out: a machine's, or a GPU's own."""
+"""The memory that ran out: that of a machine, or that of a GPU."""
 
 GIB = 2**30
 SHOWN = 5
@@ -36,6 +36,7 @@ _RAY_USER = re.compile(r"\d+\t[\d.]+\t")
 _LOGGED = re.compile(
     r"^\d+,\d+,(\d+),[^;\n]*;[^\n]*\bKilled process (\d+) \((.*?)\)(?= total-vm|$)", re.MULTILINE
 )
+# PROC_PID_INIT_INO of the kernel's sources.
 _INITIAL_PIDS = 0xEFFFFFFC
 """The kernel's number of the machine's own namespace of process ids."""
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -44,12 +45,13 @@ _OWN_CGROUP = Path("/proc/self/cgroup")
 
 def total_bytes() -> int:
     """Bytes that this process and its children may use: the machine's, or its container's limit."""
+    # Version 1 reports a huge number instead of `max`; the minimum ignores it.
     limits = _cgroup_values("memory.max", "memory.limit_in_bytes")
     return min([int(psutil.virtual_memory().total), *limits])
 
 
 def free_bytes() -> int:
-    """Bytes that new processes may take without others having to give any back."""
+    """Bytes that new processes can take while the others keep theirs."""
     free = int(psutil.virtual_memory().available)
     for folder in _folders():
         limit = _number(folder, "memory.max", "memory.limit_in_bytes")
@@ -67,8 +69,8 @@ def free_bytes() -> int:
 
 @dataclass(frozen=True)
 class Shortage:
-    """Kills by the kernel for want of host memory, shortly before a death. `certain`: they explain
-    it; otherwise the killed processes may have been others."""
+    """Kills by the kernel because of a lack of host memory, shortly before a death. `certain`: they
+    explain it; otherwise the killed processes may have been others."""
 
     message: str
     certain: bool
@@ -85,8 +87,9 @@ class LoggedKill:
 
 @dataclass(frozen=True)
 class KillCount:
-    """Processes that the kernel has ended for want of memory; only differences mean something.
-    `own`: in the cgroup of this process; otherwise on the machine or in a wider cgroup."""
+    """Number of processes that the kernel has ended because of a lack of memory; only differences
+    have a meaning. `own`: in the cgroup of this process; otherwise on the machine or in a wider
+    cgroup."""
 
     kills: int
     own: bool
@@ -95,6 +98,7 @@ class KillCount:
 def kernel_kills() -> KillCount:
     """The kernel's count for this container or, where it keeps none, for this machine."""
     for name in ("memory.events", "memory.oom_control"):
+        # The innermost group that counts decides whether the kill was of this container.
         for place, folder in enumerate(_folders()):
             counts = _parse(folder / name)
             if "oom_kill" in counts:
@@ -108,6 +112,7 @@ def logged_kills() -> list[LoggedKill] | None:
     try:
         if os.stat("/proc/self/ns/pid").st_ino != _INITIAL_PIDS:
             return None
+        # Without O_NONBLOCK the read after the last record would wait for the next one.
         descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return None
@@ -115,6 +120,7 @@ def logged_kills() -> list[LoggedKill] | None:
     try:
         while True:
             try:
+                # One read returns one record.
                 records.append(os.read(descriptor, 8192))
             except BrokenPipeError:  # the kernel has overwritten records: the next read goes on
                 continue
@@ -136,7 +142,8 @@ def kills_in(text: str) -> list[LoggedKill]:
 
 
 class KernelKills:
-    """Recent kills by the kernel for want of memory, which may explain the death of a process.
+    """Recent kills by the kernel because of a lack of memory, which may explain the death of a
+    process.
 
     Invariants:
     - a kill explains a death only within RECENT_S, and only with evidence: the kernel's log names
@@ -155,6 +162,7 @@ class KernelKills:
         self._count = count or kernel_kills
         self._log = log or logged_kills
         self._now = now
+        # Kills before this process began explain nothing here.
         self._last = self._count().kills
         self._read = now()
         self._own = False
@@ -172,14 +180,17 @@ class KernelKills:
         `used`: a counted kill explains no further death."""
         self._take_up()
         now = self._now()
+        # Old kills go first, so that they cannot explain a later death.
         while self._kills and now - self._kills[0][1] > RECENT_S:
             self._kills.popleft()
         logged = self._log()
+        # The log names processes, which is better evidence than a count.
         if logged is not None:
             return _explained([one for one in logged if now - one.at <= RECENT_S], pids)
         if not self._kills:
             return None
         kills, since = len(self._kills), now - self._kills[0][0]
+        # One kill ends one process: it must not explain a second death.
         if used and self._own:
             self._kills.popleft()
         count = "a process" if kills == 1 else f"{kills} processes"
@@ -193,6 +204,7 @@ class KernelKills:
     def _take_up(self) -> None:
         before, self._read = self._read, self._now()
         count = self._count()
+        # The kill happened between the two reads; both times are kept.
         self._kills.extend([(before, self._read)] * min(count.kills - self._last, 1000))
         self._last, self._own = count.kills, count.own
 
@@ -207,7 +219,7 @@ def _explained(recent: Sequence[LoggedKill], pids: Collection[int]) -> Shortage 
 
 
 def _shortage(message: str, *, certain: bool) -> Shortage:
-    possibly = "" if certain else "This may be why, or have been another process: "
+    possibly = "" if certain else "This may be the cause, or concern another process: "
     return Shortage(f"{possibly}{message}; {state_text()}", certain)
 
 
@@ -230,6 +242,7 @@ def largest_processes(count: int = SHOWN) -> list[str]:
     found: list[tuple[int, psutil.Process]] = []
     for process in psutil.process_iter():
         try:
+            # A process may end between the listing and this read.
             found.append((process.memory_info().rss, process))
         except psutil.Error:
             continue
@@ -313,12 +326,14 @@ def _folders() -> Iterator[Path]:
         lines = _OWN_CGROUP.read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
+    # Version 1 has a line per controller, version 2 a single one without.
     for line in lines:
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers and "memory" not in controllers.split(","):
             continue
         root = _CGROUPS / "memory" if controllers else _CGROUPS
         inner = root / path.lstrip("/")
+        # A limit of any group around this one applies, too.
         for folder in (inner, *inner.parents):
             if folder == root or root in folder.parents:
                 yield folder

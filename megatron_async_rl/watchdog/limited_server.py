@@ -40,7 +40,7 @@ class LimitedThreads(socketserver.ThreadingMixIn):
         super().__init__(*arguments, **named)
 
     def admit(self, request: socket.socket) -> None:
-        """Frees the slot of a connection that has proved to be the run's own."""
+        """Free the slot of a connection that has proved to be the run's own."""
         with self._lock:
             held = self._unadmitted.pop(request, None)
         if held is not None:
@@ -67,12 +67,12 @@ class LimitedThreads(socketserver.ThreadingMixIn):
             self.admit(request)
 
     def service_actions(self) -> None:
-        """Called by `serve_forever` twice a second."""
+        """Cut late connections; `serve_forever` calls this twice a second."""
         super().service_actions()  # type: ignore[misc]
         self._cut_before(time.monotonic() - self.admission_s)
 
     def _cut_before(self, moment: float, maximum: int | None = None) -> None:
-        """Cuts connections made before `moment`, the oldest first; their threads then end."""
+        """Cut connections made before `moment`, the oldest first; their threads then end."""
         with self._lock:
             late = [one for one, since in self._unadmitted.items() if since < moment][:maximum]
             for one in late:

@@ -24,6 +24,7 @@ _BLOCK = 64 * 1024
 MOST_BYTES = 8 * 2**20
 MOST_CHARACTERS = 2000
 
+# Ordered by gravity: `min` over kinds finds the cause.
 PRIMARY, KILLED, DEADLINE, SECONDARY = range(4)
 
 # What a process writes before each line of its own: colours, Ray's actor and pid, torchrun's rank,
@@ -43,11 +44,12 @@ _KILLED = re.compile(
 )
 
 _SIGNALLED = re.compile(r"Signal \d+ \(SIG[A-Z]+\) received by PID")
-"""Lines of torchrun's list: of the root cause any signal counts. Of the others SIGTERM does not:
-torchrun sends it itself."""
+"""Lines of torchrun's list. Any signal counts for the root cause; SIGTERM does not count for the
+others, because torchrun sends it itself."""
 _RANK = re.compile(r" *rank +: \d+")
 _ROOT_CAUSE = "Root Cause (first observed failure)"
-"""torchrun's list of ranks that failed: the others come before it."""
+"""Beginning of the root cause in torchrun's list of failed ranks; the other ranks come before
+it."""
 
 _SECONDARY_TYPES = re.compile(
     r"(?:^|\.)(?:ChildFailedError|SignalException|ProcessDied|ActorDiedError|RayActorError|ActorUnavailableError|WorkerCrashedError"
@@ -83,15 +85,16 @@ class _Candidate:
 
 
 def redirect_output(path: Path) -> None:
-    """Sends this process's standard output and error to the end of `path`, line by line, whatever
-    code writes them.
+    """Redirect this process's standard output and error to the end of `path`, line by line.
 
     Works on the file descriptors, so output of C++ libraries and of child processes goes there too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # What is buffered belongs to the old file.
     sys.stdout.flush()
     sys.stderr.flush()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    # Descriptors, not sys.stdout: NCCL and vLLM's C++ write past Python.
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
@@ -116,6 +119,7 @@ def _short(line: str) -> str:
 def _ending(path: Path) -> tuple[str, int]:
     """The end of a file, and how many bytes come before it."""
     with open(path, "rb") as file:
+        # Only the end of a file can hold what ended its process.
         before = max(0, file.seek(0, os.SEEK_END) - MOST_BYTES)
         file.seek(before)
         return file.read(MOST_BYTES).decode("utf-8", errors="replace"), before
@@ -138,6 +142,7 @@ def find_cause(log_dir: Path, name: str = "*.log") -> Cause | None:
         text, before = _ending(path)
         fell_silent = path.stat().st_mtime
         candidates = _candidates(text)
+        # Line numbers must be those of the whole file; counting is skipped where nothing was found.
         earlier = _lines_in(path, before) if candidates else 0
         found += [
             (one.kind, fell_silent, path, replace(one, line=one.line + earlier))
@@ -152,10 +157,11 @@ def find_cause(log_dir: Path, name: str = "*.log") -> Cause | None:
 
 
 def survived(cause: Cause) -> bool:
-    """True where the process that wrote the failure went on with its work."""
+    """True if the process that wrote the failure continued its work."""
     text, before = _ending(cause.file)
     lines = [_short(line) for line in text.splitlines()]
     at = cause.line - _lines_in(cause.file, before)
+    # The line has left the part that is read, as the process wrote on.
     if not 0 < at <= len(lines):
         return False
     origin = _split_origin(lines[at - 1])[0]
@@ -173,6 +179,7 @@ def _candidates(text: str) -> list[_Candidate]:
     found: list[_Candidate] = []
     rank, root = "", False
     for number, raw in enumerate(text.splitlines(), start=1):
+        # Several processes may share a file; each is a stream of its own.
         origin, line = _split_origin(_short(raw))
         streams.setdefault(origin, []).append(line)
         numbers.setdefault(origin, []).append(number)
@@ -190,6 +197,7 @@ def _candidates(text: str) -> list[_Candidate]:
         ]
         if failures:
             best = min(failure.kind for failure in failures)
+            # The last of the best kind: earlier ones were survived.
             found.append([failure for failure in failures if failure.kind == best][-1])
     return found
 
@@ -213,11 +221,13 @@ def _failures(lines: list[str]) -> Iterator[tuple[int, str, int]]:
             continue
         before = lines[max(0, at - 2) : at]
         kind, message = judge(lines[end])
+        # Python prints these from destructors, at the end of any process.
         if any(line.startswith("Exception ignored in") for line in before):
             kind = SECONDARY
         if chain is not None and not any(line.startswith(_CHAIN) for line in before):
             yield chain
             chain = None
+        # In a chain the last exception of the gravest kind ended the process.
         if chain is None or kind <= chain[0]:
             chain = (kind, message, end)
     if chain is not None:
@@ -233,6 +243,7 @@ def _exception_line(lines: list[str], at: int) -> int | None:
         at += 1
     if at >= len(lines):
         return None
+    # Ray prints the remote traceback inside its own.
     if lines[at].startswith("ray.exceptions.RayTaskError"):
         return _exception_line(lines, at + 1) or at
     return at

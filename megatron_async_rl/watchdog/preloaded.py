@@ -65,6 +65,7 @@ class Process:
     def wait(self, timeout: float | None = None) -> int | None:
         """Wait for up to `timeout` seconds (None: without a limit); returns what `poll` returns."""
         if self.returncode is None:
+            # 0.0 makes the socket non-blocking, which is `poll`.
             self._connection.settimeout(timeout)
             try:
                 answer = self._connection.recv(4, socket.MSG_WAITALL)
@@ -78,6 +79,7 @@ class Process:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
+        # An id that was reported as ended may belong to another process already.
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -107,10 +109,12 @@ def start(
 
     descriptors: descriptors of this process that the new one inherits, with the same numbers.
     """
+    # The caller starts an interpreter instead: only time is lost.
     if address is None or len(descriptors) > MOST_DESCRIPTORS:
         return None
     request = {
         "arguments": list(arguments),
+        # Whole, not a difference: the server has the environment of its own start.
         "environment": dict(environment),
         "folder": os.getcwd(),
         "descriptors": list(descriptors),
@@ -122,6 +126,7 @@ def start(
         answer = connection.recv(4, socket.MSG_WAITALL)
     except OSError:
         answer = b""
+    # The server refused, or ended between accept and fork.
     if len(answer) < 4:
         connection.close()
         return None
@@ -148,6 +153,7 @@ def _send(
 ) -> None:
     content = json.dumps(request).encode("utf-8", "surrogateescape")
     connection.connect(address)
+    # Descriptors travel with the length, so the server owns them before it reads the rest.
     socket.send_fds(connection, [struct.pack("I", len(content))], list(descriptors))
     connection.sendall(content)
 
@@ -168,6 +174,7 @@ def spawn_by_fork(kind: Kind) -> None:
         _fds: list[int]
 
         def _launch(self, process_obj: BaseProcess) -> None:
+            # The tracker must exist before the fork, which inherits its descriptor.
             tracker, content = resource_tracker.getfd(), io.BytesIO()
             context.set_spawning_popen(self)
             try:  # which collects the descriptors that it needs
@@ -182,6 +189,7 @@ def spawn_by_fork(kind: Kind) -> None:
             self._process = start(
                 address_of(kind), command, os.environ, sorted(cast("set[int]", kept))
             )
+            # The child has copies; while this end is open it would never read the end of its input.
             os.close(child_r)
             os.close(child_w)
             if self._process is None:
@@ -234,6 +242,7 @@ def serving(
     address = str(folder / f"preloaded-{kind}")
     alive_r, alive_w = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener, open(log, "wb") as file:
+        # Bound before the server starts, so that no requester finds an absent address.
         listener.bind(address)
         # From here on requests wait for the imports.
         listener.listen(64)
@@ -248,17 +257,20 @@ def serving(
             pass_fds=(listener.fileno(), alive_r),
             start_new_session=True,
         )
+    # The server must be the only reader: closing the other end is what ends it.
     os.close(alive_r)
     try:
         yield alive_w
     finally:
         os.close(alive_w)
+        # Its forks end with it, by the kernel.
         process.kill()
         process.wait()
 
 
 def _replace(address: str, arguments: Sequence[str]) -> None:
     """Run `python ARGUMENTS` in a fork of the server, and end as that process ends."""
+    # A signal before the handlers are set would end this process and leave the fork.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
     held = [number for number in descriptors if _is_open(number)]
@@ -276,6 +288,7 @@ def _replace(address: str, arguments: Sequence[str]) -> None:
         signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     code = process.wait()
+    # End by the same signal, so that the parent sees what it would see of an interpreter.
     if code is not None and code < 0:
         if -code in _FORWARDED:
             signal.signal(-code, signal.SIG_DFL)

@@ -4,9 +4,8 @@ hangs in the process tree, and no process of an engine outlives the actor that s
 vLLM runs its scheduler in a child process, and with tensor parallelism the model in children of
 that one; they do not notice when their parent is killed and would keep their cores, or their GPUs,
 forever. The actor names itself in the environment; each child asks the kernel to end it with its
-parent and names itself for its own children. A child takes seconds to come to that: one whose
-parent was killed meanwhile ends itself.
-"""
+parent and names itself for its own children. A child needs seconds to get there; if its parent is
+killed meanwhile, it ends itself."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ PARENT = preloaded.PARENT
 from it."""
 RUN_ID_VARIABLE = "MEGATRON_ASYNC_RL_RUN_ID"
 OBJECTS_BETWEEN_COLLECTIONS = 100_000
-"""Far more than ten thousand groups in flight gain and lose at a batch; by default Python looks for
-garbage at 700."""
+"""Far more objects than ten thousand groups in flight gain and lose in a batch; Python's default
+threshold is 700."""
 
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _GONE = (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess)
@@ -36,10 +35,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def of_run(run_id: str) -> list[psutil.Process]:
-    """Every process of this user with the run's id, but for this one."""
+    """Every process of this user with the run's id, except this one."""
 
     def belongs(process: psutil.Process) -> bool:
         try:
+            # The environment survives reparenting, which process trees do not.
             return process.pid != os.getpid() and process.environ().get(RUN_ID_VARIABLE) == run_id
         except _GONE:
             return False
@@ -52,6 +52,7 @@ def descendants() -> set[int]:
     of engines (`preloaded`) counts as started by its requester."""
     own = psutil.Process()
     found = {child.pid for child in own.children(recursive=True)}
+    # The kernel sees these as children of the fork server.
     forked = preloaded.started_by(preloaded.address_of("engines"), {own.pid, *found})
     for pid in forked:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -68,6 +69,7 @@ def condition(pid: int, written_at: float | None = None) -> str | None:
     """
     try:
         process = psutil.Process(pid)
+        # The number was given to another process.
         if written_at is not None and process.create_time() > written_at + _CLOCK_SLACK_S:
             return None
         status = str(process.status())
@@ -85,6 +87,7 @@ def handles(pid: int, number: signal.Signals) -> bool:
     caught = next(
         (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0"
     )
+    # (number - 1) & 1) >> The kernel numbers signals from 1, the mask's bits from 0.
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
@@ -100,10 +103,12 @@ def die_with_parent() -> None:
     if named is None:
         return
     parent = int(named)
+    # prctl binds to the real parent only.
     if os.getppid() == parent:
         if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
         os.environ[PARENT] = str(os.getpid())
+    # The parent may have ended before prctl took effect.
     if os.getppid() != parent and condition(parent) is None:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -113,10 +118,10 @@ def collect_rarely() -> None:
     collection.
 
     What a library's import and start leave behind is a million objects that stay; requests, samples
-    and arrays live long, are many, and are freed without the collector. Going through all of them
-    time and again takes a fifth of the controller's time with 10,000 groups in flight, and two
-    fifths of an engine actor's. Garbage that only the collector frees is still freed, later.
-    """
+    and arrays live long, are many, and are freed without the collector. Repeated traversals of all
+    of them take a fifth of the controller's time with 10,000 groups in flight, and two fifths of an
+    engine actor's. Garbage that only the collector frees is still freed, later."""
+    # Frozen objects are never freed, so garbage must go first.
     gc.collect()
     gc.freeze()
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)

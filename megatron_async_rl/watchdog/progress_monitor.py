@@ -34,12 +34,13 @@ from megatron_async_rl.config.durable import PARTIAL
 FOLDER = "watch"
 """Holds the state files, in the run's directory."""
 LAUNCHER = "launcher "
-"""Begins the names of the launchers' own states; the number of the node follows."""
+"""Prefix of the names of the launchers' states; the number of the node follows."""
 FRESH_S = 10.0
 """Seconds within which the state of a live process that runs Python changes."""
 STALE_S = 3.0
-"""A summary that has not changed for so long has lost its aggregator."""
+"""Age at which an unchanged summary has lost its aggregator."""
 
+# Several monitors in one process need different names.
 _numbers = itertools.count()
 
 
@@ -92,6 +93,7 @@ def write_whole(path: Path, text: str) -> None:
     in their endings only, from several threads, and launchers of several machines write the same
     file.
     """
+    # Thread ids are unique on a host only.
     writer = f"{socket.gethostname()}.{threading.get_native_id()}"
     partial = path.with_name(f"{path.name}.{writer}{PARTIAL}")
     partial.write_text(text, encoding="utf-8")
@@ -99,17 +101,19 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read_states(run_dir: Path, leave_out: Container[str] = ()) -> list[ProcessState]:
-    """Every readable state of `run_dir`, by name, but for the files whose stem is in `leave_out`.
-    Files are replaced whole, so an unreadable file is not ours."""
+    """Every readable state of `run_dir`, by name, except files whose stem is in `leave_out`. Files
+    are replaced whole, so an unreadable file is not ours."""
     states = []
     for path in sorted((run_dir / FOLDER).glob("*.json")):
         if path.stem not in leave_out and (tree := _read_json(path)) is not None:
+            # A state of another version has other fields and is skipped.
             states += _state_from(tree)
     return states
 
 
 class ProgressMonitor:
-    """Call `look` every second or so; the other members speak of the time of the last look."""
+    """Progress as seen by this process. Call `look` about every second; the other members refer to
+    the last look."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
@@ -145,10 +149,11 @@ class ProgressMonitor:
         return not self._followed
 
     def look(self) -> None:
-        """Reads this node's summary, and follows it; publishes it unless another process does."""
+        """Read this node's summary and follow it; publish it unless another process does."""
         self._now = time.monotonic()
         path = self._folder / f"{self._host}.summary"
         summary = self._read_summary(path)
+        # Yield to a live aggregator: two would read every file twice.
         if summary is not None and summary.by != self._name and self._is_fresh(summary):
             self._follow(summary)
             return
@@ -161,6 +166,7 @@ class ProgressMonitor:
         them: from the summaries, one file for each node."""
         self.look()
         if self._followed:
+            # The summary just read is newer than the files that it was made from.
             own = {state.name: state for state in self.states}
             others = self._run_states(None, known=own)
             self._learn(others)
@@ -171,7 +177,8 @@ class ProgressMonitor:
         return self._now - self._beats[name][1] if name in self._beats else 0.0
 
     def _follow(self, summary: NodeSummary) -> None:
-        """Takes over what the aggregator found."""
+        """Adopt what the aggregator found."""
+        # The summary was true when it was published, not now.
         age_s = self._now - self._summaries[summary.host][1]
         self._learn(summary.states)
         self.states = summary.states
@@ -182,7 +189,7 @@ class ProgressMonitor:
         self._followed = True
 
     def _see(self, states: list[ProcessState]) -> None:
-        """Judges the states of the whole run."""
+        """Judge the states of the whole run."""
         # One that has just taken over knows only its own node: values that are new to it are not
         # progress.
         moves = self._learn(states)
@@ -205,12 +212,13 @@ class ProgressMonitor:
         )
 
     def _learn(self, states: list[ProcessState]) -> list[str]:
-        """Remembers beats and counts; returns what grew or appeared since the last look."""
+        """Record beats and counts. Return what grew or appeared since the last look."""
         moves = []
         for state in states:
             key = (state.name, state.pid)
             counts = {mark: count for mark, (count, _) in state.progress.items()}
             known = self._counts.get(key)
+            # A launcher that appears is not progress: it only watches.
             if known is None and not state.is_launcher:
                 moves.append(f"the start of {state.name}")
             if known is not None:
@@ -219,6 +227,7 @@ class ProgressMonitor:
             self._counts[key] = counts
 
             seen = self._beats.get(state.name)
+            # Compared for equality only: clocks of other machines may be off.
             if seen is None or seen[0] != state.time:
                 self._beats[state.name] = (state.time, self._now)
         return moves
@@ -226,10 +235,11 @@ class ProgressMonitor:
     def _run_states(
         self, own: Path | None, known: dict[str, ProcessState] | None = None
     ) -> list[ProcessState]:
-        """Returns the states of the whole run: those that fresh summaries of other nodes carry,
-        `known`, and the files that neither has. `own`: the summary that does not count."""
+        """Return the states of the whole run: those in fresh summaries of other nodes, `known`, and
+        those of files that neither has. `own`: the summary that does not count."""
         carried = dict(known or {})
         for path in self._folder.glob("*.summary"):
+            # This node's summary is what is being made.
             if path == own or path.stem == self._host:
                 continue
             summary = self._read_summary(path)
@@ -247,6 +257,7 @@ class ProgressMonitor:
         except (KeyError, TypeError):
             return None
         sign = (summary.by, summary.beat)
+        # Timed when first seen here, by this machine's clock.
         if summary.host not in self._summaries or self._summaries[summary.host][0] != sign:
             self._summaries[summary.host] = (sign, self._now)
         return summary
@@ -277,7 +288,7 @@ def _stem(name: str) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """None for a file that is gone, or not ours."""
+    """Content of a file; None for a file that is gone or belongs to another program."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -42,11 +42,11 @@ SHARED_MEMORY = Path("/dev/shm")
 SHORT = Path("/tmp")
 """Folder of the links."""
 LONGEST_SOCKET = 107
-"""Bytes in the path of a Unix socket."""
+"""Longest path of a Unix socket, in bytes."""
 _OF_RAY = "/ray/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 """The longest path of a socket in the folder, with the greatest process id."""
 LONGEST = LONGEST_SOCKET - len(_OF_RAY)
-"""Bytes in the path of the folder."""
+"""Longest path of the folder, in bytes."""
 _NAME = re.compile(r"mar-[0-9a-f]{8}")
 _OF_VLLM = "vllm_dist_"
 _SHARED_LOCK = "mar-run-"
@@ -199,7 +199,8 @@ def remove_stale_folders() -> list[Path]:
 
 
 def _leads_nowhere(link: Path) -> bool:
-    """True only if it is known: other users' links may lead where this one may not look."""
+    """True only if that is certain: links of other users may lead to folders that this user cannot
+    read."""
     try:
         os.stat(link)
     except FileNotFoundError:

@@ -40,7 +40,7 @@ INHERITED = "MEGATRON_ASYNC_RL_WATCH"
 starts."""
 
 STOP = "stop"
-"""File in the run's directory that asks rank 0 to stop after the step."""
+"""File in the run's directory that requests a stop after the step from rank 0."""
 ENGINES = "engines"
 """File in the run's directory that requests a number of training engines of the controller."""
 ActivityKind = Literal["wait", "work", "phase"]
@@ -72,8 +72,7 @@ _beating: _HeartbeatThread | None = None
 
 
 class doing:
-    """Shows, for as long as the block runs, that this process does `name`. It interrupts
-    nothing."""
+    """Show that this process does `name` as long as the block runs. It interrupts nothing."""
 
     # No generator: that costs three times as much, and this is entered for every report of an
     # engine.
@@ -83,6 +82,7 @@ class doing:
         self._kind, self._name, self._deadline_s = kind, name, deadline_s
 
     def __enter__(self) -> None:
+        # `next` on a count is atomic, so no lock is needed.
         self._number = next(_numbers)
         _process.activities[self._number] = Activity(
             self._kind, self._name, time.monotonic(), self._deadline_s
@@ -107,27 +107,28 @@ def phase(name: str, allowed_s: float) -> doing:
 
 
 def enter(kind: ActivityKind, name: str) -> None:
-    """From now on, until the next call, this process's main loop does `name`: a step of it done, so
+    """Record that the main loop of this process does `name` until the next call. Each call is
     progress."""
     _process.activities[_MAIN] = Activity(kind, name, time.monotonic(), None)
     progress("loop")
 
 
 def progress(mark: str, n: int = 1) -> None:
-    """`n` more of what `mark` counts, such as samples. Any mark that grows in any process is
+    """Add `n` to what `mark` counts, such as samples. Any mark that grows in any process is
     progress of the run."""
+    # A new pair, not a change of the old one: readers see either whole.
     count, _ = _process.marks.get(mark, (0, 0.0))
     _process.marks[mark] = (count + n, time.monotonic())
 
 
 def fact(key: str, read: Callable[[], Any]) -> None:
-    """Shows `read()`, a figure or a short text, under `key` in every state of this process. Called
-    from another thread."""
+    """Show `read()`, a number or a short text, under `key` in every state of this process. It is
+    called from another thread."""
     _process.facts[key] = read
 
 
 def start(run_dir: Path, name: str, *, end_after_s: float | None = None) -> None:
-    """Begins the heartbeat of this process as `name`, such as `rank 0`; once for each process,
+    """Begin the heartbeat of this process as `name`, such as `rank 0`; once for each process,
     later calls do nothing.
 
     `end_after_s`: this process ends itself, with its stacks written, when the run has not moved for
@@ -135,6 +136,7 @@ def start(run_dir: Path, name: str, *, end_after_s: float | None = None) -> None
     when this machine's launcher was killed.
     """
     global _beating
+    # A fork inherits the object but not the thread.
     if _beating is not None and _beating.pid == os.getpid():
         return
     heart = _HeartbeatThread(run_dir.resolve() / FOLDER, name, end_after_s)
@@ -145,7 +147,7 @@ def start(run_dir: Path, name: str, *, end_after_s: float | None = None) -> None
 
 
 def stop() -> None:
-    """Ends the heartbeat, for a process that outlives the run; its state file goes."""
+    """End the heartbeat, for a process that outlives the run; its state file goes."""
     global _beating
     if _beating is not None:
         _beating.leave()
@@ -217,11 +219,14 @@ class _HeartbeatThread(threading.Thread):
         # Append, so that a process that requests a stack may empty the file first.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
         self._stack = os.open(self._path.with_suffix(".stack"), flags, 0o644)
+        # In C: it also answers while the interpreter is stuck in one call.
         faulthandler.register(signal.SIGUSR1, file=self._stack, all_threads=True, chain=False)
         atexit.register(self.leave)
         self._monitor = ProgressMonitor(folder.parent)
         self._launcher: int | None = None
         self._shown = True
+        # The first state is written before `start` returns, so a folder that cannot be used is
+        # noticed.
         self._beat()
 
     def run(self) -> None:
@@ -250,6 +255,7 @@ class _HeartbeatThread(threading.Thread):
         """A timer outside the interpreter, set anew while all is well: it also ends a process that
         never comes back to Python."""
         monitor.look()
+        # The launcher ends a stalled run with a full picture, which a timer cannot give.
         if monitor.launcher_watches:
             faulthandler.cancel_dump_traceback_later()
         elif monitor.still_s < 2 * BEAT_S or monitor.allowed_s > 0:
@@ -258,7 +264,7 @@ class _HeartbeatThread(threading.Thread):
             )
 
     def _stop_without_launcher(self) -> None:
-        """Asks for a stop after the step, once, when the launcher of this machine was killed: its
+        """Query for a stop after the step, once, when the launcher of this machine was killed: its
         state is still there."""
         here = (
             state

@@ -1,8 +1,8 @@
-"""Decides, in the launcher, that a run has stalled, or that another machine of it is gone.
+"""Watchdog in the launcher: detects that a run has stalled or that another machine is gone.
 
 The run is stalled when no mark of any process grew for `timeout_s` and no process is in a phase
 that may last longer, such as an engine's start. Before all its ranks have appeared the run is
-starting, and `start_s` is its limit. Each machine's launcher decides for itself; the first tells
+starting, and `start_s` is its limit. Each machine's launcher decides for itself; the first notifies
 the others, and all end the run with the same picture.
 """
 
@@ -14,13 +14,12 @@ from pathlib import Path
 
 from megatron_async_rl.watchdog.processes import of_run
 from megatron_async_rl.watchdog.progress_monitor import FRESH_S, LAUNCHER, ProgressMonitor
-from megatron_async_rl.watchdog.snapshots import look_here, publish, read_others
-from megatron_async_rl.watchdog.stall import Stall, gather
+from megatron_async_rl.watchdog.stall import Stall, gather, look_here, publish, read_others
 
 LOOK_S = 1.0
 LEFT_S = 30.0
-"""Longest time that the others' ranks go on once a launcher has ended: they fail by themselves,
-with better words."""
+"""Longest time that the others' ranks continue once a launcher has ended: they fail by themselves,
+with better messages."""
 
 
 class Watchdog:
@@ -41,11 +40,13 @@ class Watchdog:
         self._run_dir = run_dir
         self._run_id = run_id
         self._timeout_s = timeout_s
+        # A start may take longer than any wait of the run, never less.
         self._start_s = max(timeout_s, start_s)
         self._ranks = ranks
         self._other_launchers = [f"{LAUNCHER}{other}" for other in range(nodes) if other != node]
         self._hosts: dict[str, str] = {}
         self._monitor = ProgressMonitor(run_dir)
+        # The first look happens at once.
         self._looked_at = float("-inf")
         self._all_here = self._answered = False
 
@@ -57,14 +58,17 @@ class Watchdog:
         self._looked_at = time.monotonic()
         monitor = self._monitor
         monitor.look_at_all()
+        # Stays true: a rank that ends later must not bring back the start's limit.
         self._all_here = (
             self._all_here
             or sum(state.name.startswith("rank ") for state in monitor.states) >= self._ranks
         )
         others = read_others(self._run_dir)
         ends = next((other.ends for other in others if other.ends is not None), None)
+        # Another launcher has decided: all report the same cause.
         if ends is not None:
             return self._gather(ends)
+        # Someone gathers a picture: answer once, whatever this launcher thinks.
         if others and not self._answered:
             self._answered = True
             publish(self._run_dir, look_here(self._run_dir, of_run(self._run_id)))
@@ -88,12 +92,14 @@ class Watchdog:
         if state is not None:
             self._hosts[launcher] = state.host
         silent_s = self._monitor.silent_s(launcher)
+        # Its state file went with it, so it ended by itself.
         if state is None and silent_s >= LEFT_S:
             message = (
-                f"{self._node(launcher)} ended {silent_s:.0f} s ago, before the run did; why stands"
-                " in its terminal."
+                f"{self._node(launcher)} ended {silent_s:.0f} s ago, before the run did; its"
+                " terminal shows the reason."
             )
             return replace(self._gather(message), kind="NodeEnded", consequence=True)
+        # The file is there and does not change: the machine is gone.
         if state is not None and silent_s >= self._timeout_s:
             return self._gather(
                 f"{self._node(launcher)} has not been heard of for {silent_s:.0f} s"

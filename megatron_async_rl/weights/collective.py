@@ -30,7 +30,7 @@ import torch
 from torch.distributed import TCPStore
 
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.weights.bound_store import serve_store
+from megatron_async_rl.weights.bound_store import listen, serve_store
 from megatron_async_rl.weights.communicator import Communicator
 from megatron_async_rl.weights.manifest import (
     IN_FLIGHT,
@@ -83,7 +83,7 @@ class Sender:
         """Return the rendezvous for an engine of this many workers. Raises OSError if the host is
         not an address of this machine."""
         limit = timedelta(seconds=self._limit_s)
-        store = serve_store(self._host, 0, limit)
+        store = serve_store(listen(self._host), limit)
         meeting = Meeting(host=self._host, port=store.port, workers=workers, limit_s=self._limit_s)
         self._sets[meeting.port] = _SenderEnd(meeting, store)
         return meeting

@@ -106,11 +106,12 @@ def convert(checkpoint: Path, out_dir: Path) -> None:
     Raises UserError when the checkpoint is damaged, when it or its model directory is missing or is
     not the adapters' base model, or when `out_dir` holds files.
     """
-    from megatron_async_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
+    from megatron_async_rl.config.policy import ParallelConfig, PolicyConfig
+    from megatron_async_rl.config.schema import ModelConfig
     from megatron_async_rl.policy import device
+    from megatron_async_rl.policy.blocks import refuse_other_base
     from megatron_async_rl.policy.checkpoint import load_model
     from megatron_async_rl.policy.checkpoint_folder import about, is_step, newest, require_whole
-    from megatron_async_rl.policy.lora_base import refuse_other_base
     from megatron_async_rl.policy.model import assemble_model, build_model
     from megatron_async_rl.policy.parallel import initialise
 

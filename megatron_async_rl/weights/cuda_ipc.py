@@ -73,6 +73,10 @@ class CudaIpc(Carrier):
         self._host = SharedMemory() if self._device.type == "cpu" else None
         self._places: dict[str, DeviceBucketMemory] = {}
 
+    @classmethod
+    def on(cls, device: torch.device) -> CudaIpc:
+        return cls(device)
+
     @property
     def device(self) -> str:
         """The same in every process that uses it."""
@@ -203,6 +207,9 @@ class IpcBuckets(Staging):
             raise failure
         if failed:
             raise NotStaged(f"{failed} other ranks could not {what} of the weights")
+
+
+STAGING = IpcBuckets
 
 
 def _failure_of(work: Callable[[], None]) -> Exception | None:

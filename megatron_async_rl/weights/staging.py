@@ -34,6 +34,7 @@ from megatron_async_rl.weights.transport import (
     Carrier,
     ShardSlice,
     TensorSpec,
+    carrier_module,
     entries_of,
     size_of,
 )
@@ -204,6 +205,14 @@ class Staging:
                 f" {part.name}, {list(entry.shape)}"
             )
         place.copy_(part.tensor.detach())
+
+
+def staging_of(name: str, device: torch.device, ranks: StagingRanks) -> Staging:
+    """Collective. Return the staging of the carrier `name` for weights on `device`: its file's
+    STAGING, or `Staging`."""
+    module = carrier_module(name)
+    staging: Staging = getattr(module, "STAGING", Staging)(module.CARRIER.on(device), ranks)
+    return staging
 
 
 class StagingSlot:

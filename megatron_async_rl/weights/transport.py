@@ -3,8 +3,8 @@ engine's workers read them out of it.
 
     every rank: staging.py --> bucket   BucketRef (small, picklable)   bucket --> engine
 
-A carrier is one file, `weights/<name>.py`, with its class under the name `CARRIER`, and one line:
-its name in `config.schema.Transport`.
+A carrier is one file, `weights/<name>.py`, with its class under the name `CARRIER`, and one line
+of `config.weights.CARRIERS`: its name and its capabilities. Nothing else tests for its name.
 
 Invariants:
 - a `BucketRef` describes what its bucket holds until the ranks write the bucket again, which they
@@ -20,6 +20,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import ModuleType
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -111,6 +113,11 @@ class TransportReader(ABC):
 class Carrier(ABC):
     """The ends of one way for weights to travel."""
 
+    @classmethod
+    def on(cls, device: torch.device) -> Self:
+        """Return the carrier of weights that are on `device`."""
+        return cls()
+
     @abstractmethod
     def place(self, size: int) -> BucketMemory:
         """Raises OSError when there is no room."""
@@ -124,8 +131,12 @@ class Carrier(ABC):
 
 def carrier(name: str) -> Carrier:
     """The carrier of that name: `weights.transport` of the configuration."""
-    made: Carrier = importlib.import_module(f"megatron_async_rl.weights.{name}").CARRIER()
+    made: Carrier = carrier_module(name).CARRIER()
     return made
+
+
+def carrier_module(name: str) -> ModuleType:
+    return importlib.import_module(f"megatron_async_rl.weights.{name}")
 
 
 def whole_bucket(ref: BucketRef) -> TensorEntry:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_async_rl.config.schema import RolloutConfig
+from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.rollout.cluster import prepare_environment
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.rollout.vllm_plugin import serving_engines
+from megatron_async_rl.rollout.vllm.plugin import serving_engines
 from tests.engine.reference import save_checkpoint
 from tests.engine.running import (
     CHECKPOINTS,

@@ -39,12 +39,11 @@ from vllm.config import WeightTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 
-from megatron_async_rl.rollout.vllm_plugin import BACKEND, WORKER_EXTENSION, register
+from megatron_async_rl.rollout.vllm.loaded import Loaded, digests_of
+from megatron_async_rl.rollout.vllm.plugin import BACKEND, WORKER_EXTENSION, register
+from megatron_async_rl.rollout.vllm.reload import LayerwiseReload, PackedExperts, PackedLinear
 from megatron_async_rl.weights.cuda_ipc import CudaIpc, IpcBuckets
-from megatron_async_rl.weights.loaded import Loaded, digests_of
 from megatron_async_rl.weights.manifest import IN_FLIGHT, BucketRef, require_equal
-from megatron_async_rl.weights.packed_layers import PackedExperts, PackedLinear
-from megatron_async_rl.weights.reload import LayerwiseReload
 from megatron_async_rl.weights.shared_memory import SharedMemory
 from megatron_async_rl.weights.staging import Staging
 from megatron_async_rl.weights.transport import carrier

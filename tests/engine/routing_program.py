@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
+from megatron_async_rl.config.policy import ParallelConfig, PolicyConfig
+from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.parallel import initialise
 from megatron_async_rl.policy.policy import Policy

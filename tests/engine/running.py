@@ -13,9 +13,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from megatron_async_rl.config.environment import EnvironmentConfig
+from megatron_async_rl.config.rollout import EnvironmentConfig, RolloutConfig
 from megatron_async_rl.config.sampling import EvalSamplingConfig, SamplingConfig
-from megatron_async_rl.config.schema import RolloutConfig
 from megatron_async_rl.data.tokenizer import load_tokenizer
 from megatron_async_rl.rollout.engine_process import start_engine
 from megatron_async_rl.rollout.environments.pool import Environments

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from megatron_async_rl.config.flow import FlowConfig
+from megatron_async_rl.config.rollout import RewardConfig, RolloutConfig
 from megatron_async_rl.config.sampling import SamplingConfig
-from megatron_async_rl.config.schema import FlowConfig, RewardConfig, RolloutConfig
 from megatron_async_rl.data import PromptSource, load_tokenizer, read_prompts
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.errors import EngineFailed

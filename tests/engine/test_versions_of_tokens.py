@@ -18,7 +18,7 @@ def completion(*spans: tuple[str, int, int], tokens: int = 4, **fields: object) 
 
 
 def test_spans_become_one_version_for_each_token() -> None:
-    from megatron_async_rl.rollout.continuation import token_versions
+    from megatron_async_rl.rollout.vllm.client import token_versions
 
     assert token_versions(completion(("3", 0, 1), ("5", 1, 4))).tolist() == [3, 5, 5, 5]  # type: ignore[arg-type]
 
@@ -33,7 +33,7 @@ def test_spans_become_one_version_for_each_token() -> None:
     ids=["no spans", "a gap", "a label"],
 )
 def test_a_token_without_a_numbered_version_is_refused(said: SimpleNamespace, why: str) -> None:
-    from megatron_async_rl.rollout.continuation import token_versions
+    from megatron_async_rl.rollout.vllm.client import token_versions
 
     with pytest.raises(RuntimeError, match=why):
         token_versions(said)  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def test_a_token_without_a_numbered_version_is_refused(said: SimpleNamespace, wh
     ids=["none", "too few", "of another token", "impossible"],
 )
 def test_a_token_without_its_own_logprob_is_refused(flat: SimpleNamespace | None, why: str) -> None:
-    from megatron_async_rl.rollout.continuation import sampled_logprobs
+    from megatron_async_rl.rollout.vllm.client import sampled_logprobs
 
     with pytest.raises(RuntimeError, match=why):
         sampled_logprobs(completion(logprobs=flat))  # type: ignore[arg-type]

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 
-from megatron_async_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
+from megatron_async_rl.config.policy import ParallelConfig, PolicyConfig
+from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.policy import device
+from megatron_async_rl.policy.batching import build_micro_batch
 from megatron_async_rl.policy.forward import Schedule
-from megatron_async_rl.policy.microbatch import build_micro_batch
 from megatron_async_rl.policy.model import build_model
 from megatron_async_rl.policy.parallel import initialise
 from tests.train_batches import columns_of

@@ -13,9 +13,8 @@ from unittest import mock
 
 import torch
 
-from megatron_async_rl.config.lora import LoraConfig
-from megatron_async_rl.config.schema import ParallelConfig
-from megatron_async_rl.policy import apex, device
+from megatron_async_rl.config.policy import LoraConfig, ParallelConfig
+from megatron_async_rl.policy import device, layers
 from tests import apex_stand_in
 from tests.gpu.train_program import cpu
 from tests.parallel.layout_program import Rank, received, scorable
@@ -53,8 +52,8 @@ def main() -> None:
     kind, material, output, parallel, *cases = sys.argv[1:]
     config = ParallelConfig.model_validate_json(parallel)
     rank = Rank(Path(material), config, Path(output), kind)
-    there = mock.patch.object(apex, "applies", lambda dtype, _: dtype == torch.bfloat16)
-    away = mock.patch.object(apex, "applies", return_value=False)
+    there = mock.patch.object(layers, "apex_applies", lambda dtype, _: dtype == torch.bfloat16)
+    away = mock.patch.object(layers, "apex_applies", return_value=False)
     results: dict = {case: [] for case in cases}
     for case, found in results.items():
         with away:

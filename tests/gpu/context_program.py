@@ -11,14 +11,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import ParallelConfig
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.attention import (
+    ContextParallelSlice,
     CoreAttention,
     PackedSequences,
     TransformerEngineAttention,
 )
-from megatron_async_rl.policy.context_parallel import ContextParallelSlice
 from megatron_async_rl.policy.parallel import Layout, initialise
 
 HEADS, GROUPS, WIDTH = 4, 2, 64

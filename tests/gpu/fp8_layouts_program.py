@@ -12,8 +12,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from megatron_async_rl.config.fp8 import Fp8Config
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import Fp8Config, ParallelConfig
 from megatron_async_rl.policy import device
 from tests.gpu.fp8_program import Fp8Rank, emulated, measured
 from tests.parallel import objective_program

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_async_rl.config.fp8 import Fp8Config
 from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import Fp8Config, ParallelConfig
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.fp8 import is_quantised, plain
 from megatron_async_rl.policy.parameters import whole_model_names

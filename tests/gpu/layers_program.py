@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import ParallelConfig
 from megatron_async_rl.policy import device
-from megatron_async_rl.policy.parameter_state import adam_names, adam_shards
+from megatron_async_rl.policy.adam_view import adam_names, adam_shards
 from megatron_async_rl.policy.parameters import whole_model_names
 from tests.gpu.train_program import cpu
 from tests.parallel.layout_program import Rank, received, scorable

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import ParallelConfig
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.parallel import initialise
 from tests.parallel.model_program import checkpoints, exported, load_model, logprobs

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async_rl.config.fp8 import RECIPES, lacking, version_of
+from megatron_async_rl.config.policy import RECIPES, lacking, version_of
 from megatron_async_rl.controls.registry import CONTROLS
 from tests.gpu.fp8_program import CASES
 from tests.gpu.hardware import DEVICE, ON_DEVICE_WITH_TE, run_program

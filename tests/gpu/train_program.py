@@ -24,19 +24,19 @@ from megatron_async_rl.config.controls import (
     MatchedNormControl,
     MomentumByAlignmentControl,
 )
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import ParallelConfig
 from megatron_async_rl.controls.gac import Gac
-from megatron_async_rl.objectives import targets
+from megatron_async_rl.objectives import objective as objective_module
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.adam_view import (
     AdamView,
     StateMissing,
     TakenStep,
+    adam_shards,
     gradients_of,
     optimizer_parameters,
 )
 from megatron_async_rl.policy.megatron_private import gradient_buffers, optimizer_parts
-from megatron_async_rl.policy.parameter_state import adam_shards
 from tests import gradients
 from tests.gpu.host_syncs import host_syncs
 from tests.parallel import displacement_program, objective_program, recompute_program
@@ -95,7 +95,9 @@ def waits(rank: Rank, kind: str, dtype: str, sequence: str) -> dict:
     def watched(micro_batches, consume) -> None:
         with (
             host_syncs(kind) as seen,
-            mock.patch.object(targets, "on_device", wraps=targets.on_device) as uploads,
+            mock.patch.object(
+                objective_module, "on_device", wraps=objective_module.on_device
+            ) as uploads,
         ):
             run(micro_batches, consume)
         steps.append((seen, len(micro_batches), uploads.call_count))

@@ -23,8 +23,8 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow import batches
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.engine_task import Launch, Restarts
-from megatron_async_rl.flow.rank0 import Rank0
 from megatron_async_rl.flow.spec import ControllerSpec, PromptProvider
+from megatron_async_rl.flow.trainer_rank import TrainerRank
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.background import Background
 from megatron_async_rl.policy.parallel import initialise
@@ -131,7 +131,7 @@ class Engines:
         return engine
 
 
-class CrashingRank0(Rank0):
+class CrashingRank(TrainerRank):
     """crashes_at: (name of a method, number of its call), where it raises Crash."""
 
     crashes_at: tuple[str, int] | None = None
@@ -139,6 +139,13 @@ class CrashingRank0(Rank0):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._calls = Counter[str]()
+        log = self.rank0.log
+
+        def reached(*arguments: Any) -> None:
+            self._reach("log")
+            log(*arguments)
+
+        self.rank0.log = reached  # type: ignore[method-assign]
 
     def _reach(self, name: str) -> None:
         self._calls[name] += 1
@@ -161,10 +168,6 @@ class CrashingRank0(Rank0):
     def publish(self, version: int) -> None:
         self._reach("publish")
         super().publish(version)
-
-    def log(self, *arguments: Any) -> None:
-        self._reach("log")
-        super().log(*arguments)
 
     def state(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         self._reach("state")
@@ -245,18 +248,18 @@ class OneProcess:
         self._launch = engines
         config.run.dir.mkdir(exist_ok=True)
         layout = initialise(config.policy.parallel, "cpu", timeout_s=DEADLINE_S)
-        rank0 = CrashingRank0(config, layout)
-        rank0.crashes_at = crashes_at
+        rank = CrashingRank(config, layout)
+        rank.crashes_at = crashes_at
         try:
             with Background("writing a checkpoint") as writing:
                 try:
-                    train(config, layout, rank0, writing)
+                    train(config, layout, rank, writing)
                 except BaseException as error:
                     writing.settle(DEADLINE_S)
-                    rank0.failed(error)
+                    rank.rank0.failed(error)
                     raise
                 finally:
-                    rank0.close()
+                    rank.close()
         finally:
             layout.shutdown()
         return config.run.dir

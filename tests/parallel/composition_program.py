@@ -11,7 +11,8 @@ import sys
 import traceback
 from pathlib import Path
 
-from megatron_async_rl.config.schema import ModelConfig, ParallelConfig
+from megatron_async_rl.config.policy import ParallelConfig
+from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.parallel import initialise
 from megatron_async_rl.policy.policy import Policy

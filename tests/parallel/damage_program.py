@@ -18,16 +18,15 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megatron_async_rl.config.lora import LoraConfig
 from megatron_async_rl.config.objective import (
     KlConfig,
     ObjectiveConfig,
     ReferenceConfig,
     ValueConfig,
 )
+from megatron_async_rl.config.policy import LoraConfig, ParallelConfig
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.config.schema import ParallelConfig
-from megatron_async_rl.policy import checkpoint, model_blocks
+from megatron_async_rl.policy import block_files, blocks, checkpoint
 from megatron_async_rl.policy.checkpoint_folder import about, newest, require_whole
 from megatron_async_rl.policy.digested_folder import DIGESTS, files_of, require_export
 from megatron_async_rl.policy.policy import Policy
@@ -111,10 +110,7 @@ def kinds(path: Path) -> list[str]:
     files = files_of(about(path)) or {}
     keys = {block.key for file in files.values() for block in file.blocks}
     return sorted(
-        {
-            ".".join(key.split(".")[1:3]) if key.startswith(model_blocks.STATE) else "model"
-            for key in keys
-        }
+        {".".join(key.split(".")[1:3]) if key.startswith(blocks.STATE) else "model" for key in keys}
     )
 
 
@@ -205,7 +201,7 @@ def spoiled_write(rank: Rank, policy: Policy) -> dict[str, Any]:
     """A disk that keeps other bytes than it was given."""
     folder = rank.scratch / "spoiled"
     policy.save(folder, 1, {"version": 1}, keep=1)
-    write = model_blocks._BlockStream.write
+    write = block_files._BlockStream.write
 
     def spoiling(stream: Any, content: Any) -> int:
         changed = bytearray(content)
@@ -216,11 +212,11 @@ def spoiled_write(rank: Rank, policy: Policy) -> dict[str, Any]:
             stream._file.write(changed)
         return written
 
-    with mock.patch.object(model_blocks._BlockStream, "write", spoiling):
+    with mock.patch.object(block_files._BlockStream, "write", spoiling):
         try:
             policy.save(folder, 2, {"version": 2}, keep=1)
             raised = ""
-        except model_blocks.BlocksUnwritten as error:
+        except block_files.BlocksUnwritten as error:
             raised = str(error)
     return {"raised": raised, "left": sorted(path.name for path in folder.iterdir())}
 

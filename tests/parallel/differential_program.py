@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from megatron_async_rl.config.lora import LoraConfig
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.schema import Config, ParallelConfig
+from megatron_async_rl.config.policy import LoraConfig, ParallelConfig
+from megatron_async_rl.config.schema import Config
 from megatron_async_rl.policy.adam_view import gradients_of
 from tests.parallel.layout_program import Rank, received, run_each
 from tests.parallel.whole_tensors import assembled
@@ -35,9 +35,9 @@ class Watched:
             self.gradients.append(self._whole_gradient())
             return overflow
 
-        def stepped(minibatch: Any, batch: Any, **settings: Any) -> Any:
-            self.parts.append(batch.samples.ids.to_pylist())
-            return step(minibatch, batch, **settings)
+        def stepped(minibatch: Any, *given: Any, **settings: Any) -> Any:
+            self.parts.append(minibatch.samples.ids.to_pylist())
+            return step(minibatch, *given, **settings)
 
         policy.optimizer.prepare_grads, policy._optimizer_step = prepared, stepped
 

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_async_rl.config.controls import DisplacementControl
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import ParallelConfig
 from megatron_async_rl.gradients import products_of
-from megatron_async_rl.objectives.targets import valid_samples
+from megatron_async_rl.objectives.objective import valid_samples
 from megatron_async_rl.policy.adam_view import gradients_of, optimizer_parameters
 from megatron_async_rl.policy.model import DTYPES
-from megatron_async_rl.policy.past_versions import start_shares
+from megatron_async_rl.policy.past_weights import start_shares
 from tests.parallel.layout_program import Rank, received, run_each, save
 from tests.parallel.reference_program import at_version
 from tests.parallel.whole_tensors import cut

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import ParallelConfig
 from tests.parallel.layout_program import (
     Rank,
     exporter_of,

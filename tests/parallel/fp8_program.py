@@ -21,17 +21,15 @@ import torch.distributed as dist
 from megatron.core.transformer import transformer_config
 
 from megatron_async_rl.config.controls import DisplacementControl, GacControl
-from megatron_async_rl.config.fp8 import Fp8Config
 from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
-from megatron_async_rl.config.schema import ParallelConfig, PolicyConfig
+from megatron_async_rl.config.policy import Fp8Config, ParallelConfig, PolicyConfig
 from megatron_async_rl.policy import checkpoint, families
 from megatron_async_rl.policy import parameters as files
-from megatron_async_rl.policy.adam_view import masters_of
+from megatron_async_rl.policy.adam_view import MASTER, adam_shards, masters_of, optimizer_state
 from megatron_async_rl.policy.megatron_private import optimizer_parts
 from megatron_async_rl.policy.optimizer import load_masters
-from megatron_async_rl.policy.parameter_state import MASTER, adam_shards, optimizer_state
 from megatron_async_rl.policy.parameters import load_hf
-from megatron_async_rl.policy.past_versions import MasterSnapshot
+from megatron_async_rl.policy.past_weights import MasterSnapshot
 from tests.gpu.fp8_emulation import in_8_bits
 from tests.parallel.allocations import Allocations
 from tests.parallel.layout_program import (

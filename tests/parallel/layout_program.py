@@ -27,16 +27,12 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron_async_rl.config.controls import EssLrControl, GacControl
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.schema import (
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PolicyConfig,
-)
+from megatron_async_rl.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.gradients import squared_norm
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.adam_view import gradients_of, optimizer_parameters
-from megatron_async_rl.policy.finite import NonFiniteError
+from megatron_async_rl.policy.anomaly import NonFiniteError
 from megatron_async_rl.policy.parallel import initialise
 from megatron_async_rl.policy.policy import Policy
 from megatron_async_rl.samples.rows import TrainBatch

@@ -17,17 +17,15 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megatron_async_rl.config.controls import DisplacementControl, GacControl
-from megatron_async_rl.config.lora import ATTENTION, LoraConfig
 from megatron_async_rl.config.objective import (
     KlConfig,
     ObjectiveConfig,
     ReferenceConfig,
     ValueConfig,
 )
-from megatron_async_rl.config.schema import ParallelConfig
-from megatron_async_rl.policy.adam_view import optimizer_parameters
+from megatron_async_rl.config.policy import ATTENTION, LoraConfig, ParallelConfig
+from megatron_async_rl.policy.adam_view import adam_shards, optimizer_parameters
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
-from megatron_async_rl.policy.parameter_state import adam_shards
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.weights.convert import export_adapter
 from megatron_async_rl.weights.export import WeightExporter

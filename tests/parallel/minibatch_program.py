@@ -10,7 +10,7 @@ import torch
 
 from megatron_async_rl.config.controls import DisplacementControl, EssLrControl, GacControl
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import ParallelConfig
 from megatron_async_rl.policy import policy as policy_module
 from tests.parallel.layout_program import Rank, received, run_each, save
 from tests.parallel.layouts import FEW

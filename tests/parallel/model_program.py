@@ -23,29 +23,25 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from megatron_async_rl.config.schema import (
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PolicyConfig,
-)
-from megatron_async_rl.policy import checkpoint, device, model_blocks, past_versions
-from megatron_async_rl.policy.background import Background
-from megatron_async_rl.policy.checkpoint_folder import read_file
-from megatron_async_rl.policy.context_parallel import ContextParallelSlice
-from megatron_async_rl.policy.forward import Schedule
-from megatron_async_rl.policy.microbatch import build_micro_batch, plan_micro_batches
-from megatron_async_rl.policy.model import PolicyModel, build_model
-from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
-from megatron_async_rl.policy.parallel import Layout, initialise
-from megatron_async_rl.policy.parameter_state import (
+from megatron_async_rl.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_async_rl.config.schema import ModelConfig
+from megatron_async_rl.policy import block_files, blocks, checkpoint, device, past_weights
+from megatron_async_rl.policy.adam_view import (
     adam_names,
     adam_shards,
     adam_steps,
     optimizer_slices,
 )
-from megatron_async_rl.policy.past_versions import WeightSnapshot
-from megatron_async_rl.policy.sequence_layout import sequence_layout
+from megatron_async_rl.policy.attention import ContextParallelSlice
+from megatron_async_rl.policy.background import Background
+from megatron_async_rl.policy.batching import build_micro_batch, plan_micro_batches
+from megatron_async_rl.policy.checkpoint_folder import read_file
+from megatron_async_rl.policy.forward import Schedule
+from megatron_async_rl.policy.model import PolicyModel, build_model
+from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
+from megatron_async_rl.policy.packing import sequence_layout
+from megatron_async_rl.policy.parallel import Layout, initialise
+from megatron_async_rl.policy.past_weights import WeightSnapshot
 from megatron_async_rl.weights.convert import export_hf
 from megatron_async_rl.weights.export import WeightExporter
 from tests.parallel.allocations import Allocations
@@ -79,12 +75,12 @@ def logprobs(
         ContextParallelSlice(layout.cp_rank, layout.cp_size),
     )
     rounds = layout.pp_size if layout.virtual_stages > 1 else 1
-    plan = plan_micro_batches(
+    cuts, _ = plan_micro_batches(
         samples, data_parallel=1, budget=100, sequences=sequences, in_groups_of=rounds
     )
     found = {}
     for micro_batch, outputs in schedule.forward(
-        [build_micro_batch(samples, rows, layout.device, sequences) for rows in plan.ranks[0]]
+        [build_micro_batch(samples, rows, layout.device, sequences) for rows in cuts[0]]
     ):
         for row, index in enumerate(micro_batch.samples):
             found[index] = outputs.logp[micro_batch.sequence == row]
@@ -209,7 +205,7 @@ BLOCK = 4096
 def beside_a_step(trained: Trained, directory: Path) -> dict:
     """A save that is held up until the next step was taken, and then saves that fail."""
     background, released = Background("writing"), threading.Event()
-    write = model_blocks.write
+    write = block_files.write
 
     def held_up(*arguments) -> dict:
         released.wait()
@@ -219,14 +215,14 @@ def beside_a_step(trained: Trained, directory: Path) -> dict:
         raise OSError("the disk is gone")
 
     at_save = trained.weights(), [moment.clone() for moment in trained.moments()]
-    with mock.patch.object(model_blocks, "write", held_up):
+    with mock.patch.object(block_files, "write", held_up):
         trained.save(directory, 2, mark="held up", background=background)
         trained.step()
         found = {"busy": background.busy, "early": (directory / "latest").exists()}
         released.set()
         background.finish()
     found["at_save"] = at_save
-    with mock.patch.object(model_blocks, "write", broken):
+    with mock.patch.object(block_files, "write", broken):
         trained.save(directory, 3, mark="broken", background=background)
         raised = []
         for attempt in (background.finish, background.finish):
@@ -250,7 +246,7 @@ def memory(
     """Bytes that a rank allocates to save and to load, and what touches Adam's moments when weights
     are exported and samples scored. own: of the moments that this rank writes and reads."""
     model, layout = trained.model, trained.layout
-    with mock.patch.object(model_blocks, "BLOCK_BYTES", BLOCK):
+    with mock.patch.object(blocks, "BLOCK_BYTES", BLOCK):
         with Allocations() as saving:
             trained.save(directory, 2)
         with Background("writing") as background, Allocations() as staging:
@@ -309,7 +305,7 @@ def divided_copies(model: PolicyModel, layout: Layout) -> dict:
             for one, other in zip(*map(placed, pair), strict=True)
         )
         with (
-            mock.patch.object(past_versions, "GATHERED", BLOCK),
+            mock.patch.object(past_weights, "GATHERED", BLOCK),
             mock.patch.object(dist, "all_gather_into_tensor", gather),
         ):
             same = same and all(map(torch.equal, *map(placed, kept[1])))

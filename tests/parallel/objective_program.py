@@ -18,13 +18,12 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.schema import ParallelConfig
-from megatron_async_rl.gradients import products_with, squared_norm
+from megatron_async_rl.config.policy import ParallelConfig
+from megatron_async_rl.gradients import clip_to, products_with, squared_norm
 from megatron_async_rl.policy import adam_view
 from megatron_async_rl.policy.adam_view import gradients_of
+from megatron_async_rl.policy.packing import Padded
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.policy.sequence_layout import Padded
-from megatron_async_rl.policy.step import clip_to
 from tests.parallel.layout_program import CONTROLS, Rank, received, run_each, save, scorable
 from tests.parallel.layouts import DISTINCT, FEW, LAYOUTS, MIXTURE_LAYOUTS, replaced
 from tests.parallel.whole_tensors import assembled
@@ -314,7 +313,7 @@ def with_own_choice(rank: Rank, name: str) -> None:
     routing = policy.schedule.routing
     mine = received(policy, scorable(rank.batches[name]))
     chosen = {}
-    for micro_batch in policy.batcher.of(mine)[1]:
+    for micro_batch in policy.batcher.of(mine).micro_batches:
         policy.schedule.forward([micro_batch], "record")
         layers = routing.recorded[micro_batch]
         rows, length = micro_batch.tokens.shape

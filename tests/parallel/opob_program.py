@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import ParallelConfig
 from megatron_async_rl.samples.rows import TrainBatch
 from tests.parallel.layout_program import Rank, received, run_each
 from tests.train_batches import groups_of, ragged_batch

@@ -16,7 +16,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import ParallelConfig
 from megatron_async_rl.policy import optimizer
 from tests.parallel.layout_program import Rank, run_each, save
 

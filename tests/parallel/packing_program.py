@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_async_rl.config.objective import ObjectiveConfig, ValueConfig
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import ParallelConfig
 from megatron_async_rl.samples.rows import TrainBatch
 from tests.parallel.layout_program import CONTROLS, Rank, received, run_each, save, scorable
 from tests.parallel.layouts import BLANK, replaced
@@ -105,7 +105,7 @@ def run_layout(material: Path, parallel: ParallelConfig, output: Path) -> None:
         "scores": policy.score(received(policy, scorable(rank.batches[a]))),
         "shapes": [
             tuple(each.tokens.shape)
-            for each in policy.batcher.of(received(policy, scorable(rank.batches[a])))[1]
+            for each in policy.batcher.of(received(policy, scorable(rank.batches[a]))).micro_batches
         ],
         "among_others": among_others(rank, policy, a),
         "joined_scores": policy.score(received(policy, paired(rank.batches[a]))),

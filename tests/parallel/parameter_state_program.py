@@ -27,31 +27,34 @@ from megatron_async_rl.config.controls import (
     MomentumByAlignmentControl,
 )
 from megatron_async_rl.config.load import load
-from megatron_async_rl.config.lora import LoraConfig
 from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
-from megatron_async_rl.config.schema import (
-    ModelConfig,
+from megatron_async_rl.config.policy import (
+    LoraConfig,
     OptimizerConfig,
     ParallelConfig,
     PolicyConfig,
 )
+from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.gradients import products_with
 from megatron_async_rl.plan.fit import memory_ran_out
-from megatron_async_rl.policy import device, forward, model_blocks
-from megatron_async_rl.policy.adam_view import AdamView, TakenStep, optimizer_parameters
+from megatron_async_rl.policy import blocks, device, forward
+from megatron_async_rl.policy.adam_view import (
+    AdamView,
+    TakenStep,
+    adam_names,
+    adam_shards,
+    optimizer_parameters,
+    optimizer_slices,
+    optimizer_state,
+)
+from megatron_async_rl.policy.block_files import read, write
+from megatron_async_rl.policy.blocks import ModelBlocks
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken
 from megatron_async_rl.policy.device_memory import StateReleased
 from megatron_async_rl.policy.logprobs import vocab_parallel_logprobs
 from megatron_async_rl.policy.megatron_private import gradient_buffers
 from megatron_async_rl.policy.model import DTYPES, build_model
-from megatron_async_rl.policy.model_blocks import ModelBlocks, read, write
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
-from megatron_async_rl.policy.parameter_state import (
-    adam_names,
-    adam_shards,
-    optimizer_slices,
-    optimizer_state,
-)
 from tests.gradients import cosine
 from tests.parallel.allocations import Allocations
 from tests.parallel.layout_program import Rank, received
@@ -205,7 +208,7 @@ def lean_memory(rank: Rank, scratch: Path) -> dict[str, list]:
         rank.policy(controls=(GAC,), objective=objective, lr=1e-3, **LEAN) for _ in range(2)
     )
     first.train_step(received(first, rank.batches["a"]))
-    with mock.patch.object(model_blocks, "BLOCK_BYTES", BLOCK):
+    with mock.patch.object(blocks, "BLOCK_BYTES", BLOCK):
         with Allocations() as saving:
             first.save(scratch / "lean_memory", 1, {}, keep=1)
         with Allocations() as loading:

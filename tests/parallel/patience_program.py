@@ -19,10 +19,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_async_rl.config.durable import write_file
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import ParallelConfig
+from megatron_async_rl.flow.batches import RolloutBatches
 from megatron_async_rl.flow.evaluation import EvalSchedule
-from megatron_async_rl.flow.rank0 import OtherRank, Rank0
+from megatron_async_rl.flow.rank0 import Rank0
 from megatron_async_rl.flow.spec import DataState
+from megatron_async_rl.flow.trainer_rank import TrainerRank
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.parallel import LONG_WAIT_TIMEOUT, initialise
 
@@ -69,8 +71,10 @@ def slowly() -> str:
     return "the batch"
 
 
-class SlowBatches:
+class SlowBatches(RolloutBatches):
     """Hands out no batch, as after a stop."""
+
+    def __init__(self) -> None: ...
 
     def next_batch(self, version: int) -> None:
         return None
@@ -91,7 +95,7 @@ def unasked(batches: object) -> tuple[float, int]:
     raise AssertionError("an engine evaluates")
 
 
-def rank_of_a_run(version: int, folder: Path) -> OtherRank:
+def rank_of_a_run(version: int, folder: Path) -> TrainerRank:
     """Rank of a run between an evaluation and the checkpoint."""
     config: Any = SimpleNamespace(
         run=SimpleNamespace(dir=folder, steps=STEPS),
@@ -99,14 +103,16 @@ def rank_of_a_run(version: int, folder: Path) -> OtherRank:
         rollout=None,
         eval=None,
         supervised=False,
+        colocated=False,
         model_dump=lambda **_: {},
     )
-    rank = (Rank0 if layout.rank == 0 else OtherRank)(config, layout)
+    rank = TrainerRank(config, layout)
     rank.version, rank.schedule = version, EvalSchedule(every=0, steps=STEPS, means={})
-    if isinstance(rank, Rank0):
+    if isinstance(rank.rank0, Rank0):
+        rank.rank0.version, rank.rank0.schedule = version, rank.schedule
         rank.schedule.begin(0)
-        rank._batches = SlowBatches()  # type: ignore[assignment]
-        rank._log = SimpleNamespace(sync=lambda: None)  # type: ignore[assignment]
+        rank.rank0._batches = SlowBatches()
+        rank.rank0._log = SimpleNamespace(sync=lambda: None)  # type: ignore[assignment]
     return rank
 
 

@@ -32,7 +32,13 @@ from megatron_async_rl.controls import reference as gradient_reference
 from megatron_async_rl.controls.reference import GradientReference
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.policy import device
-from megatron_async_rl.policy.adam_view import gradient_of, optimizer_parameters
+from megatron_async_rl.policy.adam_view import (
+    MASTER,
+    adam_names,
+    adam_shards,
+    gradient_of,
+    optimizer_parameters,
+)
 from megatron_async_rl.policy.attention import PackedSequences
 from megatron_async_rl.policy.forward import Schedule
 from megatron_async_rl.policy.megatron_private import gradient_buffers
@@ -40,9 +46,8 @@ from megatron_async_rl.policy.model import assemble_model
 from megatron_async_rl.policy.opob import exact_baseline
 from megatron_async_rl.policy.optimizer import build_optimizer, wrap_for_gradients
 from megatron_async_rl.policy.parallel import Layout, initialise
-from megatron_async_rl.policy.parameter_state import MASTER, adam_names, adam_shards
-from megatron_async_rl.policy.past_versions import MasterSnapshot, Snapshots
-from megatron_async_rl.policy.reference_policies import ReferencePolicies
+from megatron_async_rl.policy.past_weights import MasterSnapshot, Snapshots
+from megatron_async_rl.policy.references import ReferencePolicies
 from tests.parallel.allocations import Allocations
 
 META, CPU = torch.device("meta"), torch.device("cpu")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_async_rl.config.controls import GacControl
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import ParallelConfig
 from megatron_async_rl.policy.megatron_private import gradient_buffers
 from tests.parallel.layout_program import Rank, received, run_each, save
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
-from megatron_async_rl.config.schema import ParallelConfig
-from megatron_async_rl.objectives.targets import valid_samples
+from megatron_async_rl.config.policy import ParallelConfig
+from megatron_async_rl.objectives.objective import valid_samples
 from megatron_async_rl.policy.parameters import load_hf
 from megatron_async_rl.samples.rows import TrainBatch
 from tests.parallel.layout_program import Rank, received, run_each

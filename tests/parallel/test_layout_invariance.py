@@ -8,6 +8,7 @@ import torch
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.objectives.objective import Objective
 from tests.parallel import layouts
+from tests.token_batches import decided
 from tests.train_batches import columns, samples_in
 
 pytestmark = pytest.mark.parallel
@@ -113,7 +114,7 @@ def first_step_by_hand():
     """Loss, gradient norm and entropy of the whole objective in float64: group advantages, PPO
     clip, token mean, failed reward left out."""
     model = layouts.reference_model("tied")
-    targets = Objective(ObjectiveConfig()).prepare(columns(layouts.batch("a")), {})
+    targets = decided(Objective(ObjectiveConfig()), columns(layouts.batch("a")), {})
     samples = [sample for sample in samples_in(layouts.batch("a")) if sample.valid]
     advantages = torch.split(targets.whole.advantages, targets.samples.lengths.tolist())
     total, entropies = torch.zeros((), dtype=torch.float64), []

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from megatron_async_rl.config.lora import ATTENTION
 from megatron_async_rl.config.objective import ObjectiveConfig
+from megatron_async_rl.config.policy import ATTENTION
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.plan.memory import rank_memory
 from megatron_async_rl.plan.model_files import read_model
@@ -19,6 +19,7 @@ from tests.parallel import layouts
 from tests.parallel.lora_program import DROPS, LORA
 from tests.parallel.ranks import run_alone
 from tests.parallel.test_layout_invariance import compare_steps, compare_weights
+from tests.token_batches import decided
 from tests.train_batches import columns, samples_in
 
 pytestmark = pytest.mark.parallel
@@ -217,7 +218,7 @@ def test_log_probs_and_gradients_are_those_of_plain_lora_layers_under_transforme
     found = results("single")["reference"]
     model, leaves = adapted_reference(found["adapters"])
     assert len(leaves) == 2 * layouts.LAYERS * len(LORA.targets)
-    targets = Objective(ObjectiveConfig()).prepare(columns(layouts.batch("a")), {})
+    targets = decided(Objective(ObjectiveConfig()), columns(layouts.batch("a")), {})
     samples = list(samples_in(layouts.batch("a")))
     valid = [sample for sample in samples if sample.valid]
     advantages = torch.split(targets.whole.advantages, targets.samples.lengths.tolist())

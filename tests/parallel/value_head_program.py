@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_async_rl.config.objective import ObjectiveConfig, ValueConfig
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import ParallelConfig
 from tests.parallel.layout_program import Rank, run_each
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_async_rl.policy.parameter_state import optimizer_state
+from megatron_async_rl.policy.adam_view import optimizer_state
 
 
 def assembled(shards, model, optimizer) -> list[dict[str, torch.Tensor]]:

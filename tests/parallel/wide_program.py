@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.schema import ParallelConfig
+from megatron_async_rl.config.policy import ParallelConfig
 from tests.parallel.layout_program import CONTROLS, Rank, run_each, save
 
 SEVERAL_STEPS = ObjectiveConfig(

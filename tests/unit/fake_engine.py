@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_async_rl.config.schema import RolloutConfig
+from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.samples.columns import batch_of
 from megatron_async_rl.samples.rows import EngineReport

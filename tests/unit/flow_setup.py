@@ -8,7 +8,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_async_rl.config.schema import FlowConfig, RewardConfig
+from megatron_async_rl.config.flow import FlowConfig
+from megatron_async_rl.config.rollout import RewardConfig
 from megatron_async_rl.data import PromptSource
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.evaluation import HeldOut

@@ -24,10 +24,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_async_rl.policy import device
 
 # isort: split
-from megatron_async_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
-from megatron_async_rl.policy import checkpoint, model_blocks
+from megatron_async_rl.config.policy import ParallelConfig, PolicyConfig
+from megatron_async_rl.config.schema import ModelConfig
+from megatron_async_rl.policy import block_files, checkpoint
+from megatron_async_rl.policy.blocks import ModelBlocks
 from megatron_async_rl.policy.model import PolicyModel, build_model
-from megatron_async_rl.policy.model_blocks import ModelBlocks
 from megatron_async_rl.policy.parallel import Layout, initialise
 from megatron_async_rl.policy.parameters import local_entries, whole_model_names
 from megatron_async_rl.weights.export import WeightExporter
@@ -103,7 +104,7 @@ def exported(model: PolicyModel) -> dict[str, str]:
 def loaded(into: PolicyModel, saved: PolicyModel, folder: Path) -> dict[str, Any]:
     """Parameters of a model that read the other one's checkpoint."""
     content = ModelBlocks(saved).model(writes=True)
-    model_blocks.write(folder / "sharded", content, saved.bridge.layout.cpu_group)
+    block_files.write(folder / "sharded", content, saved.bridge.layout.cpu_group)
     with torch.no_grad():
         for parameter in into.chunks[0].parameters():
             parameter.fill_(torch.nan)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_async_rl.config.schema import FlowConfig
+from megatron_async_rl.config.flow import FlowConfig
 from megatron_async_rl.flow.buffer import SampleGroup
 from megatron_async_rl.flow.buffer_file import read, written
 from megatron_async_rl.flow.scheduler import Scheduler

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from megatron_async_rl.config.controls import GacControl, MatchedLrControl
-from megatron_async_rl.config.schema import OptimizerConfig
+from megatron_async_rl.config.policy import OptimizerConfig
 from megatron_async_rl.controls.decision import Control, Decision, UpdateCorrection
 from megatron_async_rl.controls.gac import Gac, MatchedLr
+from megatron_async_rl.gradients import clip_to, scale
 from megatron_async_rl.policy import step as step_module
 from megatron_async_rl.policy.adam_view import AdamView, TakenStep
 from megatron_async_rl.policy.optimizer import BlockAdam
-from megatron_async_rl.policy.step import OptimizerStep, StepFacts, clip_to, scale
+from megatron_async_rl.policy.step import OptimizerStep, StepFacts
 from tests.gradients import OneRank, Shard
 
 SETTINGS = OptimizerConfig(
@@ -96,7 +97,14 @@ def run(monkeypatch):
         return (
             megatron,
             control,
-            OptimizerStep(megatron, settings, {"scripted": control}, SimpleNamespace(), 10),
+            OptimizerStep(
+                megatron,
+                settings,
+                {"scripted": control},
+                SimpleNamespace(),
+                10,
+                on_anomaly="report",
+            ),
         )
 
     return build
@@ -293,7 +301,9 @@ def test_bias_is_corrected_by_the_product_of_the_beta1s_that_were_used(run, bloc
     for taken in range(len(BETAS_OF_A_CONTROL)):
         if taken == saved_after:
             controls, saved = optimizer_step.controls, optimizer_step.state_dict()
-            optimizer_step = OptimizerStep(megatron, SETTINGS, controls, SimpleNamespace(), 10)
+            optimizer_step = OptimizerStep(
+                megatron, SETTINGS, controls, SimpleNamespace(), 10, on_anomaly="report"
+            )
             optimizer_step.load_state_dict(saved)
         optimizer_step.take(FACTS)
         gradients.append([parameter.grad.clone() for parameter in megatron.parameters])

@@ -17,13 +17,14 @@ from megatron_async_rl.config.advantages import (
     RlooAdvantage,
 )
 from megatron_async_rl.config.objective import ObjectiveConfig
+from megatron_async_rl.config.settings_model import UnknownName
 from megatron_async_rl.objectives.advantages.discounted import reinforce_pp_baseline
 from megatron_async_rl.objectives.advantages.per_response import grpo, opo, rloo
 from megatron_async_rl.objectives.objective import Objective
-from megatron_async_rl.objectives.registry import UnknownName, advantage_method, loss_method
+from megatron_async_rl.objectives.registry import advantage_method, loss_method
 from megatron_async_rl.objectives.terms import token_rewards
 from tests.cases import looped
-from tests.token_batches import detached, rewarded, tokens
+from tests.token_batches import decided, detached, rewarded, tokens
 from tests.train_batches import columns, rewards_batch
 
 FOLDER = Path(__file__).parents[1] / "data/golden"
@@ -111,7 +112,7 @@ def test_a_group_in_which_nothing_is_trained_on_is_finite():
 
 def targets(advantage, groups):
     objective = Objective(ObjectiveConfig(advantage=advantage))
-    return objective.decide(objective.prepare(columns(rewards_batch(groups)), {}))
+    return decided(objective, columns(rewards_batch(groups)), {})
 
 
 @pytest.mark.parametrize("advantage", [GrpoAdvantage(), RlooAdvantage(), NoAdvantage()])

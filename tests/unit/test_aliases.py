@@ -46,7 +46,7 @@ def fix_of(folder: Path, override: str) -> str:
         ("flow.batch_size=8", "use `flow.prompts_per_step`"),
         (
             "policy.parallel.expert_tensor=2",
-            "use `policy.parallel.expert`; experts are divided whole",
+            "use `policy.parallel.expert`; each expert stays whole on one rank",
         ),
     ],
 )

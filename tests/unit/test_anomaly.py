@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_async_rl.config.controls import GacControl
-from megatron_async_rl.config.schema import OptimizerConfig
+from megatron_async_rl.config.policy import OptimizerConfig
 from megatron_async_rl.controls.gac import Gac
 from megatron_async_rl.policy import step as step_module
 from megatron_async_rl.policy.anomaly import (
@@ -57,7 +57,12 @@ def gradients_of_one_rank(monkeypatch):
 def step_of(gradients, *, controls=None, **settings):
     optimizer = OptimizerConfig(lr=1.0, clip_grad=1.0)
     return OptimizerStep(
-        Megatron(gradients), optimizer, controls or {}, SimpleNamespace(), 100, **settings
+        Megatron(gradients),
+        optimizer,
+        controls or {},
+        SimpleNamespace(),
+        100,
+        **{"on_anomaly": "report", **settings},
     )
 
 
@@ -215,9 +220,9 @@ def test_a_step_that_is_not_finite_is_reported_and_counted_until_the_next_that_i
     in_a_row = []
     for given in (1.0, loss, loss, 1.0):
         facts = StepFacts(loss=given, log_weights=np.zeros(3), lag_max=0)
-        step.take(facts, None, lambda found, _: reported.append(found))
-        in_a_row.append(step.nonfinite_in_a_row)
-    assert in_a_row == [0, 1, 2, 0]
+        step.take(facts, None, lambda found, _: reported.append(found) or [f"p-{len(reported)}"])
+        in_a_row.append((step.nonfinite_in_a_row, list(step.nonfinite_ids)))
+    assert in_a_row == [(0, []), (1, ["p-1"]), (2, ["p-1", "p-2"]), (0, [])]
     assert [type(found) for found in reported] == [NotFinite] * 2
 
 

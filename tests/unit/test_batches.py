@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from megatron_async_rl.objectives.targets import valid_samples
-from megatron_async_rl.policy.batches import _batch, _tensor, split
+from megatron_async_rl.objectives.objective import valid_samples
+from megatron_async_rl.policy.batching import _batch, _tensor, split
 from megatron_async_rl.samples.rank_batch import NOBODY, NUMBERS, TOKENS
 from megatron_async_rl.samples.rows import TrainBatch
 from tests.train_batches import (
@@ -16,6 +16,7 @@ from tests.train_batches import (
     groups_of,
     joined,
     ragged_batch,
+    rank_batches,
     samples_in,
 )
 
@@ -31,9 +32,7 @@ def own_tokens(view, row):
 
 @pytest.mark.parametrize("data_parallel", [1, 2, 3])
 def test_ranks_have_all_numbers_and_the_tokens_of_their_own_samples_alone(data_parallel):
-    parts = split(BATCH, data_parallel)
-    for rank in range(data_parallel):
-        view = parts.of(rank)
+    for rank, view in enumerate(rank_batches(BATCH, data_parallel)):
         assert view.ids.to_pylist() == [sample.id for sample in SAMPLES]
         assert view.group.tolist() == [n for n, g in enumerate(groups_of(BATCH)) for _ in g]
         assert view.rewards.tolist() == [sample.reward for sample in SAMPLES]
@@ -88,8 +87,8 @@ def test_what_is_received_is_what_was_sent():
         SAMPLES[0], **first, step_rewards=np.array([0.5], dtype=np.float32), reward=0.5
     )
     whole = TrainBatch.of(BATCH.version, [[SAMPLES[1], rewarded, SAMPLES[2]]])
-    parts = split(whole, 2)
-    for sent in (parts.numbers, *parts.tokens):
+    numbers, tokens = split(whole, 2)
+    for sent in (numbers, *tokens):
         received = _batch(_tensor(sent))
         assert received.schema == sent.schema
         assert received == sent
@@ -99,8 +98,8 @@ def test_what_is_received_is_what_was_sent():
 
 
 def test_a_rank_without_samples_receives_an_empty_part():
-    parts = split(TrainBatch.of(BATCH.version, groups_of(BATCH)[:1]), 8)
-    empty = _batch(_tensor(parts.tokens[7]))
+    _, tokens = split(TrainBatch.of(BATCH.version, groups_of(BATCH)[:1]), 8)
+    empty = _batch(_tensor(tokens[7]))
     assert isinstance(empty, pa.RecordBatch)
     assert empty.num_rows == 0
 

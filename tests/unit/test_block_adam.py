@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_async_rl.config.load import load
+from megatron_async_rl.config.policy import OptimizerConfig
 from megatron_async_rl.config.problem import ConfigError
-from megatron_async_rl.config.schema import OptimizerConfig
 from megatron_async_rl.gradients import CPU_BLOCK
 from megatron_async_rl.plan.memory import rank_memory
 from megatron_async_rl.plan.model_files import read_model

@@ -14,13 +14,15 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import ray
 
 from megatron_async_rl.config.load import load
+from megatron_async_rl.flow import trainer_rank
 from megatron_async_rl.flow.batches import controller_spec
-from megatron_async_rl.flow.rank0 import OtherRank
+from megatron_async_rl.flow.trainer_rank import TrainerRank
 from megatron_async_rl.rollout import cluster
 from megatron_async_rl.rollout import engine as engine_module
 from megatron_async_rl.rollout.cluster import (
@@ -53,7 +55,7 @@ from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from megatron_async_rl.flow.rank0 import OtherRank
+from megatron_async_rl.flow.trainer_rank import TrainerRank
 from megatron_async_rl.rollout import cluster
 from megatron_async_rl.rollout.cluster import OtherDevices, TrainerDevicesTaken
 from megatron_async_rl.rollout.cluster import join_ray, require_gpus
@@ -352,9 +354,12 @@ def test_rank_0_knows_the_gpus_of_all_ranks_by_host(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("LOCAL_RANK", "1")
     others = [("a", "4"), ("b", "0"), ("b", "1")]
     layout = SimpleNamespace(
-        device_type="cuda", gathered=lambda mine: [others[0], mine, *others[1:]]
+        rank=0, device_type="cuda", gathered=lambda mine: [others[0], mine, *others[1:]]
     )
     monkeypatch.setattr(socket, "gethostname", lambda: "a")
-    rank = OtherRank(SimpleNamespace(eval=None, rollout=None), layout)  # type: ignore[arg-type]
+    monkeypatch.setattr(trainer_rank, "Rank0", lambda config: Mock())
+    config = SimpleNamespace(eval=None, colocated=False)
+    rank = TrainerRank(config, layout)  # type: ignore[arg-type]
     rank.begin(0, None, oldest=0)
-    assert rank._gpus == {"a": ["4", "5"], "b": ["0", "1"]}
+    gpus = rank.rank0.open.call_args.kwargs["gpus"]  # type: ignore[attr-defined]
+    assert gpus == {"a": ["4", "5"], "b": ["0", "1"]}

@@ -17,11 +17,12 @@ import torch
 
 from megatron_async_rl.config.load import load
 from megatron_async_rl.flow import engine_task
+from megatron_async_rl.flow.batches import RolloutBatches
 from megatron_async_rl.flow.colocated import PHASES, TO, DevicePhases, PhaseOrderError
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.copies import BufferRequest
 from megatron_async_rl.flow.errors import EngineMemoryOut, FlowError
-from megatron_async_rl.flow.rank0 import OtherRank, Rank0
+from megatron_async_rl.flow.trainer_rank import TrainerRank
 from megatron_async_rl.metrics.timeline import read_timeline
 from megatron_async_rl.plan.fit import memory_ran_out
 from megatron_async_rl.plan.machine import GIB
@@ -50,26 +51,51 @@ def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_party_takes_its_own_steps_in_order_and_knows_whose_memory_each_needs() -> None:
     for party, own in (("policy", POLICY), ("engine", ENGINE)):
-        phases, seen = DevicePhases(party, "generate"), []  # type: ignore[arg-type]
-        do = {
-            step.name: lambda step=step: seen.append((step.name, phases.phase))  # noqa: B023
-            for step in own
-        }
+        phases = DevicePhases(party, "generate")  # type: ignore[arg-type]
         for phase in PHASES:
-            phases.to(phase, do)
-            assert phases.phase == phase
-        assert seen == [(step.name, step.needs) for step in own]
+            with phases.phase(phase):
+                for step in (step for step in TO[phase] if step in own):
+                    with phases.step(step.name):
+                        assert phases.current == step.needs
+            assert phases.current == phase
 
 
 def test_no_phase_is_passed_over_and_none_follows_a_step_that_failed() -> None:
     phases = DevicePhases("policy", "generate")
     for phase in ("publish", "generate"):
-        with pytest.raises(PhaseOrderError, match="after which comes train"):
-            phases.to(phase, {})  # type: ignore[arg-type]
-    with pytest.raises(ZeroDivisionError):
-        phases.to("train", {"sleep": lambda: 1 / 0})
-    with pytest.raises(PhaseOrderError, match="phase generate and step sleep"):
-        phases.to("train", {"sleep": lambda: None, "restore": lambda: None})
+        with (
+            pytest.raises(PhaseOrderError, match="after which comes train"),
+            phases.phase(phase),  # type: ignore[arg-type]
+        ):
+            raise AssertionError("the block is not entered")
+    with pytest.raises(ZeroDivisionError), phases.phase("train"), phases.step("sleep"):
+        raise ZeroDivisionError
+    with (
+        pytest.raises(PhaseOrderError, match="phase generate and step sleep"),
+        phases.phase("train"),
+    ):
+        raise AssertionError("the block is not entered")
+    with pytest.raises(PhaseOrderError, match="step restore"), phases.step("restore"):
+        raise AssertionError("the block is not entered")
+
+
+def test_a_block_takes_all_steps_to_its_phase_in_their_order_and_no_other() -> None:
+    phases = DevicePhases("policy", "generate")
+    with (
+        pytest.raises(PhaseOrderError, match="step restore was taken in phase generate before sle"),
+        phases.phase("train"),
+        phases.step("restore"),
+    ):
+        raise AssertionError("the block is not entered")
+    phases = DevicePhases("policy", "generate")
+    with (
+        pytest.raises(PhaseOrderError, match="phase train began without step restore"),
+        phases.phase("train"),
+        phases.step("sleep"),
+    ):
+        pass
+    with pytest.raises(PhaseOrderError), phases.phase("train"):
+        raise AssertionError("the block is not entered")
 
 
 # The policy's side
@@ -84,6 +110,12 @@ class Alone:
         return make()
 
     def barrier(self) -> None: ...
+
+
+class StandIn(RolloutBatches):
+    """Rank 0's batches, without a controller."""
+
+    def __init__(self) -> None: ...
 
 
 class Parts:
@@ -102,24 +134,28 @@ class Parts:
         return take
 
 
-def rank0(folder: Path, parts: Parts) -> Rank0:
+def trainer(folder: Path, parts: Parts) -> TrainerRank:
     config: Any = SimpleNamespace(
         run=SimpleNamespace(dir=folder, steps=1),
         rollout=SimpleNamespace(placement="colocated"),
         eval=None,
         supervised=False,
+        colocated=True,
     )
-    rank = Rank0(config, Alone())  # type: ignore[arg-type]
+    rank = TrainerRank(config, Alone())  # type: ignore[arg-type]
+    rank.rank0.open = lambda *_, **__: None  # type: ignore[method-assign]
     rank.memory = SimpleNamespace(release=parts.part("release"), restore=parts.part("restore"))  # type: ignore[assignment]
-    rank._batches = SimpleNamespace(sleep=parts.part("sleep"), publish=parts.part("staged"))  # type: ignore[assignment]
+    batches = StandIn()
+    batches.sleep, batches.publish = parts.part("sleep"), parts.part("staged")  # type: ignore[method-assign]
+    rank.rank0._batches = batches  # type: ignore[attr-defined]
     rank._shards = SimpleNamespace(buckets=(), parts=tuple)  # type: ignore[assignment]
     rank._staging = SimpleNamespace(stage=parts.part("stage"))  # type: ignore[assignment]
     return rank
 
 
-def loop(rank: Rank0) -> None:
+def loop(rank: TrainerRank) -> None:
     """The loop's turns, from a policy that was just built to the second time it generates."""
-    OtherRank.begin(rank, 0, None, oldest=0)
+    rank.begin(0, None, oldest=0)
     rank.publish(0)
     rank.take_devices()
     rank.give_devices()
@@ -130,11 +166,11 @@ def test_the_loop_takes_the_devices_before_a_step_and_gives_them_before_it_publi
     tmp_path: Path,
 ) -> None:
     parts = Parts("", Exception())
-    rank = rank0(tmp_path, parts)
+    rank = trainer(tmp_path, parts)
     loop(rank)
     publish = ["release", "stage", "staged"]
     assert parts.done == [*publish, "sleep", "restore", *publish]
-    assert set(rank._spent) >= {"starting", "restoring", "releasing"}
+    assert set(rank.rank0._spent) >= {"starting", "restoring", "releasing"}
     timeline = [span.state for span in read_timeline(tmp_path)["rank 0"]]
     assert timeline == ["publishing", "waiting", "restoring", "releasing"]
 
@@ -146,16 +182,16 @@ def test_a_step_of_the_policys_that_fails_ends_the_run_and_is_named_with_its_pha
     late = DeadlineExceeded("rank 0", "the engines to sleep", 9.0)
     error = late if step.name == "sleep" else RuntimeError("it broke")
     parts = Parts(step.name, error)
-    rank = rank0(tmp_path, parts)
+    rank = trainer(tmp_path, parts)
     with pytest.raises(type(error)) as failed:
         loop(rank)
     told = failure_of(failed.value, tmp_path / "rank_0.log").what
     assert told == f"{type(error).__name__}: {error} (in phase {step.needs}, step {step.name})"
     assert step.name not in parts.done
-    assert rank.phases.phase == step.needs
+    assert rank.devices.current == step.needs
 
 
-class Lender:
+class Lender(StandIn):
     """Rank 0's batches, and what engines ask of the ranks meanwhile: `orders`, one at a time; a
     wait goes on until they are done."""
 
@@ -182,15 +218,15 @@ class Lender:
     next_batch = sleep = until_loaded = evaluated = _wait
 
 
-def lending_rank(folder: Path, lender: Lender) -> tuple[Rank0, IpcBuckets]:
-    rank = rank0(folder, Parts("", Exception()))
+def lending_rank(folder: Path, lender: Lender) -> tuple[TrainerRank, IpcBuckets]:
+    rank = trainer(folder, Parts("", Exception()))
     tensors = {"a": torch.arange(4.0), "b": torch.ones(2)}
     lending = IpcBuckets(CudaIpc(torch.device("cpu")))
-    rank._staging, rank._batches = lending, lender  # type: ignore[assignment]
+    rank._staging, rank.rank0._batches = lending, lender  # type: ignore[attr-defined]
     rank._shards = SimpleNamespace(  # type: ignore[assignment]
         buckets=specs([tensors]), parts=lambda bucket=None: parts([tensors])
     )
-    OtherRank.begin(rank, 0, None, oldest=0)
+    rank.begin(0, None, oldest=0)
     return rank, lending
 
 
@@ -202,7 +238,7 @@ def test_while_rank_0_waits_the_ranks_fill_the_buckets_that_engines_want(
     tmp_path: Path, waits: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ranks do so in their main threads, where no other collective is in progress."""
-    monkeypatch.setattr("megatron_async_rl.flow.rank0.dump", lambda config: "")
+    monkeypatch.setattr("megatron_async_rl.flow.trainer_rank.dump", lambda config: "")
     lender = Lender()
     rank, lending = lending_rank(tmp_path, lender)
     threads = []
@@ -216,9 +252,9 @@ def test_while_rank_0_waits_the_ranks_fill_the_buckets_that_engines_want(
         rank.schedule = SimpleNamespace(
             unfinished=lambda _: True, means={}, before=None, after=None
         )  # type: ignore[assignment]
-        rank._take_evaluations = lambda wait: lender._wait()  # type: ignore[method-assign]
+        rank.rank0.take_evaluations = lambda wait: lender._wait()  # type: ignore[method-assign]
         rank.config.model = SimpleNamespace(path=tmp_path)  # type: ignore[assignment]
-        rank._position = lambda: None  # type: ignore[method-assign, assignment]
+        rank.rank0.position = lambda: None  # type: ignore[method-assign]
         rank.state()
     else:
         getattr(rank, waits)(*[0] if waits == "publish" else [])

@@ -11,13 +11,12 @@ import torch
 from megatron_async_rl import cli
 from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.config.problem import ConfigError
-from megatron_async_rl.objectives.objective import Objective
+from megatron_async_rl.objectives.objective import Objective, valid_samples
 from megatron_async_rl.objectives.registry import ADVANTAGES, CORRECTIONS, LOSSES
-from megatron_async_rl.objectives.targets import valid_samples
 from tests.cases import looped
 from tests.combinations import factors, label, pairwise, search, stored, trained
 from tests.thorough import thorough
-from tests.token_batches import part_of
+from tests.token_batches import decided, part_of
 from tests.train_batches import columns, ragged_batch
 from tests.written_run import write_run
 
@@ -95,7 +94,7 @@ def test_a_combination_has_a_finite_loss_and_gradient_whatever_the_cut(config):
         batch = columns(ragged_batch(groups=2, group_size=3, seed=seed, max_response=6))
         objective = Objective(config.objective)
         found, logp = surveyed(batch, objective, seed)
-        targets = objective.decide(objective.prepare(batch, found))
+        targets = decided(objective, batch, found)
         found = [loss_and_gradient(objective, targets, logp, cut, torch.float64) for cut in CUTS]
         for value, gradient in [
             *found,

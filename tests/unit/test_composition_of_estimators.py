@@ -35,7 +35,7 @@ def objective(**settings):
                 "loss": "ppo_clip",
                 "aggregation": "seq-mean-token-mean",
             },
-            "opob is the baseline of least variance",
+            "opob minimises the variance",
         ),
         (
             {
@@ -43,13 +43,13 @@ def objective(**settings):
                 "loss": "reinforce",
                 "corrections": [OPSM],
             },
-            r"\['opsm'\] look at the sign of the advantage",
+            r"\['opsm'\] read the sign of the advantage",
         ),
         (
             {"advantage": {"name": "opob", "mode": "cheap"}, "loss": "reinforce"},
             (
-                "aggregation: token-mean takes another; set aggregation: seq-mean-token-mean, or"
-                " mode: exact"
+                "aggregation: token-mean computes another mean; set aggregation:"
+                " seq-mean-token-mean, or mode: exact"
             ),
         ),
         (

@@ -251,7 +251,7 @@ def test_an_unknown_key_points_to_the_right_one(file, override, key, fix):
 def test_a_key_that_is_gone_is_refused_with_its_successor(file, override, successor):
     found = problem(file, override)
     assert found.key == override.partition("=")[0]
-    assert found.what == "is a key no more"
+    assert found.what == "is no longer a key"
     assert successor in found.fix
 
 
@@ -281,7 +281,12 @@ def test_a_key_that_is_gone_is_refused_with_its_successor(file, override, succes
         ("rollout.vllm.pipeline_parallel_size=2", "rollout.vllm", "rollout.pipeline", "change one"),
         ("rollout.vllm.quantization=fp8", "rollout.vllm", "fp8_per_channel", "change one"),
         ("rollout.vllm.data_parallel_size=2", "rollout.vllm", "set rollout.engines", "change one"),
-        ("rollout.vllm.nnodes=2", "rollout.vllm", "rollout.pipeline say how many", "change one"),
+        (
+            "rollout.vllm.nnodes=2",
+            "rollout.vllm",
+            "rollout.pipeline set their number",
+            "change one",
+        ),
         ("rollout.vllm.enable_eplb=true", "rollout.vllm", "must not move", "change one"),
         ("controls=[gac, gac]", "config", "each at most once", "change one"),
         ("objective={loss: sft, advantage: rloo}", "objective", "set advantage: none", "change"),
@@ -342,7 +347,7 @@ def test_a_supervised_run_measures_given_responses_and_samples_none(file, tmp_pa
     assert load(file, [*SUPERVISED, "data.eval=held_out.jsonl"]).held_out_files == []
     for wrong in ("eval.samples_per_prompt=2", "eval.sampling={temperature: 0}", "eval.engines=1"):
         found = problem(file, *SUPERVISED, "data.eval=held_out.jsonl", wrong)
-        assert f"{wrong.partition('=')[0]} is of sampled responses" in found.what
+        assert f"{wrong.partition('=')[0]} applies to sampled responses" in found.what
     found = problem(file, *SUPERVISED, sets.replace("path: b.jsonl", "path: b.jsonl, pass_at: [1]"))
     assert "remove eval.sets.1.pass_at" in found.what
 

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_async_rl.cli import app
-from megatron_async_rl.conform.cases import read_cases
 from megatron_async_rl.conform.judge import judge
+from megatron_async_rl.conform.methods import read_cases
 from tests.cases import looped
 
 GOLDEN = sorted((Path(__file__).parents[1] / "data/golden").glob("*.json"))
@@ -142,7 +142,7 @@ def test_a_case_this_project_does_not_have_fails_with_its_reason_and_the_next_on
         ([changed("inputs.logp", [[float("nan"), 2.0], [3.0, 4.0]])], "`logp`: expected numbers"),
         ([changed("inputs.mask", [[0.5, 1.0], [1.0, 0.0]])], "`mask`: expected"),
         ([changed("inputs.logp", [[10**400, 2.0], [3.0, 4.0]])], "beyond float64"),
-        ([SMALL, SMALL], "case 'one': is there twice"),
+        ([SMALL, SMALL], "case 'one': occurs twice"),
         ([changed("dtype", "half")], "`dtype` is 'half', expected one of float32, float64"),
         ([changed("dtype", ["float32"])], "`dtype` is ['float32'], expected one of"),
         ("[" * 100_000, "is not JSON"),
@@ -180,7 +180,7 @@ def test_what_padding_holds_is_without_effect():
 
 
 def judge_one(entry):
-    from megatron_async_rl.conform.cases import Case
+    from megatron_async_rl.conform.methods import Case
 
     arrays = {
         part: {key: np.array(value, dtype=float) for key, value in entry[part].items()}

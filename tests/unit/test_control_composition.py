@@ -23,10 +23,10 @@ def build(*controls, **changes):
     [
         (("gac", "gac"), "each at most once"),
         (("gac", "matched_norm"), "gac and matched_norm both act on the cosine"),
-        (("gac", LR), "matched_lr stands in for gac"),
+        (("gac", LR), "matched_lr replaces gac"),
         ((BETA, ALIGNED), "beta1 and momentum_by_alignment both set beta1"),
         ((ESS, LR), "ess_lr and matched_lr both scale the learning rate"),
-        (({"name": "beta1", "beta1": 0.9},), "without effect"),
+        (({"name": "beta1", "beta1": 0.9},), "have no effect"),
         (
             ({"name": "momentum_by_alignment", "beta1_min": 0.9},),
             "lowers beta1 from policy.optimizer.betas",

@@ -19,7 +19,7 @@ from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.off_policy import icepop, opsm, reject, tis, token_veto
 from megatron_async_rl.objectives.registry import correction_method
 from tests.cases import looped
-from tests.token_batches import detached, tokens
+from tests.token_batches import decided, detached, tokens
 from tests.train_batches import columns, ragged_batch, samples_in
 
 FILE = Path(__file__).parents[1] / "data/golden/losses_seed1.json"
@@ -249,11 +249,10 @@ def test_sequence_masking_compares_with_the_sampling_policy_where_that_is_the_pr
     batch = ragged_batch()
     samples = [s for s in samples_in(batch) if s.valid]
     behavior = torch.from_numpy(np.concatenate([s.behavior_logprobs for s in samples])).double()
-    moved = objective.prepare(columns(batch), {"logp": behavior - 0.02})
-    whole = objective.decide(moved).whole
+    whole = decided(objective, columns(batch), {"logp": behavior - 0.02}).whole
     trained = whole.mask > 0
     assert torch.equal((whole.weights == 0)[trained], (whole.advantages < 0)[trained])
-    unmoved = objective.decide(objective.prepare(columns(batch), {"logp": behavior})).whole
+    unmoved = decided(objective, columns(batch), {"logp": behavior}).whole
     assert torch.all(unmoved.weights[trained] == 1)
 
 

@@ -24,12 +24,13 @@ from typer.testing import CliRunner
 
 from megatron_async_rl.cli import app
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.metrics.log import GrowingFile, MetricsLog
+from megatron_async_rl.metrics.json_lines import GrowingFile
+from megatron_async_rl.metrics.log import MetricsLog
 from megatron_async_rl.metrics.timeline import Span
 from megatron_async_rl.report import sample_browser
 from megatron_async_rl.report.dashboard import Dashboard, _DashboardServer
+from megatron_async_rl.report.panels import merge_short
 from megatron_async_rl.report.sample_browser import SampleBrowser
-from megatron_async_rl.report.time_panels import merge_short
 from megatron_async_rl.samples.types import Sample
 from tests.browser import BROWSER, DRIVER, MISSING, browser
 from tests.logged_samples import GROUP, STEPS, logged_run

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from decimal import Decimal
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pyarrow
@@ -31,9 +32,10 @@ from megatron_async_rl.data import (
     read_training,
 )
 from megatron_async_rl.data.chat_template import ChatTemplate
-from megatron_async_rl.data.conversation import TrainingConversation
 from megatron_async_rl.data.files import read_rows
-from megatron_async_rl.data.prompts import MixturePart, Required, nothing_more
+from megatron_async_rl.data.messages import TrainingConversation
+from megatron_async_rl.data.prompts import MixturePart
+from megatron_async_rl.data.row_columns import Required, nothing_more
 from megatron_async_rl.data.source import Mixture
 from megatron_async_rl.data.tokenizer import load_tokenizer
 from tests.cases import looped
@@ -262,9 +264,11 @@ def test_bytes_behind_numbers_and_types_of_libraries_are_what_json_holds_too(
     assert (one.text, dict(one.fields)) == ("a", {"uuid": str(name)})
     times = {"prompt": ["a"], "at": pyarrow.array([1], pyarrow.timestamp("ns"))}
     parquet.write_table(pyarrow.table(times), tmp_path / "d.parquet")
-    with pytest.raises(
-        DataError, match=r"(?s)d.parquet: holds a value in at that .*in microseconds"
-    ):
+    (one,) = read(tmp_path).prompts
+    assert dict(one.fields) == {"at": "1970-01-01 00:00:00.000000001"}, "pandas has nanoseconds"
+    late = {"prompt": ["a"], "at": pyarrow.array([10**15], pyarrow.timestamp("s"))}
+    parquet.write_table(pyarrow.table(late), tmp_path / "d.parquet")
+    with pytest.raises(DataError, match=r"(?s)d.parquet: holds a value in at that .*as text"):
         read(tmp_path)
 
 
@@ -359,6 +363,77 @@ def test_the_first_rows_of_a_file_are_read_without_the_others(tmp_path: Path) ->
     path.write_bytes(b'{"prompt": "a"}\n' * 2)
     os.truncate(path, 1 << 42)  # more than any memory holds
     assert [row["prompt"] for _, _, row in read_rows(path, 2)] == ["a", "a"]
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=6,
+)
+LIKE_OTHERS = st.sampled_from(["1", "2020-01-02", "NA", "", "true", 1, 1.0, 2**64, True, None])
+"""Values that a reader with one type per column would change."""
+
+
+@settings(deadline=None, max_examples=examples(100, 30))
+@given(st.lists(st.dictionaries(st.sampled_from("abc"), JSON_VALUES | LIKE_OTHERS), max_size=4))
+def test_rows_of_json_arrive_as_they_are_written(rows: list[dict[str, Any]]) -> None:
+    with TemporaryDirectory() as folder:
+        for name, write in (("d.jsonl", as_jsonl), ("d.json", as_json), ("l.json", as_jsonl)):
+            path = Path(folder) / name
+            write(path, rows)
+            found = [row for _, _, row in read_rows(path)]
+            # repr, because 1 == 1.0 == True.
+            assert repr(found) == repr(rows), name
+
+
+def test_datasets_would_change_or_refuse_rows_that_are_read_here(tmp_path: Path) -> None:
+    """The reasons for readers of our own, which data/files.py names."""
+    import datasets  # not with the file: every worker would load it to collect the tests
+    from datasets.exceptions import DatasetGenerationError
+
+    datasets.disable_progress_bars()
+
+    def differs(kind: str, path: Path) -> bool:
+        written = [row for _, _, row in read_rows(path)]
+        try:
+            found = datasets.load_dataset(
+                kind, data_files=str(path), split="train", cache_dir=str(tmp_path / "cache")
+            )
+        except (ValueError, DatasetGenerationError):
+            return True
+        return repr([*found]) != repr(written)
+
+    same = [{"a": 1, "b": ["x"]}, {"a": 2, "b": []}]
+    as_jsonl(tmp_path / "same.jsonl", same)
+    assert not differs("json", tmp_path / "same.jsonl"), "the comparison itself"
+    columns: tuple[tuple[Any, ...], ...] = ((1, "1"), ("2020-01-02 03:04:05",), (2**53 + 1, 0.5))
+    for number, values in enumerate(columns):
+        path = tmp_path / f"{number}.jsonl"
+        as_jsonl(path, [{"a": value} for value in values])
+        assert differs("json", path), values
+    as_jsonl(tmp_path / "keys.jsonl", [{"a": 1, "b": 1}, {"a": 2}])
+    assert differs("json", tmp_path / "keys.jsonl"), "a key that a row lacks becomes null"
+
+    (tmp_path / "zeros.csv").write_text("prompt,answer\na,007\nb,NA\n")
+    assert differs("csv", tmp_path / "zeros.csv"), "NA becomes null"
+    short = tmp_path / "short.csv"
+    short.write_text("prompt,answer\na,1\nb\n")
+    with pytest.raises(DataError, match=r"short.csv:3: has 1 cells"):
+        read(short)
+    wide = tmp_path / "wide.csv"
+    wide.write_text("prompt,answer\na,1,\nb,2,\n")
+    with pytest.raises(DataError, match=r"wide.csv:2: has 3 cells"):
+        read(wide)
+    for path, prompts_there in ((short, ["a", "b"]), (wide, [1, 2])):
+        found = datasets.load_dataset(
+            "csv", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache")
+        )
+        assert found["prompt"][:] == prompts_there, "cells that lack or shift are not errors"
+
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.string())
+    table = pyarrow.table({"m": pyarrow.array([[("k", "v")]], kind)})
+    parquet.write_table(table, tmp_path / "map.parquet")
+    assert differs("parquet", tmp_path / "map.parquet"), "maps are refused"
 
 
 def test_a_folder_and_a_pattern_are_their_files_in_the_order_of_names(tmp_path: Path) -> None:

@@ -66,7 +66,9 @@ def test_whoever_waits_for_a_dead_process_says_for_what_and_which(
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(
         ProcessDied,
-        match=re.escape(f"rank 0 waited for a batch, and who was to answer is dead: {who}"),
+        match=re.escape(
+            f"rank 0 waited for a batch, and the process that should answer is dead: {who}"
+        ),
     ) as caught:
         ray_get(None, "a batch", 1.0)
     # The dead process's own output has more detail.

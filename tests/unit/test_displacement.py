@@ -12,21 +12,21 @@ from pydantic import ValidationError
 
 from megatron_async_rl.config.controls import DisplacementControl
 from megatron_async_rl.config.objective import ObjectiveConfig
+from megatron_async_rl.config.policy import OptimizerConfig
 from megatron_async_rl.config.rules import validated
-from megatron_async_rl.config.schema import OptimizerConfig
 from megatron_async_rl.controls.decision import Control, Decision
 from megatron_async_rl.controls.displacement import Displacement
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.plan.memory import held_bytes, past_master_bytes
 from megatron_async_rl.policy import step as step_module
-from megatron_async_rl.policy.past_versions import (
+from megatron_async_rl.policy.past_weights import (
     MasterSnapshot,
     SnapshotMissing,
     Snapshots,
     start_shares,
     weight_displacement,
 )
-from megatron_async_rl.policy.reference_policies import ReferencePolicies, passes
+from megatron_async_rl.policy.references import ReferencePolicies, passes
 from megatron_async_rl.policy.step import OptimizerStep, StepFacts
 from tests.cases import looped
 from tests.gradients import OneRank, Shard, cosine
@@ -95,7 +95,9 @@ class Run:
         controls = {"says": Says(decisions or [Decision()] * len(gradients))}
         if control is not None:
             controls["displacement"] = Displacement(control)
-        self.step = OptimizerStep(self.megatron, SETTINGS, controls, SimpleNamespace(), 20)
+        self.step = OptimizerStep(
+            self.megatron, SETTINGS, controls, SimpleNamespace(), 20, on_anomaly="report"
+        )
         bridge = SimpleNamespace(layout=SimpleNamespace(replica=0))
         wrapped = SimpleNamespace(chunks=[self.model], source=None, bridge=bridge)
         self.others = ReferencePolicies(
@@ -365,7 +367,7 @@ def test_the_versions_kept_for_the_control_take_host_memory_and_nothing_has_to_w
     [
         (
             {"controls": ["displacement", {"name": "matched_lr", "target_update_norm": 0.1}]},
-            "matched_lr stands in for displacement",
+            "matched_lr replaces displacement",
         ),
         (
             {"objective": {"loss": "sft", "advantage": "none"}},

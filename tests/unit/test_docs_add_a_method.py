@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from megatron_async_rl.cli import app
 from megatron_async_rl.config.load import load
-from megatron_async_rl.objectives.registry import UnknownName, loss_method
+from megatron_async_rl.config.settings_model import UnknownName
+from megatron_async_rl.objectives.registry import loss_method
 from megatron_async_rl.plan.new_config import STYLES
 from tests.forked import python
 from tests.written_run import write_model, write_prompts

@@ -11,8 +11,8 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from megatron_async_rl.config.keys import method_name, models_in
+from megatron_async_rl.config.losses import Proximal
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.ratios import Proximal
 from megatron_async_rl.controls.registry import CONTROLS
 from megatron_async_rl.objectives.registry import ADVANTAGES, CORRECTIONS, LOSSES
 from tests.cases import looped

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_async_rl.config.environment import EnvironmentConfig
+from megatron_async_rl.config.rollout import EnvironmentConfig
 from megatron_async_rl.rollout.environments import (
     UNREAD,
     EnvironmentRefused,
@@ -24,14 +24,13 @@ from megatron_async_rl.rollout.environments import (
     load_factory,
     tool_parsers,
 )
-from megatron_async_rl.rollout.environments.chat import ToolParser
 from megatron_async_rl.rollout.environments.endpoint import Agents
 from megatron_async_rl.rollout.environments.pool import NOTICED_S, Environments
 from megatron_async_rl.rollout.environments.transcript import Transcript, Turn, TurnRequest
+from megatron_async_rl.rollout.vllm.tool_parser import ToolParser, call_beginnings
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import PartialResponse
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.weights.vllm_private import call_beginnings
 from tests.cases import looped
 from tests.characters import TEMPLATE, characters, read, save_characters
 

@@ -38,13 +38,13 @@ from megatron_async_rl.config.engine_options import (
 )
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import Problem, UserError
-from megatron_async_rl.config.schema import RolloutConfig
+from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.policy.parameters import safetensor_files
-from megatron_async_rl.rollout import engine_arguments as arguments
-from megatron_async_rl.rollout.engine_arguments import engine_arguments
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.rollout.vllm_plugin import environment
+from megatron_async_rl.rollout.vllm import engine_arguments as arguments
+from megatron_async_rl.rollout.vllm.engine_arguments import engine_arguments
+from megatron_async_rl.rollout.vllm.plugin import environment
 from tests.tiny_models import save_tiny_model
 from tests.written_run import write_run
 
@@ -206,7 +206,7 @@ def test_an_engine_preloads_one_openmp_library(
 
 
 def test_nobody_else_sets_the_dtype_of_logits(tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match="policy and engines must be one model"):
+    with pytest.raises(ValidationError, match="policy and engines must have the same model"):
         spec_with(tmp_path, hf_overrides={"head_dtype": "model"})
 
 

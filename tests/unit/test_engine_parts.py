@@ -14,19 +14,17 @@ import psutil
 import pytest
 import ray
 
-from megatron_async_rl.config.environment import EnvironmentConfig
+from megatron_async_rl.config.rollout import EnvironmentConfig
 from megatron_async_rl.rollout.engine import RolloutEngine
 from megatron_async_rl.rollout.engine_process import ENDED_POLL_S, RemoteEngine
 from megatron_async_rl.rollout.engine_state import (
-    DEADLINE_S,
-    EVERY_S,
     BusyClock,
     EngineState,
-    HealthCheck,
+    ReportQueue,
     WrongState,
 )
 from megatron_async_rl.rollout.environments.pool import Environments
-from megatron_async_rl.rollout.report_queue import ReportQueue
+from megatron_async_rl.rollout.vllm.client import DEADLINE_S, EVERY_S, HealthCheck
 from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.columns import SCHEMA, batch_of
 from megatron_async_rl.samples.rows import EngineReport
@@ -289,6 +287,6 @@ def test_an_engine_whose_process_was_killed_is_named_in_one_line() -> None:
         asyncio.run(RemoteEngine(actor).report(1.0))
     assert str(died.value) == (
         "RolloutEngine (pid 31173). The actor is dead because its worker process has died. End of"
-        " file. Unless it was killed on purpose, `dmesg` tells whether the kernel did, for want of"
+        " file. Unless it was killed on purpose, `dmesg` shows whether the kernel did, for lack of"
         " memory."
     )

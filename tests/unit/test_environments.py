@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.config.problem import DataError
+from megatron_async_rl.config.rollout import EnvironmentConfig
 from megatron_async_rl.config.rules import validated
 from megatron_async_rl.data.prompts import MixturePart, PromptSet
-from megatron_async_rl.plan.preflight import _tasks
+from megatron_async_rl.plan.trials import _tasks
 from megatron_async_rl.rollout.environments import (
     EnvironmentRefused,
     Step,
@@ -33,11 +33,12 @@ from megatron_async_rl.rollout.environments import (
 from megatron_async_rl.rollout.environments.built_in import verifiers as verifiers_module
 from megatron_async_rl.rollout.environments.built_in.openenv import _action_schema
 from megatron_async_rl.rollout.environments.built_in.tools import Tools, prompt_tokenizer
-from megatron_async_rl.rollout.environments.chat import EpisodeMessages, PlainText, ToolParser
+from megatron_async_rl.rollout.environments.chat import EpisodeMessages, PlainText
 from megatron_async_rl.rollout.environments.episode import Episodes, failures
 from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
 from megatron_async_rl.rollout.environments.transcript import Transcript, Turn, TurnRequest
 from megatron_async_rl.rollout.isolation.supervisor import UserCodeStartError
+from megatron_async_rl.rollout.vllm.tool_parser import ToolParser
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.types import PartialResponse
 from megatron_async_rl.watchdog.processes import condition
@@ -718,8 +719,11 @@ def test_settings_that_no_session_of_an_openenv_server_can_have_are_named(
         ({"environment": {"name": COUNTING}}, None),
         ({"environment": {"name": "agent", "timeout_s": 1200}}, None),
         ({"environment": {"name": "agent", "max_segments": 3}}, None),
-        ({"environment": {"name": COUNTING, "max_segments": 3}}, "max_segments: 3 is of agents"),
-        ({"environment": tools("my_tools")}, "tools rewards nothing by itself"),
+        (
+            {"environment": {"name": COUNTING, "max_segments": 3}},
+            "max_segments: 3 applies to agents",
+        ),
+        ({"environment": tools("my_tools")}, "tools gives no reward by itself"),
         ({"environment": tools("my_tools"), "reward": {"name": "math"}}, None),
         ({"reward": {"name": "math", "timeout_s": 601}}, "reward.timeout_s: 601 .*watchdog"),
         ({"reward": {"name": "math", "timeout_s": 600}}, "reward.timeout_s: 600 .*watchdog"),
@@ -728,7 +732,7 @@ def test_settings_that_no_session_of_an_openenv_server_can_have_are_named(
         ({"reward": {"parts": {"a": OWN, "b": {"name": "math"}}}}, "parts.a.name: environment is"),
         (
             {"reward": {"parts": {"a": {**OWN, "weight": 2}}}, "environment": {"name": COUNTING}},
-            "parts.a.weight: 2 would be without effect",
+            "parts.a.weight: 2 would have no effect",
         ),
         ({"reward": {"parts": {"a": OWN}}, "environment": {"name": COUNTING}}, None),
         (

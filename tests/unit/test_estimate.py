@@ -19,13 +19,14 @@ from megatron_async_rl.plan.estimate import (
     Estimate,
     Overlap,
     forward_passes,
+    measure,
     run_ahead,
+    update_per_lr,
 )
 from megatron_async_rl.plan.machine import CHIPS, Gpu, Machine, chip_of, described_machine
 from megatron_async_rl.plan.model_files import read_model
+from megatron_async_rl.plan.pace import expected_overlap, planning_rule, staleness_law
 from megatron_async_rl.plan.plan import make_plan
-from megatron_async_rl.plan.screen import expected_overlap, planning_rule, staleness_law
-from megatron_async_rl.report.summary import measure, update_per_lr
 from tests.cases import looped
 from tests.combinations import label, pairwise
 from tests.forked import Done
@@ -178,7 +179,10 @@ def test_rates_of_a_smaller_batch_are_scaled_to_this_one(tmp_path: Path) -> None
     tree["policy"]["parallel"]["ranks"] = 4
     (run / "config.yaml").write_text(json.dumps(tree))
     text = expected_overlap(config, rates, run)
-    assert "scaled by 2 in samples per step; T_train is of 4 ranks, and there are 1 here" in text
+    assert (
+        "scaled by 2 in samples per step; T_train was measured with 4 ranks, and this plan has 1"
+        in text
+    )
     assert "generate 10 s, train 8 s, publish 0.5 s" in text
     assert "balance        4 engines, instead of 3" in text
 
@@ -211,11 +215,11 @@ def test_the_planning_rule_names_its_quantities_and_their_product(tmp_path: Path
         ),
         (
             ("flow.oversample=0.5", "flow.selection=windowed", "flow.async_ratio=1.5"),
-            "oversample 0.5 x 4 of those prompts are beyond what async_ratio asks for",
+            "oversample 0.5 x 4 of those prompts are beyond what async_ratio requests",
         ),
         (
             ("rollout.in_flight=recompute",),
-            "in flight  recompute: running responses go on under new weights, which read",
+            "in flight  recompute: running responses continue under new weights, which read",
         ),
         (("rollout.placement=colocated",), "placement  colocated: engines and policy take turns"),
     ],
@@ -425,7 +429,7 @@ def test_no_speed_is_made_up_for_hardware_that_is_not_known(tmp_path: Path) -> N
     code, output = planned(str(write_run(tmp_path)))
     assert code == 0, output
     shown = output.partition("step time\n")[2].splitlines()
-    assert shown[0].startswith("not known: no speed is assumed of a CPU")
+    assert shown[0].startswith("not known: no speed is assumed for a CPU")
     assert "assumed" not in "".join(shown[1:])
     code, output = planned(
         *recipe(tmp_path, "qwen3_8b", "Qwen3-8B"), "--gpus", "8", "--gpu-memory", "96"
@@ -434,13 +438,13 @@ def test_no_speed_is_made_up_for_hardware_that_is_not_known(tmp_path: Path) -> N
     code, output = planned(
         *recipe(tmp_path, "qwen3_8b", "Qwen3-8B"), "--gpus", "8", "model.dtype=float32"
     )
-    assert "not known: no speed is assumed of float32 products" in output
+    assert "not known: no speed is assumed for float32 products" in output
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--gpu", "h100"), "--gpu is that of the GPUs that --gpus counts"),
+        (("--gpu", "h100"), "--gpu needs the number of GPUs"),
         (("--gpus", "8", "--gpu", "h20"), "h20 is not known"),
         (("--gpus", "8", "--gpu", "a100", "policy.fp8={recipe: tensorwise}"), "policy.fp8.recipe"),
     ],

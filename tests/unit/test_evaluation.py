@@ -30,7 +30,7 @@ from megatron_async_rl.flow.evaluation import (
     pass_at_k,
     summarise_evaluation,
 )
-from megatron_async_rl.flow.rank0 import Rank0
+from megatron_async_rl.flow.trainer_rank import TrainerRank
 from megatron_async_rl.metrics.catalogue import METRICS, find_metric
 from megatron_async_rl.metrics.log import EvalLog, MetricsLog, read_evaluations, read_metrics
 from megatron_async_rl.metrics.status import read_status
@@ -376,15 +376,16 @@ def test_a_supervised_run_measures_its_held_out_responses_where_it_is_due(tmp_pa
         asked.append((batches[0].version, [s.text for b in batches for s in samples_in(b)]))
         return len(batches) + batches[0].version, 7
 
-    rank = Rank0(config, Alone())  # type: ignore[arg-type]
+    rank = TrainerRank(config, Alone())  # type: ignore[arg-type]
     try:
         rank.begin(0, None, oldest=0)
         for version in range(6):
             rank.version = version
+            rank.rank0.advance(version)
             rank.evaluate(mean_loss)
-            rank.set_status("training")
+            rank.rank0.set_status("training")
             if version:
-                rank._log.log(version, {"policy/loss": 1.0})  # type: ignore[union-attr]
+                rank.rank0._log.log(version, {"policy/loss": 1.0})  # type: ignore[union-attr]
         evaluated = rank.state()[0]["evaluated"]
     finally:
         rank.close()

@@ -23,6 +23,7 @@ from megatron_async_rl.flow.errors import (
     reward_failed,
 )
 from megatron_async_rl.launch import launcher
+from megatron_async_rl.launch.ending import explain_failure
 from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.policy.parallel import RankZeroFailed
 from megatron_async_rl.samples.types import Sample
@@ -36,7 +37,7 @@ from megatron_async_rl.watchdog.events import (
 )
 from megatron_async_rl.watchdog.logs import DEADLINE, PRIMARY, SECONDARY
 from megatron_async_rl.watchdog.progress_monitor import ProgressMonitor, write_whole
-from megatron_async_rl.watchdog.snapshots import HostSnapshot, publish
+from megatron_async_rl.watchdog.stall import HostSnapshot, publish
 from tests.cases import looped
 from tests.logged_samples import row, sample
 from tests.written_run import config_tree
@@ -52,7 +53,7 @@ class Foreign(RuntimeError):
         (RewardFailed("Connection refused by the grader; the reward timed out"), PRIMARY),
         (ValueError("a bad tensor"), PRIMARY),
         (DeadlineExceeded("rank 0", "a batch", 5.0), DEADLINE),
-        (ProcessDied("who was to answer is dead"), SECONDARY),
+        (ProcessDied("the process that should answer is dead"), SECONDARY),
         (RankZeroFailed("ValueError: a bad tensor"), SECONDARY),
         (BrokenPipeError("[Errno 32]"), SECONDARY),
         (Foreign("Connection closed by peer [127.0.0.1]:5"), SECONDARY),
@@ -152,7 +153,7 @@ def test_the_earliest_of_the_gravest_kind_is_the_failure_of_the_run(tmp_path: Pa
 
 def explained(run_dir: Path) -> str:
     written = io.StringIO()
-    launcher._explain_failure(run_dir, Console(file=written, width=200))
+    explain_failure(run_dir, Console(file=written, width=200))
     return written.getvalue()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megatron_async_rl.config.fp8 import RECIPES
+from megatron_async_rl.config.policy import RECIPES
 from megatron_async_rl.controls.quantize import dequantize, quantize
 from tests.cases import looped
 from tests.float8 import blockwise, restored, tensorwise

@@ -73,7 +73,7 @@ def build(
             },
             "set eval.samples_per_prompt to at least 4",
         ),
-        ({"dynamic_sampling": True, "group_size": 1}, REINFORCE, "a group of one always is"),
+        ({"dynamic_sampling": True, "group_size": 1}, REINFORCE, "a group of one they always are"),
     ],
 )
 def test_what_cannot_flow_is_refused_with_the_reason(

@@ -14,18 +14,24 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_async_rl.config.fp8 import RECIPES, Fp8Config, lacking, version_of
 from megatron_async_rl.config.load import load
+from megatron_async_rl.config.policy import (
+    RECIPES,
+    Fp8Config,
+    ParallelConfig,
+    PolicyConfig,
+    lacking,
+    version_of,
+)
 from megatron_async_rl.config.problem import ConfigError, UserError
-from megatron_async_rl.config.schema import ParallelConfig, PolicyConfig
 from megatron_async_rl.plan import doctor, machine
 from megatron_async_rl.plan.machine import GIB, MIB, Gpu, Machine, described_machine
 from megatron_async_rl.plan.plan import RunPlan
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.screen import resolved
-from megatron_async_rl.policy import fp8, model_blocks
-from megatron_async_rl.policy.context_parallel import ContextParallelSlice
-from megatron_async_rl.policy.sequence_layout import LAYOUTS, sequence_layout
+from megatron_async_rl.policy import blocks, fp8
+from megatron_async_rl.policy.attention import ContextParallelSlice
+from megatron_async_rl.policy.packing import LAYOUTS, sequence_layout
 from megatron_async_rl.policy.supported import PINNED, choose_layers
 from tests.cases import looped
 from tests.written_run import write_model, write_run
@@ -469,7 +475,7 @@ def test_values_of_a_weight_kept_in_8_bits_are_made_when_they_are_asked_for(monk
 
 def test_a_fused_weight_kept_in_8_bits_has_the_places_of_one_that_is_not(monkeypatch):
     """Cutting such a weight makes new tensors, which say nothing of where they lay."""
-    monkeypatch.setattr(model_blocks, "is_quantised", lambda tensor: isinstance(tensor, In8Bits))
+    monkeypatch.setattr(blocks, "is_quantised", lambda tensor: isinstance(tensor, In8Bits))
     weight = torch.arange(24.0, dtype=torch.bfloat16).view(6, 4)
 
     def build(key: str, data: torch.Tensor, *_: Any) -> list[ShardedTensor]:
@@ -481,7 +487,7 @@ def test_a_fused_weight_kept_in_8_bits_has_the_places_of_one_that_is_not(monkeyp
     usual, kept = (
         [
             (first, part.key, part.local_shape, part.global_offset)
-            for first, part in model_blocks._parts_of(
+            for first, part in blocks._parts_of(
                 ShardedTensorFactory("w", held, build, lambda found: found)
             )
         ]

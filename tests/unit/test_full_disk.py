@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_async_rl.launch import launcher as launch
+from megatron_async_rl.launch.ending import explain_failure
 from megatron_async_rl.policy.checkpoint import _cleared_on_failure
 
 
@@ -45,5 +45,5 @@ def test_the_launcher_says_that_the_disk_is_full(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**31, 2**31 - free, free))
     (tmp_path / "logs").mkdir()
     written = io.StringIO()
-    launch._explain_failure(tmp_path, Console(file=written))
+    explain_failure(tmp_path, Console(file=written))
     assert (f"The file system that holds {tmp_path} is full" in written.getvalue()) == said

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async_rl.config.schema import OptimizerConfig
+from megatron_async_rl.config.policy import OptimizerConfig
 from megatron_async_rl.controls.decision import Control, Decision
+from megatron_async_rl.gradients import clip_to
 from megatron_async_rl.policy import step as step_module
-from megatron_async_rl.policy.step import OptimizerStep, StepFacts, clip_to
+from megatron_async_rl.policy.step import OptimizerStep, StepFacts
 from tests.gradients import OneRank, Shard, gradient
 
 
@@ -52,7 +53,9 @@ def test_a_rank_without_shards_takes_a_clipped_and_scaled_step(monkeypatch):
     optimizer = WithoutParameters()
     monkeypatch.setattr(step_module, "gradients_of", lambda optimizer, layout: ElsewhereNorm([]))
     settings = OptimizerConfig(clip_grad=1.0)
-    step = OptimizerStep(optimizer, settings, {"damped": Damped()}, SimpleNamespace(), 5)
+    step = OptimizerStep(
+        optimizer, settings, {"damped": Damped()}, SimpleNamespace(), 5, on_anomaly="report"
+    )
     metrics = step.take(StepFacts(loss=1.0, log_weights=np.zeros(0), lag_max=0))
     assert metrics["policy/grad_norm"] == 3.0
     assert metrics["policy/skipped"] == 0.0

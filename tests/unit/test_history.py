@@ -17,7 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from megatron_async_rl.config.schema import FlowConfig, SamplesConfig
+from megatron_async_rl.config.flow import FlowConfig
+from megatron_async_rl.config.schema import SamplesConfig
 from megatron_async_rl.flow import engine_task, sample_log
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.sample_log import SampleLogWriter, open_sample_log

@@ -18,13 +18,13 @@ from rich.console import Console
 
 from megatron_async_rl.config.load import load
 from megatron_async_rl.flow.errors import EngineMemoryOut, FlowError
-from megatron_async_rl.launch import launcher
+from megatron_async_rl.launch.ending import explain_failure
 from megatron_async_rl.plan.fit import HostMemoryOut, memory_ran_out
 from megatron_async_rl.plan.host import free_memory_problems
 from megatron_async_rl.plan.machine import GIB, Machine
 from megatron_async_rl.plan.preflight import preflight
-from megatron_async_rl.rollout import engine_state
-from megatron_async_rl.rollout.engine_state import EngineDied
+from megatron_async_rl.rollout.vllm import client
+from megatron_async_rl.rollout.vllm.client import EngineDied
 from megatron_async_rl.watchdog import host_memory
 from megatron_async_rl.watchdog.deadline import KilledForMemory, ProcessDied, answer_of, ray_get
 from megatron_async_rl.watchdog.events import failure_of, out_of_memory
@@ -155,7 +155,7 @@ def test_the_kernels_log_tells_whose_death_a_kill_explains(
     assert (out_of_memory(died), died.outside) == (None, False)
     assert "kernel" not in str(died)
     spec: Any = SimpleNamespace(name="engine-0", log_dir=tmp_path, log=tmp_path / "engine-0.log")
-    monkeypatch.setattr(engine_state, "_vllm_processes", frozenset({8, 9}))
+    monkeypatch.setattr(client, "_vllm_processes", frozenset({8, 9}))
     assert out_of_memory(EngineDied(spec, "it worked")) is None
 
     kernel.log = [
@@ -165,7 +165,7 @@ def test_the_kernels_log_tells_whose_death_a_kill_explains(
     killed = answered(actor(7))
     assert (out_of_memory(killed), killed.outside) == ("host", True)
     assert "The kernel has ended pid 7 (ray::RolloutEng) for want of host memory;" in str(killed)
-    assert "may be why" not in str(killed)
+    assert "may be the cause" not in str(killed)
     error = pickle.loads(pickle.dumps(EngineDied(spec, "it worked")))
     assert (out_of_memory(error), error.outside) == ("host", True)
     assert "pid 9 (VLLM::Worker)" in str(error)
@@ -177,7 +177,7 @@ def test_a_count_of_the_whole_machine_is_no_evidence(monkeypatch: pytest.MonkeyP
     for _ in range(2):
         died = answered(actor(7))
         assert (out_of_memory(died), died.outside) == (None, False)
-        assert "This may be why, or have been another process: In the last 1 s" in str(died)
+        assert "This may be the cause, or concern another process: In the last 1 s" in str(died)
         assert failure_of(died, Path("log")).kind == SECONDARY
 
 
@@ -187,7 +187,7 @@ def test_a_death_of_no_known_process_is_possibly_a_kill_in_the_log(
     Kernel(monkeypatch).log = [LoggedKill(66, "chrome", at=995.0)]
     died = answered(ray.exceptions.ActorDiedError())
     assert out_of_memory(died) is None
-    assert "may be why, or have been another process: The kernel has ended pid 66" in str(died)
+    assert "may be the cause, or concern another process: The kernel has ended pid 66" in str(died)
 
 
 def test_kills_are_read_from_the_kernels_records() -> None:
@@ -242,7 +242,7 @@ def test_the_launcher_reports_that_the_kernel_ended_a_rank(
 
     def explained() -> str:
         written = io.StringIO()
-        launcher._explain_failure(tmp_path, Console(file=written, width=200))
+        explain_failure(tmp_path, Console(file=written, width=200))
         return written.getvalue()
 
     kernel = Kernel(monkeypatch)

@@ -329,6 +329,10 @@ configs:
 ONE_OF_TWO = TWO_PARTS.replace("data_dir: main", "data_dir: main, default: true")
 
 
+def card_of(data_files: str) -> str:
+    return f"---\nconfigs:\n- config_name: main\n  data_files: {data_files}\n---\n"
+
+
 def on_hub(hub: Hub, card: str | None, *names: str) -> None:
     """A data set, each of whose files has one prompt."""
     hub.files = {"README.md": card.encode()} if card is not None else {}
@@ -396,6 +400,16 @@ def test_a_whole_data_set_is_the_files_of_its_split(
         ("train", None, "a.bin b.txt", "", ("names which of its files are a split",)),
         ("eval", None, "a.csv b.csv", "#test", ("no split test", "write one of", "tiny#train")),
         ("train", "---\na: [\n---\n", "train.csv", "", ("card", "cannot be read", "train.csv")),
+        (
+            "train",
+            card_of('{a: "*"}'),
+            "train.csv",
+            "",
+            ("card", "Expected data_files", "train.csv"),
+        ),
+        ("train", card_of("../x/*"), "train.csv", "", ("names ../x/*, which is outside",)),
+        ("train", card_of("/etc/hosts"), "train.csv", "", ("names /etc/hosts, which is outside",)),
+        ("train", card_of("hf://datasets/a/b/*"), "train.csv", "", ("names hf://datasets/a/b/*,",)),
     ],
 )
 def test_a_split_that_is_not_one_is_refused_with_those_there_are(

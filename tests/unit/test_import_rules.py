@@ -18,6 +18,8 @@ HEAVY = (
     "transformers",
     "tensorflow",
     "matplotlib",
+    "datasets",
+    "pandas",
 )
 
 
@@ -25,7 +27,7 @@ LIGHT = (
     "megatron_async_rl",
     "megatron_async_rl.config.load, megatron_async_rl.plan.plan, megatron_async_rl.config.docs",
     "megatron_async_rl.samples",
-    "megatron_async_rl.data",
+    "megatron_async_rl.data, megatron_async_rl.data.hub",
     "megatron_async_rl.flow, megatron_async_rl.flow.controller",
     "megatron_async_rl.metrics.log, megatron_async_rl.report.progress",
     "megatron_async_rl.metrics.sinks",

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_async_rl.config.schema import OptimizerConfig
+from megatron_async_rl.config.policy import OptimizerConfig
 from megatron_async_rl.policy.optimizer import learning_rate
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_async_rl.rollout.vllm.loaded import Loaded, LoadWatch, digests_of
 from megatron_async_rl.weights.digest import tensor_digest
-from megatron_async_rl.weights.loaded import Loaded, LoadWatch, digests_of
 
 Offer = Callable[[str], Tensor]
 

@@ -18,7 +18,7 @@ from megatron_async_rl.flow.sample_log import SampleLogWriter
 from megatron_async_rl.report import metric_rows
 from megatron_async_rl.report.anomalies import KEPT, Anomaly, AnomalyList
 from megatron_async_rl.report.metric_rows import MetricRows
-from megatron_async_rl.report.summary import summarise_run
+from megatron_async_rl.report.run_data import summarise_run
 from tests.logged_samples import row, sample
 from tests.thorough import examples
 
@@ -32,7 +32,7 @@ from pathlib import Path
 from rich.console import Console
 from megatron_async_rl.metrics.log import MetricsLog, cut_unreadable
 from megatron_async_rl.report.progress import Progress
-from megatron_async_rl.report.report_html import page_of
+from megatron_async_rl.report.page import page_of
 from megatron_async_rl.report.run_data import read_run
 
 run_dir, lines = Path(sys.argv[1]), int(sys.argv[2])

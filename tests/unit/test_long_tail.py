@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from benchmarks.long_tail import simulated
-from megatron_async_rl.simulate.model import SimulationResult
+from megatron_async_rl.simulate.simulation import SimulationResult
 
 
 @cache

@@ -10,7 +10,7 @@ import torch
 
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError
-from megatron_async_rl.plan.layers import sides, stage_adapters
+from megatron_async_rl.plan.layer_memory import sides, stage_adapters
 from megatron_async_rl.plan.machine import GIB, Machine
 from megatron_async_rl.plan.memory import engine_memory, rank_memory
 from megatron_async_rl.plan.model_files import read_model

@@ -86,7 +86,7 @@ def test_a_loss_that_compares_responses_needs_groups(configured, loss):
 def test_an_advantage_beside_a_loss_that_reads_rewards_is_refused(configured, loss):
     reference = {"reference": {}} if loss == "trajectory_balance" else {}
     objective = {"loss": loss, "advantage": "grpo", **reference}
-    assert "would be without effect" in refused(configured, objective, async_ratio=0)
+    assert "would have no effect" in refused(configured, objective, async_ratio=0)
 
 
 @pytest.mark.parametrize(

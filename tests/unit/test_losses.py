@@ -11,13 +11,11 @@ import torch
 from megatron_async_rl.config.keys import models_in
 from megatron_async_rl.config.losses import Loss, PpoClipLoss, SftLoss
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.objectives.aggregate import Denominators, aggregate
 from megatron_async_rl.objectives.batch import TokenLoss
 from megatron_async_rl.objectives.losses.ppo_clip import ppo_clip
-from megatron_async_rl.objectives.objective import Objective
+from megatron_async_rl.objectives.objective import Denominators, Objective, StepTargets, aggregate
 from megatron_async_rl.objectives.off_policy import proximal_logp
 from megatron_async_rl.objectives.registry import LOSSES, loss_method
-from megatron_async_rl.objectives.targets import StepTargets
 from tests.cases import looped
 from tests.token_batches import detached, part_of, random_tokens, tokens
 
@@ -99,7 +97,7 @@ def part(whole, rows, dtype=torch.float64):
         owner=np.zeros_like(lengths),
         rows=np.repeat(np.arange(len(lengths)), lengths),
     )
-    targets = StepTargets(samples, detached(whole), Denominators.of(whole), True, {})
+    targets = StepTargets(samples, detached(whole), Denominators.of(whole), True)
     cut = part_of(targets, rows, dtype)
     return cut.replace(logp=cut.logp.requires_grad_())
 

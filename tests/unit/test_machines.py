@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from megatron_async_rl.watchdog import progress_monitor, watchdog
-from megatron_async_rl.watchdog import snapshots as views
+from megatron_async_rl.watchdog import stall as views
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE
 from megatron_async_rl.watchdog.progress_monitor import FOLDER
 from megatron_async_rl.watchdog.stall import Stall, gather
@@ -29,9 +29,9 @@ BEGIN = """
 import socket, sys, time
 from pathlib import Path
 socket.gethostname = lambda: "second"
-from megatron_async_rl.watchdog import snapshots, watch, watchdog
+from megatron_async_rl.watchdog import stall as stalls, watch, watchdog
 watch.BEAT_S = watchdog.LOOK_S = 0.1
-snapshots.STACKS_S = 300.0
+stalls.STACKS_S = 300.0
 run_dir = Path(sys.argv[1])
 watch.start(run_dir, sys.argv[2])
 print("ready", flush=True)

@@ -17,7 +17,7 @@ import megatron_async_rl
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.launch import launcher
 from megatron_async_rl.metrics import catalogue as keys
-from megatron_async_rl.metrics import log as metrics_log
+from megatron_async_rl.metrics import json_lines
 from megatron_async_rl.metrics.catalogue import Metric, MetricsError
 from megatron_async_rl.metrics.log import (
     MetricsLog,
@@ -189,7 +189,7 @@ def test_the_end_of_a_file_is_found_whatever_the_blocks_it_is_read_in(
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "reward/mean": step / 8}) + "\n" for step in range(1, 40)]
     for block in (1, 7, 64, 1000, 10**6):
-        monkeypatch.setattr(metrics_log, "BLOCK_BYTES", block)
+        monkeypatch.setattr(json_lines, "BLOCK_BYTES", block)
         path.write_text("".join(lines))
         assert [row["step"] for row in read_newest(tmp_path, 5)] == [35, 36, 37, 38, 39]
         assert len(read_newest(tmp_path, 100)) == len(read_metrics(tmp_path)) == 39
@@ -251,8 +251,8 @@ def test_a_step_that_does_not_grow_is_named_by_file_and_line(tmp_path: Path, ste
 def test_a_line_without_an_end_is_refused_before_it_fills_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics_log, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(metrics_log, "LONGEST_LINE", 5000)
+    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(json_lines, "LONGEST_LINE", 5000)
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + bytes(10_000))
     with pytest.raises(UserError, match=r"metrics\.jsonl:2"):
         read_metrics(tmp_path)

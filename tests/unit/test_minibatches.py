@@ -12,18 +12,16 @@ import torch
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.problem import ConfigError
-from megatron_async_rl.objectives.objective import Objective
-from megatron_async_rl.objectives.targets import valid_samples
+from megatron_async_rl.objectives.objective import Objective, valid_samples
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.plan import make_plan
-from megatron_async_rl.policy.batches import divide, over_steps, split
-from megatron_async_rl.policy.policy import _largest_lag
+from megatron_async_rl.policy.batching import divide, over_steps
 from megatron_async_rl.report.metric_rows import MetricRows
-from megatron_async_rl.report.summary import summarise_run
+from megatron_async_rl.report.run_data import summarise_run
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.rows import TrainBatch
-from tests.token_batches import part_of
-from tests.train_batches import columns, make_sample, ragged_batch
+from tests.token_batches import decided, part_of
+from tests.train_batches import columns, make_sample, ragged_batch, rank_batches
 from tests.written_run import write_run
 
 GROUP = np.repeat(np.arange(10), 3)
@@ -56,7 +54,7 @@ def test_fewer_groups_than_minibatches_leave_some_empty():
 
 def test_each_minibatch_is_balanced_over_the_data_parallel_ranks():
     batch = ragged_batch(groups=8, group_size=4, seed=2)
-    mine = split(batch, 2, minibatches=4).of(0)
+    mine = rank_batches(batch, 2, minibatches=4)[0]
     valid = np.flatnonzero(mine.valid)
     for rows in divide(mine.group[valid], batch.version, 4):
         tokens = (mine.prompt_lengths + mine.lengths)[valid[rows]]
@@ -168,7 +166,7 @@ def test_a_ratio_is_to_the_batchs_start_and_ppo_clips_it():
     start = torch.from_numpy(batch.behavior_logprobs).double()[
         np.isin(batch.rows, np.flatnonzero(batch.valid))
     ]
-    targets = objective.decide(objective.prepare(batch, {"logp": start - 1.0}))
+    targets = decided(objective, batch, {"logp": start - 1.0})
     part = part_of(targets, range(len(targets.samples)))
     logp = (start - 1.0 + 0.5).requires_grad_()
     loss = objective.loss(part.replace(logp=logp), targets.denominators, corrected=False)
@@ -178,17 +176,22 @@ def test_a_ratio_is_to_the_batchs_start_and_ppo_clips_it():
 
 def test_a_minibatch_has_its_own_denominators_and_the_batchs_advantages():
     objective, batch = ppo(minibatches=2), columns(ragged_batch())
-    count = int(batch.lengths[batch.valid].sum())
-    whole = objective.prepare(batch, {"logp": torch.zeros(count)})
-    first, second = divide(whole.samples.group, batch.version, 2)
-    parts = [objective.decide(whole.select(rows)) for rows in (first, second)]
+    samples = valid_samples(batch)
+    whole = objective.prepare(samples, {"logp": torch.zeros(len(samples.rows))})
+    first, second = divide(samples.group, batch.version, 2)
+    parts = [
+        objective.decide(samples.select(rows), whole.select(torch.from_numpy(rows)))
+        for rows in (first, second)
+    ]
     tokens = [part.denominators.tokens for part in parts]
-    assert sum(tokens) == objective.decide(whole).denominators.tokens
-    assert tokens[0] == int(whole.samples.trained[first].sum())
+    assert sum(tokens) == objective.decide(samples, whole).denominators.tokens
+    assert tokens[0] == int(samples.trained[first].sum())
     for rows, part in zip((first, second), parts, strict=True):
-        place = np.isin(whole.samples.rows, rows)
-        assert torch.equal(part.whole.advantages, whole.whole.advantages[place])
-        assert part.samples.ids.to_pylist() == whole.samples.ids.take(rows).to_pylist()
+        place = np.isin(samples.rows, rows)
+        assert torch.equal(part.whole.advantages, whole.advantages[place])
+        assert torch.equal(part.whole.rewards, whole.rewards[rows])
+        assert part.whole.sequence.tolist() == part.samples.rows.tolist()
+        assert part.samples.ids.to_pylist() == samples.ids.take(rows).to_pylist()
 
 
 def test_decisions_are_made_again_from_the_steps_own_log_probs():
@@ -196,9 +199,8 @@ def test_decisions_are_made_again_from_the_steps_own_log_probs():
     behavior = torch.from_numpy(batch.behavior_logprobs)[
         np.isin(batch.rows, np.flatnonzero(batch.valid))
     ]
-    whole = objective.prepare(batch, {"logp": behavior})
-    assert objective.decide(whole).metrics == {}, "no token is harmful"
-    moved = objective.decide(whole, {"logp": behavior + 0.3})
+    assert decided(objective, batch, {"logp": behavior}).metrics == {}, "no token is harmful"
+    moved = decided(objective, batch, {"logp": behavior}, {"logp": behavior + 0.3})
     assert moved.metrics["objective/second_moment"] == pytest.approx(0.09)
 
 
@@ -210,7 +212,7 @@ def test_the_largest_lag_is_that_of_a_token_that_is_trained_on():
         make_sample(prompt, "0-1", [3], versions=[1], reward_error="no"),
     )
     batch = columns(TrainBatch.of(7, [group]))
-    assert _largest_lag(valid_samples(batch)) == 1
+    assert valid_samples(batch).lag_max == 1
 
 
 def test_the_summary_counts_gacs_optimizer_steps_not_lines():

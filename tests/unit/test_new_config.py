@@ -16,8 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_async_rl.cli import app
-from megatron_async_rl.config.environment import AGENTS
 from megatron_async_rl.config.load import load
+from megatron_async_rl.config.rollout import AGENTS
 from megatron_async_rl.plan import interview
 from megatron_async_rl.plan.new_config import STYLES
 from megatron_async_rl.plan.reward_choice import (
@@ -334,7 +334,7 @@ def test_an_agent_is_given_the_prompt_without_the_marks_of_the_template(asked, t
     assert not load(tmp_path / "run.yaml").data.as_chat
     for given, told_of in ((False, 0), (True, 1)):
         code, told = run("plan", "run.yaml", f"data.as_chat={str(given).lower()}")
-        assert (code, told.count("get them once more; leave as_chat out")) == (0, told_of)
+        assert (code, told.count("get them again; remove as_chat")) == (0, told_of)
 
 
 def test_a_file_of_the_users_is_not_written_over(asked, tmp_path):

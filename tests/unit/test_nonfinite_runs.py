@@ -8,7 +8,7 @@ import torch
 from megatron_async_rl import train as train_module
 from megatron_async_rl.config.load import load
 from megatron_async_rl.policy import checkpoint_folder
-from megatron_async_rl.policy.finite import NonFiniteError, refuse_nonfinite_steps, require_finite
+from megatron_async_rl.policy.anomaly import NonFiniteError, refuse_nonfinite_steps, require_finite
 from tests.cases import looped
 from tests.written_run import write_run
 
@@ -18,7 +18,9 @@ class FakePolicy:
 
     def __init__(self, finite, limit):
         self.finite, self.limit = list(finite), limit
-        self.step = SimpleNamespace(steps=0, updates=0, nonfinite=0, nonfinite_in_a_row=0)
+        self.step = SimpleNamespace(
+            steps=0, updates=0, nonfinite=0, nonfinite_in_a_row=0, nonfinite_ids=["p-1"]
+        )
         self.saved, self.proven = [], []
         self.memory = self.mean_loss = None
         self.references = SimpleNamespace(oldest=lambda version: version)
@@ -43,7 +45,7 @@ class FakePolicy:
         return self.step.nonfinite_in_a_row > 0
 
     def require_finite_steps(self, *, ended=False):
-        refuse_nonfinite_steps(self.step, self.limit, ["p-1"], ended=ended)
+        refuse_nonfinite_steps(self.step, self.limit, ended=ended)
 
     def save(self, directory, version, state, *, keep, proven, files, background):
         self.saved.append((version, keep))
@@ -53,6 +55,10 @@ class FakePolicy:
 class FakeRank0:
     def __init__(self, batches):
         self.batches, self.logged, self.said = batches, [], []
+
+    @property
+    def rank0(self):
+        return self
 
     def next_batch(self):
         self.batches -= 1

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_async_rl.config.losses import ReinforceLoss
-from megatron_async_rl.objectives.aggregate import Denominators, aggregate
 from megatron_async_rl.objectives.batch import BatchDecision
+from megatron_async_rl.objectives.objective import Denominators, aggregate
 from megatron_async_rl.objectives.registry import (
     ADVANTAGES,
     CORRECTIONS,

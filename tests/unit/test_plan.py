@@ -29,20 +29,24 @@ from megatron_async_rl.config.problem import ConfigError
 from megatron_async_rl.flow.colocated import PHASES
 from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.plan import totals
-from megatron_async_rl.plan.activations import stores_scores
 from megatron_async_rl.plan.fit import lent_bytes, twin_bytes
+from megatron_async_rl.plan.layer_memory import stores_scores
 from megatron_async_rl.plan.layout import number_of, rank_coordinates, rank_environment
-from megatron_async_rl.plan.machine import CHIPS, GIB, MIB, Gpu, Machine, described_machine
+from megatron_async_rl.plan.machine import CHIPS, GIB, MIB, Gpu, Machine, described_machine, size
 from megatron_async_rl.plan.memory import (
     TARGET_BYTES,
+    OverheadParts,
+    engine_overhead,
     rank_memory,
+    rank_overhead,
+    sleeping_overhead,
     stage_parameters,
 )
 from megatron_async_rl.plan.model_files import ModelShape, read_model
-from megatron_async_rl.plan.overhead import OverheadParts, of_engine, of_rank, of_sleeping_engine
+from megatron_async_rl.plan.pace import staleness_law
 from megatron_async_rl.plan.plan import RunPlan
 from megatron_async_rl.plan.preflight import preflight
-from megatron_async_rl.plan.screen import show_plan, size, staleness_law
+from megatron_async_rl.plan.screen import show_plan
 from megatron_async_rl.policy.supported import FAMILIES
 from megatron_async_rl.rollout.cluster import object_store_bytes
 from tests.cases import looped
@@ -745,7 +749,7 @@ def test_a_reward_server_where_nobody_listens_is_told_and_not_waited_for(file, m
             f"rollout.reward: no server answers at 127.0.0.1:{port} (Connection re"
         )
         server.listen()  # and never answers
-        monkeypatch.setattr("megatron_async_rl.plan.preflight.REWARD_TRIAL_TIMEOUT_S", 0.1)
+        monkeypatch.setattr("megatron_async_rl.plan.trials.REWARD_TRIAL_TIMEOUT_S", 0.1)
         assert told(port, timeout_s=30) == []
 
 
@@ -799,7 +803,10 @@ def test_by_relay_engines_need_no_gpus_of_the_trainers_machine(file, monkeypatch
     ("transport", "why"),
     [
         ("relay", "brings weights to engines on other machines"),
-        ("collective", "connects the policy's device with others, as NCCL takes none twice"),
+        (
+            "collective",
+            "connects the policy's device with others, and NCCL accepts no device twice",
+        ),
     ],
 )
 def test_only_shared_memory_brings_weights_to_the_policys_own_devices(file, transport, why):
@@ -1505,7 +1512,7 @@ def test_every_key_that_a_refusal_names_lowers_what_is_needed(tmp_path):
         then = plan(file, *whole, f"{key}={value}", machine=machine)
         assert then.ranks[0].total < refused.ranks[0].total
         changed = load(file, [*whole, f"{key}={value}"])
-        beside = of_rank(changed) + of_sleeping_engine(changed.rollout)
+        beside = rank_overhead(changed) + sleeping_overhead(changed.rollout)
         needed = max(rank.total for rank in then.ranks) + added_up(beside)
         assert math.ceil(10 * needed / GIB) == round(10 * float(left))
 
@@ -1551,7 +1558,9 @@ def test_a_rank_is_refused_above_its_gpus_memory_and_noted_just_below(tmp_path):
     file = large_model(tmp_path)
     described = described_machine(gpus=8, gpu_memory_gib=800, nodes=1)
     on = ("policy.device=cuda", "model.dtype=bfloat16")
-    total = plan(file, *on, machine=described).ranks[0].total + added_up(of_rank(load(file, on)))
+    total = plan(file, *on, machine=described).ranks[0].total + added_up(
+        rank_overhead(load(file, on))
+    )
 
     def on_gpus_of(memory: int) -> RunPlan:
         return plan(file, *on, machine=replace(described, gpus=(Gpu("A", memory),) * 8))
@@ -1573,7 +1582,7 @@ def test_the_sender_of_weights_has_its_part_of_the_first_stages_gpus(tmp_path):
         "weights={transport: collective, bucket_mib: 4096}",
         "rollout.engines=3",
     )
-    beside = added_up(of_rank(load(file, by_collective)))
+    beside = added_up(rank_overhead(load(file, by_collective)))
     total = plan(file, *by_collective, machine=many).ranks[0].total + beside
 
     def on_gpus_of(memory: int) -> RunPlan:
@@ -1623,8 +1632,8 @@ def test_where_engines_and_policy_take_turns_the_peak_of_each_phase_is_shown(tmp
     (rank,), share = planned.ranks, int(0.3 * 80 * GIB)
     assert set(planned.peaks) == set(PHASES)
     config = load(file, EIGHT_RANKS)
-    awake = added_up(of_rank(config) + of_engine(config.rollout))
-    asleep = added_up(of_rank(config) + of_sleeping_engine(config.rollout))
+    awake = added_up(rank_overhead(config) + engine_overhead(config.rollout))
+    asleep = added_up(rank_overhead(config) + sleeping_overhead(config.rollout))
     assert {phase: need.total for phase, need in planned.peaks.items()} == {
         "generate": share + rank.parameters + awake,
         "train": rank.total + asleep,
@@ -1662,15 +1671,15 @@ def test_what_processes_take_of_a_gpu_beside_their_tensors_is_itemised(tmp_path)
     """Estimates: about 4 GiB where an engine of several workers sleeps next to a rank."""
     file = large_model(tmp_path)
     config = load(file, [*EIGHT_RANKS, "rollout.tensor=2"])
-    parts = dict(of_rank(config) + of_sleeping_engine(config.rollout))
+    parts = dict(rank_overhead(config) + sleeping_overhead(config.rollout))
     assert sum(parts.values()) == 4 * GIB
     assert all(parts.values())
-    assert dict(of_engine(config.rollout)).items() < parts.items()
+    assert dict(engine_overhead(config.rollout)).items() < parts.items()
     alone = load(file, ["policy.parallel.ranks=1", "rollout.vllm.enforce_eager=true"])
-    assert {name: count for name, count in of_rank(alone) if not count} == {
+    assert {name: count for name, count in rank_overhead(alone) if not count} == {
         "the rank's NCCL channels": 0
     }
-    assert dict(of_sleeping_engine(alone.rollout))["the engine's CUDA graphs"] == 0
+    assert dict(sleeping_overhead(alone.rollout))["the engine's CUDA graphs"] == 0
     _, output = planned_on_a_laptop(file, *EIGHT_RANKS, *EIGHT_GPUS, "80")
     output = " ".join(output.split())
     assert (
@@ -1714,7 +1723,7 @@ def of_groups(prompt, responses):
 def test_a_reward_that_fails_on_a_made_up_response_is_found_before_the_run(
     file, monkeypatch, name, timeout_s, words
 ):
-    monkeypatch.setattr("megatron_async_rl.plan.preflight.REWARD_TRIAL_TIMEOUT_S", 600.0)
+    monkeypatch.setattr("megatron_async_rl.plan.trials.REWARD_TRIAL_TIMEOUT_S", 600.0)
     (file.parent / "probed_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(file.parent)
     settings = f"{{name: 'probed_rewards:{name}', timeout_s: {timeout_s}}}"
@@ -1728,7 +1737,7 @@ def test_each_part_of_the_reward_is_tried_on_the_prompts_that_it_is_for(file, mo
     """The rows of the second kind are behind the first few that are tried."""
     (file.parent / "probed_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(file.parent)
-    monkeypatch.setattr("megatron_async_rl.plan.preflight.REWARD_TRIAL_TIMEOUT_S", 600.0)
+    monkeypatch.setattr("megatron_async_rl.plan.trials.REWARD_TRIAL_TIMEOUT_S", 600.0)
     rows = [{"prompt": "1+1=", "answer": "2", "kind": "sum"}] * 5
     rows += [{"prompt": "2+2=", "kind": "word", "wanted": "x"}] * 2
     data = file.parent / "train.jsonl"
@@ -1754,7 +1763,7 @@ def test_each_part_of_the_reward_is_tried_on_the_prompts_that_it_is_for(file, mo
 def test_a_plan_is_not_kept_waiting_by_a_reward_that_may_be_slow(file, monkeypatch):
     (file.parent / "probed_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(file.parent)
-    monkeypatch.setattr("megatron_async_rl.plan.preflight.REWARD_TRIAL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("megatron_async_rl.plan.trials.REWARD_TRIAL_TIMEOUT_S", 0.2)
     slow = "rollout.reward={name: 'probed_rewards:never_answers', timeout_s: 3000}"
     assert plan(file, slow, "watchdog.timeout_s=3001").problems == ()
 

@@ -8,7 +8,7 @@ import torch
 
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError
-from megatron_async_rl.plan.activations import context_masks
+from megatron_async_rl.plan.layer_memory import context_masks
 from megatron_async_rl.plan.machine import GIB, Gpu, Machine
 from megatron_async_rl.plan.memory import rank_memory
 from megatron_async_rl.plan.model_files import read_model

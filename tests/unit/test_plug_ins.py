@@ -14,7 +14,7 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.controls.registry import build_controls
 from megatron_async_rl.objectives.objective import Objective
 from tests.gradients import gradient, step
-from tests.token_batches import part_of
+from tests.token_batches import decided, part_of
 from tests.train_batches import columns, ragged_batch
 from tests.written_run import config_tree
 
@@ -126,7 +126,7 @@ def test_each_kind_of_method_is_added_by_one_file_and_one_line(folder):
     tree["controls"] = [{"name": "mine:SlowerSettings", "scale": 0.25}]
     chosen = validated(tree)
     objective, batch = Objective(chosen.objective), columns(ragged_batch())
-    targets = objective.decide(objective.prepare(batch, {}))
+    targets = decided(objective, batch, {})
     part = part_of(targets, range(len(targets.samples)))
     logp = part.logp_behavior.clone().requires_grad_()
     loss = objective.loss(part.replace(logp=logp), targets.denominators, corrected=False)
@@ -163,8 +163,8 @@ def test_the_rules_hold_for_a_plug_in_too(folder):
         ("mine:", "write for example my_loss:MyLoss"),
         ("nowhere:Loss", "importing nowhere failed: ModuleNotFoundError"),
         ("broken:Loss", "importing broken failed: ZeroDivisionError"),
-        ("mine:Missing", "is not a class in that module, made from LossSettings"),
-        ("mine:SlowerSettings", "is not a class in that module, made from LossSettings"),
+        ("mine:Missing", "is not a class of that module that is derived from LossSettings"),
+        ("mine:SlowerSettings", "is not a class of that module that is derived from LossSettings"),
         ("mine:Nameless", "no field `name: str`"),
         ("mine:Methodless", "no class attribute `method`"),
         ("script:Loss", "importing script failed: SystemExit"),

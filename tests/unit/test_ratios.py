@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megatron_async_rl.config.load import load
+from megatron_async_rl.config.losses import LONG_RESPONSE, engine_ratios
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.ratios import LONG_RESPONSE, engine_ratios
-from megatron_async_rl.config.sampling_rules import length_warnings
+from megatron_async_rl.config.rollout_rules import length_warnings
 from megatron_async_rl.controls.decision import UpdateView
 from megatron_async_rl.controls.registry import build_controls
 from megatron_async_rl.objectives.registry import advantage_method, correction_method, loss_method

@@ -7,11 +7,9 @@ import torch
 
 from megatron_async_rl.config.corrections import RejectCorrection
 from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
-from megatron_async_rl.objectives.aggregate import Denominators, aggregate
 from megatron_async_rl.objectives.batch import SequenceLoss, TokenLoss
-from megatron_async_rl.objectives.objective import Objective
-from megatron_async_rl.objectives.targets import valid_samples
-from tests.token_batches import part_of, tokens
+from megatron_async_rl.objectives.objective import Denominators, Objective, aggregate, valid_samples
+from tests.token_batches import decided, part_of, tokens
 from tests.train_batches import columns, ragged_batch
 
 # Three sequences: of 4 tokens one is rejected and one is not trained on; of 2 none; of 3 all.
@@ -92,7 +90,7 @@ def loss_and_gradient(objective, batch, cut):
     """The batch's loss, and its gradient with respect to each sample's log-probs, in micro-batches
     of `cut` samples."""
     given = precomputed(batch, objective.needs)
-    targets = objective.decide(objective.prepare(batch, given))
+    targets = decided(objective, batch, given)
     current, total = given["logp"].clone().requires_grad_(), torch.zeros((), dtype=torch.float64)
     for first in range(0, len(targets.samples), cut):
         rows = list(range(first, min(first + cut, len(targets.samples))))
@@ -128,7 +126,7 @@ def test_a_penalty_which_nothing_rejects_keeps_its_denominators(aggregation):
         names = chosen.needs | {"logp", "logp_ref"}
         given = precomputed(batch, names)
         given["logp_ref"] = given["logp_ref"] - 0.5
-        targets = chosen.decide(chosen.prepare(batch, given))
+        targets = decided(chosen, batch, given)
         rows = range(len(targets.samples))
         part = part_of(targets, rows)
         part = part.replace(logp=given["logp"].requires_grad_())

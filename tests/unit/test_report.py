@@ -9,25 +9,26 @@ import json
 import math
 import re
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
+from matplotlib.transforms import Bbox
 
 from megatron_async_rl.metrics.log import EvalLog, MetricRow, MetricsLog
 from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.metrics.timeline import Span
+from megatron_async_rl.report import report
 from megatron_async_rl.report.anomalies import Anomaly, AnomalyFinder, steps_text
-from megatron_async_rl.report.charts import _Short
+from megatron_async_rl.report.metric_rows import per_engine, smooth, thin
+from megatron_async_rl.report.page import page_of, tables_of
 from megatron_async_rl.report.panel import POINTS
 from megatron_async_rl.report.panels import panels_of
-from megatron_async_rl.report.report import write_report
-from megatron_async_rl.report.report_html import page_of, tables_of
-from megatron_async_rl.report.run_data import ReportError, read_run, timeline_window
-from megatron_async_rl.report.series import per_engine, smooth, thin
-from megatron_async_rl.report.summary import span
+from megatron_async_rl.report.report import tick, write_report
+from megatron_async_rl.report.run_data import ReportError, read_run, span, timeline_window
 
 CONFIG = {
     "model": {"path": "/models/<tiny>", "dtype": "float32"},
@@ -490,10 +491,20 @@ def test_every_part_of_the_reward_has_its_curve(tmp_path: Path) -> None:
 
 
 def test_ticks_of_an_axis_have_as_few_digits_as_tell_them_apart() -> None:
-    ticks = _Short().format_ticks
-    assert ticks([0.0, 0.25, 0.5]) == ["0", "0.25", "0.5"]
-    assert ticks([0.999990, 0.999995, 1.0]) == ["0.99999", "0.999995", "1"]
-    assert ticks([2e-6, 2.01e-6]) == ["2e-6", "2.01e-6"]
+    assert list(map(tick, [0.0, 0.25, 12_000])) == ["0", "0.25", "12,000"]
+    assert list(map(tick, [0.999990, 0.999995, 1.0])) == ["0.99999", "0.999995", "1"]
+    assert list(map(tick, [2e-6, 2.01e-6])) == ["2e-06", "2.01e-06"]
+
+
+def test_panels_of_the_picture_lie_below_its_title_and_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boxes: list[Bbox] = []
+    monkeypatch.setattr(report, "draw", lambda _, axes: boxes.append(axes.get_position()))
+    write_report(fleet_run(tmp_path / "fleet", 3))
+    assert max(box.y1 for box in boxes) < 0.97
+    assert min(box.y0 for box in boxes) > 0
+    assert not [True for one, other in combinations(boxes, 2) if one.overlaps(other)]
 
 
 def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:

@@ -18,14 +18,15 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
+from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.config.sampling import SamplingConfig
-from megatron_async_rl.config.schema import RolloutConfig
 from megatron_async_rl.rollout.engine import RolloutEngine
-from megatron_async_rl.rollout.engine_state import BusyClock, EngineDied
+from megatron_async_rl.rollout.engine_state import BusyClock
 from megatron_async_rl.rollout.environments.transcript import Transcript, TranscriptSegment
 from megatron_async_rl.rollout.responses import Responses
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.rollout.spec import EngineSpec
+from megatron_async_rl.rollout.vllm.client import EngineDied
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.columns import samples_of
 from megatron_async_rl.samples.types import PartialResponse, Request

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megatron_async_rl.config.schema import RewardConfig
+from megatron_async_rl.config.rollout import RewardConfig
 from megatron_async_rl.rollout.isolation.child import described
 from megatron_async_rl.rollout.rewards import servers
 from megatron_async_rl.rollout.rewards.registry import RewardContext, RewardItem, load_reward

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_async_rl.config.data import DataConfig
-from megatron_async_rl.config.schema import RewardConfig
+from megatron_async_rl.config.rollout import RewardConfig
 from megatron_async_rl.data import DataError, read_training
-from megatron_async_rl.data.prompts import Required
+from megatron_async_rl.data.row_columns import Required
 from megatron_async_rl.rollout import rewards
 from megatron_async_rl.rollout.rewards import registry
 from megatron_async_rl.rollout.rewards.answers import evaluate

@@ -10,10 +10,10 @@ import pytest
 
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError
+from megatron_async_rl.config.rollout_rules import sampling_warnings
 from megatron_async_rl.config.sampling import EvalConfig, EvalSampling
-from megatron_async_rl.config.sampling_rules import sampling_warnings
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.rollout.engine_arguments import engine_arguments, sampling_parameters
+from megatron_async_rl.rollout.vllm.engine_arguments import engine_arguments, sampling_parameters
 from tests.unit.test_engine_arguments import spec_with
 from tests.written_run import write_prompts, write_run
 
@@ -181,7 +181,7 @@ def test_what_ends_a_response_changes_no_log_prob(file: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "what"),
     [
-        ("rollout.sampling.temperature=0", "the responses of a group are all the same"),
+        ("rollout.sampling.temperature=0", "the responses of a group are equal"),
         ("rollout.sampling.regex='[0-9]+'", "a grammar forbids other tokens at each place"),
         ("rollout.sampling.guided_json={}", "eval.sampling.json_schema"),
         ("rollout.sampling.structured_outputs={}", "eval.sampling.json_schema"),
@@ -228,7 +228,7 @@ def test_one_file_of_held_out_prompts_is_a_list_of_one(file: Path) -> None:
         (("eval.sets.1.pass_at=[5]",), "eval.sets.1.pass_at: 5 needs as many responses"),
         (("eval.sets.1.name=greedy",), "two are called greedy"),
         (("eval.sets.1.name=part",), "none can be called `part`"),
-        (("eval.sampling={regex: '('}",), "is not an expression"),
+        (("eval.sampling={regex: '('}",), "is not a regular expression"),
         (("eval.sampling={json_schema: {type: objectt}}",), "json_schema: $.type: 'objectt'"),
         (("eval.sampling={regex: 'a', json_schema: {}}",), "keep one"),
         (("eval.sets=[]",), "`eval` needs held-out prompts"),

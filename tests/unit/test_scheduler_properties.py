@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from megatron_async_rl.config.flow import ExactLag, OldestFirst, Replay, Windowed
-from megatron_async_rl.config.schema import FlowConfig
+from megatron_async_rl.config.flow import ExactLag, FlowConfig, OldestFirst, Replay, Windowed
 from megatron_async_rl.flow.buffer import EMPTY, Buffer, GroupState, SampleGroup
 from megatron_async_rl.flow.buffer_file import read, written
 from megatron_async_rl.flow.group_table import DROPPED

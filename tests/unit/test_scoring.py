@@ -20,7 +20,7 @@ import psutil
 import pytest
 import uvloop
 
-from megatron_async_rl.config.schema import RewardConfig
+from megatron_async_rl.config.rollout import RewardConfig
 from megatron_async_rl.flow.group_rewards import LOG, GroupRewards
 from megatron_async_rl.rollout.isolation import supervisor
 from megatron_async_rl.rollout.isolation.supervisor import UserCodeStartError

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_async_rl.config.losses import GmpoLoss, KimiLoss, OaplLoss, TrajectoryBalanceLoss
-from megatron_async_rl.objectives.aggregate import Denominators, aggregate
+from megatron_async_rl.objectives.objective import Denominators, aggregate
 from megatron_async_rl.objectives.registry import loss_method
 from tests.token_batches import detached, random_tokens, tokens
 

@@ -12,13 +12,12 @@ from megatron_async_rl.config.objective import (
     OverlongConfig,
     ReferenceConfig,
 )
-from megatron_async_rl.objectives.aggregate import Denominators
-from megatron_async_rl.objectives.objective import Objective
+from megatron_async_rl.objectives.objective import Denominators, Objective
 from megatron_async_rl.objectives.terms import kl_estimate, token_kl, token_rewards
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.samples.types import Prompt
 from tests.cases import looped
-from tests.token_batches import tokens
+from tests.token_batches import decided, tokens
 from tests.train_batches import columns, make_sample
 
 EXACT = torch.float64
@@ -46,7 +45,7 @@ def test_a_response_is_punished_by_how_far_it_is_in_the_buffer(length, penalty):
     config = ObjectiveConfig(
         advantage="none", overlong=OverlongConfig(max_length=10, buffer=4, penalty=2.0)
     )
-    whole = Objective(config).prepare(one_group(sample("a", length, 1.0)), {}).whole
+    whole = decided(Objective(config), one_group(sample("a", length, 1.0)), {}).whole
     assert whole.rewards.tolist() == [1.0 - penalty]
     assert whole.token_rewards.sum() == 1.0 - penalty
 
@@ -58,7 +57,7 @@ def test_what_an_environment_wrote_does_not_make_a_response_overlong():
     for sampled, penalty in ((6, 0.0), (8, 1.0)):
         mask = [1, 1, *[0] * 9, *[1] * (sampled - 2)]
         with_tool = sample("a", len(mask), 1.0, mask=mask)
-        whole = Objective(config).prepare(one_group(with_tool), {}).whole
+        whole = decided(Objective(config), one_group(with_tool), {}).whole
         assert whole.rewards.tolist() == [1.0 - penalty]
 
 
@@ -118,9 +117,9 @@ def test_a_penalty_in_the_reward_is_taken_from_each_trained_token():
         "logp": torch.tensor([-1.0, -1.0, -1.0]),
         "logp_ref": torch.tensor([-2.0, -3.0, -1.5]),
     }
-    whole = (
-        Objective(config).prepare(one_group(sample("a", 3, 1.0, mask=[1, 0, 1])), surveyed).whole
-    )
+    whole = decided(
+        Objective(config), one_group(sample("a", 3, 1.0, mask=[1, 0, 1])), surveyed
+    ).whole
     torch.testing.assert_close(whole.token_rewards, torch.tensor([-0.1, 0.0, 0.95], dtype=EXACT))
     torch.testing.assert_close(whole.rewards, torch.tensor([0.85], dtype=EXACT))
 
@@ -207,7 +206,7 @@ def test_a_weighted_penalty_in_the_reward_weighs_each_token_alone():
         "logp": behavior + torch.tensor([-0.5, 3.0], dtype=EXACT),
         "logp_ref": behavior + torch.tensor([-1.5, 1.0], dtype=EXACT),
     }
-    whole = Objective(config).prepare(batch, given).whole
+    whole = decided(Objective(config), batch, given).whole
     expected = [-0.1 * 1.0 * math.exp(-0.5), 1.0 - 0.1 * 2.0 * 2.0]
     torch.testing.assert_close(whole.token_rewards, torch.tensor(expected, dtype=EXACT))
 
@@ -268,7 +267,7 @@ def test_a_response_without_trained_tokens_has_no_token_rewards():
 
 def test_step_rewards_of_samples_reach_the_whole_batch_beside_samples_without_any():
     batch = one_group(sample("a", 3, 3.0, steps=[1.0, 0.0, 2.0]), sample("b", 2, 1.0))
-    whole = Objective(ObjectiveConfig(advantage="none")).prepare(batch, {}).whole
+    whole = decided(Objective(ObjectiveConfig(advantage="none")), batch, {}).whole
     assert whole.token_rewards.tolist() == [1.0, 0.0, 2.0, 0.0, 1.0]
     assert whole.rewards.tolist() == [3.0, 1.0]
 

@@ -15,20 +15,21 @@ import yaml
 from typer.testing import CliRunner
 
 from megatron_async_rl import cli
+from megatron_async_rl.config.flow import FlowConfig
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.config.schema import FlowConfig, RewardConfig, RolloutConfig, SamplingConfig
+from megatron_async_rl.config.rollout import RewardConfig, RolloutConfig
+from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.metrics.timeline import FOLDER as TIMELINE
 from megatron_async_rl.plan.model_files import read_model
+from megatron_async_rl.report.panels import simulation
 from megatron_async_rl.report.run_data import read_run
-from megatron_async_rl.report.time_panels import simulation
 from megatron_async_rl.samples import segments
 from megatron_async_rl.samples.columns import LOGGED, batch_of
 from megatron_async_rl.samples.frames import OPEN, FrameWriter
 from megatron_async_rl.samples.types import Prompt, Sample
 from megatron_async_rl.simulate.calibrate import calibrate
 from megatron_async_rl.simulate.choose import part_of
-from megatron_async_rl.simulate.model import SimulationResult, simulate
 from megatron_async_rl.simulate.rates import (
     Hardware,
     ResponseLengths,
@@ -37,6 +38,7 @@ from megatron_async_rl.simulate.rates import (
     lengths_of,
     rates_of,
 )
+from megatron_async_rl.simulate.simulation import SimulationResult, simulate
 from tests.cases import looped
 from tests.published_models import write_config
 from tests.written_run import write_run
@@ -348,7 +350,7 @@ def test_the_command_takes_the_rates_of_a_run(measured: Path) -> None:
         (["--assume", "tflops=-1"], "a number, 0 or more"),
         (["--from", "nowhere"], "nowhere holds no metrics.jsonl"),
         (["--from", "nowhere", "--gpus", "64"], "leave one of the two out"),
-        (["policy.device=cpu"], "no speed is assumed of a CPU"),
+        (["policy.device=cpu"], "no speed is assumed for a CPU"),
         (["--gpus", "2"], "2 are too few for 8 ranks and an engine"),
         (["policy.parallel.ranks=12"], "12 ranks do not divide into tensor 8"),
         (

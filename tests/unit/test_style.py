@@ -59,6 +59,17 @@ def test_a_file_with_the_name_of_another_is_rejected(style: Any) -> None:
     assert style.repeated_stems([*paths, "p/c/one.py"]) == {"p/b/one.py", "p/c/one.py"}
 
 
+def test_lines_of_a_long_table_do_not_count_and_others_do(style: Any) -> None:
+    rows = "".join(f"    {row}: 0,\n" for row in range(style.TABLE_LINES))
+    for source, lines in (
+        (f"ROWS = {{\n{rows}}}\n", 0),
+        (f"ROWS: dict[int, int] = {{\n{rows}}}\nx = 1\n", 1),
+        ("ROWS = {\n    1: 0,\n}\n", 3),
+        (f"def rows():\n    return {{\n{rows}}}\n", style.TABLE_LINES + 3),
+    ):
+        assert style.lines_without_tables(source, ast.parse(source)) == lines
+
+
 def test_an_import_cycle_is_rejected_where_one_import_is_of_types_alone(style: Any) -> None:
     first = ast.parse("from p import b\n")
     second = ast.parse("if TYPE_CHECKING:\n    from p.a import A\nelse:\n    import p.c\n")
@@ -90,6 +101,34 @@ def test_a_configuration_that_no_rule_checks_is_rejected(style: Any) -> None:
         "return Config.model_validate_json(\nvalidated(tree)\nConfig(run=run)\n"
     )
     assert [*style.unchecked_configs(source)] == [2, 4, 6]
+
+
+def test_an_import_of_vllm_outside_its_folder_is_rejected(style: Any, tmp_path: Path) -> None:
+    source = (
+        "import vllm_private\nfrom p.rollout.vllm import client\nimport torch, vllm.config\n"
+        "def f():\n    with a:\n        from vllm import LLM\n"
+        "if TYPE_CHECKING:\n    from vllm.outputs import CompletionOutput\n"
+    )
+    assert sorted(style.vllm_imports(ast.parse(source))) == [3, 6, 8]
+    for folder in ("rollout/vllm", "weights"):
+        (tmp_path / style.PACKAGE / folder).mkdir(parents=True)
+        (tmp_path / style.PACKAGE / folder / f"{folder[0]}.py").write_text("import vllm\n")
+    found = [one for one in style.check(tmp_path) if "imports vLLM" in one]
+    assert [one.split(": ")[0] for one in found] == [f"{style.PACKAGE}/weights/w.py:1"]
+
+
+def test_a_test_for_the_name_of_a_carrier_is_rejected_outside_its_own_file(style: Any) -> None:
+    table = ast.parse("CARRIERS = {'tree': Capabilities(), 'mail': Capabilities()}")
+    carriers = style.carrier_names(table)
+    assert carriers == {"tree", "mail"}
+    tree = ast.parse("name = 'tree'\nif name in ('mail', 'post'):\n    text = 'by mail'\n")
+
+    def lines(path: str) -> list[int]:
+        return [line for line, _ in style.named_carriers(path, tree, carriers)]
+
+    assert lines("megatron_async_rl/plan/plan.py") == [1, 2]
+    assert lines("megatron_async_rl/weights/tree.py") == [2]
+    assert lines(style.CARRIERS) == []
 
 
 def test_a_wide_line_of_a_page_is_rejected_except_in_tables_code_and_links(style: Any) -> None:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from megatron_async_rl.data import DataError, load_tokenizer
-from megatron_async_rl.data.backend import PLAIN_CLASSES, FileBackend
+from megatron_async_rl.data.tokenizer import PLAIN_CLASSES, FileBackend
 from megatron_async_rl.policy.supported import FAMILIES
 
 WORDS = (

@@ -4,7 +4,9 @@ import ast
 import importlib
 import inspect
 import queue
+import re
 from concurrent.futures import Future
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +18,9 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 import megatron_async_rl
-from megatron_async_rl.rollout import expert_recorder
-from megatron_async_rl.weights import vllm_private
+from megatron_async_rl.rollout.vllm import PRIVATE_NAMES, client, cpu_worker, engine_core
+from megatron_async_rl.rollout.vllm.loaded import Loaded
 from megatron_async_rl.weights.digest import partial_digest, tensor_digest
-from megatron_async_rl.weights.loaded import Loaded
 from tests.cases import looped
 
 PACKAGE = Path(megatron_async_rl.__file__).parent
@@ -53,14 +54,21 @@ def found(name: str) -> bool:
     return False
 
 
-@looped("name", lambda: sorted({*vllm_private.NAMES, *expert_recorder.NAMES, *imported()}))
+def test_every_private_name_is_used_in_the_file_it_is_listed_for() -> None:
+    for file, names in PRIVATE_NAMES.items():
+        source = (PACKAGE / "rollout" / "vllm" / f"{file}.py").read_text(encoding="utf-8")
+        for name in names:
+            assert re.search(rf"\b{name.rpartition('.')[2]}\b", source), f"{file} has no {name}"
+
+
+@looped("name", lambda: sorted({*chain(*PRIVATE_NAMES.values()), *imported()}))
 def test_the_installed_vllm_has_every_name_we_use(name: str) -> None:
     assert found(name), f"vLLM has no {name}"
 
 
 def test_two_workers_with_half_of_the_experts_add_up_to_one_with_all() -> None:
     kernel = CPUUnquantizedExperts
-    vllm_private.compute_own_experts()
+    cpu_worker.compute_own_experts()
     draw = torch.Generator().manual_seed(1)
     experts, hidden, inner, tokens = 4, 64, 32, 5
     w13 = torch.randn(experts, 2 * inner, hidden, generator=draw)
@@ -94,7 +102,7 @@ def test_two_workers_with_half_of_the_experts_add_up_to_one_with_all() -> None:
 
 
 def test_experts_that_weigh_their_inputs_are_not_divided_on_a_cpu() -> None:
-    vllm_private.compute_own_experts()
+    cpu_worker.compute_own_experts()
     with pytest.raises(ValueError, match="weighs an expert's inputs"):
         CPUUnquantizedExperts.apply(
             SimpleNamespace(),
@@ -136,7 +144,7 @@ class Core:
         self.told.append("resume")
 
     def load(self, first: bool, last: bool, resume_if: dict[str, str] | None) -> Any:
-        return vllm_private._load_bucket(self, {}, 7, first, last, False, resume_if)
+        return engine_core._load_bucket(self, {}, 7, first, last, False, resume_if)
 
 
 def part(value: float, row: int = 0, rows: int = 2, total: int = 2) -> dict[str, Loaded]:
@@ -233,7 +241,7 @@ def test_seeded_requests_draw_the_same_tokens_as_one_by_one() -> None:
     """Requests come, go and change places between steps, as in vLLM's batch."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-    vllm_private.draw_in_batches()
+    cpu_worker.draw_in_batches()
     ours, one_by_one = TopKTopPSampler.forward_cpu, TopKTopPSampler.forward_cpu.__wrapped__
     sampler = SimpleNamespace(use_fp64_gumbel=False, logprobs_mode="processed_logprobs")
     logits = torch.randn(8, 50, generator=generator(0))
@@ -242,7 +250,7 @@ def test_seeded_requests_draw_the_same_tokens_as_one_by_one() -> None:
     for forward in (one_by_one, ours):
         requests = {seed: generator(seed) for seed in range(8)}
         sampled.append([])
-        for step in range(3 * vllm_private.DRAWS):
+        for step in range(3 * cpu_worker.DRAWS):
             if step % 7 == 6:
                 requests.pop(min(requests))
                 requests[100 + step] = generator(100 + step)
@@ -252,11 +260,11 @@ def test_seeded_requests_draw_the_same_tokens_as_one_by_one() -> None:
             assert torch.equal(logprobs, logits[: len(rows)].log_softmax(-1))
             sampled[-1].append(tuple(tokens.tolist()))
     assert sampled[0] == sampled[1]
-    assert len(set(sampled[0])) > vllm_private.DRAWS
+    assert len(set(sampled[0])) > cpu_worker.DRAWS
 
 
 def test_draws_of_a_request_are_forgotten_with_its_generator() -> None:
-    draws = vllm_private.SeededDraws()
+    draws = cpu_worker.SeededDraws()
     kept, gone = generator(1), generator(2)
     draws.next({0: kept, 1: gone})
     assert len(draws._kept) == 2
@@ -273,7 +281,7 @@ def test_an_output_is_handed_over_whether_it_came_before_or_after(early: bool) -
     output, came = ValueError("vLLM died"), []
     if early:
         collector.put(output)
-    vllm_private.on_output(collector, came.append)
+    client.on_output(collector, came.append)
     if not early:
         assert came == []
         collector.put(output)

@@ -17,13 +17,20 @@ import psutil
 import pytest
 
 from megatron_async_rl.flow.errors import EngineFailed
-from megatron_async_rl.watchdog import snapshots, stall
+from megatron_async_rl.watchdog import stall
 from megatron_async_rl.watchdog import watchdog as watchdog_module
 from megatron_async_rl.watchdog.deadline import DeadlineExceeded
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE, of_run
 from megatron_async_rl.watchdog.progress_monitor import ProcessState, read_states
-from megatron_async_rl.watchdog.snapshots import ProcessSnapshot, is_whole, places
-from megatron_async_rl.watchdog.stall import gather, gather_if_timed_out, read_summary, suspects
+from megatron_async_rl.watchdog.stall import (
+    ProcessSnapshot,
+    gather,
+    gather_if_timed_out,
+    is_whole,
+    places,
+    read_summary,
+    suspects,
+)
 from megatron_async_rl.watchdog.watchdog import Watchdog
 from tests.cases import looped
 
@@ -101,7 +108,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunOfProces
     """Processes under a watchdog whose clocks are ten and three times as fast."""
     monkeypatch.setattr(watchdog_module, "LOOK_S", 0.1)
     monkeypatch.setattr(stall, "SILENT_S", 1.5)
-    monkeypatch.setattr(snapshots, "STACKS_S", 60.0)  # the stacks end the wait, however busy it is
+    monkeypatch.setattr(stall, "STACKS_S", 60.0)  # the stacks end the wait, however busy it is
     processes = RunOfProcesses(tmp_path)
     yield processes
     for process in processes.started:

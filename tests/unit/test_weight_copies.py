@@ -9,9 +9,9 @@ import torch
 
 from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
 from megatron_async_rl.objectives.objective import Objective
-from megatron_async_rl.policy import reference_policies
-from megatron_async_rl.policy.past_versions import SnapshotMissing, Snapshots, WeightSnapshot
-from megatron_async_rl.policy.reference_policies import (
+from megatron_async_rl.policy import references
+from megatron_async_rl.policy.past_weights import SnapshotMissing, Snapshots, WeightSnapshot
+from megatron_async_rl.policy.references import (
     ArchitectureMismatch,
     Precompute,
     ReferencePolicies,
@@ -210,7 +210,7 @@ def test_a_reference_with_another_window_is_refused_and_one_with_an_unused_windo
         file = folder / "config.json"
         content = json.loads(file.read_text()) | {"sliding_window": width}
         file.write_text(json.dumps(content | ({"layer_types": None} if width == 8 else {})))
-    reference_policies._refuse_other_architecture(*unused)
+    references._refuse_other_architecture(*unused)
 
 
 def mixed(*versions):
@@ -273,7 +273,7 @@ def test_a_reference_is_compared_as_transformers_reads_it_whatever_release_wrote
     theta = content.pop("rope_parameters")["rope_theta"]
     del content["sliding_window"]  # which then is 4096
     file.write_text(json.dumps(content | {"rope_theta": theta}))
-    reference_policies._refuse_other_architecture(file.parent, own)
+    references._refuse_other_architecture(file.parent, own)
     file.write_text(json.dumps(content | {"rope_theta": 2 * theta}))
     with pytest.raises(ArchitectureMismatch, match="rope_parameters"):
-        reference_policies._refuse_other_architecture(file.parent, own)
+        references._refuse_other_architecture(file.parent, own)

@@ -30,6 +30,7 @@ def whitened(values: Tensor, mask: Tensor) -> Tensor:
     """
     trained = mask > 0
     kept = values[trained]
+    # Rounding in the mean would otherwise be blown up by the small deviation.
     if not len(kept) or kept.min() == kept.max():
         return torch.zeros_like(values)
     return torch.where(trained, (values - kept.mean()) / (kept.var() + EPSILON).sqrt(), 0.0)
@@ -64,9 +65,11 @@ def gae(batch: TokenBatch, settings: GaeAdvantage) -> Advantages:
     """
     grid = TokenGrid.of(batch)
     values = grid.by_sequence(batch.require("values"))
+    # V = 0 beyond the last token, also of a truncated response.
     following = pad(values[:, 1:], (0, 1))
     errors = grid.by_sequence(batch.require("token_rewards")) + settings.gamma * following - values
     advantages = discounted_sums(errors, settings.gamma * settings.lam)
     tokens = grid.flat(advantages)
+    # Before whitening: the value head learns returns in units of the reward.
     returns = grid.flat(advantages + values)
     return Advantages(whitened(tokens, batch.mask) if settings.whiten else tokens, returns=returns)

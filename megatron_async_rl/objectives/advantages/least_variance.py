@@ -54,6 +54,7 @@ def otb(batch: TokenBatch, settings: OtbAdvantage) -> Advantages:
     of that name does). Without it, exactly 0 for equal rewards; a group of one is 0 either way.
     """
     grid = TokenGrid.of(batch)
+    # W_t: cross terms of the path's score vanish in expectation.
     weights = torch.cumsum(grid.by_sequence(_energy(batch, settings)), dim=-1)[
         grid.row, grid.column
     ]
@@ -61,6 +62,7 @@ def otb(batch: TokenBatch, settings: OtbAdvantage) -> Advantages:
         grid.row, grid.column
     ]
     group = batch.require("group")[grid.row]
+    # One cell per group and token number: responses are compared position by position.
     cell = group * grid.columns + grid.column
     lowest, above = weighted_means(to_go, weights, cell)
     advantages = to_go - lowest[cell] - above[cell]
@@ -75,6 +77,7 @@ def otb(batch: TokenBatch, settings: OtbAdvantage) -> Advantages:
 def _energy(batch: TokenBatch, settings: OtbAdvantage) -> Tensor:
     """[N]: e_j, times the squared importance weight."""
     energy = 1.0 - 2.0 * batch.logp_prox.exp() + batch.require("sum_p_squared")
+    # Larger negative values are left in: they show that the columns do not match.
     energy = torch.where((energy < 0) & (energy > -ROUNDING), 0.0, energy)
     if settings.importance is not None:
         energy = (
@@ -112,6 +115,7 @@ def opob(batch: TokenBatch, settings: OpobAdvantage) -> Advantages:
             * count
             / (count - 1).clamp(min=1)
         )
+        # As in GRPO, after the baseline.
         centred = centred / (variance.sqrt() + EPSILON)
     return Advantages(batch.per_token(centred), baselines=baselines)
 

@@ -42,6 +42,7 @@ def partial_return(batch: TokenBatch, settings: PartialReturnAdvantage) -> Advan
     )
     later = _later(totals, settings)
     own = sums_to_end_of_run(rewards[grid.token], grid.row * steps + step)
+    # Within its own step a token is credited with what comes at or after it.
     credited = own + later[grid.row, step]
     if settings.baseline == "group":
         reached = totals.new_zeros(totals.shape, dtype=torch.bool).index_put(
@@ -49,6 +50,7 @@ def partial_return(batch: TokenBatch, settings: PartialReturnAdvantage) -> Advan
         )
         row, column = reached.nonzero(as_tuple=True)
         group = batch.require("group")
+        # Weights of 1: each response that reached the step counts once.
         lowest, above = weighted_means(
             (totals + later)[row, column], totals.new_ones(len(row)), group[row] * steps + column
         )
@@ -64,6 +66,7 @@ def _turns(grid: TokenGrid) -> Tensor:
         grid.position[1:] != grid.position[:-1] + 1
     )
     so_far = torch.cumsum(interrupted, 0)
+    # The first token of each sequence, from which turns are counted.
     first = torch.searchsorted(grid.row, grid.row)
     return so_far - so_far[first]
 
@@ -76,11 +79,13 @@ def _later(totals: Tensor, settings: PartialReturnAdvantage) -> Tensor:
         return torch.zeros_like(totals)
     if settings.horizon == "full":
         return gamma * pad(discounted_sums(totals, gamma)[:, 1:], (0, 1))
+    # The settings model requires k for the other two horizons.
     assert settings.k is not None
     if settings.horizon == "k":
         later = torch.zeros_like(totals)
         for ahead in range(1, min(settings.k, steps)):
             later = later + gamma**ahead * pad(totals[:, ahead:], (0, ahead))
         return later
+    # Padding with zeros adds nothing to a sum, and makes the last block whole.
     blocks = pad(totals, (0, -steps % settings.k)).unflatten(1, (-1, settings.k))
     return (gamma * pad(discounted_sums(blocks, gamma)[:, :, 1:], (0, 1))).flatten(1)[:, :steps]

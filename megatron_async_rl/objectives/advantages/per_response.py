@@ -34,6 +34,7 @@ def grpo(batch: TokenBatch, settings: GrpoAdvantage) -> Advantages:
     would otherwise leave a residue that the small denominator blows up.
     """
     rewards = batch.require("rewards")
+    # Exactly 0 for equal rewards, which a plain difference of means is not.
     centred = batch.group_centred(rewards)
     if settings.normalize_std:
         count = batch.group_count().to(centred.dtype)
@@ -50,6 +51,7 @@ def rloo(batch: TokenBatch, settings: RlooAdvantage) -> Advantages:
     count = batch.group_count().to(batch.require("rewards").dtype)
     return Advantages(
         batch.per_token(
+            # n / (n - 1) turns the mean of all into the mean of the others.
             batch.group_centred(batch.require("rewards")) * count / (count - 1).clamp(min=1)
         )
     )

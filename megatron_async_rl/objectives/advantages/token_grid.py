@@ -34,6 +34,7 @@ class TokenGrid:
 
     @classmethod
     def of(cls, batch: TokenBatch) -> TokenGrid:
+        # Stable: tokens of a sequence keep their order.
         order = torch.argsort(batch.sequence, stable=True)
         position = _number_in_run(batch.sequence[order])
         trained = batch.mask[order] > 0
@@ -45,6 +46,7 @@ class TokenGrid:
 
     def by_sequence(self, values: Tensor) -> Tensor:
         """[N] -> [S, T], 0 beyond a sequence's end."""
+        # Positions that no token has stay 0, so sums along a row need no mask.
         empty = values.new_zeros(self.rows, self.columns)
         return empty.index_put((self.row, self.column), values[self.token])
 
@@ -60,6 +62,7 @@ class TokenGrid:
 def _number_in_run(sorted_ids: Tensor) -> Tensor:
     """[n] sorted -> [n]: how many equal entries come before each."""
     index = torch.arange(len(sorted_ids))
+    # The first index of each run is where its value would be inserted.
     return index - torch.searchsorted(sorted_ids, sorted_ids)
 
 

@@ -25,4 +25,5 @@ def aspo(batch: TokenBatch, settings: AspoLoss) -> TokenLoss:
     )
     weight = torch.where(positive, -log_ratio, log_ratio).exp().clamp(max=settings.dual_clip)
     loss = -advantages * weight * (batch.logp - batch.logp.detach()).exp()
+    # The value stays for the log; only the gradient is cut.
     return TokenLoss(torch.where(clipped, loss.detach(), loss), clipped)

@@ -36,6 +36,7 @@ def decide_bapo(whole: TokenBatch, settings: BapoLoss) -> BatchDecision:
 
     low, high = settings.low[0], settings.high[0]
     found = share(low, high)
+    # nan compares false: a batch without advantages keeps the first bounds.
     while found < settings.target_share and _can_rise(low, settings.low):
         if _can_rise(high, settings.high):
             high += settings.high[2]

@@ -13,6 +13,7 @@ def cispo(batch: TokenBatch, settings: CispoLoss) -> TokenLoss:
 
     Defaults: clip_low 0.5, clip_high 0.2. Every token keeps a gradient, so nothing is `clipped`.
     """
+    # Detached, so that clipping the weight never cuts a token's gradient.
     weight = (
         batch.log_ratio().detach().exp().clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
     )

@@ -38,6 +38,7 @@ def dppo_kl(batch: TokenBatch, settings: DppoKlLoss) -> TokenLoss:
         (1.0 - policy).clamp(min=SMALLEST_REST),
         (1.0 - behavior).clamp(min=SMALLEST_REST),
     )
+    # In float32 the log-probs' difference is more exact than the logarithm of a ratio.
     divergence = (
         behavior * (batch.logp_behavior - batch.logp.detach())
         + rest_behavior * (rest_behavior / rest).log()
@@ -57,6 +58,8 @@ def _probabilities(batch: TokenBatch) -> tuple[Tensor, Tensor]:
 def _masked(batch: TokenBatch, far: Tensor, moved: Tensor, cap: float) -> TokenLoss:
     """far: [N] bool. moved: [N], its sign is the direction the policy has gone since the token was
     sampled."""
+    # Only a step further away is masked; one back towards mu is not.
     dropped = far & (moved * batch.advantages > 0)
+    # Detached: the gradient flows through log pi alone.
     weight = batch.log_weight().detach().exp().clamp(max=cap)
     return TokenLoss(torch.where(dropped, 0.0, -batch.advantages * weight * batch.logp), dropped)

@@ -16,6 +16,7 @@ def gipo(batch: TokenBatch, settings: GipoLoss) -> TokenLoss:
     `clipped`.
     """
     log_weight = batch.log_weight()
+    # Detached: the trust weight is not optimised.
     trust = (-0.5 * (log_weight.detach() / settings.sigma).square()).exp()
     return TokenLoss(
         -trust * log_weight.exp() * batch.advantages, torch.zeros_like(batch.mask, dtype=torch.bool)

@@ -22,6 +22,7 @@ def gmpo(batch: TokenBatch, settings: GmpoLoss) -> SequenceLoss:
     high = (advantages > 0) & (log_ratio > settings.clip_high)
     low = (advantages < 0) & (log_ratio < -settings.clip_low)
     bounded = torch.where(high, settings.clip_high, torch.where(low, -settings.clip_low, log_ratio))
+    # In log space: the geometric mean of ratios is the mean of their logarithms.
     mean = batch.sequence_mean(torch.where(advantages == 0, 0.0, bounded))
     loss = -batch.sequence_mean(advantages) * mean.clamp(max=LOG_RATIO_BOUND).exp()
     return SequenceLoss(loss, high | low | (mean > LOG_RATIO_BOUND)[batch.sequence])

@@ -21,6 +21,7 @@ def gspo(batch: TokenBatch, settings: GspoLoss) -> TokenLoss:
     """
     current = batch.logp.detach()
     log_s = batch.per_token(batch.sequence_mean(current - batch.logp_prox))
+    # The value is s, the gradient that of this token alone.
     ratio = (batch.logp - current + log_s).clamp(max=LARGEST_LOG).exp()
     found = clipped_surrogate(
         batch.advantages, ratio, 1.0 - settings.clip_low, 1.0 + settings.clip_high

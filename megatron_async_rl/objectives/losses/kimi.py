@@ -20,6 +20,7 @@ def kimi(batch: TokenBatch, settings: KimiLoss) -> SequenceLoss:
 
     Default: tau 0.1 (the paper names none).
     """
+    # Summed before squaring: the regression is on the whole response.
     log_ratio = batch.sequence_sum(batch.logp - batch.logp_prox)
     residual = batch.decided.sequences["centred"] - settings.tau * log_ratio
     residual = torch.where(batch.lengths() > 0, residual, 0.0)

@@ -15,6 +15,7 @@ def minirl(batch: TokenBatch, settings: MinirlLoss) -> TokenLoss:
     M = 0. [N] -> [N]. Defaults: clip_low 0.2, clip_high 0.27, cap 5. The paper's advantage is the
     centred reward: `advantage: {name: grpo, normalize_std: false}`.
     """
+    # The ratio only masks; the gradient comes from log pi.
     advantages, ratio = batch.advantages, batch.log_ratio().detach().exp()
     clipped = ((advantages > 0) & (ratio > 1.0 + settings.clip_high)) | (
         (advantages < 0) & (ratio < 1.0 - settings.clip_low)

@@ -15,6 +15,7 @@ def decide_oapl(whole: TokenBatch, settings: OaplLoss) -> BatchDecision:
     exactly 0.
     """
     rewards, group = whole.require("rewards"), whole.require("group")
+    # `max` of no elements raises.
     if not len(group):
         return BatchDecision(sequences={"advantage": rewards})
     # Relative to the group's best, so that no exponential overflows.
@@ -38,5 +39,6 @@ def oapl(batch: TokenBatch, settings: OaplLoss) -> SequenceLoss:
     """
     log_ratio = batch.sequence_sum(batch.logp - batch.logp_behavior)
     residual = settings.beta_policy * log_ratio - batch.decided.sequences["advantage"]
+    # A sequence without trained tokens would regress its advantage on 0.
     residual = torch.where(batch.lengths() > 0, residual, 0.0)
     return SequenceLoss(residual.square(), torch.zeros_like(batch.mask, dtype=torch.bool))

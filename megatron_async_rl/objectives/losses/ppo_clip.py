@@ -24,6 +24,7 @@ def ppo_clip(batch: TokenBatch, settings: ClipBounds) -> TokenLoss:
     if settings.dual_clip is None:
         return found
     ceiling = -batch.advantages * settings.dual_clip
+    # Dual clip: a bad token that has become likely must not dominate the batch.
     capped = (batch.advantages < 0) & (found.loss > ceiling)
     return TokenLoss(torch.where(capped, ceiling, found.loss), found.clipped | capped)
 
@@ -49,4 +50,5 @@ def clipped_surrogate(advantages: Tensor, ratio: Tensor, low: float, high: float
     through here."""
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(low, high)
+    # `clipped` only where the constant side won, whose gradient is 0.
     return TokenLoss(torch.maximum(plain, bounded), bounded > plain)

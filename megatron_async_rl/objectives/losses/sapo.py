@@ -20,5 +20,6 @@ def sapo(batch: TokenBatch, settings: SapoLoss) -> TokenLoss:
         torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau)
         for tau in (settings.tau_pos, settings.tau_neg)
     )
+    # Both gates are finite everywhere, so `where` passes no nan gradient.
     gate = torch.where(advantages > 0, gain, loss)
     return TokenLoss(-advantages * gate, torch.zeros_like(batch.mask, dtype=torch.bool))

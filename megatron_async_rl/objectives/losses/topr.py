@@ -19,6 +19,7 @@ def topr(batch: TokenBatch, settings: ToprLoss) -> TokenLoss:
     """
     rewards = batch.require("rewards")
     log_weight = batch.sequence_sum(batch.logp.detach() - batch.logp_behavior)
+    # Clamped at 0 in log space, which truncates the product at 1.
     truncated = log_weight.clamp(-LOG_RATIO_BOUND, 0.0).exp()
     factor = batch.per_token(torch.where(rewards >= 0, 1.0, truncated) * rewards)
     return TokenLoss(-factor * batch.logp, torch.zeros_like(batch.mask, dtype=torch.bool))

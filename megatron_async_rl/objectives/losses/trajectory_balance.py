@@ -13,6 +13,7 @@ def decide_trajectory_balance(whole: TokenBatch, settings: TrajectoryBalanceLoss
     """log Z of each sequence's prompt, [S]: the mean over the group's responses of sum_t (log
     pi_ref - log pi) + R / beta."""
     log_ratio = whole.sequence_sum(whole.logp - whole.require("logp_ref"))
+    # Estimated once per batch, without gradient (VarGrad).
     log_z = whole.group_mean(whole.require("rewards") / settings.beta - log_ratio)
     scalars = {"objective/log_z": float(log_z.mean())} if len(log_z) else {}
     return BatchDecision(sequences={"log_z": log_z}, scalars=scalars)

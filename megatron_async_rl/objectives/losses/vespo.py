@@ -17,6 +17,7 @@ def vespo(batch: TokenBatch, settings: VespoLoss) -> TokenLoss:
     lambda_neg) = (3, 2). phi(1) = 1; it is largest at W = k / lambda and falls to 0 on both sides
     of it, cut nowhere, so nothing is `clipped`.
     """
+    # Detached: the kernel weighs the gradient and has none.
     log_w = batch.sequence_sum(batch.logp.detach() - batch.logp_prox).clamp(
         -LOG_RATIO_BOUND, LOG_RATIO_BOUND
     )

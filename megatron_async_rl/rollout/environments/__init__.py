@@ -23,8 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_async_rl.config.environment import AGENTS, TOOLS, EnvironmentConfig
 from megatron_async_rl.config.problem import shipped
+from megatron_async_rl.config.rollout import AGENTS, TOOLS, EnvironmentConfig
 from megatron_async_rl.rollout.rewards.registry import LARGEST, RewardError, imported
 from megatron_async_rl.samples.types import Prompt
 

@@ -1,5 +1,4 @@
-"""Text between two turns, both ways: an environment's words as the tokens that the model reads
-next, and the tool calls in what the model wrote.
+"""Text between two turns: an environment's words as the tokens that the model reads next.
 
 Invariant: nothing that was sampled is tokenized again. Only words are, and how they are written
 does not change what is before them.
@@ -7,24 +6,14 @@ does not change what is before them.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from megatron_async_rl.config.environment import EnvironmentConfig
 from megatron_async_rl.config.problem import DataError
+from megatron_async_rl.config.rollout import EnvironmentConfig
 from megatron_async_rl.data.tokenizer import Tokenizer
-from megatron_async_rl.rollout.environments import (
-    PARSER_KEY,
-    UNREAD,
-    EnvironmentRefused,
-    Message,
-    TurnContent,
-    require_tool_parser,
-)
+from megatron_async_rl.rollout.environments import Message, TurnContent
 from megatron_async_rl.samples.types import Prompt
 
 FIX = (
@@ -122,110 +111,3 @@ def follow_ups(settings: EnvironmentConfig, tokenizer: Tokenizer) -> FollowUps:
 
 def shown(content: TurnContent) -> str:
     return content if isinstance(content, str) else "".join(str(one["content"]) for one in content)
-
-
-PARSERS = [logging.getLogger(name) for name in ("vllm.tool_parsers", "vllm.parser")]
-"""Loggers of vLLM's tool parsers, which say there what they cannot read."""
-REASON = 200
-"""Characters of a reason that the model reads: a parser may repeat the whole response."""
-
-
-class _ParserReports(logging.Handler):
-    """Collect a parser's reports instead of logging them: a policy causes thousands of them."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.found: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        error = record.exc_info[1] if record.exc_info else None
-        self.found.append(_described(error) if error is not None else record.getMessage())
-
-
-@contextmanager
-def _reported() -> Iterator[list[str]]:
-    faults = _ParserReports()
-    for logger in PARSERS:
-        logger.addHandler(faults)
-    try:
-        yield faults.found
-    finally:
-        for logger in PARSERS:
-            logger.removeHandler(faults)
-
-
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-class ToolParser:
-    """One of vLLM's tool parsers, with the model's tokenizer. Raises EnvironmentRefused where the
-    model has not the tokens that it looks for."""
-
-    def __init__(
-        self, name: str, model_path: Path, eos_ids: Sequence[int], tools: Sequence[Any] = ()
-    ) -> None:
-        """`tools`: schemas of those that the model knows, where a call does not name others."""
-        # Here, as vLLM reads environment variables that the engine sets.
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.tokenizers import get_tokenizer
-        from vllm.tool_parsers import ToolParserManager
-
-        from megatron_async_rl.weights.vllm_private import call_beginnings
-
-        require_tool_parser(name)
-        for logger in PARSERS:
-            logger.setLevel(logging.WARNING)
-            logger.propagate = False
-        self._request = ChatCompletionRequest
-        self._parser: Any = ToolParserManager.get_tool_parser(name)
-        self._tokenizer: Any = get_tokenizer(str(model_path))
-        self._eos_ids, self._tools = eos_ids, tools
-        self._begins: tuple[str, ...] = ()
-        try:
-            self._begins = call_beginnings(self._parser(self._tokenizer, None))
-            self._parse("", ())
-        except Exception as error:
-            raise EnvironmentRefused(
-                PARSER_KEY,
-                f"{name} does not go with this model: {error}",
-                "name the parser that the model's card names for vLLM",
-            ) from error
-
-    def message(
-        self, ids: Sequence[int], text: str, tools: Sequence[Any] | None = None
-    ) -> dict[str, Any]:
-        """The assistant's message of a turn: `content`, and `tool_calls` where there are any, each
-        with `id`, `type` and `function` (`name`; `arguments` as JSON). `text`: of the turn, without
-        special tokens. What cannot be parsed stays text; for an invalid call, UNREAD has the
-        reason."""
-        # Calls stand between special tokens in many a model.
-        end = len(ids) - (ids[-1] in self._eos_ids)
-        whole = self._tokenizer.decode(list(ids[:end]), skip_special_tokens=False)
-        found, fault = self._parse(whole, tools or self._tools)
-        if found is None or not found.tool_calls:
-            unread = {UNREAD: fault[:REASON]} if fault is not None else {}
-            return {"role": "assistant", "content": text, **unread}
-        calls = [one.model_dump(include={"id", "type", "function"}) for one in found.tool_calls]
-        return {"role": "assistant", "content": found.content, "tool_calls": calls}
-
-    def request(self, tools: Sequence[Any] | None) -> Any:
-        """A call with `tools`. Raises ValueError for invalid schemas."""
-        return self._request(messages=[QUESTION], model="", tools=list(tools or ()) or None)
-
-    def _parse(self, text: str, tools: Sequence[Any]) -> tuple[Any, str | None]:
-        """The parser's find, and why it could not read a call."""
-        request = self.request(tools)
-        parser, found = self._parser(self._tokenizer, request.tools), None
-        with _reported() as faults:
-            try:
-                found = parser.extract_tool_calls(text, request)
-            except Exception as error:  # noqa: BLE001 - a parser is given whatever a model writes
-                faults.append(_described(error))
-        # Llama's try every brace of a text; a call that is to be one begins with their token.
-        begins = getattr(parser, "bot_token", None) or ""
-        if faults and begins in text:
-            return found, faults[0]
-        begun = next((one for one in self._begins if one in text), None)
-        # Those that read XML pass over what they cannot read.
-        return found, None if begun is None else f"{begun} begins a call, and none can be read"

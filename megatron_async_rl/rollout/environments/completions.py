@@ -17,8 +17,8 @@ from aiohttp import web
 
 from megatron_async_rl.data.tokenizer import content_of
 from megatron_async_rl.rollout.environments import Message
-from megatron_async_rl.rollout.environments.chat import ToolParser
 from megatron_async_rl.rollout.environments.transcript import Turn
+from megatron_async_rl.rollout.vllm.tool_parser import ToolParser
 
 MODEL = "policy"
 """Name of the model; a call may give any."""

@@ -34,7 +34,7 @@ from aiohttp import web
 
 from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.rollout.environments import UNREAD, UNREAD_CALLS, Message, Step
-from megatron_async_rl.rollout.environments.chat import EpisodeMessages, ToolParser
+from megatron_async_rl.rollout.environments.chat import EpisodeMessages
 from megatron_async_rl.rollout.environments.completions import (
     MODEL,
     CallRefused,
@@ -53,6 +53,7 @@ from megatron_async_rl.rollout.environments.transcript import (
     Turn,
     TurnRequest,
 )
+from megatron_async_rl.rollout.vllm.tool_parser import ToolParser
 from megatron_async_rl.samples.types import Prompt
 
 CLOSE_S = 0.5

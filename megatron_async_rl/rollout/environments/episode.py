@@ -15,10 +15,10 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
-from megatron_async_rl.config.environment import EnvironmentConfig
+from megatron_async_rl.config.rollout import EnvironmentConfig
 from megatron_async_rl.data.tokenizer import Tokenizer
 from megatron_async_rl.rollout.environments import Message, Step, TurnContent
-from megatron_async_rl.rollout.environments.chat import FollowUps, ToolParser, follow_ups, shown
+from megatron_async_rl.rollout.environments.chat import FollowUps, follow_ups, shown
 from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
 from megatron_async_rl.rollout.environments.transcript import (
     SampleTurn,
@@ -28,6 +28,7 @@ from megatron_async_rl.rollout.environments.transcript import (
     TurnRequest,
 )
 from megatron_async_rl.rollout.isolation.supervisor import UserCodeStartError
+from megatron_async_rl.rollout.vllm.tool_parser import ToolParser
 from megatron_async_rl.samples.types import FinishReason, PartialResponse, Prompt
 
 

@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from megatron_async_rl.config.environment import EnvironmentConfig
+from megatron_async_rl.config.rollout import EnvironmentConfig
 from megatron_async_rl.rollout.environments import Message, Step, TurnContent
 from megatron_async_rl.rollout.environments.process import LOADER
 from megatron_async_rl.rollout.isolation.supervisor import (

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_async_rl.config.environment import CODE_CPU_S, CODE_SHARE_OF_TIME
+from megatron_async_rl.config.rollout import CODE_CPU_S, CODE_SHARE_OF_TIME
 from megatron_async_rl.rollout.isolation.sandbox import (
     Isolation,
     Limits,

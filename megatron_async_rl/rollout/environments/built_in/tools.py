@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from megatron_async_rl.config.environment import TOOLS, EnvironmentConfig
+from megatron_async_rl.config.rollout import TOOLS, EnvironmentConfig
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data.tokenizer import Tokenizer, tokenizer_of
 from megatron_async_rl.rollout.environments import (

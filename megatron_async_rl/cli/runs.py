@@ -1,0 +1,356 @@
+"""Commands that start a run or an evaluation, and those that write what a run needs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron_async_rl.cli.application import (
+    USER_ERROR,
+    ConfigFile,
+    NodeCount,
+    Overrides,
+    app,
+    console,
+    let_children_import_from_here,
+    print_error,
+    print_text,
+)
+from megatron_async_rl.config.problem import SHARE, ConfigError, UserError
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.launch.addresses import Nodes, NodesError
+
+if TYPE_CHECKING:  # it loads what only `mar train` needs
+    from megatron_async_rl.launch.rendezvous import PeerNodes
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    nnodes: NodeCount = 1,
+    node_rank: Annotated[
+        int,
+        typer.Option("--node-rank", min=0, help="Number of this machine; node 0 has the engines."),
+    ] = 0,
+    rdzv_endpoint: Annotated[
+        str,
+        typer.Option(
+            "--rdzv-endpoint",
+            metavar="HOST:PORT",
+            help="Address of node 0 and a free port there; needed with --nnodes above 1.",
+        ),
+    ] = "",
+    engine_nodes: Annotated[
+        int,
+        typer.Option(
+            "--engine-nodes",
+            min=0,
+            help="Rollout nodes (without ranks) to wait for in the Ray cluster of RAY_ADDRESS.",
+        ),
+    ] = 0,
+) -> None:
+    """Run a config to its end; Ctrl-C stops after the step, and the same command resumes."""
+    from megatron_async_rl.launch.rendezvous import PeerNodes
+
+    let_children_import_from_here()
+    # Before anything slow: a wrong endpoint is refused at once on every node.
+    nodes = Nodes(nnodes, node_rank, rdzv_endpoint)
+    peers = PeerNodes(nodes)
+    try:
+        code = _train(config, overrides or (), nodes, peers, engine_nodes)
+    except UserError as error:
+        print_error(error)  # first here: the other nodes may take their time to hear it
+        # The other nodes wait for this one, and would wait until their deadline.
+        peers.refuse(str(error))
+        raise typer.Exit(USER_ERROR) from None
+    except BaseException as error:
+        # Nodes that wait already read it within their next look; later ones are not awaited.
+        peers.refuse(f"{type(error).__name__} {error}".strip(), within_s=1.0)
+        raise
+    raise typer.Exit(code)
+
+
+def _train(
+    config: Path, overrides: Sequence[str], nodes: Nodes, peers: PeerNodes, engine_nodes: int
+) -> int:
+    from megatron_async_rl.config.load import load
+    from megatron_async_rl.data.hub import located
+    from megatron_async_rl.launch.launcher import refuse_second_run
+    from megatron_async_rl.launch.run_lock import refuse_taken, usable
+
+    # First: most mistakes are in the config, and loading it takes no time.
+    given = load(config, overrides)
+    # What the directory alone decides comes first: it takes no time, and the run that has the
+    # directory may also be why memory or GPUs are short.
+    if nodes.rank == 0:
+        with usable(given.run.dir):
+            refuse_taken(given.run.dir)
+            refuse_second_run(given)
+    # Downloads come after the checks that need no network.
+    loaded, found = located(given)
+    with usable(loaded.run.dir):
+        return _train_loaded(config, loaded, found, nodes, peers, engine_nodes)
+
+
+def _train_loaded(
+    config: Path,
+    loaded: Config,
+    found: Sequence[str],
+    nodes: Nodes,
+    peers: PeerNodes,
+    engine_nodes: int,
+) -> int:
+    from megatron_async_rl.launch.launcher import already_finished, finished_before, launch
+    from megatron_async_rl.plan.host import free_memory_problems
+    from megatron_async_rl.plan.layout import rank_environment
+    from megatron_async_rl.plan.machine import this_machine
+    from megatron_async_rl.plan.nodes import ask_cluster, cluster_problems, taken_gpus
+    from megatron_async_rl.plan.preflight import preflight
+    from megatron_async_rl.plan.resume import conflicts, differences
+
+    # Node 0 alone looks at what the directory holds: only that process writes there.
+    refused = conflicts(loaded) if nodes.rank == 0 else []
+    # A finished run needs no model, no data and no memory any more.
+    finished = finished_before if nodes.rank == 0 else already_finished
+    # A conflict is reported even for a finished run.
+    if not refused and finished(loaded, console()):
+        return 0
+    machine = this_machine(nodes.count)
+    # Everything that can be known before a process starts.
+    plan = preflight(loaded, all_data=True, machine=machine)
+    # What its checkpoint was made with can differ, too: the same key, reported once.
+    reported = {one.key for one in refused}
+    # Not of `mar plan`: other programs may have ended by the time of the run.
+    crowded = free_memory_problems(loaded, machine, plan.device, plan.hosts, nodes.rank)
+    problems = [*refused, *(one for one in plan.problems if one.key not in reported), *crowded]
+    if problems:
+        raise ConfigError(f"{config}: cannot run", problems)
+    # Last, as it may wait for GPUs of a run that has just ended.
+    taken = taken_gpus(loaded, machine, nodes.rank)
+    if engine_nodes:
+        print_text(f"waiting for {engine_nodes} machines of engines to join Ray")
+    cluster = ask_cluster(loaded, machine, engine_nodes) if nodes.rank == 0 else None
+    unfit = cluster_problems(cluster, waited=engine_nodes > 0) if cluster else []
+    if taken or unfit:
+        raise NodesError("", [*taken, *unfit])
+    # A run can start with fewer engines: they join later.
+    if cluster and cluster.missing:
+        print_text(f"note: {cluster.missing} of {engine_nodes} machines have not joined Ray yet")
+    for node in cluster.nodes if cluster else ():
+        if node.silent:
+            print_text(
+                f"note: {node.host}, a machine of the Ray cluster, did not answer: {node.silent}"
+            )
+    # Allowed differences are printed: nothing the user changed is silent.
+    changed = [str(one) for one in differences(loaded)] if nodes.rank == 0 else []
+    if changed:
+        print_text(f"{loaded.run.dir} continues with other settings:\n  " + "\n  ".join(changed))
+    for warning in (*found, *plan.warnings):
+        print_text(f"note: {warning}")
+    return launch(loaded, console(), nodes, peers, rank_environment(loaded, machine))
+
+
+def _absent(out: Path) -> Path:
+    """Return `out`, which must not exist; called before the first question. Raises UserError."""
+    # An existing file may be a config in use.
+    if out.exists():
+        raise UserError.of("OUT", f"{out} already exists", "name another file, or remove it")
+    return out
+
+
+@app.command()
+def init(
+    out: Annotated[
+        Path,
+        typer.Argument(
+            metavar="[OUT]", callback=_absent, help="YAML file to write; must not exist."
+        ),
+    ] = Path("run.yaml"),
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="A model's directory, or its name on a hub."),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A file or folder of prompts, or hf://datasets/OWNER/NAME or its /FILE.",
+        ),
+    ] = None,
+    prompt_key: Annotated[
+        str | None,
+        typer.Option("--prompt-key", metavar="COLUMN", help="The prompts' column."),
+    ] = None,
+    held_out: Annotated[
+        str | None,
+        typer.Option(
+            "--eval",
+            metavar="FILE",
+            help="Held-out data, as for --data; or a share to split off, 5% by default; or none.",
+        ),
+    ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[+NAME...]",
+            help="A reward or an environment, or several joined by +; default: math.",
+        ),
+    ] = None,
+    answer_key: Annotated[
+        str | None,
+        typer.Option("--answer-key", metavar="COLUMN", help="The answers' column, if any."),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=0, help="Number of GPUs; 0: the CPU; default: this machine's.")
+    ] = None,
+    style: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STYLE",
+            help="How samples and updates overlap: asynchronous (default), clipped or synchronous.",
+        ),
+    ] = None,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(
+            "--gpu-memory",
+            min=1.0,
+            help="Memory of each GPU in GiB; default: this machine's, else 80.",
+        ),
+    ] = None,
+    as_chat: Annotated[
+        bool, typer.Option("--as-chat", help="Each prompt is a message to a chat model.")
+    ] = False,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME.]KEY=VALUE",
+            help="Setting of the reward or environment, such as judge.url=http://HOST:8001/v1;"
+            " repeatable.",
+        ),
+    ] = None,
+) -> None:
+    """Write a config that `mar plan` accepts, from answers about model, data, held-out data,
+    reward, GPUs and style. Options answer questions in advance; without a terminal the remaining
+    ones take their defaults."""
+    from megatron_async_rl.plan import interview
+    from megatron_async_rl.plan.new_config import write_config
+
+    let_children_import_from_here()
+    given = {
+        "model": model,
+        "data": data,
+        "prompt_key": prompt_key,
+        "eval": held_out,
+        "reward": reward,
+        "answer_key": answer_key,
+        # Text: options and typed answers pass through the same checks.
+        "gpus": None if gpus is None else str(gpus),
+        "style": style,
+    }
+    questions = interview.Interview(
+        {name: text for name, text in given.items() if text is not None},
+        settings=setting or (),
+        as_chat=as_chat,
+        gpu_memory_gib=gpu_memory,
+        terminal=interview.at_terminal(),
+        report=print_error,
+    )
+    answers = questions.ask()
+    # A refused answer is asked for again, without losing the others.
+    while True:
+        try:
+            written = write_config(answers, out)
+            break
+        except UserError as error:
+            answers = questions.again(error)
+    for note in written.notes:
+        print_text(f"note: {note}")
+    files = " and ".join(map(str, written.files))
+    print_text(f"wrote {files}: mar plan {out} shows what it would do, mar train {out} does it")
+
+
+@app.command()
+def examples(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="Target folder; default: the current one.")
+    ] = Path(),
+) -> None:
+    """Copy the examples, launchers and pages of this version, so that the commands in the pages
+    work from that folder."""
+    for part in sorted(SHARE.iterdir()):
+        # Checked for all parts before the first is copied.
+        if (folder / part.name).exists():
+            fix = "name a new folder: mar examples FOLDER"
+            raise UserError.of("FOLDER", f"{folder / part.name} exists", fix)
+    ignored = shutil.ignore_patterns("generated", "__pycache__")
+    shutil.copytree(SHARE, folder, ignore=ignored, dirs_exist_ok=True)
+    print_text(f"wrote {', '.join(str(folder / part.name) for part in sorted(SHARE.iterdir()))}")
+
+
+@app.command()
+def study(
+    grid: Annotated[
+        Path,
+        typer.Argument(
+            metavar="GRID", help="YAML file; `mar examples` copies some, in examples/stability."
+        ),
+    ],
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only", metavar="NAME", help="Sweep or run to include; `*` matches any characters."
+        ),
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Number of concurrent runs.")] = 1,
+    retry: Annotated[bool, typer.Option("--retry", help="Also restart failed runs.")] = False,
+) -> None:
+    """Run every config of a grid that has not run yet. Ctrl-C stops; the same command continues.
+    Exit code 1 if a run failed."""
+    from megatron_async_rl.study import study as run_study
+
+    let_children_import_from_here()
+    # Exit codes are those of study().
+    raise typer.Exit(run_study(grid, only or (), console(), jobs=jobs, retry=retry))
+
+
+@app.command(name="eval")
+def evaluate(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="RUN/checkpoint, one step's folder in it, or a Hugging Face directory.",
+        ),
+    ],
+    overrides: Overrides = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="CONFIG", help="Config with sampling settings; default: the run's."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON to write; default: RUN/eval_<step>.json."),
+    ] = None,
+    responses: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSONL file for all responses and their rewards."),
+    ] = None,
+) -> None:
+    """Evaluate a checkpoint or a model on held-out prompts: mean reward, pass@k and speed. Starts
+    engines only."""
+    from megatron_async_rl.evaluate import EvaluationFailed, resolve, run
+
+    let_children_import_from_here()
+    job = resolve(checkpoint, config, overrides or (), out, responses)
+    try:
+        run(job, console())
+    # Not a user error: exit code 1, as for a failed run.
+    except EvaluationFailed as error:
+        print_error(error)
+        raise typer.Exit(1) from None

@@ -1,0 +1,284 @@
+"""One rank's part in a run besides the policy: device phases, staging, evaluations, checkpoints.
+
+Invariants:
+- every public method is collective: all ranks call it at the same point of the loop, and it differs
+  by rank only inside `rank0` and `Layout.from_rank_zero`;
+- on-demand buckets are filled while rank 0 waits for the controller, by the ranks' main threads:
+  no other collective of theirs can be under way (`_meanwhile`).
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from megatron_async_rl.config.load import dump
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.flow import buffer_file
+from megatron_async_rl.flow.colocated import DevicePhases
+from megatron_async_rl.flow.copies import BufferRequest
+from megatron_async_rl.flow.evaluation import EvalSchedule, LossResult
+from megatron_async_rl.flow.rank0 import OtherRank, Rank0
+from megatron_async_rl.policy.checkpoint_folder import CONFIG_FILE, DATA_FILE, RECORD_FILE
+from megatron_async_rl.policy.device_memory import DeviceMemory
+from megatron_async_rl.policy.parallel import Layout
+from megatron_async_rl.rollout.cluster import gpu_of_rank
+from megatron_async_rl.samples.rows import TrainBatch
+from megatron_async_rl.watchdog import watch
+from megatron_async_rl.weights.cuda_ipc import IpcBuckets
+from megatron_async_rl.weights.export import WeightExporter
+from megatron_async_rl.weights.shards import WeightShards
+from megatron_async_rl.weights.staging import Staging, staging_of
+
+MeanLoss = Callable[[Callable[[], TrainBatch | None]], tuple[float, int]]
+"""`Policy.mean_loss`."""
+
+
+class TrainerRank:
+    """rank0: what only rank 0 has; on other ranks its null counterpart. version: of the weights."""
+
+    def __init__(self, config: Config, layout: Layout) -> None:
+        self.config = config
+        self.layout = layout
+        self.rank0 = Rank0(config) if layout.rank == 0 else OtherRank()
+        self.version = 0
+        self.schedule: EvalSchedule | None = None
+        # A policy is built, and a checkpoint loaded, with all of its memory.
+        self.devices = DevicePhases("policy", "train")
+        self.memory: DeviceMemory | None = None
+        """Device memory of the policy; null until it is built."""
+        self._staging: Staging | None = None
+        self._shards: WeightShards | None = None
+
+    def stage_from(self, exporter: WeightExporter) -> None:
+        """Set what `publish` takes the weights from. A supervised run has no receivers."""
+        if self.config.rollout is not None:
+            weights, layout = self.config.weights, self.layout
+            self._staging = staging_of(weights.transport, layout.device, layout)
+            max_bytes = weights.bucket_mib * 2**20
+            self._shards = WeightShards(exporter, self._staging.reached, max_bytes)
+
+    def begin(self, version: int, resumed: dict[str, Any] | None, oldest: int) -> None:
+        """Begin the run at `version`; `resumed`: what the checkpoint holds. `oldest`: the oldest
+        version whose tokens may train. Engines start while the policy has released its training
+        state."""
+        self.version = version
+        # Still part of the start, also in the timeline: what follows is the start of the engines.
+        with self.devices.phase("publish"), self.devices.step("release"):
+            self._make_room()
+        evaluation = self.config.eval
+        if evaluation is not None:
+            # Alike on all ranks: `evaluate` is collective where a version is due.
+            means = {} if resumed is None else resumed["evaluated"]
+            self.schedule = EvalSchedule(
+                every=evaluation.every, steps=self.config.run.steps, means=means
+            )
+        gpus: dict[str, list[str]] = {}
+        if self.layout.device_type == "cuda":
+            for host, gpu in self.layout.gathered((socket.gethostname(), gpu_of_rank())):
+                gpus.setdefault(host, []).append(gpu)
+        self.rank0.open(
+            version,
+            self.schedule,
+            resumed,
+            oldest=oldest,
+            device_type=self.layout.device_type,
+            gpus=gpus,
+        )
+
+    def await_batch(self) -> None:
+        """Return once rank 0 has what trains this version."""
+        self._meanwhile(self.rank0.take_batch)
+
+    def take_devices(self) -> None:
+        """Colocated: the engines sleep, then the policy gets back its training state."""
+        with self.devices.phase("train"):
+            with self.devices.step("sleep"):
+                self._sleep_engines()
+            with self.devices.step("restore"):
+                if self.config.colocated and self.memory is not None:
+                    self.enter("restoring")
+                    self.memory.restore()
+
+    def give_devices(self) -> None:
+        """Colocated: on every rank the policy keeps its parameters alone."""
+        with self.devices.phase("publish"), self.devices.step("release"):
+            if self.config.colocated:
+                self.enter("releasing")
+            self._make_room()
+
+    def publish(self, version: int) -> None:
+        """Stage what this rank holds; the engines load while the loop continues."""
+        self.version = version
+        self.rank0.advance(version)
+        self.enter("publishing")
+        with self.devices.phase("generate"), self.devices.step("stage"):
+            self._stage()
+
+    def _sleep_engines(self) -> None:
+        if self.config.colocated:
+            self.enter("waiting", "engines to sleep")
+            self._meanwhile(lambda: self.rank0.engines.sleep())
+            if isinstance(self._staging, IpcBuckets):
+                # The policy needs this memory, and no engine reads it any more.
+                self._staging.release()
+
+    def _make_room(self) -> None:
+        if self.config.colocated and self.memory is not None:
+            self.memory.release()
+            # An engine is on the devices of several ranks, or of another than rank 0's: none may
+            # wake before all ranks have released theirs.
+            self.layout.barrier()
+
+    def _stage(self) -> None:
+        if self._staging is None or self._shards is None:
+            return
+        # The slot of the version before the last is overwritten, once no engine reads it.
+        manifest = self._staging.stage(
+            self.version,
+            self._shards.buckets,
+            self._shards.parts(),
+            lambda: self.rank0.engines.until_released(self.version),
+        )
+        self.rank0.staged(manifest)
+        if isinstance(self._staging, IpcBuckets):
+            # The buckets are filled from the weights as they are: the next step must not move them
+            # before every engine has loaded.
+            self._meanwhile(lambda: self.rank0.engines.until_loaded(self.version))
+
+    def _meanwhile(self, wait: Callable[[], None]) -> None:
+        """Run `wait` on rank 0, as `Layout.from_rank_zero` does; until it returns, all ranks fill
+        the buckets of the weights that engines request."""
+        if not isinstance(self._staging, IpcBuckets):
+            self.layout.from_rank_zero(wait)
+            return
+        waiting = _begun(wait) if self.layout.rank == 0 else Future[None]()
+        while (
+            request := self.layout.from_rank_zero(
+                lambda: self.rank0.engines.next_buffer_request(waiting)
+            )
+        ) is not None:
+            self._serve(self._staging, request)
+        self.layout.from_rank_zero(waiting.result)
+
+    def _serve(self, staging: IpcBuckets, request: BufferRequest) -> None:
+        ref = None
+        if request.number is None:
+            staging.release()
+        # An engine may still request a bucket of a version that was replaced meanwhile.
+        elif request.version == self.version and self._shards is not None:
+            ref = staging.fill(request.number, request.place, self._shards.parts(request.number))
+        self.rank0.buffer_filled(ref)
+
+    def evaluate(self, mean_loss: MeanLoss) -> None:
+        """Evaluate this version if it is due. Waits for the result of the last one: while rank 0
+        does that, the others wait as long as it takes. `mean_loss`: measures given responses, on
+        all ranks."""
+        if self.schedule is None:
+            return
+        last, due = self.version == self.config.run.steps, self.schedule.due(self.version)
+        if self.config.supervised:
+            if due:
+                self._measure(mean_loss)
+        elif due or last:
+            self.enter("waiting", "evaluation")
+            self._meanwhile(lambda: self._evaluate(due=due, wait=last))
+        else:
+            self.rank0.take_evaluations(wait=False)
+
+    def _measure(self, mean_loss: MeanLoss) -> None:
+        """Measure the loss of every held-out set of given responses."""
+        self.enter("evaluating")
+        self.rank0.set_status("evaluating", f"held-out responses, version {self.version}")
+        started, measured = time.monotonic(), []
+        for place, one in enumerate(self.config.held_out_files):
+            loss, tokens = mean_loss(self._batches_of(place))
+            measured.append((one.name, loss, tokens))
+        seconds = time.monotonic() - started
+        first, *others = (
+            LossResult(version=self.version, name=name, loss=loss, tokens=tokens, seconds=seconds)
+            for name, loss, tokens in measured
+        )
+        self.rank0.record(replace(first, others=tuple(others)))
+
+    def _batches_of(self, place: int) -> Callable[[], TrainBatch | None]:
+        """The batches of held-out set number `place`, one a call, on rank 0."""
+        if self.layout.rank != 0:
+            return self.rank0.next_batch  # never called
+        return partial(next, self.rank0.given.held_out(place, self.version), None)
+
+    def _evaluate(self, *, due: bool, wait: bool) -> None:
+        """Evaluate with engines, on rank 0, in the thread that waits."""
+        if due and self.schedule is not None:
+            self.schedule.begin(self.version)
+            self.enter("evaluating")
+            self.rank0.set_status("evaluating", f"held-out prompts, version {self.version}")
+            self.rank0.engines.evaluate(self.version)
+        self.rank0.take_evaluations(wait=wait)
+
+    def state(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Return what a checkpoint of this version holds besides the policy, and its further files.
+        Evaluations of older versions are waited for: their weights will be gone."""
+        self.rank0.set_status("checkpointing")
+        self.enter("checkpointing")
+        if self.schedule is not None and not self.config.supervised:
+            unfinished = self.schedule.unfinished(self.version)
+            self._meanwhile(lambda: self.rank0.take_evaluations(wait=unfinished))
+        position = self.rank0.position()
+        state = {
+            "version": self.version,
+            "data": position.state if position else None,
+            "evaluated": self.schedule.means if self.schedule else {},
+            "model_path": str(self.config.model.path),
+        }
+        files = {
+            CONFIG_FILE: dump(self.config).encode("utf-8"),
+            RECORD_FILE: json.dumps(self.rank0.record_of(position), indent=1).encode("utf-8"),
+        }
+        if position is not None:
+            files[DATA_FILE] = json.dumps(position.data, indent=1).encode("utf-8")
+            if position.buffer is not None:
+                files[buffer_file.NAME] = position.buffer
+        return state, files
+
+    def held(self) -> dict[str, int]:
+        """Bytes on this rank's device, by what holds them."""
+        return {} if self.memory is None else self.memory.held()
+
+    def enter(self, state: str, waiting_for: str = "") -> None:
+        """Report what this rank does from now on."""
+        watch.enter(
+            "wait" if waiting_for else "work", f"the {waiting_for}" if waiting_for else state
+        )
+        self.rank0.enter(state, waiting_for)
+
+    def close(self) -> None:
+        """End the run: engines first, which may still read what is staged."""
+        watch.enter("work", "ending engines and Ray" if self.config.rollout else "ending")
+        self.rank0.close()
+        if self._staging is not None:
+            self._staging.close()
+
+
+def _begun(wait: Callable[[], None]) -> Future[None]:
+    """`wait`, begun in a thread."""
+    waiting: Future[None] = Future()
+
+    def work() -> None:
+        try:
+            wait()
+        except BaseException as error:  # noqa: BLE001 - raised where the result is read
+            waiting.set_exception(error)
+        else:
+            waiting.set_result(None)
+
+    # No executor: the process would wait for its thread before it ends.
+    threading.Thread(target=work, name="wait", daemon=True).start()
+    return waiting

@@ -1,0 +1,151 @@
+"""How a run ended: the cause of a failure, its message on the screen, and the final status."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_async_rl.metrics.status import FINAL, Status, read_status, write_status
+from megatron_async_rl.watchdog import stall
+from megatron_async_rl.watchdog.events import (
+    Failure,
+    described,
+    first_failure,
+    record_failure,
+)
+from megatron_async_rl.watchdog.host_memory import kernel_shortage
+from megatron_async_rl.watchdog.logs import KILLED, PRIMARY, SECONDARY, find_cause, tail
+
+FULL_BYTES = 2**20
+"""Free bytes below which a process may have failed to write its error message."""
+INTERRUPTED = 130
+LAST_LINES = 100
+"""Number of last lines of torchrun's log: more than its final traceback has."""
+_SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
+_SIGKILLED = re.compile(r"\(SIGKILL\) received by PID (\d+)")
+
+
+def torchrun_failure(process: subprocess.Popen[bytes], log: Path) -> Failure | None:
+    """Failure of torchrun if a signal ended it: its ranks report only that they were ended."""
+    if process.returncode is None or process.returncode == 0:
+        return None
+    if process.returncode < 0:
+        # Popen's form of a death by a signal.
+        number = -process.returncode
+    else:  # of others than SIGKILL it ends its ranks first, and itself by an exception
+        reported = _SIGNALLED.findall("\n".join(tail(log, LAST_LINES)))
+        if not reported:
+            return None
+        number = int(reported[-1])
+    return Failure(
+        process="launcher",
+        what=f"torchrun (pid {process.pid}), which holds the ranks, was ended by {_name(number)}",
+        where=str(log),
+        kind=PRIMARY,
+        time=time.time(),
+    )
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def record_end(
+    run_dir: Path,
+    steps: int,
+    node: int,
+    exit_code: int,
+    earlier: Status | None,
+    error: BaseException | None,
+    interrupts: Sequence[int],
+) -> None:
+    """Write the final status, unless rank 0 has written a more detailed one. `earlier`: status that
+    the previous start left; `error`: the launcher's own error."""
+    status = read_status(run_dir)
+    # Rank 0 recorded the end itself; an equal status is the start before's.
+    over = status is not None and status.phase in FINAL and status != earlier
+    # Another node's launcher knows less than rank 0.
+    if exit_code == 0 or (over and (exit_code == INTERRUPTED or node > 0)):
+        return
+    last = status or Status(phase="", step=0, steps=steps, time=0.0)
+    me = f"mar train (pid {os.getpid()})"
+    if exit_code == INTERRUPTED:
+        # Several signals may have come before the end.
+        names = ", ".join(_name(number) for number in interrupts)
+        ended = replace(last, phase="stopped", detail=f"{me} received {names} and ended the run")
+        if last.phase in FINAL:  # nothing has begun: the start before ended so
+            return
+    elif error is not None:
+        ended = replace(last, phase="failed", error=f"{me}: {described(error)}", log=None)
+    else:
+        message, place = _cause(run_dir)
+        ended = replace(last, phase="failed", error=message, log=place)
+    # Written last: readers take a final phase as the end of everything.
+    write_status(run_dir, replace(ended, time=time.time()))
+
+
+def record_stall(run_dir: Path, stall_found: stall.Stall) -> None:
+    last = read_status(run_dir) or Status(phase="starting", step=0, steps=0, time=0.0)
+    log, now = str(run_dir / stall.FILE), time.time()
+    write_status(run_dir, replace(last, phase="failed", time=now, error=stall_found.error, log=log))
+    # Another machine's end is not the cause here.
+    kind = SECONDARY if stall_found.consequence else PRIMARY
+    failure = Failure(process="launcher", what=stall_found.error, where=log, kind=kind, time=now)
+    record_failure(run_dir, failure)
+
+
+def _cause(run_dir: Path) -> tuple[str, str]:
+    """Cause of a failure, and its file. Rank 0's own report is the most complete, unless another
+    process's death ended it."""
+    failure = first_failure(run_dir)
+    cause = None
+    if failure is None or failure.kind != PRIMARY:
+        cause = find_cause(run_dir / "logs")
+    # A log may hold what no process lived to report.
+    if cause is not None and (failure is None or cause.kind < failure.kind):
+        kernel = None
+        # torchrun names the signal: the kernel sends none but SIGKILL.
+        if cause.kind == KILLED and (killed := _SIGKILLED.search(cause.message)) is not None:
+            kernel = kernel_shortage([int(killed[1])], used=False)
+        message = cause.message if kernel is None else f"{cause.message}\n  {kernel.message}"
+        return message, f"{cause.file}:{cause.line}"
+    if failure is None:
+        return "no process left a message", str(run_dir / "logs")
+    fix = f"\n  fix: {failure.fix}" if failure.fix else ""
+    return failure.what + fix, failure.where
+
+
+def print_plain(console: Console, text: object) -> None:
+    """Print text as it is: paths may hold brackets, and a user copies whole lines."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def explain_failure(run_dir: Path, console: Console) -> None:
+    """Show the cause and its file; when a wait missed its deadline, also who waited for what."""
+    message, place = _cause(run_dir)
+    console.print("[red bold]The run failed:[/] ", end="")
+    print_plain(console, message)
+    print_plain(console, f"Log: {place}")
+    # On a full disk the real cause may be missing from the logs.
+    if shutil.disk_usage(run_dir).free < FULL_BYTES:
+        text = (
+            f"The file system that holds {run_dir} is full, and logs may lack their last lines.\n "
+            " fix: make room there"
+        )
+        print_plain(console, text)
+    picture = stall.read_summary(run_dir)
+    if picture is not None:
+        print_plain(console, f"\nWho waited for what (stacks: {run_dir / stall.FILE}):")
+        print_plain(console, picture)

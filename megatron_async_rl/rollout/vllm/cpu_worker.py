@@ -1,0 +1,176 @@
+"""Additions to vLLM's CPU workers: what they lack with several workers, a faster draw of seeded
+tokens, and a record of the experts that a mixture selected.
+
+Recording: vLLM records experts in its newer model runner, which runs on GPUs. `record_on_cpu` gives
+the runner of CPUs the same recorder.
+
+    scheduler -> execute_model -> sample_tokens -> scheduler -> CompletionOutput.routed_experts
+                 a step begins    rows of the step's requests
+
+Invariants:
+- vLLM records the experts, keeps them with the prefix cache and returns them: a token of a cached
+  prefix has the experts that were selected when its keys and values were computed;
+- `config/engine_options.py` makes the checks that vLLM would make of a configuration that records:
+  a mixture, with prefix cache, without pipeline and speculation;
+- a request's draws are those of its seed alone, whatever else is in its batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+DRAWS = 32
+"""Numbers drawn from a request's generator at a time. One costs as much as thirty."""
+
+
+def complete_cpu_worker(worker: Any) -> None:
+    """Gives a CPU worker what it lacks where there are several: memory for what the pipeline stage
+    before it computed, which vLLM makes in a warm-up that it leaves out where nothing is compiled,
+    and `compute_own_experts`."""
+    from vllm.distributed import get_pp_group
+
+    compute_own_experts()
+    runner = worker.model_runner
+    if not get_pp_group().is_first_rank:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
+
+
+def compute_own_experts() -> None:
+    """A worker that has some of the experts computes those alone. vLLM's kernel on a CPU takes
+    experts' numbers for places in the worker's weights. Idempotent."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    apply_all = CPUUnquantizedExperts.apply
+    if hasattr(apply_all, "__wrapped__"):
+        return
+
+    @functools.wraps(apply_all)
+    def apply(self: Any, **given: Any) -> None:
+        places = given["expert_map"]  # [experts]: where this worker has each, -1 for another's
+        if places is not None:
+            if given["apply_router_weight_on_input"]:
+                raise ValueError(
+                    "enable_expert_parallel on a CPU: this model weighs an expert's inputs, so what"
+                    " another worker's would add cannot be weighed with 0; leave it out"
+                )
+            own = places[given["topk_ids"].long()]
+            weights = given["topk_weights"].masked_fill(own < 0, 0.0)
+            given |= {"topk_weights": weights, "topk_ids": own.clamp_min(0)}
+        apply_all(self, **given)
+
+    CPUUnquantizedExperts.apply = apply
+
+
+def draw_in_batches() -> None:
+    """Draw random numbers for vLLM's CPU sampler in batches. If every request has its own seed,
+    vLLM draws one number per token from each generator, in a Python loop that costs more than
+    the rest of the sampler. A generator that draws several at a time returns the same numbers in
+    the same order. Idempotent."""
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+
+    one_by_one = TopKTopPSampler.forward_cpu
+    if hasattr(one_by_one, "__wrapped__"):
+        return
+    draws = SeededDraws()
+
+    @functools.wraps(one_by_one)
+    def forward_cpu(
+        self: Any, logits: Any, generators: dict[int, torch.Generator], k: Any, p: Any
+    ) -> Any:
+        all_seeded = len(generators) == len(logits)
+        if not all_seeded or self.use_fp64_gumbel or self.logprobs_mode != "processed_logprobs":
+            return one_by_one(self, logits, generators, k, p)
+        logits = apply_top_k_top_p(logits, k, p)
+        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+        seeds = torch.tensor(draws.next(generators), dtype=torch.long)
+        return torch.ops._C.fused_gumbel_argmax(logits.to(dtype=torch.float32), seeds), logprobs
+
+    TopKTopPSampler.forward_cpu = forward_cpu
+
+
+class SeededDraws:
+    """Numbers below 2**31 from generators, `DRAWS` at a time, kept until they are asked for or
+    their generator is gone."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[weakref.ref[torch.Generator], list[int]]] = {}
+
+    def next(self, generators: Mapping[int, torch.Generator]) -> list[int]:
+        """The next number of each generator. Its key, from 0 to the count, is its place."""
+        numbers = [0] * len(generators)
+        kept = self._kept
+        for place, generator in generators.items():
+            entry = kept.get(id(generator))
+            if entry is None:
+                entry = kept[id(generator)] = (self._forgetting(generator), [])
+            left = entry[1]
+            if not left:
+                drawn = torch.randint(0, 2**31, (DRAWS,), generator=generator, dtype=torch.long)
+                left.extend(reversed(drawn.tolist()))
+            numbers[place] = left.pop()
+        return numbers
+
+    def _forgetting(self, generator: torch.Generator) -> weakref.ref[torch.Generator]:
+        key, kept = id(generator), self._kept
+        return weakref.ref(generator, lambda _: kept.pop(key, None))
+
+
+def record_on_cpu() -> None:
+    """Record routed experts on a CPU. Call in each of vLLM's processes before it makes its
+    configuration. Idempotent."""
+    from vllm.config.vllm import VllmConfig
+    from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    initialize, execute = CPUModelRunner.initialize_kv_cache, CPUModelRunner.execute_model
+    sample = CPUModelRunner.sample_tokens
+    if hasattr(initialize, "__wrapped__"):
+        return
+
+    @functools.wraps(initialize)
+    def initialize_kv_cache(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(self, config, *args, **kwargs)
+        if not self.vllm_config.aux_output_config.enabled:
+            return
+        self.mar_recorder = AuxOutputWorkerConnector(
+            vllm_config=self.vllm_config, model=self.model, kv_cache_config=config
+        )
+
+    @functools.wraps(execute)
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(self, "mar_recorder"):
+            self.mar_recorder.begin_step(scheduler_output.aux_output_connector_metadata)
+        return execute(self, scheduler_output, *args, **kwargs)
+
+    @functools.wraps(sample)
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.execute_model_state is None or not hasattr(self, "mar_recorder"):
+            return sample(self, *args, **kwargs)
+        batch, count = self.input_batch, self.input_batch.num_reqs
+        step = SimpleNamespace(
+            req_ids=list(batch.req_ids),
+            query_start_loc_np=self.query_start_loc.np[: count + 1].copy(),
+            num_computed_tokens_np=batch.num_computed_tokens_cpu[:count].copy(),
+        )
+        pending = self.mar_recorder.prepare_output(step)
+        output = sample(self, *args, **kwargs)
+        if pending is not None:  # the first of tensor-parallel workers
+            tokens = [output.sampled_token_ids[output.req_id_to_index[one]] for one in step.req_ids]
+            sampled = np.array([len(each) for each in tokens])
+            pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
+            output.aux_output_connector_output = pending.process_output()
+        return output
+
+    VllmConfig._verify_aux_output_compatibility = lambda self: None
+    CPUModelRunner.initialize_kv_cache = initialize_kv_cache
+    CPUModelRunner.execute_model = execute_model
+    CPUModelRunner.sample_tokens = sample_tokens

@@ -1,0 +1,155 @@
+"""Hooks in vLLM's engine core, and the call that loads new weights there.
+
+    engine's actor --load_between_steps--> engine core --load_weight_bucket--> workers (receive.py)
+
+Invariants:
+- no step of the model runs from the first bucket of an update to its last;
+- a request that begins after an update shares no keys and values of earlier weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from megatron_async_rl.rollout.vllm.loaded import digests_of
+from megatron_async_rl.watchdog import watch
+
+LOAD = "mar_load_bucket"
+"""Name under which vLLM's engine process knows `_load_bucket`."""
+
+
+async def load_between_steps(
+    llm: Any,
+    bucket: dict[str, Any],
+    version: int,
+    *,
+    first: bool,
+    last: bool,
+    clear_cache: bool,
+    resume_if: Mapping[str, str] | None,
+) -> dict[str, str]:
+    """Loads one bucket of an update to `version`, which `first` opens and `last` closes. Sampling
+    stops before the first; after the last the weights are numbered, and sampling continues if their
+    digests equal `resume_if` (None: it does not). All this is one call into vLLM's engine process:
+    several would each wait for their turn there while nothing is sampled.
+
+    Returns, with the last bucket, name -> digest of every tensor of the update as loaded.
+    """
+    digests: dict[str, str] = await llm.engine_core.call_utility_async(
+        LOAD, bucket, version, first, last, clear_cache, resume_if
+    )
+    return digests
+
+
+def take_loads_between_steps() -> None:
+    """Let vLLM's engine process accept the calls of `load_between_steps`. Idempotent."""
+    from vllm.v1.engine.core import EngineCore
+
+    setattr(EngineCore, LOAD, _load_bucket)
+
+
+def _load_bucket(
+    core: Any,
+    bucket: dict[str, Any],
+    version: int,
+    first: bool,
+    last: bool,
+    clear_cache: bool,
+    resume_if: Mapping[str, str] | None,
+) -> dict[str, str] | Future[dict[str, str]]:
+    """`load_between_steps`, in vLLM's engine process."""
+
+    def load() -> dict[str, str]:
+        answers = core.collective_rpc("load_weight_bucket", None, (bucket, version, first, last))
+        digests = digests_of(answers)
+        if last:
+            core.set_weight_version(str(version))
+            for request in core.scheduler.requests.values():
+                _salt(request, str(version))
+            if digests == resume_if:
+                core.resume_scheduler()
+        return digests
+
+    paused = core.pause_scheduler("keep", clear_cache) if first else None
+    if paused is None:
+        return load()
+
+    # A step is still running.
+    loaded: Future[dict[str, str]] = Future()
+
+    def on_pause(_: Any) -> None:
+        from vllm.v1.engine import EngineCoreRequestType
+
+        try:
+            paused.result()
+            loaded.set_result(load())
+        except Exception as error:  # noqa: BLE001 - vLLM hands it to the caller
+            loaded.set_exception(error)
+        # The engine would next wait for a request: it is to look for work first.
+        core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+    paused.add_done_callback(on_pause)
+    return loaded
+
+
+def cache_by_version() -> None:
+    """Salt the prefix cache of vLLM's engine process with the weight version, so that requests
+    share keys and values only if the same weights computed them. Idempotent."""
+    from vllm.v1.engine.core import EngineCore
+
+    preprocess, add = EngineCore.preprocess_add_request, EngineCore.add_request
+    if hasattr(add, "__wrapped__"):
+        return
+
+    @functools.wraps(preprocess)
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        request.cache_salt = self.get_weight_version()  # before it is hashed, in another thread
+        return preprocess(self, request)
+
+    @functools.wraps(add)
+    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        _salt(request, self.get_weight_version())  # there may be others meanwhile
+        return add(self, request, *args, **kwargs)
+
+    EngineCore.preprocess_add_request = preprocess_add_request
+    EngineCore.add_request = add_request
+
+
+def _salt(request: Any, version: str) -> None:
+    """One that has begun keeps its own: its keys and values are, in part, of those weights."""
+    begun = request.num_computed_tokens or request.num_preemptions
+    if not begun and request.cache_salt != version:
+        request.cache_salt = version
+        request.block_hashes.clear()
+        request.update_block_hashes()
+
+
+def show_progress() -> None:
+    """Report the tokens of every step to the watchdog as progress, and the scheduler's queues as a
+    fact. Idempotent.
+
+    vLLM returns a response when it is complete, which may take longer than the watchdog waits. Its
+    scheduler sees every token."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    update = Scheduler.update_from_output
+    if hasattr(update, "__wrapped__"):
+        return
+
+    @functools.wraps(update)
+    def update_from_output(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = update(self, scheduler_output, *args, **kwargs)
+        if scheduler_output.total_num_scheduled_tokens:
+            watch.progress("tokens", scheduler_output.total_num_scheduled_tokens)
+            watch.fact("scheduler", lambda: describe_scheduler(self))
+        return outputs
+
+    Scheduler.update_from_output = update_from_output
+
+
+def describe_scheduler(scheduler: Any) -> str:
+    running, waiting = scheduler.get_request_counts()
+    return f"{running} running, {waiting} waiting, {scheduler._pause_state.name.lower()}"

@@ -1,0 +1,212 @@
+"""The engine's end of a weight update: runs inside vLLM's worker processes.
+
+Invariants:
+- versions only grow; an update to a version that is not newer is refused before a weight is
+  touched;
+- digests are of what the loaders wrote, not of what was sent (`loaded.py`);
+- a bucket that does not last is read when the call that brings it returns;
+- an update ends only when every parameter of the model was loaded in it. A fused parameter (qkv,
+  gate_up) counts as loaded when each of its parts came;
+- what the kernels made of the old weights is made anew (`reload.py`).
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from megatron_async_rl.rollout.vllm.cpu_worker import complete_cpu_worker
+from megatron_async_rl.rollout.vllm.loaded import Loaded, LoadWatch
+from megatron_async_rl.rollout.vllm.reload import loaded_parameters, reload_of
+from megatron_async_rl.weights.collective import Receiver
+from megatron_async_rl.weights.manifest import BucketRef, TensorEntry
+from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
+from megatron_async_rl.weights.transport import TransportReader, carrier
+
+
+@dataclass
+class FirstVersion(WeightTransferInitInfo):
+    """`version` of the weights the engine was started with; `transport`: the carrier's name."""
+
+    version: int
+    transport: str
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """`BucketRef.as_plain`."""
+
+    path: str
+    size: int
+    nbytes: int
+    entries: list[dict[str, Any]]
+
+    def ref(self) -> BucketRef:
+        entries = tuple(
+            TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in self.entries
+        )
+        return BucketRef(path=self.path, size=self.size, nbytes=self.nbytes, entries=entries)
+
+
+def missing_parameters(
+    parameters: Collection[str],
+    loaded: Collection[str],
+    received: Collection[str],
+    fused: Mapping[str, Sequence[str]],
+) -> list[str]:
+    """The model's `parameters` that an update left out, sorted.
+
+    `loaded`: names that `load_weights` reported; `received`: names of the tensors it was given;
+    `fused`: the model's map from a fused module to its parts (`qkv_proj` -> `q_proj`, `k_proj`,
+    `v_proj`). A missing part is named as the part.
+    """
+    missing = []
+    for parameter in parameters:
+        *scope, module, kind = ["", *parameter.split(".")]
+        if module in fused:
+            parts = [".".join([*scope[1:], part, kind]) for part in fused[module]]
+            missing += [part for part in parts if part not in received]
+        elif parameter not in loaded:
+            missing.append(parameter)
+    return sorted(missing)
+
+
+class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
+    """Loads full tensors under Hugging Face names out of a carrier's buckets."""
+
+    init_info_cls = FirstVersion
+    update_info_cls = BucketInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._parameters = loaded_parameters(self.model)
+        self._watch = LoadWatch()
+        self._reload = reload_of(self.model, self.model_config, self._watch.take)
+        self._loaded: set[str] = set()
+        self._incomplete: list[str] = []
+        self._version = -1
+        self._reader: TransportReader | None = None
+        self.receiver: Receiver | None = None
+        self._paths: set[str] = set()
+        self._paths_before: set[str] = set()
+
+    def init_transfer_engine(self, init_info: FirstVersion) -> None:
+        # Of an engine that was killed: on a machine without the launcher nothing else looks.
+        remove_stale(SHARED_MEMORY)
+        self._version = init_info.version
+        self._reader = carrier(init_info.transport).reader()
+
+    def accept(self, version: int) -> None:
+        """Raises ValueError unless `version` is newer than what the engine holds."""
+        if version <= self._version:
+            raise ValueError(
+                f"weight version {version} was refused: versions only grow, and the engine holds"
+                f" {self._version}"
+            )
+        self._version = version
+
+    def start_weight_update(self) -> None:
+        self._loaded = set()
+        self._paths_before, self._paths = self._paths, set()
+        self._reload.begin()
+        # Those that the reload fills in memory of its own are gone from the model by now.
+        self._watch.begin(self.model.parameters())
+
+    def receive_weights(self, update_info: BucketInfo) -> None:
+        assert self._reader is not None
+        self._paths.add(update_info.path)
+        with self._watch:
+            self._loaded |= self._reload.load(self._offered(update_info.ref()))
+        if not self._reader.lasting and self.device.type == "cuda":
+            # With the answer the bucket's memory is the ranks' again.
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def finish_weight_update(self) -> None:
+        with self._watch:
+            self._incomplete = self._reload.end()
+        assert self._reader is not None
+        # Versions are staged in two slots in turn: the next one comes where the one before was.
+        kept = self._paths | self._paths_before if self._reader.lasting else ()
+        self._reader.keep(kept)
+
+    def require_complete(self) -> None:
+        """Raises RuntimeError when the update that just ended left out a parameter of the model, or
+        part of one."""
+        fused = getattr(self.model, "packed_modules_mapping", {})
+        missing = (
+            missing_parameters(self._parameters, self._loaded, self._watch.names, fused)
+            or self._incomplete
+        )
+        if missing:
+            raise RuntimeError(
+                f"the update to version {self._version} brought {len(self._watch.names)} tensors"
+                f" and left out {len(missing)}:"
+                f" {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}"
+            )
+
+    def shutdown(self) -> None:
+        """Lets go of the sender's buckets, which stay mapped between updates, and of the worker's
+        own."""
+        if self._reader is not None:
+            self._reader.keep(())
+        if self.receiver is not None:
+            self.receiver.close()
+
+    def loaded(self) -> dict[str, Loaded]:
+        """Parts of each tensor that this worker holds after the update that just ended."""
+        return self._watch.loaded()
+
+    def _offered(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
+        assert self._reader is not None
+        copies = self._reload.keeps and not self._reader.lasting
+        for name, view in self._reader.read(ref):
+            if name in self._watch.names:
+                raise ValueError(
+                    f"tensor {name} came twice in the update to version {self._version}"
+                )
+            tensor = view.clone() if copies else view
+            self._watch.offer(name, tensor)
+            yield name, tensor
+
+
+class WeightLoadingWorker:
+    """Mixed into vLLM's worker (`worker_extension_cls`): a whole bucket in one call, with what was
+    loaded as its answer; and, by `collective`, a version to receive before that."""
+
+    def complete_on_cpu(self: Any) -> None:
+        """Once, before anything is sampled."""
+        complete_cpu_worker(self)
+
+    def receive_version(self: Any, update: bytes) -> None:
+        """`update`: a pickled WeightUpdate. Begins to receive it, and returns."""
+        engine = self.weight_transfer_engine
+        if engine.receiver is None:
+            engine.receiver = Receiver(self.rank, self.device)
+        engine.receiver.receive(pickle.loads(update))
+
+    def load_weight_bucket(
+        self: Any, bucket: dict[str, Any], version: int, first: bool, last: bool
+    ) -> dict[str, Loaded]:
+        """`first` and `last` open and close the update. Returns, with the last bucket, what this
+        worker loaded of each tensor, by name."""
+        receiver = self.weight_transfer_engine
+        if first:
+            receiver.accept(version)
+            self.start_weight_update()
+        self.update_weights(bucket)
+        if not last:
+            return {}
+        self.finish_weight_update()
+        receiver.require_complete()
+        loaded: dict[str, Loaded] = receiver.loaded()
+        return loaded

@@ -1,0 +1,398 @@
+"""Reload of an engine's model: in place if every layer is known, else by vLLM's own reload.
+
+`InPlaceReload`: each tensor goes through its parameter's own loader into memory that exists
+already. A kernel that keeps a packed copy of a weight, as vLLM's do on a CPU, gets a new copy as
+soon as the last piece of the weight has come. `LayerwiseReload`: vLLM builds every layer anew and
+copies it over the old one. It knows every layer and quantization, and takes several times as long.
+
+Invariants:
+- after `end` no kernel uses an old weight: a weight that did not come, or came in part, is gone;
+- a parameter that is used directly keeps its memory, so a CUDA graph that captured it stays valid;
+- a layer is packed once all pieces of its weights have come, and never from a part of them;
+- the size of a piece is the number of elements that vLLM's own loader wrote;
+- memory is reused only when no kernel can refer to it: a packed copy is the kernel's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from vllm.config import ModelConfig
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import get_numel_loaded
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+from vllm.platforms import current_platform
+
+log = init_logger(
+    "vllm.megatron_async_rl.reload"
+)  # below vLLM's own, which alone is shown in its processes
+
+
+class Reload(Protocol):
+    """Once for each update: `begin`, `load` for each part of it, `end`. `keeps`: it may hold
+    tensors beyond the `load` that brought them."""
+
+    keeps: bool
+
+    def begin(self) -> None: ...
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Full tensors by their Hugging Face names. Returns the names of the parameters that took
+        one."""
+        ...
+
+    def end(self) -> list[str]:
+        """Returns the weights that are known to be incomplete; with any of these the model cannot
+        run."""
+        ...
+
+
+def reload_of(
+    model: torch.nn.Module, model_config: ModelConfig, take: Callable[[Tensor], None]
+) -> Reload:
+    """Choose how `model` takes new weights: in place if that is known to be right for each of its
+    layers. The log states the choice and the reason. take: called with tensors that are used where
+    they lie, without a copy.
+
+    Raises RuntimeError for a model whose reload by vLLM is known to be wrong.
+    """
+    obstacle = _obstacle(model)
+    if obstacle is None:
+        log.info("new weights are loaded in place")
+        return InPlaceReload(model, take)
+    if current_platform.is_cpu() and any(
+        isinstance(getattr(x, "quant_method", None), FusedMoEMethodBase) for x in model.modules()
+    ):
+        raise RuntimeError(
+            f"vLLM cannot take new weights of this mixture of experts on a CPU: {obstacle}"
+        )
+    log.info("new weights are loaded by vLLM's layer-wise reload: %s", obstacle)
+    return LayerwiseReload(model, model_config)
+
+
+def _obstacle(model: torch.nn.Module) -> str | None:
+    if current_platform.is_zen_cpu() or not (
+        current_platform.is_cpu() or current_platform.is_cuda()
+    ):
+        return (
+            f"its kernels on {current_platform.device_name} may keep a weight that was handed to"
+            " them"
+        )
+    for name, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if "quant_method" in name.split("."):  # judged with its layer
+            continue
+        if is_deferred_attention_layer(layer):
+            known = type(layer) is Attention and method is None
+        elif isinstance(method, QuantizeMethodBase):
+            known = type(method) in (
+                UnquantizedLinearMethod,
+                UnquantizedEmbeddingMethod,
+            ) or are_packed_experts(layer)
+        else:
+            known = not callable(getattr(layer, "process_weights_after_loading", None))
+        if not known:
+            what = f" with {type(method).__name__}" if method is not None else ""
+            return f"{name} is a {type(layer).__name__}{what}"
+    return None
+
+
+class LayerwiseReload:
+    """Only layers that receive a tensor are packed by vLLM; a tied output layer receives none, so
+    it is packed here. vLLM holds the received parts of a layer until the layer is complete."""
+
+    keeps = True
+
+    def __init__(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        self._model = model
+        self._model_config = model_config
+        self._tied = tied_layers(model)
+
+    def begin(self) -> None:
+        initialize_layerwise_reload(self._model)
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
+        loaded: set[str] = self._model.load_weights(tensors)
+        return loaded
+
+    def end(self) -> list[str]:
+        finalize_layerwise_reload(self._model, self._model_config)
+        for layer in self._tied:
+            layer.quant_method.process_weights_after_loading(layer)
+        return []
+
+
+class InPlaceReload:
+    """An embedding that only looks rows up needs no packed copy: it gets one when it is first used
+    as a linear layer."""
+
+    keeps = False
+
+    def __init__(self, model: torch.nn.Module, take: Callable[[Tensor], None]) -> None:
+        self._model = model
+        self._packed: list[PackedLinear | PackedExperts] = []
+        self._heads: list[Any] = []
+        self._lookups: list[Any] = []
+        scratch = Scratch()
+        for name, layer in model.named_modules() if current_platform.is_cpu() else ():
+            if isinstance(layer, ParallelLMHead):
+                self._heads.append(layer)
+            elif isinstance(layer, VocabParallelEmbedding):
+                self._lookups.append(layer)
+            elif are_packed_experts(layer):
+                self._packed.append(PackedExperts(name, layer, take))
+            elif keeps_only_packed(layer):
+                self._packed.append(PackedLinear(name, layer, scratch, take))
+
+    def begin(self) -> None:
+        for layer in self._packed:
+            layer.await_pieces()
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
+        loaded: set[str] = self._model.load_weights(tensors)
+        return loaded
+
+    def end(self) -> list[str]:
+        for layer in self._heads:
+            pack_linear(layer)
+        for layer in self._lookups:
+            pack_when_used(layer)
+        return [
+            weight.name for layer in self._packed for weight in layer.weights if not weight.full
+        ]
+
+
+def loaded_parameters(model: torch.nn.Module) -> frozenset[str]:
+    """Names of the parameters that weights are loaded to; others a quantised layer made of
+    these."""
+    found = set()
+    for name, _ in model.named_parameters():
+        scope, _, own = name.rpartition(".")
+        original = get_layerwise_info(model.get_submodule(scope)).restore_metadata[0]
+        if not original or own in original:
+            found.add(name)
+    return frozenset(found)
+
+
+def tied_layers(model: torch.nn.Module) -> list[Any]:
+    """Layers whose `weight` is also the weight of a layer before them."""
+    owners: set[int] = set()
+    tied = []
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if weight is None or not weight.numel():  # on a CPU, packing leaves an empty weight behind
+            continue
+        if id(weight) in owners:
+            tied.append(layer)
+        owners.add(id(weight))
+    return tied
+
+
+class Scratch:
+    """Memory for weights whose pieces are coming in, kept and reused. Fresh memory costs more than
+    what is copied to it."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        free = self._free.get((shape, dtype))
+        return free.pop() if free else torch.empty(shape, dtype=dtype)
+
+    def give(self, tensor: Tensor) -> None:
+        self._free.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
+
+
+class AwaitedWeight:
+    """A parameter of `layer` as vLLM first made it, in place of what its kernel made of it, while
+    its pieces come in.
+
+    `memory`: where they are put. `take` is called with a tensor that is the whole weight and is
+    used where it lies, `when_full` as soon as all pieces are there.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layer: Any,
+        attribute: str,
+        memory: Callable[[torch.Size, torch.dtype], Tensor],
+        take: Callable[[Tensor], None],
+        when_full: Callable[[], None],
+    ) -> None:
+        self.name = f"{name}.{attribute}"
+        self.full = True
+        self._layer = layer
+        self._attribute = attribute
+        self._memory = memory
+        self._take_as_it_is = take
+        self._when_full = when_full
+        original = get_layerwise_info(layer).restore_metadata[0][attribute]
+        self._shape, self._total = original.shape, original.numel()
+        self._nothing = torch.empty(0, dtype=original.dtype)
+        self.parameter = restore_layer_refs(_like(original, self._nothing), layer)
+        self._loader: Callable[..., Any] = self.parameter.weight_loader
+        self._signature = inspect.signature(self._loader)
+        self.parameter.weight_loader = self._take
+        self._received = 0
+        self._taken: Tensor | None = None
+        self._sizes: dict[Hashable, int] = {}
+        """Elements that a piece brings, by the loader's arguments; found out at its first time."""
+
+    def await_pieces(self) -> None:
+        self.release()
+        self._received = 0
+        self.full = False
+        self._layer.register_parameter(self._attribute, self.parameter)
+
+    def release(self) -> Tensor | None:
+        """Drop the pieces, which have been packed, and return their memory."""
+        self.parameter.data = self._nothing
+        taken, self._taken = self._taken, None
+        return taken
+
+    def _take(self, *args: Any, **named: Any) -> Any:
+        bound = self._signature.bind(*args, **named)
+        bound.apply_defaults()
+        expert = bound.arguments.get("expert_id")
+        if expert is not None and self._layer.expert_map_manager.map_global_to_local(expert) < 0:
+            return self._loader(*bound.args, **bound.kwargs)  # another worker has it
+        if self.full:
+            raise RuntimeError(f"{self.name} received more than its {self._total} elements")
+        _, piece, *part = bound.arguments.values()
+        # A part may have this shape too: over two workers, one matrix is as large as a worker's
+        # halves of two.
+        whole = all(one is None for one in part)
+        if whole and piece.shape == self._shape and piece.dtype == self._nothing.dtype:
+            self._take_as_it_is(piece)
+            self.parameter.data = piece
+            answer, size = None, self._total
+        else:
+            answer, size = self._load(bound, (piece.shape, *part))
+        self._received += size
+        if self._received >= self._total:
+            self.full = True
+            self._when_full()
+        return answer
+
+    def _load(self, bound: inspect.BoundArguments, key: Hashable) -> tuple[Any, int]:
+        if self._taken is None:
+            self._taken = self.parameter.data = self._memory(self._shape, self._nothing.dtype)
+        if key in self._sizes:
+            return self._loader(*bound.args, **bound.kwargs), self._sizes[key]
+        self._sizes[key], answer = get_numel_loaded(self._loader, bound)
+        return answer, self._sizes[key]
+
+
+class PackedLinear:
+    """A linear layer whose kernel holds a packed copy of the weight, the only one."""
+
+    def __init__(
+        self, name: str, layer: Any, scratch: Scratch, take: Callable[[Tensor], None]
+    ) -> None:
+        self._layer = layer
+        self._scratch = scratch
+        self._weight = AwaitedWeight(name, layer, "weight", scratch.take, take, self._pack)
+        self.weights = (self._weight,)
+
+    def await_pieces(self) -> None:
+        self._layer.cpu_linear = None  # its memory is used again
+        self._weight.await_pieces()
+
+    def _pack(self) -> None:
+        pack_linear(self._layer)
+        taken = self._weight.release()
+        if taken is not None:
+            self._scratch.give(taken)
+
+
+class PackedExperts:
+    """The experts of one layer, whose kernel packs both their weights once. vLLM's own reload
+    leaves them unpacked on a CPU, and the kernel then reads them as if they were packed."""
+
+    def __init__(self, name: str, layer: Any, take: Callable[[Tensor], None]) -> None:
+        self._layer = layer
+        self.weights = tuple(
+            AwaitedWeight(name, layer, attribute, _fresh, take, self._pack_if_full)
+            for attribute in ("w13_weight", "w2_weight")
+        )
+
+    def await_pieces(self) -> None:
+        for weight in self.weights:
+            weight.await_pieces()
+
+    def _pack_if_full(self) -> None:
+        if not all(weight.full for weight in self.weights):
+            return
+        method = self._layer.quant_method
+        method.process_weights_after_loading(self._layer)
+        method.moe_kernel.fused_experts.process_weights_after_loading(self._layer)
+        for weight in self.weights:
+            weight.release()
+
+
+def keeps_only_packed(layer: Any) -> bool:
+    if not isinstance(getattr(layer, "quant_method", None), UnquantizedLinearMethod):
+        return False
+    return (
+        not layer.weight.numel()
+        and get_layerwise_info(layer).restore_metadata[0]["weight"].numel() > 0
+    )
+
+
+def are_packed_experts(layer: Any) -> bool:
+    method: Any = getattr(layer, "quant_method", None)
+    if (
+        type(method) is not UnquantizedFusedMoEMethod
+        or method.moe_kernel is None
+        or method.moe.has_bias
+    ):
+        return False
+    return isinstance(method.moe_kernel.fused_experts, CPUUnquantizedExperts)
+
+
+def pack_linear(layer: Any) -> None:
+    layer.cpu_linear = None
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+def pack_when_used(layer: Any) -> None:
+    def packed_now(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        pack_linear(layer)
+        output: Tensor = layer.cpu_linear(inputs, weight, bias)
+        return output
+
+    layer.cpu_linear = packed_now
+
+
+def _fresh(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def _like(original: Tensor, data: Tensor) -> Any:
+    """`data` as a parameter of the class and with the attributes of `original`."""
+    parameter = data.detach()
+    parameter.__class__ = original.__class__
+    parameter.__dict__ = original.__dict__.copy()
+    return parameter
