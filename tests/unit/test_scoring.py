@@ -473,7 +473,7 @@ def test_a_trivial_reward_is_scored_at_once_and_in_no_process() -> None:
 
 ENGINE = """
 import asyncio, sys
-from megatron_async_rl.config.schema import RewardConfig
+from megatron_async_rl.config.rollout import RewardConfig
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.samples import Prompt
 
