@@ -107,10 +107,7 @@ CARRIERS = f"{PACKAGE}/config/weights.py"
 SHARED_STEMS = {"__init__", "registry", "errors"}
 """Names of files that every folder may have."""
 
-SAME_STEMS = {
-    "megatron_async_rl/flow/spec.py",
-    "megatron_async_rl/rollout/spec.py",
-}
+SAME_STEMS: set[str] = set()
 """Files of one name that are still to be renamed."""
 
 LONG_FILES = {

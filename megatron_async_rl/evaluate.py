@@ -28,7 +28,7 @@ from rich.console import Console
 from megatron_async_rl.config.data import DataConfig
 from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.config.load import load
-from megatron_async_rl.config.problem import ConfigError, Problem
+from megatron_async_rl.config.problem import ConfigError, Problem, number_of
 from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.config.sampling import EvalConfig, EvalSet, eval_sets
 from megatron_async_rl.config.schema import Config
@@ -330,7 +330,7 @@ def _sample(job: EvalJob, model: Path, console: Console) -> EvalResult:
     import ray
 
     rollout = job.rollout
-    count = "1 engine" if rollout.engines == 1 else f"{rollout.engines} engines"
+    count = number_of("engine", rollout.engines)
     _report(console, f"starting {count} on the {'GPU' if job.device == 'cuda' else 'CPU'}")
     specs = [
         EngineSpec(

@@ -34,6 +34,13 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}? " if near else ""
 
 
+def number_of(noun: str, count: int, singular: str = "", plural: str = "") -> str:
+    """`count` things, and the form of the verb: `1 rank does`, `2 ranks do`."""
+    ending = "es" if noun.endswith("ch") else "s"
+    text = (noun, singular) if count == 1 else (f"{noun}{ending}", plural)
+    return " ".join((str(count), *filter(None, text)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """`key`: dotted config key, command-line option, or the file in fault. `where`: file:line, or
@@ -67,7 +74,7 @@ class UserError(Exception):
         return cls(source, [Problem(key=key, what=what, fix=fix)])
 
     def __str__(self) -> str:
-        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        count = number_of("problem", len(self.problems))
         lines = [f"{self.source}: {count}"] if self.source else []
         # Later problems are often consequences of the first.
         lines += [str(problem) for problem in self.problems[:SCREEN_PROBLEMS]]

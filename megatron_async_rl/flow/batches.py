@@ -29,12 +29,12 @@ from megatron_async_rl.data import (
     read_training,
     tokenizer_of,
 )
+from megatron_async_rl.flow.colocated import BufferRequest
 from megatron_async_rl.flow.controller import STOP_ENGINES_S, start_controller
-from megatron_async_rl.flow.copies import BufferRequest
+from megatron_async_rl.flow.controller_spec import ControllerSpec, DataState, Handout
 from megatron_async_rl.flow.evaluation import EvalResult, HeldOut, read_held_out
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.lanes import capacity_of
-from megatron_async_rl.flow.spec import ControllerSpec, DataState, Handout
 from megatron_async_rl.rollout.cluster import (
     join_ray,
     object_store_bytes,

@@ -23,8 +23,8 @@ from megatron_async_rl.flow.batches import (
     RolloutBatches,
     open_batches,
 )
+from megatron_async_rl.flow.controller_spec import DataState, Handout
 from megatron_async_rl.flow.evaluation import EvalResult, EvalSchedule, LossResult
-from megatron_async_rl.flow.spec import DataState, Handout
 from megatron_async_rl.flow.staleness import max_lag
 from megatron_async_rl.flow.summary import MetricValue, summarise
 from megatron_async_rl.metrics.log import EvalLog, MetricsLog

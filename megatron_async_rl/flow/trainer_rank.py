@@ -22,8 +22,7 @@ from typing import Any
 from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow import buffer_file
-from megatron_async_rl.flow.colocated import DevicePhases
-from megatron_async_rl.flow.copies import BufferRequest
+from megatron_async_rl.flow.colocated import BufferRequest, DevicePhases
 from megatron_async_rl.flow.evaluation import EvalSchedule, LossResult
 from megatron_async_rl.flow.rank0 import OtherRank, Rank0
 from megatron_async_rl.policy.checkpoint_folder import CONFIG_FILE, DATA_FILE, RECORD_FILE
@@ -33,8 +32,7 @@ from megatron_async_rl.rollout.cluster import gpu_of_rank
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.weights.cuda_ipc import IpcBuckets
-from megatron_async_rl.weights.export import WeightExporter
-from megatron_async_rl.weights.shards import WeightShards
+from megatron_async_rl.weights.export import WeightExporter, WeightShards
 from megatron_async_rl.weights.staging import Staging, staging_of
 
 MeanLoss = Callable[[Callable[[], TrainBatch | None]], tuple[float, int]]

@@ -394,11 +394,18 @@ class PeerNodes:
         """Call `act(store)` until it returns True, for at most `within_s`. Return its result."""
         deadline = time.monotonic() + within_s
         with watch.doing("wait", "the other nodes to read from the store", within_s):
-            while not (done := bool(self._call(act))) and time.monotonic() < deadline:
+            while True:
+                # A silent server must not hold a node for longer than `within_s`.
+                left_s = max(POLL_S, deadline - time.monotonic())
+                if self._call(act, min(CALL_S, left_s)):
+                    return True
+                if time.monotonic() > deadline:
+                    return False
                 time.sleep(POLL_S)
-        return done
 
-    def _call[Result](self, act: Callable[[Any], Result]) -> Result | None:
+    def _call[Result](
+        self, act: Callable[[Any], Result], limit_s: float | None = None
+    ) -> Result | None:
         """Return `act(store)`, or None while node 0 is out of reach."""
         outcome: Future[Result] = Future()
 
@@ -411,7 +418,7 @@ class PeerNodes:
         # torch's client would wait forever for a server that stays silent; its thread may.
         threading.Thread(target=run, name="store", daemon=True).start()
         try:
-            result = outcome.result(CALL_S)
+            result = outcome.result(CALL_S if limit_s is None else limit_s)
         except (RuntimeError, OSError, ValueError) as error:  # torch raises RuntimeErrors
             self._unreached = str(error) or f"no answer within {CALL_S:g} s"
             if self._nodes.rank > 0:

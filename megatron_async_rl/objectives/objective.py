@@ -41,6 +41,7 @@ from torch import Tensor
 
 from megatron_async_rl.config.losses import Aggregation
 from megatron_async_rl.config.objective import ObjectiveConfig
+from megatron_async_rl.config.settings_model import method_of
 from megatron_async_rl.objectives.batch import (
     PER_SEQUENCE,
     BatchDecision,
@@ -49,13 +50,17 @@ from megatron_async_rl.objectives.batch import (
     TokenLoss,
     on_device,
 )
-from megatron_async_rl.objectives.method import TokenColumn
+from megatron_async_rl.objectives.method import (
+    AdvantageMethod,
+    CorrectionMethod,
+    LossMethod,
+    TokenColumn,
+)
 from megatron_async_rl.objectives.off_policy import (
     columns_for_proximal,
     proximal_logp,
     proximal_metrics,
 )
-from megatron_async_rl.objectives.registry import advantage_method, correction_method, loss_method
 from megatron_async_rl.objectives.terms import (
     kl_penalty,
     shaped_rewards,
@@ -308,13 +313,13 @@ class BatchLoss:
 
 
 class Objective:
-    """Raises UnknownName on construction for a method that no registry line has."""
-
     def __init__(self, config: ObjectiveConfig) -> None:
         self.config = config
-        self._advantage = advantage_method(config.advantage.name)
-        self._loss = loss_method(config.loss.name)
-        self._corrections = [(correction_method(c.name), c) for c in config.corrections]
+        self._advantage: AdvantageMethod = method_of(config.advantage)
+        self._loss: LossMethod = method_of(config.loss)
+        self._corrections: list[tuple[CorrectionMethod, Any]] = [
+            (method_of(one), one) for one in config.corrections
+        ]
         # Denominators of kept tokens need every correction of the whole batch.
         self._correct_whole = config.renormalize or any(
             method.whole(c) for method, c in self._corrections

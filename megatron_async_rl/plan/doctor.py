@@ -27,13 +27,12 @@ from rich.text import Text
 from megatron_async_rl.config.policy import RECIPES, lacking, version_of
 from megatron_async_rl.config.problem import shipped
 from megatron_async_rl.plan.machine import GIB, Machine, size, this_machine
+from megatron_async_rl.policy.families import FAMILIES
 from megatron_async_rl.policy.supported import (
     APEX_WEIGHT_GRADIENTS,
     EXPECTED,
-    FAMILIES,
     PINNED,
     REFUSED,
-    Family,
     engine_obstacle,
 )
 from megatron_async_rl.rollout.isolation.sandbox import SandboxError, run
@@ -474,7 +473,8 @@ def show_families(console: Console) -> None:
     )
     for family in FAMILIES.values():
         if family.only:
-            bound.add_row(family.model_type, _bound(family))
+            only = "; ".join(_text(key, text) for key, (_, text) in family.only.items())
+            bound.add_row(family.model_type, only)
     console.print(bound)
 
     refused = _table("refused", "why")
@@ -488,10 +488,6 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
-
-
-def _bound(family: Family) -> str:
-    return "; ".join(_text(key, text) for key, (_, text) in family.only.items())
 
 
 def _text(key: str, text: str) -> str:

@@ -28,6 +28,7 @@ from statistics import median
 from megatron_async_rl.config.advantages import OpobAdvantage, OtbAdvantage
 from megatron_async_rl.config.corrections import IcepopCorrection, OpsmCorrection, TisCorrection
 from megatron_async_rl.config.flow import ExactLag
+from megatron_async_rl.config.problem import number_of
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.metrics.log import MetricRow, number
 from megatron_async_rl.plan.layer_memory import engine_bytes, fp8_layers
@@ -124,9 +125,9 @@ class Overlap:
         balanced = self.balanced_engines
         if balanced is not None:
             have = "as here" if balanced == self.engines else f"instead of {self.engines}"
-            engines = "1 engine" if balanced == 1 else f"{balanced} engines"
             lines.append(
-                f"balance        {engines}, {have}, sample a batch while the policy trains on one"
+                f"balance        {number_of('engine', balanced)}, {have}, sample a batch"
+                " while the policy trains on one"
             )
         return "\n".join(lines)
 

@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_async_rl.config.problem import number_of
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.model_files import ModelShape
@@ -138,10 +139,10 @@ def _engine_place(config: Config, device: Device, engine: int, ranks: int, machi
     workers = config.rollout.workers
     if engines_elsewhere(config, machine):
         what = "GPU" if device == "cuda" else "thread"
-        place = f"{workers} {what}{'s' if workers > 1 else ''} of any machine"
+        place = f"{number_of(what, workers)} of any machine"
         return f"{place} with as many free" if device == "cuda" else place
     if device == "cpu":
-        return "1 thread" if workers == 1 else f"{workers} threads"
+        return number_of("thread", workers)
     # Colocated engines share the ranks' GPUs; others follow after them.
     first = engine * workers + (0 if config.rollout.placement == "colocated" else ranks)
     return f"GPU {first}" if workers == 1 else f"GPU {first}-{first + workers - 1}"
@@ -184,13 +185,6 @@ def counted(noun: str, first: int, count: int) -> str:
     # GPU 0-3 reads better than GPUs 0-3 in a table.
     plural = noun if noun == "GPU" else f"{noun}s"
     return f"{plural} {first}-{first + count - 1}"
-
-
-def number_of(noun: str, count: int, singular: str = "", plural: str = "") -> str:
-    """`count` things, and the form of the verb: `1 rank does`, `2 ranks do`."""
-    ending = "es" if noun.endswith("ch") else "s"
-    text = (noun, singular) if count == 1 else (f"{noun}{ending}", plural)
-    return " ".join((str(count), *filter(None, text)))
 
 
 def engine_room(config: Config, gpus: int) -> int:

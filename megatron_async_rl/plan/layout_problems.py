@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_async_rl.config.engine_options import cpu_head_sizes
 from megatron_async_rl.config.policy import ATTENTION, MLP, lacking, needed
-from megatron_async_rl.config.problem import Problem
+from megatron_async_rl.config.problem import Problem, number_of
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.weights import DEFAULT_CARRIER, carriers
 from megatron_async_rl.plan.layer_memory import product_sizes, sides
@@ -21,7 +21,6 @@ from megatron_async_rl.plan.layout import (
     engine_room,
     engines_elsewhere,
     gpus_wanted,
-    number_of,
 )
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.model_files import ModelShape

@@ -20,7 +20,14 @@ from pathlib import Path
 
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.losses import LONG_RESPONSE
-from megatron_async_rl.config.problem import ConfigError, DataError, Problem, UserError, shipped
+from megatron_async_rl.config.problem import (
+    ConfigError,
+    DataError,
+    Problem,
+    UserError,
+    number_of,
+    shipped,
+)
 from megatron_async_rl.config.rollout import AGENTS, TOOLS
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import YamlFault, parse_value
@@ -218,7 +225,7 @@ def _not_asynchronous(answers: InitAnswers, layout: InitLayout) -> list[str]:
 
 
 def _why_colocated(answers: InitAnswers) -> str:
-    which = "1 GPU" if answers.gpus == 1 else f"{answers.gpus} GPUs"
+    which = number_of("GPU", answers.gpus)
     return (
         f"only a colocated layout fits {which} of {answers.gpu_memory_gib:g} GiB, in which the"
         " engines sleep while the policy trains"

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async_rl.config.flow import ExactLag, OldestFirst, Replay, Windowed
+from megatron_async_rl.config.problem import number_of
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import YamlFault, read_tree
 from megatron_async_rl.flow.staleness import admitted_limit, max_lag
 from megatron_async_rl.plan.estimate import MeasuredRates, Overlap, run_ahead
-from megatron_async_rl.plan.layout import number_of
 
 
 def staleness_law(config: Config) -> str:

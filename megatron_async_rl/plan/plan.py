@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_async_rl.config.problem import Problem, UserError
+from megatron_async_rl.config.problem import Problem, UserError, number_of
 from megatron_async_rl.config.rollout_rules import length_warnings, sampling_warnings
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.weights import DEFAULT_CARRIER
@@ -29,7 +29,6 @@ from megatron_async_rl.plan.layout import (
     device_of,
     engines_elsewhere,
     layers_of,
-    number_of,
     processes,
     spread_notes,
 )

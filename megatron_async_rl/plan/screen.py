@@ -12,13 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_async_rl.config.problem import SCREEN_PROBLEMS
+from megatron_async_rl.config.problem import SCREEN_PROBLEMS, number_of
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import write
 from megatron_async_rl.metrics.log import read_newest
 from megatron_async_rl.plan.estimate import measure, update_per_lr
 from megatron_async_rl.plan.fit import lent_bytes, shared_memory, shm_size, twin_bytes
-from megatron_async_rl.plan.layout import number_of
 from megatron_async_rl.plan.machine import Machine, size
 from megatron_async_rl.plan.memory import (
     OverheadParts,

@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_async_rl.config.problem import Problem
+from megatron_async_rl.config.problem import Problem, number_of
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.layer_memory import value_bytes
-from megatron_async_rl.plan.layout import Device, gpus_used, number_of
+from megatron_async_rl.plan.layout import Device, gpus_used
 from megatron_async_rl.plan.machine import GIB, MIB, Machine, size
 from megatron_async_rl.plan.memory import saved_bytes, trained_parameters
 from megatron_async_rl.plan.model_files import ModelShape

@@ -35,6 +35,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -403,3 +404,14 @@ def core_attention(
     supported = HAVE_TE and device_type == "cuda" and dtype == torch.bfloat16
     wanted = not windowed if context_parallel else packed
     return TransformerEngineAttention if supported and wanted else CoreAttention
+
+
+class LocalOrGlobalAttention(SelfAttention):
+    """Attention that rotates queries and keys as its layer does: `rotary_pos_emb` has the angles of
+    layers without a window and of those with one, [length, 1, 1, 2 * head], as
+    Gemma 3's `set_rotation` mixes them."""
+
+    def forward(self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:
+        parts = rotary_pos_emb.chunk(4, -1)
+        own = parts[window_of(self.config, self.layer_number) is not None :: 2]
+        return super().forward(*args, rotary_pos_emb=torch.cat(own, -1), **kwargs)

@@ -3,7 +3,8 @@ our overrides.
 
 mbridge assumes Transformer Engine layers and transformers 4. The overrides here take the layers of
 either family (layers.py) with our attention, rotary frequencies from transformers (5), and pad the
-vocabulary to the tensor-parallel size. families.py has what differs between model families.
+vocabulary to the tensor-parallel size. Each file of families/ has
+what differs between model families.
 
 Invariants:
 - padded vocabulary rows are zero and known (`vocab_size` against `padded_vocab_size`);

@@ -30,8 +30,7 @@ from megatron_async_rl.config.controls import ControlConfig
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.policy import PolicyConfig
 from megatron_async_rl.config.schema import ModelConfig
-from megatron_async_rl.controls.decision import Control
-from megatron_async_rl.controls.registry import build_controls
+from megatron_async_rl.controls.decision import Control, build_controls
 from megatron_async_rl.objectives.batch import TokenBatch
 from megatron_async_rl.objectives.objective import Objective, valid_samples
 from megatron_async_rl.policy import checkpoint

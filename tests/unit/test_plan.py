@@ -25,13 +25,13 @@ from typer.testing import CliRunner
 from megatron_async_rl import cli
 from megatron_async_rl.config.engine_options import cpu_head_sizes
 from megatron_async_rl.config.load import dump, load
-from megatron_async_rl.config.problem import ConfigError
+from megatron_async_rl.config.problem import ConfigError, number_of
 from megatron_async_rl.flow.colocated import PHASES
 from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.plan import totals
 from megatron_async_rl.plan.fit import lent_bytes, twin_bytes
 from megatron_async_rl.plan.layer_memory import stores_scores
-from megatron_async_rl.plan.layout import number_of, rank_coordinates, rank_environment
+from megatron_async_rl.plan.layout import rank_coordinates, rank_environment
 from megatron_async_rl.plan.machine import CHIPS, GIB, MIB, Gpu, Machine, described_machine, size
 from megatron_async_rl.plan.memory import (
     TARGET_BYTES,
@@ -47,7 +47,7 @@ from megatron_async_rl.plan.pace import staleness_law
 from megatron_async_rl.plan.plan import RunPlan
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.screen import show_plan
-from megatron_async_rl.policy.supported import FAMILIES
+from megatron_async_rl.policy.families import FAMILIES
 from megatron_async_rl.rollout.cluster import object_store_bytes
 from tests.cases import looped
 from tests.forked import python

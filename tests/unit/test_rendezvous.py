@@ -184,7 +184,10 @@ def test_node_0_names_the_nodes_that_did_not_come(launchers: Launchers) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_state_of_a_killed_launcher_deceives_nobody(launchers: Launchers, rank: int) -> None:
+def test_the_state_of_a_killed_launcher_deceives_nobody(
+    launchers: Launchers, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    monkeypatch.setattr(rendezvous, "REACH_S", 0.05)
     write_state(launchers.folder, f"launcher {1 - rank}", start="old", unreached="it does not")
     error = error_of(launchers.start(rank, timeout_s=0.3))
     assert f"node {1 - rank}" in error
@@ -247,6 +250,10 @@ def test_a_node_that_does_not_reach_the_endpoint_reports_it_in_the_directory(
             assert "MASTER_ADDR" in shown
             facts = watch.state()["facts"]
             assert facts == {"start": "this", "unreached": shown}
+        monkeypatch.setattr(rendezvous, "CALL_S", PATIENT_S)
+        began = time.monotonic()
+        launchers.peers(1, port=port).refuse(WHY, within_s=0.1)
+        assert time.monotonic() - began < PATIENT_S / 2, "a silent server holds no node"
     beating.set()
     beats.result(PATIENT_S)
 
