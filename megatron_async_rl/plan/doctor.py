@@ -417,15 +417,12 @@ def _machine(machine: Machine) -> list[Finding]:
 def _sandbox() -> Finding:
     """Report whether the `code` reward can run programs in kernel namespaces."""
     brings = "the `code` reward runs unreviewed programs"
-    if shutil.which("bwrap") is None:
-        advice = f"{brings}, and needs bubblewrap"
-        fix = "sudo apt-get install bubblewrap"
-        return Finding("sandbox", "note", "no bubblewrap", advice, fix)
     try:
         run("pass")
     except SandboxError as error:
         advice = f"{brings}, and needs namespaces: {error}"
-        return Finding("sandbox", "note", "refused", advice, _allow_namespaces())
+        fix = _allow_namespaces() if shutil.which("bwrap") else "sudo apt-get install bubblewrap"
+        return Finding("sandbox", "note", "refused", advice, fix)
     except OSError as error:
         return Finding("sandbox", "note", "not tried", str(error))
     return Finding("sandbox", "ok", "bubblewrap", brings)

@@ -5,8 +5,10 @@ import asyncio
 import io
 import itertools
 import json
+import os
 import shlex
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -24,6 +26,7 @@ from megatron_async_rl.config.rules import validated
 from megatron_async_rl.data.prompts import MixturePart, PromptSet
 from megatron_async_rl.plan.trials import _tasks
 from megatron_async_rl.rollout.environments import (
+    BUILT_IN,
     EnvironmentRefused,
     Step,
     checked_content,
@@ -37,6 +40,7 @@ from megatron_async_rl.rollout.environments.chat import EpisodeMessages, PlainTe
 from megatron_async_rl.rollout.environments.episode import Episodes, failures
 from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
 from megatron_async_rl.rollout.environments.transcript import Transcript, Turn, TurnRequest
+from megatron_async_rl.rollout.isolation import child
 from megatron_async_rl.rollout.isolation.supervisor import UserCodeStartError
 from megatron_async_rl.rollout.vllm.tool_parser import ToolParser
 from megatron_async_rl.samples import Prompt
@@ -224,6 +228,43 @@ def test_a_process_serves_one_sample_after_the_other(played: Played) -> None:
 
     played.pool.settings = settings_of()
     assert len(played.runner.run(run())) == 1
+
+
+def test_a_process_that_ended_between_two_samples_is_replaced(played: Played) -> None:
+    async def run() -> tuple[bool, str]:
+        environment = await played.pool.open()
+        first = environment._process
+        await environment.close()
+        os.kill(first.pid, signal.SIGKILL)
+        while not first.killed:
+            await asyncio.sleep(0.01)
+        other = await played.pool.open()
+        opening = await other.reset(prompt_of(opening="w5"))
+        await other.close()
+        return other._process is not first, str(opening)
+
+    played.pool.settings = settings_of()
+    assert played.runner.run(run()) == (True, "w5")
+
+
+def test_a_process_that_cannot_be_forked_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", refused)
+    local, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with local, remote:
+        server = child._ForkingServer(remote, lambda: child.LoadedCode(print), None)
+        server._start(7, os.dup(local.fileno()))
+        report = json.loads(local.recv(child.LONGEST_ORDER))
+    how = "could not be started: [Errno 11] Resource temporarily unavailable"
+    assert report == {"ended": 7, "how": how}
+
+
+def test_each_file_of_the_folder_is_a_built_in_environment() -> None:
+    assert list(BUILT_IN) == ["agent", "openenv", "tools", "verifiers"]
+    with pytest.raises(EnvironmentRefused, match="did you mean 'openenv'"):
+        load_factory(settings_of(name="openenvs"))
 
 
 def test_nothing_of_a_conversation_that_is_cancelled_is_left(played: Played) -> None:

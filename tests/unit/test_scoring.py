@@ -124,6 +124,8 @@ async def meet(prompt, response, *, parties=0):
         await asyncio.sleep(600)
     if response == "die":
         os._exit(3)
+    if response == "cancel":
+        raise asyncio.CancelledError
     WAITING.append(asyncio.Event())
     if len(WAITING) >= parties:
         for event in WAITING:
@@ -473,7 +475,7 @@ def test_a_trivial_reward_is_scored_at_once_and_in_no_process() -> None:
 
 ENGINE = """
 import asyncio, sys
-from megatron_async_rl.config.schema import RewardConfig
+from megatron_async_rl.config.rollout import RewardConfig
 from megatron_async_rl.rollout.scoring import Scorer
 from megatron_async_rl.samples import Prompt
 
@@ -624,6 +626,7 @@ def test_calls_of_an_async_reward_are_under_way_together(module: str) -> None:
     ("response", "error"),
     [
         ("die", "the reward's process ended with code 3; see the engine's log"),
+        ("cancel", "CancelledError"),
         ("hang", "no reward within rollout.reward.timeout_s: 1"),
         ("block", "no reward within rollout.reward.timeout_s: 1"),
     ],
