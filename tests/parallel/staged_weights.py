@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_async_rl.policy.parallel import Layout
-from megatron_async_rl.weights import shards
+from megatron_async_rl.weights import export
 from megatron_async_rl.weights.cuda_ipc import CudaIpc, IpcBuckets
 from megatron_async_rl.weights.digest import tensor_digest
 from megatron_async_rl.weights.export import WeightExporter, WeightShards
@@ -43,12 +43,12 @@ class Staged:
         layout: Layout,
         *,
         max_bytes: int = 5000,
-        small: int = shards.SMALL_BYTES,
+        small: int = export.SMALL_BYTES,
         reached: list[bool] | None = None,
     ) -> None:
         self.layout = layout
         self.staging = Staging(SharedMemory(), layout)
-        with mock.patch.object(shards, "SMALL_BYTES", small):
+        with mock.patch.object(export, "SMALL_BYTES", small):
             self.shards = WeightShards(exporter, reached or self.staging.reached, max_bytes)
         self.version = 0
 
