@@ -16,7 +16,7 @@ ENV DEBIAN_FRONTEND=noninteractive PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CH
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends \
-       build-essential ca-certificates cmake git ibverbs-providers libibverbs1 libnuma1 librdmacm1 make ninja-build \
+       bubblewrap build-essential ca-certificates cmake git ibverbs-providers libibverbs1 libnuma1 librdmacm1 make ninja-build \
        python3.12 python3.12-dev python3.12-venv \
     && rm -rf /var/lib/apt/lists/*
 

@@ -232,7 +232,7 @@ def main() -> None:
         f"({2 * gradient_bytes / copy_s / 2**30:.1f} GiB/s), {torch.get_num_threads()} thread(s)"
     )
 
-    from megatron_async_rl.controls.registry import build_controls
+    from megatron_async_rl.controls.decision import build_controls
 
     for _ in range(3):
         timed_step({})

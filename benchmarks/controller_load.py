@@ -34,8 +34,8 @@ import numpy as np
 from megatron_async_rl.config.flow import FlowConfig
 from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.flow.controller import Controller
+from megatron_async_rl.flow.controller_spec import ControllerSpec
 from megatron_async_rl.flow.fleet import FleetSettings
-from megatron_async_rl.flow.spec import ControllerSpec
 from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.samples.columns import batch_of
 from megatron_async_rl.samples.rows import EngineReport

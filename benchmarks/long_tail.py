@@ -184,8 +184,8 @@ async def parts(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
     from megatron_async_rl.data.prompts import read_prompts
     from megatron_async_rl.data.tokenizer import load_tokenizer
     from megatron_async_rl.flow.controller import Controller
+    from megatron_async_rl.flow.controller_spec import ControllerSpec
     from megatron_async_rl.flow.fleet import FleetSettings
-    from megatron_async_rl.flow.spec import ControllerSpec
     from megatron_async_rl.samples.segments import load, read_entries
     from megatron_async_rl.weights.manifest import Manifest
 

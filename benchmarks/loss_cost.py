@@ -19,11 +19,11 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from megatron_async_rl.config.losses import LossSettings
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.objectives.aggregate import Denominators
+from megatron_async_rl.config.settings_model import built_in_names
 from megatron_async_rl.objectives.batch import TokenBatch
-from megatron_async_rl.objectives.objective import Objective
-from megatron_async_rl.objectives.registry import LOSSES
+from megatron_async_rl.objectives.objective import Denominators, Objective
 from megatron_async_rl.policy.logprobs import vocab_parallel_logprobs
 
 
@@ -56,7 +56,7 @@ def make_batch(tokens: int, sequences: int) -> TokenBatch:
 def objectives() -> dict[str, Objective]:
     """Every registered loss in the first form that the config accepts."""
     found = {}
-    for name in LOSSES:
+    for name in sorted(built_in_names(LossSettings)):
         for more in (
             {},
             {"advantage": "none"},

@@ -100,7 +100,7 @@ def policy(directory: Path, dtype: str) -> tuple[Any, Any]:
 
 
 def shards_of(exporter: Any, bucket_bytes: int = BUCKET_BYTES) -> Any:
-    from megatron_async_rl.weights.shards import WeightShards
+    from megatron_async_rl.weights.export import WeightShards
 
     return WeightShards(exporter, [True], bucket_bytes)
 

@@ -50,8 +50,7 @@ def rank(model: Path, dtype: str, settings: dict[str, Any], rounds: int) -> None
     from megatron_async_rl.policy.model import build_model
     from megatron_async_rl.policy.parallel import initialise
     from megatron_async_rl.weights.digest import partial_digest
-    from megatron_async_rl.weights.export import WeightExporter
-    from megatron_async_rl.weights.shards import WeightShards
+    from megatron_async_rl.weights.export import WeightExporter, WeightShards
     from megatron_async_rl.weights.shared_memory import SharedMemory
     from megatron_async_rl.weights.staging import Staging
 

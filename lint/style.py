@@ -9,6 +9,8 @@ Rules:
   MAX_TYPE_IMPORTS imports of types alone;
 - only config/rules.py makes a Config, so that no configuration passes unchecked;
 - only rollout/vllm/ imports vLLM, so that another version of vLLM concerns one folder;
+- only the table of carriers and a carrier's own file have its name as a string: all other code
+  tests for capabilities;
 - Markdown has at most MAX_COLUMNS columns, except for tables, code and links.
 
 The lists of exceptions only shrink: an entry without a violation is an error, too.
@@ -99,21 +101,18 @@ MAKES_CONFIG = re.compile(r"(?<![\w.])(?<!class )Config(\.model_(validate|constr
 CHECKS_CONFIG = f"{PACKAGE}/config/rules.py"
 
 VLLM_FOLDER = f"{PACKAGE}/rollout/vllm/"
+CARRIERS = f"{PACKAGE}/config/weights.py"
+"""Table of the carriers of weights: name -> capabilities."""
 
 SHARED_STEMS = {"__init__", "registry", "errors"}
 """Names of files that every folder may have."""
 
-SAME_STEMS = {
-    "megatron_async_rl/flow/spec.py",
-    "megatron_async_rl/rollout/spec.py",
-}
+SAME_STEMS: set[str] = set()
 """Files of one name that are still to be renamed."""
 
 LONG_FILES = {
     "megatron_async_rl/flow/controller.py",
     "megatron_async_rl/flow/sample_log.py",
-    "megatron_async_rl/rollout/environments/built_in.py",
-    "megatron_async_rl/rollout/rewards/formula_parser.py",
 }
 """Files that are still to be split."""
 
@@ -344,6 +343,25 @@ def vllm_imports(tree: ast.Module) -> Iterator[int]:
             yield statement.lineno
 
 
+def carrier_names(tree: ast.Module) -> set[str]:
+    """Keys of the table CARRIERS."""
+    for statement in tree.body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id="CARRIERS")], value=ast.Dict(keys=keys)):
+                return {key.value for key in keys if isinstance(key, ast.Constant)}
+    raise ValueError(f"{CARRIERS} has no table CARRIERS")
+
+
+def named_carriers(path: str, tree: ast.Module, carriers: set[str]) -> Iterator[tuple[int, str]]:
+    """Line and message of each string that is the name of a carrier other than the file's own."""
+    if path == CARRIERS:
+        return
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str() as name) if name in carriers - {Path(path).stem}:
+                yield node.lineno, f"{name!r}: test for a capability of {CARRIERS}"
+
+
 def exceptions(found: set[str], allowed: set[str], what: str) -> Iterator[str]:
     """A message for each violation that is not in the list, and for each entry without one."""
     for path in sorted(found - allowed):
@@ -386,6 +404,13 @@ def check(root: Path = ROOT) -> list[str]:
                     ]
                 if lines_without_tables(source, tree) > MAX_LINES:
                     long_files.add(path)
+    if CARRIERS in trees:
+        names_of_carriers = carrier_names(trees[CARRIERS])
+        found += [
+            f"{path}:{line}: {message}"
+            for path, tree in trees.items()
+            for line, message in named_carriers(path, tree, names_of_carriers)
+        ]
     found += repeated_names(trees)
     if cycle := import_cycle(trees):
         found.append(f"import cycle: {' -> '.join(cycle)}")

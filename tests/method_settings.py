@@ -10,10 +10,10 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from megatron_async_rl.config.keys import models_in
+from megatron_async_rl.config.keys import method_name, models_in
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.config.settings_model import Strict
+from megatron_async_rl.config.settings_model import Strict, method_of
 
 TRIED = (3.0, 0.5)
 """Values of settings that are off by default or have no default."""
@@ -23,6 +23,15 @@ def models(section: str) -> tuple[type[Strict], ...]:
     """The settings models of `objective.<section>`, or of `controls`."""
     owner = Config if section == "controls" else ObjectiveConfig
     return models_in(owner.model_fields[section].annotation)
+
+
+def methods(section: str) -> dict[str, Any]:
+    """Name -> method of every choice of the section that the package has."""
+    return {str(method_name(model)): method_of(model) for model in models(section)}  # type: ignore[arg-type]
+
+
+LOSSES, ADVANTAGES = methods("loss"), methods("advantage")
+CORRECTIONS, CONTROLS = methods("corrections"), methods("controls")
 
 
 def variants(model: type[Strict]) -> Iterator[Strict]:

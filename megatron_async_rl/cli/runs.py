@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,7 +22,10 @@ from megatron_async_rl.cli.application import (
 )
 from megatron_async_rl.config.problem import SHARE, ConfigError, UserError
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.launch.peers import Nodes, PeerNodes
+from megatron_async_rl.launch.addresses import Nodes, NodesError
+
+if TYPE_CHECKING:  # it loads what only `mar train` needs
+    from megatron_async_rl.launch.rendezvous import PeerNodes
 
 
 @app.command()
@@ -52,7 +55,7 @@ def train(
     ] = 0,
 ) -> None:
     """Run a config to its end; Ctrl-C stops after the step, and the same command resumes."""
-    from megatron_async_rl.launch.peers import Nodes, PeerNodes
+    from megatron_async_rl.launch.rendezvous import PeerNodes
 
     let_children_import_from_here()
     # Before anything slow: a wrong endpoint is refused at once on every node.
@@ -66,8 +69,8 @@ def train(
         peers.refuse(str(error))
         raise typer.Exit(USER_ERROR) from None
     except BaseException as error:
-        # A crash may leave little time: notify whoever listens now.
-        peers.refuse(f"{type(error).__name__} {error}".strip(), within_s=0.0)
+        # Nodes that wait already read it within their next look; later ones are not awaited.
+        peers.refuse(f"{type(error).__name__} {error}".strip(), within_s=1.0)
         raise
     raise typer.Exit(code)
 
@@ -103,7 +106,6 @@ def _train_loaded(
     engine_nodes: int,
 ) -> int:
     from megatron_async_rl.launch.launcher import already_finished, finished_before, launch
-    from megatron_async_rl.launch.peers import NodesError
     from megatron_async_rl.plan.host import free_memory_problems
     from megatron_async_rl.plan.layout import rank_environment
     from megatron_async_rl.plan.machine import this_machine

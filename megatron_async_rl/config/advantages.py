@@ -23,13 +23,11 @@ class AdvantageSettings(ReadsRatios):
     """The class attributes are facts about the estimator, for config/objective.py and the
     rules."""
 
-    method: ClassVar[Any] = None
-    """A plug-in's own AdvantageMethod. Built-in ones have a registry line."""
     method_type: ClassVar[tuple[str, str]] = (
         "an instance of",
         "megatron_async_rl.objectives.method.AdvantageMethod",
     )
-    """Requirement on `method`, by name: the configuration is read without torch."""
+    folder: ClassVar[str] = "megatron_async_rl.objectives.advantages"
     # Facts of the class, read by rules that never test for a method's name.
     compares_group: ClassVar[bool] = False
     """Compares the responses of a group with each other."""
@@ -45,6 +43,7 @@ class AdvantageSettings(ReadsRatios):
 class GrpoAdvantage(AdvantageSettings):
     """(R - mean) / (std + 1e-6) over the group, unbiased std (arXiv 2402.03300)."""
 
+    method: ClassVar[Any] = "objectives.advantages.per_response:GRPO"
     compares_group: ClassVar[bool] = True
 
     name: Literal["grpo"] = "grpo"
@@ -55,6 +54,7 @@ class GrpoAdvantage(AdvantageSettings):
 class RlooAdvantage(AdvantageSettings):
     """R minus the mean of the group's other rewards (arXiv 2402.14740)."""
 
+    method: ClassVar[Any] = "objectives.advantages.per_response:RLOO"
     compares_group: ClassVar[bool] = True
 
     name: Literal["rloo"] = "rloo"
@@ -63,6 +63,7 @@ class RlooAdvantage(AdvantageSettings):
 class OpoAdvantage(AdvantageSettings):
     """R minus the group's mean reward weighted by response length (arXiv 2505.23585)."""
 
+    method: ClassVar[Any] = "objectives.advantages.per_response:OPO"
     compares_group: ClassVar[bool] = True
 
     name: Literal["opo"] = "opo"
@@ -73,6 +74,8 @@ class ReinforcePpAdvantage(AdvantageSettings):
     """REINFORCE++ (arXiv 2501.03262): the discounted reward to go of each token, whitened over the
     whole batch."""
 
+    method: ClassVar[Any] = "objectives.advantages.discounted:REINFORCE_PP"
+
     name: Literal["reinforce_pp"] = "reinforce_pp"
     gamma: Discount = 1.0
     """Discount per trained token."""
@@ -82,6 +85,7 @@ class ReinforcePpBaselineAdvantage(AdvantageSettings):
     """R minus the group's mean, whitened over all trained tokens of the whole batch (arXiv
     2501.03262)."""
 
+    method: ClassVar[Any] = "objectives.advantages.discounted:REINFORCE_PP_BASELINE"
     compares_group: ClassVar[bool] = True
 
     name: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
@@ -91,6 +95,7 @@ class GaeAdvantage(AdvantageSettings):
     """Generalised advantage estimation (arXiv 1506.02438) with the value head of `objective.value`:
     PPO, A2C."""
 
+    method: ClassVar[Any] = "objectives.advantages.discounted:GAE"
     reads_values: ClassVar[bool] = True
 
     name: Literal["gae"] = "gae"
@@ -107,6 +112,7 @@ class OtbAdvantage(AdvantageSettings):
     """Optimal token baseline (arXiv 2602.07078): per token, the group's rewards to go averaged with
     the squared norm of the score so far as weight."""
 
+    method: ClassVar[Any] = "objectives.advantages.least_variance:OTB"
     compares_group: ClassVar[bool] = True
 
     name: Literal["otb"] = "otb"
@@ -134,6 +140,7 @@ class OpobAdvantage(AdvantageSettings):
     with weights min(w, cap)^2 |s|^2, w = pi / pi_behavior over the sequence, s its score
     gradient."""
 
+    method: ClassVar[Any] = "objectives.advantages.least_variance:OPOB"
     compares_group: ClassVar[bool] = True
 
     name: Literal["opob"] = "opob"
@@ -159,6 +166,8 @@ class OpobAdvantage(AdvantageSettings):
 class PartialReturnAdvantage(AdvantageSettings):
     """Partial policy gradients (arXiv 2603.06138), for tasks with rewards per step: a token is
     credited with the rewards of its own step from the token on, and of some later steps."""
+
+    method: ClassVar[Any] = "objectives.advantages.partial_return:PARTIAL_RETURN"
 
     name: Literal["partial_return"] = "partial_return"
     horizon: Literal["full", "greedy", "k", "segment"] = "full"
@@ -192,6 +201,8 @@ class PartialReturnAdvantage(AdvantageSettings):
 class NoAdvantage(AdvantageSettings):
     """The reward itself, without a baseline; the default of losses that read no advantage, such as
     `sft`."""
+
+    method: ClassVar[Any] = "objectives.advantages.per_response:NO_BASELINE"
 
     name: Literal["none"] = "none"
 

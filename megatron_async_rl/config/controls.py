@@ -25,14 +25,11 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 class ControlSettings(ReadsRatios):
     """The class attributes are facts about the control, for config/rules.py."""
 
-    method: ClassVar[Any] = None
-    """A plug-in's own subclass of controls.decision.Control, which is made with the
-    settings. Built-in ones have a registry line."""
     method_type: ClassVar[tuple[str, str]] = (
         "a subclass of",
         "megatron_async_rl.controls.decision.Control",
     )
-    """Requirement on `method`, by name: the configuration is read without torch."""
+    folder: ClassVar[str] = "megatron_async_rl.controls"
     # Facts of the class, so that rules cover plug-ins and never test for a name.
     sets_beta1: ClassVar[bool] = False
     """Decides Adam's beta1; two of them would overrule each other."""
@@ -123,6 +120,8 @@ class GacControl(AlignmentSettings):
     """Gradient alignment control (arXiv 2603.01501). Thresholds and the exact projection are this
     project's own."""
 
+    method: ClassVar[Any] = "controls.gac:Gac"
+
     name: Literal["gac"] = "gac"
 
 
@@ -131,6 +130,8 @@ class MatchedNormControl(AlignmentSettings):
     """Null baseline of gac, with gac's settings: shortens the gradient as gac would, without
     changing its direction."""
 
+    method: ClassVar[Any] = "controls.gac:MatchedNorm"
+
     name: Literal["matched_norm"] = "matched_norm"
 
 
@@ -138,6 +139,7 @@ class MatchedLrControl(ControlSettings):
     """Null baseline of any control: scales the learning rate so that the mean update norm equals
     that control's. Logs `update/norm`, at the cost of one more pass over Adam's state."""
 
+    method: ClassVar[Any] = "controls.gac:MatchedLr"
     scales_lr: ClassVar[bool] = True
 
     name: Literal["matched_lr"] = "matched_lr"
@@ -149,6 +151,7 @@ class MatchedLrControl(ControlSettings):
 class Beta1Control(ControlSettings):
     """Null baseline: another constant beta1 of Adam."""
 
+    method: ClassVar[Any] = "controls.gac:Beta1"
     sets_beta1: ClassVar[bool] = True
 
     name: Literal["beta1"] = "beta1"
@@ -160,6 +163,7 @@ class MomentumByAlignmentControl(ControlSettings):
     """Lowers Adam's beta1 linearly while the gradient is aligned with the optimizer's direction (a
     method of this project)."""
 
+    method: ClassVar[Any] = "controls.momentum_by_alignment:MomentumByAlignment"
     sets_beta1: ClassVar[bool] = True
 
     name: Literal["momentum_by_alignment"] = "momentum_by_alignment"
@@ -190,6 +194,7 @@ class EssLrControl(ControlSettings):
     """Learning rate by effective sample size (VCPO, arXiv 2602.17616): lr x rule(min(1, (ESS / B) /
     reference_ratio))."""
 
+    method: ClassVar[Any] = "controls.ess_lr:EssLr"
     scales_lr: ClassVar[bool] = True
     needs_sampled: ClassVar[bool] = True
 
@@ -216,6 +221,7 @@ class DisplacementControl(ControlSettings):
     the displacement of the weights since they sampled the batch. Keeps `objective.snapshots`
     versions of the weights."""
 
+    method: ClassVar[Any] = "controls.displacement:Displacement"
     needs_past_weights: ClassVar[bool] = True
 
     name: Literal["displacement"] = "displacement"

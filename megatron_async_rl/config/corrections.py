@@ -22,13 +22,11 @@ class CorrectionSettings(ReadsRatios):
     """The class attributes are facts about the correction, for config/objective.py and the
     rules."""
 
-    method: ClassVar[Any] = None
-    """A plug-in's own CorrectionMethod. Built-in ones have a registry line."""
     method_type: ClassVar[tuple[str, str]] = (
         "an instance of",
         "megatron_async_rl.objectives.method.CorrectionMethod",
     )
-    """Requirement on `method`, by name: the configuration is read without torch."""
+    folder: ClassVar[str] = "megatron_async_rl.objectives"
     # Facts of the class, so that rules cover plug-ins and never test for a name.
     weighs: ClassVar[bool] = False
     """Multiplies by an importance ratio, where others only reject."""
@@ -63,6 +61,7 @@ class CorrectionSettings(ReadsRatios):
 class TisCorrection(CorrectionSettings):
     """Truncated importance sampling: min(rho, cap), rho = pi_prox / pi_behavior."""
 
+    method: ClassVar[Any] = "objectives.off_policy:TIS"
     weighs: ClassVar[bool] = True
 
     name: Literal["tis"] = "tis"
@@ -85,6 +84,7 @@ class TisCorrection(CorrectionSettings):
 class IcepopCorrection(CorrectionSettings):
     """rho where low <= rho <= high, else 0, rho = pi_prox / pi_behavior (arXiv 2510.18855)."""
 
+    method: ClassVar[Any] = "objectives.off_policy:ICEPOP"
     weighs: ClassVar[bool] = True
 
     name: Literal["icepop"] = "icepop"
@@ -118,6 +118,8 @@ class RejectCorrection(CorrectionSettings):
     """Keeps what has low <= statistic <= high. With l = log(pi_prox / pi_behavior), clamped to
     +-20: ratio = exp(l); estimates of KL(pi_behavior || pi_prox): k1 = -l, k2 = l^2 / 2, k3 =
     exp(l) - 1 - l."""
+
+    method: ClassVar[Any] = "objectives.off_policy:REJECT"
 
     name: Literal["reject"] = "reject"
     statistic: Literal["ratio", "k1", "k2", "k3"] = "k3"
@@ -182,6 +184,8 @@ class RejectCorrection(CorrectionSettings):
 class TokenVetoCorrection(CorrectionSettings):
     """Drops a sequence if any of its tokens has pi_prox / pi_behavior < threshold."""
 
+    method: ClassVar[Any] = "objectives.off_policy:TOKEN_VETO"
+
     name: Literal["token_veto"] = "token_veto"
     threshold: Annotated[float, Field(gt=0.0, lt=1.0)] = 1e-4
     """A ratio below it vetoes the sequence."""
@@ -192,6 +196,7 @@ class OpsmCorrection(CorrectionSettings):
     log(pi_prox / pi) over its tokens is above delta. With `proximal: behavior` that is the distance
     from the policy that sampled, as in the paper."""
 
+    method: ClassVar[Any] = "objectives.off_policy:OPSM"
     uses_advantage: ClassVar[bool] = True
     # It compares the current policy, so it also acts within a batch of several steps.
     compares_prox_with_behavior: ClassVar[bool] = False

@@ -122,7 +122,8 @@ def leaf_types(dotted: Sequence[str], tree: Any) -> set[Any]:
     for part in dotted:
         methods = _methods(found)
         # The class of a plug-in is imported only when the configuration is validated.
-        if methods and isinstance(tree, dict) and ":" in str(tree.get("name")):
+        name = tree.get("name") if methods and isinstance(tree, dict) else None
+        if name is not None and name not in [method_name(model) for model in methods]:
             return {Any}
         holders = set(_chosen(methods, tree)) if methods else found
         tree = _child(tree, part)

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_async_rl.config.settings_model import Strict, bare_name, or_plug_in
+from megatron_async_rl.config.settings_model import MethodSettings, bare_name, or_plug_in
 
 Aggregation = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "seq-mean"
@@ -37,7 +37,7 @@ Ratio = Literal["pi/mu", "prox/mu", "pi/prox"]
 Proximal = Literal["behavior", "recompute", "loglinear", "ewma", "snapshot"]
 
 
-class ReadsRatios(Strict):
+class ReadsRatios(MethodSettings):
     """Settings of a method that may read ratios of policies."""
 
     @property
@@ -75,13 +75,11 @@ class LossSettings(ReadsRatios):
     """The class attributes are facts about the loss, for config/objective.py, the rules and
     objectives/."""
 
-    method: ClassVar[Any] = None
-    """A plug-in's own LossMethod. Built-in ones have a registry line."""
     method_type: ClassVar[tuple[str, str]] = (
         "an instance of",
         "megatron_async_rl.objectives.method.LossMethod",
     )
-    """Requirement on `method`, by name: the configuration is read without torch."""
+    folder: ClassVar[str] = "megatron_async_rl.objectives.losses"
     # ClassVar: facts about a method are not keys that a user could set.
     default_aggregation: ClassVar[Aggregation] = "token-mean"
     """Taken when `objective.aggregation` is null. `seq-mean` marks a sequence-level loss, which
@@ -122,6 +120,7 @@ class LossSettings(ReadsRatios):
 class ReinforceLoss(LossSettings):
     """-A * logp."""
 
+    method: ClassVar[Any] = "objectives.losses.reinforce:REINFORCE"
     linear_in_advantage: ClassVar[bool] = True
 
     name: Literal["reinforce"] = "reinforce"
@@ -144,6 +143,8 @@ class PpoClipLoss(ClipBounds):
     """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)) (arXiv 1707.06347; asymmetric bounds from
     arXiv 2503.14476)."""
 
+    method: ClassVar[Any] = "objectives.losses.ppo_clip:PPO_CLIP"
+
     name: Literal["ppo_clip"] = "ppo_clip"
 
 
@@ -151,6 +152,7 @@ class PpoClipLoss(ClipBounds):
 class DecoupledPpoLoss(ClipBounds):
     """sg(pi_prox / mu) * ppo_clip(pi / pi_prox) (arXiv 2110.00641; AReaL, arXiv 2505.24298)."""
 
+    method: ClassVar[Any] = "objectives.losses.ppo_clip:DECOUPLED_PPO"
     against_behavior: ClassVar[bool] = True
 
     name: Literal["decoupled_ppo"] = "decoupled_ppo"
@@ -159,6 +161,7 @@ class DecoupledPpoLoss(ClipBounds):
 class CispoLoss(LossSettings):
     """-sg(clip(r, 1 - clip_low, 1 + clip_high)) * A * logp (arXiv 2506.13585)."""
 
+    method: ClassVar[Any] = "objectives.losses.cispo:CISPO"
     uses_proximal: ClassVar[bool] = True
     linear_in_advantage: ClassVar[bool] = True
 
@@ -173,6 +176,7 @@ class CispoLoss(LossSettings):
 class GspoLoss(LossSettings):
     """PPO's clip on the sequence's ratio exp(mean log r), per token (arXiv 2507.18071)."""
 
+    method: ClassVar[Any] = "objectives.losses.gspo:GSPO"
     default_aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
     uses_proximal: ClassVar[bool] = True
 
@@ -189,6 +193,7 @@ class GmpoLoss(LossSettings):
     """-A * exp(mean of the token log-ratios, each clipped on the side of A's sign) (arXiv
     2507.20673)."""
 
+    method: ClassVar[Any] = "objectives.losses.gmpo:GMPO"
     default_aggregation: ClassVar[Aggregation] = "seq-mean"
     uses_proximal: ClassVar[bool] = True
 
@@ -202,6 +207,7 @@ class GmpoLoss(LossSettings):
 class SapoLoss(LossSettings):
     """-A * (4 / tau) * sigmoid(tau (r - 1)) (arXiv 2511.20347)."""
 
+    method: ClassVar[Any] = "objectives.losses.sapo:SAPO"
     default_aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
     uses_proximal: ClassVar[bool] = True
 
@@ -217,6 +223,7 @@ class DppoTvLoss(LossSettings):
     """-A * sg(min(w, cap)) * logp, w = pi / mu; 0 where pi has moved more than `threshold` from mu
     on A's side (arXiv 2602.04879)."""
 
+    method: ClassVar[Any] = "objectives.losses.dppo:DPPO_TV"
     against_behavior: ClassVar[bool] = True
 
     name: Literal["dppo_tv"] = "dppo_tv"
@@ -230,6 +237,7 @@ class DppoKlLoss(LossSettings):
     """Variant of `dppo_tv` whose mask uses the two-outcome KL divergence of the token's
     probability (arXiv 2602.04879)."""
 
+    method: ClassVar[Any] = "objectives.losses.dppo:DPPO_KL"
     against_behavior: ClassVar[bool] = True
 
     name: Literal["dppo_kl"] = "dppo_kl"
@@ -244,6 +252,7 @@ class ToprLoss(LossSettings):
     """-c * R * logp, c = 1 where R >= 0, else sg(min(1, product of w)) over the sequence, w = pi /
     mu (arXiv 2503.14286)."""
 
+    method: ClassVar[Any] = "objectives.losses.topr:TOPR"
     default_aggregation: ClassVar[Aggregation] = "seq-mean-token-sum"
     uses_advantage: ClassVar[bool] = False
     against_behavior: ClassVar[bool] = True
@@ -259,6 +268,7 @@ class TrajectoryBalanceLoss(LossSettings):
     """(log Z + sum(logp - logp_ref) - R / beta)^2 per sequence, log Z the group's mean estimate
     (TBA, arXiv 2503.18929)."""
 
+    method: ClassVar[Any] = "objectives.losses.trajectory_balance:TRAJECTORY_BALANCE"
     default_aggregation: ClassVar[Aggregation] = "seq-mean"
     uses_advantage: ClassVar[bool] = False
     uses_reference: ClassVar[bool] = True
@@ -275,6 +285,7 @@ class OaplLoss(LossSettings):
     """(beta_policy * sum(logp - logp_behavior) - (R - V))^2 per sequence, V = beta_value * log mean
     exp(R / beta_value) over the group (arXiv 2602.19362)."""
 
+    method: ClassVar[Any] = "objectives.losses.oapl:OAPL"
     default_aggregation: ClassVar[Aggregation] = "seq-mean"
     uses_advantage: ClassVar[bool] = False
     against_behavior: ClassVar[bool] = True
@@ -291,6 +302,7 @@ class OaplLoss(LossSettings):
 class KimiLoss(LossSettings):
     """(R - mean R - tau * sum(log r))^2 per sequence (Kimi k1.5, arXiv 2501.12599)."""
 
+    method: ClassVar[Any] = "objectives.losses.kimi:KIMI"
     default_aggregation: ClassVar[Aggregation] = "seq-mean"
     uses_advantage: ClassVar[bool] = False
     uses_proximal: ClassVar[bool] = True
@@ -305,6 +317,7 @@ class VespoLoss(LossSettings):
     """-sg(phi) * A * logp, phi = exp(lambda + k log W - lambda W), W the sequence's ratio to prox
     (arXiv 2602.10693)."""
 
+    method: ClassVar[Any] = "objectives.losses.vespo:VESPO"
     uses_proximal: ClassVar[bool] = True
 
     name: Literal["vespo"] = "vespo"
@@ -326,6 +339,7 @@ class GipoLoss(LossSettings):
     """-sg(exp(-(log w / sigma)^2 / 2)) * w * A, w = pi / mu (arXiv 2603.03955; known from
     third-party copies only)."""
 
+    method: ClassVar[Any] = "objectives.losses.gipo:GIPO"
     against_behavior: ClassVar[bool] = True
     linear_in_advantage: ClassVar[bool] = True
 
@@ -339,6 +353,7 @@ class AspoLoss(LossSettings):
     0 for r < 1 - clip_low; g at most dual_clip (arXiv 2510.06062; known from third-party copies
     only)."""
 
+    method: ClassVar[Any] = "objectives.losses.aspo:ASPO"
     uses_proximal: ClassVar[bool] = True
 
     name: Literal["aspo"] = "aspo"
@@ -353,6 +368,7 @@ class AspoLoss(LossSettings):
 class MinirlLoss(LossSettings):
     """-M * sg(min(w, cap)) * A * logp, w = pi / mu, M = PPO's mask on r (arXiv 2512.01374)."""
 
+    method: ClassVar[Any] = "objectives.losses.minirl:MINIRL"
     default_aggregation: ClassVar[Aggregation] = "seq-mean-token-sum"
     against_behavior: ClassVar[bool] = True
     uses_proximal: ClassVar[bool] = True
@@ -371,6 +387,7 @@ class M2poLoss(LossSettings):
     """-w * A, w = pi / mu, with the second moment of log w bounded over the optimizer-step batch
     (arXiv 2510.01161)."""
 
+    method: ClassVar[Any] = "objectives.losses.m2po:M2PO"
     against_behavior: ClassVar[bool] = True
     decides_by_logp: ClassVar[bool] = True
 
@@ -409,6 +426,7 @@ class BapoLoss(LossSettings):
     """PPO's clip of w = pi / mu with bounds searched for each batch, so that tokens with A > 0 make
     up `target_share` of the loss (arXiv 2510.18927)."""
 
+    method: ClassVar[Any] = "objectives.losses.bapo:BAPO"
     against_behavior: ClassVar[bool] = True
     decides_by_logp: ClassVar[bool] = True
 
@@ -435,6 +453,7 @@ class BapoLoss(LossSettings):
 class SftLoss(LossSettings):
     """-logp of given responses: supervised warm starts."""
 
+    method: ClassVar[Any] = "objectives.losses.sft:SFT"
     uses_advantage: ClassVar[bool] = False
 
     name: Literal["sft"] = "sft"

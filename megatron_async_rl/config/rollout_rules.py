@@ -26,6 +26,7 @@ from megatron_async_rl.config.rollout import (
 )
 from megatron_async_rl.config.sampling import EvalConfig, SamplingConfig, shown
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.weights import DEFAULT_CARRIER, carriers
 
 AT_ONCE = ("arithmetic", "countdown", OWN_REWARD)
 """Rewards that take no time, so that no limit on it matters."""
@@ -33,10 +34,10 @@ AT_ONCE = ("arithmetic", "countdown", OWN_REWARD)
 
 def transport_conflicts(config: Config) -> Iterator[str]:
     """Reasons why the weight transport does not work; empty if it does."""
-    transport = config.weights.transport
-    if transport == "shared_memory":
-        return
+    transport, carrier = config.weights.transport, config.weights.carrier
     if config.rollout is None:
+        if transport == DEFAULT_CARRIER:
+            return
         yield (
             f"weights.transport: {transport} has no engines to send weights to, as objective.loss:"
             f" {config.objective.loss.name} uses none; remove it"
@@ -44,22 +45,21 @@ def transport_conflicts(config: Config) -> Iterator[str]:
         return
     colocated = config.rollout.placement == "colocated"
     # A CUDA IPC handle can be opened only on the device that allocated it.
-    if transport == "cuda_ipc" and not colocated:
+    if carrier.ipc and not colocated:
         yield (
-            "weights.transport: cuda_ipc passes weights between processes on the same devices, and"
-            " rollout.placement: disaggregated gives engines devices of their own; set"
-            " weights.transport: shared_memory, or rollout.placement: colocated"
+            f"weights.transport: {transport} passes weights between processes on the same devices,"
+            " and rollout.placement: disaggregated gives engines devices of their own; set"
+            f" weights.transport: {DEFAULT_CARRIER}, or rollout.placement: colocated"
         )
     # Carriers to other devices gain nothing where policy and engines share one.
-    elif transport != "cuda_ipc" and colocated:
-        why = {
-            "relay": "brings weights to engines on other machines",
-            "collective": "connects the policy's device with others: NCCL takes each device once",
-        }[transport]
+    elif carrier.other_machines and colocated:
+        why = "brings weights to engines on other machines"
+        if carrier.per_engine:
+            why = "connects the policy's device with others, and NCCL accepts no device twice"
         yield (
-            f"weights.transport: {transport} {why}, and rollout.placement: colocated puts the"
-            " engines on the policy's own devices; set weights.transport: shared_memory or"
-            " cuda_ipc, or rollout.placement: disaggregated"
+            f"weights.transport: {transport} {why}, and rollout.placement: colocated has the"
+            " engines on the policy's own devices; set weights.transport:"
+            f" {carriers(other_machines=False)}, or rollout.placement: disaggregated"
         )
 
 

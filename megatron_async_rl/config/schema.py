@@ -16,7 +16,7 @@ from megatron_async_rl.config.controls import ControlConfig
 from megatron_async_rl.config.data import DataConfig
 from megatron_async_rl.config.flow import FlowConfig
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.policy import Fraction, PolicyConfig
+from megatron_async_rl.config.policy import PolicyConfig
 from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.config.sampling import (
     EvalConfig,
@@ -26,6 +26,7 @@ from megatron_async_rl.config.sampling import (
     held_out_files,
 )
 from megatron_async_rl.config.settings_model import Strict
+from megatron_async_rl.config.weights import WeightsConfig
 
 
 class RunConfig(Strict):
@@ -54,30 +55,6 @@ class ModelConfig(Strict):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Precision of the parameters and activations of policy and engines. Gradients and optimizer
     state are float32 unless policy.optimizer lowers their precision."""
-
-
-# Adding a carrier takes this name and its file.
-Transport = Literal["shared_memory", "relay", "collective", "cuda_ipc"]
-"""Carriers: each is the file `weights/<name>.py`."""
-
-
-class WeightsConfig(Strict):
-    """How new weights reach the engines."""
-
-    transport: Transport = "shared_memory"
-    """The carrier of new weights. `shared_memory`: engines run on rank 0's machine and read what
-    the ranks wrote there. `cuda_ipc`, for `rollout.placement: colocated`: engines load from the
-    devices that they share with the policy, two buckets at a time, and nothing passes through host
-    memory. With the others engines run on any machine of the Ray cluster. `relay`: an agent on each
-    machine but rank 0's copies every version into its shared memory, over TCP. `collective`: a
-    sender on rank 0's machine gives every version to one engine after the other, each over a
-    communicator of its own (NCCL between GPUs, gloo between CPUs), and its workers put it into
-    their machine's shared memory."""
-    bucket_mib: PositiveInt = 256
-    """Bytes of weights that an engine takes at one time."""
-    max_paused: Fraction = 0.5
-    """Largest share of the engines that may pause at the same time to load new weights, while the
-    others serve. One engine always may; 1 lets all load together."""
 
 
 class CheckpointConfig(Strict):

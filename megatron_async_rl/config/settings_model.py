@@ -1,27 +1,38 @@
-"""The base of every config model, the short form of a method, and methods of a user's own: a loss,
-an advantage, a correction or a control in one file, named in the configuration by one line,
-`name: module:Class`.
+"""The base of every config model, the short form of a method, and methods in one file.
 
-Class is a settings model: a subclass of LossSettings, AdvantageSettings, CorrectionSettings or
-ControlSettings with a field `name: str` and a class attribute `method`, which is what a registry
-line of a built-in method holds. The module is imported when a configuration names it, and not
-before: it may import torch, which the built-in settings do not.
+A method is a loss, an advantage, a correction or a control. Its settings model is a subclass of
+LossSettings, AdvantageSettings, CorrectionSettings or ControlSettings, whose class attribute
+`method` is the method. The configuration selects the settings model by its `name`:
+
+    gac             a model of config/, whose `method` is text, "controls.gac:Gac", because config/
+                    imports without torch
+    mine            the model SETTINGS in the file mine.py of the folder that the kind of method
+                    has in this package; it needs no line elsewhere
+    module:Class    the model Class of a user's own module
+
+A file is imported when a configuration names its method, and not before: it may import torch.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
+import importlib.util
 import json
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, WrapValidator
 
 from megatron_async_rl.config.problem import shipped
+
+PACKAGE = __name__.partition(".")[0]
+SETTINGS = "SETTINGS"
+"""Name of the settings model in a file that adds a method to the package."""
 
 
 def _as_json(values: Any) -> Any:
@@ -66,15 +77,39 @@ class FromFile:
 TextOrFile = Annotated[str, FromFile()]
 
 
+class MethodSettings(Strict):
+    """Settings of a method."""
+
+    method: ClassVar[Any] = None
+    """The method; in config/ as text, `module:attribute` below the package."""
+    method_type: ClassVar[tuple[str, str]]
+    """Requirement on `method`, by name: the configuration is read without torch."""
+    folder: ClassVar[str]
+    """Package in which a file NAME.py with SETTINGS adds the method NAME."""
+
+
+def method_of(settings: MethodSettings | type[MethodSettings]) -> Any:
+    """The method of the settings: a LossMethod, AdvantageMethod or CorrectionMethod, or a subclass
+    of Control. Imports its file."""
+    method = settings.method
+    if not isinstance(method, str):
+        return method
+    module, _, attribute = method.partition(":")
+    return getattr(importlib.import_module(f"{PACKAGE}.{module}"), attribute)
+
+
 def bare_name(value: Any) -> Any:
     """A method without settings may be written as its name: `loss: reinforce` is `loss: {name:
     reinforce}`."""
     return {"name": value} if isinstance(value, str) else value
 
 
-def plug_in_class(name: str, base: type[Strict]) -> Any:
-    """The settings model `name`, module:Class. Raises ValueError with what is wrong and the fix."""
-    module_name, _, class_name = name.partition(":")
+def plug_in_class(name: str, base: type[MethodSettings]) -> Any:
+    """The settings model `name`, either module:Class or the name of a file in `base.folder`. Raises
+    ValueError with what is wrong and the fix."""
+    module_name, colon, class_name = name.partition(":")
+    if not colon:
+        module_name, class_name = f"{base.folder}.{name}", SETTINGS
     if not module_name or not class_name:
         raise ValueError(f"{name!r} is not module:Class; write for example my_loss:MyLoss")
     # As for rewards: what lies in the current folder is found, by ranks and engines too.
@@ -104,8 +139,7 @@ def plug_in_class(name: str, base: type[Strict]) -> Any:
         )
     if getattr(found, "method", None) is None:
         raise ValueError(
-            f"{name!r} has no class attribute `method`, which takes the place of a registry line"
-            f" ({shipped('docs/add_a_method.md')})"
+            f"{name!r} has no class attribute `method` ({shipped('docs/add_a_method.md')})"
         )
     settings: Any = found
     if not _fits(settings.method, *settings.method_type):
@@ -126,36 +160,42 @@ def _fits(method: Any, relation: str, wanted: str) -> bool:
     )
 
 
-def or_plug_in(base: type[Strict]) -> WrapValidator:
+def is_plug_in(name: object, base: type[MethodSettings]) -> bool:
+    """True if the name selects a settings model outside config/: module:Class, or the name of a
+    file in `base.folder`."""
+    if not isinstance(name, str) or ":" in name:
+        return isinstance(name, str)
+    # A built-in method's file may have its name, too, and is not imported: it needs torch.
+    if name in built_in_names(base) or not name.isidentifier():
+        return False
+    spec = importlib.util.find_spec(f"{base.folder}.{name}")
+    if spec is None or spec.origin is None:
+        return False
+    # Other modules of the folder, such as controls/decision.py, are not methods.
+    return re.search(rf"^{SETTINGS} = ", Path(spec.origin).read_text("utf-8"), re.M) is not None
+
+
+def built_in_names(base: type[MethodSettings]) -> set[str]:
+    """Names of the settings models in config/ that are made from `base`."""
+    found, ahead = set(), [base]
+    while ahead:
+        model = ahead.pop()
+        ahead += model.__subclasses__()
+        if "name" in model.model_fields and isinstance(model.method, str):
+            found.add(str(model.model_fields["name"].default))
+    return found
+
+
+def or_plug_in(base: type[MethodSettings]) -> WrapValidator:
     """Let a field of built-in methods hold a plug-in too."""
 
     def validate(value: Any, built_in: Callable[[Any], Any]) -> Any:
         name = value.get("name") if isinstance(value, dict) else None
-        if isinstance(name, str) and ":" in name:
-            return plug_in_class(name, base).model_validate(value)
+        if is_plug_in(name, base):
+            return plug_in_class(str(name), base).model_validate(value)
         # A model that was validated already, as in a copy of the configuration.
-        if isinstance(value, base) and ":" in getattr(value, "name", ""):
+        if isinstance(value, base) and not isinstance(value.method, str):
             return value
         return built_in(value)
 
     return WrapValidator(validate)
-
-
-class UnknownName(ValueError):
-    """A name that no registry line has."""
-
-
-def find[F](kind: str, name: str, registry: Mapping[str, F]) -> F:
-    """Raises UnknownName, naming the nearest known names; for a plug-in also ValueError."""
-    if name in registry:
-        return registry[name]
-    # A plug-in's class holds its method itself.
-    if ":" in name:
-        method: F = plug_in_class(name, Strict).method
-        return method
-    # Cutoff 0: three names are shown, however far away they are.
-    nearest = difflib.get_close_matches(name, registry, n=3, cutoff=0.0)
-    raise UnknownName(
-        f"unknown {kind} {name!r}; nearest: {', '.join(nearest)}; known:"
-        f" {', '.join(sorted(registry))}"
-    )

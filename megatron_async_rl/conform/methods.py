@@ -29,15 +29,11 @@ from megatron_async_rl.config.controls import EssLrControl
 from megatron_async_rl.config.keys import method_name, models_in, nearest
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.problem import UserError, shipped
-from megatron_async_rl.config.settings_model import Strict, find
+from megatron_async_rl.config.settings_model import Strict, method_of
 from megatron_async_rl.controls.ess_lr import effective_sample_size, lr_scale
-from megatron_async_rl.objectives.aggregate import Denominators, aggregate
 from megatron_async_rl.objectives.batch import BatchDecision, SequenceLoss, TokenBatch
-from megatron_async_rl.objectives.registry import (
-    advantage_method,
-    correction_method,
-    loss_method,
-)
+from megatron_async_rl.objectives.method import AdvantageMethod, CorrectionMethod, LossMethod
+from megatron_async_rl.objectives.objective import Denominators, aggregate
 from megatron_async_rl.objectives.terms import token_rewards
 
 KEYS = {"case": str, "kind": str, "name": str, "params": dict, "inputs": dict, "expect": dict}
@@ -166,11 +162,14 @@ def settings_of(section: str, name: str, params: Mapping[str, Any]) -> Strict:
     """The settings of method `name` as `objective.<section>` would take them. Raises
     ValidationError, ValueError."""
     # The schema's own models: a case cannot set what a configuration could not.
-    for model in models_in(ObjectiveConfig.model_fields[section].annotation):
+    models = models_in(ObjectiveConfig.model_fields[section].annotation)
+    for model in models:
         if method_name(model) == name:
             return model.model_validate({**params, "name": name})
+    known = [str(method_name(model)) for model in models]
     raise ValueError(
-        f"{name!r} cannot be configured: no model of objective.{section} has this name"
+        f"unknown {section} {name!r}; nearest: {nearest(name, known) or 'none'}; known:"
+        f" {', '.join(sorted(known))}"
     )
 
 
@@ -237,10 +236,11 @@ def micro_batch(whole: TokenBatch, dtype: torch.dtype) -> TokenBatch:
 def _decided(name: str, case: Case, params: Mapping[str, Any]) -> Mapping[str, float]:
     """Numbers that the loss `name` decides from the case as a whole batch; keys are those of its
     metrics."""
-    decide = loss_method(name).decide
+    settings: Any = settings_of("loss", name, params)
+    decide = method_of(settings).decide
     if decide is None:
         raise ValueError(f"loss {name} decides nothing from the whole batch")
-    return decide(batch_of(case), settings_of("loss", name, params)).scalars
+    return decide(batch_of(case), settings).scalars
 
 
 def _m2po_cap(case: Case) -> dict[str, float]:
@@ -306,7 +306,7 @@ class CaseValues:
 def run_case(case: Case, dtype: torch.dtype) -> CaseValues | None:
     """None where the method runs in float64 only. Raises ValueError for what this project does not
     have."""
-    return find("kind", case.kind, KINDS)(case, dtype)
+    return _known("kind", case.kind, KINDS)(case, dtype)
 
 
 def _padded(values: Tensor, batch: TokenBatch) -> Numbers:
@@ -316,9 +316,10 @@ def _padded(values: Tensor, batch: TokenBatch) -> Numbers:
 
 
 def _policy_loss(case: Case, dtype: torch.dtype) -> CaseValues:
-    method, params = loss_method(case.name), dict(case.params)
+    params = dict(case.params)
     aggregation, norm_length = params.pop("aggregation", None), params.pop("norm_length", None)
     settings: Any = settings_of("loss", case.name, params)
+    method: LossMethod = method_of(settings)
     whole = batch_of(case)
     if method.decide is not None:
         # Decisions see the whole batch before any micro-batch, as in a step.
@@ -352,8 +353,10 @@ def _advantage(case: Case, dtype: torch.dtype) -> CaseValues | None:
     # Advantages are computed once per batch, always in float64.
     if dtype != torch.float64:
         return None
-    method, whole = advantage_method(case.name), batch_of(case)
-    found = method.function(whole, settings_of("advantage", case.name, case.params))
+    settings: Any = settings_of("advantage", case.name, case.params)
+    method: AdvantageMethod = method_of(settings)
+    whole = batch_of(case)
+    found = method.function(whole, settings)
     values = {"advantages": _padded(found.tokens, whole)}
     if found.returns is not None:
         values["returns"] = _padded(found.returns, whole)
@@ -363,8 +366,8 @@ def _advantage(case: Case, dtype: torch.dtype) -> CaseValues | None:
 
 
 def _correction(case: Case, dtype: torch.dtype) -> CaseValues | None:
-    method = correction_method(case.name)
-    settings = settings_of("corrections", case.name, case.params)
+    settings: Any = settings_of("corrections", case.name, case.params)
+    method: CorrectionMethod = method_of(settings)
     if dtype != torch.float64 and method.whole(settings):
         return None
     whole = batch_of(case)
@@ -374,10 +377,20 @@ def _correction(case: Case, dtype: torch.dtype) -> CaseValues | None:
     return CaseValues({"weights": _padded(factor, whole), "mask": _padded(factor != 0, whole)})
 
 
+def _known[F](kind: str, name: str, table: Mapping[str, F]) -> F:
+    """Raises ValueError for a name that the table lacks."""
+    if name not in table:
+        raise ValueError(
+            f"unknown {kind} {name!r}; nearest: {nearest(name, [*table]) or 'none'}; known:"
+            f" {', '.join(sorted(table))}"
+        )
+    return table[name]
+
+
 def _scalar(case: Case, dtype: torch.dtype) -> CaseValues | None:
     if dtype != torch.float64:
         return None
-    values = find("scalar", case.name, SCALARS)(case)
+    values = _known("scalar", case.name, SCALARS)(case)
     return CaseValues({key: np.array(value, dtype=np.float64) for key, value in values.items()})
 
 

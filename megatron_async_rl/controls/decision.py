@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_async_rl.config.settings_model import method_of
 from megatron_async_rl.gradients import Gradients
 
 
@@ -192,3 +193,8 @@ class Control:
 
         Called once after `load_state_dict`, also with an empty mapping.
         """
+
+
+def build_controls(configs: Iterable[Any]) -> dict[str, Control]:
+    """Name -> control, in the order of the configuration, in which they are applied."""
+    return {config.name: method_of(config)(config) for config in configs}

@@ -44,9 +44,9 @@ def effective_sample_size(log_weights: NDArray[np.float64]) -> float:
 def lr_scale(
     ess_ratio: float,
     *,
-    rule: Literal["sqrt", "linear"] = "sqrt",
-    reference_ratio: float = 1.0,
-    floor: float = 0.0,
+    rule: Literal["sqrt", "linear"] = EssLrControl.default_of("rule"),
+    reference_ratio: float = EssLrControl.default_of("reference_ratio"),
+    floor: float = EssLrControl.default_of("floor"),
 ) -> float:
     """ess_ratio: ESS / B. In [floor, 1]; the floor itself where ess_ratio is not a number."""
     if math.isnan(ess_ratio):

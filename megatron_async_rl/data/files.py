@@ -46,14 +46,14 @@ COMPRESSED = {
 
 
 def read_rows(location: Path, limit: int | None = None) -> Iterator[DataRow]:
-    """At most `limit` rows of a file, or of a folder's or a pattern's files. Raises DataError with
-    file, place, fault and fix."""
+    """Yield at most `limit` rows of the files of a location. Raises DataError with file, place,
+    fault and fix."""
     return islice(_every_row(location), limit)
 
 
 def count_rows(location: Path) -> int:
-    """Number of rows of a file, or of a folder's or a pattern's files, without checking each one: a
-    line of JSONL that is not blank is a row. Raises DataError where a file cannot be read."""
+    """Return the number of rows of a location's files without checking each row: every
+    non-blank line of JSONL is a row. Raises DataError if a file cannot be read."""
     return sum(_count(file) for file in data_files(location))
 
 
@@ -112,7 +112,8 @@ def _object(path: Path, place: int, value: Any) -> dict[str, Any]:
 
 
 def no_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises ValueError where a key is there twice: one of its values would be lost."""
+    """Return the object of these pairs. Raises ValueError for a repeated key, one of whose values
+    would be lost."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -139,7 +140,7 @@ def _parsed(path: Path, line: int | None, text: str) -> Any:
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line by line, so that the first rows of a large file cost no more than those of a small
+    """Yield line by line: the first rows of a large file cost as little as those of a small
     one."""
     try:
         with open(path, "rb") as file:
@@ -152,8 +153,8 @@ def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """A list of objects; what does not begin as a list is read as JSONL, under which name it is
-    often found."""
+    """Yield the objects of a list. A file that does not begin as a list is read as JSONL, which is
+    often published as .json."""
     content = _content(path).removeprefix(b"\xef\xbb\xbf")
     if not content.lstrip().startswith(b"["):
         _refuse_one_object(path, content)
@@ -216,8 +217,8 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Drop columns of bytes, which are not text; times and decimals as text, since fields go into
-    the samples as JSON."""
+    """Yield rows without columns of bytes. Times and decimals become text, because samples store
+    fields as JSON."""
     from pyarrow import parquet
 
     with _parquet_errors(path), parquet.ParquetFile(path) as file:
@@ -227,6 +228,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         plain = [field.name for field in schema if not _holds(field.type, _is_bytes)]
         odd = {field.name for field in schema if _holds(field.type, _is_odd)}
         with _parquet_errors(path, sorted(odd)):
+            # In batches: a row group may exceed the memory. "strict" refuses a key twice in a map.
             for batch in file.iter_batches(batch_size=1024, columns=plain):
                 for row in batch.to_pylist(maps_as_pydicts="strict"):
                     place += 1
@@ -235,7 +237,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 @contextmanager
 def _parquet_errors(path: Path, odd: Sequence[str] = ()) -> Iterator[None]:
-    """Raise what pyarrow raises as DataError. odd: columns whose values become text."""
+    """Raise pyarrow's errors as DataError. `odd`: columns whose values become text."""
     import pyarrow
 
     try:
@@ -265,7 +267,7 @@ def _require_unique(path: Path, line: int | None, columns: Sequence[str]) -> Non
 
 
 def columns_of_bytes(path: Path) -> list[str]:
-    """Return the columns of a Parquet file that rows are without; of another file none."""
+    """Return the columns that rows of a Parquet file lack; an empty list for other formats."""
     if path.suffix.lower() != ".parquet":
         return []
     from pyarrow import parquet
@@ -276,7 +278,7 @@ def columns_of_bytes(path: Path) -> list[str]:
 
 
 def _holds(column: Any, what: Callable[[Any], bool]) -> bool:
-    """The type of a column, or of something inside it."""
+    """Return whether `what` is true of a column's type or of a type inside it."""
     from pyarrow import types
 
     if types.is_dictionary(column):
@@ -302,7 +304,7 @@ def _is_odd(column: Any) -> bool:
 
 
 def as_text(value: Any) -> Any:
-    """Text for a value that JSON does not hold."""
+    """Return the value with text in place of what JSON does not have."""
     if isinstance(value, dict):
         return {str(key): as_text(one) for key, one in value.items()}
     if isinstance(value, list):

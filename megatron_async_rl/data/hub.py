@@ -58,8 +58,8 @@ NOT_READ = ("*/*", "consolidated*")
 
 @dataclass(frozen=True, kw_only=True)
 class HubName:
-    """`path`: of files inside a data set; without one it is the files of `split`. `part`: one of
-    the configurations that its card names."""
+    """Name of a model, or of files in a data set: those at `path`, or else those of `split`.
+    `part`: configuration in the card of the data set."""
 
     id: str
     is_data: bool
@@ -77,7 +77,7 @@ class HubName:
 
 
 def parse(path: Path) -> HubName | None:
-    """Null for text that is not a name on a hub."""
+    """Return the name on a hub that a path is; null for any other path. Raises UserError."""
     text = str(path)
     if not text.startswith("hf:/"):
         return None
@@ -99,7 +99,7 @@ def parse(path: Path) -> HubName | None:
 
 
 def name_of(path: Path) -> str | None:
-    """The name and commit of a folder of the hub's cache; null for another folder."""
+    """Return the name and commit of a folder of the hub's cache; null for another folder."""
     found = SNAPSHOT.search(str(path))
     if found is None:
         return None
@@ -118,10 +118,10 @@ def located(
     weights: bool = True,
     may_be_absent: Callable[[str, HubName], bool] = nothing_absent,
 ) -> tuple[Config, list[str]]:
-    """`config` with a local path for each name on a hub, fetched where it is not in the cache, and
-    a line for each. `weights` false leaves a model's weights where they are. A name that cannot be
-    fetched stays as it is where `may_be_absent` permits it, and its line has the reason. Raises
-    UserError for any other."""
+    """Return `config` with a local path for each name on a hub, and one line of report per name.
+    Files that the cache lacks are downloaded, except for a model's weights if `weights` is false. A
+    name that cannot be fetched stays in the config if `may_be_absent` permits it; its line has the
+    reason. Raises UserError for other names."""
     before = _earlier(config.run.dir)
     notes: list[str] = []
 
@@ -168,7 +168,7 @@ def _replaced[Model: Strict](model: Model, prefix: str, place: Any) -> Model:
 
 
 def _earlier(run_dir: Path) -> Mapping[str, Any]:
-    """The configuration that the run in this directory has; empty if there is none."""
+    """Return the configuration of the run in this directory; empty if there is none."""
     try:
         return read_tree((run_dir / "config.yaml").read_text(encoding="utf-8"))[0]
     except (OSError, ValueError, YamlFault):
@@ -176,7 +176,7 @@ def _earlier(run_dir: Path) -> Mapping[str, Any]:
 
 
 def _pinned(before: Mapping[str, Any], key: str, name: HubName) -> str | None:
-    """The commit with which the run began, unless another one is asked for by its number."""
+    """Return the commit that the run began with; null if the config names a commit itself."""
     value: Any = before
     for part in key.split("."):
         if isinstance(value, list):
@@ -191,7 +191,7 @@ def _pinned(before: Mapping[str, Any], key: str, name: HubName) -> str | None:
 
 
 def cached_file(model: str, file: str) -> Path | None:
-    """A file of a model in the hub's cache; null where the cache does not have it."""
+    """Return a file of a model in the hub's cache; null if the cache lacks it."""
     from huggingface_hub import errors, try_to_load_from_cache
 
     with contextlib.suppress(errors.HFValidationError):
@@ -201,8 +201,8 @@ def cached_file(model: str, file: str) -> Path | None:
 
 
 def fetch(key: str, name: HubName, *, commit: str | None = None, weights: bool = True) -> Path:
-    """The local folder, or the file or pattern in it. `commit`: the one to take, whatever the
-    name's revision is now. Raises UserError with `key`."""
+    """Return the local folder, or the file or pattern in it. `commit` overrides the name's
+    revision. Raises UserError with `key`."""
     if name.is_data != _is_data(key):
         kind, other = ("a data set", "") if name.is_data else ("a model", "datasets/")
         raise UserError.of(key, f"{name} is the name of {kind}", f"write hf://{other}{name.id}")
@@ -210,6 +210,7 @@ def fetch(key: str, name: HubName, *, commit: str | None = None, weights: bool =
         raise UserError.of(key, f"{name} is a part of a model", f"write hf://{name.id}")
     if name.is_data and name.path is None:
         folder = _download(key, name, commit, [CARD])
+        # The branch may move before the next request: card and files must be of one commit.
         commit = folder.name
         name = replace(name, path=_path_of_split(key, name, folder), part=None, split=None)
     if name.is_data:
@@ -238,7 +239,7 @@ def fetch(key: str, name: HubName, *, commit: str | None = None, weights: bool =
 def _download(
     key: str, name: HubName, commit: str | None, wanted: list[str], unwanted: Iterable[str] = ()
 ) -> Path:
-    """The folder of a commit, with the files of these patterns in it."""
+    """Return the folder of a commit that contains the files of these patterns."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -255,8 +256,8 @@ def _download(
 
 
 def _path_of_split(key: str, name: HubName, folder: Path) -> str:
-    """The file or pattern of the split that `name` asks for; for training that is `train` where it
-    names none. `folder`: of a commit, with the card."""
+    """Return the file or pattern of the split that `name` requests; the default for training is
+    `train`. `folder`: folder of a commit, with the card."""
     whole = replace(name, part=None, split=None)
     files = _listed(key, name, folder)
     part, splits = _splits(key, name, folder / CARD, files)
@@ -273,28 +274,29 @@ def _path_of_split(key: str, name: HubName, folder: Path) -> str:
 
 
 def _files_on_hub(name: HubName, folder: Path) -> list[str]:
-    """Every file of the commit, as the client has listed it or the hub lists it. Raises the
-    client's errors; where the hub cannot be reached, at the first attempt."""
+    """Return every file of the commit, from the client's list in the cache or from the hub. Raises
+    the client's errors, after one attempt if the hub cannot be reached."""
     import huggingface_hub as client
 
     with contextlib.suppress(Exception):  # clients of the first version keep no list
         kept = client.get_cached_repo_tree(name.id, repo_type="dataset", revision=folder.name)
         return sorted(file.path for file in kept)
     api = client.HfApi()
-    # The client asks for a list again and again, and for this once.
+    # The client retries a failed request for a list many times, but this one only once.
     api.repo_info(name.id, repo_type="dataset", revision=folder.name)
     return sorted(api.list_repo_files(name.id, repo_type="dataset", revision=folder.name))
 
 
 def _listed(key: str, name: HubName, folder: Path) -> list[str]:
-    """Every file of the commit; if they cannot be listed, those in the cache, if the card is among
-    them."""
+    """Return every file of the commit. If they cannot be listed, return those in the cache,
+    provided that the card is among them."""
     try:
         return _files_on_hub(name, folder)
     except Exception as error:
         there = {str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file()}
         if CARD not in there or len(there) == 1:
             raise UserError.of(key, *_explained(name, _absent(CARD))) from error
+        # A piece that the cache lacks must be missed later, not left out of its split.
         return sorted(there | _every_piece(there))
 
 
@@ -370,8 +372,8 @@ def _matched(entry: Mapping[str, Any], files: list[str]) -> dict[str, list[str]]
 
 
 def _missing_pieces(folder: Path, wanted: str) -> list[str]:
-    """Files that `wanted`, a file, folder or pattern in `folder`, asks for and that are not there,
-    by the names of their neighbours."""
+    """Return the files that match `wanted` and that `folder` lacks, as the numbers in the names of
+    other pieces tell."""
     patterns = [each for one in alternatives_of(wanted) for each in (one, f"{one}/*")]
     inside = [one for pattern in patterns for one in paths_matching(folder, pattern)]
     there = {str(one.relative_to(folder)) for one in inside}
@@ -383,7 +385,7 @@ def _missing_pieces(folder: Path, wanted: str) -> list[str]:
 
 
 def _every_piece(there: Iterable[str]) -> set[str]:
-    """The names of all pieces of the sets that have some here."""
+    """Return the names of all pieces of those sets that have at least one piece here."""
     sets = {(f["before"], f["of"], f["after"]) for one in there if (f := PIECE.fullmatch(one))}
     return {
         f"{before}{number:0{len(of)}}-of-{of}{after}"
@@ -393,7 +395,7 @@ def _every_piece(there: Iterable[str]) -> set[str]:
 
 
 def _explained(name: HubName, error: Exception) -> tuple[str, str]:
-    """Text of the error, and its fix."""
+    """Return a description of the error, and the fix."""
     from huggingface_hub import constants, errors
 
     where = constants.ENDPOINT
@@ -436,7 +438,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _name_a_file(name: HubName, listed: list[str]) -> str:
-    """Shows the files that it holds."""
+    """Return the fix that shows files of the data set."""
     files = [file for file in listed if file.endswith(ENDINGS)]
     shown = f": {', '.join(files[:6])}" if files else ", such as /data/train-*.parquet"
     return f"add the file, or a pattern of files, in it{shown}"

@@ -66,8 +66,8 @@ _WHOLE_NAME = re.compile(
 
 
 def data_files(location: Path) -> list[Path]:
-    """Raises DataError if there is none, where one is not there or has no known format, and
-    where they are of several splits."""
+    """Return the data files of a location. Raises DataError if there are none, if one is absent or
+    has another format, and if they belong to several splits."""
     files = sorted(set(_files_at(location)))
     if not files:
         raise DataError(location, None, *_nothing_in(location))
@@ -80,6 +80,7 @@ def data_files(location: Path) -> list[Path]:
             what = f"ends in {file.suffix or 'nothing'}, which is not a supported format"
             fix = NOT_READ.get(file.suffix.lower(), "name it by its format")
             raise DataError(file, None, what, f"{fix}; the formats are {', '.join(ENDINGS)}")
+    # Held-out rows must not enter training because they lie in the same folder.
     splits = files_by_split(files)
     named = sorted(splits.keys() - {""})
     if len(named) > 1:
@@ -266,8 +267,8 @@ def matches(path: str, pattern: str) -> bool:
 
 
 def one_pattern(wanted: Collection[str], among: Collection[str]) -> str:
-    """One that matches these paths and no other: with a `*` in some names where that does, else
-    with such a pattern for each folder, or the names, as alternatives."""
+    """Return a pattern that matches these paths and no other path of `among`: one with `*` if
+    possible, else alternatives of such a pattern, or of the names, for each folder."""
     whole = _starred(wanted, among)
     if whole is not None:
         return whole
@@ -282,7 +283,7 @@ def one_pattern(wanted: Collection[str], among: Collection[str]) -> str:
 
 
 def _starred(wanted: Collection[str], among: Collection[str]) -> str | None:
-    """Null where the paths have no such pattern to themselves."""
+    """Return a pattern with `*` for exactly these paths; null if there is none."""
     parts = [path.split("/") for path in wanted]
     if len({len(one) for one in parts}) > 1:
         return None

@@ -168,7 +168,7 @@ def _begins_as_messages(text: str) -> bool:
 
 
 def is_messages(value: Any) -> bool:
-    """True for a list of objects, which chat messages are."""
+    """Return whether a value is a list of objects, as chat messages are."""
     return isinstance(value, list) and all(isinstance(one, Mapping) for one in value)
 
 
@@ -208,7 +208,7 @@ def message_of(file: Path, place: int, message: Any) -> dict[str, Any]:
     if file.suffix.lower() == TABLE:
         message = {**without_nulls(message), "content": content}
     found = {key: value for key, value in message.items() if value is not None}
-    # A template may tell a content that is null from none.
+    # Templates may treat null content differently from a message without `content`.
     return {**found, "content": content} if "content" in message else found
 
 
@@ -289,14 +289,14 @@ def is_trained(message: Mapping[str, Any]) -> bool:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without keys that are null, as in a table those are that only other rows have."""
+    """Return a value without null keys: a table adds the keys of other rows as nulls."""
     if isinstance(value, Mapping):
         return {key: without_nulls(one) for key, one in value.items() if one is not None}
     return [without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def is_unicode(value: str) -> bool:
-    """False with half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
+    """Return false for half of a surrogate pair, which JSON can hold and UTF-8 cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -317,8 +317,9 @@ def as_conversation(prompt: Sequence[Any], completion: Sequence[Any]) -> list[di
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingConversation:
-    """`prompt`: text and tokens before the first trained message. `ids` int32 and `mask` uint8,
-    [T]: all that follows, 1 where it is trained on; `text`: as it was rendered."""
+    """Tokens of a conversation. `prompt`, `prompt_ids`: text and tokens before the first trained
+    message. `ids` int32 and `mask` uint8, both [T]: all later tokens, and 1 for those that the loss
+    covers. `text`: the rendered text of `ids`."""
 
     prompt: str
     prompt_ids: tuple[int, ...]
@@ -334,8 +335,8 @@ def conversation(
     tokenizer: Tokenizer,
     tools: Sequence[Any],
 ) -> TrainingConversation:
-    """`tools`: schemas of functions that the assistant may call. Raises DataError, naming the
-    message, for a message that cannot be separated from the others."""
+    """Return the tokens of a conversation. `tools`: schemas of functions that the assistant may
+    call. Raises DataError for a message whose tokens cannot be separated from the others."""
     trained = _trained(file, place, messages)
     plain = [{key: one[key] for key in one if key not in TRAINED_KEYS} for one in messages]
     last = trained[-1]
@@ -356,6 +357,7 @@ def conversation(
         if not starts:
             first = len(begin)
         starts.append(before)
+        # Token by token, not text by text: a tokenizer may merge over the boundary of a message.
         if tokens[: len(begin)] != begin or tokens[: len(end)] != end or len(begin) >= len(end):
             raise DataError(
                 file,
@@ -365,6 +367,7 @@ def conversation(
                 "train on the last message alone (`train: false` in the others), or give"
                 " data.chat_template a template that writes a message in one way",
             )
+        # The loss ends at the token that ends the message; a line break after it is the template's.
         stop = len(end)
         while stop > len(begin) and tokens[stop - 1] not in ends:
             stop -= 1
@@ -454,7 +457,7 @@ def loss_weight(file: Path | str, place: int | None, fields: Mapping[str, Any]) 
 
 
 def _trained(file: Path, place: int, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Messages that the loss is on."""
+    """Return the indices of the messages that the loss covers."""
     found = []
     for index, message in enumerate(messages):
         try:

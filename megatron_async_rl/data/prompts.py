@@ -1,4 +1,10 @@
-"""Rows of data to Prompts: their columns, their chat messages, and those that are too long."""
+"""Prompts from rows of data: columns, chat messages and length limits.
+
+Invariants:
+- every row is read and checked before the run starts anything; the first row that cannot be used is
+  an error with its file and place;
+- rows that are left out for their length are counted and reported.
+"""
 
 from __future__ import annotations
 
@@ -55,13 +61,13 @@ _log = logging.getLogger(__name__)
 PromptQuery = str | list[dict[str, Any]]
 """The prompt of a row: text, or chat messages."""
 AT_A_TIME = 4096
-"""Texts that are tokenized in one call."""
+"""Number of texts that are tokenized in one call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixturePart:
-    """One source of a mixture: how many prompts it has, and its weight. `too_long`: rows above
-    data.max_prompt_tokens or data.max_tokens, which are not among them."""
+    """One source of a mixture. `count`: number of its prompts; `too_long`: number of rows above
+    data.max_prompt_tokens or data.max_tokens, which `count` excludes."""
 
     label: str = ""
     count: int
@@ -71,7 +77,7 @@ class MixturePart:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSet:
-    """The prompts of all parts, part after part."""
+    """Prompts of all parts, in the order of the parts."""
 
     prompts: tuple[Prompt, ...]
     parts: tuple[MixturePart, ...]
@@ -99,8 +105,8 @@ def read_training(
     limit: int | None = None,
     supervised: bool = False,
 ) -> PromptSet:
-    """Every source of the training data. `room`: tokens that a prompt may have at most; `limit`:
-    rows read of each source. Raises DataError."""
+    """Return the prompts of all sources of the training data. `room`: maximum number of tokens of a
+    prompt; `limit`: number of rows to read of each source. Raises DataError."""
     sources = data.training
     prompts: list[Prompt] = []
     parts = []
@@ -114,7 +120,7 @@ def read_training(
             limit=limit,
             supervised=supervised,
         )
-        # Two files may hold the same ids, and prompts are known by them.
+        # Ids identify prompts, and two files may hold the same ids.
         before = f"{source.label}/" if len(sources) > 1 else ""
         prompts += [replace(each, id=before + each.id) for each in one.prompts]
         parts.append(replace(one.parts[0], label=source.label, weight=source.weight))
@@ -131,8 +137,9 @@ def read_set(
     limit: int | None = None,
     supervised: bool = False,
 ) -> PromptSet:
-    """The prompts of one file or folder, read as `data` configures. Raises DataError."""
-    if isinstance(file, SourceConfig):  # held-out sets are of another class
+    """Return the prompts of one file or folder, read as `data` configures. Raises DataError."""
+    # Only training data is a SourceConfig: a held-out set may read any file.
+    if isinstance(file, SourceConfig):
         require_training_files(file.path)
     columns = data.columns(file)
     chat = {
@@ -196,7 +203,7 @@ def _read(
     chat_keys: Sequence[str] = (),
     supervised: bool = False,
 ) -> tuple[list[Prompt], int]:
-    """The prompts, and the number of those above `longest`."""
+    """Return the prompts, and the number of rows above `longest`."""
     path = Path(path)
     field = "response" if supervised else "answer"
     conversations = supervised and columns.messages is not None
@@ -205,6 +212,7 @@ def _read(
     if conversations and columns.answer is not None:
         what = f"is read as conversations, and data.answer_key: {columns.answer} names answers"
         raise DataError(path, None, what, "remove data.answer_key, or data.messages_key")
+    # Generators throughout: rows are parsed, checked and tokenized without a list of all rows.
     given_fields = with_fields(read_rows(path, limit), columns)
     rows = checked_rows(given_fields, columns, field, required)
     queries = ((row, _messages_or_text(row, columns, as_chat, chat_keys)) for row in rows)
@@ -232,6 +240,7 @@ def _read(
         else:
             tools = _tools(file, place, values, columns)
             text, ids = _rendered(file, place, _chat, prompt, tokenizer, tools)
+        # Before the length limits, so that a repeated id of a long row is an error, too.
         prompt_id = _identity(file, place, values, places)
         if not ids:
             fix = "write a prompt the model's tokenizer can encode"
@@ -267,8 +276,8 @@ def _read(
 def _encoded(
     tokenizer: Tokenizer, queries: Iterator[tuple[DataRow, PromptQuery]]
 ) -> Iterator[tuple[DataRow, PromptQuery, list[int]]]:
-    """Each row and its prompt, with the tokens of a text. Some at a time: a tokenizer's own account
-    of a text takes many times the room of its tokens."""
+    """Yield each row and its prompt, with the tokens of a plain text. Texts are encoded in batches:
+    the tokenizer's result takes many times the memory of the token ids."""
     for some in batched(queries, AT_A_TIME):
         texts = [(row, prompt) for row, prompt in some if isinstance(prompt, str)]
         places = [(file, place) for (file, place, _), _ in texts]
@@ -280,7 +289,8 @@ def _encoded(
 def _identity(
     file: Path, place: int, values: Mapping[str, Any], places: dict[str, tuple[Path, int]]
 ) -> str:
-    """The row's id, which no other row has; `places`: where those before it stand."""
+    """Return the row's id, and add it to `places`, the ids of earlier rows. Raises DataError for an
+    id that an earlier row has."""
     given = values.get("id")
     if given == "":  # a cell of CSV without a value
         given = None
@@ -302,8 +312,8 @@ def _identity(
 def _messages_or_text(
     row: DataRow, columns: DataColumns, as_chat: bool, chat_keys: Sequence[str]
 ) -> PromptQuery:
-    """The prompt as chat messages, whose faults are named; text that no template renders as text,
-    for which `chat_keys` would be without effect."""
+    """Return the prompt as chat messages, or as text that is not rendered. Raises DataError for a
+    faulty message, and for text if `chat_keys` are set, which would have no effect on it."""
     file, place, values = row
     value = prompt_value(file, place, values, columns)
     if isinstance(value, str):
@@ -331,7 +341,7 @@ def _given_response(
     tokenizer: Tokenizer,
     tools: Sequence[Any],
 ) -> TrainingConversation:
-    """The response to chat messages, which is text, a number or, as TRL has it, messages."""
+    """Return the response to chat messages: text, a number, or messages, which is TRL's form."""
     value = _messages_or_value(file, place, response)
     if value and is_messages(value):
         completion = [message_of(file, place, message) for message in value]
@@ -354,8 +364,8 @@ def _messages_or_value(file: Path, place: int, response: Any) -> Any:
 
 
 def _require_response(file: Path, place: int, response: Any) -> None:
-    """Raise DataError for a response to a plain text that is not text, or is messages, which would
-    be learned as text."""
+    """Raise DataError for a response to plain text that is not text. Messages are refused as well:
+    the policy would learn their JSON."""
     value = _messages_or_value(file, place, response)
     if value and is_messages(value):
         what = "`response` holds chat messages, and the prompt is plain text"
@@ -364,7 +374,7 @@ def _require_response(file: Path, place: int, response: Any) -> None:
 
 
 def _tools(file: Path, place: int, values: Mapping[str, Any], columns: DataColumns) -> list[Any]:
-    """Schemas of the functions that the row's messages may call."""
+    """Return the schemas of the functions that the row's messages may call."""
     if columns.tools is None:
         return []
     found = read_json(value_of(values, columns.tools))
@@ -372,6 +382,7 @@ def _tools(file: Path, place: int, values: Mapping[str, Any], columns: DataColum
         raise missing_column(file, place, TOOLS_KEY, columns.tools, values)
     if found is None or found is MISSING or (isinstance(found, str) and not found.strip()):
         return []
+    # A table adds the parameters of every other row's functions as nulls.
     found = [without_nulls(read_json(one)) for one in found] if isinstance(found, list) else found
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         what = f"`{columns.tools}` is not a list of JSON schemas: {found!r:.80}"
@@ -413,7 +424,7 @@ def _rendered[Result](
     tokenizer: Tokenizer,
     tools: Sequence[Any],
 ) -> Result:
-    """The messages as `render` makes them; its error with the row that it is about."""
+    """Return the result of `render`. Its errors become DataErrors that name the row."""
     try:
         return render(file, place, messages, tokenizer, tools)
     except DataError as error:

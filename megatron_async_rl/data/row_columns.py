@@ -45,14 +45,14 @@ SYNONYMS = {
 
 @dataclass(frozen=True)
 class Required:
-    """Columns and values that the rewards read of a row, given the fields of its prompt."""
+    """Columns and values that the rewards read of a row. Both functions take the fields of its
+    prompt."""
 
     columns: Callable[[Mapping[str, Any]], Sequence[str] | None] = lambda fields: ()
-    """Further columns that the row must have; None if no part of the reward is for it."""
+    """Further columns that the row must have; None if no part of the reward applies to it."""
     fault: Callable[[Mapping[str, Any]], tuple[str, str, str] | None] = lambda fields: None
-    """(column, what is wrong with it, fix) if a reward cannot use a value of the row, which has all
-    `columns`. The column is the reward's name of it; empty if the fault is not that of one
-    column."""
+    """(column, fault, fix) if a reward cannot use a value of the row, which has all `columns`. The
+    column has the reward's name for it, and is empty if the fault concerns several columns."""
 
 
 nothing_more = Required()
@@ -64,6 +64,7 @@ def value_of(values: Mapping[str, Any], name: str) -> Any:
     if name in values:
         return values[name]
     parts = name.split(".")
+    # The longest outer name first: a column `a.b` takes precedence over `b` inside `a`.
     for count in range(len(parts) - 1, 0, -1):
         outer = read_json(values.get(".".join(parts[:count])))
         if isinstance(outer, Mapping):
@@ -80,7 +81,7 @@ def read_json(value: Any) -> Any:
 
 
 def with_fields(rows: Iterator[DataRow], columns: DataColumns) -> Iterator[DataRow]:
-    """The rows with the columns that the configuration gives all of them."""
+    """Yield the rows with the columns that the configuration adds to each of them."""
     for file, place, values in rows:
         for name, value in columns.fields.items():
             if name in values and values[name] != value:
@@ -93,12 +94,13 @@ def with_fields(rows: Iterator[DataRow], columns: DataColumns) -> Iterator[DataR
 def checked_rows(
     rows: Iterator[DataRow], columns: DataColumns, field: str, required: Required
 ) -> Iterator[DataRow]:
-    """The rows, each with the columns that are read of it."""
+    """Yield the rows that have every column which training reads. Raises DataError for others."""
     prompt = columns.messages or columns.prompt
     always = {("messages" if columns.messages else "prompt"): prompt}
     if columns.answer is not None:
         always[field] = columns.answer
     for file, place, values in rows:
+        # Rewards see what they will see in training: the fields of the prompt, not the row.
         fields = fields_of(values, columns)
         if columns.answer is not None and value_of(values, columns.answer) is not MISSING:
             fields[field] = value_of(values, columns.answer)
@@ -113,7 +115,7 @@ def checked_rows(
             )
         wanted = always | {n: n for n in more if n not in always and n != "prompt"}
         for role, column in wanted.items():
-            # Rewards read whole columns alone; a key of `data` may name a value inside one.
+            # Rewards read whole columns; only a key of `data` may name a value inside one.
             named = always.get(role) == column
             text = value_of(values, column) if named else values.get(column, MISSING)
             if text is MISSING:
@@ -136,13 +138,13 @@ def checked_rows(
 
 
 def fields_of(values: Mapping[str, Any], columns: DataColumns) -> dict[str, Any]:
-    """The columns of a row that become fields of its prompt under their own names."""
+    """Return the columns of a row that become fields of its prompt under their own names."""
     taken = (columns.messages or columns.prompt, "id")
     return {key: value for key, value in values.items() if key not in taken}
 
 
 def prompt_value(file: Path, place: int, values: Mapping[str, Any], columns: DataColumns) -> Any:
-    """The prompt of a row; messages that are JSON text as a list."""
+    """Return the prompt of a row; messages that are JSON text become a list."""
     column = columns.messages or columns.prompt
     try:
         return messages_in(value_of(values, column))
@@ -200,7 +202,7 @@ def missing_column(
 
 
 def _leaves(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Every column, those inside others by their whole name."""
+    """Yield every column; the name of an inner column contains the outer names."""
     for name, value in values.items():
         inner = read_json(value) if isinstance(value, str) and value[:1] == "{" else value
         if isinstance(inner, Mapping) and inner:

@@ -1,16 +1,16 @@
 """Sources of prompts and of batches of given responses: one file, or a mixture of several.
 
 Invariants:
-- every prompt of a source is handed out exactly once per epoch of that source;
+- a source yields each of its prompts exactly once per epoch;
 - digests identify the data of a resume. They cover what a row gives to training (text, columns,
   tokens, and the order of the rows), and neither ids nor names of files;
-- the order of an epoch depends on (seed, epoch) alone, and the next source on how many each has
-  given, so a saved position continues with the very same sequence; it has the digests of its
-  prompts, and is refused by a source of others;
-- of a mixture, no source is ever a whole prompt ahead of its share;
-- a given response (`loss: sft`) is tokenized once, at the start, and ends with end-of-sequence; of
-  a conversation the assistant's messages are trained on. Its log-probs are zeros, which the `sft`
-  loss never reads.
+- the order of an epoch depends only on (seed, epoch), and the choice of the next source only on the
+  number of prompts that each has yielded, so a saved position continues the same sequence. The
+  position contains the digests of its prompts, and a source of other prompts refuses it;
+- no source of a mixture is ever a whole prompt ahead of its share;
+- a given response (`loss: sft`) is tokenized once, at the start, and ends with end-of-sequence. The
+  loss of a conversation covers the assistant's messages. The log-probs of given responses are
+  zeros, which the `sft` loss never reads.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from megatron_async_rl.samples.types import Prompt, Sample
 
 @dataclass(frozen=True, kw_only=True)
 class DataIdentity:
-    """The prompts of one file. `rows`: digest of text and columns; `tokens`: of token ids, and for
-    given responses of their tokens and masks."""
+    """Identity of one file's prompts. `rows`: digest of text and columns; `tokens`: digest of token
+    ids, and of the tokens and masks of given responses."""
 
     count: int
     rows: str
@@ -50,13 +50,14 @@ class DataIdentity:
         """given: the responses to `prompts` that are trained on, if any."""
         rows, tokens = Digest(), Digest()
         for index, prompt in enumerate(prompts):
-            # One line each, so that what moves from one row to the next changes the digest.
+            # One line per row: text that moves to the next row must change the digest.
             row = json.dumps([prompt.text, prompt.fields], sort_keys=True, default=_plain)
             rows.add(f"{row}\n".encode())
             parts = [array("i", prompt.token_ids).tobytes()]
             if given:
                 parts += [given[index].ids.tobytes(), given[index].mask.tobytes()]
             for part in parts:
+                # The length comes first, for the same reason.
                 tokens.add(len(part).to_bytes(8))
                 tokens.add(part)
         return cls(count=len(prompts), rows=rows.text, tokens=tokens.text)
@@ -72,7 +73,7 @@ class DataIdentity:
         return asdict(self)
 
     def difference(self, now: DataIdentity) -> str | None:
-        """How the data `now` differs from this; null: not at all."""
+        """Return how the data `now` differs from this; null if it does not."""
         if self.count != now.count:
             return f"{self.count} prompts there, {now.count} here"
         if self.rows != now.rows:
@@ -86,7 +87,7 @@ class DataIdentity:
 
 
 def _plain(value: object) -> str:
-    """Text for a value of a column that JSON does not have, such as a date."""
+    """Return text for a value that JSON does not have, such as a date."""
     return value.text if isinstance(value, TrainingConversation) else repr(value)
 
 
@@ -106,6 +107,7 @@ class Order:
     def _permute(self) -> Sequence[int]:
         if not self._shuffle:
             return range(self._count)
+        # A generator of its own per epoch: a resume draws the same order without earlier epochs.
         permutation: list[int] = (
             np.random.default_rng((self._seed, self._epoch)).permutation(self._count).tolist()
         )
@@ -130,8 +132,8 @@ class Order:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Raises DataError where the saved position belongs to another order: it would repeat or
-        lose items."""
+        """Continue at a saved position. Raises DataError if the position belongs to another order,
+        which would repeat or lose items."""
         for key, mine in (("count", self._count), ("seed", self._seed), ("shuffle", self._shuffle)):
             if state[key] != mine:
                 raise _other_data(
@@ -145,14 +147,14 @@ class Order:
 
     @property
     def given(self) -> int:
-        """Items handed out so far."""
+        """Number of items that were returned so far."""
         return self._epoch * self._count + self._position
 
 
 class Mixture:
-    """Positions in the parts laid end to end. The next one is of the part that is furthest behind
-    its share of all that were handed out; of equals, of the first. identities: of the parts, for
-    the saved state."""
+    """Positions in the concatenated parts. The next position comes from the part that is furthest
+    behind its share, and from the first of equal ones. `identities`: one per part, for the saved
+    state."""
 
     def __init__(
         self,
@@ -165,6 +167,7 @@ class Mixture:
         self._parts = tuple(parts)
         self._identities = tuple(identities) or (None,) * len(self._parts)
         self._orders = [Order(part.count, seed=seed, shuffle=shuffle) for part in parts]
+        # Exact fractions, so that rounding never decides which source is next.
         total = sum(Fraction(part.weight) for part in parts)
         self._shares = [Fraction(part.weight) / total for part in parts]
         self._offsets = [sum(part.count for part in parts[:index]) for index in range(len(parts))]
@@ -177,8 +180,8 @@ class Mixture:
         return self._offsets[chosen] + self._orders[chosen].next()
 
     def state(self) -> dict[str, Any]:
-        """The state of one source is its order's and its digests; of several, theirs by their
-        labels."""
+        """Return the position: order and digests of a single source, or those of each source by its
+        label."""
         states = [
             order.state() | (identity.as_json() if identity is not None else {})
             for order, identity in zip(self._orders, self._identities, strict=True)
@@ -189,17 +192,18 @@ class Mixture:
         return {"sources": dict(zip(labels, states, strict=True))}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Raises DataError where the saved position belongs to other data."""
+        """Continue at a saved position. Raises DataError if it belongs to other data."""
         saved = state.get("sources", {self._parts[0].label: state})
         labels = [part.label for part in self._parts]
         known = [DataIdentity.read(each) for each in saved.values()]
-        # Digests know a source whose file was renamed, and its label with it.
+        # A label follows its file's name. Digests recognise a source whose file was renamed.
         if len(saved) != len(labels) or (None in known and list(saved) != labels):
             raise _other_data(
                 "",
                 f"the saved data position is of the sources {', '.join(saved)}, this run has"
                 f" {', '.join(labels)}",
             )
+        # All sources are compared before any position changes.
         for label, before, now in zip(labels, known, self._identities, strict=True):
             if before is not None and now is not None and (what := before.difference(now)):
                 raise _other_data(label, f"the saved data position is of other prompts: {what}")
@@ -226,8 +230,8 @@ def _identities(
 
 
 class PromptSource:
-    """Endless prompts with a position that can be saved and restored. `parts`: of the mixture that
-    `prompts` are, part after part; null: they are one."""
+    """Endless prompts with a position that can be saved and restored. `parts`: parts of the mixture
+    in the order of `prompts`; null if the prompts are one part."""
 
     def __init__(
         self,
@@ -247,7 +251,7 @@ class PromptSource:
         return self._prompts[self._order.next()]
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON: what `load_state` needs to continue with the next unasked prompt."""
+        """Return the position as plain JSON, for `load_state`."""
         return self._order.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -255,8 +259,8 @@ class PromptSource:
 
 
 def fitting(rows: PromptSet, tokenizer: Tokenizer, longest: int | None) -> PromptSet:
-    """Rows of given responses, tokenized, without those that have more than `longest` tokens, which
-    are counted with the others that were too long. Raises DataError where none is left, and as
+    """Return rows of given responses, tokenized. Rows of more than `longest` tokens are left out
+    and counted in `too_long`. Raises DataError if a part has no row left, and those of
     SupervisedSource."""
     if longest is None:
         return rows
@@ -340,7 +344,7 @@ class SupervisedSource:
         return TrainBatch.of(version, samples)
 
     def once(self, version: int) -> Iterator[TrainBatch]:
-        """Every response once, in the order of the data, without a step of the position."""
+        """Yield every response once, in the order of the data, without moving the position."""
         places = range(len(self._prompts))
         for start in places[:: self._prompts_per_step]:
             chosen = places[start : start + self._prompts_per_step]
@@ -376,7 +380,7 @@ class SupervisedSource:
 
 
 def _given(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[TrainingConversation]:
-    """A response alone is a conversation whose every token is trained on."""
+    """Return the conversation of each prompt; all tokens of a plain response are trained on."""
     found = [prompt.fields.get("response") for prompt in prompts]
     plain = [
         prompt

@@ -35,8 +35,9 @@ FILES = ("tokenizer.json", "tokenizer.model")
 
 
 def content_of(message: Mapping[str, Any]) -> str | None:
-    """The text of a chat message, whose content may be a list of texts; null for a message with
-    `tool_calls`. Raises ValueError for what no text model reads, as what the message has."""
+    """Return the text of a chat message, whose content may be a list of texts; null for a message
+    with `tool_calls`. Raises ValueError for content that a text model does not read; its text
+    continues "a message of the user ..."."""
     content = message.get("content")
     if isinstance(content, list):
         for index, part in enumerate(content):
@@ -58,19 +59,19 @@ def content_of(message: Mapping[str, Any]) -> str | None:
 
 
 class Tokenizer(Protocol):
-    """The part of a tokenizer that the package uses."""
+    """Interface of a tokenizer that the package uses."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
 
     @property
     def vocab_size(self) -> int:
-        """Ids lie in 0 .. vocab_size - 1."""
+        """Number of ids, which are 0 .. vocab_size - 1."""
         ...
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """`special_tokens` puts around the text whatever the model's tokenizer puts there (a BOS,
-        for many models)."""
+        """Return the ids of a text. `special_tokens` adds the tokens that the model's tokenizer
+        puts around a text, such as a BOS."""
         ...
 
     def encode_many(
@@ -78,16 +79,16 @@ class Tokenizer(Protocol):
     ) -> list[list[int]]: ...
 
     def render_chat(self, messages: ChatMessages, *, answer: bool, tools: Any = None) -> str:
-        """The messages as the chat template writes them, up to where the model's answer begins, or
-        to the end of the last one. `tools`: JSON schemas of functions that the model may call."""
+        """Return the messages as the chat template writes them. `answer` adds the beginning of the
+        model's answer. `tools`: JSON schemas of functions that the model may call."""
         ...
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Ids of a rendered text, which has its special tokens in it."""
+        """Return the ids of a rendered text, which contains its special tokens."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens; ids without a token have none."""
+        """Return text without special tokens, and without ids that have no token."""
         ...
 
 
@@ -204,7 +205,7 @@ class ModelTokenizer:
         return self.encode(text, special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        # A model has padded rows, and samples them while it is untrained.
+        # An untrained model also samples the rows that pad its vocabulary.
         known = [int(index) for index in ids if 0 <= index < self._size]
         return self._backend.decode(known)
 
@@ -309,8 +310,8 @@ def _eos_listed(model_dir: Path) -> list[int]:
 
 
 def _eos_ids(model_dir: Path, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
-    """Every id that ends a sequence. The tokenizer's own eos comes first: most chat models end a
-    turn with it."""
+    """Return every id that ends a sequence. The tokenizer's own comes first, because most chat
+    models end a turn with it."""
     own = _eos_text(model_dir)
     named = [vocabulary[own]] if own is not None and own in vocabulary else []
     found = tuple(dict.fromkeys((*named, *_eos_listed(model_dir))))

@@ -29,19 +29,19 @@ from megatron_async_rl.data import (
     read_training,
     tokenizer_of,
 )
+from megatron_async_rl.flow.colocated import BufferRequest
 from megatron_async_rl.flow.controller import STOP_ENGINES_S, start_controller
-from megatron_async_rl.flow.copies import BufferRequest
+from megatron_async_rl.flow.controller_spec import ControllerSpec, DataState, Handout
 from megatron_async_rl.flow.evaluation import EvalResult, HeldOut, read_held_out
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.lanes import capacity_of
-from megatron_async_rl.flow.spec import ControllerSpec, DataState, Handout
 from megatron_async_rl.rollout.cluster import (
     join_ray,
     object_store_bytes,
     software,
     visible_gpus,
 )
-from megatron_async_rl.rollout.environments.built_in import prompt_tokenizer, tool_schemas
+from megatron_async_rl.rollout.environments.built_in.tools import prompt_tokenizer, tool_schemas
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.watchdog import watch
@@ -95,13 +95,15 @@ class RolloutBatches:
 
         if position is not None:
             # The controller does it again, after engines have started.
+            # Refuses a position that does not fit the data before any engine starts.
             source.load_state(position.state["source"])
         held_out = [DataIdentity.of(one.prompts) for one in spec.held_out]
         self._data = data_digests(config, source.identities, held_out)
 
         longest = max(len(prompt.token_ids) for prompt in training.prompts)
-        lends = config.weights.transport == "cuda_ipc"
+        lends = config.weights.carrier.ipc
         self._reserved = join_ray(
+            # Reserved, so that Ray places engines elsewhere; colocated engines share them.
             {} if self._colocated else gpus,
             object_store_bytes(
                 config.flow.prompts_per_step * config.flow.group_size,
@@ -110,6 +112,7 @@ class RolloutBatches:
             shared=gpus.get(socket.gethostname(), ()) if lends else (),
         )
         try:
+            # `close` ends Ray, too: a failed start leaves no process behind.
             self._controller = start_controller(source, spec)
             limit_s = spec.start_timeout_s + self._timeout_s
             ray_get(self._controller.start.remote(position), "the engines to start", limit_s)
@@ -137,6 +140,7 @@ class RolloutBatches:
     def next_buffer_request(self, made: Future[Any]) -> BufferRequest | None:
         """Return what the ranks do next with the buckets that engines request; null once `made` is
         done."""
+        # One request at a time: the answer is kept until the ranks have served it.
         if self._buffer_request is None:
             self._buffer_request = self._controller.next_buffer_request.remote(self._buffer_filled)
         wanted = self._buffer_request.future()
@@ -170,6 +174,7 @@ class RolloutBatches:
         """Begin to evaluate `version`, published before, on the held-out prompts; waits for the
         evaluation before it, and, where the training engines evaluate, for this one."""
         self._take_result(wait=True)
+        # One evaluation at a time: the line above waited for the one before.
         self._evaluation = self._controller.evaluate.remote(version)
         if not self._separate:
             self._take_result(wait=True)
@@ -191,6 +196,7 @@ class RolloutBatches:
         state: DataState = ray_get(
             self._controller.state.remote(), "the controller's position", self._timeout_s
         )
+        # The controller does not know the prompts' digests.
         return replace(state, data=self._data)
 
     def close(self) -> None:
@@ -198,6 +204,7 @@ class RolloutBatches:
             closing = self._controller.close.remote()
             with watch.doing("wait", "the controller to end the engines", 2 * STOP_ENGINES_S):
                 ray.wait([closing], timeout=2 * STOP_ENGINES_S)
+            # After the deadline as well: its process must not outlive the run.
             ray.kill(self._controller)
         ray.shutdown()
 
@@ -281,9 +288,10 @@ def controller_spec(
     rollout = config.rollout
     assert rollout is not None
     shares = rollout.placement == "colocated"
+    # Engines share the ranks' GPUs only where each has one; otherwise Ray chooses.
     fits = rollout.engines * rollout.workers <= sum(map(len, gpus.values()))
     evaluators = config.eval.engines if config.eval is not None else 0
-    sends = config.weights.transport == "collective"
+    sends = config.weights.carrier.per_engine
     sets = config.eval_sets
     samplings = {one.name: one.sampling for one in sets}
     engines = [

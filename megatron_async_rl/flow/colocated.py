@@ -1,4 +1,5 @@
-"""Phases of the devices that engines and policy share, and their order; see `DevicePhases`.
+"""Devices that engines and policy share: their phases in order (`DevicePhases`), and the buckets of
+a version that the ranks fill on demand (`IpcBucketQueue`).
 
              engines sleep,              policy releases             weights are staged; each engine
              policy restores             its training state          wakes its weights, loads, is
@@ -13,14 +14,19 @@ Invariants:
 - a step is taken only after the one before it was, and none is left out; after a failed step none
   is taken;
 - nothing here waits, and nothing knows what a step does;
-- an error that leaves a step names phase and step, in a note that `watchdog.events` shows.
+- an error that leaves a step names phase and step, in a note that `watchdog.events` shows;
+- a place of an on-demand version is filled only while no engine reads it. Engines that are behind
+  are waited for, so each bucket is filled once for all that load; a lost engine is not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from megatron_async_rl.weights.manifest import IN_FLIGHT, BucketRef
 
 Phase = Literal["generate", "train", "publish"]
 """`generate`: engines have weights and cache, the policy its parameters. `train`: engines have
@@ -110,6 +116,7 @@ class DevicePhases:
         if self._step is not None or not self._left or self._left[0].name != name:
             following = self._left[0].name if self._left else "no step"
             raise PhaseOrderError(f"step {name} was taken in phase {self._at} before {following}")
+        # Taken off before it runs: a failed step is not repeated.
         self._step = step = self._left.pop(0)
         try:
             yield
@@ -118,3 +125,80 @@ class DevicePhases:
             error.add_note(f"in phase {step.needs}, step {step.name}")
             raise
         self._step = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferRequest:
+    """Request to all ranks: put bucket `number` of a version into a place, or, with null, release
+    the memory of all places."""
+
+    version: int
+    number: int | None
+    place: int = 0
+
+
+class IpcBucketQueue:
+    """The buckets of one version. An engine requests a bucket, reads it once it is in a place, and
+    then requests the next."""
+
+    def __init__(self, version: int, count: int) -> None:
+        self.version = version
+        self._count = count
+        self._requested: dict[int, int] = {}
+        self._reads: dict[int, int] = {}
+        """Bucket by engine."""
+        self._there: list[int | None] = [None] * IN_FLIGHT
+        self._refs: dict[int, BucketRef] = {}
+        """Buckets that are there, by their numbers."""
+        self._filling: BufferRequest | None = None
+        self._taken = False
+        """The ranks hold memory for places."""
+
+    def request(self, engine: int, number: int) -> None:
+        self._requested[engine] = number
+
+    def take(self, engine: int) -> BucketRef | None:
+        """The bucket that it requested, which it reads from now on; null while it is not there."""
+        ref = self._refs.get(self._requested[engine])
+        if ref is not None:
+            self._reads[engine] = self._requested.pop(engine)
+        return ref
+
+    def leave(self, engine: int) -> None:
+        """Record that it neither reads nor requests anything."""
+        self._requested.pop(engine, None)
+        self._reads.pop(engine, None)
+
+    def next_buffer_request(self) -> BufferRequest | None:
+        """Return the ranks' next request; null: nothing to do."""
+        # The ranks fill collectively, one bucket at a time.
+        if self._filling is not None:
+            return None
+        reads = set(self._reads.values())
+        # Engines read in order: the bucket after each present one is needed next.
+        soon = reads | {n for n in self._requested.values() if n in self._refs}
+        ahead = {*self._requested.values(), *(n + 1 for n in soon if n + 1 < self._count)}
+        if not self._requested and not reads:
+            if not self._taken:
+                return None
+            self._taken, self._there, self._refs = False, [None] * IN_FLIGHT, {}
+            return BufferRequest(version=self.version, number=None)
+        free = [place for place, n in enumerate(self._there) if n not in ahead | reads]
+        missing = ahead.difference(self._there)
+        if not free or not missing:
+            return None
+        place, number = free[0], min(missing)
+        # An engine that requests the replaced bucket later waits until it is filled again.
+        gone = self._there[place]
+        if gone is not None:
+            del self._refs[gone]
+        self._there[place], self._taken = None, True
+        self._filling = BufferRequest(version=self.version, number=number, place=place)
+        return self._filling
+
+    def buffer_filled(self, ref: BucketRef | None) -> None:
+        """Record the ranks' answer to the last request; `ref`: where they put the bucket."""
+        fill, self._filling = self._filling, None
+        if fill is not None and fill.number is not None and ref is not None:
+            self._there[fill.place] = fill.number
+            self._refs[fill.number] = ref

@@ -1,13 +1,14 @@
-"""The agents of the carrier `collective`: a communicator for each engine, from one sender.
+"""Agents of carriers that give each engine its own copy: one communicator per engine, from one
+sender.
 
     controller --receive--> engine: its workers wait for the version
                --send-----> sender, a process on rank 0's machine ==communicator==> workers
 
 Invariants:
-- a lost one is closed at the sender, and its engine's workers then give it up, too; others are not
-  touched;
-- the sender has a process of its own: it loads torch, and on a GPU holds memory of rank 0's. One
-  that has died or does not answer is replaced with the next communicator.
+- a lost communicator is closed at the sender, and its engine's workers then close their ends;
+  other communicators are not affected;
+- the sender has its own process: it loads torch, and on a GPU uses memory of rank 0's device. A
+  sender that has died or does not answer is replaced when the next communicator starts.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class EngineCommunicator:
     """The version that came last."""
 
     async def fetch(self, version: int, manifest: Manifest) -> StagedCopy:
+        # Only begins to receive: the call returns before any bytes arrive.
         await self.engine.receive(
             WeightUpdate(meeting=self.meeting, version=version, manifest=manifest, kept=self.held)
         )
@@ -131,7 +133,7 @@ class Communicators:
         return EngineCommunicator(slot.name, sender, slot.engine, meeting)
 
     def stage(self, version: int, manifest: Manifest) -> None:
-        """Nothing is to be done: the call names what is to be sent."""
+        """Nothing to do: each call names the version to send."""
 
     def release(self, version: int) -> None:
         """Nothing to do: receivers wait only for announced versions."""

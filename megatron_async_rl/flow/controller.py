@@ -40,7 +40,13 @@ from typing import Any
 
 from megatron_async_rl.flow.buffer import EMPTY, Buffer, SampleGroup
 from megatron_async_rl.flow.buffer_file import prompt_fields, prompt_of, read, written
-from megatron_async_rl.flow.copies import BufferRequest
+from megatron_async_rl.flow.colocated import BufferRequest
+from megatron_async_rl.flow.controller_spec import (
+    ControllerSpec,
+    DataState,
+    Handout,
+    PromptProvider,
+)
 from megatron_async_rl.flow.engine_task import Launch
 from megatron_async_rl.flow.errors import (
     BatchTimeout,
@@ -58,7 +64,6 @@ from megatron_async_rl.flow.relays import NoRelays, Relays, relays_of
 from megatron_async_rl.flow.requests import Listener
 from megatron_async_rl.flow.sample_log import SampleLog, open_sample_log
 from megatron_async_rl.flow.scheduler import Scheduler
-from megatron_async_rl.flow.spec import ControllerSpec, DataState, Handout, PromptProvider
 from megatron_async_rl.flow.summary import Ages, FlowCounts, engine_counts, summarise_dropped
 from megatron_async_rl.flow.updates import cancel_all
 from megatron_async_rl.rollout.cluster import preloaded_worker

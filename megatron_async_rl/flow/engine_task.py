@@ -30,8 +30,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from megatron_async_rl.flow.colocated import DevicePhases, Phase
-from megatron_async_rl.flow.copies import Staged
-from megatron_async_rl.flow.updates import WeightUpdates, cancel_all
+from megatron_async_rl.flow.updates import Staged, WeightUpdates, cancel_all
 from megatron_async_rl.rollout.engine_process import Engine, EngineStartError
 from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.samples.rows import EngineReport, SampleRow

@@ -22,7 +22,7 @@ from itertools import islice
 from typing import Any, Literal, Protocol
 
 from megatron_async_rl.config.data import DataConfig
-from megatron_async_rl.config.sampling import EvalSet
+from megatron_async_rl.config.sampling import EvalConfig, EvalSet
 from megatron_async_rl.data import Tokenizer, log_too_long, read_set
 from megatron_async_rl.data.row_columns import Required, nothing_more
 from megatron_async_rl.flow.errors import BatchTimeout, FlowError, reward_failed
@@ -60,8 +60,8 @@ class HeldOut:
     prompts: Sequence[Prompt]
     n: int
     name: str = ""
-    pass_at: tuple[int, ...] = (1,)
-    pass_reward: float = 1.0
+    pass_at: tuple[int, ...] = EvalConfig.default_of("pass_at")
+    pass_reward: float = EvalConfig.default_of("pass_reward")
 
 
 def read_held_out(

@@ -16,7 +16,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_async_rl.config.rollout import RolloutConfig
-from megatron_async_rl.config.schema import WatchdogConfig, WeightsConfig
+from megatron_async_rl.config.schema import WatchdogConfig
+from megatron_async_rl.config.weights import WeightsConfig
 from megatron_async_rl.flow.engine_task import EngineSlot, EngineTask, Launch, Restarts
 from megatron_async_rl.flow.requests import Listener, Requests, all_lost
 from megatron_async_rl.flow.updates import WeightUpdates, cancel_all

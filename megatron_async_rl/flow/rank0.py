@@ -23,8 +23,8 @@ from megatron_async_rl.flow.batches import (
     RolloutBatches,
     open_batches,
 )
+from megatron_async_rl.flow.controller_spec import DataState, Handout
 from megatron_async_rl.flow.evaluation import EvalResult, EvalSchedule, LossResult
-from megatron_async_rl.flow.spec import DataState, Handout
 from megatron_async_rl.flow.staleness import max_lag
 from megatron_async_rl.flow.summary import MetricValue, summarise
 from megatron_async_rl.metrics.log import EvalLog, MetricsLog
@@ -146,10 +146,13 @@ class Rank0(OtherRank):
     ) -> None:
         config, self.version, self.schedule = self.config, version, schedule
         self.set_status("starting", "Ray, engines and controller" if config.rollout else "data")
+        # At the start: files edited during the run are not the ones it imported.
         self._code = code_digests(config.model_dump(mode="json"))
         self._log = MetricsLog(
             config.run.dir,
             tensorboard=config.observe.tensorboard,
+            # Lines after the checkpoint belong to steps that will be made again; the log cuts
+            # them.
             first_step=version + 1,
             prometheus_port=config.observe.prometheus_port,
             prometheus_host=config.observe.prometheus_host,
@@ -164,6 +167,7 @@ class Rank0(OtherRank):
             self._eval_log = EvalLog(config.run.dir, schedule.means)
         data = None
         if position is not None:
+            # Waiting groups of the checkpoint: no admitted sample is lost by a resume.
             buffer = read_file(config.run.dir / "checkpoint", buffer_file.NAME)
             data = DataState(state=position["data"], buffer=buffer, oldest=oldest)
         self._batches = open_batches(config, device_type, data, gpus)
@@ -191,6 +195,7 @@ class Rank0(OtherRank):
         handout, self._handout = self._handout, None
         if handout is None:
             return None
+        # Kept until `log`: they describe the wait before this step.
         self._flow_metrics = handout.metrics
         return handout.batch
 
@@ -229,6 +234,7 @@ class Rank0(OtherRank):
     def _step_times(self) -> dict[str, float]:
         """Seconds of each part since the batch was asked for."""
         self._spend()
+        # Reset per line of metrics: times are per step.
         spent, self._spent = self._spent, {}
         times = {
             "time/wait_batch_s": spent.get("waiting batch", 0.0),
@@ -245,6 +251,7 @@ class Rank0(OtherRank):
         return self._open.state()
 
     def record_of(self, position: DataState | None) -> dict[str, Any]:
+        # A resume cuts log and metrics back to this extent.
         mark = position.log if position is not None else None
         return {
             "metrics": self._log.sync() if self._log is not None else None,

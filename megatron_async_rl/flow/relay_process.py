@@ -1,8 +1,7 @@
-"""Agents in processes of their own (weights/relay.py): the calls of one, and how it is started on
-its machine.
+"""Agents in processes of their own (weights/relay.py): their calls, and their start on a machine.
 
 Invariants:
-- what a call raised in the agent is raised here as itself;
+- an exception that a call raised in the agent is raised here with its own type;
 - an agent that did not start leaves nothing running; a new agent removes what a killed one left in
   its machine's memory.
 """
@@ -61,6 +60,7 @@ class RelayActor:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         name_this_process(spec.name)
         watch.join(spec.name)
+        # Copies of a killed agent: its locks went with it, its files did not.
         remove_stale(SHARED_MEMORY)
         from megatron_async_rl.weights.relay import WeightAgent
 
@@ -103,7 +103,7 @@ class RemoteRelay:
         ray.kill(self.actor)
 
     async def look(self) -> None:
-        """Returns once it is there; `where` names its machine."""
+        """Wait until it has started; `where` names its machine."""
         self.where = await self._call("where")
 
     async def _call(self, method: str, *arguments: object) -> Any:
@@ -111,8 +111,8 @@ class RemoteRelay:
 
 
 async def start_relay(spec: RelaySpec, address: Address) -> Relay:
-    """A running agent on its machine, which fetches from `address`. Ray must be initialised. Raises
-    what keeps it from starting; a cancelled call leaves nothing running."""
+    """Start an agent on its machine, which fetches from `address`. Ray must be initialised. Raises
+    the agent's error if it does not start; a cancelled call leaves nothing running."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -128,7 +128,7 @@ async def start_relay(spec: RelaySpec, address: Address) -> Relay:
 
 
 def serve_here(silence_s: float) -> RelayServer:
-    """A server at this machine's address in the Ray cluster. Raises RelayFailed where it cannot
+    """Start a server at this machine's address in the Ray cluster. Raises RelayFailed if it cannot
     listen there."""
     import ray
 

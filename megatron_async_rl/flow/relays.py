@@ -1,6 +1,6 @@
-"""The agents that bring staged weights to memory other than rank 0's: where they run, and their
-lives. One task for each machine, from its first engine to the run's end. By collective each engine
-counts as a machine of its own: its agent is its communicator, and ends with it (communicators.py).
+"""Life cycle of the agents that copy staged weights to memory other than rank 0's. One task for
+each machine, from its first engine to the run's end. If each engine has its own copy, an engine
+counts as a machine: its agent is its communicator, and ends with it (communicators.py).
 
          +------------------------------------------------------------+
          v                                                            |
@@ -9,11 +9,11 @@ counts as a machine of its own: its agent is its communicator, and ends with it 
 
 Invariants:
 - an agent is lost when a call fails, when it does not answer for `unresponsive_s`, or when a
-  version does not arrive within `send_timeout_s`; no wait here has no end;
-- a lost agent costs the run nothing but time, as long as it may start again: `restarts_per_hour`.
-  Beyond that it costs the engines of its machine, which start again as they would after any loss;
-  an engine that was to evaluate a version is lost at once, for rank 0 waits to overwrite that;
-- agents hold the key of the run's server; it travels to them through Ray.
+  version does not arrive within `send_timeout_s`; every wait here has a limit;
+- a lost agent costs the run only time, up to `restarts_per_hour`. After that, the engines of its
+  machine are lost with it and restart as after any loss. An engine that was to evaluate a version
+  is lost at once, because rank 0 waits to overwrite that version;
+- agents hold the key of the run's server; they receive it through Ray.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_async_rl.flow.communicators import Communicators
+from megatron_async_rl.flow.controller_spec import ControllerSpec
 from megatron_async_rl.flow.engine_task import REPORT_S, Restarts
 from megatron_async_rl.flow.fleet import Fleet
 from megatron_async_rl.flow.relay_process import Relay, RelaySpec, serve_here, start_relay
-from megatron_async_rl.flow.spec import ControllerSpec
 from megatron_async_rl.flow.updates import WeightUpdates, cancel_all
-from megatron_async_rl.rollout.cluster import ELSEWHERE
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import await_named
 from megatron_async_rl.weights.manifest import Manifest
@@ -109,8 +108,8 @@ class Relays:
         self._source.release(version)
 
     async def close(self, timeout_s: float) -> None:
-        """Ends every agent, which takes its copies along; an agent that does not stop within
-        `timeout_s` is killed."""
+        """End every agent and free its copies; kill an agent that does not stop within
+        `timeout_s`."""
         await cancel_all([self._task, *self._tasks.values()])
         closings = [asyncio.ensure_future(relay.close()) for relay in self._running.values()]
         if closings:
@@ -127,7 +126,7 @@ class Relays:
         await asyncio.to_thread(self._source.close)
 
     async def _look(self) -> None:
-        """Gives every machine that gets an engine a task."""
+        """Start a task for every machine that gets an engine."""
         while True:
             machine = await self._updates.until_elsewhere(self._tasks)
             index, self._begun = self._begun, self._begun + 1
@@ -179,7 +178,8 @@ class Relays:
                 await updates.until_left(machine)
 
     async def _life(self, spec: RelaySpec) -> str | None:
-        """One start and what follows; returns why it is lost. None: it ended with its engines."""
+        """Start an agent and serve its machine until it is lost; return the reason. None: it ended
+        with its engines."""
         machine, with_engines = spec.machine, self._settings.with_engines
         reason = None
         try:
@@ -205,6 +205,7 @@ class Relays:
         running = self._running.pop(machine, None)
         if running is not None:
             running.kill()
+        # Killed first, so that it cannot overwrite copies that engines go on reading.
         self._updates.lose_copies(machine)
         return reason
 
@@ -227,7 +228,7 @@ class Relays:
 
 
 class NoRelays:
-    """The place of `Relays` where all engines are on rank 0's machine: there is nothing to do."""
+    """Null counterpart of `Relays`, for runs whose engines are all on rank 0's machine."""
 
     def stage(self, version: int, manifest: Manifest) -> None: ...
     def release(self, version: int) -> None: ...
@@ -237,14 +238,14 @@ class NoRelays:
 def relays_of(
     spec: ControllerSpec, all_engines: Fleet, listener: RelayListener
 ) -> Relays | NoRelays:
-    """The agents of a run. Raises RelayFailed where nothing can be served from this machine."""
+    """Return the agents of a run. Raises RelayFailed if this machine cannot serve weights."""
     engine, fleet = spec.engines[0], spec.fleet
-    if engine.transport not in ELSEWHERE:
+    if not engine.carrier.other_machines:
         return NoRelays()
-    collective = engine.transport == "collective"
+    per_engine = engine.carrier.per_engine
     settings = RelaySettings(
-        at_once=1 if collective else math.inf,
-        with_engines=collective,
+        at_once=1 if per_engine else math.inf,
+        with_engines=per_engine,
         log_dir=engine.log_dir,
         unresponsive_s=fleet.unresponsive_s,
         send_timeout_s=fleet.update_timeout_s,
@@ -252,7 +253,7 @@ def relays_of(
         restarts_per_hour=fleet.restarts_per_hour,
     )
     updates = all_engines.updates
-    if collective:
+    if per_engine:
         sets = Communicators(
             lambda: all_engines.slots, engine.log_dir, fleet.unresponsive_s, spec.sender_gpu
         )

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_async_rl.flow.copies import Relayed, Transfer
 from megatron_async_rl.flow.engine_task import EngineSlot
+from megatron_async_rl.flow.updates import Relayed, Transfer
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Request

@@ -22,8 +22,7 @@ from typing import Any
 from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow import buffer_file
-from megatron_async_rl.flow.colocated import DevicePhases
-from megatron_async_rl.flow.copies import BufferRequest
+from megatron_async_rl.flow.colocated import BufferRequest, DevicePhases
 from megatron_async_rl.flow.evaluation import EvalSchedule, LossResult
 from megatron_async_rl.flow.rank0 import OtherRank, Rank0
 from megatron_async_rl.policy.checkpoint_folder import CONFIG_FILE, DATA_FILE, RECORD_FILE
@@ -32,11 +31,9 @@ from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.rollout.cluster import gpu_of_rank
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.weights.cuda_ipc import CudaIpc, IpcBuckets
-from megatron_async_rl.weights.export import WeightExporter
-from megatron_async_rl.weights.shards import WeightShards
-from megatron_async_rl.weights.staging import Staging
-from megatron_async_rl.weights.transport import carrier
+from megatron_async_rl.weights.cuda_ipc import IpcBuckets
+from megatron_async_rl.weights.export import WeightExporter, WeightShards
+from megatron_async_rl.weights.staging import Staging, staging_of
 
 MeanLoss = Callable[[Callable[[], TrainBatch | None]], tuple[float, int]]
 """`Policy.mean_loss`."""
@@ -62,10 +59,7 @@ class TrainerRank:
         """Set what `publish` takes the weights from. A supervised run has no receivers."""
         if self.config.rollout is not None:
             weights, layout = self.config.weights, self.layout
-            if weights.transport == "cuda_ipc":
-                self._staging = IpcBuckets(CudaIpc(layout.device), layout)
-            else:
-                self._staging = Staging(carrier(weights.transport), layout)
+            self._staging = staging_of(weights.transport, layout.device, layout)
             max_bytes = weights.bucket_mib * 2**20
             self._shards = WeightShards(exporter, self._staging.reached, max_bytes)
 
@@ -79,6 +73,7 @@ class TrainerRank:
             self._make_room()
         evaluation = self.config.eval
         if evaluation is not None:
+            # Alike on all ranks: `evaluate` is collective where a version is due.
             means = {} if resumed is None else resumed["evaluated"]
             self.schedule = EvalSchedule(
                 every=evaluation.every, steps=self.config.run.steps, means=means
@@ -143,6 +138,7 @@ class TrainerRank:
     def _stage(self) -> None:
         if self._staging is None or self._shards is None:
             return
+        # The slot of the version before the last is overwritten, once no engine reads it.
         manifest = self._staging.stage(
             self.version,
             self._shards.buckets,

@@ -1,4 +1,6 @@
-"""State of weight updates: the staged version, its readers, and the engines that may pause for it.
+"""State of weight updates: the staged version, its readers, its copies in other memory than rank
+0's, and the engines that may pause for it. A `machine` here is a memory: by collective, each engine
+has its own.
 
     rank 0 --stage--> newest ---------------loading--> engines of its machine, each in its turn
                          +--sending--> copy --loading--> engines of another machine
@@ -6,7 +8,9 @@
 
 Invariants:
 - an engine loads the newest version that is staged, or, where it only evaluates, the one it is to
-  evaluate; on a machine other than rank 0's, of those that its machine has a copy of (`copies.py`);
+  evaluate; on a machine other than rank 0's, of those that its machine has a copy of;
+- a copy exists once it is whole and verified, until its place is taken or its agent is lost. A
+  machine has at most two; the next replaces all but the newest, as in the agent (weights/relay.py);
 - a machine's copy, as rank 0's slot, is written again only when no engine reads it;
 - of the engines that have work, at most `max_paused` pause at a time, and always at least one may;
   one without work, asleep, or not serving yet, loads at once;
@@ -23,19 +27,119 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from megatron_async_rl.flow.copies import (
-    BufferRequest,
-    IpcBucketQueue,
-    Staged,
-    Transfer,
-    VersionCopies,
-    VersionReader,
-)
+from megatron_async_rl.flow.colocated import BufferRequest, IpcBucketQueue
 from megatron_async_rl.flow.errors import FlowError
 from megatron_async_rl.rollout.spec import HERE
 from megatron_async_rl.weights.manifest import BucketRef, Manifest, StagedCopy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    version: int
+    manifest: Manifest
+    at: float
+    """When it was staged; monotonic seconds."""
+
+
+class VersionReader(Protocol):
+    """An engine, as far as its weights go."""
+
+    @property
+    def index(self) -> int: ...
+    @property
+    def evaluates(self) -> bool:
+        """True for an engine that only evaluates."""
+
+    @property
+    def version(self) -> int:
+        """The version it holds, verified; -1: none."""
+
+    @property
+    def there(self) -> bool:
+        """True from its start on, until it is lost."""
+
+    @property
+    def serving(self) -> bool: ...
+    @property
+    def busy(self) -> bool:
+        """True while it samples, and would have to pause to load."""
+
+    @property
+    def machine(self) -> str:
+        """Machine from which the engine reads weights; HERE before the engine has started."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """One version on its way to the engines. `seconds`: staging, and from then until the last
+    engine so far held it. `paused_s`: longest time that an engine stood still for it."""
+
+    version: int
+    nbytes: int
+    seconds: float
+    paused_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relayed:
+    """One version on its way to other machines. `seconds`: of the machine that took longest;
+    `nbytes`: to all of them."""
+
+    version: int
+    seconds: float
+    nbytes: int
+
+
+class VersionCopies:
+    """The staged copies of weight versions on other machines than rank 0's, by machine."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, dict[int, Staged]] = {}
+        """Copies by version, the newest last."""
+        self.sending: dict[str, int] = {}
+        """Version on its way, read from rank 0's memory."""
+        self.last: Relayed | None = None
+        """The newest version that reached a machine."""
+
+    def find(self, machine: str, version: int) -> Staged | None:
+        return self._held.get(machine, {}).get(version)
+
+    def newest(self, machine: str) -> Staged | None:
+        held = self._held.get(machine)
+        return held[max(held)] if held else None
+
+    def replaced(self, machine: str) -> list[int]:
+        """Versions whose place the next one takes."""
+        return list(self._held.get(machine, ()))[:-1]
+
+    def begin(self, machine: str, version: int) -> None:
+        """`version` is on its way; what it replaces is gone."""
+        # The agent overwrites that slot now, so an engine must not find the old copy any more.
+        for old in self.replaced(machine):
+            del self._held[machine][old]
+        self.sending[machine] = version
+
+    def end(self, machine: str) -> None:
+        """Nothing is on its way there any more."""
+        self.sending.pop(machine, None)
+
+    def add(self, machine: str, staged: Staged, arrived: StagedCopy) -> None:
+        """`staged` is whole in that machine's memory, as `arrived` has it."""
+        copy = replace(staged, manifest=arrived.manifest)
+        self._held.setdefault(machine, {})[staged.version] = copy
+        last, seconds, nbytes = self.last, arrived.seconds, arrived.nbytes
+        if last is not None and last.version > staged.version:
+            return
+        if last is not None and last.version == staged.version:
+            seconds, nbytes = max(seconds, last.seconds), nbytes + last.nbytes
+        self.last = Relayed(version=staged.version, seconds=seconds, nbytes=nbytes)
+
+    def lose(self, machine: str) -> None:
+        """The machine's agent is lost, and its copies with it."""
+        self._held.pop(machine, None)
 
 
 class Signal:
@@ -126,6 +230,7 @@ class WeightUpdates:
     def _in_use(self) -> Iterator[int]:
         """Versions that are read, or still to be read, from rank 0's memory."""
         yield from (version for machine, version in self._loading.values() if machine == HERE)
+        # A send reads rank 0's slot until it ends, even if its machine's engines are gone.
         yield from self.copies.sending.values()
         machines = {one.index: one.machine for one in self._engines()}
         for index, wanted in self._requested.items():
@@ -164,6 +269,7 @@ class WeightUpdates:
         await self._changed.until(lambda: self._may_load(engine))
         staged = self._target(engine)
         assert staged is not None
+        # No await since the wait ended: nobody else can have taken the slot or the pause.
         self._loading[engine.index] = engine.machine, staged.version
         if engine.serving and engine.busy:
             self._paused.add(engine.index)
@@ -173,6 +279,7 @@ class WeightUpdates:
             self._note(staged, began)
         finally:
             wanted = self._requested.get(engine.index)
+            # A newer request may have come meanwhile; it stays.
             if wanted is not None and wanted.version == staged.version:
                 del self._requested[engine.index]
             self._loading.pop(engine.index, None)

@@ -33,6 +33,7 @@ from megatron_async_rl.config.durable import PARTIAL, write_file
 from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.launch.addresses import Nodes
 from megatron_async_rl.launch.ending import (
     INTERRUPTED,
     explain_failure,
@@ -41,8 +42,7 @@ from megatron_async_rl.launch.ending import (
     record_stall,
     torchrun_failure,
 )
-from megatron_async_rl.launch.peers import Nodes, PeerNodes
-from megatron_async_rl.launch.rendezvous import rendezvous
+from megatron_async_rl.launch.rendezvous import PeerNodes, RankStore
 from megatron_async_rl.launch.run_lock import RunDirectoryError, concerns, lock_run_dir, usable
 from megatron_async_rl.launch.signals import deferred
 from megatron_async_rl.metrics.log import FILE as METRICS
@@ -120,10 +120,8 @@ def launch(
                 f"node {nodes.rank} of {nodes.count}: waiting for the other nodes, up to"
                 f" {start_s:g} s"
             )
-        start = rendezvous(nodes, config, start_s, peers)
-        # The ranks rendezvous by torch's store from here on.
-        peers.close()
-        ranks = LocalRanks(config, nodes, peers.address, start, rank_environment, folder, lock)
+        store = peers.meet(config, start_s)
+        ranks = LocalRanks(config, nodes, store, rank_environment, folder, lock)
         exit_code = _run(ranks, console, start_s)
     if exit_code == 0:
         ended = read_status(run_dir)
@@ -193,13 +191,13 @@ def already_finished(config: Config, console: Console) -> bool:
 
 @dataclass(frozen=True)
 class LocalRanks:
-    """Start of this machine's ranks. `address`: of node 0. `lock`: a descriptor that
-    torchrun holds, too, so that the directory is taken for as long as there are ranks."""
+    """Start of this machine's ranks. `store`: through which they find each other. `lock`: a
+    descriptor that torchrun holds, too, so that the directory is taken for as long as there are
+    ranks."""
 
     config: Config
     nodes: Nodes
-    address: str
-    start: str
+    store: RankStore
     environment: Mapping[str, str]
     folder: RunFolder
     lock: int | None
@@ -317,16 +315,20 @@ def _start_ranks(
         sys.executable,
         "-m",
         "megatron_async_rl.launch.torchrun",
-        *nodes.torchrun(config.policy.parallel.ranks, ranks.start, ranks.address),
+        *ranks.store.torchrun(nodes, config.policy.parallel.ranks),
         "-m",
         "megatron_async_rl.train",
         str(config.run.dir / "config.yaml"),
     ]
     environment = environment_of_ranks(os.environ, run_id, ranks.environment, nodes=nodes.count)
     ranks.folder.set_in(environment)
-    locks = ranks.folder.locks if ranks.lock is None else (*ranks.folder.locks, ranks.lock)
-    locks += tuple(_preload(ranks, environment, held))
-    with open(ranks.log, "wb") as log:
+    inherited = [*ranks.folder.locks, *([] if ranks.lock is None else [ranks.lock])]
+    inherited += _preload(ranks, environment, held)
+    with contextlib.ExitStack() as until_started:
+        if ranks.store.listener is not None:
+            # torchrun alone has it from then on: the port closes with it.
+            inherited.append(until_started.enter_context(ranks.store.listener).fileno())
+        log = until_started.enter_context(open(ranks.log, "wb"))
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -335,7 +337,7 @@ def _start_ranks(
             env=environment,
             # Ctrl-C reaches only the launcher.
             start_new_session=True,
-            pass_fds=locks,
+            pass_fds=inherited,
         )
 
 

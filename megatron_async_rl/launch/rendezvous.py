@@ -1,146 +1,468 @@
-"""The machines of one run: how their launchers find each other and see that they fit.
+"""The machines of one run, and how their launchers find each other before the ranks start.
 
-    node 0: prepares the directory, shows the id of this start --> node n: shows the same id --> all
-    are there: the ranks start
+They exchange JSON values in a torch store of node 0's launcher at `--rdzv-endpoint`:
 
-They meet in the run's directory, which all of them see, and through node 0's endpoint (peers.py).
+    key       written by                           content
+    refusal   the first node that does not start   its reason; every node shows it and ends
+    node 0    node 0, its directory is prepared    id of the start, config, versions, rank address
+    node n    node n, it fits node 0               address of its ranks
+    go        node 0, it has reached every node    id of the start: the ranks may start
+    read n    node n                               it knows the outcome, and needs the store no more
 
 Invariants:
-- no rank starts before the launcher of every node is there, with the same config, the same number
-  of nodes and the same software, and within reach;
-- what an earlier start left in the directory is not taken for node 0: its state must be seen to
-  change.
+- no rank starts before every node has the same config, number of nodes and software, sees node 0's
+  run directory, and reaches node 0's ranks as node 0 reaches the node's;
+- the store is open from node 0's first moment on, before it reads its config: nodes may refuse in
+  any order;
+- a node that does not start ends at most TELL_S after it reported so to its user;
+- every wait has a name and a limit. torch's client has no limit: it waits forever for a server that
+  accepts the connection and stays silent;
+- nothing is unpickled, and a value that is not one of the above counts as absent;
+- nothing listens at an address that the endpoint and the ranks do not need;
+- a run on one machine does not load torch here.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import errno
+import os
+import resource
 import socket
+import threading
 import time
 import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, IPvAnyAddress, ValidationError
 
 from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.launch.peers import (
-    POLL_S,
+from megatron_async_rl.launch.addresses import (
+    INTERFACE,
+    LOOPBACK,
     Nodes,
     NodesError,
-    PeerNodes,
-    Unreached,
-    refused,
+    interface_of,
+    listening_address,
+    rank_address,
 )
 from megatron_async_rl.rollout.cluster import software, unlike
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.progress_monitor import LAUNCHER, ProcessState, read_states
+from megatron_async_rl.weights.bound_store import listen, serve_store
 
-_START, _NODES, _SOFTWARE, _UNREACHED = "start", "nodes", "software", "unreached"
+POLL_S = 0.1
+TELL_S = 10.0
+"""Longest time that a node that does not start waits for the others to read its reason. A scheduler
+starts nodes within about this time of each other."""
+CONNECT_S = 1.0
+CALL_S = 5.0
+"""Longest wait for a connection to node 0, and for an answer of its store."""
+REACH_S = 10.0
+"""Longest wait for an answer from a node that is known to run."""
+SHARED_S = 90.0
+"""Longest time for a file of node 0 to appear on another node: NFS caches folders for 60 s."""
+RENDEZVOUS = "bound"
+"""Name of the rendezvous of torchrun.py in torchrun's registry."""
+DESCRIPTORS = 65536
+"""Open files that node 0 may have while it serves the store, which limits no connections."""
+TORCH_LOG = "TORCH_CPP_LOG_LEVEL"
+"""Environment variable that torch reads when it is imported."""
 
-
-def rendezvous(nodes: Nodes, config: Config, timeout_s: float, peers: PeerNodes) -> str:
-    """Begins the launcher's heartbeat and waits for those of the other nodes. Returns the id of
-    this start, the same on all.
-
-    Node 0 has prepared the run's directory. Raises NodesError.
-    """
-    run_dir = config.run.dir
-    if nodes.count > 1:
-        versions = json.dumps(software())
-        watch.fact(_SOFTWARE, lambda: versions)
-    watch.fact(_NODES, lambda: nodes.count)
-    start = uuid.uuid4().hex if nodes.rank == 0 else _find(nodes, config, timeout_s, peers)
-    watch.fact(_START, lambda: start)
-    if nodes.rank > 0:
-        _meet(nodes, run_dir, timeout_s, peers)
-    watch.start(run_dir, f"{LAUNCHER}{nodes.rank}")
-    if nodes.rank == 0:
-        _await_others(nodes, run_dir, start, timeout_s, peers)
-    return start
-
-
-def _meet(nodes: Nodes, run_dir: Path, timeout_s: float, peers: PeerNodes) -> None:
-    """The ranks of this node and those of node 0 will reach each other."""
-    try:
-        with watch.doing("wait", "node 0 to try the addresses", timeout_s):
-            peers.greet(timeout_s)
-    except Unreached as error:
-        # Node 0 hears nothing from here, and still reads the directory.
-        message = str(error)
-        watch.fact(_UNREACHED, lambda: message)
-        watch.start(run_dir, f"{LAUNCHER}{nodes.rank}")
-        raise
+_REFUSAL, _GO = "refusal", "go"
+_START, _UNREACHED = "start", "unreached"
+"""Facts of a launcher's state in the run directory."""
 
 
-def _await_others(
-    nodes: Nodes, run_dir: Path, start: str, timeout_s: float, peers: PeerNodes
-) -> None:
-    deadline = time.monotonic() + timeout_s
-    with watch.doing("wait", "the other nodes", timeout_s):
-        while missing := [
-            number for number in range(1, nodes.count) if not _has_joined(run_dir, number, start)
-        ]:
-            if (error := peers.refusal()) is not None:
-                raise error
-            if time.monotonic() > deadline:
+@dataclass(frozen=True)
+class RankStore:
+    """Place of the store of a start's ranks: `address` and `port` on node 0. `listener`: on node 0
+    the socket, which torchrun serves; no port is closed and opened again between the two."""
+
+    start: str
+    address: str
+    port: int
+    listener: socket.socket | None
+
+    def torchrun(self, nodes: Nodes, ranks: int) -> list[str]:
+        """Return torchrun's arguments for this node's share of the ranks."""
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        served = "" if self.listener is None else f",descriptor={self.listener.fileno()}"
+        return [
+            f"--nnodes={nodes.count}",
+            f"--nproc-per-node={ranks // nodes.count}",
+            f"--rdzv-backend={RENDEZVOUS}",
+            f"--rdzv-endpoint={host}:{self.port}",
+            f"--rdzv-conf=rank={nodes.rank}{served}",
+            f"--rdzv-id={self.start}",
+        ]
+
+
+class NodeRecord(BaseModel):
+    """Announcement of a node. `start`: id of the start that it joins. `address`, `port`: a socket
+    that listens where its ranks will. `interface`: its network interface towards the others."""
+
+    node: int
+    host: str
+    start: str
+    count: int
+    software: dict[str, str]
+    config: str
+    address: IPvAnyAddress
+    port: int
+    interface: str
+
+
+class NodeRefusal(BaseModel):
+    """Reason of a node that does not start."""
+
+    node: int
+    host: str
+    why: str
+
+
+class PeerNodes:
+    """The other nodes, until the ranks start. A single node has none."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        """Raises NodesError where node 0 cannot listen at its endpoint."""
+        self._nodes = nodes
+        self._host = socket.gethostname()
+        self._store: Any = None
+        """Node 0: the store, which is also its own client. Another node: its client, if any."""
+        self._address = ""
+        """Address of this machine on its connection with the others."""
+        self._reached_at: float | None = None
+        """Monotonic time when node 0 was last known to run."""
+        self._unreached = ""
+        """Reason of the last failure to reach node 0."""
+        self._ranks: socket.socket | None = None
+        """Socket that listens where the ranks of this node will, for others to try the address."""
+        self._closed = nodes.count == 1
+
+        if nodes.count > 1:
+            listener = self._listen_at_endpoint() if nodes.rank == 0 else None
+            _load_torch()
+            if listener is not None:
+                self._store = serve_store(listener, timedelta(seconds=REACH_S))
+
+    def meet(self, config: Config, timeout_s: float) -> RankStore:
+        """Wait for the other nodes, and begin this launcher's heartbeat.
+
+        Node 0 has prepared the run's directory. The caller owns the listener of the result. Raises
+        NodesError.
+        """
+        run_dir, start = config.run.dir, uuid.uuid4().hex
+        if self._nodes.count == 1:
+            watch.start(run_dir, f"{LAUNCHER}0")
+            listener = listen(LOOPBACK)
+            return RankStore(start, LOOPBACK, listener.getsockname()[1], listener)
+
+        self._ranks = listen(rank_address())
+        address, port = self._ranks.getsockname()[:2]
+        own = NodeRecord(
+            node=self._nodes.rank,
+            host=self._host,
+            start=start,
+            count=self._nodes.count,
+            software=software(),
+            config=dump(config),
+            address=address,
+            port=port,
+            interface=interface_of(self._address),
+        )
+        meet = self._lead if self._nodes.rank == 0 else self._join
+        with watch.doing("wait", "the other nodes", timeout_s):
+            found = meet(own, run_dir, timeout_s)
+        self.close()
+        return found
+
+    def refuse(self, why: str, within_s: float = TELL_S) -> None:
+        """Report to the other nodes that this one does not start.
+
+        Node 0 waits up to `within_s` until all have read it, another node until node 0 has it.
+        """
+        own = NodeRefusal(node=self._nodes.rank, host=self._host, why=why).model_dump_json()
+
+        def report(store: Any) -> bool:
+            store.compare_set(_REFUSAL, "", own)  # the first reason stays
+            return self._is_read(store)
+
+        if not self._closed:
+            self._repeat(report, within_s)
+        self.close()
+
+    def close(self) -> None:
+        """Stop serving or reading the store, and release its port."""
+        if self._ranks is not None:
+            self._ranks.close()
+        self._store, self._ranks, self._closed = None, None, True
+
+    def _listen_at_endpoint(self) -> socket.socket:
+        self._address, port = listening_address(self._nodes), self._nodes.port
+        try:
+            listener = listen(self._address, port)
+        except (OSError, OverflowError) as error:
+            in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            raise NodesError.of(
+                "--rdzv-endpoint",
+                f"port {port} is already in use on this machine"
+                if in_use
+                else f"this machine cannot listen on port {port} of {self._address}: {error}",
+                "name a free port",
+            ) from error
+
+        # The store never closes a client, and strangers' connections must not keep this process
+        # from opening its files. torchrun, whose store is as open, inherits the limit.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, DESCRIPTORS)), hard))
+        return listener
+
+    def _lead(self, own: NodeRecord, run_dir: Path, timeout_s: float) -> RankStore:
+        """Announce the start of node 0, and return once every node has joined it."""
+        # The others look for the id in node 0's state file, too, which proves that they see this
+        # directory: it is written before the store announces the id.
+        watch.fact(_START, lambda: own.start)
+        watch.start(run_dir, f"{LAUNCHER}0")
+        self._repeat(lambda store: _put(store, "node 0", own), REACH_S)
+
+        deadline = time.monotonic() + timeout_s
+        missing = list(range(1, self._nodes.count))
+        while missing:
+            found = self._read(_REFUSAL, *(f"node {number}" for number in missing))
+            for number in list(missing):
+                node = _parsed(NodeRecord, found.get(f"node {number}"))
+                # A record of another start is an earlier launcher's.
+                if node is not None and node.start == own.start:
+                    self._try_ranks(node)
+                    missing.remove(number)
+            _raise_cut_off(run_dir, own.start)
+            if missing and time.monotonic() > deadline:
+                numbers = ("node " if len(missing) == 1 else "nodes ") + ", ".join(
+                    map(str, missing)
+                )
                 raise NodesError.of(
-                    f"{_names(missing)} of {nodes.count}",
+                    f"{numbers} of {self._nodes.count}",
                     f"timed out after {timeout_s:g} s",
                     "run the same command there, with a --node-rank of its own; all nodes must see"
                     f" {run_dir}",
                 )
             time.sleep(POLL_S)
 
+        def go(store: Any) -> bool:
+            store.set(_GO, own.start)
+            return self._is_read(store)
 
-def _find(nodes: Nodes, config: Config, timeout_s: float, peers: PeerNodes) -> str:
-    """The id of node 0's start, which is like this one."""
-    run_dir = config.run.dir
-    deadline = time.monotonic() + timeout_s
-    times = set[float]()
-    with watch.doing("wait", "node 0", timeout_s):
-        while (zero := _launcher(run_dir, 0)) is None or len(times | {zero.time}) < 2:
-            times |= {zero.time} if zero is not None else set()
-            if (error := peers.refusal()) is not None:
-                raise error
-            if time.monotonic() > deadline:
+        # The store stays until all have read this: a client whose server is gone learns nothing. A
+        # node that has gone meanwhile is missed by torchrun, which waits for its ranks.
+        self._repeat(go, REACH_S)
+        self._read(_REFUSAL)
+        listener, self._ranks = self._ranks, None
+        return RankStore(own.start, str(own.address), own.port, listener)
+
+    def _join(self, own: NodeRecord, run_dir: Path, timeout_s: float) -> RankStore:
+        """Join the start that node 0 announces, and return once it lets the ranks start."""
+        zero: NodeRecord | None = None
+        began = announced_at = time.monotonic()
+        joined, beats = False, set[float]()
+        while True:
+            found = self._read(_REFUSAL, "node 0", _GO)
+            now, state = time.monotonic(), _launcher(run_dir, 0)
+
+            announced = _parsed(NodeRecord, found.get("node 0"))
+            if announced is not None and announced != zero:  # it may have been started again
+                self._require_fit(own, announced)
+                zero, joined, announced_at = announced, False, now
+            if zero is not None and not joined:
+                if state is not None and state.facts.get(_START) == zero.start:
+                    self._try_ranks(zero)
+                    joined, began = self._announce(own, zero.start, run_dir), now
+                elif now - announced_at > SHARED_S:
+                    raise NodesError.of(
+                        "run.dir",
+                        f"{run_dir} on node {own.node} ({own.host}) is not the directory of node 0"
+                        f" ({zero.host})",
+                        "mount the same file system there, under the same path",
+                    )
+            if zero is not None and joined and found.get(_GO) == zero.start:
+                self._call(self._is_read)
+                return RankStore(zero.start, str(zero.address), zero.port, None)
+
+            # Node 0 runs, too, if its heartbeat goes on: one beat may be a killed launcher's.
+            beats |= {state.time} if state is not None else set()
+            if self._reached_at is None and len(beats) > 1:
+                self._reached_at = now
+            if self._reached_at is not None and now - self._reached_at > REACH_S:
+                raise self._cut_off(run_dir, state)
+            if now - began > timeout_s:
                 raise NodesError.of(
                     "node 0",
                     f"timed out after {timeout_s:g} s",
                     f"run the same command there, with --node-rank 0; all nodes must see {run_dir}",
                 )
             time.sleep(POLL_S)
-    if zero.facts[_NODES] != nodes.count:
-        raise NodesError.of(
-            "--nnodes",
-            f"{nodes.count} here, {zero.facts[_NODES]} on node 0 ({zero.host})",
-            "give all nodes the same --nnodes",
+
+    def _announce(self, own: NodeRecord, start: str, run_dir: Path) -> bool:
+        """Join `start`. Return False where the store cannot be reached."""
+        # A node that cannot write to the directory fails here, before the others count on it.
+        watch.start(run_dir, f"{LAUNCHER}{own.node}")
+        here = {"start": start, "interface": interface_of(self._address)}
+        record = own.model_copy(update=here)
+        return self._repeat(lambda store: _put(store, f"node {own.node}", record), REACH_S)
+
+    def _require_fit(self, own: NodeRecord, zero: NodeRecord) -> None:
+        """Raises NodesError where this node differs from node 0."""
+        if zero.count != own.count:
+            raise NodesError.of(
+                "--nnodes",
+                f"{own.count} here, {zero.count} on node 0 ({zero.host})",
+                "give all nodes the same --nnodes",
+            )
+        if differs := unlike(own.software, zero.software):
+            raise NodesError.of(
+                f"node {own.node} ({own.host})",
+                f"has other versions than node 0 ({zero.host}): {differs}",
+                "install the same environment on all nodes",
+            )
+        if own.config != zero.config:
+            lines = zip(zero.config.splitlines(), own.config.splitlines(), strict=False)
+            there, here = next((pair for pair in lines if pair[0] != pair[1]), ("", ""))
+            raise NodesError.of(
+                "CONFIG",
+                f"differs from that of node 0 ({zero.host}): `{here.strip()}` here,"
+                f" `{there.strip()}` there",
+                "give all nodes the same config and the same overrides",
+            )
+
+    def _try_ranks(self, other: NodeRecord) -> None:
+        """Raises NodesError where the ranks here will not reach those of the other node."""
+        try:
+            socket.create_connection((str(other.address), other.port), REACH_S).close()
+        except OSError as error:
+            detail = ", which is every machine's own address" if other.address.is_loopback else ""
+            raise NodesError.of(
+                f"node {other.node} ({other.host})",
+                f"its ranks will listen at {other.address}{detail}, and node {self._nodes.rank}"
+                f" ({self._host}) does not reach that: {error}",
+                f"set {INTERFACE} there to the network that all nodes have (such as"
+                f" {other.interface}), and NCCL_SOCKET_IFNAME on GPUs; open all ports in it",
+            ) from error
+
+    def _cut_off(self, run_dir: Path, zero: ProcessState | None) -> NodesError:
+        """Return the error of a node that does not reach node 0, which reads it in the run
+        directory: the store cannot carry it."""
+        error = NodesError.of(
+            "--rdzv-endpoint",
+            f"node {self._nodes.rank} ({self._host}) does not reach node 0 at"
+            f" {self._nodes.endpoint}: {self._unreached}",
+            "name node 0 by an address that the other nodes reach (MASTER_ADDR), and open that"
+            " port (MASTER_PORT) between them",
         )
-    if differs := unlike(software(), json.loads(str(zero.facts.get(_SOFTWARE, "{}")))):
-        raise NodesError.of(
-            f"node {nodes.rank} ({socket.gethostname()})",
-            f"has other versions than node 0 ({zero.host}): {differs}",
-            "install the same environment on all nodes",
-        )
-    remote, local = (run_dir / "config.yaml").read_text(encoding="utf-8"), dump(config)
-    if remote != local:
-        lines = zip(remote.splitlines(), local.splitlines(), strict=False)
-        there, here = next((pair for pair in lines if pair[0] != pair[1]), ("", ""))
-        raise NodesError.of(
-            "CONFIG",
-            f"differs from that of node 0 ({zero.host}): `{here.strip()}` here, `{there.strip()}`"
-            " there",
-            "give all nodes the same config and the same overrides",
-        )
-    return str(zero.facts[_START])
+        start = zero.facts.get(_START) if zero is not None else None
+        watch.fact(_START, lambda: start)
+        watch.fact(_UNREACHED, lambda: str(error))
+        watch.start(run_dir, f"{LAUNCHER}{self._nodes.rank}")
+        return error
+
+    def _read(self, *keys: str) -> dict[str, str]:
+        """Return the values of those `keys` that are set, none while node 0 is out of reach. Raises
+        NodesError for a refusal."""
+
+        def read(store: Any) -> dict[str, str]:
+            # `get` would wait for a key that is not set.
+            return {key: store.get(key).decode() for key in keys if store.check([key])}
+
+        found = self._call(read) or {}
+        if (refusal := _parsed(NodeRefusal, found.get(_REFUSAL))) is not None:
+            raise refused(refusal.node, refusal.host, refusal.why)
+        return found
+
+    def _is_read(self, store: Any) -> bool:
+        """Record that this node knows the outcome. Return True once all know it, on node 0."""
+        if self._nodes.rank > 0:
+            store.set(f"read {self._nodes.rank}", "")
+            return True
+        return bool(store.check([f"read {number}" for number in range(1, self._nodes.count)]))
+
+    def _repeat(self, act: Callable[[Any], bool], within_s: float) -> bool:
+        """Call `act(store)` until it returns True, for at most `within_s`. Return its result."""
+        deadline = time.monotonic() + within_s
+        with watch.doing("wait", "the other nodes to read from the store", within_s):
+            while True:
+                # A silent server must not hold a node for longer than `within_s`.
+                left_s = max(POLL_S, deadline - time.monotonic())
+                if self._call(act, min(CALL_S, left_s)):
+                    return True
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(POLL_S)
+
+    def _call[Result](
+        self, act: Callable[[Any], Result], limit_s: float | None = None
+    ) -> Result | None:
+        """Return `act(store)`, or None while node 0 is out of reach."""
+        outcome: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                outcome.set_result(act(self._connected()))
+            except Exception as error:  # noqa: BLE001 - raised by `result`
+                outcome.set_exception(error)
+
+        # torch's client would wait forever for a server that stays silent; its thread may.
+        threading.Thread(target=run, name="store", daemon=True).start()
+        try:
+            result = outcome.result(CALL_S if limit_s is None else limit_s)
+        except (RuntimeError, OSError, ValueError) as error:  # torch raises RuntimeErrors
+            self._unreached = str(error) or f"no answer within {CALL_S:g} s"
+            if self._nodes.rank > 0:
+                self._store = None  # the next call connects again
+            return None
+        self._reached_at = time.monotonic()
+        return result
+
+    def _connected(self) -> Any:
+        if self._store is None:
+            # A plain connection first: its error has the system's reason, and no stranger's service
+            # at the port sees torch's protocol before it has accepted.
+            endpoint = (self._nodes.host, self._nodes.port)
+            with socket.create_connection(endpoint, CONNECT_S) as tried:
+                self._address, host = tried.getsockname()[0], tried.getpeername()[0]
+            from torch.distributed import TCPStore
+
+            limit = timedelta(seconds=CALL_S)
+            self._store = TCPStore(
+                host, self._nodes.port, is_master=False, timeout=limit, wait_for_workers=False
+            )
+        return self._store
 
 
-def _has_joined(run_dir: Path, number: int, start: str) -> bool:
-    """Raises NodesError if it reports that it cannot reach node 0."""
-    launcher = _launcher(run_dir, number)
-    if launcher is None or launcher.facts.get(_START) != start:
-        return False
-    if (message := launcher.facts.get(_UNREACHED)) is not None:
-        raise refused(number, launcher.host, str(message))
+def _put(store: Any, key: str, record: NodeRecord) -> bool:
+    store.set(key, record.model_dump_json())
     return True
+
+
+def _load_torch() -> None:
+    """Import torch's store without its log: a stranger's bytes would print a C++ stack."""
+    given = os.environ.get(TORCH_LOG)
+    os.environ.setdefault(TORCH_LOG, "FATAL")
+    import torch.distributed  # noqa: F401
+
+    if given is None:
+        del os.environ[TORCH_LOG]  # the ranks' logs are their own
+
+
+def _parsed[Record: BaseModel](kind: type[Record], text: str | None) -> Record | None:
+    """Return the value of a key, None for a key that is not set or that a stranger has set."""
+    with contextlib.suppress(ValidationError):
+        return None if text is None else kind.model_validate_json(text)
+    return None
 
 
 def _launcher(run_dir: Path, number: int) -> ProcessState | None:
@@ -149,5 +471,18 @@ def _launcher(run_dir: Path, number: int) -> ProcessState | None:
     )
 
 
-def _names(numbers: list[int]) -> str:
-    return ("node " if len(numbers) == 1 else "nodes ") + ", ".join(map(str, numbers))
+def _raise_cut_off(run_dir: Path, start: str) -> None:
+    """Raises NodesError for a node that reports in the directory that it does not reach node 0 of
+    this start."""
+    for state in read_states(run_dir):
+        if state.facts.get(_START) == start and (why := state.facts.get(_UNREACHED)) is not None:
+            raise refused(int(state.name.removeprefix(LAUNCHER)), state.host, str(why))
+
+
+def refused(node: int, host: str, why: str) -> NodesError:
+    indented = why.replace("\n", "\n    ")
+    return NodesError.of(
+        f"node {node} ({host})",
+        f"does not start:\n    {indented}",
+        "correct it there, then start all nodes again",
+    )

@@ -2,16 +2,17 @@
 
 torchrun's own rendezvous opens its store at all addresses of the machine. With `--standalone` its
 agent also unpickles what the store holds, so anyone who reaches the port runs code as the run's
-user. This rendezvous is torchrun's static one (nothing is unpickled), and its store listens at the
-address of `--rdzv-endpoint` alone.
+user. This rendezvous is torchrun's static one (nothing is unpickled), and node 0 serves its store
+from a socket that the launcher has opened and that this process inherits.
 
 Invariants:
-- the endpoint of node 0 is an IP address of it; port 0 takes a free one;
+- the store listens at the address of `--rdzv-endpoint` alone, the address of the launcher's socket;
 - ranks use the store of node 0's torchrun and open none.
 """
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,6 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
     SubprocessHandler,
 )
 from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     rendezvous_handler_registry,
@@ -29,16 +29,29 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from megatron_async_rl.launch.peers import RENDEZVOUS
+from megatron_async_rl.launch.rendezvous import RENDEZVOUS
 from megatron_async_rl.watchdog import preloaded
 from megatron_async_rl.weights.bound_store import serve_store
 
 
 class BoundRendezvous(StaticTCPRendezvous):
-    """torch's static rendezvous, whose store listens at `master_addr` alone."""
+    """torch's static rendezvous, whose store takes over a listening socket."""
 
     _store: Store | None
-    master_port: int
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        """Read `rank`, `timeout` and, on node 0, `descriptor` (of the socket) from --rdzv-conf."""
+        host, port = parse_rendezvous_endpoint(parameters.endpoint, -1)
+        config = parameters.config
+        super().__init__(
+            host.strip("[]"),
+            port,
+            int(config["rank"]),
+            parameters.max_nodes,
+            parameters.run_id,
+            int(config["timeout"]),
+        )
+        self._descriptor = int(config.get("descriptor", -1))
 
     def get_backend(self) -> str:
         return RENDEZVOUS
@@ -46,24 +59,9 @@ class BoundRendezvous(StaticTCPRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         # Only node 0 has the store; torch asks again for each restart.
         if self.rank == 0 and self._store is None:
-            store = serve_store(
-                self.master_addr, self.master_port, self.timeout, clients=self.world_size
-            )
-            self._store, self.master_port = store, store.port
+            listener = socket.socket(fileno=self._descriptor)
+            self._store = serve_store(listener, self.timeout, clients=self.world_size)
         return super().next_rendezvous()
-
-
-def _rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
-    host, port = parse_rendezvous_endpoint(parameters.endpoint, -1)
-    return BoundRendezvous(
-        host.strip("[]"),
-        port,
-        int(parameters.config["rank"]),
-        parameters.max_nodes,
-        parameters.run_id,
-        # Text, as it comes from the command line.
-        int(parameters.config["timeout"]),
-    )
 
 
 def _start_rank(
@@ -83,7 +81,7 @@ _start_interpreter = SubprocessHandler._popen
 def main(given: Sequence[str]) -> None:
     # torch has no hook for the start of a rank.
     SubprocessHandler._popen = _start_rank
-    rendezvous_handler_registry.register(RENDEZVOUS, _rendezvous)
+    rendezvous_handler_registry.register(RENDEZVOUS, BoundRendezvous)
     run.main(list(given))
 
 

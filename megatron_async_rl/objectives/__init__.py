@@ -1,1 +1,1 @@
-"""The loss: advantages, losses and aggregation as pure tensor functions behind a registry."""
+"""The loss: advantages, losses and aggregation as pure tensor functions."""

@@ -121,6 +121,7 @@ class TokenBatch:
         a decision rests on all sequences of an optimizer step."""
         if len(sequences) == self.sequences:
             return self
+        # Whole sequences are taken, so no run of tokens is cut.
         starts, lengths = self._starts[sequences], self._starts.diff()[sequences]
         sequence = torch.arange(len(sequences)).repeat_interleave(lengths)
         first = lengths.cumsum(0) - lengths
@@ -144,6 +145,7 @@ class TokenBatch:
     def _starts(self) -> Tensor:
         """[S + 1]: the place of each sequence's first token, and behind them the number of
         tokens."""
+        # Sequences are runs of tokens, so their starts are found by bisection.
         numbers = torch.arange(self.sequences + 1, device=self.sequence.device)
         return torch.searchsorted(self.sequence, numbers)
 
@@ -194,10 +196,13 @@ class TokenBatch:
             )
             for kind in ("amin", "amax")
         )
+        # A mean of equal values may differ from them by a rounding, which normalisation would
+        # blow up to +-1.
         return torch.where((lowest == highest)[group], 0.0, values - self.group_mean(values))
 
     def log_ratio(self) -> Tensor:
         """[N]: log r = log(pi / pi_prox), clamped to +-LOG_RATIO_BOUND."""
+        # exp overflows float32 from 88 on, and gradients are useless long before.
         return torch.clamp(self.logp - self.logp_prox, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
     def log_weight(self) -> Tensor:
@@ -252,6 +257,7 @@ def on_device[Name: Hashable](
         alike = {name: each for name, each in tensors.items() if each.dtype == dtype}
         flat = torch.cat([each.reshape(-1) for each in alike.values()])
         if device.type == "cuda":
+            # Only from page-locked memory is the upload asynchronous.
             flat = flat.pin_memory()
         parts = flat.to(device, non_blocking=True).split([each.numel() for each in alike.values()])
         for (name, each), part in zip(alike.items(), parts, strict=True):
@@ -270,6 +276,7 @@ def weighted_means(values: Tensor, weights: Tensor, cell: Tensor) -> tuple[Tenso
     cells = int(cell.max()) + 1 if len(cell) else 0
     empty = values.new_zeros(cells)
     lowest = empty.scatter_reduce(0, cell, values, "amin", include_self=False)
+    # Relative to the cell's minimum: equal values become exactly 0.
     over = values - lowest[cell]
     total = empty.index_add(0, cell, weights)
     weighted = empty.index_add(0, cell, weights * over)

@@ -1,4 +1,4 @@
-"""Contents of a registry line: the function of a method and its inputs.
+"""The function of a method and its inputs, as its settings model names them.
 
 A method that decides from the whole optimizer-step batch (a threshold, a group's mean log-prob,
 whitening) does so in a pure function of a whole TokenBatch, which every rank holds after one

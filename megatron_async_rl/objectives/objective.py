@@ -19,12 +19,19 @@ Invariants:
 - the whole batch is float64 on the CPU, in the order of the train batch, the same on every rank;
 - numbers that were not precomputed are nan there, so that a method which forgot to ask for them
   cannot pass unnoticed.
+
+Denominators are those of the whole optimizer-step batch, over all data-parallel ranks and
+micro-batches, so the sum of `aggregate` over any cut of the batch into micro-batches is the loss of
+the batch, and its gradient does not depend on the cut. Nothing is ever divided by a padded width.
+
+A rejected token counts as a zero. With `renormalize` it does not count: at each level at which the
+aggregation divides, the kept terms are averaged over the kept terms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -32,22 +39,28 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_async_rl.config.losses import Aggregation
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.objectives.aggregate import Denominators, aggregate
+from megatron_async_rl.config.settings_model import method_of
 from megatron_async_rl.objectives.batch import (
     PER_SEQUENCE,
     BatchDecision,
+    SequenceLoss,
     TokenBatch,
     TokenLoss,
     on_device,
 )
-from megatron_async_rl.objectives.method import TokenColumn
+from megatron_async_rl.objectives.method import (
+    AdvantageMethod,
+    CorrectionMethod,
+    LossMethod,
+    TokenColumn,
+)
 from megatron_async_rl.objectives.off_policy import (
     columns_for_proximal,
     proximal_logp,
     proximal_metrics,
 )
-from megatron_async_rl.objectives.registry import advantage_method, correction_method, loss_method
 from megatron_async_rl.objectives.terms import (
     kl_penalty,
     shaped_rewards,
@@ -57,6 +70,79 @@ from megatron_async_rl.objectives.terms import (
     value_metrics,
 )
 from megatron_async_rl.samples.rank_batch import RankBatch
+
+
+@dataclass(frozen=True)
+class Denominators:
+    """Counts over the optimizer-step batch: trained tokens, and sequences with at least one trained
+    token. kept: with `renormalize`, the same counts of what no correction has rejected, which the
+    loss then divides by."""
+
+    tokens: int
+    sequences: int
+    kept: Denominators | None = None
+
+    @classmethod
+    def of(cls, batch: TokenBatch, *, renormalize: bool = False) -> Denominators:
+        """The counts of a whole batch."""
+        counted = batch.lengths()
+        # Counted over the whole batch, before it is cut into micro-batches.
+        kept = cls.of(batch.replace(mask=batch.kept())) if renormalize else None
+        return cls(int(counted.sum()), int((counted > 0).sum()), kept)
+
+    @property
+    def of_all(self) -> Denominators:
+        """Denominators of terms without corrections, such as penalties: all tokens and sequences
+        count."""
+        return replace(self, kept=None)
+
+
+def aggregate(
+    losses: TokenLoss | SequenceLoss,
+    batch: TokenBatch,
+    aggregation: Aggregation,
+    denominators: Denominators,
+    norm_length: int | None = None,
+) -> Tensor:
+    """This micro-batch's part of the batch loss, per sequence: -> [S], to be summed.
+
+    With l the weighted token loss, m the mask, N the trained tokens and B the sequences of the
+    optimizer-step batch: `token-mean` sum l m / N; `seq-mean-token-sum` sum_s (sum_t l m) / B;
+    `seq-mean-token-mean` sum_s (mean_t l) / B (the original GRPO); `seq-mean-token-sum-norm` sum_s
+    (sum_t l m / norm_length) / B (Dr.GRPO, arXiv 2503.20783); `seq-mean` sum_s l_s / B for the
+    losses that are one number l_s per sequence, weighted by the mean of its tokens' weights. With
+    `denominators.kept`, N, B and the means over t count only tokens that are not rejected.
+    """
+    if denominators.kept is not None:
+        batch, denominators = batch.replace(mask=batch.kept()), denominators.kept
+    if isinstance(losses, SequenceLoss):
+        weighted = torch.where(
+            # A sequence without trained tokens has no loss, also where its formula gives nan.
+            batch.lengths() > 0,
+            losses.loss * batch.sequence_mean(batch.weights),
+            0.0,
+        )
+        return weighted / max(denominators.sequences, 1)
+    sums = batch.sequence_sum(losses.loss * batch.weights)
+    if aggregation == "token-mean":
+        # An empty batch gives 0 and not nan.
+        return sums / max(denominators.tokens, 1)
+    per_sequence = sums / max(denominators.sequences, 1)
+    if aggregation == "seq-mean-token-sum":
+        return per_sequence
+    if aggregation == "seq-mean-token-mean":
+        return per_sequence / batch.lengths().clamp(min=1)
+    if aggregation != "seq-mean-token-sum-norm":
+        raise ValueError(
+            f"aggregation {aggregation} is for losses per sequence; this one is per token"
+        )
+    if norm_length is None:
+        raise ValueError(
+            "aggregation seq-mean-token-sum-norm needs norm_length: the constant number of tokens"
+            " to divide by"
+        )
+    return per_sequence / norm_length
+
 
 TargetKind = Literal["batch", "tokens", "sequences"]
 """A field of the TokenBatch, or a decision by token or by sequence."""
@@ -77,6 +163,7 @@ class StepTargets:
     whole: TokenBatch
     denominators: Denominators
     corrected: bool
+    # Caches: several passes of a step read the same numbers.
     _gathered: dict[int, OwnedNumbers] = field(default_factory=dict, init=False, repr=False)
     _placed: dict[int, OwnedNumbers] = field(default_factory=dict, init=False, repr=False)
 
@@ -122,6 +209,7 @@ class StepTargets:
 
     def _numbers_of(self, owner: int) -> OwnedNumbers:
         whole, samples = self.whole, self.samples
+        # By token: the model of this rank sees only these.
         owned = torch.from_numpy(samples.owner[samples.rows] == owner)
         kinds: dict[TargetKind, Mapping[str, Tensor]] = {
             # A part of a group would have wrong statistics, so micro-batches lack `group`.
@@ -160,6 +248,7 @@ def valid_samples(batch: RankBatch) -> RankBatch:
 
     Raises ValueError for a reward that is not finite and not marked as failed.
     """
+    # A single nan would make every advantage of its group nan.
     strange = batch.valid & ~np.isfinite(batch.rewards)
     if strange.any():
         first = int(strange.argmax())
@@ -182,6 +271,7 @@ def whole_batch(samples: RankBatch, precomputed: Mapping[str, Tensor]) -> TokenB
 
     sequence = torch.tensor(samples.rows)
     behavior = exact(samples.behavior_logprobs)
+    # nan, not 0: a column that is read without being requested must show.
     unknown = torch.full_like(behavior, float("nan"))
     return TokenBatch(
         logp=precomputed["logp"].double() if "logp" in precomputed else unknown,
@@ -223,13 +313,13 @@ class BatchLoss:
 
 
 class Objective:
-    """Raises UnknownName on construction for a method that no registry line has."""
-
     def __init__(self, config: ObjectiveConfig) -> None:
         self.config = config
-        self._advantage = advantage_method(config.advantage.name)
-        self._loss = loss_method(config.loss.name)
-        self._corrections = [(correction_method(c.name), c) for c in config.corrections]
+        self._advantage: AdvantageMethod = method_of(config.advantage)
+        self._loss: LossMethod = method_of(config.loss)
+        self._corrections: list[tuple[CorrectionMethod, Any]] = [
+            (method_of(one), one) for one in config.corrections
+        ]
         # Denominators of kept tokens need every correction of the whole batch.
         self._correct_whole = config.renormalize or any(
             method.whole(c) for method, c in self._corrections
@@ -252,6 +342,7 @@ class Objective:
             logp_prox=proximal_logp(whole, config.proximal, precomputed.get("logp_prox"))
         )
         # Before the advantages, which must see the reward that is optimised.
+        # Order: shaping, then the KL penalty, then advantages, which read both.
         whole = whole.replace(rewards=shaped_rewards(whole, samples.trained, config))
         penalty = kl_penalty(whole, config.kl)
         whole = whole.replace(token_rewards=token_rewards(whole, penalty))
@@ -285,6 +376,7 @@ class Objective:
         )
         if len(samples):
             if self._correct_whole:
+                # Before the loss decides: a rejected token takes no part in its thresholds.
                 whole = self._corrected(whole)
             if self._loss.decide is not None:
                 whole = whole.replace(decided=self._loss.decide(whole, self.config.loss))
@@ -322,6 +414,8 @@ class Objective:
         config = self.config
         if config.steps_per_batch == 1 and config.proximal in ("recompute", "loglinear"):
             # No gradient may flow through the proximal policy.
+            # With one optimizer step pi is pi_prox: exact, and without another pass. Detached,
+            # because a ratio's denominator has no gradient.
             current = batch.replace(logp=batch.logp.detach())
             batch = batch.replace(logp_prox=proximal_logp(current, config.proximal, None))
         # Per micro-batch only where no correction needs the whole batch.
@@ -359,6 +453,7 @@ class Objective:
 
     def _corrected(self, batch: TokenBatch) -> TokenBatch:
         # Corrections are factors: their gradient would be another objective.
+        # Corrections are constants of the loss.
         detached = batch.replace(logp=batch.logp.detach())
         for method, settings in self._corrections:
             detached = detached.replace(
@@ -386,5 +481,6 @@ class Objective:
             wanted.add("logp_prox")
         # Replaced by what the proximal policy is made from.
         if "logp_prox" in wanted:
+            # Derived from other columns where the proximal policy is not a copy.
             wanted = (wanted - {"logp_prox"}) | columns_for_proximal(config.proximal)
         return frozenset(wanted)

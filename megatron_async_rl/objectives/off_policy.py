@@ -36,7 +36,7 @@ from megatron_async_rl.config.corrections import (
 )
 from megatron_async_rl.config.losses import Proximal
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
-from megatron_async_rl.objectives.method import TokenColumn
+from megatron_async_rl.objectives.method import CorrectionMethod, TokenColumn, columns
 
 SMALLEST_MEAN = 1e-8
 """A mean weight below it is not divided by."""
@@ -200,3 +200,10 @@ def opsm(batch: TokenBatch, settings: OpsmCorrection) -> Tensor:
     """
     drift = seen(batch).sequence_mean(batch.logp_prox - batch.logp)[batch.sequence]
     return (~((batch.advantages < 0) & (drift > settings.delta))).to(batch.mask.dtype)
+
+
+TIS = CorrectionMethod(tis, whole=lambda settings: settings.normalize)
+ICEPOP = CorrectionMethod(icepop, whole=lambda settings: settings.normalize)
+REJECT = CorrectionMethod(reject)
+TOKEN_VETO = CorrectionMethod(token_veto)
+OPSM = CorrectionMethod(opsm, needs=columns("logp"))

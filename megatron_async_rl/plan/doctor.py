@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -26,13 +27,12 @@ from rich.text import Text
 from megatron_async_rl.config.policy import RECIPES, lacking, version_of
 from megatron_async_rl.config.problem import shipped
 from megatron_async_rl.plan.machine import GIB, Machine, size, this_machine
+from megatron_async_rl.policy.families import FAMILIES, Family
 from megatron_async_rl.policy.supported import (
     APEX_WEIGHT_GRADIENTS,
     EXPECTED,
-    FAMILIES,
     PINNED,
     REFUSED,
-    Family,
     engine_obstacle,
 )
 from megatron_async_rl.rollout.isolation.sandbox import SandboxError, run
@@ -417,6 +417,10 @@ def _machine(machine: Machine) -> list[Finding]:
 def _sandbox() -> Finding:
     """Report whether the `code` reward can run programs in kernel namespaces."""
     brings = "the `code` reward runs unreviewed programs"
+    if shutil.which("bwrap") is None:
+        advice = f"{brings}, and needs bubblewrap"
+        fix = "sudo apt-get install bubblewrap"
+        return Finding("sandbox", "note", "no bubblewrap", advice, fix)
     try:
         run("pass")
     except SandboxError as error:
@@ -424,7 +428,7 @@ def _sandbox() -> Finding:
         return Finding("sandbox", "note", "refused", advice, _allow_namespaces())
     except OSError as error:
         return Finding("sandbox", "note", "not tried", str(error))
-    return Finding("sandbox", "ok", "namespaces", brings)
+    return Finding("sandbox", "ok", "bubblewrap", brings)
 
 
 def _allow_namespaces() -> str:
@@ -472,7 +476,8 @@ def show_families(console: Console) -> None:
     )
     for family in FAMILIES.values():
         if family.only:
-            bound.add_row(family.model_type, _bound(family))
+            only = "; ".join(_text(key, text) for key, (_, text) in family.only.items())
+            bound.add_row(family.model_type, only)
     console.print(bound)
 
     refused = _table("refused", "why")
@@ -486,10 +491,6 @@ def _table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
-
-
-def _bound(family: Family) -> str:
-    return "; ".join(_text(key, text) for key, (_, text) in family.only.items())
 
 
 def _text(key: str, text: str) -> str:

@@ -52,12 +52,8 @@ LENT_RATE = 60e9
 """Bytes a second of buckets that the GPUs of a machine gather, over NVLink, and engines on them
 load."""
 HOLE_STEPS = 10
-"""Two lines of metrics that are further apart than so many median steps have a stop of the run
-between them."""
-SENDING = {
-    "relay": f"{RELAY_RATE / 1e9:g} GB/s to each other machine",
-    "collective": f"{NETWORK_RATE / 1e9:g} GB/s to one engine after the other",
-}
+"""Number of median steps between two lines of metrics beyond which the run was stopped in
+between."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +239,7 @@ def estimate(
         return f"not known: no speed is assumed for float32 products ({key}: float32)"
 
     version, elsewhere = shape.parameters * engine_bytes(config), engines_elsewhere(config, machine)
-    ipc = config.weights.transport == "cuda_ipc"
+    ipc = config.weights.carrier.ipc
     # An on-demand version is read once for its digests, and then bucket by bucket.
     reads_s = version / (config.policy.parallel.ranks * READ_SHARE * chip.memory_rate)
     decoding, tokens_per_s = _decoding(config, machine, chip, shape, batch)
@@ -260,7 +256,7 @@ def estimate(
         train_s=_train_s(config, chip, shape, batch),
         staged_s=reads_s if ipc else version / (_writers(config, machine) * COPY_RATE),
         relayed_s=_sent_s(config, version) if elsewhere else None,
-        sending=SENDING[config.weights.transport] if elsewhere else "",
+        sending=_sending(config) if elsewhere else "",
         ipc=ipc,
         loaded_s=version / (LENT_RATE if ipc else rollout.workers * COPY_RATE),
         decoding=decoding,
@@ -272,11 +268,18 @@ def estimate(
 
 
 def _sent_s(config: Config, version: int) -> float:
-    """Seconds to send a version of `version` bytes: a relay sends to all machines at once, a
-    collective to one engine after the other."""
-    if config.weights.transport == "relay":
-        return version / RELAY_RATE
-    return engine_count(config) * version / NETWORK_RATE
+    """Seconds to send a version of `version` bytes: to one engine after the other, or to all
+    machines at once."""
+    if config.weights.carrier.per_engine:
+        return engine_count(config) * version / NETWORK_RATE
+    return version / RELAY_RATE
+
+
+def _sending(config: Config) -> str:
+    """Text on the assumed speed of sending."""
+    if config.weights.carrier.per_engine:
+        return f"{NETWORK_RATE / 1e9:g} GB/s to one engine after the other"
+    return f"{RELAY_RATE / 1e9:g} GB/s to each other machine"
 
 
 def _layer_weights(shape: ModelShape) -> int:

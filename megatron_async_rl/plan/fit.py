@@ -206,16 +206,16 @@ def _kept(rank: RankMemory) -> int:
 def lent_bytes(config: Config, engine: EngineMemory) -> int:
     """Bytes of the buckets from which an engine loads on a device that it shares with the policy:
     each of at most weights.bucket_mib, or of one tensor that is larger."""
-    if config.weights.transport != "cuda_ipc":
+    if not config.weights.carrier.ipc:
         return 0
     # A tensor larger than a bucket travels in a bucket of its own size.
     return IN_FLIGHT * min(max(config.weights.bucket_mib * MIB, engine.largest), engine.weights)
 
 
 def _sender(config: Config, rank: RankMemory) -> int:
-    """Bytes of the process that sends engines their weights by `collective`, which has rank 0's
-    GPU: its CUDA context, and the buckets on their way to each engine."""
-    if config.rollout is None or config.weights.transport != "collective" or rank.stage > 0:
+    """Return the bytes of the process that sends each engine its own copy of the weights from rank
+    0's GPU: its CUDA context, and the buckets in flight to each engine."""
+    if config.rollout is None or not config.weights.carrier.per_engine or rank.stage > 0:
         return 0
     return CONTEXT_BYTES + engine_count(config) * IN_FLIGHT * config.weights.bucket_mib * MIB
 
@@ -279,7 +279,7 @@ def _changes(
             yield "rollout.gpu_memory_utilization", round(share, 4)
         yield "rollout.tensor", 2 * rollout.tensor
         yield "rollout.pipeline", 2 * rollout.pipeline
-        if config.weights.transport == "cuda_ipc":
+        if config.weights.carrier.ipc:
             yield "weights.bucket_mib", math.ceil(config.weights.bucket_mib / 4)
     beside = rollout is not None and rollout.placement == "colocated" and phase != "engine"
     if phase == "train" or beside:
@@ -444,11 +444,11 @@ def shared_memory_problems(config: Config, engine: EngineMemory, machine: Machin
 
 def in_shared_memory(config: Config, engine: EngineMemory, machine: Machine) -> tuple[int, str]:
     """Bytes of weights in the /dev/shm of rank 0's machine, and their description."""
-    if config.weights.transport == "cuda_ipc":
+    if config.weights.carrier.ipc:
         ranks = config.policy.parallel.ranks if device_of(config, machine) == "cpu" else 0
         return ranks * lent_bytes(config, engine), f"two buckets of each of {ranks} ranks"
     # Receivers copy a version into their machine's memory; here that is rank 0's.
-    own = config.weights.transport == "collective" and not engines_elsewhere(config, machine)
+    own = config.weights.carrier.per_engine and not engines_elsewhere(config, machine)
     receivers = engine_count(config) if own else 0
     what = "two versions of the model" + (f", and two for each of {receivers} engines" * own)
     return 2 * engine.weights * (1 + receivers), what

@@ -193,7 +193,7 @@ def _shared(
         weights, _ = in_shared_memory(config, engine, machine)
     elsewhere = engines_elsewhere(config, machine)
     count = engines_on(config, machine, device, node)
-    if elsewhere and config.weights.transport == "collective":
+    if elsewhere and config.weights.carrier.per_engine:
         weights = (2 * engine.weights if node == 0 else 0) + count * 2 * engine.weights
     elif node > 0 and not (elsewhere and count):
         weights = 0

@@ -12,7 +12,7 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.model_files import ModelShape
 from megatron_async_rl.policy.supported import ChosenLayers, choose_layers
-from megatron_async_rl.rollout.cluster import CONNECTIONS, ELSEWHERE
+from megatron_async_rl.rollout.cluster import CONNECTIONS
 
 Device = Literal["cpu", "cuda"]
 PARALLEL = "policy.parallel"
@@ -107,14 +107,14 @@ def processes(config: Config, device: Device, machine: Machine) -> tuple[Planned
                     _engine_place(config, device, engine, share, machine),
                 )
             )
-        if config.weights.transport == "relay":
-            kind = "Ray actor: two versions of the weights in /dev/shm"
-            listed.append(PlannedProcess("relays", kind, "each other machine with engines"))
-        if config.weights.transport == "collective":
+        if config.weights.carrier.per_engine:
             where = "rank 0's machine" + (", on its GPU" if device == "cuda" else "")
             listed.append(
                 PlannedProcess("sender", "Ray actor: sends each engine the weights", where)
             )
+        elif config.weights.carrier.other_machines:
+            kind = "Ray actor: two versions of the weights in /dev/shm"
+            listed.append(PlannedProcess("relays", kind, "each other machine with engines"))
     return tuple(listed)
 
 
@@ -123,7 +123,7 @@ def engines_elsewhere(config: Config, machine: Machine) -> bool:
     a Ray cluster that is joined. Machines that are described, or counted, are taken to be one."""
     # Without a cluster Ray starts on this machine alone.
     joins = machine.described or machine.engine_nodes or os.environ.get("RAY_ADDRESS")
-    return config.weights.transport in ELSEWHERE and bool(joins)
+    return config.weights.carrier.other_machines and bool(joins)
 
 
 def engine_count(config: Config) -> int:

@@ -11,6 +11,7 @@ from megatron_async_rl.config.engine_options import cpu_head_sizes
 from megatron_async_rl.config.policy import ATTENTION, MLP, lacking, needed
 from megatron_async_rl.config.problem import Problem, number_of
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.weights import DEFAULT_CARRIER, carriers
 from megatron_async_rl.plan.layer_memory import product_sizes, sides
 from megatron_async_rl.plan.layout import (
     PARALLEL,
@@ -24,6 +25,8 @@ from megatron_async_rl.plan.layout import (
 from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.plan.model_files import ModelShape
 
+ELSEWHERE = carriers(other_machines=True)
+"""Carriers with which engines may run on machines other than rank 0's."""
 FP8_CACHE_MULTIPLE = 32
 """Elements of a head: vLLM's CPU attention (v1/attention/backends/cpu_attn.py) raises for others
 with a key-value cache in FP8."""
@@ -95,9 +98,9 @@ def layout_problems(config: Config, machine: Machine, shape: ModelShape | None) 
         are = "is" if machine.engine_nodes == 1 else "are"
         what = f"{number_of('machine', machine.engine_nodes)} {are} for engines alone, and "
         what += "all engines are on rank 0's" if config.rollout else "the run has no engines"
-        fix = "set weights.transport to relay" if config.rollout else "leave it out"
+        fix = f"set weights.transport to {ELSEWHERE}" if config.rollout else "leave it out"
         found.append(Problem(key="--trainer-nodes", what=what, fix=fix))
-    if config.weights.transport == "cuda_ipc":
+    if config.weights.carrier.ipc:
         found += _lending_problems(config, machine)
     return found
 
@@ -137,7 +140,8 @@ def _beyond_gpus(config: Config, machine: Machine) -> list[Problem]:
         else f"lower {', '.join(lower)}"
     )
     if rollout is not None and not colocated and not elsewhere:
-        fix += "; with weights.transport: relay and a Ray cluster engines may be on other machines"
+        fix += f"; with weights.transport: {ELSEWHERE} and a Ray cluster engines may be on other"
+        fix += " machines"
     if ranks > len(machine.gpus):
         fix += "; or divide the ranks over more machines (--nodes; NNODES of the launcher)"
     return [Problem(key=f"{PARALLEL}.ranks", what=what, fix=fix)]
@@ -184,10 +188,11 @@ def _divided(config: Config) -> list[str]:
 def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
     """Problems of engines that could not map the memory of a rank."""
     key, ranks = "weights.transport", config.policy.parallel.ranks
+    name = config.weights.transport
     if machine.nodes > 1:
         nodes = machine.nodes
-        what = f"cuda_ipc passes weights within one machine, and the ranks are on {nodes} nodes"
-        return [Problem(key=key, what=what, fix="set it to shared_memory")]
+        what = f"{name} passes weights within one machine, and the ranks are on {nodes} nodes"
+        return [Problem(key=key, what=what, fix=f"set it to {DEFAULT_CARRIER}")]
     if config.rollout is None or device_of(config, machine) != "cuda":
         return []
     workers = config.rollout.workers
@@ -197,15 +202,15 @@ def _lending_problems(config: Config, machine: Machine) -> list[Problem]:
     engines = number_of("engine", engine_count(config))
     engines += f" of {workers} GPUs" if workers > 1 else ""
     what = (
-        f"cuda_ipc passes weights from a rank to an engine on the same GPU, and {engines}"
+        f"{name} passes weights from a rank to an engine on the same GPU, and {engines}"
         f" {'takes' if engine_count(config) == 1 else 'take'} {number_of('GPU', taken)}, and"
         f" {ranks} {'has' if ranks == 1 else 'have'} a rank"
     )
     fix = (
         f"set rollout.engines to at most {ranks // workers}, policy.parallel.ranks to {taken}, or"
-        " this to shared_memory"
+        f" this to {DEFAULT_CARRIER}"
         if ranks >= workers
-        else f"set policy.parallel.ranks to {taken}, or this to shared_memory"
+        else f"set policy.parallel.ranks to {taken}, or this to {DEFAULT_CARRIER}"
     )
     return [Problem(key=key, what=what, fix=fix)]
 

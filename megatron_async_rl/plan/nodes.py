@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.weights import carriers
 from megatron_async_rl.plan.layout import device_of, engines_elsewhere, gpus_wanted
 from megatron_async_rl.plan.machine import GIB, Gpu, Machine, gpus_here
 from megatron_async_rl.rollout.cluster import join_ray, prepare_environment, software, unlike
@@ -101,7 +102,8 @@ def ask_cluster(config: Config, machine: Machine, joining: int) -> ClusterReport
             raise UserError.of(
                 "--engine-nodes",
                 f"{joining}, but all engines of this config are on rank 0's machine",
-                "set weights.transport to relay, and RAY_ADDRESS to a cluster of those machines",
+                f"set weights.transport to {carriers(other_machines=True)}, and RAY_ADDRESS to a"
+                " cluster of those machines",
             )
         return ClusterReport()
     timeout_s = config.rollout.start_timeout_s

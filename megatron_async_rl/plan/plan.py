@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megatron_async_rl.config.problem import Problem, UserError, number_of
 from megatron_async_rl.config.rollout_rules import length_warnings, sampling_warnings
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.weights import DEFAULT_CARRIER
 from megatron_async_rl.flow.colocated import Phase
 from megatron_async_rl.plan.estimate import Estimate, estimate
 from megatron_async_rl.plan.fit import (
@@ -52,7 +53,6 @@ from megatron_async_rl.plan.totals import (
     totals,
 )
 from megatron_async_rl.policy.supported import ChosenLayers
-from megatron_async_rl.rollout.cluster import ELSEWHERE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,12 +252,12 @@ def _warnings(
             " weighs by their ratio"
         )
     elsewhere = engines_elsewhere(config, machine)
-    transport = config.weights.transport
-    if transport in ELSEWHERE and not elsewhere:
-        less = ", where shared_memory copies nothing" if transport == "collective" else ""
+    carrier = config.weights.carrier
+    if carrier.other_machines and not elsewhere:
+        less = f", where {DEFAULT_CARRIER} copies nothing" if carrier.per_engine else ""
         found.append(
-            f"weights.transport: {transport}, but RAY_ADDRESS names no cluster: Ray starts on this"
-            f" machine alone, and all engines run here{less}"
+            f"weights.transport: {config.weights.transport}, but RAY_ADDRESS names no cluster: Ray"
+            f" starts on this machine alone, and all engines run here{less}"
         )
     if rollout is not None and engine is not None and engine.cache_tokens is not None:
         # Full length is the worst case: shorter responses share the cache.

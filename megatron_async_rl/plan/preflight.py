@@ -49,7 +49,7 @@ from megatron_async_rl.plan.trials import (
 from megatron_async_rl.policy.digested_folder import require_export
 from megatron_async_rl.report.run_data import read_run
 from megatron_async_rl.rollout.environments import EnvironmentRefused
-from megatron_async_rl.rollout.environments.built_in import prompt_tokenizer
+from megatron_async_rl.rollout.environments.built_in.tools import prompt_tokenizer
 from megatron_async_rl.rollout.scoring import reward_fields
 from megatron_async_rl.samples import Prompt
 

@@ -141,13 +141,12 @@ def _show_memory(plan: RunPlan, config: Config, machine: Machine, console: Conso
                 f"/dev/shm of rank 0's machine: {size(weights)}, {what}, and {size(store)}, Ray's"
                 f" object store; in a container docker run {option}",
             )
-        if config.weights.transport == "relay":
-            two = size(2 * plan.engine.weights)
-            _print(console, f"each other machine with engines: {two} in /dev/shm, two versions")
-        if config.weights.transport == "collective":
-            two = size(2 * plan.engine.weights)
+        carrier, two = config.weights.carrier, size(2 * plan.engine.weights)
+        if carrier.per_engine:
             _print(console, f"each engine: {two} in its machine's /dev/shm, two versions")
-        if config.weights.transport == "cuda_ipc":
+        elif carrier.other_machines:
+            _print(console, f"each other machine with engines: {two} in /dev/shm, two versions")
+        if carrier.ipc:
             two = size(lent_bytes(config, plan.engine))
             where = "in /dev/shm" if plan.device == "cpu" else "of its GPU"
             _print(console, f"each rank, while engines load: {two} {where}, two buckets")

@@ -63,6 +63,7 @@ def gradients_of(optimizer: MegatronOptimizer, layout: Layout) -> Gradients:
     Tensor-parallel copies count on tensor rank 0, tied embeddings on the first pipeline stage. Sums
     go over the world, so that every rank sees the same bits and decides alike. Raises StateMissing.
     """
+    # Slices are disjoint, so all of them count.
     sliced = optimizer.config.use_distributed_optimizer
     shards = tuple(
         GradientShard(
@@ -126,6 +127,7 @@ def moment_of(state: Mapping[str, Any], name: str) -> Tensor:
 
 def _in_float32(moment: Tensor, device: torch.device) -> Tensor:
     """The moment or a part of it, in place where it is float32 on the device already."""
+    # Offloaded moments come to the device here, and are not written back.
     moved = moment.to(device, non_blocking=True)
     return moved.float() if moved.dtype == torch.bfloat16 else moved
 
@@ -232,6 +234,7 @@ def _last_update(
     for part, *moments in blocks(
         update, moment_of(state, "exp_avg"), moment_of(state, "exp_avg_sq")
     ):
+        # A block at a time: no second copy of the moments exists on the device.
         m, v = (_in_float32(moment, part.device) for moment in moments)
         torch.sqrt(v, out=part).div_(math.sqrt(second)).add_(group["eps"])
         torch.div(m, part, out=part).mul_(-last.lr / first)

@@ -35,6 +35,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -68,6 +69,7 @@ class ContextParallelSlice:
         each sequence begins and its length."""
         if self.size == 1:
             return spans(starts, lengths)
+        # One early and one late chunk: under a causal mask all ranks have the same work.
         chunk = lengths // (2 * self.size)
         firsts = np.stack([starts + number * chunk for number in self.chunks], axis=1)
         return spans(firsts.ravel(), np.repeat(chunk, 2))
@@ -81,6 +83,7 @@ def gather_sequences(part: Tensor, group: Any) -> Tensor:
     """[rows, length / ranks, ...] of this rank -> [rows, length, ...] of all ranks of `group`, in
     the sequences' order. The gradient of a token is summed over the ranks."""
     parts = tensor_parallel.gather_from_sequence_parallel_region(part, group=group)
+    # Ranks in order hold the early chunks ascending and the late ones descending.
     early, late = parts.unflatten(0, (group.size(), -1)).chunk(2, dim=2)
     return torch.cat((early, late.flip(0))).transpose(0, 1).flatten(1, 2)
 
@@ -92,6 +95,8 @@ def gather_outputs(own: Tensor, places: Tensor, tokens: int, group: Any) -> Tens
     the others' is theirs.
     """
     whole = own.new_zeros(len(own), tokens).index_copy(1, places, own)
+    # A sum over disjoint places. Its backward pass is the identity, so each rank keeps its own
+    # tokens' gradient.
     result: Tensor = tensor_parallel.reduce_from_tensor_model_parallel_region(whole, group=group)
     return result
 
@@ -232,8 +237,10 @@ def attention_of_part(
         return causal_attention(query, key, value, scale=scale, window=window)
     context = ContextParallelSlice(group.rank(), group.size())
     widths = key.shape[-1], value.shape[-1]
+    # Keys and values in one message.
     keys, values = gather_sequences(torch.cat((key, value), dim=-1), group).split(widths, dim=-1)
     chunk = query.shape[1] // 2
+    # A chunk sees the tokens up to its own end.
     ends = ((number + 1) * chunk for number in context.chunks)
     return torch.cat(
         [
@@ -397,3 +404,14 @@ def core_attention(
     supported = HAVE_TE and device_type == "cuda" and dtype == torch.bfloat16
     wanted = not windowed if context_parallel else packed
     return TransformerEngineAttention if supported and wanted else CoreAttention
+
+
+class LocalOrGlobalAttention(SelfAttention):
+    """Attention that rotates queries and keys as its layer does: `rotary_pos_emb` has the angles of
+    layers without a window and of those with one, [length, 1, 1, 2 * head], as
+    Gemma 3's `set_rotation` mixes them."""
+
+    def forward(self, *args: Any, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:
+        parts = rotary_pos_emb.chunk(4, -1)
+        own = parts[window_of(self.config, self.layer_number) is not None :: 2]
+        return super().forward(*args, rotary_pos_emb=torch.cat(own, -1), **kwargs)

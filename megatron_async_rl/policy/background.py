@@ -40,6 +40,7 @@ class Background:
             else:
                 future.set_result(None)
 
+        # A daemon: a process that ends after a failure does not wait for the disk.
         threading.Thread(target=run, name=self._name, daemon=True).start()
 
     @property
@@ -48,6 +49,7 @@ class Background:
 
     def finish(self) -> None:
         """Wait for the work under way. Raises what it raised."""
+        # Taken first, so that an error is raised once.
         work, self._work = self._work, None
         if work is not None:
             work.result()

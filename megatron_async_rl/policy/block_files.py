@@ -118,6 +118,7 @@ def read(
 
 
 def _first_failure(error: CheckpointException) -> tuple[int, BaseException]:
+    # The lowest rank that failed: the same on every rank, so all raise the same error.
     rank = min(error.failures)
     return rank, error.failures[rank][0]
 
@@ -185,11 +186,14 @@ class _BlockFileWriter(dcp.FileSystemWriter):
         self.transforms = streams = _BlockStreams()
         results = [
             _WrittenBlock(one.index, one.size_in_bytes, one.storage_data, stream.digest.text)
+            # torch writes and syncs; the streams have digested every byte on its way.
             for one in super().write_data(plan, planner).wait()
             for stream in (streams.by_index[one.index],)
         ]
         reader = BlockReader()
         for one in results:
+            # Read back from the file: a disk that drops writes shows before `latest` names the
+            # checkpoint.
             path = Path(self.path) / one.storage_data.relative_path
             with path.open("rb") as file:
                 fault = block_fault(reader.read(file, one.block), one.block)
@@ -227,6 +231,8 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         for key, blocks in self.state_dict.items():
             if key not in saved:
                 raise _Unfit(f"it holds no {key}")
+            # Padded tensors may differ in rows between layouts; all others must have their saved
+            # shape.
             for shape in {block.shape for block in blocks if not block.padded}:
                 if shape != tuple(saved[key].size):
                     there = list(saved[key].size)
@@ -234,6 +240,8 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
         plan = super().create_local_plan()
         found = dict.fromkeys(self.state_dict, 0)
         for item in plan.items:
+            # Overlaps are disjoint boxes, so their sizes add up to the block's if nothing is
+            # missing.
             found[item.dest_index.fqn] += prod(item.lengths)
         for key, blocks in self.state_dict.items():
             wanted = sum(_elements_in(block, saved[key].size) for block in blocks)
@@ -306,6 +314,7 @@ class _BlockFileReader(dcp.FileSystemReader):
         if self._files is None:
             return super()._slice_file(file, sinfo)
         path = Path(self.path) / sinfo.relative_path
+        # An index that points between blocks is damaged, although its numbers are plausible.
         block = self._blocks.get((sinfo.relative_path, sinfo.offset, sinfo.length))
         if block is None:
             raise _Fault(f"{_named(path)}: no block is known at byte {sinfo.offset}")
@@ -319,6 +328,7 @@ class _Index(pickle.Unpickler):
     """An index of blocks as torch writes it: its own classes and numbers, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
+        # Dtypes are attributes of torch, not classes.
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if name in READABLE.get(module, ()):

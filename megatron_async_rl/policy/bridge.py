@@ -3,7 +3,8 @@ our overrides.
 
 mbridge assumes Transformer Engine layers and transformers 4. The overrides here take the layers of
 either family (layers.py) with our attention, rotary frequencies from transformers (5), and pad the
-vocabulary to the tensor-parallel size. families.py has what differs between model families.
+vocabulary to the tensor-parallel size. Each file of families/ has
+what differs between model families.
 
 Invariants:
 - padded vocabulary rows are zero and known (`vocab_size` against `padded_vocab_size`);
@@ -81,6 +82,7 @@ class PolicyBridge(LLMBridge):
                 "model.layers.{layer_number}.self_attn.o_proj.bias"
             ],
         }
+        # Pipelines hold a second copy of a tied embedding in the last stage.
         if self.hf_config.tie_word_embeddings:
             self._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
         self._OTHER_MAPPING = {
@@ -125,6 +127,7 @@ class PolicyBridge(LLMBridge):
     def _window_size(self) -> tuple[int, int] | None:
         """Tokens before and behind a token that it sees besides itself, in Megatron's form."""
         window = getattr(self.hf_config, "sliding_window", None)
+        # Megatron counts the tokens before; transformers' window includes the token itself.
         return None if window is None else (window - 1, 0)
 
     def _softmax_scale(self) -> float | None:
@@ -153,6 +156,7 @@ class PolicyBridge(LLMBridge):
         frequencies, _ = self._rotation()
         if frequencies is not None:
             assert rotary.inv_freq.shape == frequencies.shape
+            # On the device and in the dtype of Megatron's own.
             rotary.inv_freq = frequencies.to(rotary.inv_freq)
 
     def global_names(self, chunk: torch.nn.Module) -> dict[str, str]:
@@ -179,6 +183,7 @@ class PolicyBridge(LLMBridge):
             sizes = [config.num_attention_heads // groups * head, head, head]
             parts = whole.unflatten(0, (groups, -1)).split(sizes, dim=1)
             names = self._weight_name_mapping_mcore_to_hf(name)
+            # Rows are grouped by query group in Megatron and by matrix in Hugging Face's files.
             return names, [part.flatten(0, 1) for part in parts]
         names, tensors = self._weight_to_hf_format(name, whole)
         return names, tensors

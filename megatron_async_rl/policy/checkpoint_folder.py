@@ -75,6 +75,7 @@ def newest(directory: Path) -> Path | None:
     require_readable(directory)
     pointer = directory / LATEST
     if not pointer.exists() and not pointer.is_symlink():
+        # Only whole folders have this name (`publish` renames), so the last one is safe to use.
         found = steps(directory)
         if found and not looks_whole(found[-1]):
             fault = f"{LATEST} is not there, and files of the last checkpoint are missing or cut"
@@ -94,6 +95,7 @@ def newest(directory: Path) -> Path | None:
         )
     path = directory / name
     with _readable(path):
+        # `latest` is written last: without a description the folder was damaged later.
         missing = not (path / ABOUT).exists()
     if missing:
         raise damaged(path, f"{ABOUT} is not there")
@@ -142,6 +144,7 @@ def outdated(
 
     checked: those that it wrote or loaded; the ones that were found to be whole are added."""
     checked.add(current)
+    # Newer ones stay: a resume from an older checkpoint must not delete what came after it.
     older = [path for path in reversed(steps(current.parent)) if step_of(path) < step_of(current)]
     whole = 1
     for index, path in enumerate(older):
@@ -149,8 +152,10 @@ def outdated(
             break
         if whole >= keep:
             return [old for old in older[index:] if old.name != proven]
+        # Read once per process: a checkpoint has many GiB.
         if path not in checked and _is_intact(path):
             checked.add(path)
+        # Sizes are checked again, because files may be removed during a run.
         whole += path in checked and looks_whole(path)
     return []
 
@@ -177,6 +182,7 @@ def _description(path: Path) -> tuple[dict[str, Any], str | None]:
     content, fault = read_description(path / ABOUT)
     if fault is not None:
         return {}, f"{ABOUT} cannot be read: {fault}"
+    # A copied description has a valid digest, but another step.
     step = content.get("step")
     if _NAME.fullmatch(path.name) and step is not None and step != step_of(path):
         return (
@@ -200,6 +206,7 @@ def read_checked(path: Path, name: str, content: Mapping[str, Any]) -> bytes | N
     if files is None:
         with _readable(path):
             return (path / name).read_bytes() if (path / name).exists() else None
+    # A file that the description does not list was not written by this save.
     if name not in files:
         return None
     try:
@@ -242,6 +249,7 @@ def require_whole(path: Path, *, blocks: bool = False) -> None:
 
 def _require_whole_without_digests(path: Path) -> None:
     try:
+        # Zip files have checksums of their own, which is all that releases without digests wrote.
         with zipfile.ZipFile(path / "state.pt") as file:
             if (torn := file.testzip()) is not None:
                 raise zipfile.BadZipFile(f"{torn} is damaged")
@@ -261,6 +269,7 @@ def damaged(path: Path, what: str) -> CheckpointBroken:
     # A step's folder that was named on the command line may have any name.
     before = step_of(path) if _NAME.fullmatch(path.name) else -1
     other = _newest_intact([one for one in others if step_of(one) < before])
+    # An older one first: steps after the damaged one belong to a run that went on from it.
     other = other or _newest_intact(others)
     return CheckpointBroken.of(
         "run.dir", f"{path} is damaged: {what}", _use_other(other, path.parent)

@@ -5,7 +5,7 @@
 
 The bridge determines where a shard's rows and columns belong: once for each kind of parameter, it
 maps numbers in place of weights; nothing here knows a model type. Files are read by it into shards
-(parameters.py), and shards written by it into staged versions (weights/shards.py).
+(parameters.py), and shards written by it into staged versions (weights/export.py).
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ class StoredBlock:
 
     @classmethod
     def parse(cls, text: str) -> StoredBlock:
+        # The key comes last, because it may hold spaces.
         offset, length, held, key = text.split(" ", 3)
         return cls(int(offset), int(length), held, key)
 
@@ -62,6 +63,7 @@ class StoredFile:
 
     @classmethod
     def of_blocks(cls, blocks: Sequence[StoredBlock]) -> StoredFile:
+        # In file order: checks then read forwards.
         ordered = tuple(sorted(blocks, key=lambda block: block.offset))
         return cls(sum(block.length for block in ordered), None, ordered)
 
@@ -86,6 +88,7 @@ class StoredFile:
 
 def described(content: Mapping[str, Any], files: Mapping[str, StoredFile]) -> str:
     """The text of about.json."""
+    # Files sorted and the digest last: the text is a function of the content.
     whole = {**content, "files": {name: files[name].as_json() for name in sorted(files)}}
     return _text({**whole, "digest": digest(_text(whole).encode())})
 
@@ -128,11 +131,13 @@ def faults(folder: Path, files: Mapping[str, StoredFile], *, blocks: bool) -> It
     if not blocks:
         return
     pieces = [
+        # Interleaved, so that readers of one file are near each other on the disk.
         (name, file.blocks[start::READERS])
         for name, file in files.items()
         for start in range(min(READERS, len(file.blocks)))
     ]
     with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as pool:
+        # Threads: reading and hashing release the interpreter's lock.
         found = pool.map(lambda piece: _fault_of_blocks(folder / piece[0], piece[1]), pieces)
         for (name, _), fault in zip(pieces, found, strict=True):
             if fault is not None:
@@ -159,6 +164,7 @@ def require_export(folder: Path, key: str) -> None:
 
 def _fault_of_file(path: Path, file: StoredFile) -> str | None:
     try:
+        # The size first: it costs no read.
         size = path.stat().st_size
         if size != file.size:
             return f"it has {size} bytes of {file.size}"
@@ -191,6 +197,7 @@ class BlockReader:
     def read(self, file: BinaryIO, block: StoredBlock) -> memoryview:
         """The bytes of the block in its file, valid until the next call."""
         if len(self._room) < block.length:
+            # Grows to the largest block and is reused.
             self._room = memoryview(bytearray(block.length))
         file.seek(block.offset)
         content = self._room[: block.length]

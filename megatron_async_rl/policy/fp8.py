@@ -102,6 +102,7 @@ def restore_delayed_state(
     modules, recipe = dict(_scaling_modules(chunks)), get_fp8_recipe(config)
     for name in sorted({key.rsplit(".", 2)[0] for key in state}):
         module = modules[name]
+        # Transformer Engine would set both at the first forward pass, and discard restored state.
         module.fp8_meta["recipe"] = recipe
         module.fp8_meta.setdefault("num_gemms", getattr(module, "num_gemms", 1))
         module.init_fp8_meta_tensors(recipe)
@@ -117,6 +118,7 @@ def drop_workspaces(chunks: Sequence[nn.Module]) -> None:
         for module in chunk.modules():
             workspaces = getattr(module, "_fp8_workspaces", None)
             if workspaces is not None:
+                # Device memory, which engines need while the policy makes room.
                 workspaces.clear()
 
 

@@ -108,6 +108,7 @@ class LocalLayers(Layers):
             normalization="RMSNorm",
         )
         parts = layer.submodules
+        # Megatron's spec would use torch's norm, without the mark for sequence parallelism.
         parts.input_layernorm = parts.pre_mlp_layernorm = own
         if config.qk_layernorm:
             attention = parts.self_attention.submodules
@@ -141,6 +142,7 @@ class TransformerEngineLayers(Layers):
         return self.SETTINGS
 
     def norm(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        # Families with norms of their own use local layers (supported.py).
         assert own is RMSNorm, f"Transformer Engine has no {own}"
         return TENorm
 
@@ -175,6 +177,7 @@ def with_bias(linear: Callable[..., Any]) -> Callable[..., Any]:
     ranks."""
 
     def build(*args: Any, bias: bool, **kwargs: Any) -> Any:
+        # Megatron passes the model-wide `bias: false` here.
         return linear(*args, bias=True, **kwargs)
 
     return build
@@ -194,6 +197,7 @@ class RMSNorm(torch.nn.RMSNorm):
             hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device()
         )
         self.config = config
+        # Megatron sums gradients of marked parameters over tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel
         self.kernel = apex_norm(config.params_dtype, self.weight.device.type)
 

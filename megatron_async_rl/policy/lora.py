@@ -97,6 +97,7 @@ class Adapter(nn.Module):
             if name == cut[0]:
                 set_tensor_model_parallel_attributes(parameter, True, cut[1], 1)
             else:
+                # Megatron sums the gradients of marked parameters over tensor-parallel ranks.
                 parameter.sequence_parallel = sequence_parallel
 
 
@@ -134,6 +135,7 @@ class AdaptedLayer(nn.Module):
         """alpha / rank A x, [..., rank], of this rank's inputs. alike: tensor-parallel ranks have
         the same."""
         if self.training and self.dropout:
+            # Ranks with the same inputs must drop the same elements, others their own.
             with nullcontext() if alike else get_cuda_rng_tracker().fork():
                 inputs = F.dropout(inputs, self.dropout)
         return F.linear(inputs, adapter.lora_A) * self.scale
@@ -143,6 +145,7 @@ class AdaptedLayer(nn.Module):
         """W + alpha / rank B A of this rank's shard, computed in float32, in `dtype`; null: in
         W's."""
         products = {
+            # In float32: a bfloat16 product would lose updates smaller than a rounding of W.
             name: (adapter.lora_B.float() @ adapter.lora_A.float()).t()
             for name, adapter in self.adapters.items()
         }
@@ -184,10 +187,12 @@ class AdaptedColumns(AdaptedLayer, ColumnParallelLinear):
             dim=-1,
         )
         low = (
+            # The low-rank activations are gathered, which are rank / inputs of the layer's own.
             gather_from_sequence_parallel_region(low, group=self.tp_group)
             if self.sequence_parallel
             else copy_to_tensor_model_parallel_region(low, group=self.tp_group)
         )
+        # All adapters of a layer have one rank.
         parts = low.chunk(len(self.adapters), dim=-1)
         added = {
             name: F.linear(part, adapter.lora_B)
@@ -219,6 +224,7 @@ class AdaptedRows(AdaptedLayer, RowParallelLinear):
         (adapter,) = self.adapters.values()
         low = self._low(adapter, input_, alike=False)
         low = (
+            # A is cut along the inputs: A x is a sum over tensor-parallel ranks, taken before B.
             reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
             if self.sequence_parallel
             else reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
@@ -240,6 +246,7 @@ def adapt(
     heads = {"q_proj": config.num_attention_heads // groups * head, "k_proj": head, "v_proj": head}
     attention = layer.self_attention.submodules
     if targets & heads.keys():
+        # Megatron orders the fused rows by query group: q q k v | q q k v.
         rows = FusedRows(heads, groups // parallel)
         attention.linear_qkv = partial(AdaptedColumns, lora=lora, rows=rows)
     if "o_proj" in targets:
@@ -265,6 +272,7 @@ def adapt(
 def freeze_base(chunk: nn.Module) -> None:
     """Leave adapters and a value head alone trainable. Before gradient buffers are made."""
     for name, parameter in chunk.named_parameters():
+        # DDP makes gradient buffers only for parameters that require a gradient.
         parameter.requires_grad_(ADAPTER in name or name.startswith("value_head."))
 
 
@@ -281,12 +289,15 @@ def initialise(
         parameter = chunks[entry.chunk].get_parameter(entry.local_name)
         (name,), (shape,) = entry.hf_names, entry.hf_shapes
         if not name.endswith("lora_A.weight"):
+            # B = 0: training starts from the base model.
             parameter.zero_()
             continue
+        # By name, not by order: every layout draws the same matrix.
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
         whole = (2.0 * torch.rand(shape, generator=generator) - 1.0) / math.sqrt(shape[1])
         if entry.partition_dim is not None:
+            # Drawn whole, then cut, so that the draw does not depend on the layout.
             whole = whole.chunk(layout.tp_size, entry.partition_dim)[layout.tp_rank]
         parameter.copy_(whole)
     # Tensor-parallel ranks alike, but for the generator that Megatron forks to; others each its

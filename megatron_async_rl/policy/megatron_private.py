@@ -148,6 +148,7 @@ def set_gathered(chunks: Sequence[Any], gathered: bool) -> None:
     replica; else each bucket of them is gathered before the first module that reads it."""
     for chunk in chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            # Megatron gathers a bucket before its first use unless it believes that it did.
             group.param_gather_dispatched = gathered
 
 
@@ -169,6 +170,7 @@ def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
 def replace_adam(part: Any, adam: Any, fill: Callable[[], None]) -> None:
     """Put `adam` where one part of the optimizer has its own, which has not stepped yet. fill:
     gives each of `adam`'s parameters its initial state, which Megatron expects to exist."""
+    # Both: Megatron fills missing state before it saves or loads.
     part.optimizer, part.init_state_fn = adam, lambda *_: fill()
 
 
@@ -186,6 +188,8 @@ def model_slices(part: Any) -> Iterator[tuple[Tensor, Tensor, int, int]]:
         groups += zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True)
         for parameters, shards in groups:
             for parameter, shard in zip(parameters, shards, strict=True):
+                # This rank's range of the flattened parameter; ranges of its replicas are
+                # disjoint.
                 owned = part._get_model_param_range_map(parameter)["param"]
                 yield shard, parameter, owned.start, owned.end
         return
@@ -199,6 +203,7 @@ def model_slices(part: Any) -> Iterator[tuple[Tensor, Tensor, int, int]]:
             }
     for group in part.param_groups:
         for shard in group["params"]:
+            # A float32 parameter is its own master.
             yield shard, masters.get(id(shard), shard), 0, shard.numel()
 
 

@@ -18,23 +18,31 @@ Invariants:
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.utils import get_te_version
 from torch import Tensor, nn
 
 from megatron_async_rl.config.objective import ValueConfig
-from megatron_async_rl.config.policy import LoraConfig, PolicyConfig
+from megatron_async_rl.config.policy import Fp8Config, LoraConfig, PolicyConfig
+from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import ModelConfig
 from megatron_async_rl.policy.bridge import PolicyBridge
-from megatron_async_rl.policy.families import build_bridge
+from megatron_async_rl.policy.families import FAMILIES
+from megatron_async_rl.policy.fp8 import megatron_settings, refuse_device
+from megatron_async_rl.policy.layers import LAYERS
 from megatron_async_rl.policy.lora import freeze_base, initialise
 from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.policy.parameters import load_hf, local_entries
+from megatron_async_rl.policy.supported import RequestedLayers, choose_layers, unsupported
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OVERRIDDEN = {"megatron.core.models.gpt.gpt_model.GPTModel": ("_preprocess", "_postprocess")}
@@ -43,6 +51,15 @@ OVERRIDDEN = {"megatron.core.models.gpt.gpt_model.GPTModel": ("_preprocess", "_p
 # Megatron 0.19's only warning there is that the class is deprecated, once per process: nothing that
 # a user of this package can act on.
 logging.getLogger(GPTModel.__module__).setLevel(logging.ERROR)
+
+log = logging.getLogger(__name__)
+
+
+class UnsupportedModel(ValueError):
+    """The model directory describes something this trainer would not compute exactly."""
+
+    def __init__(self, path: Path, key: str, value: Any, supported: str) -> None:
+        super().__init__(f"{path / 'config.json'}: {key} is {value!r}; supported: {supported}")
 
 
 class ValueHead(nn.Module):
@@ -255,3 +272,87 @@ def build_model(
         entries = local_entries(built.bridge, built.chunks, adapters=True)
         initialise(entries, built.chunks, built.bridge.layout, seed)
     return built
+
+
+RECOMPUTE: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    # Megatron's own choice of modules is the core attention.
+    "selective": {"recompute_granularity": "selective"},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+"""Megatron's settings for each value of policy.recompute."""
+
+
+def build_bridge(
+    model_path: Path,
+    *,
+    dtype: torch.dtype,
+    layout: Layout,
+    sequence_parallel: bool,
+    packed: bool = False,
+    recompute: str = "none",
+    lora: LoraConfig | None = None,
+    layers: RequestedLayers = "auto",
+    fp8: Fp8Config | None = None,
+) -> PolicyBridge:
+    """The bridge of the model in `model_path`. packed: for packed rows. lora: layers get adapters.
+    layers, fp8: `policy.layers`, `policy.fp8`. Raises UnsupportedModel, UserError for layers that
+    cannot be had, or OSError/ValueError for an unreadable config."""
+    from transformers import AutoConfig
+
+    hf_config = AutoConfig.from_pretrained(str(model_path), local_files_only=True)
+    refuse_unsupported(model_path, hf_config)
+    bridge: PolicyBridge = FAMILIES[hf_config.model_type].bridge()(
+        hf_config, dtype=dtype, make_vocab_size_divisible_by=layout.tp_size
+    )
+    chosen = choose_layers(
+        layers,
+        model_type=hf_config.model_type,
+        dtype=str(dtype).removeprefix("torch."),
+        device=layout.device_type,
+        lora=lora is not None,
+        engine=str(get_te_version()) if HAVE_TE else None,
+        fp8=fp8 is not None,
+    )
+    refuse_device(fp8, layout)
+    if layout.device_type == "cuda":
+        refuse_mixed(layout.gathered(chosen.family))
+    if chosen.why and layout.device_type == "cuda" and layout.rank == 0:
+        log.warning("policy.layers: %s takes %s (%s)", layers, chosen.family, chosen.why)
+    bridge.layers = LAYERS[chosen.family]
+    bridge.set_extra_args(
+        sequence_parallel=sequence_parallel and layout.tp_size > 1,
+        **RECOMPUTE[recompute],
+        **bridge.layers.settings(dtype, layout.device_type, lora=lora is not None),
+        **megatron_settings(fp8),
+    )
+    bridge.layout = layout
+    bridge.packed = packed
+    bridge.lora = lora
+    bridge.tied = bool(hf_config.tie_word_embeddings)
+    bridge.vocab_size = hf_config.vocab_size
+    bridge.padded_vocab_size = math.ceil(hf_config.vocab_size / layout.tp_size) * layout.tp_size
+    return bridge
+
+
+def refuse_mixed(families: Sequence[str]) -> None:
+    """Raises UserError where ranks have taken different layers: the order of their parameters would
+    differ, and gradients be added up one to another. families: by rank."""
+    if len(set(families)) > 1:
+        without = [str(rank) for rank, family in enumerate(families) if family == "local"]
+        what = (
+            f"ranks {', '.join(without)} cannot take Transformer Engine's layers, and the others do"
+        )
+        fix = "install the same version on every machine, or set local"
+        raise UserError.of("policy.layers", what, fix)
+
+
+def refuse_unsupported(path: Path, hf_config: Any) -> None:
+    """Raises UnsupportedModel naming the key of config.json that rules the model out."""
+    found = unsupported(hf_config.to_dict())
+    if found is not None:
+        raise UnsupportedModel(path, found.key, found.value, found.supported)

@@ -30,8 +30,7 @@ from megatron_async_rl.config.controls import ControlConfig
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.policy import PolicyConfig
 from megatron_async_rl.config.schema import ModelConfig
-from megatron_async_rl.controls.decision import Control
-from megatron_async_rl.controls.registry import build_controls
+from megatron_async_rl.controls.decision import Control, build_controls
 from megatron_async_rl.objectives.batch import TokenBatch
 from megatron_async_rl.objectives.objective import Objective, valid_samples
 from megatron_async_rl.policy import checkpoint
@@ -124,6 +123,7 @@ class Policy:
         # then read from the files.
         wrapped = wrap_for_gradients(model.chunks, policy_config)
         optimizer = build_optimizer(wrapped, policy_config, DTYPES[model_config.dtype])
+        # Before any copy: references and snapshots copy the masters of FP8 models.
         load_masters(optimizer, model, model_config.path)
         controls = build_controls(controls_config)
         schedule = Schedule(
@@ -149,6 +149,7 @@ class Policy:
         objective = Objective(objective_config)
         past_masters = (
             Snapshots(lambda: MasterSnapshot(optimizer), objective_config.snapshots)
+            # Float32 copies of all weights: made only for a control that reads them.
             if any(config.needs_past_weights for config in controls_config)
             else None
         )
@@ -375,6 +376,7 @@ class Policy:
         `background` and what else is raised: see `checkpoint.save`. Raises NonFiniteError, and
         writes nothing, where weights or moments are not finite.
         """
+        # Views: nothing is copied before the check.
         state_of_adam = {name: adam_shards(self.optimizer, name) for name in MOMENT_NAMES}
         # Before anything is written: a checkpoint of NaN could not be resumed.
         held = {"weights": optimizer_parameters(self.optimizer), **state_of_adam}
@@ -417,12 +419,14 @@ class Policy:
         if loaded is None:
             return None
         self.step.load_state_dict(loaded.state["step"])
+        # After the model: a missing average starts from the loaded weights.
         self.references.load(loaded, warn=self.layout.rank == 0)
         numbers = loaded.state.get("controls", {})
         for name, control in self.controls.items():
             if name in numbers:
                 control.load_state_dict(numbers[name])
                 kinds = {
+                    # Filled by `read` below, in the layout of this run's shards.
                     held.removeprefix(_of_control(name, "")): _zeros_like(self.optimizer)
                     for held in sorted(loaded.names)
                     if held.startswith(_of_control(name, ""))

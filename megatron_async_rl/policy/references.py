@@ -218,6 +218,8 @@ class ReferencePolicies:
 
     def _refuse_other_reference(self, saved: Checkpoint) -> None:
         own, before = self.fixed_digest(), saved.content.get(REFERENCE_DIGEST)
+        # A reference that moves is in the checkpoint itself; this one is read again from its
+        # directory.
         if own is not None and before is not None and own != before:
             raise CheckpointBroken.of(
                 "objective.reference",
@@ -236,6 +238,7 @@ class ReferencePolicies:
                 wanted[name] = held.slices()
                 continue
             if held is self.average:
+                # The average exists already, with the weights from before the load.
                 held.update()
             if warn:
                 start = (
@@ -342,6 +345,7 @@ def passes(
     if "logp_prox" in columns and references.snapshots is not None:
         for each in np.unique(samples.versions).tolist():
             sampled_by[each] = tuple(np.unique(samples.rows[samples.versions == each]).tolist())
+        # Tokens of the present version need no snapshot: their weights are in place.
         own = sampled_by.pop(version, None)
         if own is not None:
             rows = None if current else own
@@ -357,6 +361,7 @@ def passes(
         found.append(Pass(references.average, (Precompute("logp_prox", "logp"),)))
     for each in sorted(sampled_by):
         assert references.snapshots is not None
+        # One pass per version: a response that several wrote is in a pass of each.
         weights = references.snapshots.of(each, current=version)
         found.append(Pass(weights, (Precompute("logp_prox", "logp", each),), sampled_by[each]))
     return found

@@ -14,41 +14,15 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_async_rl.config.policy import version_of
 from megatron_async_rl.config.problem import UserError
+from megatron_async_rl.policy.families import FAMILIES, Family
 
-Window = Literal["none", "every layer", "chosen layers"]
 LayerFamily = Literal["local", "transformer_engine"]
 RequestedLayers = Literal["auto", "local", "transformer_engine"]
-
-
-@dataclass(frozen=True)
-class Family:
-    """One model_type of config.json.
-
-    models, biases: as text. window: which layers have `sliding_window`, where it is used. mixture:
-    of experts, in every layer. tied: what a missing `tie_word_embeddings` means. layer_norms,
-    head_norms: of each layer, over the hidden state and over a head. float32_norms: they compute in
-    float32 whatever the model's dtype. ropes: the values of rope_type. only: the family's own
-    rules, as `EXPECTED`. local: why its layers cannot be Transformer Engine's, if so.
-    """
-
-    model_type: str
-    architecture: str
-    models: str
-    window: Window = "none"
-    biases: str = "none"
-    mixture: bool = False
-    tied: bool = False
-    layer_norms: int = 2
-    head_norms: int = 0
-    float32_norms: bool = False
-    ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
-    only: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
-    local: str = ""
 
 
 EXPECTED: Mapping[str, tuple[Any, str]] = {
@@ -60,84 +34,8 @@ EXPECTED: Mapping[str, tuple[Any, str]] = {
     "dual_chunk_attention_config": (None, "none: attention over the whole sequence"),
 }
 """Key -> (the only value, which is also what a missing key means; as text), for every family."""
-NO_BIAS = {"attention_bias": (False, "false: the family has no biases")}
-QWEN2_BIAS = {"attention_bias": (False, "false: the family's biases need no key")}
-QWEN3_BIAS = {
-    "attention_bias": (
-        False,
-        "false: with it the output projection has a bias, which vLLM leaves out",
-    )
-}
-FULL_ATTENTION = {"sliding_window": (None, "null: the family has full attention")}
-GEMMA = {
-    "hidden_activation": ("gelu_pytorch_tanh", "gelu_pytorch_tanh"),
-    "attn_logit_softcapping": (None, "null"),
-    "final_logit_softcapping": (None, "null"),
-    "use_bidirectional_attention": (False, "false"),
-}
-
-FAMILIES: Mapping[str, Family] = {
-    family.model_type: family
-    for family in (
-        Family(
-            "llama",
-            "LlamaForCausalLM",
-            "Llama 2 and 3",
-            biases="attention_bias: query, key, value, output",
-            only=FULL_ATTENTION,
-        ),
-        Family(
-            "qwen2",
-            "Qwen2ForCausalLM",
-            "Qwen 2 and 2.5",
-            window="every layer",
-            biases="query, key, value",
-            only=QWEN2_BIAS,
-        ),
-        Family(
-            "qwen3",
-            "Qwen3ForCausalLM",
-            "Qwen 3",
-            window="every layer",
-            head_norms=2,
-            only=QWEN3_BIAS,
-        ),
-        Family(
-            "qwen3_moe",
-            "Qwen3MoeForCausalLM",
-            "Qwen 3 MoE",
-            window="every layer",
-            mixture=True,
-            head_norms=2,
-            only=QWEN3_BIAS,
-        ),
-        Family(
-            "mistral",
-            "MistralForCausalLM",
-            "Mistral 7B, Nemo, Small (text)",
-            window="every layer",
-            only=NO_BIAS,
-        ),
-        Family(
-            "gemma3_text",
-            "Gemma3ForCausalLM",
-            "Gemma 3 (text: 270M, 1B)",
-            window="chosen layers",
-            tied=True,
-            layer_norms=4,
-            float32_norms=True,
-            head_norms=2,
-            ropes=("default", "linear"),
-            only=NO_BIAS | GEMMA,
-            local="norms behind attention and MLP, and a rotation for each kind of layer",
-        ),
-    )
-}
-
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Values in `layer_types`."""
-FIRST_LAYERS_FULL = ("qwen2", "qwen3")
-"""Families in which `max_window_layers` is the number of layers before the first window."""
 DEFAULT_FULL_LAYERS = 28
 """The value of a missing `max_window_layers`."""
 REFUSED: Mapping[str, str] = {
@@ -201,9 +99,9 @@ def unsupported(config: Mapping[str, Any]) -> Unsupported | None:
 
 
 def used_window(config: Mapping[str, Any]) -> Any:
-    """`sliding_window`, null where it is not used: Qwen's families need `use_sliding_window`."""
-    switched = str(config.get("model_type")).startswith("qwen")
-    used = config.get("use_sliding_window", not switched)
+    """`sliding_window`, null if it is not used: some families need `use_sliding_window`."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    used = config.get("use_sliding_window", family is None or not family.window_switch)
     return config.get("sliding_window") if used else None
 
 
@@ -232,7 +130,7 @@ def _window(config: Mapping[str, Any], family: Family) -> Unsupported | None:
     if kinds is not None:
         alike = set(kinds) == {FULL if window is None else SLIDING}
         return None if alike else Unsupported("layer_types", sorted(set(kinds)), expected)
-    if window is not None and family.model_type in FIRST_LAYERS_FULL:
+    if window is not None and family.first_layers_full:
         full = config.get("max_window_layers", DEFAULT_FULL_LAYERS)
         if full != 0:
             return Unsupported("max_window_layers", full, f"0: {expected}")

@@ -1,9 +1,8 @@
-"""Anomalies of a run that went on: found in its metrics, for the report to mark and
-list.
+"""Anomalies that a run survived, found in its metrics. The report marks and lists them.
 
-`RUN/anomalies.jsonl` has more on a gradient far outside the run's history, and on a step that is
-not finite: one JSON object for each, with `step`, `norm`, `parameter` and `samples`, each with its
-`id`; for the former with `median`, for the latter with `loss`.
+`RUN/anomalies.jsonl` has details on a gradient far outside the run's history and on a step that is
+not finite. Each is one JSON object with `step`, `norm`, `parameter` and `samples` (with their
+`id`), and with `median` or `loss`.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from megatron_async_rl.metrics.log import MetricRow, number
 FILE = "anomalies.jsonl"
 SAMPLES_SHOWN = 6
 KEPT = 2000
-"""Most anomalies of one kind that are kept."""
+"""Maximum number of anomalies of one kind that are kept."""
 NEWEST_BYTES = 2**25
-"""Details of older steps are not shown: a long run has many."""
+"""Number of bytes at the end of the details that are read: a long run has many."""
 
 KINDS: Mapping[str, tuple[str, str]] = {
     "gradient": ("Gradient far outside the run's history", "red"),
@@ -36,18 +35,18 @@ KINDS: Mapping[str, tuple[str, str]] = {
     "dropped": ("Groups dropped", "muted"),
     "resumed": ("Run resumed from a checkpoint", "blue"),
 }
-"""Kind -> (title, colour), the gravest first."""
+"""(title, colour) by kind, the gravest first."""
 GRAVE = frozenset({"gradient", "nonfinite", "engine"})
 
 _SKIPPED_BY_GAC = 2
-"""The code in `gac/regime` of a step that the control skipped on purpose."""
+"""Code in `gac/regime` of a step that the control skipped on purpose."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Anomaly:
     step: int
     kind: str
-    """One of KINDS."""
+    """Key of KINDS."""
     detail: str
 
     @property
@@ -56,7 +55,7 @@ class Anomaly:
 
 
 class AnomalyList:
-    """Anomalies in bounded memory: the first KEPT of each kind, and how many there are."""
+    """Anomalies in bounded memory: the first KEPT of each kind, and the number of all."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -69,20 +68,21 @@ class AnomalyList:
                 self._kept.append(one)
 
     def kept(self) -> list[Anomaly]:
-        """Return the kept ones in the order in which they were found."""
+        """Return the kept anomalies in the order in which they were found."""
         return list(self._kept)
 
 
 class AnomalyFinder:
-    """Finds them in the rows of a run as these come."""
+    """Finder of anomalies in the rows of a run, block by block."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._before: MetricRow = {}
-        """The newest value of every key."""
+        """Newest value of every key."""
 
     def find(self, rows: Sequence[MetricRow]) -> list[Anomaly]:
-        """Anomalies in `rows`, which continue the rows of the last call, in order of steps."""
+        """Return the anomalies in `rows`, in order of steps. `rows` follow those of the last
+        call."""
         found: list[Anomaly] = []
         details: Mapping[int, Mapping[str, Any]] = {}
         if any(_traced(row) for row in rows):
@@ -97,9 +97,8 @@ class AnomalyFinder:
 
 
 def read_details(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """Step -> its object in the last NEWEST_BYTES of `RUN/anomalies.jsonl`; empty where there is no
-    such file. A line that a crash left half written is passed over. Raises UserError for a file
-    that cannot be read."""
+    """Return the object of each step in the last NEWEST_BYTES of `RUN/anomalies.jsonl`; empty
+    without the file. Raises UserError for a file that cannot be read."""
     details: dict[int, dict[str, Any]] = {}
     path = run_dir / FILE
     try:
@@ -113,12 +112,13 @@ def read_details(run_dir: Path) -> dict[int, dict[str, Any]]:
             entry = json.loads(line)
             details[int(entry["step"])] = entry
         except (ValueError, KeyError, TypeError):
+            # The first line may be cut by the seek above, the last one by a crash.
             continue
     return details
 
 
 def steps_text(steps: Sequence[int]) -> str:
-    """`3, 7–9, 12`; `steps` grow."""
+    """Format ascending steps as ranges: `3, 7–9, 12`."""
     runs: list[list[int]] = []
     for step in steps:
         if runs and step == runs[-1][1] + 1:
@@ -129,7 +129,7 @@ def steps_text(steps: Sequence[int]) -> str:
 
 
 def _traced(row: MetricRow) -> bool:
-    """True where the policy may have written details."""
+    """Return whether the policy may have written details."""
     return bool(number(row, "policy/grad_anomaly") or number(row, "policy/nonfinite"))
 
 
@@ -211,8 +211,8 @@ _LOOKS: Mapping[str, Callable[[MetricRow, MetricRow, Mapping[str, Any]], str | N
     "dropped": _dropped,
     "resumed": _resumed,
 }
-"""Each is given the newest value of every key before the row, the row and the details of its step,
-and returns a text or None."""
+"""Detector by kind. It takes the newest values before the row, the row, and the details of its
+step, and returns a text or None."""
 
 
 def _grew(before: MetricRow, row: MetricRow, key: str) -> float:

@@ -1,11 +1,11 @@
-"""Several runs on one page and one sheet (`mar report A B C`, `mar dashboard A B C`): the same
-curve of each over steps, tokens and time, what their settings differ in, and how each ended.
+"""The page of several runs (`mar report A B C`, `mar dashboard A B C`): the same curve of each over
+steps, tokens and time, the settings that differ, and the end of each run.
 
 Invariants:
-- a run has one colour and one name on all of it;
-- a curve of a run that logs every step is its moving average, so that ten of them can be
-  distinguished; held-out rewards are as measured;
-- time is that spent in steps: starts, stops, evaluations and checkpoints are not in it.
+- a run has one colour and one name on the whole page;
+- a curve of a metric of every step is a moving average, so that ten runs can be distinguished;
+  held-out rewards are as measured;
+- time is the time in steps, without starts, stops, evaluations and checkpoints.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from megatron_async_rl.report.panel import STEPS, Curve, Panel
 from megatron_async_rl.report.run_data import RunData, span
 
 COLOURS = ("blue", "red", "green", "amber", "purple", "teal", "brown", "ink", "grey", "sand")
-"""Colours by the run's number; they repeat with dotted lines."""
+"""Colour by the run's number. After the last one they repeat, with dotted lines."""
 TILES = 8
+"""Number of runs whose result is on the first screen."""
 TRAINED_ON = (
     ("Reward trained on", "mean reward of a sample", False, "reward/mean"),
     ("Loss trained on", "nats per token", True, "policy/loss"),
 )
-"""(title, unit, of supervised runs, key): a run has one of the two."""
+"""(title, unit, whether for supervised runs, key). A run has one of the two."""
 LAST_SHARE = 0.1
-"""The reward trained on at the end is the mean over so much of the steps."""
+"""Share of the steps over whose mean the last reward is taken."""
 FOOTER = (
     "Curves of what every step logs are moving averages; held-out rewards are as measured. Every"
     " value is in each run's metrics.jsonl and eval.jsonl."
@@ -57,7 +58,7 @@ KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:
-    """One run of a comparison."""
+    """Run of a comparison, with its name and its look."""
 
     name: str
     colour: str
@@ -65,7 +66,7 @@ class ComparedRun:
     run: RunData
 
     def places(self, axis: str, steps: Floats) -> Floats:
-        """Steps, tokens or seconds when each of `steps` ended; 0 is the run's begin."""
+        """Return the place on `axis` at which each of `steps` ended; the run starts at 0."""
         if axis == STEPS:
             return steps
         ended, sums = self.run.rows.cumulative(
@@ -74,16 +75,17 @@ class ComparedRun:
         return np.interp(steps, ended, sums)
 
     def logged(self, key: str, axis: str) -> Curve | None:
-        """The moving average of `key` over `axis`; None where no row has it."""
+        """Return the moving average of `key` over `axis`; None if no row has it."""
         steps, values, trend = self.run.rows.curve(key)
         if not len(steps):
             return None
         return self._curve(self.places(axis, steps), values if trend is None else trend)
 
     def held_out(self, axis: str) -> Curve | None:
-        """The reward, or loss, of each evaluation where its version was made; None where there is
-        none."""
+        """Return the reward or loss of each evaluation, at the place of its version; None without
+        evaluations."""
         versions = self.run.evaluations.versions
+        # The evaluation of a version may be in its file before the step is in the metrics.
         known = versions <= (number(self.run.rows[-1], "step") or 0)
         if not known.any():
             return None
@@ -110,8 +112,8 @@ def page_of_runs(compared: Sequence[ComparedRun]) -> Page:
 
 
 def name_runs(run_dirs: Sequence[Path], runs: Sequence[RunData | None]) -> list[ComparedRun]:
-    """`runs`: of each directory, None where it has nothing to show yet. A run keeps its name and
-    colour whether others have begun or not."""
+    """Return the runs that have something to show. `runs` has None for the others, so that a run
+    keeps its name and colour when another one starts."""
     return [
         ComparedRun(name=name, colour=colour, dotted=index >= len(COLOURS), run=run)
         for index, (name, colour, run) in enumerate(
@@ -122,8 +124,7 @@ def name_runs(run_dirs: Sequence[Path], runs: Sequence[RunData | None]) -> list[
 
 
 def names_of(run_dirs: Sequence[Path]) -> list[str]:
-    """Each is called as its directory; where two of those are the same, as its path below what all
-    share."""
+    """Return the name of each directory or, if two are equal, its path below the common folder."""
     names = [run_dir.name for run_dir in run_dirs]
     if len(set(names)) == len(names):
         return names
@@ -136,8 +137,8 @@ def colour_of(index: int) -> str:
 
 
 def panels_of(compared: Sequence[ComparedRun]) -> list[Panel]:
-    """Reward, or loss of supervised runs, over steps, tokens and seconds, then what tells how
-    stable a run was. The first is the main one."""
+    """Return reward or loss over steps, tokens and seconds, then the metrics of stability. The
+    first panel is the main one."""
     rewards: list[Panel] = []
     for measure, unit in (("reward", "mean reward of a sample"), ("loss", "nats per token")):
         measured = [one for one in compared if one.run.summary.measure == measure]
@@ -167,8 +168,7 @@ def _panel(title: str, unit: str, axis: str, curves: Sequence[Curve | None]) -> 
 
 
 def differing(compared: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
-    """(dotted key, its value in each run) of every setting that is not the same in all; the run's
-    directory aside."""
+    """Return (dotted key, value in each run) of every setting that differs, except `run.dir`."""
     flat = [dict(_leaves(one.run.config)) for one in compared]
     keys = list(dict.fromkeys(key for settings in flat for key in settings))
     rows = [(key, [settings.get(key, "–") for settings in flat]) for key in keys]
@@ -176,7 +176,7 @@ def differing(compared: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted key, value as text). A list stays one value."""
+    """Yield (dotted key, value as text). A list is one value."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from _leaves(inner, f"{key}.{name}" if key else str(name))
@@ -195,7 +195,7 @@ def _text(value: Any) -> str:
 
 
 def ends_of(compared: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
-    """(what, its value of each run)."""
+    """Return (fact, its value in each run)."""
     facts: tuple[tuple[str, Callable[[ComparedRun], str]], ...] = (
         ("phase", lambda one: one.run.status.phase if one.run.status else "–"),
         ("steps", lambda one: f"{one.run.summary.steps:,}"),
@@ -259,7 +259,7 @@ def _tiles(compared: Sequence[ComparedRun]) -> str:
 def _table(
     title: str, rows: Sequence[tuple[str, Sequence[str]]], compared: Sequence[ComparedRun]
 ) -> str:
-    """A row for each fact, a column for each run."""
+    """Return a table with a row for each fact and a column for each run."""
     if not rows:
         return ""
     head = "".join(

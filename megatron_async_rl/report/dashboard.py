@@ -1,19 +1,19 @@
-"""`mar dashboard RUN...`: the pages of runs, kept up to date, from a small HTTP server.
+"""`mar dashboard RUN...`: an HTTP server that keeps the pages of runs up to date.
 
-    /                        the page; it asks for the rest
-    /state/<view>?have=TAG   parts and panels of a view as JSON; nothing where TAG is the newest
-    /samples/<run>?...       some of a run's samples, as JSON
+    /                        the page, which requests the rest
+    /state/<view>?have=TAG   parts and panels of a view as JSON; nothing if TAG is the newest
+    /samples/<run>?...       samples of a run as JSON
 
-A view is a run by its number, from 0, or `all`: the runs compared.
+A view is the number of a run, from 0, or `all` for the comparison.
 
 Invariants:
-- only runs that were named at the start are served, and of those only pages and samples: no name
-  of a file is taken from a request, and no request changes anything;
-- only a browser that asked for this machine by an address, by one of its own names or by a name
-  that was allowed is answered, so that a page of another site cannot read the runs by a name of its
-  own for this address;
-- a line of a growing file is read once; a view is made anew only when a file of its runs changed;
-- what a run's files say wrong is shown on its page, which keeps updating.
+- the server serves pages and samples of the runs named at its start and nothing else: no request
+  names a file, and no request changes anything;
+- it answers only requests for an address, for one of this machine's names or for an allowed name,
+  so that a page of another site cannot read the runs through a name of its own (DNS rebinding);
+- each line of a growing file is read once, and a view is rendered again only if a file of its runs
+  changed;
+- damage in a run's files is shown on its page, which continues to update.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from megatron_async_rl.watchdog.limited_server import LimitedThreads
 
 ALL = "all"
 LEAST_ZIPPED = 2_000
-"""Bytes of an answer that is worth compressing."""
+"""Number of bytes from which a response is compressed."""
 
 
 class Dashboard:
-    """The views of some runs, for the threads of a server."""
+    """Views of some runs, for the threads of a server."""
 
     def __init__(self, run_dirs: Sequence[Path]) -> None:
-        """Raises UserError for a directory that is missing, named twice, or one of runs."""
+        """Raises UserError for a directory that is missing, repeated, or a folder of runs."""
         self._paths = [path.absolute() for path in run_dirs]
         for path in self._paths:
             if not path.is_dir():
@@ -64,7 +64,8 @@ class Dashboard:
         self._readers = [RunReader(path, alone=False) for path in self._paths]
         self._browsers = [SampleBrowser(path) for path in self._paths]
         self._made: dict[str, tuple[Hashable, str, bytes]] = {}
-        """View -> (fingerprint of its files, tag, state)."""
+        """(fingerprint of its files, tag, state) by view."""
+        # Readers keep positions in files, so one thread reads at a time.
         self._lock = Lock()
 
     @property
@@ -76,12 +77,13 @@ class Dashboard:
         return Page(parts=parts).as_html(live=self.first_view).encode()
 
     def state(self, view: str, have: str) -> bytes | None:
-        """None where `have` is its tag. Raises KeyError for a view that does not exist."""
+        """Return the state of a view; None if `have` is its tag. Raises KeyError for an unknown
+        view."""
         if view not in self._views():
             raise KeyError(view)
         with self._lock:
             readers = self._readers if view == ALL else [self._readers[int(view)]]
-            # Taken before reading: rows written meanwhile change the next one.
+            # Taken before reading: rows that are written meanwhile change the next fingerprint.
             now = tuple(reader.fingerprint() for reader in readers)
             made = self._made.get(view)
             if made is None or made[0] != now:
@@ -90,7 +92,8 @@ class Dashboard:
         return None if have == made[1] else made[2]
 
     def samples(self, view: str, query: dict[str, str]) -> bytes:
-        """Raises KeyError for a view that is not a run, UserError as SampleBrowser does."""
+        """Return samples as JSON. Raises KeyError for a view that is not a run, and UserError as
+        SampleBrowser."""
         if view not in self._views() or view == ALL:
             raise KeyError(view)
         with self._lock:
@@ -105,7 +108,7 @@ class Dashboard:
         return Page(parts={**page.parts, "RUNS": self._links()}, panels=page.panels)
 
     def _links(self) -> str:
-        """To every view; none where there is one."""
+        """Return links to all views; nothing for a single run."""
         if len(self._paths) == 1:
             return ""
         links = [f'<a href="#{ALL}">All runs</a>']
@@ -145,14 +148,14 @@ class Dashboard:
 
 
 def _why(error: UserError) -> str:
-    """Sentences with the file and its problem."""
+    """Return sentences with the file and its problem."""
     return ". ".join(
         one.what if one.key == "RUN" else f"{one.key} {one.what}" for one in error.problems
     )
 
 
 def _waiting(run_dir: Path, why: str) -> Page:
-    """The page of a run without a finished step."""
+    """Return the page of a run without a finished step."""
     try:
         parts = head(run_dir.name, str(run_dir), read_status(run_dir))
     except UserError as error:
@@ -169,9 +172,9 @@ class _DashboardServer(LimitedThreads, HTTPServer):
     def __init__(
         self, host: str, port: int, dashboard: Dashboard, allowed: Sequence[str] = ()
     ) -> None:
-        """`allowed`: additional host names that a browser may use."""
+        """Listen on an address. `allowed` are additional host names that a browser may use."""
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        # `localhost` may mean both families: the older one, which everything else can reach.
+        # `localhost` may resolve to both families; every client can reach IPv4.
         found.sort(key=lambda one: one[0] != socket.AF_INET)
         self.address_family, address = found[0][0], found[0][4]
         self.dashboard = dashboard
@@ -181,7 +184,7 @@ class _DashboardServer(LimitedThreads, HTTPServer):
         super().__init__(address[:2], _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that has gone is not an error of ours; others are answered with 500."""
+        """Ignore a browser that closed its connection. Other errors are answered with 500."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -217,10 +220,10 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def log_message(self, *_: Any) -> None:
-        """Requests are not shown."""
+        """Print nothing for a request."""
 
     def _answer(self) -> tuple[HTTPStatus, str, bytes]:
-        """(status, content type, content)."""
+        """Return (status, content type, content)."""
         text, data = "text/plain", "application/json"
         name = _name_in(self.headers.get("Host", ""))
         if name not in self.server.names and not _is_address(name):
@@ -256,7 +259,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _name_in(host: str) -> str:
-    """`host`: HOST or HOST:PORT, as a browser sends it. Empty if it is neither."""
+    """Return the name in HOST or HOST:PORT, as a browser sends it; empty for anything else."""
     try:
         return _plain(urlsplit(f"//{host}").hostname or "")
     except ValueError:
@@ -282,11 +285,10 @@ def serve(
     show: Callable[[str], None],
     allowed: Sequence[str] = (),
 ) -> None:
-    """Serves until Ctrl-C. `port` 0: a free port. `show`: called with the address. `allowed`:
+    """Serve until Ctrl-C. Port 0 takes a free port; `show` receives the address; `allowed` are
     additional host names that a browser may use.
 
-    Raises UserError for a directory that is missing, for a host or port that is not available, and
-    for an invalid name.
+    Raises UserError for a missing directory, an unavailable host or port, and an invalid name.
     """
     for name in allowed:
         if _name_in(name) != _plain(name):

@@ -1,14 +1,14 @@
 """The metrics of a run in bounded memory, however long it is.
 
-    blocks of rows --add--> rows kept whole, evenly spread   (values that belong together)
-                            buckets of steps, one set a key  (curves: extremes and means)
-                            totals                           (exact, over every row)
+    blocks of rows --add--> whole rows, evenly spread            (values that belong together)
+                            buckets of steps, one set per metric  (curves: extremes and means)
+                            totals                                (exact, over every row)
 
 Invariants:
-- up to KEPT rows nothing is left out: every answer is that of the rows themselves;
-- beyond it, every 2nd, 4th, ... row is kept whole, and a curve has the smallest and the largest
-  value of each bucket, so that a spike stays;
-- totals, counts, maxima and last values are over all rows.
+- up to KEPT rows, nothing is left out;
+- beyond that, every 2nd, 4th, ... row is kept, and a curve has the smallest and the largest value
+  of each bucket, so that a spike stays;
+- totals, counts, maxima and last values cover all rows.
 """
 
 from __future__ import annotations
@@ -28,35 +28,39 @@ from megatron_async_rl.metrics.log import MetricRow, number
 Floats = NDArray[np.float64]
 
 KEPT = 4096
+"""Maximum number of rows that are kept whole."""
 NEWEST = 512
+"""Number of newest rows that are kept in any case."""
 BUCKETS = 2048
+"""Maximum number of buckets per metric."""
 COUNTED_BY = "dropped/responses"
-"""Means of dropped responses are weighted by it."""
+"""Weight of the means of dropped responses."""
 CODES = "gac/regime"
 MIN_SMOOTHED = 12
-"""A shorter column is its own trend."""
+"""Number of values below which a column is not smoothed."""
 
 
 class MetricRows(Sequence[MetricRow]):
-    """The rows that are kept, in order of steps, the newest among them; and answers over all."""
+    """Sequence of the kept rows, in order of steps and with the newest row; its methods answer over
+    all rows."""
 
     def __init__(self, rows: Iterable[MetricRow] = ()) -> None:
         self.total_rows = 0
-        """Rows in all."""
+        """Number of all rows."""
         self.newest: deque[MetricRow] = deque(maxlen=NEWEST)
         self.codes: Counter[int] = Counter()
-        """Rows by `gac/regime`."""
+        """Number of rows by the code in `gac/regime`."""
         self._kept: list[MetricRow] = []
         self._stride = 1
         self._totals: dict[str, _Total] = {}
         self._sums: dict[str, NDArray[np.int64]] = {}
         self._buckets: dict[str, _Buckets] = {}
         self._width = 0
-        """Steps of a bucket; 0 while every row is kept."""
+        """Number of steps per bucket; 0 while every row is kept."""
         self.add(list(rows))
 
     def add(self, rows: Sequence[MetricRow]) -> None:
-        """`rows` follow those of the last call."""
+        """Add rows that follow those of the last call."""
         if not rows:
             return
         for index, row in enumerate(rows, self.total_rows):
@@ -75,8 +79,10 @@ class MetricRows(Sequence[MetricRow]):
         if self._width:
             self._fill(columns, int(number(rows[-1], "step") or 0))
         elif len(self._kept) > KEPT:
+            # No row was left out so far, so the kept ones fill the buckets completely.
             self._width = 1
             self._fill(_columns(self._kept), int(number(rows[-1], "step") or 0))
+        # Halving keeps the rows evenly spread, whatever the sizes of the blocks.
         while len(self._kept) > KEPT:
             self._kept = self._kept[::2]
             self._stride *= 2
@@ -97,6 +103,7 @@ class MetricRows(Sequence[MetricRow]):
                 for row in rows:
                     if isinstance(value := row.get(key), list):
                         lengths.setdefault(len(value), []).append(value)
+        # Histograms grow as larger values occur: lists of equal length are summed at once.
         for key, lengths in found.items():
             before = self._sums.get(key, np.zeros(0, dtype=np.int64))
             longest = max(len(before), *lengths)
@@ -139,19 +146,19 @@ class MetricRows(Sequence[MetricRow]):
     # Answers over all rows
 
     def names(self) -> Iterable[str]:
-        """Names of the numbers, in the order in which they came."""
+        """Names of the metrics with numbers, in order of their first row."""
         return self._totals.keys()
 
     def has(self, key: str) -> bool:
         return key in self._totals
 
     def total(self, key: str) -> float:
-        """Sum over the rows that have a finite `key`; 0 when none has."""
+        """Sum of the finite values of `key`; 0 without such a value."""
         return self._totals[key].sum if key in self._totals else 0.0
 
     def mean(self, key: str, *, weighted: bool = False) -> float | None:
-        """Mean of the finite values of `key`, weighted by COUNTED_BY where `weighted`; None without
-        such a value."""
+        """Mean of the finite values of `key`, with `weighted` by COUNTED_BY; None without such a
+        value."""
         total = self._totals.get(key)
         if total is None:
             return None
@@ -164,21 +171,21 @@ class MetricRows(Sequence[MetricRow]):
         return total.largest if total is not None and total.finite else None
 
     def last(self, key: str) -> float | None:
-        """The value of the newest row that has the key."""
+        """Value in the newest row that has the key."""
         return self._totals[key].last if key in self._totals else None
 
     def counted(self, key: str) -> float:
-        """Total of a count that begins again at a resume."""
+        """Total of a counter that a resume restarts."""
         return self._totals[key].counted if key in self._totals else 0.0
 
     def summed(self, key: str) -> list[int]:
-        """Sum of a key of counts, bin by bin; empty where no row has it."""
+        """Sum of a histogram over all rows, bin by bin; empty if no row has it."""
         return self._sums[key].tolist() if key in self._sums else []
 
     # Curves
 
     def column(self, key: str) -> tuple[Floats, Floats]:
-        """(steps, values) of `key`: of every row that has it, or the extremes of each bucket."""
+        """Return (steps, values) of every row that has `key`, or the extremes of each bucket."""
         if not self.thinned:
             return column(self._kept, key)
         if key not in self._buckets:
@@ -186,8 +193,8 @@ class MetricRows(Sequence[MetricRow]):
         return self._buckets[key].extremes()
 
     def curve(self, key: str, *, log: bool = False) -> tuple[Floats, Floats, Floats | None]:
-        """`column`, and its moving average at the same steps, that of the logarithms with `log`;
-        None where the column is too short for one."""
+        """Return `column` and its moving average at the same steps, with `log` the geometric one;
+        None instead of the average if the column is too short for it."""
         steps, values = self.column(key)
         places, means = (steps, values) if not self.thinned else self._means(key)
         if log:
@@ -198,12 +205,12 @@ class MetricRows(Sequence[MetricRow]):
         return steps, values, np.exp(trend) if log and trend is not None else trend
 
     def finite(self, key: str) -> Floats:
-        """Finite values in order of steps: of every row, or the mean of each bucket."""
+        """Return finite values in order of steps: of every row, or the mean of each bucket."""
         values = self._means(key)[1] if self.thinned else self.column(key)[1]
         return values[np.isfinite(values)]
 
     def cumulative(self, key: str) -> tuple[Floats, Floats]:
-        """(steps, sum of `key` up to each); begins with step 0."""
+        """Return (steps, sum of `key` up to each step), starting with step 0."""
         if not self.thinned:
             steps = np.array([float(number(row, "step") or 0) for row in self._kept])
             sums = np.cumsum(np.nan_to_num(numbers(self._kept, key)))
@@ -225,6 +232,8 @@ class MetricRows(Sequence[MetricRow]):
 
 
 class _Total:
+    """Exact statistics of one metric over all rows."""
+
     def __init__(self) -> None:
         self.finite = 0
         self.sum = self.counted = self.weighted = self.weight = 0.0
@@ -232,6 +241,7 @@ class _Total:
         self.last = np.nan
 
     def add(self, values: Floats) -> None:
+        # A counter that is smaller than before was restarted by a resume: count it from 0.
         steps = np.diff(values, prepend=self.last if self.last == self.last else 0.0)
         self.counted += float(np.where(steps >= 0, steps, values).sum())
         self.last = float(values[-1])
@@ -247,7 +257,7 @@ class _Total:
 
 
 class _Buckets:
-    """Statistics of one key: [BUCKETS] arrays, by the bucket that a step is in."""
+    """Statistics of one metric per bucket of steps, in arrays of shape [BUCKETS]."""
 
     def __init__(self) -> None:
         self.finite = np.zeros(BUCKETS, dtype=np.int64)
@@ -255,7 +265,7 @@ class _Buckets:
         self.low, self.high = np.full(BUCKETS, np.inf), np.full(BUCKETS, -np.inf)
         self.low_at, self.high_at = np.zeros(BUCKETS), np.zeros(BUCKETS)
         self.odd, self.odd_at = np.zeros(BUCKETS), np.full(BUCKETS, -1.0)
-        """A value that is not finite, for a bucket that has no other."""
+        """Value that is not finite, for a bucket without finite values, and its step."""
 
     def add(self, places: NDArray[np.int64], steps: NDArray[np.int64], values: Floats) -> None:
         finite = np.isfinite(values)
@@ -265,6 +275,7 @@ class _Buckets:
             return
         np.add.at(self.finite, places, 1)
         np.add.at(self.sum, places, values)
+        # Sorted by bucket, then by value: the ends of a bucket's stretch are its extremes.
         order = np.lexsort((values, places))
         ordered = places[order]
         first = np.flatnonzero(np.diff(ordered, prepend=-1))
@@ -278,7 +289,7 @@ class _Buckets:
             best[where[wins]], at[where[wins]] = values[ends][wins], steps[ends][wins]
 
     def widen(self) -> None:
-        """Joins every two buckets."""
+        """Merge neighbouring pairs of buckets, which doubles the steps of each."""
         even, odd = slice(0, None, 2), slice(1, None, 2)
         lower = self.low[odd] < self.low[even]
         higher = self.high[odd] > self.high[even]
@@ -298,24 +309,25 @@ class _Buckets:
             getattr(self, name)[: len(values)] = values
 
     def extremes(self) -> tuple[Floats, Floats]:
-        """(steps, values) of the points that are kept, in order."""
+        """Return (steps, values) of the kept points, in order of steps."""
         filled = self.finite > 0
         odd = ~filled & (self.odd_at >= 0)
         steps = np.concatenate([self.low_at[filled], self.high_at[filled], self.odd_at[odd]])
         values = np.concatenate([self.low[filled], self.high[filled], self.odd[odd]])
         order = np.argsort(steps, kind="stable")
+        # A bucket whose extremes are one point would have it twice.
         order = order[np.diff(steps[order], prepend=-1) > 0]
         return steps[order], values[order]
 
 
 def _columns(rows: Sequence[MetricRow]) -> dict[str, tuple[NDArray[np.int64], Floats]]:
-    """Key -> (steps, values) of the rows that have a number under it, in order of steps."""
+    """Return (steps, values) by metric of the rows that have a number for it, in order of steps."""
     alike: dict[tuple[str, ...], list[MetricRow]] = {}
     for row in rows:
         alike.setdefault(tuple(row), []).append(row)
     parts: dict[str, list[tuple[NDArray[np.int64], Floats]]] = {}
     for keys, same in alike.items():
-        # Whole columns at a time: a long run has a hundred million values.
+        # Whole columns at a time: a long run has a hundred million values, too many for a loop.
         columns = dict(zip(keys, zip(*(row.values() for row in same), strict=True), strict=True))
         steps = np.array(columns.get("step", [0] * len(same)), dtype=np.int64)
         for key, values in columns.items():
@@ -335,22 +347,22 @@ def _in_order(
 
 
 def column(rows: Sequence[MetricRow], key: str) -> tuple[Floats, Floats]:
-    """(steps, values) of the rows that have `key`, each [rows with it]."""
+    """Return (steps, values) of the rows that have `key`; shapes [rows with it]."""
     pairs = [(row["step"], row[key]) for row in rows if key in row]
     table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1]
 
 
 def numbers(rows: Sequence[MetricRow], key: str) -> Floats:
-    """[rows]: `key` of every row, NaN where absent."""
+    """Return `key` of every row, NaN if absent; shape [rows]."""
     return np.array([row.get(key, np.nan) for row in rows], dtype=np.float64)
 
 
 def smooth(values: Floats) -> Floats | None:
-    """[n] -> [n]: Gaussian moving average, 2.5 % of the column wide; None when the column is too
-    short to need one.
+    """Return the Gaussian moving average, [n] -> [n], with a width of 2.5 % of the column; None if
+    the column is too short to need one.
 
-    Values that are not finite take no part; at the ends only the side that exists does.
+    Values that are not finite, and values beyond the ends, have weight 0.
     """
     if len(values) < MIN_SMOOTHED:
         return None
@@ -368,8 +380,8 @@ def smooth(values: Floats) -> Floats | None:
 
 
 def thin(x: Floats, y: Floats, maximum: int) -> tuple[Floats, Floats]:
-    """At most `maximum` of the points [n], in order: of each stretch the smallest and the largest,
-    so that a spike stays, and the points that are not finite where a stretch has no other."""
+    """Return at most `maximum` of the points [n], in order: the smallest and the largest of each
+    stretch, so that a spike stays, or a point that is not finite if it has no other."""
     if len(x) <= maximum:
         return x, y
     stretches = np.array_split(np.arange(len(x)), max(1, maximum // 2))
@@ -385,11 +397,11 @@ def thin(x: Floats, y: Floats, maximum: int) -> tuple[Floats, Floats]:
 
 
 def per_engine(rows: Sequence[MetricRow], key: str) -> tuple[Floats, Floats]:
-    """(steps [rows with it], values [engines, rows with it]) of a key with a number for each
+    """Return (steps [rows with it], values [engines, rows with it]) of a metric with a number per
     engine, NaN if there is none.
 
-    `engine/versions`, taken when the row's batch was handed out, come as versions behind the policy
-    that trained it, one before the row's; NaN for an engine that is gone.
+    `engine/versions` is returned as the lag behind the policy that trained on the row's batch,
+    which is the version before the row's; NaN for an engine that is gone.
     """
     having = [(row, values) for row in rows if isinstance(values := row.get(key), list)]
     table = np.full((max((len(values) for _, values in having), default=0), len(having)), np.nan)
@@ -403,8 +415,8 @@ def per_engine(rows: Sequence[MetricRow], key: str) -> tuple[Floats, Floats]:
 
 
 def doubling_bins(histograms: Sequence[Sequence[int]]) -> tuple[list[str], list[Floats]]:
-    """Names of the bins from the first to the last that any of these `doubling counts` uses, and
-    each one's shares in them."""
+    """Return the names of the bins from the first to the last that any histogram of doubling bins
+    uses, and the shares of each histogram in them."""
     used = [index for counts in histograms for index, count in enumerate(counts) if count]
     bins = range(min(used), max(used) + 1) if used else range(0)
     names = [f"{2**index:,}" + (f"–{2 ** (index + 1) - 1:,}" if index else "") for index in bins]
@@ -418,8 +430,8 @@ def doubling_bins(histograms: Sequence[Sequence[int]]) -> tuple[list[str], list[
 
 
 def histograms(rows: Sequence[MetricRow], key: str) -> tuple[Floats, Floats]:
-    """(steps [rows with it], share of counts [bins, rows with it]) of a key of counts; each column
-    sums to 1."""
+    """Return (steps [rows with it], shares [bins, rows with it]) of a histogram; each column of
+    shares sums to 1."""
     having = [(row["step"], counts) for row in rows if isinstance(counts := row.get(key), list)]
     shares = np.zeros((max((len(counts) for _, counts in having), default=0), len(having)))
     for index, (_, counts) in enumerate(having):
@@ -429,18 +441,18 @@ def histograms(rows: Sequence[MetricRow], key: str) -> tuple[Floats, Floats]:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluations:
-    """A run's evaluations as curves over the versions."""
+    """Held-out evaluations of a run as curves over the versions."""
 
     versions: NDArray[np.int64]
-    """[n], growing; empty where nothing was evaluated."""
+    """Ascending, shape [n]; empty if nothing was evaluated."""
     mean: NDArray[np.float64]
-    """[n]: mean reward, or loss where responses are given; nan where every reward failed."""
+    """Mean reward, or loss of a supervised run, shape [n]; NaN if every reward failed."""
     pass_at: Mapping[int, NDArray[np.float64]]
-    """k -> [n]: pass@k, nan for versions that were evaluated without this k."""
+    """pass@k by k, shape [n]; NaN for versions that were evaluated without this k."""
 
 
 def evaluation_curves(lines: Sequence[Mapping[str, Any]]) -> Evaluations:
-    """`lines`: of RUN/eval.jsonl, in order of versions."""
+    """Convert lines of RUN/eval.jsonl, in order of versions."""
     ks = sorted({int(k) for line in lines for k in line.get("pass_at", ())})
     return Evaluations(
         versions=np.array([line["version"] for line in lines], dtype=np.int64),

@@ -1,12 +1,13 @@
-"""The page of a run: the report's, one HTML file that needs no other and no network, and the
-dashboard's, which is the same page kept up to date.
+"""The page of a run. The report writes it once, as one HTML file that needs no network; the
+dashboard serves it and keeps it up to date.
 
-A page is a template (page.html), its style and script (page.css, page.js), parts in HTML by the
-name of their place, and panels, which the script draws. The first screen has the reward and the
-numbers a reader asks for first; then what went wrong, the panels, the tables and, folded, the
-configuration.
+    RunData -> parts (HTML by place in page.html)  -+
+            -> panels (JSON, drawn by page.js)     -+-> as_html (report), as_state (dashboard)
 
-Invariant: a text of a run is escaped in every part, and no script but the page's own may run.
+The first screen has the reward and the headline numbers. Anomalies, panels, tables and the folded
+configuration follow.
+
+Invariant: every part escapes the text of a run, and no script but the page's own may run.
 """
 
 from __future__ import annotations
@@ -33,28 +34,30 @@ from megatron_async_rl.report.panels import panels_of
 from megatron_async_rl.report.run_data import RunData, span
 
 DETAILS = 4
-"""Shown of one kind of anomaly."""
+"""Number of anomalies of one kind that are described."""
 EVENTS = 12
-"""Shown, the newest."""
+"""Number of newest events that are shown."""
 FOOTER = (
     "Thin lines are the logged values, wide ones their moving average; of long runs each curve"
     " shows its extremes. Every value is in metrics.jsonl and TensorBoard's files in the run's"
     " directory."
 )
 FIRST_SHARE = 10
-"""The reward at the start and at the end is the mean over a tenth of the steps each."""
+"""Number of equal parts of a run. The first and the last reward are the means of one part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
+    """Content of the page, for a file or for the dashboard."""
+
     parts: Mapping[str, str]
-    """HTML by the name of its place in page.html; a place without one stays empty."""
+    """HTML by the name of its place in page.html; other places stay empty."""
     panels: Sequence[Panel] = ()
-    """The first is the main one."""
+    """Panels in order; the first is the main one."""
 
     def as_html(self, live: str = "") -> str:
-        """The whole page. `live`: the view that its script asks the dashboard for; none in a
-        file."""
+        """Return the whole page. `live` is the view that the script requests from the dashboard;
+        empty in a file."""
         style, script = _asset("page.css"), _asset("page.js")
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         places = {
@@ -65,19 +68,19 @@ class Page:
             "STYLE": style,
             "SCRIPT": script,
             "LIVE": html.escape(live),
-            # What ends a script element or begins a comment in it cannot stand in this.
+            # Without `<`, no text of a run can end the script element or open a comment in it.
             "DATA": _compact(self.drawn()).replace("<", "\\u003c"),
             **self.parts,
         }
-        # In one pass, so that a run's own text is never taken for a place in the template.
+        # In one pass: text of a run that looks like a place must not be replaced.
         return re.sub(r"@([A-Z]+)@", lambda place: places.get(place[1], ""), _asset("page.html"))
 
     def drawn(self) -> list[dict[str, Any]]:
-        """The panels as page.js draws them."""
+        """Return the panels as page.js reads them."""
         return [panel.as_json() for panel in self.panels]
 
     def as_state(self) -> tuple[bytes, str]:
-        """JSON of `parts`, `panels` and a `tag` that changes with them; the tag."""
+        """Return JSON of `parts`, `panels` and a `tag` that changes with them; and the tag."""
         content = _compact({"parts": self.parts, "panels": self.drawn()})
         tag = hashlib.sha256(content.encode()).hexdigest()[:16]
         return f'{{"tag":"{tag}",{content[1:]}'.encode(), tag
@@ -93,7 +96,7 @@ def _compact(value: Any) -> str:
 
 
 def page_of(run: RunData, samples: str = "") -> Page:
-    """`samples`: HTML of the run's samples, shown between panels and tables."""
+    """Return the page of a run. `samples` is HTML, shown between panels and tables."""
     where = str(run.run_dir)
     # The status of a killed run stays `training`: only the time shows it.
     if (ended := number(run.rows[-1], "time")) is not None:
@@ -111,7 +114,7 @@ def page_of(run: RunData, samples: str = "") -> Page:
 
 
 def head(title: str, where: str, status: Status | None) -> dict[str, str]:
-    """The parts that name a page: title, place, phase and error."""
+    """Return the parts of the head: title, place, phase and error."""
     phase = error = ""
     if status is not None:
         name = html.escape(status.phase)
@@ -129,7 +132,7 @@ def problem(text: str) -> str:
 
 
 def _numbers(run: RunData) -> str:
-    """The headline numbers as tiles."""
+    """Return the headline numbers as tiles."""
     summary = run.summary
     tiles: list[tuple[str, str, str]] = []
     """(number, label, class)."""
@@ -183,7 +186,7 @@ def _numbers(run: RunData) -> str:
 
 
 def _ends(finite: Floats) -> tuple[float, float] | None:
-    """Mean of the first and of the last of the values."""
+    """Return the means of the first and the last values; None without values."""
     if not len(finite):
         return None
     share = max(1, len(finite) // FIRST_SHARE)
@@ -191,7 +194,7 @@ def _ends(finite: Floats) -> tuple[float, float] | None:
 
 
 def _wrong(run: RunData) -> str:
-    """A table of the marks on the curves, then the events that the run noted."""
+    """Return a table of the anomalies, and the events that the run noted."""
     rows = []
     for kind, (title, colour) in KINDS.items():
         found = [anomaly for anomaly in run.anomalies if anomaly.kind == kind]
@@ -237,7 +240,7 @@ def _table(facts: Sequence[tuple[str, str]]) -> str:
 
 
 def tables_of(run: RunData) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Tables of (name, value), under their titles."""
+    """Return (title, rows of (name, value)) of each table."""
     summary = run.summary
     result = [
         ("steps", f"{summary.steps:,}"),
@@ -282,7 +285,7 @@ def tables_of(run: RunData) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def config_part(config: Mapping[str, Any]) -> str:
-    """Folded: every setting, as RUN/config.yaml has it."""
+    """Return all settings of RUN/config.yaml, folded."""
     if not config:
         return (
             '<section class="card"><h2>Configuration</h2><p>The run directory holds no config.yaml:'

@@ -1,8 +1,8 @@
-"""A panel of a run: its data, its kind and its labels, independent of the renderer. page.js draws
-it on a page, from `as_json`; charts.py on a sheet.
+"""A panel: data, kind and labels, independent of how it is drawn. page.js draws it on a page, from
+`as_json`; report.py draws it on a picture.
 
-Invariant: the number of drawn points does not grow with the run: a curve has at most POINTS points,
-a spike among them, and shades have at most CELLS columns.
+Invariant: the number of drawn points does not grow with the run. A curve has at most POINTS points,
+with its spikes; shades have at most CELLS columns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COLOURS = {
     "grey": "#9aa5b1",
     "pale": "#dde2e7",
 }
-"""Name -> colour on white paper. page.css has a second value of each for a dark theme."""
+"""Colour on white paper by name. page.css has the values for a dark theme."""
 
 POINTS = 300
 CELLS = 120
@@ -51,17 +51,18 @@ LegendKey = Literal["line", "dotted", "diamond"]
 class Curve:
     name: str
     colour: str
-    """A name of COLOURS."""
+    """Name in COLOURS."""
     x: Floats
-    """[n], growing; with `y` [n], which may be nan."""
+    """Ascending, shape [n]."""
     y: Floats
+    """Shape [n]; may hold NaN."""
     style: CurveStyle = "line"
     trend: Floats | None = None
-    """[n]: drawn as a wide light line below the curve."""
+    """Drawn as a wide light line below the curve, shape [n]."""
 
     @property
     def key(self) -> LegendKey:
-        """Its sign in a legend."""
+        """Sign of the curve in a legend."""
         if self.style == "diamonds" and len(self.x) == 1:
             return "diamond"
         return "dotted" if self.style == "dotted" else "line"
@@ -88,9 +89,14 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """`lines`: curves over the steps. `stack`: curves on top of each other. `shades`: `grid` as
-    cells under curves. `columns`: for each category a column of every curve. `bars`: `bars` in
-    `categories` from above."""
+    """A panel of one of five kinds.
+
+    - `lines`: curves over the steps;
+    - `stack`: curves on top of each other;
+    - `shades`: `grid` as cells, under curves;
+    - `columns`: a column of every curve for each category;
+    - `bars`: a row of `bars` for each category, from the top.
+    """
 
     title: str
     unit: str
@@ -103,9 +109,9 @@ class Panel:
     categories: Sequence[str] = ()
     bars: Sequence[Bar] = ()
     bar_names: Mapping[str, str] = field(default_factory=dict)
-    """Colour -> what bars of this colour are."""
+    """Meaning of the bars by colour."""
     ends: Sequence[tuple[int, float]] = ()
-    """(step, place) of upright lines."""
+    """(step, place) of each upright line."""
     x_range: tuple[float, float] | None = None
     low: float | None = None
     high: float | None = None
@@ -113,21 +119,21 @@ class Panel:
     log: bool = False
     marks: Sequence[Anomaly] = ()
     empty: str = ""
-    """Shown where there is nothing to draw."""
+    """Text that is shown if there are no curves."""
     wide: bool = False
     overview: bool = False
-    """On the sheet, too."""
+    """True if the panel is on the picture, too."""
 
     @property
     def legend(self) -> list[tuple[str, str, LegendKey]]:
-        """(name, colour, sign)."""
+        """(name, colour, sign) of each entry."""
         named = [(one.name, one.colour, one.key) for one in self.curves if one.name]
         named += [(level.name, level.colour, "dotted") for level in self.levels]
         return named + [(name, colour, "line") for colour, name in self.bar_names.items()]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON for page.js; numbers that are not finite are null, and steps that follow each
-        other are the first of them alone."""
+        """Return plain JSON for page.js. Numbers that are not finite are null; the first of
+        consecutive steps represents them."""
         return {
             "title": self.title,
             "unit": self.unit,
@@ -162,9 +168,10 @@ class Panel:
 
 
 def _curve(curve: Curve, *, stacked: bool) -> dict[str, Any] | None:
-    """None where there is nothing to draw. The curves of a stack stay at the same places; others
-    keep their spikes. `trend`: [x, y], which has places of its own."""
+    """Return a curve for page.js; None if there is nothing to draw. `trend` is [x, y], which is
+    thinned at places of its own."""
     if stacked:
+        # Curves of a stack are added up, so all of them keep the same places.
         every = max(1, -(-len(curve.x) // POINTS))
         x, y = curve.x[::every], curve.y[::every]
     else:
@@ -195,11 +202,11 @@ def _numbers(y: Floats) -> list[float | None]:
 
 
 def shades_of(grid: tuple[Floats, Floats]) -> Iterator[tuple[int, int, float, float]]:
-    """(row, depth from 1 to SHADES, where it begins, where it ends) of each stretch of one
-    depth."""
+    """Yield (row, depth from 1 to SHADES, start, end) of each stretch of one depth."""
     steps, shares = grid
     groups = np.array_split(np.arange(len(steps)), min(CELLS, len(steps)))
     means = np.stack([shares[:, group].mean(axis=1) for group in groups], axis=1)
+    # The 90th percentile: a single concentrated step must not make all others pale.
     deepest = max(1e-9, float(np.quantile(means.max(axis=0), 0.9)))
     depths = np.where(means > 0, np.ceil(SHADES * np.minimum(1.0, means / deepest)), 0)
     edges = [steps[group[0]] - 0.5 for group in groups] + [steps[-1] + 0.5]

@@ -1,9 +1,9 @@
-"""Samples in the dashboard: the form that asks for them, and the answers.
+"""Samples in the dashboard: the form and its responses.
 
 Invariants:
-- a file of the log that did not grow is read once, and of it only the columns that samples are
-  chosen by; text and tokens are read of those shown;
-- whatever a request asks for is one of the choices here, or refused with the choices' names;
+- a file of the log is read again only if it grew, and only the columns that samples are selected
+  by; text and tokens are read for the shown samples alone;
+- a request has the fields and choices of the form, or is refused;
 - the text of a sample is escaped (samples.py).
 """
 
@@ -38,6 +38,7 @@ from megatron_async_rl.samples.segments import (
 )
 
 AT_ONCE = 20
+"""Number of samples per response."""
 KINDS = {
     "trained": "trained on",
     "evaluated": "of held-out evaluation",
@@ -55,20 +56,20 @@ _PLACE = ("segment", "batch", "row")
 
 
 class Question(BaseModel):
-    """The form's fields."""
+    """Fields of the form."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["trained", "evaluated", "dropped", "all"] = "trained"
     order: Literal["newest", "best", "worst", "random"] = "newest"
     step: NonNegativeInt | None = None
-    """The step asked for. Of `trained`, the optimizer step; of `evaluated`, the weight version; of
-    `dropped`, the step that was next; of `all`, the step of any."""
+    """Optimizer step of `trained`, weight version of `evaluated`, next step of `dropped`; any of
+    them for `all`."""
     least: FiniteFloat | None = None
     most: FiniteFloat | None = None
     """Bounds of the reward."""
     start: NonNegativeInt = 0
-    """How many were shown before."""
+    """Number of samples that were shown before."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +79,15 @@ class _Read:
 
 
 class SampleBrowser:
-    """One run's samples. Not for several threads at once."""
+    """Samples of one run. Not thread-safe."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._files: dict[Path, _Read] = {}
 
     def answer(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """`html` of at most AT_ONCE samples, `words` on how many there are, and whether there are
-        `more`. Raises UserError for an invalid question, and where no log can be read."""
+        """Return `html` of at most AT_ONCE samples, `words` with their number, and whether there
+        are `more`. Raises UserError for an invalid question and for an unreadable log."""
         try:
             question = Question.model_validate(query)
         except ValidationError as error:
@@ -112,7 +113,7 @@ class SampleBrowser:
         }
 
     def _find(self, question: Question) -> pa.Table:
-        """Positions in the log of the requested samples, in the requested order."""
+        """Return the positions in the log of the requested samples, in the requested order."""
         samples = self._samples()
         outcomes = self._of_samples(samples)
         if question.kind != "all":
@@ -134,14 +135,14 @@ class SampleBrowser:
             return samples.sort_by([("reward", direction), *newest])
         samples = samples.sort_by(newest)
         if question.order == "random":
-            # The same order for every part of one answer, whatever was added meanwhile.
+            # A fixed seed, so that all parts of a long response have the same order.
             order = list(range(samples.num_rows))
             random.Random(0).shuffle(order)
             samples = samples.take(pa.array(order, pa.int64()))
         return samples
 
     def _entries(self, chosen: pa.Table) -> list[Entry]:
-        """`chosen` with the outcome of each."""
+        """Return `chosen` with their outcomes."""
         rows = chosen.to_pylist()
         ids = pa.array({row["id"] for row in rows}, pa.string())
         groups = pa.array({row["group"] for row in rows}, pa.int64())
@@ -162,8 +163,8 @@ class SampleBrowser:
         return entries
 
     def _of_samples(self, samples: pa.Table) -> pa.Table:
-        """The outcomes of samples, and those that a dropped group gives to samples without one (its
-        row went with the history that a resumed run does not know)."""
+        """Return the outcomes of samples, and those that samples without one have from their
+        dropped group: a resumed run does not know the history that had their own rows."""
         outcomes = self._outcomes()
         of_group = pc.is_null(outcomes["id"])
         own = outcomes.filter(pc.invert(of_group))
@@ -182,7 +183,7 @@ class SampleBrowser:
         return pa.concat_tables([own, given.select(own.schema.names).cast(own.schema)])
 
     def _steps(self, kind: str) -> tuple[int, int] | None:
-        """The first and the last step of the samples of a kind."""
+        """Return the first and the last step of the samples of a kind."""
         outcomes = self._of_samples(self._samples())
         if kind != "all":
             outcomes = outcomes.filter(pc.equal(outcomes["outcome"], kind))
@@ -242,7 +243,7 @@ def _read(folder: Path, segment: int, table: TableName, schema: pa.Schema) -> pa
 
 
 def form() -> str:
-    """HTML of the form and of the places for its answer."""
+    """Return HTML of the form and of the places for its response."""
     kinds = "".join(f'<option value="{value}">{name}</option>' for value, name in KINDS.items())
     orders = "".join(f'<option value="{value}">{name}</option>' for value, name in ORDERS.items())
     fields = (

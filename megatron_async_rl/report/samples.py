@@ -1,11 +1,11 @@
-"""Samples of a run to look at: `mar samples`, and their part of the report's page.
+"""Samples of a run for people: `mar samples`, and their section of the report's page.
 
 Invariants:
-- prompts and responses are untrusted text: on a terminal control characters are shown, not obeyed,
-  and in HTML everything is escaped;
+- prompts and responses are untrusted text: control characters are escaped on a terminal, and
+  everything is escaped in HTML;
 - reading never changes the log and works while it is being written (samples/segments.py); damage
   is reported by the name of its file;
-- the same log, the same options: the same samples, in the same order.
+- the same log and options give the same samples in the same order.
 """
 
 from __future__ import annotations
@@ -43,19 +43,20 @@ from megatron_async_rl.samples.segments import (
 from megatron_async_rl.samples.types import Sample
 
 NEWEST = 5
+"""Number of samples that are shown by default."""
 LOOKED_AT = 4_000
-"""Number of newest samples that are searched for trained ones."""
+"""Number of newest samples that are searched for a trained one."""
 LONGEST = 2000
-"""Characters of a prompt or response on a terminal; --json has all."""
+"""Number of characters of a prompt or response on a terminal; --json has all."""
 PAGE_STEPS, PAGE_EACH, PAGE_OPEN, PAGE_LONGEST = 3, 3, 400, 5_000
-"""The page: samples of the last steps, some of each kind; text unfolded up to, and cut at, this
-many characters."""
+"""On the page: number of last steps, of samples of each kind, of unfolded characters of a text, and
+of all its characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleQuery:
-    """A choice of samples: at most one of `worst`, `best` and `random`; none: the newest few, or
-    all of `step`."""
+    """Selection of samples by at most one of `worst`, `best` and `random`; by default the newest
+    few, or all of `step`."""
 
     step: int | None = None
     worst: int | None = None
@@ -67,12 +68,13 @@ class SampleQuery:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleSelection:
-    """`missing`: samples of the wanted step that the log keeps no longer, or never had. `lost`:
-    text on what the log lacks at its end."""
+    """Selected samples."""
 
     samples: Sequence[tuple[Entry, Sample]]
     missing: int = 0
+    """Number of samples of the requested step that the log does not hold."""
     lost: str | None = None
+    """Text on segments that the log lacks at its end."""
 
 
 @contextmanager
@@ -86,7 +88,8 @@ def log_readable() -> Iterator[None]:
 
 @log_readable()
 def choose(run_dir: Path, wanted: SampleQuery) -> SampleSelection:
-    """Raises UserError where there is no run, no log that can be read, or no such step."""
+    """Select samples of a run. Raises UserError for a missing run or step, and for an unreadable
+    log."""
     counts = {
         name: count
         for name in ("worst", "best", "random")
@@ -114,8 +117,8 @@ def choose(run_dir: Path, wanted: SampleQuery) -> SampleSelection:
 
 
 def newest_trained(run_dir: Path) -> Sample | None:
-    """The newest sample that a step has trained on; None if there is none among the newest few
-    thousand. Raises UserError for a log that is damaged."""
+    """Return the newest sample that a step trained on; None if it is not among the newest few
+    thousand. Raises UserError for a damaged log."""
     with log_readable():
         entries = itertools.islice(read_entries(run_dir), LOOKED_AT)
         chosen = next((one for one in entries if one.state == "trained"), None)
@@ -147,7 +150,7 @@ def print_samples(chosen: SampleSelection, console: Console, *, as_json: bool) -
 
 
 def as_dict(entry: Entry, sample: Sample) -> dict[str, Any]:
-    """Plain JSON; numbers that are not finite as null."""
+    """Return plain JSON; numbers that are not finite are null."""
     rewards, segments = sample.step_rewards, sample.segment_starts
     return {
         "id": sample.id,
@@ -178,9 +181,8 @@ def as_dict(entry: Entry, sample: Sample) -> dict[str, Any]:
 
 
 def samples_section(run_dir: Path) -> str:
-    """HTML for the report: the best, the worst and some random samples of the last steps in the
-    log. If there is none, or none that can be read, a sentence; nothing for a run that keeps
-    none."""
+    """Return HTML with the best, the worst and some random samples of the last steps in the log.
+    Without readable samples it is a sentence; for a run that keeps none it is empty."""
     try:
         return _section(run_dir)
     except UserError as error:
@@ -232,9 +234,6 @@ def _section(run_dir: Path) -> str:
     )
 
 
-# Which
-
-
 def check_log(run_dir: Path) -> None:
     if not run_dir.is_dir():
         raise UserError.of("RUN", f"{run_dir} is not a directory", "name the run.dir of a run")
@@ -258,8 +257,8 @@ def check_log(run_dir: Path) -> None:
 def _of_step(
     run_dir: Path, entries: Iterable[Entry], wanted: SampleQuery
 ) -> tuple[list[Entry], int]:
-    """Entries of the samples that the requested step trained on, or of the requested version's
-    evaluation, and the number of those that the log no longer keeps."""
+    """Return the samples of the requested step (or of the evaluation of the requested version), and
+    the number of those that the log does not hold."""
     assert wanted.step is not None
     outcome: SampleOutcome = "evaluated" if wanted.held_out else "trained"
     noun = "version" if wanted.held_out else "step"
@@ -285,8 +284,8 @@ def _outcomes(run_dir: Path, outcome: SampleOutcome) -> pa.Table:
 
 
 def _find(entries: Iterable[Entry], outcomes: pa.Table) -> tuple[list[Entry], int]:
-    """The entries that `outcomes` tell of, and how many are not there. Reads no further back than
-    it must."""
+    """Return the entries of `outcomes`, and the number of those that are missing. `entries` are
+    read, newest first, until all are found."""
     keys = set(zip(outcomes["id"].to_pylist(), outcomes["finished_at"].to_pylist(), strict=True))
     found: list[Entry] = []
     for entry in entries:
@@ -299,8 +298,8 @@ def _find(entries: Iterable[Entry], outcomes: pa.Table) -> tuple[list[Entry], in
 
 
 def _pick(entries: Sequence[Entry], wanted: SampleQuery) -> list[Entry]:
-    """Without a count all of them, group by group. Best and worst: of those whose reward did not
-    fail, the newer first among equals."""
+    """Return the requested number of entries, or all of them by group. A failed reward is neither
+    best nor worst; among equal rewards, newer samples come first."""
     scored = [entry for entry in entries if entry.valid]
     if wanted.best is not None:
         return heapq.nlargest(wanted.best, scored, key=lambda entry: entry.reward)
@@ -313,7 +312,7 @@ def _pick(entries: Sequence[Entry], wanted: SampleQuery) -> list[Entry]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """`3 to 9, 12`, of ascending numbers."""
+    """Format ascending numbers as ranges: `3 to 9, 12`."""
     parts: list[tuple[int, int]] = []
     for number in numbers:
         if parts and number == parts[-1][1] + 1:
@@ -322,9 +321,6 @@ def _ranges(numbers: Sequence[int]) -> str:
             parts.append((number, number))
     ranges = [f"{first}" if first == last else f"{first} to {last}" for first, last in parts]
     return ", ".join(ranges if len(ranges) <= 6 else [*ranges[:3], "...", *ranges[-2:]])
-
-
-# How
 
 
 def _facts(entry: Entry, sample: Sample) -> Iterator[str]:
@@ -352,19 +348,19 @@ def _facts(entry: Entry, sample: Sample) -> Iterator[str]:
 
 
 def _lag(entry: Entry, sample: Sample) -> int | None:
-    """Versions that the oldest token was behind the weights it trained first; null where it did
-    not."""
+    """Return the lag of the first token at the sample's first step; None for other samples."""
     if entry.state != "trained":
         return None
+    # Step n trains version n - 1.
     return entry.steps[0] - 1 - sample.start_version
 
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""All but line ends and tabs, and what turns the direction of the text around it."""
+"""Control characters except line ends and tabs, and characters that turn the direction of text."""
 
 
 def visible(text: str) -> str:
-    """Text for a terminal: control characters escaped, and a long text cut."""
+    """Return a text for a terminal: control characters are escaped, and a long text is cut."""
     more = len(text) - LONGEST
     if more > 0:
         text = text[:LONGEST]
@@ -375,7 +371,7 @@ def visible(text: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A field of a prompt's line, which Python may have read NaN in."""
+    """Return a field of a prompt for JSON: Python reads NaN, and other tools refuse it."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -388,6 +384,7 @@ def _finite(value: float) -> float | None:
 
 
 def card(entry: Entry, sample: Sample) -> str:
+    """Return HTML of one sample."""
     facts = html.escape(" · ".join(_facts(entry, sample)))
     prompt, response = _folded("prompt", sample.prompt.text), _folded("response", sample.text)
     failed = "" if sample.reward_error is None else _folded("error", sample.reward_error)

@@ -65,10 +65,6 @@ them."""
 FILES = "this package's files"
 
 
-ELSEWHERE = ("relay", "collective")
-"""Carriers that bring weights to other machines than rank 0's."""
-
-
 class OtherSoftware(RuntimeError):
     """A machine has other versions than the run."""
 
@@ -300,15 +296,14 @@ def inherited(environment: Mapping[str, str], folder: str) -> dict[str, str]:
 
 
 def place_of_engine(spec: EngineSpec) -> Any:
-    """Ray's scheduling strategy for an engine. By shared memory or from the policy's own devices it
-    gets its weights on this machine only. Else it may be on any: where a GPU is free; on CPUs,
-    which Ray does not count for engines, on the machines in turn, this one last: the policy is
-    here."""
+    """Return Ray's scheduling strategy for an engine. If the carrier reaches only this machine, the
+    engine runs here. Otherwise it may run anywhere: where a GPU is free; on CPUs, which Ray does
+    not count for engines, on the machines in turn, this one last, because the policy is here."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = ray.get_runtime_context().get_node_id()
-    if spec.transport not in ELSEWHERE:
+    if not spec.carrier.other_machines:
         return NodeAffinitySchedulingStrategy(here, soft=False)
     if spec.device == "cuda":
         return "SPREAD"
@@ -336,7 +331,7 @@ async def memory_of(spec: EngineSpec, actor: Any) -> str:
     import ray
 
     node, process = await actor.__ray_call__.remote(_whereabouts)
-    if spec.transport == "collective":
+    if spec.carrier.per_engine:
         return own_memory(spec.name, process)
     return HERE if node == ray.get_runtime_context().get_node_id() else node
 

@@ -5,9 +5,9 @@ Invariants:
   after them;
 - a continuation draws with a seed of its own: with that of the first part it would repeat the first
   part's draws;
-- a stop string ends a response wherever it stands in the text we decode: also across the end of the
-  prefix, which vLLM takes for a prompt and does not search, and where vLLM's tokenizer puts the
-  tokens together differently from ours.
+- a stop string ends a response wherever it occurs in the text we decode, even across the end of the
+  prefix, which vLLM treats as a prompt and does not search, and even if vLLM's tokenizer joins the
+  tokens differently.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megatron_async_rl.samples.types import PartialResponse, Request
 
 
 def sample_seed(run_seed: int, group: int, sample: int, prefix: int = 0) -> int:
-    """Seed of one response, 63 bits: of the run's seed, the response's place in it and its prefix's
-    length, of nothing else."""
+    """Seed of one response, 63 bits. It depends on the run's seed, the response's place in the run
+    and the length of its prefix, and on nothing else, so that a replay draws the same tokens."""
     place = f"{run_seed}/{group}/{sample}" + (f"/{prefix}" if prefix else "")
     return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little") >> 1
 

@@ -1,25 +1,22 @@
-"""One vLLM engine, as a Ray actor: requests in, scored samples out, new weights in between, in
-flight.
+"""One vLLM engine, as a Ray actor: requests in, scored samples out, and new weights in flight.
 
 Invariants:
-- all that the engine and vLLM's processes write goes to the engine's log file, and the environment
-  that vLLM reads is set, before vLLM is imported: so it is imported in `start`;
-- every token carries the number of the weights that sampled it, from vLLM's own spans; a gap in
+- the engine's log file and the variables that vLLM reads are set before vLLM is imported, so
+  nothing here imports vLLM before `start`;
+- every token carries the version of the weights that sampled it, from vLLM's own spans; a gap in
   them is an error;
-- the prefix cache is on, so a group's prompt is read once; a request begins only on keys and values
-  of the weights that are there when it begins (`engine_core.cache_by_version`);
-- `in_flight: keep`: running requests keep their key-value cache through an update, so tokens after
-  it attend to keys and values of the weights before it;
+- the prefix cache is on, so a group's prompt is read once. A new request uses only keys and values
+  of the current weights (`engine_core.cache_by_version`);
+- `in_flight: keep`: running requests keep their key-value cache through an update, so later tokens
+  attend to keys and values of older weights;
 - `in_flight: recompute`: no key or value outlives a pause. Running requests keep their tokens and
-  their place in the draws of their seed, and their prompt and response so far are read again by the
-  weights that sample on;
-- nothing is sampled while paused or asleep (`engine_state.py` has the states). On a GPU sleeping
-  gives up the weights' and the cache's memory (vLLM's level 2: the weights are not kept, as newer
-  ones follow), so there it recomputes in both modes; vLLM's CPU workers leave sleep out, and there
-  it is a pause;
-- asleep, weights are loaded once their memory is awake; the engine samples once all of it is;
-- `report` raises once vLLM's process has ended, and once a request has failed; nothing is sampled
-  for anybody after that.
+  the state of their generator, and the new weights read their prompt and response so far again;
+- nothing is sampled while the engine is paused or asleep (`engine_state.py` has the states). On a
+  GPU, sleep frees the memory of weights and cache (vLLM's level 2: the weights are dropped, because
+  newer ones follow), so both modes recompute then. vLLM's CPU workers cannot sleep and are paused;
+- a sleeping engine loads weights once their memory is awake, and samples once all memory is;
+- `report` raises after vLLM's process has ended or a request has failed; nothing is sampled after
+  that.
 """
 
 from __future__ import annotations
@@ -40,8 +37,8 @@ from megatron_async_rl.rollout.engine_state import (
     EngineTimeline,
     WrongState,
 )
-from megatron_async_rl.rollout.environments.conversation import Episodes, Player
 from megatron_async_rl.rollout.environments.endpoint import Agents
+from megatron_async_rl.rollout.environments.episode import Episodes, Player
 from megatron_async_rl.rollout.environments.pool import Environments
 from megatron_async_rl.rollout.responses import Responses
 from megatron_async_rl.rollout.scoring import Scorer
@@ -68,9 +65,9 @@ from megatron_async_rl.weights.manifest import Manifest, WeightUpdate
 STOP_S = 10.0
 """Grace before vLLM kills its engine process. A killed one leaves small files in /dev/shm."""
 SLEEP_LEVEL = 2
-"""vLLM's: 1 would move weights to host memory and back, for new ones to take their place."""
+"""vLLM's level 1 would copy weights to host memory and back, only to be overwritten."""
 ALIVE_POLL_S = 1.0
-"""How often a wait for vLLM looks whether its process still lives; seconds."""
+"""Interval, in seconds, at which a wait for vLLM checks that its process is alive."""
 
 
 class RolloutEngine:
@@ -81,12 +78,12 @@ class RolloutEngine:
         redirect_output(spec.log)
         name_this_process(spec.name)
         watch.join(spec.name)
-        # Ray on another machine, or an existing Ray cluster, has none of the run's variables.
+        # Actors on another machine, or on an existing cluster, do not inherit the run's variables.
         use_run_folder()
         name_shared_memory()
         os.environ.update(environment(spec))
-        # A Ray that the user started may have the option. torch reads it with the first CUDA
-        # tensor.
+        # A cluster that the user started may set the option. torch reads it at the first CUDA
+        # tensor, so it is removed in time.
         drop_expandable_segments(os.environ)
         self.spec = spec
         self._state = EngineState(spec.name)
@@ -107,8 +104,8 @@ class RolloutEngine:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Starts vLLM and numbers the weights it loaded `spec.first_version`. Raises OtherSoftware
-        and OtherDevices before, and what vLLM raises."""
+        """Start vLLM, whose weights have the version `spec.first_version`. Raises OtherSoftware and
+        OtherDevices before it starts, and what vLLM raises."""
         require_software(self.spec.software)
         require_gpus(self.spec.name, self.spec.gpus)
         with watch.phase("starting vLLM", self.spec.rollout.start_timeout_s):
@@ -165,18 +162,18 @@ class RolloutEngine:
         return self._environments is not None and self._environments.at_work > 0
 
     async def submit(self, requests: Sequence[Request]) -> None:
-        """Takes requests for one response each. Raises ValueError for one it works on already, or
-        with nothing left to sample."""
+        """Accept requests for one response each. Raises ValueError for a request that is running
+        already or has nothing left to sample."""
         await self._started().submit(requests)
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """Stops these requests where they stand; each is then in a report, as `aborted`, or as
-        `finished` if it was quicker. Unknown ids are ignored."""
+        """Stop these requests. Each then appears in a report, as `aborted`, or as `finished` if it
+        ended first. Unknown ids are ignored."""
         await self._started().abort(ids)
 
     async def report(self, timeout_s: float) -> EngineReport:
-        """Answers as soon as a response was finished or aborted, after `timeout_s` at the latest.
-        Raises what ended the engine."""
+        """Return as soon as a response has finished or was aborted, at the latest after
+        `timeout_s`. Raises what ended the engine."""
         responses = self._started()
         finished, aborted = await responses.reports.take(timeout_s)
         before, self._sampled = (
@@ -207,14 +204,14 @@ class RolloutEngine:
     async def update(
         self, version: int, manifest: Manifest, first: bool = True, last: bool = True
     ) -> dict[str, str]:
-        """Loads every bucket of `version` while nothing is sampled, and samples on if what was
-        loaded has just the manifest's digests; else it stays stopped, as it does while its cache
-        sleeps. In several calls, where the manifest of each has some of the buckets: the `first`
+        """Load every bucket of `version` while nothing is sampled. Sampling continues if the loaded
+        weights have exactly the manifest's digests and the cache is awake; otherwise the engine
+        stays stopped. An update may take several calls, each with some of the buckets: the `first`
         stops sampling, and the `last` has the digests of all.
 
-        Returns, from the last, name -> digest of every tensor as loaded. For a version that is not
-        newer, an update that left out a parameter and workers that loaded different weights vLLM
-        raises an `Exception` with the reason in its words; then the engine stays stopped, too.
+        Returns, from the last call, name -> digest of every tensor as loaded. vLLM raises an
+        `Exception` with the reason for a version that is not newer, an update that left out a
+        parameter and workers that loaded different weights; the engine then stays stopped, too.
         Raises WrongState while the weights' memory sleeps.
         """
         from megatron_async_rl.rollout.vllm.engine_core import load_between_steps
@@ -225,7 +222,8 @@ class RolloutEngine:
                 f"{self.spec.name} was to load weights, and they sleep: wake them first"
             )
         if not asleep:
-            self._state.pause()  # from here on, as far as anybody can see: a step may still end
+            # Reported as paused from here on, although a step may still be running.
+            self._state.pause()
         self._timeline.load()
         self._busy.pause(True)
 
@@ -251,8 +249,8 @@ class RolloutEngine:
         return loaded
 
     async def pause(self) -> None:
-        """Returns when no forward pass is running. Requests in flight keep their place. Raises
-        WrongState when asleep."""
+        """Return when no forward pass is running. Requests in flight continue after `resume`.
+        Raises WrongState when asleep."""
         self._state.require_awake("pause")
         await self._stop_sampling("pause")
         self._state.pause()
@@ -265,8 +263,8 @@ class RolloutEngine:
         self._samples_again()
 
     async def sleep(self) -> None:
-        """Stops sampling and, on a GPU, gives up the memory of weights and cache: what wakes later
-        has none of their content. Requests in flight stay.
+        """Stop sampling and, on a GPU, free the memory of weights and cache, whose content is lost.
+        Requests in flight stay.
 
         Raises WrongState when asleep already.
         """
@@ -279,8 +277,8 @@ class RolloutEngine:
         self._busy.pause(True)
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Wakes `weights`, `kv_cache` or, with None, what sleeps; sampling continues once both are
-        awake.
+        """Wake `weights`, `kv_cache` or, with None, whatever sleeps. Sampling continues once both
+        are awake.
 
         Raises WrongState for what is awake, ValueError for anything else.
         """
@@ -292,7 +290,7 @@ class RolloutEngine:
             await self.resume()
 
     async def version(self) -> int:
-        """Number of the weights that sample the next token, from vLLM itself."""
+        """Return the version of the weights that sample the next token, as vLLM reports it."""
         return int(await self._while_alive("tell its version", self._vllm().get_weight_version()))
 
     async def stop(self) -> None:
@@ -334,8 +332,8 @@ class RolloutEngine:
         responses.reports.fail(EngineDied(self.spec, f"it worked on {responses.running} responses"))
 
     async def _while_alive[Result](self, what: str, call: Awaitable[Result]) -> Result:
-        """Await `call`, which vLLM never answers once its process has ended. Raises EngineDied
-        then."""
+        """Await `call`. Raises EngineDied once vLLM's process has ended, after which vLLM would
+        never answer."""
         task = asyncio.ensure_future(call)
         with watch.doing("wait", f"vLLM to {what}"):
             while not (await asyncio.wait((task,), timeout=ALIVE_POLL_S))[0]:

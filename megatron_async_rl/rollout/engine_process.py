@@ -1,11 +1,11 @@
-"""Engines in processes of their own: the methods of one, how it is started, and why one did not
-start.
+"""Engines in Ray actors: the interface of an engine, its start, and the reason for a failed start.
 
 Invariants:
-- all callers use an engine as an `Engine`: the methods are declared here, once, and
-  `rollout.engine.RolloutEngine` has them;
-- what a call raised in the engine is raised here as itself, and ProcessDied once that has ended;
-- an engine that did not start leaves nothing running, and none outlives its actor.
+- every caller uses an engine as an `Engine`, which declares the methods of
+  `rollout.engine.RolloutEngine` once;
+- an exception of a call in the engine is raised here with its type, and ProcessDied once the
+  engine's process has ended;
+- an engine that failed to start leaves nothing running, and no engine outlives its actor.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from megatron_async_rl.watchdog.processes import condition, descendants
 from megatron_async_rl.weights.manifest import Manifest, WeightUpdate
 
 MAX_CALLS = 1000
-"""Calls an actor may hold at once: each batch of requests is one, and the control calls must always
-get through."""
+"""Concurrent calls of an actor. Each batch of requests is one call, and control calls must never
+wait for them."""
 ENDED_POLL_S = 0.05
 
 
 class EngineStartError(RuntimeError):
     """An engine did not start. The message ends with the tail of its log. `out_of_memory`: the
-    memory that was out, where that is why."""
+    kind of memory that ran out, if that is the cause."""
 
     out_of_memory: MemoryKind | None = None
     phase: Literal["generate"] = "generate"
@@ -74,8 +74,8 @@ class Engine(Protocol):
         ...
 
     def kill(self) -> None:
-        """Ends the engine's processes at once, whether they answer or not: Ray kills the actor,
-        and the kernel vLLM with it."""
+        """Kill the engine's processes at once: Ray kills the actor, and the kernel then kills
+        vLLM's processes."""
 
     async def until_ended(self) -> None:
         """Wait until its processes on rank 0's machine, and their memory on the devices there, are
@@ -119,9 +119,8 @@ class RemoteEngine:
 
 
 async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
-    """A running engine, on this machine or where else `place_of_engine` has it. Ray must be
-    initialised. `again`: replacing an engine that is gone, whose log stays as
-    `engine-<index>.log.1`, `.2`, ...
+    """Return a running engine, placed by `place_of_engine`. Ray must be initialised. `again`: it
+    replaces an engine that ended, whose log is kept as `engine-<index>.log.1`, `.2`, ...
 
     Raises EngineStartError, with the cause and the tail of the engine's log, when it fails or takes
     longer than `rollout.start_timeout_s`.
@@ -158,7 +157,7 @@ async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
     except Exception as error:
         engine.kill()
         raise _failure(spec, f"did not start: {type(error).__name__}: {error}", error) from error
-    except BaseException:  # cancelled: the run ends
+    except BaseException:  # cancelled, because the run ends: leave nothing running
         engine.kill()
         raise
     return cast(Engine, engine)
@@ -184,8 +183,8 @@ def _keep_old_log(spec: EngineSpec) -> None:
 
 
 def _failure(spec: EngineSpec, what: str, error: Exception | None = None) -> EngineStartError:
-    """The error of a start that failed of `error`. vLLM's own exception reports only that one of
-    its processes failed; that process's is in the log."""
+    """Return the error of a failed start. vLLM's own exception states only that one of its
+    processes failed; the cause is in the log of that process."""
     cause = find_cause(spec.log_dir)
     lines = tail(spec.log, 15) if spec.log.is_file() else []
     failure = EngineStartError(

@@ -23,14 +23,14 @@ from megatron_async_rl.samples.rows import StateName
 from megatron_async_rl.samples.types import Aborted
 
 COALESCE_S = 0.005
-"""Responses that end within so long travel in one report: one step of vLLM often ends several."""
+"""Time to wait for further responses before a report: one step of vLLM often ends several."""
 
 TAGS = ("weights", "kv_cache")
 """Parts that sleep, and wake in this order: weights are loaded before there is a cache to fill."""
 
 
 class WrongState(RuntimeError):
-    """An engine was asked for something that its state does not permit."""
+    """A call that the engine's state does not permit."""
 
 
 class EngineState:
@@ -85,17 +85,17 @@ class EngineState:
         self._asleep = frozenset(TAGS)
 
     def wake(self, tags: Collection[str]) -> None:
-        """The last wake-up starts the engine."""
+        """Mark parts as awake. With the last one the engine runs again."""
         self._asleep -= frozenset(tags)
         if not self._asleep:
             self._paused = False
 
 
 class BusyClock:
-    """Seconds in which an engine sampled: with at least one response in vLLM, and not paused.
+    """Seconds in which an engine sampled: it had at least one response in vLLM and was not paused.
 
-    `changed`: called with the number of responses in vLLM when the first came, the last left or the
-    pause changed. `now`: seconds of a clock that never goes back."""
+    `changed`: called with the number of responses in vLLM after the first began, the last ended or
+    a pause began or ended. `now`: seconds of a monotonic clock."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class EngineTimeline:
         self._loading = False
 
     def changed(self, responses: int) -> None:
-        """The state changed, or how many responses are in vLLM: `responses` now."""
+        """Record a change of the state or of the number of `responses` in vLLM."""
         if self._state.runs:
             self._loading = False
             self._enter(*(("busy", "") if responses else ("idle", "prompts")))
@@ -165,7 +165,7 @@ class EngineTimeline:
             )
 
     def load(self) -> None:
-        """The first bucket of new weights is about to be loaded."""
+        """Record that the first bucket of new weights is about to be loaded."""
         self._loading = True
         self._enter("loading")
 
@@ -196,14 +196,14 @@ class ReportQueue:
         self._news.set()
 
     def fail(self, error: BaseException) -> None:
-        """The first failure counts: the others follow from it."""
+        """Record a failure. Only the first counts, because the others follow from it."""
         if self._failure is None:
             self._failure = error
         self._news.set()
 
     async def take(self, timeout_s: float) -> tuple[pa.RecordBatch, tuple[Aborted, ...]]:
-        """Returns what came since the last call, as soon as there is something; nothing
-        after `timeout_s`. Samples are rows by columns.SCHEMA. Raises the failure."""
+        """Return the samples (rows of columns.SCHEMA) and aborts since the last call, as soon as
+        there are any, or none after `timeout_s`. Raises the failure."""
         try:
             await asyncio.wait_for(self._news.wait(), timeout_s)
             if self._failure is None:
@@ -212,6 +212,7 @@ class ReportQueue:
             pass
         if self._failure is not None:
             raise self._failure
+        # No await from here on: a response that ends meanwhile belongs to the next report.
         aborted, self.aborted = tuple(self.aborted), []
         self._news.clear()
         try:

@@ -8,16 +8,17 @@ as they end.
                                         +---- its end ---> reward process -----------+
 
 Invariants:
-- they are submitted as they come and finish in any order; nothing waits for a batch or a group;
-- every request that was taken ends in the report queue once: as a sample, as an abort, or with the
+- responses are submitted as requests arrive and finish in any order; nothing waits for a batch or a
+  group;
+- every accepted request ends in the report queue once: as a sample, as an abort, or with the
   failure that ended the engine;
-- an aborted response has every token that vLLM had handed over by then, and no other; a response
-  that is being scored just finishes. One with an environment has none: what the environment has
-  come to cannot move to another engine, so it begins anew;
+- an aborted response has exactly the tokens that vLLM had returned by then; a response that is
+  being scored finishes. A response with an environment has no tokens, because the environment's
+  state cannot move to another engine: it starts again;
 - a turn after the first is a request like any other: a pause or an update does not wait for an
-  environment, and its reply is then read by the current weights;
-- a sample's `behavior_logprobs` are those of the distribution it was drawn from: after temperature,
-  by the engine itself;
+  environment, and the current weights read its reply;
+- a sample's `behavior_logprobs` are of the distribution that it was drawn from, after temperature
+  and other sampling settings, as the engine reports them;
 - the token that ended a response (end of sequence) is part of it: it was sampled, so it is trained
   on;
 - a file that cannot be written costs its line, not the engine.
@@ -50,7 +51,7 @@ from megatron_async_rl.rollout.continuation import (
     stopped_length,
 )
 from megatron_async_rl.rollout.engine_state import BusyClock, ReportQueue
-from megatron_async_rl.rollout.environments.conversation import Episode, Player
+from megatron_async_rl.rollout.environments.episode import Episode, Player
 from megatron_async_rl.rollout.environments.transcript import TurnRequest
 from megatron_async_rl.rollout.rewards.registry import RewardContext
 from megatron_async_rl.rollout.rewards.worker import Scored
@@ -190,8 +191,8 @@ class Responses:
             entry.aborted = True
             if entry.playing is not None:
                 entry.playing.cancel()
-        # vLLM answers an abort with everything it has handed over of the response so far, and
-        # forgets what comes later.
+        # vLLM answers an abort with all tokens that it has returned so far and drops later ones, so
+        # no token is lost or counted twice.
         await self._abort_in_vllm([one.in_vllm for one in entries if one.in_vllm is not None])
 
     async def _abort_in_vllm(self, ids: Sequence[str]) -> None:
@@ -213,7 +214,7 @@ class Responses:
         return task
 
     async def _hand_over(self, entry: _Running, turn_request: TurnRequest) -> None:
-        """Has vLLM sample."""
+        """Submit a turn to vLLM."""
         request = entry.request
         parameters = self._sampling[
             request.sampling
@@ -248,13 +249,14 @@ class Responses:
             await self._abort_in_vllm([collector.request_id])
 
     def _on_output(self, entry: _Running, output: Any) -> None:
-        """Called by vLLM's output loop, which an exception would end: so it is only noted here."""
+        """Called by vLLM's output loop, which an exception would end, so it only stores the
+        output."""
         self._arrived.append((entry, output))
         self._arrival.set()
 
     async def _collect(self) -> None:
-        """One task for all responses: a task, an event and two wake-ups for each would cost more
-        than all that is done for a short one."""
+        """Handle the outputs of all responses in one task: a task, an event and two wake-ups per
+        response would cost more than the rest of a short response."""
         while True:
             await self._arrival.wait()
             self._arrival.clear()
@@ -269,16 +271,16 @@ class Responses:
                     self.reports.fail(error)
 
     def _conclude(self, entry: _Running, output: Any) -> None:
-        """Raises what vLLM reported in place of a response, and RuntimeError for a response that it
-        ended for a reason of its own."""
+        """Record vLLM's output for a response. Raises what vLLM reported instead of a response, and
+        RuntimeError for a response with an unexpected finish reason."""
         if isinstance(output, Exception):
             raise output
-        # All sampled tokens pass here once, whatever their outcome.
+        # Every sampled token is counted here once, whatever becomes of its response.
         count = len(output.outputs[0].token_ids)
         self.tokens += count
         self.generated += count if entry.request.group >= 0 else 0
         if entry.conversation is not None and (entry.aborted or not entry.conversation.waits):
-            return  # the conversation, which was cancelled, reports the abort
+            return  # the cancelled conversation reports the abort, once
         (completion,) = output.outputs
         sampled = None
         if len(completion.token_ids):
@@ -298,7 +300,7 @@ class Responses:
                 tokens.response_ids.tolist(), entry.prefix_length, stop, self._tokenizer.decode
             )
             if stopped is not None:
-                # Of a turn there are the experts from `read` on, of others all.
+                # A turn has the experts of tokens from `read` on, other responses those of all.
                 before = (
                     entry.given - entry.prefix_length - (entry.read if entry.conversation else 0)
                 )
@@ -363,12 +365,12 @@ class Responses:
             self.reports.fail(error)
 
     def _on_end(self, entry: _Running, task: asyncio.Task[None]) -> None:
-        """Also of a conversation that is aborted before it has begun, in which nothing runs."""
+        """Report an aborted conversation, even if it was aborted before it began."""
         if task.cancelled() and entry.aborted:
             self._abort(entry, None)
 
     def _records(self, request: Request) -> bool:
-        """Held-out responses are not trained on."""
+        """True unless the response is held out, and not trained on."""
         return self._spec.records_experts and request.group >= 0
 
     def _routed_experts(self, entry: _Running, completion: Any) -> bytes | None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from megatron_async_rl.config.rollout import AGENTS, RolloutConfig
 from megatron_async_rl.config.sampling import SamplingConfig
+from megatron_async_rl.config.weights import CARRIERS, DEFAULT_CARRIER, CarrierCapabilities
 
 HERE = ""
 """Name of rank 0's machine, where the controller is; another goes by its Ray node's id. By
@@ -45,7 +46,7 @@ class EngineSpec:
     """Each sample has the experts that the engine chose (`policy.routing_replay: rollout`)."""
     threads: int = 1
     """OpenMP threads of the model on a CPU."""
-    transport: str = "shared_memory"
+    transport: str = DEFAULT_CARRIER
     """How new weights arrive: `weights.transport` of the configuration."""
     gpus: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """GPUs that an engine may use, by host name: if colocated, those of the ranks; empty: any."""
@@ -59,6 +60,10 @@ class EngineSpec:
                 f"engine {self.index}: first_version is {self.first_version}; versions count from"
                 " 0, and -1 means none yet"
             )
+
+    @property
+    def carrier(self) -> CarrierCapabilities:
+        return CARRIERS[self.transport]
 
     def sampling(self, held_out: str | None) -> SamplingConfig:
         """Sampling settings of a set of held-out prompts, or of training (null)."""

@@ -24,6 +24,7 @@ import numpy as np
 
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.weights import CARRIERS
 from megatron_async_rl.plan.estimate import (
     COMPUTE_SHARE,
     COPY_RATE,
@@ -143,7 +144,7 @@ class Hardware:
     alike: float = 0.5
     """Share of that variance that lies between prompts."""
     carrier: str = ""
-    """`shared_memory`, `relay`, `collective`, or `tree`, which this project does not have; empty:
+    """Carrier that goes through host memory, or `tree`, which this project does not have; empty:
     weights.transport."""
 
     def __str__(self) -> str:
@@ -158,7 +159,10 @@ NAMED = {
     )
     for name, chip in CHIPS.items()
 }
-CARRIERS = ("shared_memory", "relay", "collective", "tree")
+TREE = "tree"
+"""A carrier that this project does not have: from GPU to GPU down a tree."""
+SIMULATED = (*(name for name, one in CARRIERS.items() if not one.ipc), TREE)
+"""Values of `carrier`."""
 
 
 def assumed(name: str, changes: Iterable[str]) -> Hardware:
@@ -177,8 +181,8 @@ def assumed(name: str, changes: Iterable[str]) -> Hardware:
         except ValueError:
             # Not a number: refused by the check of the range.
             value = -1
-        if value not in CARRIERS if key == "carrier" else not 0 <= value < math.inf:
-            fix = f"one of {', '.join(CARRIERS)}" if key == "carrier" else "a number, 0 or more"
+        if value not in SIMULATED if key == "carrier" else not 0 <= value < math.inf:
+            fix = f"one of {', '.join(SIMULATED)}" if key == "carrier" else "a number, 0 or more"
             raise UserError.of("--assume", f"{text!r} does not fit {key}", fix)
         hardware = replace(hardware, **{key: value})
     return hardware
@@ -275,7 +279,7 @@ def _training(
 def _weights(config: Config, nbytes: float, hardware: Hardware) -> dict[str, Any]:
     rollout = config.rollout
     assert rollout is not None
-    carrier = hardware.carrier or config.weights.transport
+    name = hardware.carrier or config.weights.transport
     bucket = min(config.weights.bucket_mib * MIB, nbytes)
     buckets, each_s = math.ceil(nbytes / bucket), hardware.bucket_ms / 1e3
     copy = hardware.copy_gb_s * 1e9
@@ -286,15 +290,7 @@ def _weights(config: Config, nbytes: float, hardware: Hardware) -> dict[str, Any
         # A bucket is copied while the one before it is put in place.
         "load_s": nbytes / rollout.workers / copy + buckets * each_s + bucket / copy,
     }
-    if carrier == "relay":
-        # The first machine sends to each of the others, four buckets at a time.
-        slowest = min(hardware.stream_gb_s, hardware.machine_network_gb_s / machines) * 1e9
-        return staged | {"send_s": (nbytes + bucket) / slowest + buckets * each_s / 4}
-    if carrier == "collective":
-        # One engine after the other, two buckets at a time.
-        each = (nbytes + bucket) / (hardware.gpu_network_gb_s * 1e9) + buckets * each_s / 2
-        return staged | {"send_s": rollout.engines * each}
-    if carrier == "tree":
+    if name == TREE:
         # From GPU to GPU down a tree, a bucket behind the other; then put in place in GPU memory.
         hop_s = bucket / (hardware.gpu_network_gb_s * 1e9) + each_s
         depth = math.ceil(math.log2(machines + 1))
@@ -304,6 +300,14 @@ def _weights(config: Config, nbytes: float, hardware: Hardware) -> dict[str, Any
             "send_s": (buckets + depth) * hop_s,
             "load_s": 2 * nbytes / rollout.workers / on_gpu,
         }
+    if CARRIERS[name].per_engine:
+        # One engine after the other, two buckets at a time.
+        each = (nbytes + bucket) / (hardware.gpu_network_gb_s * 1e9) + buckets * each_s / 2
+        return staged | {"send_s": rollout.engines * each}
+    if CARRIERS[name].other_machines:
+        # The first machine sends to each of the others, four buckets at a time.
+        slowest = min(hardware.stream_gb_s, hardware.machine_network_gb_s / machines) * 1e9
+        return staged | {"send_s": (nbytes + bucket) / slowest + buckets * each_s / 4}
     return staged
 
 

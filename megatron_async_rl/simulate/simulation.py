@@ -34,7 +34,7 @@ import simpy
 
 from megatron_async_rl.config.flow import FlowConfig, OldestFirst, Replay
 from megatron_async_rl.config.rollout import RolloutConfig
-from megatron_async_rl.config.schema import WeightsConfig
+from megatron_async_rl.config.weights import WeightsConfig
 from megatron_async_rl.flow.engine_task import EngineSlot, PendingRequest
 from megatron_async_rl.flow.lanes import Lanes, capacity_of
 from megatron_async_rl.flow.scheduler import Scheduler

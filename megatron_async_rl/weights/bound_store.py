@@ -1,36 +1,46 @@
 """A torch store that listens at one address.
 
-Invariant: a `TCPStore` server of this package listens at the address that it is given. torch's own
-server listens at all addresses of the machine, whatever its `host_name` is, and serves every
-client.
+Invariants:
+- a `TCPStore` server of this package listens at the address of the socket that it is given. torch's
+  own server listens at all addresses of the machine, whatever its `host_name` is, and serves every
+  client;
+- importing this module does not load torch: `mar train` listens before it needs torch.
 """
 
 from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from typing import Any
 
-from torch.distributed import TCPStore
 
+def listen(address: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens at `address` alone, an IP address of this machine.
 
-def serve_store(
-    address: str, port: int, timeout: timedelta, *, clients: int | None = None
-) -> TCPStore:
-    """Return a store whose server listens at `address` alone, an IP address of this machine.
-
-    `port`: 0 takes a free one. `clients`: number of members to wait for, this one included; None
-    waits for none. Raises OSError where this machine cannot listen there.
+    `port`: 0 takes a free port. Raises OSError where this machine cannot listen there.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, port), family=family, backlog=128)
-    free_port = listener.getsockname()[1]
-    # torch closes the descriptor with the store, and opens no socket of its own.
+    return socket.create_server((address, port), family=family, backlog=128)
+
+
+def serve_store(listener: socket.socket, timeout: timedelta, *, clients: int | None = None) -> Any:
+    """Return a `TCPStore` whose server owns `listener` from now on.
+
+    `timeout`: limit of a wait for a key. `clients`: number of members to wait for, this one
+    included; None waits for none.
+    """
+    from torch.distributed import TCPStore
+
+    address, port = listener.getsockname()[:2]
     return TCPStore(
         address,
-        free_port,
+        port,
         clients,
         is_master=True,
         timeout=timeout,
         wait_for_workers=clients is not None,
+        # torch closes the descriptor with the store, and opens no socket of its own.
         master_listen_fd=listener.detach(),
+        # The other backend reads in one blocking thread: half a message would stop every client.
+        use_libuv=True,
     )

@@ -30,7 +30,7 @@ import torch
 from torch.distributed import TCPStore
 
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.weights.bound_store import serve_store
+from megatron_async_rl.weights.bound_store import listen, serve_store
 from megatron_async_rl.weights.communicator import Communicator
 from megatron_async_rl.weights.manifest import (
     IN_FLIGHT,
@@ -83,7 +83,7 @@ class Sender:
         """Return the rendezvous for an engine of this many workers. Raises OSError if the host is
         not an address of this machine."""
         limit = timedelta(seconds=self._limit_s)
-        store = serve_store(self._host, 0, limit)
+        store = serve_store(listen(self._host), limit)
         meeting = Meeting(host=self._host, port=store.port, workers=workers, limit_s=self._limit_s)
         self._sets[meeting.port] = _SenderEnd(meeting, store)
         return meeting
@@ -112,7 +112,7 @@ class Sender:
         )
 
     def close(self, meeting: Meeting) -> None:
-        """The engine's communicator is used no more."""
+        """Close the engine's communicator."""
         one = self._sets.pop(meeting.port, None)
         if one is not None and one.local is not None:
             one.local.close()
@@ -156,7 +156,7 @@ class Receiver:
         self._thread: threading.Thread | None = None
 
     def receive(self, update: WeightUpdate) -> None:
-        """Begins to receive, and returns; the sender hears how it went."""
+        """Begin to receive, and return; the sender gets the outcome through the store."""
         work = (update, self._thread)
         self._thread = threading.Thread(target=self._run, args=work, name="weights", daemon=True)
         self._thread.start()
@@ -211,6 +211,7 @@ class Receiver:
         manifest, workers = update.manifest, update.meeting.workers
         numbers = range(self._worker, len(manifest.buckets), workers)
         slot = 0 if update.kept is None else 1 - self._versions.index(update.kept)
+        # `places` may fail halfway; the slot then holds no version.
         self._versions[slot] = None
         paths = self._slots[slot].places([manifest.buckets[i].size for i in numbers])
         self._paths[slot] = paths
@@ -233,6 +234,7 @@ class Receiver:
         while on_their_way:
             ref, arrived = on_their_way.popleft()
             arrived()
+            # The next bucket is in flight while this one is verified.
             await_next()
             wrong = damaged_tensor(self._writer, ref, manifest.digests)
             if wrong is not None:

@@ -12,7 +12,7 @@ same buckets once more. On a CPU the memory is a file in /dev/shm; all else is t
 
 Invariants:
 - of two places on a device one is read while the other is filled; the controller decides which
-  (flow/copies.py), and a place is filled only while no engine reads it;
+  (flow/colocated.py), and a place is filled only while no engine reads it;
 - on each device a bucket is whole, so an engine needs to see no other device;
 - digests are of the ranks' parameters, before a bucket is filled;
 - places are released when no engine is loading. A worker lets go of them with its last bucket; a
@@ -72,6 +72,10 @@ class CudaIpc(Carrier):
         self._device = device
         self._host = SharedMemory() if self._device.type == "cpu" else None
         self._places: dict[str, DeviceBucketMemory] = {}
+
+    @classmethod
+    def on(cls, device: torch.device) -> CudaIpc:
+        return cls(device)
 
     @property
     def device(self) -> str:
@@ -203,6 +207,9 @@ class IpcBuckets(Staging):
             raise failure
         if failed:
             raise NotStaged(f"{failed} other ranks could not {what} of the weights")
+
+
+STAGING = IpcBuckets
 
 
 def _failure_of(work: Callable[[], None]) -> Exception | None:

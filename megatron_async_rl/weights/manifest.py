@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 IN_FLIGHT = 2
-"""Buckets on their way at a time, from the sender to an engine and to each of its workers."""
+"""Number of buckets in flight, from the sender to an engine and to each of its workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketRef:
-    """A complete bucket and where to find it. `nbytes` is the size of the tensors alone."""
+    """Location of a complete bucket. `nbytes` is the size of the tensors alone."""
 
     path: str
     size: int
@@ -44,9 +44,9 @@ class BucketRef:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """One staged version: where its buckets are, and name -> digest of every tensor. `seconds`:
-    what staging took, gathering included. `on_demand`: the buckets do not exist yet; the ranks fill
-    each as engines come to it (cuda_ipc.py)."""
+    """One staged version: locations of its buckets, and name -> digest of every tensor. `seconds`:
+    duration of staging, gathering included. `on_demand`: the buckets do not exist yet; the ranks
+    fill each when engines request it (cuda_ipc.py)."""
 
     buckets: tuple[BucketRef, ...]
     digests: Mapping[str, str]
@@ -65,8 +65,8 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class StagedCopy:
-    """A version in another memory than rank 0's. `nbytes`: received for it, what came twice
-    included. `seconds`: what that took."""
+    """A version in memory other than rank 0's. `nbytes`: received for it, repeated buckets
+    included. `seconds`: duration of the transfer."""
 
     manifest: Manifest
     nbytes: int

@@ -6,12 +6,12 @@ copies the staged versions into it.
                          (relay_server.py)
 
 Invariants:
-- a version is there whole and verified, tensor by tensor, or `fetch` raises;
-- there are two slots, written in turn, as rank 0 has them (staging.py): a fetch leaves the version
-  that came last as it is and takes the place of the one before, which no engine may read any more;
-- a broken transfer resumes at the byte where it stopped. It fails once no byte has come for
-  `silence_s`, however often the connection was made anew;
-- a bucket that arrives damaged is asked for once more, and then the fetch fails.
+- `fetch` returns once a version is complete and every tensor is verified; otherwise it raises;
+- there are two slots, written in turn, as on rank 0 (staging.py): a fetch leaves the newest version
+  as it is and overwrites the one before, which no engine may read any more;
+- a broken transfer resumes at the byte where it stopped. It fails once no byte has arrived for
+  `silence_s`, however often the connection was reopened;
+- a bucket that arrives damaged is requested once more, and then the fetch fails.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from megatron_async_rl.weights.transport import Carrier, damaged_tensor, whole_b
 log = logging.getLogger(__name__)
 
 AT_ONCE = 4
-"""Buckets on their way at a time."""
+"""Number of buckets in flight."""
 ATTEMPTS = 3
-"""Connections in a row that bring no byte: the last of them fails the fetch."""
+"""Number of successive connections without a byte after which the fetch fails."""
 RETRY_S = 0.1
-"""Before the connection is made anew; doubled with each that brought no byte."""
+"""Wait before the connection is reopened; doubled after each one without a byte."""
 
 CARRIER = SharedMemory
 """The memory that ranks write and engines read, each on its own machine."""
 
 
 class WeightAgent:
-    """Keeps this machine's copies; `close` gives their memory back. One fetch at a time.
+    """Copies of versions in this machine's memory, which `close` frees. One fetch at a time.
 
     `silence_s`: longest time without a byte.
     """
@@ -61,13 +61,14 @@ class WeightAgent:
         """Files of the version that came last."""
 
     def fetch(self, version: int, manifest: Manifest) -> StagedCopy:
-        """Copies `version`, which rank 0 has staged as `manifest`.
+        """Copy `version`, which rank 0 has staged as `manifest`.
 
-        Raises RelayFailed where it cannot be had whole, and OSError when memory is out; then the
-        version that came last is still there.
+        Raises RelayFailed if it cannot be fetched completely, and OSError if there is no memory;
+        the newest version before it is still valid then.
         """
         began = time.monotonic()
         paths = self._slots[self._next].places([ref.size for ref in manifest.buckets])
+        # Both slots stay mapped: new mappings would cost more than the copy.
         self._writer.keep({*self._paths, *paths})
         refs = [replace(ref, path=p) for ref, p in zip(manifest.buckets, paths, strict=True)]
 
@@ -81,6 +82,7 @@ class WeightAgent:
         finally:
             pool.shutdown(cancel_futures=True)
 
+        # Only a complete version moves the slots on; a failed fetch overwrites its own slot again.
         self._next, self._paths = 1 - self._next, paths
         copy = replace(manifest, buckets=tuple(refs))
         return StagedCopy(manifest=copy, nbytes=nbytes, seconds=time.monotonic() - began)
@@ -91,9 +93,10 @@ class WeightAgent:
             slot.discard_from(0)
 
     def _bucket(self, version: int, number: int, ref: BucketRef, digests: Mapping[str, str]) -> int:
-        """Bytes received until the bucket was right."""
+        """Return the number of bytes received until the bucket was intact."""
         for asked_before in (False, True):
             self._receive(version, number, ref)
+            # The digests come from the trainer's memory through Ray, not from the server.
             wrong = damaged_tensor(self._writer, ref, digests)
             if wrong is None:
                 return ref.size * (1 + asked_before)

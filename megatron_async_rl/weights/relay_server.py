@@ -9,8 +9,8 @@
 
 Invariants:
 - nothing of a file is sent before the request has proved the run's key. The key itself never
-  travels here, and a nonce is good for one request. Bytes are not encrypted;
-- only buckets of versions whose place rank 0 does not write are served (`stage`, `release`);
+  travels on this connection, and a nonce is valid for one request. Bytes are not encrypted;
+- only buckets of versions whose slot rank 0 does not write are served (`stage`, `release`);
 - a connection that has not proved the key takes one of `_RelayTcpServer.slots` threads for
   ADMISSION_S at most, so strangers exhaust neither threads nor descriptors
   (watchdog/limited_server.py);
@@ -40,10 +40,10 @@ NONCE_BYTES = 32
 _REQUEST = struct.Struct(">qqq")
 """Version, bucket, first byte."""
 _ANSWER = struct.Struct(">qI")
-"""Bytes that come, -1 for none; and the length of the reason, which then comes."""
+"""Number of bytes that follow; or -1, and the length of the reason that follows instead."""
 _MAC_BYTES = 32
 ADMISSION_S = 10.0
-"""Longest time from a connection to its proof of the key."""
+"""Longest time between a connection and its proof of the key."""
 
 
 class RelayFailed(RuntimeError):
@@ -80,21 +80,22 @@ class RelayServer:
         ).start()
 
     def stage(self, version: int, manifest: Manifest) -> None:
-        """`version` is served from now on."""
+        """Serve `version` from now on."""
         self._staged = {**self._staged, version: manifest.buckets}
 
     def release(self, version: int) -> None:
-        """Versions before `version` are served no more: their place may be written."""
+        """Stop serving versions before `version`, whose slot rank 0 may write."""
         self._staged = {held: refs for held, refs in self._staged.items() if held >= version}
 
     def close(self) -> None:
-        """Takes no more connections; those that are there end with their bucket."""
+        """Accept no more connections; open ones end with their bucket."""
         self._server.shutdown()
         self._server.server_close()
 
     def find(self, version: int, bucket: int, first: int) -> BucketRef:
-        """The bucket that is asked for, from byte `first` on. Raises RelayFailed where there is no
-        such thing."""
+        """Return the requested bucket, which has a byte `first`. Raises RelayFailed if it does not
+        exist."""
+        # One look: `stage` and `release` replace the mapping from the controller's thread.
         staged = self._staged
         if version not in staged:
             there = ", ".join(map(str, sorted(staged))) or "none"
@@ -133,6 +134,7 @@ class _RelayConnection(socketserver.BaseRequestHandler):
             log.info("the relay's connection to %s broke: %s", self.client_address, error)
 
     def _serve(self) -> None:
+        # A fresh nonce per connection: a recorded request cannot be replayed.
         nonce = secrets.token_bytes(NONCE_BYTES)
         self.request.sendall(nonce)
         mac = _exactly(self.request, _MAC_BYTES)
@@ -150,6 +152,7 @@ class _RelayConnection(socketserver.BaseRequestHandler):
             self._refuse(str(error))
             return
         with open(ref.path, "rb") as file:
+            # The open file, not the path: the slot may be replaced by one of another size.
             size = os.fstat(file.fileno()).st_size
             if size != ref.size:
                 self._refuse(f"{ref.path} holds {size} bytes, its manifest has {ref.size}")
@@ -165,11 +168,11 @@ class _RelayConnection(socketserver.BaseRequestHandler):
 def requested(
     address: Address, version: int, bucket: int, first: int, *, silence_s: float
 ) -> tuple[socket.socket, int]:
-    """A connection from which the bytes of a bucket come next, from byte `first` on, and how many
-    they are. `silence_s`: longest wait for a byte, also on that connection.
+    """Return a connection that continues with the bytes of a bucket from `first` on, and their
+    number. `silence_s`: longest wait for a byte, also on that connection.
 
-    Raises RelayFailed with the server's reason where it refuses, and OSError where the connection
-    breaks or nothing comes.
+    Raises RelayFailed with the server's reason if it refuses, and OSError if the connection breaks
+    or nothing arrives.
     """
     connection = socket.create_connection((address.host, address.port), timeout=silence_s)
     try:

@@ -75,7 +75,7 @@ class BucketFile(BucketMemory):
 
 
 class _MappedFiles:
-    """Files once opened stay mapped, until `keep` declares them unused. access: mmap's."""
+    """Opened files, which stay mapped until `keep` declares them unused. access: mmap's."""
 
     def __init__(self, access: int) -> None:
         self._access = access
@@ -94,7 +94,8 @@ class _MappedFiles:
         return memory
 
     def keep(self, paths: Collection[str]) -> None:
-        """Lets go of every other file; its memory is freed with the last view of it."""
+        """Unmap every other file; its memory is freed with the last view of it."""
+        # No `close`: a tensor may still be a view of the mapping.
         self._mapped = {path: memory for path, memory in self._mapped.items() if path in paths}
 
 

@@ -1,4 +1,4 @@
-"""Versions of the weights, whole, where every engine of this machine can read them: for an update,
+"""Complete versions of the weights where every engine of this machine can read them: for an update,
 after a restart, or when it joins.
 
     rank 0 makes room for a version, and tells every rank where to write its parts, and digests them
@@ -10,7 +10,7 @@ Invariants:
 - there are two slots, written in turn: staging a version leaves the one before it as it is, for
   engines that are reading it, and takes the place of the one before that. It begins only once no
   engine reads that one any more (`when_free`);
-- a version is there completely or not at all;
+- a version is staged completely or not at all;
 - a digest is taken of the sender's own memory, so that nothing between it and an engine's is
   trusted;
 - a tensor comes once;
@@ -34,6 +34,7 @@ from megatron_async_rl.weights.transport import (
     Carrier,
     ShardSlice,
     TensorSpec,
+    carrier_module,
     entries_of,
     size_of,
 )
@@ -147,6 +148,7 @@ class Staging:
                 )
             dtype = getattr(torch, entry.dtype)
             digests[entry.name] = digest_text(dtype, entry.shape, (d1, d2, elements))
+        # Only a complete version moves the slots on: after a failure the newest one stays valid.
         self._next = 1 - self._next
         return Manifest(buckets=tuple(refs), digests=digests, seconds=time.monotonic() - started)
 
@@ -183,6 +185,7 @@ class Staging:
             sums[-1] = 1
         elif digests:
             sums.index_add_(0, torch.tensor(names), torch.stack(digests).cpu())
+        # One reduction carries digests and failures, so all ranks raise together or none does.
         *found, (failed, _, _) = self._ranks.summed(sums).tolist()
 
         paths = [ref.path for ref in refs]
@@ -204,6 +207,14 @@ class Staging:
                 f" {part.name}, {list(entry.shape)}"
             )
         place.copy_(part.tensor.detach())
+
+
+def staging_of(name: str, device: torch.device, ranks: StagingRanks) -> Staging:
+    """Collective. Return the staging of the carrier `name` for weights on `device`: its file's
+    STAGING, or `Staging`."""
+    module = carrier_module(name)
+    staging: Staging = getattr(module, "STAGING", Staging)(module.CARRIER.on(device), ranks)
+    return staging
 
 
 class StagingSlot:

@@ -1,10 +1,10 @@
-"""How weights travel: ranks write parts of named tensors into the buckets of a carrier, and an
-engine's workers read them out of it.
+"""Interface of weight carriers: ranks write parts of named tensors into the buckets of a carrier,
+and an engine's workers read them from there.
 
     every rank: staging.py --> bucket   BucketRef (small, picklable)   bucket --> engine
 
-A carrier is one file, `weights/<name>.py`, with its class under the name `CARRIER`, and one line:
-its name in `config.schema.Transport`.
+A carrier is one file, `weights/<name>.py`, with its class under the name `CARRIER`, and one line
+of `config.weights.CARRIERS`: its name and its capabilities. Nothing else tests for its name.
 
 Invariants:
 - a `BucketRef` describes what its bucket holds until the ranks write the bucket again, which they
@@ -20,6 +20,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import ModuleType
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -64,15 +66,15 @@ class ShardSlice:
 
 
 class BucketMemory(ABC):
-    """Memory of one bucket, of `size` bytes, made by the process that keeps it. `path`: what all
-    ends know it by."""
+    """Memory of one bucket, of `size` bytes, owned by the process that allocated it. `path`: its
+    name for all processes."""
 
     path: str
     size: int
 
     @abstractmethod
     def close(self) -> None:
-        """Gives the bucket's memory back. What a reader still maps stays valid."""
+        """Free the bucket's memory. A reader's mapping stays valid."""
 
 
 class TransportWriter(ABC):
@@ -80,11 +82,11 @@ class TransportWriter(ABC):
 
     @abstractmethod
     def reaches(self, path: str) -> bool:
-        """True where this rank can write to that place."""
+        """True if this rank can write to that place."""
 
     @abstractmethod
     def view(self, ref: BucketRef, entry: TensorEntry) -> Tensor:
-        """One tensor of the bucket, to be written."""
+        """Return a writable view of one tensor of the bucket."""
 
     @abstractmethod
     def keep(self, paths: Collection[str]) -> None:
@@ -100,8 +102,8 @@ class TransportReader(ABC):
 
     @abstractmethod
     def read(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of `ref`, in their order. A tensor shows what the bucket holds until the
-        sender writes it again."""
+        """Yield the tensors of `ref`, in order. A tensor is a view of the bucket, valid until the
+        sender writes the bucket again."""
 
     @abstractmethod
     def keep(self, paths: Collection[str]) -> None:
@@ -109,7 +111,12 @@ class TransportReader(ABC):
 
 
 class Carrier(ABC):
-    """The ends of one way for weights to travel."""
+    """A way to bring weights to engines: the memory of buckets, and both ends."""
+
+    @classmethod
+    def on(cls, device: torch.device) -> Self:
+        """Return the carrier of weights that are on `device`."""
+        return cls()
 
     @abstractmethod
     def place(self, size: int) -> BucketMemory:
@@ -123,9 +130,13 @@ class Carrier(ABC):
 
 
 def carrier(name: str) -> Carrier:
-    """The carrier of that name: `weights.transport` of the configuration."""
-    made: Carrier = importlib.import_module(f"megatron_async_rl.weights.{name}").CARRIER()
+    """Return the carrier of that name: `weights.transport` of the configuration."""
+    made: Carrier = carrier_module(name).CARRIER()
     return made
+
+
+def carrier_module(name: str) -> ModuleType:
+    return importlib.import_module(f"megatron_async_rl.weights.{name}")
 
 
 def whole_bucket(ref: BucketRef) -> TensorEntry:
@@ -142,7 +153,7 @@ def view_of(memory: Tensor, entry: TensorEntry) -> Tensor:
 def damaged_tensor(
     writer: TransportWriter, ref: BucketRef, digests: Mapping[str, str]
 ) -> str | None:
-    """Name of a tensor of the bucket that is not what was staged; null where all are."""
+    """Return the name of a tensor of the bucket that differs from the staged one; null: none."""
     for entry in ref.entries:
         if tensor_digest(writer.view(ref, entry)) != digests.get(entry.name):
             return entry.name
@@ -150,7 +161,8 @@ def damaged_tensor(
 
 
 def entries_of(bucket: Sequence[TensorSpec]) -> tuple[TensorEntry, ...]:
-    """Positions of the tensors of `bucket`. Raises ValueError for a bucket without bytes."""
+    """Return the positions of the tensors of `bucket`. Raises ValueError for a bucket without
+    bytes."""
     entries: list[TensorEntry] = []
     end = 0
     for spec in bucket:

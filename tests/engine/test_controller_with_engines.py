@@ -14,10 +14,10 @@ from megatron_async_rl.config.rollout import RewardConfig, RolloutConfig
 from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.data import PromptSource, load_tokenizer, read_prompts
 from megatron_async_rl.flow.controller import Controller
+from megatron_async_rl.flow.controller_spec import ControllerSpec
 from megatron_async_rl.flow.errors import EngineFailed
 from megatron_async_rl.flow.evaluation import HeldOut
 from megatron_async_rl.flow.fleet import FleetSettings
-from megatron_async_rl.flow.spec import ControllerSpec
 from megatron_async_rl.rollout.engine_process import Engine, RemoteEngine, start_engine
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples import Prompt

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from megatron_async_rl.config.policy import RECIPES, lacking, version_of
-from megatron_async_rl.controls.registry import CONTROLS
 from tests.gpu.fp8_program import CASES
 from tests.gpu.hardware import DEVICE, ON_DEVICE_WITH_TE, run_program
 from tests.gpu.test_train_step import flat, hold_gacs_cosine
 from tests.gradients import cosine
+from tests.method_settings import CONTROLS
 from tests.parallel import layouts
 from tests.parallel.test_export import assert_same
 from tests.tiny_models import save_tiny_model

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async_rl.controls.registry import CONTROLS
 from tests.gpu.hardware import DEVICE, ON_DEVICE, run_program
 from tests.gradients import cosine
+from tests.method_settings import CONTROLS
 from tests.parallel import layouts
 from tests.parallel.models import tensors_of
 from tests.parallel.ranks import run_alone

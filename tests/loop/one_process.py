@@ -22,8 +22,8 @@ from megatron_async_rl.config.load import load
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.flow import batches
 from megatron_async_rl.flow.controller import Controller
+from megatron_async_rl.flow.controller_spec import ControllerSpec, PromptProvider
 from megatron_async_rl.flow.engine_task import Launch, Restarts
-from megatron_async_rl.flow.spec import ControllerSpec, PromptProvider
 from megatron_async_rl.flow.trainer_rank import TrainerRank
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.background import Background

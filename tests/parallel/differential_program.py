@@ -35,9 +35,9 @@ class Watched:
             self.gradients.append(self._whole_gradient())
             return overflow
 
-        def stepped(minibatch: Any, batch: Any, **settings: Any) -> Any:
-            self.parts.append(batch.samples.ids.to_pylist())
-            return step(minibatch, batch, **settings)
+        def stepped(minibatch: Any, *given: Any, **settings: Any) -> Any:
+            self.parts.append(minibatch.samples.ids.to_pylist())
+            return step(minibatch, *given, **settings)
 
         policy.optimizer.prepare_grads, policy._optimizer_step = prepared, stepped
 

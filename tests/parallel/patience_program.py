@@ -21,9 +21,9 @@ import torch.distributed as dist
 from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.config.policy import ParallelConfig
 from megatron_async_rl.flow.batches import RolloutBatches
+from megatron_async_rl.flow.controller_spec import DataState
 from megatron_async_rl.flow.evaluation import EvalSchedule
 from megatron_async_rl.flow.rank0 import Rank0
-from megatron_async_rl.flow.spec import DataState
 from megatron_async_rl.flow.trainer_rank import TrainerRank
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.parallel import LONG_WAIT_TIMEOUT, initialise

@@ -16,9 +16,8 @@ from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.weights import shards
 from megatron_async_rl.weights.cuda_ipc import CudaIpc, IpcBuckets
 from megatron_async_rl.weights.digest import tensor_digest
-from megatron_async_rl.weights.export import WeightExporter
+from megatron_async_rl.weights.export import WeightExporter, WeightShards
 from megatron_async_rl.weights.manifest import IN_FLIGHT, Manifest, WeightMismatch, require_equal
-from megatron_async_rl.weights.shards import WeightShards
 from megatron_async_rl.weights.shared_memory import SharedMemory
 from megatron_async_rl.weights.staging import Staging
 from megatron_async_rl.weights.transport import view_of

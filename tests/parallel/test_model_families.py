@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async_rl.policy.supported import FAMILIES
+from megatron_async_rl.policy.families import FAMILIES
 from tests.parallel import layouts
 from tests.parallel.family_program import CONTEXT_MODELS
 from tests.parallel.models import tensors_of

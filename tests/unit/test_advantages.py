@@ -17,13 +17,12 @@ from megatron_async_rl.config.advantages import (
     RlooAdvantage,
 )
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.config.settings_model import UnknownName
 from megatron_async_rl.objectives.advantages.discounted import reinforce_pp_baseline
 from megatron_async_rl.objectives.advantages.per_response import grpo, opo, rloo
 from megatron_async_rl.objectives.objective import Objective
-from megatron_async_rl.objectives.registry import advantage_method, loss_method
 from megatron_async_rl.objectives.terms import token_rewards
 from tests.cases import looped
+from tests.method_settings import ADVANTAGES
 from tests.token_batches import decided, detached, rewarded, tokens
 from tests.train_batches import columns, rewards_batch
 
@@ -74,7 +73,7 @@ def test_an_advantage_equals_its_reference_vector(case):
     batch = detached(
         batch.replace(token_rewards=token_rewards(batch, torch.zeros_like(batch.mask)))
     )
-    found = advantage_method(case["name"]).function(batch, SETTINGS[case["name"]](**case["params"]))
+    found = ADVANTAGES[case["name"]].function(batch, SETTINGS[case["name"]](**case["params"]))
     expect = {name: np.array(values) for name, values in case["expect"].items()}
     np.testing.assert_allclose(
         found.tokens.view(shape).numpy(), expect.pop("advantages"), atol=1e-6
@@ -146,12 +145,3 @@ def test_a_reward_that_is_not_finite_is_named():
 def test_grpo_whitens_each_group_by_itself():
     advantages = targets(GrpoAdvantage(), [[0.0, 1.0], [100.0, 102.0]]).whole.advantages
     np.testing.assert_allclose(advantages, np.array([-1, 1, -1, 1]) / np.sqrt(2), rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("find", "name", "nearest"),
-    [(loss_method, "ppo_clp", "ppo_clip"), (advantage_method, "gpro", "grpo")],
-)
-def test_an_unknown_name_gets_the_nearest_one(find, name, nearest):
-    with pytest.raises(UnknownName, match=f"{name}.*nearest: {nearest}"):
-        find(name)

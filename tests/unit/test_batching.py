@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.objectives.aggregate import Denominators
 from megatron_async_rl.objectives.batch import on_device
-from megatron_async_rl.objectives.objective import Objective, StepTargets, whole_batch
+from megatron_async_rl.objectives.objective import Denominators, Objective, StepTargets, whole_batch
 from megatron_async_rl.policy import batching
 from megatron_async_rl.policy.attention import ContextParallelSlice
 from megatron_async_rl.policy.batching import (

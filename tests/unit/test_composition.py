@@ -12,9 +12,9 @@ from megatron_async_rl import cli
 from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.config.problem import ConfigError
 from megatron_async_rl.objectives.objective import Objective, valid_samples
-from megatron_async_rl.objectives.registry import ADVANTAGES, CORRECTIONS, LOSSES
 from tests.cases import looped
 from tests.combinations import factors, label, pairwise, search, stored, trained
+from tests.method_settings import ADVANTAGES, CORRECTIONS, LOSSES
 from tests.thorough import thorough
 from tests.token_batches import decided, part_of
 from tests.train_batches import columns, ragged_batch

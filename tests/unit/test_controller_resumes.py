@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_async_rl.flow.buffer import EMPTY
 from megatron_async_rl.flow.buffer_file import read, written
 from megatron_async_rl.flow.controller import Controller
-from megatron_async_rl.flow.spec import DataState
+from megatron_async_rl.flow.controller_spec import DataState
 from megatron_async_rl.watchdog.watch import STOP
 from tests.cases import looped
 from tests.thorough import examples

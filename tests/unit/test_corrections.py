@@ -17,8 +17,8 @@ from megatron_async_rl.config.corrections import (
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.objectives.objective import Objective
 from megatron_async_rl.objectives.off_policy import icepop, opsm, reject, tis, token_veto
-from megatron_async_rl.objectives.registry import correction_method
 from tests.cases import looped
+from tests.method_settings import CORRECTIONS
 from tests.token_batches import decided, detached, tokens
 from tests.train_batches import columns, ragged_batch, samples_in
 
@@ -52,7 +52,7 @@ def test_a_correction_equals_its_reference_vector(case, dtype):
         dtype=dtype,
     )
     factor = (
-        correction_method(case["name"]).function(batch, SETTINGS[case["name"]](**case["params"]))
+        CORRECTIONS[case["name"]].function(batch, SETTINGS[case["name"]](**case["params"]))
         * batch.mask
     )
     np.testing.assert_allclose(
@@ -97,7 +97,7 @@ def test_truncation_rejects_nothing_however_small_the_ratio(level):
 )
 def test_normalised_token_weights_have_mean_1_over_kept_tokens(settings):
     batch = with_log_ratios([0.5, -0.5, 0.1, 9.0], mask=[1, 1, 1, 0], weights=[1, 1, 0, 1])
-    factor = correction_method(settings.name).function(batch, settings)
+    factor = CORRECTIONS[settings.name].function(batch, settings)
     assert float(factor[:2].mean()) == pytest.approx(1.0)
 
 
@@ -106,9 +106,7 @@ def test_normalised_sequence_weights_have_mean_1_over_sequences_of_any_length(na
     batch = with_log_ratios(
         [0.1, 0.2, 0.3, -0.4, 7.0], sequence=[0, 0, 0, 1, 2], mask=[1, 1, 1, 1, 0]
     )
-    factor = correction_method(name).function(
-        batch, SETTINGS[name](level="sequence", normalize=True)
-    )
+    factor = CORRECTIONS[name].function(batch, SETTINGS[name](level="sequence", normalize=True))
     assert float(factor[0] + factor[3]) / 2 == pytest.approx(1.0)
 
 
@@ -116,9 +114,7 @@ def test_a_batch_in_which_nothing_is_kept_is_not_divided_by_0():
     batch = with_log_ratios([0.1, 0.2], weights=[0, 0])
     for name in ("tis", "icepop"):
         for level in ("token", "sequence"):
-            factor = correction_method(name).function(
-                batch, SETTINGS[name](level=level, normalize=True)
-            )
+            factor = CORRECTIONS[name].function(batch, SETTINGS[name](level=level, normalize=True))
             assert torch.isfinite(factor).all()
     far = with_log_ratios([-50.0, -50.0])
     assert icepop(far, IcepopCorrection(normalize=True)).tolist() == [0.0, 0.0]
@@ -262,7 +258,7 @@ def test_sequence_masking_compares_with_the_sampling_policy_where_that_is_the_pr
 def corrected(batch, *corrections):
     for settings in corrections:
         batch = batch.replace(
-            weights=batch.weights * correction_method(settings.name).function(batch, settings)
+            weights=batch.weights * CORRECTIONS[settings.name].function(batch, settings)
         )
     return batch.weights.tolist()
 
@@ -288,7 +284,7 @@ def test_each_correction_sees_what_the_ones_before_it_kept():
     ids=lambda s: s.name,
 )
 def test_a_rejected_token_has_no_say_over_its_sequence(settings):
-    function = correction_method(settings.name).function
+    function = CORRECTIONS[settings.name].function
     clean = with_log_ratios([0.1, 0.1, 0.1], weights=[0, 1, 1], advantages=[-1, -1, -1])
     for far in (-15.0, 15.0):
         rejected = with_log_ratios(
@@ -326,7 +322,7 @@ def test_log_ratios_of_700_stay_finite(settings, mask, dtype):
     batch = tokens(
         [0.0] * 4, prox=[700.0, -700.0, 700.0, 700.0], mask=mask, sequence=[0, 0, 1, 1], dtype=dtype
     )
-    factor = correction_method(settings.name).function(detached(batch), settings)
+    factor = CORRECTIONS[settings.name].function(detached(batch), settings)
     assert torch.isfinite(factor).all()
     assert factor.dtype == dtype
     assert torch.all(factor >= 0)

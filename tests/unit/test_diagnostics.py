@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.objectives.aggregate import Denominators
 from megatron_async_rl.objectives.batch import TokenBatch
-from megatron_async_rl.objectives.objective import Objective
+from megatron_async_rl.objectives.objective import Denominators, Objective
 from megatron_async_rl.policy.batching import build_micro_batch
 from megatron_async_rl.policy.step import StepTable, effective_sample_size, step_metrics
 from tests.gpu.host_syncs import unordered_sums

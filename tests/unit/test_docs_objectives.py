@@ -13,10 +13,8 @@ from pydantic.fields import FieldInfo
 from megatron_async_rl.config.keys import method_name, models_in
 from megatron_async_rl.config.losses import Proximal
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.controls.registry import CONTROLS
-from megatron_async_rl.objectives.registry import ADVANTAGES, CORRECTIONS, LOSSES
 from tests.cases import looped
-from tests.method_settings import models
+from tests.method_settings import ADVANTAGES, CONTROLS, CORRECTIONS, LOSSES, models
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "objectives.md").read_text()

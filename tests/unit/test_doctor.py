@@ -15,7 +15,8 @@ from rich.console import Console
 
 from megatron_async_rl.plan import doctor
 from megatron_async_rl.plan.machine import GIB, Gpu, Machine
-from megatron_async_rl.policy.supported import EXPECTED, FAMILIES, REFUSED, unsupported
+from megatron_async_rl.policy.families import FAMILIES
+from megatron_async_rl.policy.supported import EXPECTED, REFUSED, unsupported
 from megatron_async_rl.rollout.isolation.sandbox import SandboxError
 from tests.cases import looped
 
@@ -190,6 +191,13 @@ def test_the_setting_that_forbids_namespaces_is_named(tmp_path, monkeypatch, nam
     (tmp_path / name).write_text(f"{value}\n")
     monkeypatch.setattr(doctor, "KERNEL", tmp_path)
     assert hint in doctor._allow_namespaces()
+
+
+def test_a_machine_without_bubblewrap_is_told_to_install_it(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    found = doctor._sandbox()
+    assert (found.state, found.found) == ("note", "no bubblewrap")
+    assert found.fix == "sudo apt-get install bubblewrap"
 
 
 def test_a_small_shared_memory_fails_since_it_carries_the_weights():

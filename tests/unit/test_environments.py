@@ -26,18 +26,15 @@ from megatron_async_rl.plan.trials import _tasks
 from megatron_async_rl.rollout.environments import (
     EnvironmentRefused,
     Step,
-    built_in,
     checked_content,
     checked_step,
     load_factory,
 )
-from megatron_async_rl.rollout.environments.built_in import (
-    Tools,
-    _action_schema,
-    prompt_tokenizer,
-)
+from megatron_async_rl.rollout.environments.built_in import verifiers as verifiers_module
+from megatron_async_rl.rollout.environments.built_in.openenv import _action_schema
+from megatron_async_rl.rollout.environments.built_in.tools import Tools, prompt_tokenizer
 from megatron_async_rl.rollout.environments.chat import EpisodeMessages, PlainText
-from megatron_async_rl.rollout.environments.conversation import Episodes, failures
+from megatron_async_rl.rollout.environments.episode import Episodes, failures
 from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
 from megatron_async_rl.rollout.environments.transcript import Transcript, Turn, TurnRequest
 from megatron_async_rl.rollout.isolation.supervisor import UserCodeStartError
@@ -474,7 +471,7 @@ def test_agents_of_verifiers_have_a_harness_and_a_place_without_being_given_them
     """A model's code runs on this machine only if it is configured."""
     user = AgentOfVerifiers(harness=SimpleNamespace(id="null"))
     library = Verifiers(agents={"agent": AgentOfVerifiers(), "user": user}, own=own)
-    assert built_in._placed(library, library, env) == placed
+    assert verifiers_module._placed(library, library, env) == placed
 
 
 @pytest.mark.parametrize("other", [True, False])
@@ -501,8 +498,8 @@ def test_an_agent_of_verifiers_that_is_not_to_be_trained_is_not_the_policy(
             return SimpleNamespace(ok=True, errors=(), traces=traces)
 
     library = Verifiers(Episodes())
-    monkeypatch.setattr(built_in, "_of_package", lambda *_: (library, library))
-    verifiers = built_in.Verifiers(env={"of": [other]})
+    monkeypatch.setattr(verifiers_module, "package_modules", lambda *_: (library, library))
+    verifiers = verifiers_module.Verifiers(env={"of": [other]})
     playing = verifiers.run(prompt_of(task=0), "http://x/v1")
     if other:
         assert asyncio.run(playing) == 2.0
@@ -516,10 +513,10 @@ def test_a_prompt_without_a_task_of_verifiers_is_refused_before_the_start(
     monkeypatch: pytest.MonkeyPatch, tasks: Any, there: int
 ) -> None:
     library = Verifiers(SimpleNamespace(taskset=tasks))
-    monkeypatch.setattr(built_in, "_of_package", lambda *_: (library, library))
+    monkeypatch.setattr(verifiers_module, "package_modules", lambda *_: (library, library))
     settings: dict[str, Any] = {"env": {"taskset": {"id": str(there)}}, "task": "number"}
     config = EnvironmentConfig(name="verifiers", settings=settings)
-    assert built_in.Verifiers(**settings).task(prompt_of(number=1)) == "task 1"
+    assert verifiers_module.Verifiers(**settings).task(prompt_of(number=1)) == "task 1"
 
     def told(**fields: Any) -> str:
         rows = (prompt_of(number="0"), prompt_of(**fields))

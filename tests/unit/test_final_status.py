@@ -15,8 +15,9 @@ from rich.console import Console
 
 from megatron_async_rl.config.rules import validated
 from megatron_async_rl.launch import launcher
+from megatron_async_rl.launch.addresses import Nodes
 from megatron_async_rl.launch.launcher import LocalRanks
-from megatron_async_rl.launch.peers import Nodes, PeerNodes
+from megatron_async_rl.launch.rendezvous import PeerNodes
 from megatron_async_rl.launch.run_lock import RunDirectoryError, usable
 from megatron_async_rl.metrics.status import Status, read_status
 from megatron_async_rl.report.progress import Progress

@@ -21,8 +21,8 @@ from megatron_async_rl.config.flow import FlowConfig
 from megatron_async_rl.config.schema import SamplesConfig
 from megatron_async_rl.flow import engine_task, sample_log
 from megatron_async_rl.flow.controller import Controller
+from megatron_async_rl.flow.controller_spec import DataState
 from megatron_async_rl.flow.sample_log import SampleLogWriter, open_sample_log
-from megatron_async_rl.flow.spec import DataState
 from megatron_async_rl.report.sample_browser import SampleBrowser
 from megatron_async_rl.samples import history
 from megatron_async_rl.samples.frames import SegmentBroken

@@ -18,18 +18,20 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore, run
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 import megatron_async_rl
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.launch import peers, torchrun
+from megatron_async_rl.launch import torchrun
+from megatron_async_rl.launch.addresses import Nodes, NodesError, listening_address
 from megatron_async_rl.launch.launcher import environment_of_ranks
-from megatron_async_rl.launch.peers import Nodes, NodesError, PeerNodes, listening_address
+from megatron_async_rl.launch.rendezvous import PeerNodes, RankStore
 from megatron_async_rl.metrics.sinks import Prometheus
 from megatron_async_rl.rollout.cluster import RAY_CLUSTERS, loopback_interface, start_no_monitor
 from megatron_async_rl.watchdog.limited_server import LimitedThreads
 from megatron_async_rl.weights import relay_server
+from megatron_async_rl.weights.bound_store import listen, serve_store
 from megatron_async_rl.weights.collective import Sender
 from megatron_async_rl.weights.relay_server import RelayServer
 from tests.ports import free_ports
@@ -63,17 +65,25 @@ def test_the_store_of_a_sender_of_weights_listens_at_its_host_alone() -> None:
     sender.close(meeting)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_the_store_of_torchrun_listens_at_its_endpoint_alone(host: str) -> None:
-    parameters = RendezvousParameters(
-        torchrun.RENDEZVOUS, f"{host}:0", "id", 1, 1, rank="0", timeout=600
+    with listen(host) as listener:
+        port = listener.getsockname()[1]
+        store = RankStore("id", host, port, listener)
+        arguments = run.get_args_parser().parse_args([*store.torchrun(Nodes(), 1), "script"])
+        inherited = listener.detach()
+    assert arguments.rdzv_conf == f"rank=0,descriptor={inherited}"
+    conf = dict(one.split("=") for one in arguments.rdzv_conf.split(","))
+    handler = torchrun.BoundRendezvous(
+        RendezvousParameters(
+            torchrun.RENDEZVOUS, arguments.rdzv_endpoint, "id", 1, 1, timeout=600, **conf
+        )
     )
-    handler = torchrun._rendezvous(parameters)
     found = handler.next_rendezvous()
-    port = found.bootstrap_store_info.master_port
-    assert [at for at, taken in listening() if taken == port] == [host.strip("[]")]
+    assert found.bootstrap_store_info.master_port == port
+    assert [at for at, taken in listening() if taken == port] == [host]
     assert handler.use_agent_store, "ranks open no store of their own"
-    assert found.bootstrap_store_info.master_addr == host.strip("[]")
+    assert found.bootstrap_store_info.master_addr == host
 
 
 def test_ranks_on_one_machine_stay_on_it_and_those_of_several_do_not() -> None:
@@ -179,25 +189,8 @@ def test_node_0_listens_at_no_other_address(monkeypatch: pytest.MonkeyPatch) -> 
     zero = PeerNodes(Nodes(2, 0, f"node0:{port}"))
     try:
         assert [at for at, taken in listening() if taken == port] == [address]
-        assert f"--rdzv-endpoint={address}:{port}" in Nodes(2, 0, f"node0:{port}").torchrun(
-            2, "id", zero.address
-        )
     finally:
         zero.close()
-
-
-def test_strangers_at_node_0_take_no_more_than_their_share(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(peers, "STRANGERS", 5)
-    (port,) = free_ports(1)
-    zero = PeerNodes(Nodes(2, 0, f"localhost:{port}"))
-    with contextlib.ExitStack() as strangers:
-        for _ in range(20):
-            strangers.enter_context(socket.create_connection(("localhost", port), PATIENT_S))
-            zero.refusal()
-        assert len(zero._connections) == 5 + 2
-    zero.close()
 
 
 class Echo(socketserver.BaseRequestHandler):
@@ -379,9 +372,7 @@ def test_no_server_has_a_thread_for_every_stranger() -> None:
 
 
 def test_a_limit_of_a_store_is_its_callers() -> None:
-    from megatron_async_rl.weights.bound_store import serve_store
-
-    store = serve_store("127.0.0.1", 0, timedelta(seconds=7))
+    store = serve_store(listen("127.0.0.1"), timedelta(seconds=7))
     assert store.timeout == timedelta(seconds=7)
     with pytest.raises(OSError, match="ssign requested address"):
-        serve_store("192.0.2.99", 0, timedelta(seconds=7))
+        listen("192.0.2.99")

@@ -11,13 +11,12 @@ import torch
 from megatron_async_rl.config.keys import models_in
 from megatron_async_rl.config.losses import Loss, PpoClipLoss, SftLoss
 from megatron_async_rl.config.objective import ObjectiveConfig
-from megatron_async_rl.objectives.aggregate import Denominators, aggregate
 from megatron_async_rl.objectives.batch import TokenLoss
 from megatron_async_rl.objectives.losses.ppo_clip import ppo_clip
-from megatron_async_rl.objectives.objective import Objective, StepTargets
+from megatron_async_rl.objectives.objective import Denominators, Objective, StepTargets, aggregate
 from megatron_async_rl.objectives.off_policy import proximal_logp
-from megatron_async_rl.objectives.registry import LOSSES, loss_method
 from tests.cases import looped
+from tests.method_settings import LOSSES
 from tests.token_batches import detached, part_of, random_tokens, tokens
 
 DATA = Path(__file__).parents[1] / "data/golden"
@@ -55,7 +54,7 @@ def test_a_loss_and_its_gradient_equal_the_reference_vector(case, dtype):
         name: torch.tensor(value, dtype=torch.float64) for name, value in case["inputs"].items()
     }
     (rows, columns), group = inputs["logp"].shape, inputs.pop("group", None)
-    params, method = dict(case["params"]), loss_method(case["name"])
+    params, method = dict(case["params"]), LOSSES[case["name"]]
     settings = SETTINGS[case["name"]](**{k: v for k, v in params.items() if k != "aggregation"})
     # Padding stays in, with mask 0: it has to be without effect.
     whole = tokens(
@@ -130,7 +129,7 @@ def configured(loss, **more):
 @looped("cut", [[[0, 1], [2, 3, 4, 5]], [[5, 0, 3], [4], [2, 1]], [[0], [1], [2], [3], [4], [5]]])
 def test_any_cut_of_a_batch_into_micro_batches_gives_the_same_loss_and_gradient(loss, cut):
     whole = random_tokens(seed=4)
-    decide = loss_method(loss.name).decide
+    decide = LOSSES[loss.name].decide
     if decide is not None:
         whole = whole.replace(decided=decide(detached(whole), loss))
     denominators = Denominators.of(whole)
@@ -169,12 +168,12 @@ def test_every_loss_is_finite_for_log_ratios_of_700(name, dtype):
             rewards=[-1.0, 1.0, 0.0, 0.0, 5.0, 1.0],
             group=[0, 0, 1, 1, 2, 2],
         )
-        decide = loss_method(name).decide
+        decide = LOSSES[name].decide
         if decide is not None:
             whole = whole.replace(decided=decide(detached(whole), loss))
             assert all(map(math.isfinite, whole.decided.scalars.values()))
         batch = part(whole, list(range(6)), dtype)
-        result = loss_method(name).function(batch, loss)
+        result = LOSSES[name].function(batch, loss)
         total = aggregate(result, batch, loss.default_aggregation, Denominators.of(whole)).sum()
         (gradient,) = torch.autograd.grad(total, batch.logp)
         assert torch.isfinite(total)
@@ -187,7 +186,7 @@ def test_a_loss_said_to_be_linear_in_the_advantage_is(name):
     batch = random_tokens(seed=7)
 
     def slope(factor):
-        losses = loss_method(name).function(
+        losses = LOSSES[name].function(
             batch.replace(advantages=factor * batch.advantages), SETTINGS[name]()
         )
         return torch.autograd.grad(losses.loss.sum(), batch.logp)[0]
@@ -201,12 +200,12 @@ def test_a_loss_not_said_to_be_linear_in_the_advantage_is_not(name):
 
     def slope(factor):
         moved = batch.replace(advantages=factor * batch.advantages)
-        decide = loss_method(name).decide
+        decide = LOSSES[name].decide
         moved = (
             moved.replace(decided=decide(detached(moved), SETTINGS[name]())) if decide else moved
         )
         return torch.autograd.grad(
-            loss_method(name).function(moved, SETTINGS[name]()).loss.sum(), batch.logp
+            LOSSES[name].function(moved, SETTINGS[name]()).loss.sum(), batch.logp
         )[0]
 
     assert not torch.allclose(slope(-3.0), -3.0 * slope(1.0))
@@ -223,7 +222,7 @@ FACTS = {
 @looped("fact", FACTS)
 @looped("name", LOSSES)
 def test_a_loss_reads_exactly_the_columns_its_settings_say(name, fact):
-    column, method, settings = FACTS[fact], loss_method(name), SETTINGS[name]()
+    column, method, settings = FACTS[fact], LOSSES[name], SETTINGS[name]()
     batch = random_tokens(seed=7)
     batch = batch.replace(rewards=-batch.rewards.abs())  # where TOPR has a weight
     moved = batch.replace(**{column: getattr(batch, column).roll(1) + 1.0})

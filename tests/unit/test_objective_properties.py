@@ -11,20 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_async_rl.config.losses import ReinforceLoss
-from megatron_async_rl.objectives.aggregate import Denominators, aggregate
 from megatron_async_rl.objectives.batch import BatchDecision
-from megatron_async_rl.objectives.registry import (
-    ADVANTAGES,
-    CORRECTIONS,
-    LOSSES,
-    advantage_method,
-    correction_method,
-    loss_method,
-)
+from megatron_async_rl.objectives.objective import Denominators, aggregate
 from megatron_async_rl.objectives.terms import token_rewards
 from tests.cases import looped
 from tests.gpu.host_syncs import unordered_sums
-from tests.method_settings import every, label, models
+from tests.method_settings import ADVANTAGES, CORRECTIONS, LOSSES, every, label, models
 from tests.token_batches import detached, random_tokens
 
 few = settings(max_examples=5, derandomize=True, deadline=None)
@@ -85,13 +77,13 @@ def part_of(batch, chosen, order=None):
 
 
 def decided(batch, loss):
-    decide = loss_method(loss.name).decide
+    decide = LOSSES[loss.name].decide
     return batch.replace(decided=decide(batch, loss)) if decide is not None else batch
 
 
 def value_of(batch, loss, denominators, aggregation=None):
     """The batch's part of the loss; differentiable in `batch.logp`."""
-    losses = loss_method(loss.name).function(dataclasses.replace(batch, group=None), loss)
+    losses = LOSSES[loss.name].function(dataclasses.replace(batch, group=None), loss)
     return aggregate(losses, batch, aggregation or loss.default_aggregation, denominators).sum()
 
 
@@ -266,7 +258,7 @@ def test_no_cut_and_no_order_of_a_batch_changes_a_loss_or_its_gradient(loss, see
 def test_the_order_of_sequences_does_not_change_an_advantage(advantage, seed):
     whole = whole_batch(seed)
     moved, index = permuted(whole, torch.Generator().manual_seed(seed))
-    function = advantage_method(advantage.name).function
+    function = ADVANTAGES[advantage.name].function
     expected, found = function(whole, advantage), function(with_token_rewards(moved), advantage)
     torch.testing.assert_close(found.tokens, expected.tokens[index], atol=1e-9, rtol=1e-9)
     assert torch.all(expected.tokens[whole.mask == 0] == 0)
@@ -279,7 +271,7 @@ def test_the_order_of_sequences_does_not_change_an_advantage(advantage, seed):
 @each_correction
 def test_no_cut_and_no_order_of_a_batch_changes_a_correction(correction, seed, cuts):
     generator = torch.Generator().manual_seed(seed)
-    whole, method = whole_batch(seed), correction_method(correction.name)
+    whole, method = whole_batch(seed), CORRECTIONS[correction.name]
     expected = method.function(whole, correction)
     moved, index = permuted(whole, generator)
     assert not expected.requires_grad
@@ -306,7 +298,7 @@ def test_a_correction_does_nothing_where_trainer_and_engine_agree(correction, se
         logp=batch.logp_behavior,
         weights=torch.ones_like(batch.weights),
     )
-    factor = correction_method(correction.name).function(batch, correction)
+    factor = CORRECTIONS[correction.name].function(batch, correction)
     assert torch.all(factor[batch.mask > 0] == 1.0)
 
 
@@ -323,7 +315,7 @@ def test_a_loss_and_its_gradient_leave_the_order_of_no_sum_to_the_device(loss):
 
 @each_correction
 def test_a_correction_leaves_the_order_of_no_sum_to_the_device(correction):
-    method = correction_method(correction.name)
+    method = CORRECTIONS[correction.name]
     with unordered_sums() as found:
         if not method.whole(correction):
             method.function(in_single(whole_batch(0)), correction)
@@ -409,7 +401,7 @@ def test_an_extreme_batch_has_a_finite_loss_and_gradient(loss, case):
 def test_an_extreme_batch_has_finite_advantages(advantage, case):
     for seed in range(4):
         batch = extreme(seed, case)
-        found = advantage_method(advantage.name).function(batch, advantage)
+        found = ADVANTAGES[advantage.name].function(batch, advantage)
         assert torch.isfinite(found.tokens).all()
         assert torch.all(found.tokens[batch.mask == 0] == 0)
         if found.returns is not None:
@@ -419,7 +411,7 @@ def test_an_extreme_batch_has_finite_advantages(advantage, case):
 @looped("case", EXTREMES)
 @each_correction
 def test_an_extreme_batch_has_finite_corrections(correction, case):
-    method = correction_method(correction.name)
+    method = CORRECTIONS[correction.name]
     for seed in range(4):
         batch = extreme(seed, case)
         for part in (batch,) if method.whole(correction) else (batch, in_single(batch)):
@@ -461,7 +453,7 @@ each_comparing_advantage = looped(
 def test_equal_rewards_and_groups_of_one_teach_nothing_to_an_estimator_that_compares(
     advantage, seed, reward
 ):
-    batch, function = whole_batch(seed), advantage_method(advantage.name).function
+    batch, function = whole_batch(seed), ADVANTAGES[advantage.name].function
     equal = with_token_rewards(batch.replace(rewards=torch.full_like(batch.rewards, reward)))
     assert torch.all(function(equal, advantage).tokens == 0.0)
     alone = function(batch.replace(group=torch.arange(batch.sequences)), advantage).tokens
@@ -472,7 +464,7 @@ def test_equal_rewards_and_groups_of_one_teach_nothing_to_an_estimator_that_comp
 @few
 @each_comparing_advantage
 def test_a_constant_added_to_all_rewards_of_a_group_is_without_effect(advantage, seed, shift):
-    batch, function = whole_batch(seed), advantage_method(advantage.name).function
+    batch, function = whole_batch(seed), ADVANTAGES[advantage.name].function
     moved = with_token_rewards(batch.replace(rewards=batch.rewards + shift * (batch.group == 0)))
     torch.testing.assert_close(
         function(moved, advantage).tokens, function(batch, advantage).tokens, atol=1e-9, rtol=1e-9

@@ -47,7 +47,7 @@ from megatron_async_rl.plan.pace import staleness_law
 from megatron_async_rl.plan.plan import RunPlan
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.screen import show_plan
-from megatron_async_rl.policy.supported import FAMILIES
+from megatron_async_rl.policy.families import FAMILIES
 from megatron_async_rl.rollout.cluster import object_store_bytes
 from tests.cases import looped
 from tests.forked import python
@@ -805,7 +805,7 @@ def test_by_relay_engines_need_no_gpus_of_the_trainers_machine(file, monkeypatch
         ("relay", "brings weights to engines on other machines"),
         (
             "collective",
-            "connects the policy's device with others: NCCL takes each device once",
+            "connects the policy's device with others, and NCCL accepts no device twice",
         ),
     ],
 )

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from megatron_async_rl.config.load import load
 from megatron_async_rl.config.rules import validated
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.controls.registry import build_controls
+from megatron_async_rl.controls.decision import build_controls
 from megatron_async_rl.objectives.objective import Objective
 from tests.gradients import gradient, step
 from tests.token_batches import decided, part_of

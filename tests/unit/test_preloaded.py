@@ -19,8 +19,9 @@ import pytest
 
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.launch import launcher
+from megatron_async_rl.launch.addresses import Nodes
 from megatron_async_rl.launch.launcher import LocalRanks, environment_of_ranks
-from megatron_async_rl.launch.peers import Nodes
+from megatron_async_rl.launch.rendezvous import RankStore
 from megatron_async_rl.plan.layout import PLANNED_DEVICE
 from megatron_async_rl.watchdog import preloaded
 from megatron_async_rl.watchdog.processes import PARENT, descendants
@@ -205,7 +206,7 @@ def test_a_run_has_the_servers_that_it_can_use(
     monkeypatch.setattr(launcher, "serving_engines", lambda *_: nullcontext("engines"))
     config = Config.model_validate({**config_tree(), **tree})
     folder = RunFolder(tmp_path, tmp_path, ())
-    ranks = LocalRanks(config, Nodes(), "127.0.0.1", "0", {}, folder, None)
+    ranks = LocalRanks(config, Nodes(), RankStore("id", "127.0.0.1", 0, None), {}, folder, None)
     with ExitStack() as held:
         assert launcher._preload(ranks, environment, held) == kinds
 

@@ -7,12 +7,10 @@ from megatron_async_rl.config.load import load
 from megatron_async_rl.config.losses import LONG_RESPONSE, engine_ratios
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.rollout_rules import length_warnings
-from megatron_async_rl.controls.decision import UpdateView
-from megatron_async_rl.controls.registry import build_controls
-from megatron_async_rl.objectives.registry import advantage_method, correction_method, loss_method
+from megatron_async_rl.controls.decision import UpdateView, build_controls
 from tests.cases import looped
 from tests.gradients import Optimizer, aligned, step
-from tests.method_settings import every, label
+from tests.method_settings import ADVANTAGES, CORRECTIONS, LOSSES, every, label
 from tests.token_batches import detached, random_tokens
 from tests.written_run import write_run
 
@@ -36,10 +34,10 @@ def a_batch():
 
 def result(section, settings, batch):
     if section == "advantage":
-        return advantage_method(settings.name).function(detached(batch), settings).tokens
+        return ADVANTAGES[settings.name].function(detached(batch), settings).tokens
     if section == "corrections":
-        return correction_method(settings.name).function(detached(batch), settings)
-    method = loss_method(settings.name)
+        return CORRECTIONS[settings.name].function(detached(batch), settings)
+    method = LOSSES[settings.name]
     if method.decide:
         batch = batch.replace(decided=method.decide(detached(batch), settings))
     return torch.autograd.grad(method.function(batch, settings).loss.sum(), batch.logp)[0]

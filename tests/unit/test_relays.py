@@ -17,10 +17,10 @@ import torch
 
 from megatron_async_rl.flow import engine_task, relays
 from megatron_async_rl.flow.communicators import Communicators
-from megatron_async_rl.flow.copies import Relayed, Staged, VersionCopies
 from megatron_async_rl.flow.engine_task import EngineSlot
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.relay_process import RelaySpec
+from megatron_async_rl.flow.updates import Relayed, Staged, VersionCopies
 from megatron_async_rl.rollout.spec import HERE
 from megatron_async_rl.watchdog.deadline import ProcessDied
 from megatron_async_rl.weights.collective import Sender

@@ -7,9 +7,8 @@ import torch
 
 from megatron_async_rl.config.corrections import RejectCorrection
 from megatron_async_rl.config.objective import KlConfig, ObjectiveConfig, ReferenceConfig
-from megatron_async_rl.objectives.aggregate import Denominators, aggregate
 from megatron_async_rl.objectives.batch import SequenceLoss, TokenLoss
-from megatron_async_rl.objectives.objective import Objective, valid_samples
+from megatron_async_rl.objectives.objective import Denominators, Objective, aggregate, valid_samples
 from tests.token_batches import decided, part_of, tokens
 from tests.train_batches import columns, ragged_batch
 

@@ -22,8 +22,8 @@ from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.schema import SamplesConfig
 from megatron_async_rl.flow import sample_log
 from megatron_async_rl.flow.controller import Controller
+from megatron_async_rl.flow.controller_spec import DataState
 from megatron_async_rl.flow.sample_log import SampleLog, SampleLogWriter, open_sample_log
-from megatron_async_rl.flow.spec import DataState
 from megatron_async_rl.report.sample_browser import SampleBrowser
 from megatron_async_rl.report.samples import SampleQuery, choose, newest_trained, samples_section
 from megatron_async_rl.samples.columns import NUMERIC, batch_of

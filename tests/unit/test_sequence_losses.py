@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from megatron_async_rl.config.losses import GmpoLoss, KimiLoss, OaplLoss, TrajectoryBalanceLoss
-from megatron_async_rl.objectives.aggregate import Denominators, aggregate
-from megatron_async_rl.objectives.registry import loss_method
+from megatron_async_rl.objectives.objective import Denominators, aggregate
+from tests.method_settings import LOSSES
 from tests.token_batches import detached, random_tokens, tokens
 
 
 def run(batch, settings):
     """(loss [S], gradient of its mean over the batch's sequences [N], what was decided)."""
-    method = loss_method(settings.name)
+    method = LOSSES[settings.name]
     if method.decide is not None:
         batch = batch.replace(decided=method.decide(detached(batch), settings))
     result = method.function(batch, settings)
@@ -144,7 +144,7 @@ def test_a_sequence_without_trained_tokens_has_loss_zero(settings):
 )
 def test_a_group_may_be_split_over_micro_batches(settings):
     whole = random_tokens()
-    method = loss_method(settings.name)
+    method = LOSSES[settings.name]
     result, _, decided = run(whole, settings)
     for s in range(whole.sequences):
         own = whole.sequence == s

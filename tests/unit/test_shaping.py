@@ -12,8 +12,7 @@ from megatron_async_rl.config.objective import (
     OverlongConfig,
     ReferenceConfig,
 )
-from megatron_async_rl.objectives.aggregate import Denominators
-from megatron_async_rl.objectives.objective import Objective
+from megatron_async_rl.objectives.objective import Denominators, Objective
 from megatron_async_rl.objectives.terms import kl_estimate, token_kl, token_rewards
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.samples.types import Prompt

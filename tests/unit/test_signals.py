@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from megatron_async_rl.launch import launcher as launch
-from megatron_async_rl.launch.peers import Nodes
+from megatron_async_rl.launch.addresses import Nodes
 from megatron_async_rl.launch.signals import deferred
 from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.watchdog import watch

@@ -6,18 +6,19 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import get_args
 
 import pytest
 import torch
 
 from megatron_async_rl.config.load import load
-from megatron_async_rl.config.schema import Transport
+from megatron_async_rl.config.weights import CARRIERS, CarrierCapabilities
 from megatron_async_rl.flow.batches import controller_spec
+from megatron_async_rl.plan.layout import engines_elsewhere
+from megatron_async_rl.plan.machine import Machine
 from megatron_async_rl.weights.digest import tensor_digest
 from megatron_async_rl.weights.manifest import Manifest, WeightMismatch, require_equal
 from megatron_async_rl.weights.shared_memory import BucketReader, SharedMemory
-from megatron_async_rl.weights.staging import NotStaged, SingleProcess, Staging
+from megatron_async_rl.weights.staging import NotStaged, SingleProcess, Staging, staging_of
 from megatron_async_rl.weights.stale_files import PREFIX
 from megatron_async_rl.weights.transport import Carrier, ShardSlice, TensorSpec, carrier
 from tests.staged import parts, specs, stage
@@ -194,16 +195,21 @@ def test_a_mismatch_names_the_engine_and_the_first_tensor(
 
 @pytest.fixture
 def second_carrier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a carrier that is there by one file."""
+    """The name of a carrier that has one file and one line of the table."""
     module = ModuleType("megatron_async_rl.weights.second_carrier")
-    module.CARRIER = lambda: SharedMemory(tmp_path)  # type: ignore[attr-defined]
+
+    class SecondCarrier(SharedMemory):
+        def __init__(self) -> None:
+            super().__init__(tmp_path)
+
+    module.CARRIER = SecondCarrier  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(CARRIERS, "second_carrier", CarrierCapabilities(other_machines=True))
     return "second_carrier"
 
 
-def test_a_carrier_is_added_by_one_file(tmp_path: Path, second_carrier: str) -> None:
-    """And by its name in config.schema.Transport."""
-    staging = Staging(carrier(second_carrier))
+def test_a_carrier_is_added_by_one_file_and_one_line(tmp_path: Path, second_carrier: str) -> None:
+    staging = staging_of(second_carrier, torch.device("cpu"), SingleProcess())
     reader = carrier(second_carrier).reader()
     (ref, *_) = stage(staging, 1, buckets(2)).buckets
     assert Path(ref.path).parent == tmp_path
@@ -214,8 +220,12 @@ def test_a_carrier_is_added_by_one_file(tmp_path: Path, second_carrier: str) -> 
 def test_the_carrier_of_the_configuration_is_the_one_that_engines_read_by(
     tmp_path: Path, second_carrier: str
 ) -> None:
-    assert all(isinstance(carrier(name), Carrier) for name in get_args(Transport))
+    assert all(isinstance(carrier(name), Carrier) for name in CARRIERS)
     config = load(write_run(tmp_path))
     weights = config.weights.model_copy(update={"transport": second_carrier})
-    spec = controller_spec(config.model_copy(update={"weights": weights}), "cpu", {})
+    config = config.model_copy(update={"weights": weights})
+    spec = controller_spec(config, "cpu", {})
     assert {engine.transport for engine in spec.engines} == {second_carrier}
+    assert all(engine.carrier.other_machines for engine in spec.engines)
+    machine = Machine(cores=1, memory=0, shared_memory=0, gpus=(), engine_nodes=1)
+    assert engines_elsewhere(config, machine)

@@ -117,6 +117,20 @@ def test_an_import_of_vllm_outside_its_folder_is_rejected(style: Any, tmp_path: 
     assert [one.split(": ")[0] for one in found] == [f"{style.PACKAGE}/weights/w.py:1"]
 
 
+def test_a_test_for_the_name_of_a_carrier_is_rejected_outside_its_own_file(style: Any) -> None:
+    table = ast.parse("CARRIERS = {'tree': Capabilities(), 'mail': Capabilities()}")
+    carriers = style.carrier_names(table)
+    assert carriers == {"tree", "mail"}
+    tree = ast.parse("name = 'tree'\nif name in ('mail', 'post'):\n    text = 'by mail'\n")
+
+    def lines(path: str) -> list[int]:
+        return [line for line, _ in style.named_carriers(path, tree, carriers)]
+
+    assert lines("megatron_async_rl/plan/plan.py") == [1, 2]
+    assert lines("megatron_async_rl/weights/tree.py") == [2]
+    assert lines(style.CARRIERS) == []
+
+
 def test_a_wide_line_of_a_page_is_rejected_except_in_tables_code_and_links(style: Any) -> None:
     wide = "word " * 21
     page = f"{wide}\n| {wide} |\n[{wide}](x.md)\n```\n{wide}\n```\n"

@@ -23,7 +23,7 @@ from megatron_async_rl.config.losses import (
     VespoLoss,
 )
 from megatron_async_rl.objectives.losses.ppo_clip import ppo_clip
-from megatron_async_rl.objectives.registry import loss_method
+from tests.method_settings import LOSSES
 from tests.token_batches import random_tokens, tokens
 
 RATIOS = [0.05, 0.5, 0.79, 0.9, 1.0, 1.1, 1.25, 1.3, 3.0, 30.0]
@@ -31,7 +31,7 @@ RATIOS = [0.05, 0.5, 0.79, 0.9, 1.0, 1.1, 1.25, 1.3, 3.0, 30.0]
 
 def run(batch, settings):
     """(loss, gradient of its sum, clipped)."""
-    result = loss_method(settings.name).function(batch, settings)
+    result = LOSSES[settings.name].function(batch, settings)
     (gradient,) = torch.autograd.grad(result.loss.sum(), batch.logp)
     return result.loss.detach(), gradient, result.clipped
 

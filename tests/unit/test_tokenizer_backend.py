@@ -15,7 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from megatron_async_rl.data import DataError, load_tokenizer
 from megatron_async_rl.data.tokenizer import PLAIN_CLASSES, FileBackend
-from megatron_async_rl.policy.supported import FAMILIES
+from megatron_async_rl.policy.families import FAMILIES
 
 WORDS = (
     *("the", "cat", "sat", "on", "a", "mat", "hello", "world", "don't", "return", "naïve", "ünï"),

@@ -181,7 +181,9 @@ def test_machines_of_engines_that_no_engine_could_be_on_are_refused(
         f"127.0.0.1:{port} is not reached from {socket.gethostname()}: [Errno 111]"
     )
     monkeypatch.delenv("RAY_ADDRESS")
-    with pytest.raises(UserError, match=r"set weights\.transport to relay, and RAY_ADDRESS"):
+    with pytest.raises(
+        UserError, match=r"set weights\.transport to relay or collective, and RAY_ADDRESS"
+    ):
         ask_cluster(config, machine, 1)
 
 

@@ -18,6 +18,7 @@ from megatron_async_rl.config.advantages import (
 )
 from megatron_async_rl.objectives.advantages.token_grid import TokenGrid, discounted_sums
 from megatron_async_rl.objectives.batch import Advantages, TokenBatch
+from megatron_async_rl.objectives.method import AdvantageMethod, columns
 
 EPSILON = 1e-8
 
@@ -73,3 +74,8 @@ def gae(batch: TokenBatch, settings: GaeAdvantage) -> Advantages:
     # Before whitening: the value head learns returns in units of the reward.
     returns = grid.flat(advantages + values)
     return Advantages(whitened(tokens, batch.mask) if settings.whiten else tokens, returns=returns)
+
+
+REINFORCE_PP = AdvantageMethod(reinforce_pp)
+REINFORCE_PP_BASELINE = AdvantageMethod(reinforce_pp_baseline)
+GAE = AdvantageMethod(gae, columns("values"))

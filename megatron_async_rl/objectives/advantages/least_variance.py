@@ -38,7 +38,7 @@ from megatron_async_rl.config.advantages import OpobAdvantage, OtbAdvantage
 from megatron_async_rl.objectives.advantages.per_response import EPSILON
 from megatron_async_rl.objectives.advantages.token_grid import TokenGrid, discounted_sums
 from megatron_async_rl.objectives.batch import Advantages, TokenBatch, weighted_means
-from megatron_async_rl.objectives.method import TokenColumn
+from megatron_async_rl.objectives.method import AdvantageMethod, TokenColumn, columns
 from megatron_async_rl.objectives.off_policy import importance_ratios
 
 ROUNDING = 1e-4
@@ -148,3 +148,7 @@ def score_norm_proxy(batch: TokenBatch) -> Tensor:
 
 def opob_needs(settings: OpobAdvantage) -> frozenset[TokenColumn]:
     return frozenset({"logp", "sum_p_squared"}) if settings.mode == "cheap" else frozenset()
+
+
+OTB = AdvantageMethod(otb, columns("logp_prox", "sum_p_squared"))
+OPOB = AdvantageMethod(opob, opob_needs)

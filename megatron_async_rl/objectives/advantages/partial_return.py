@@ -27,6 +27,7 @@ from megatron_async_rl.objectives.advantages.token_grid import (
     sums_to_end_of_run,
 )
 from megatron_async_rl.objectives.batch import Advantages, TokenBatch, weighted_means
+from megatron_async_rl.objectives.method import AdvantageMethod
 
 
 def partial_return(batch: TokenBatch, settings: PartialReturnAdvantage) -> Advantages:
@@ -89,3 +90,6 @@ def _later(totals: Tensor, settings: PartialReturnAdvantage) -> Tensor:
     # Padding with zeros adds nothing to a sum, and makes the last block whole.
     blocks = pad(totals, (0, -steps % settings.k)).unflatten(1, (-1, settings.k))
     return (gamma * pad(discounted_sums(blocks, gamma)[:, :, 1:], (0, 1))).flatten(1)[:, :steps]
+
+
+PARTIAL_RETURN = AdvantageMethod(partial_return)

@@ -17,6 +17,7 @@ from megatron_async_rl.config.advantages import (
     RlooAdvantage,
 )
 from megatron_async_rl.objectives.batch import Advantages, TokenBatch, weighted_means
+from megatron_async_rl.objectives.method import AdvantageMethod
 
 EPSILON = 1e-6
 
@@ -67,3 +68,9 @@ def opo(batch: TokenBatch, settings: OpoAdvantage) -> Advantages:
     return Advantages(
         batch.per_token(rewards - lowest[group] - above[group]), baselines=(lowest + above)[group]
     )
+
+
+NO_BASELINE = AdvantageMethod(no_baseline)
+GRPO = AdvantageMethod(grpo)
+RLOO = AdvantageMethod(rloo)
+OPO = AdvantageMethod(opo)

@@ -7,6 +7,7 @@ import torch
 
 from megatron_async_rl.config.losses import AspoLoss
 from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
+from megatron_async_rl.objectives.method import LossMethod
 
 
 def aspo(batch: TokenBatch, settings: AspoLoss) -> TokenLoss:
@@ -27,3 +28,6 @@ def aspo(batch: TokenBatch, settings: AspoLoss) -> TokenLoss:
     loss = -advantages * weight * (batch.logp - batch.logp.detach()).exp()
     # The value stays for the log; only the gradient is cut.
     return TokenLoss(torch.where(clipped, loss.detach(), loss), clipped)
+
+
+ASPO = LossMethod(aspo)

@@ -14,6 +14,7 @@ import math
 from megatron_async_rl.config.losses import BapoLoss
 from megatron_async_rl.objectives.batch import BatchDecision, TokenBatch, TokenLoss
 from megatron_async_rl.objectives.losses.ppo_clip import clipped_surrogate
+from megatron_async_rl.objectives.method import LossMethod, columns
 
 SLACK = 1e-6
 """Tolerance as a share of a search step, so that 0.6 + 15 * 0.02 reaches 0.9 in floating point."""
@@ -66,3 +67,6 @@ def bapo(batch: TokenBatch, settings: BapoLoss) -> TokenLoss:
         scalars["objective/clip_low"],
         scalars["objective/clip_high"],
     )
+
+
+BAPO = LossMethod(bapo, decide_bapo, columns("logp"))

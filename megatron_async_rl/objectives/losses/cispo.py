@@ -6,6 +6,7 @@ import torch
 
 from megatron_async_rl.config.losses import CispoLoss
 from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
+from megatron_async_rl.objectives.method import LossMethod
 
 
 def cispo(batch: TokenBatch, settings: CispoLoss) -> TokenLoss:
@@ -20,3 +21,6 @@ def cispo(batch: TokenBatch, settings: CispoLoss) -> TokenLoss:
     return TokenLoss(
         -weight * batch.advantages * batch.logp, torch.zeros_like(batch.mask, dtype=torch.bool)
     )
+
+
+CISPO = LossMethod(cispo)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_async_rl.config.losses import DppoKlLoss, DppoTvLoss
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch, TokenLoss
+from megatron_async_rl.objectives.method import LossMethod
 
 SMALLEST_REST = 1e-8
 """Least probability of "any other token" inside the KL divergence: keeps its logarithm finite."""
@@ -63,3 +64,7 @@ def _masked(batch: TokenBatch, far: Tensor, moved: Tensor, cap: float) -> TokenL
     # Detached: the gradient flows through log pi alone.
     weight = batch.log_weight().detach().exp().clamp(max=cap)
     return TokenLoss(torch.where(dropped, 0.0, -batch.advantages * weight * batch.logp), dropped)
+
+
+DPPO_TV = LossMethod(dppo_tv)
+DPPO_KL = LossMethod(dppo_kl)

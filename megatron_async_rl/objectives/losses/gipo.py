@@ -7,6 +7,7 @@ import torch
 
 from megatron_async_rl.config.losses import GipoLoss
 from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
+from megatron_async_rl.objectives.method import LossMethod
 
 
 def gipo(batch: TokenBatch, settings: GipoLoss) -> TokenLoss:
@@ -21,3 +22,6 @@ def gipo(batch: TokenBatch, settings: GipoLoss) -> TokenLoss:
     return TokenLoss(
         -trust * log_weight.exp() * batch.advantages, torch.zeros_like(batch.mask, dtype=torch.bool)
     )
+
+
+GIPO = LossMethod(gipo)

@@ -7,6 +7,7 @@ import torch
 
 from megatron_async_rl.config.losses import GmpoLoss
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, SequenceLoss, TokenBatch
+from megatron_async_rl.objectives.method import LossMethod
 
 
 def gmpo(batch: TokenBatch, settings: GmpoLoss) -> SequenceLoss:
@@ -26,3 +27,6 @@ def gmpo(batch: TokenBatch, settings: GmpoLoss) -> SequenceLoss:
     mean = batch.sequence_mean(torch.where(advantages == 0, 0.0, bounded))
     loss = -batch.sequence_mean(advantages) * mean.clamp(max=LOG_RATIO_BOUND).exp()
     return SequenceLoss(loss, high | low | (mean > LOG_RATIO_BOUND)[batch.sequence])
+
+
+GMPO = LossMethod(gmpo)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from megatron_async_rl.config.losses import GspoLoss
 from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
 from megatron_async_rl.objectives.losses.ppo_clip import clipped_surrogate
+from megatron_async_rl.objectives.method import LossMethod
 
 LARGEST_LOG = 10.0
 """log s stops here; a sequence beyond it has no gradient."""
@@ -27,3 +28,6 @@ def gspo(batch: TokenBatch, settings: GspoLoss) -> TokenLoss:
         batch.advantages, ratio, 1.0 - settings.clip_low, 1.0 + settings.clip_high
     )
     return TokenLoss(found.loss, found.clipped | (log_s > LARGEST_LOG))
+
+
+GSPO = LossMethod(gspo)

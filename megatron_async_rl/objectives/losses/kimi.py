@@ -7,6 +7,7 @@ import torch
 
 from megatron_async_rl.config.losses import KimiLoss
 from megatron_async_rl.objectives.batch import BatchDecision, SequenceLoss, TokenBatch
+from megatron_async_rl.objectives.method import LossMethod
 
 
 def decide_kimi(whole: TokenBatch, settings: KimiLoss) -> BatchDecision:
@@ -25,3 +26,6 @@ def kimi(batch: TokenBatch, settings: KimiLoss) -> SequenceLoss:
     residual = batch.decided.sequences["centred"] - settings.tau * log_ratio
     residual = torch.where(batch.lengths() > 0, residual, 0.0)
     return SequenceLoss(residual.square(), torch.zeros_like(batch.mask, dtype=torch.bool))
+
+
+KIMI = LossMethod(kimi, decide_kimi)

@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_async_rl.config.losses import M2poLoss
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, BatchDecision, TokenBatch, TokenLoss
 from megatron_async_rl.objectives.losses.ppo_clip import clipped_surrogate
+from megatron_async_rl.objectives.method import LossMethod, columns
 
 
 def decide_m2po(whole: TokenBatch, settings: M2poLoss) -> BatchDecision:
@@ -80,3 +81,6 @@ def m2po(batch: TokenBatch, settings: M2poLoss) -> TokenLoss:
         return clipped_surrogate(batch.advantages, weight, 0.0, math.inf)
     cap = min(scalars["objective/log_ratio_cap"], LOG_RATIO_BOUND)
     return clipped_surrogate(batch.advantages, weight, math.exp(-cap), math.exp(cap))
+
+
+M2PO = LossMethod(m2po, decide_m2po, columns("logp"))

@@ -6,6 +6,7 @@ import torch
 
 from megatron_async_rl.config.losses import MinirlLoss
 from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
+from megatron_async_rl.objectives.method import LossMethod
 
 
 def minirl(batch: TokenBatch, settings: MinirlLoss) -> TokenLoss:
@@ -22,3 +23,6 @@ def minirl(batch: TokenBatch, settings: MinirlLoss) -> TokenLoss:
     )
     weight = batch.log_weight().detach().exp().clamp(max=settings.cap)
     return TokenLoss(torch.where(clipped, 0.0, -weight * advantages * batch.logp), clipped)
+
+
+MINIRL = LossMethod(minirl)

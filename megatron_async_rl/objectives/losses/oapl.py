@@ -7,6 +7,7 @@ import torch
 
 from megatron_async_rl.config.losses import OaplLoss
 from megatron_async_rl.objectives.batch import BatchDecision, SequenceLoss, TokenBatch
+from megatron_async_rl.objectives.method import LossMethod
 
 
 def decide_oapl(whole: TokenBatch, settings: OaplLoss) -> BatchDecision:
@@ -42,3 +43,6 @@ def oapl(batch: TokenBatch, settings: OaplLoss) -> SequenceLoss:
     # A sequence without trained tokens would regress its advantage on 0.
     residual = torch.where(batch.lengths() > 0, residual, 0.0)
     return SequenceLoss(residual.square(), torch.zeros_like(batch.mask, dtype=torch.bool))
+
+
+OAPL = LossMethod(oapl, decide_oapl)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_async_rl.config.losses import ClipBounds, DecoupledPpoLoss
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch, TokenLoss
+from megatron_async_rl.objectives.method import LossMethod
 
 
 def ppo_clip(batch: TokenBatch, settings: ClipBounds) -> TokenLoss:
@@ -52,3 +53,7 @@ def clipped_surrogate(advantages: Tensor, ratio: Tensor, low: float, high: float
     bounded = -advantages * ratio.clamp(low, high)
     # `clipped` only where the constant side won, whose gradient is 0.
     return TokenLoss(torch.maximum(plain, bounded), bounded > plain)
+
+
+PPO_CLIP = LossMethod(ppo_clip)
+DECOUPLED_PPO = LossMethod(decoupled_ppo)

@@ -6,6 +6,7 @@ import torch
 
 from megatron_async_rl.config.losses import SapoLoss
 from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
+from megatron_async_rl.objectives.method import LossMethod
 
 
 def sapo(batch: TokenBatch, settings: SapoLoss) -> TokenLoss:
@@ -23,3 +24,6 @@ def sapo(batch: TokenBatch, settings: SapoLoss) -> TokenLoss:
     # Both gates are finite everywhere, so `where` passes no nan gradient.
     gate = torch.where(advantages > 0, gain, loss)
     return TokenLoss(-advantages * gate, torch.zeros_like(batch.mask, dtype=torch.bool))
+
+
+SAPO = LossMethod(sapo)

@@ -6,9 +6,13 @@ import torch
 
 from megatron_async_rl.config.losses import SftLoss
 from megatron_async_rl.objectives.batch import TokenBatch, TokenLoss
+from megatron_async_rl.objectives.method import LossMethod
 
 
 def sft(batch: TokenBatch, settings: SftLoss) -> TokenLoss:
     """l = -log pi. [N] -> [N]; a sample's own weight comes in through `batch.weights`, as for every
     loss."""
     return TokenLoss(-batch.logp, torch.zeros_like(batch.mask, dtype=torch.bool))
+
+
+SFT = LossMethod(sft)

@@ -7,6 +7,7 @@ import torch
 
 from megatron_async_rl.config.losses import ToprLoss
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch, TokenLoss
+from megatron_async_rl.objectives.method import LossMethod
 
 
 def topr(batch: TokenBatch, settings: ToprLoss) -> TokenLoss:
@@ -23,3 +24,6 @@ def topr(batch: TokenBatch, settings: ToprLoss) -> TokenLoss:
     truncated = log_weight.clamp(-LOG_RATIO_BOUND, 0.0).exp()
     factor = batch.per_token(torch.where(rewards >= 0, 1.0, truncated) * rewards)
     return TokenLoss(-factor * batch.logp, torch.zeros_like(batch.mask, dtype=torch.bool))
+
+
+TOPR = LossMethod(topr)

@@ -7,6 +7,7 @@ import torch
 
 from megatron_async_rl.config.losses import TrajectoryBalanceLoss
 from megatron_async_rl.objectives.batch import BatchDecision, SequenceLoss, TokenBatch
+from megatron_async_rl.objectives.method import LossMethod, columns
 
 
 def decide_trajectory_balance(whole: TokenBatch, settings: TrajectoryBalanceLoss) -> BatchDecision:
@@ -32,3 +33,8 @@ def trajectory_balance(batch: TokenBatch, settings: TrajectoryBalanceLoss) -> Se
     )
     residual = torch.where(batch.lengths() > 0, residual, 0.0)
     return SequenceLoss(residual.square(), torch.zeros_like(batch.mask, dtype=torch.bool))
+
+
+TRAJECTORY_BALANCE = LossMethod(
+    trajectory_balance, decide_trajectory_balance, columns("logp", "logp_ref")
+)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_async_rl.config.losses import VespoLoss
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch, TokenLoss
+from megatron_async_rl.objectives.method import LossMethod
 
 
 def vespo(batch: TokenBatch, settings: VespoLoss) -> TokenLoss:
@@ -31,3 +32,6 @@ def vespo(batch: TokenBatch, settings: VespoLoss) -> TokenLoss:
 
 def _phi(log_w: Tensor, k: float, scale: float) -> Tensor:
     return (scale + k * log_w - scale * log_w.exp()).exp()
+
+
+VESPO = LossMethod(vespo)

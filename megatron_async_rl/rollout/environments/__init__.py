@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import ast
 import difflib
+import importlib
 import importlib.util
 import inspect
 import json
+import pkgutil
+import shlex
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,12 +30,12 @@ from megatron_async_rl.samples.types import Prompt
 
 KEY = "rollout.environment.name"
 PARSER_KEY = "rollout.environment.tool_parser"
+SETTINGS = "rollout.environment.settings"
 BUILT_IN = {
-    "tools": f"{__name__}.built_in:Tools",
-    "agent": f"{__name__}.built_in:AgentEnvironment",
-    "verifiers": f"{__name__}.built_in:Verifiers",
-    "openenv": f"{__name__}.built_in:OpenEnv",
+    one.name: f"{__name__}.built_in.{one.name}:ENVIRONMENT"
+    for one in pkgutil.iter_modules([f"{__path__[0]}/built_in"])
 }
+"""Factories by name: each file of built_in/ is an environment."""
 
 Message = Mapping[str, Any]
 """A chat message: `role`, `content`, and whatever else the template reads."""
@@ -152,6 +155,16 @@ def _import(module_name: str, name: str) -> Any:
         raise EnvironmentRefused(error.where, error.what, error.fix) from error
 
 
+def package_modules(package: str, *modules: str) -> list[Any]:
+    """Import modules of a package that an environment needs. Raises EnvironmentRefused."""
+    try:
+        return [importlib.import_module(name) for name in modules]
+    except ModuleNotFoundError as error:
+        what = f"it needs the package {package} ({error})"
+        fix = f"pip install -U {shlex.quote(package)}"
+        raise EnvironmentRefused(KEY, what, fix) from error
+
+
 def _check_settings(factory: Any, settings: EnvironmentConfig) -> None:
     try:
         signature = inspect.signature(factory)
@@ -161,7 +174,7 @@ def _check_settings(factory: Any, settings: EnvironmentConfig) -> None:
         signature.bind(**settings.settings)
     except TypeError as error:
         raise EnvironmentRefused(
-            "rollout.environment.settings",
+            SETTINGS,
             f"{settings.name} takes {signature}: {error}",
             "give it the arguments that it takes",
         ) from error
@@ -173,13 +186,13 @@ def _try_settings(factory: Any, settings: EnvironmentConfig) -> None:
     except EnvironmentRefused:
         raise
     except RewardError as error:
-        raise EnvironmentRefused("rollout.environment.settings", error.what, error.fix) from error
+        raise EnvironmentRefused(SETTINGS, error.what, error.fix) from error
     except Exception as error:
         reported = (
             str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         )
         raise EnvironmentRefused(
-            "rollout.environment.settings",
+            SETTINGS,
             reported,
             f"give it the settings that it takes ({shipped('docs/environments.md')})",
         ) from error

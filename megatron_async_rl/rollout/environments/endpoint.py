@@ -44,7 +44,7 @@ from megatron_async_rl.rollout.environments.completions import (
     same,
     write,
 )
-from megatron_async_rl.rollout.environments.conversation import too_long
+from megatron_async_rl.rollout.environments.episode import too_long
 from megatron_async_rl.rollout.environments.pool import EnvironmentFailed, Environments
 from megatron_async_rl.rollout.environments.transcript import (
     SampleTurn,

@@ -2,15 +2,15 @@
 
     run("print(input())", stdin="4\\n")  ->  Ended(code=0, output="4\\n")
 
-With `isolation: namespaces` (Linux; sandboxed.py sets it up) a program
+With `isolation: namespaces` (bubblewrap, `bwrap`, completed by sandboxed.py) a program
 - has no network, and sees only its own processes;
-- sees of the file system Python's standard library, read-only, and an empty /tmp of its own: not
-  the run, not the home directory, not /etc, not /proc;
+- sees of the file system Python's interpreter and standard library, read-only, and an empty /tmp of
+  its own: not the run, not the home directory, not /etc, not /proc;
 - inherits no environment variable and no open file;
 - has limits on processor time, memory, processes, and the size of files and output; memory that
   they would not see is refused;
 - ends with all it started, whatever that did to hide, when it ends or its time is up.
-It is a wall of the kernel's, not a machine of its own.
+The kernel enforces this; the program does not run on a machine of its own.
 
 With `isolation: rlimits`, for machines that do not allow namespaces, only the limits, the empty
 environment, the end of all its processes and the refusal of sockets are left: it reaches no network
@@ -31,6 +31,9 @@ import errno
 import functools
 import json
 import os
+import secrets
+import select
+import shutil
 import signal
 import socket
 import stat
@@ -40,7 +43,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -53,7 +56,18 @@ Isolation = Literal["namespaces", "rlimits"]
 START_S = 30.0
 """Longest time to set up the isolation, on the busiest machine."""
 TIME_UP = (128 + signal.SIGXCPU, 128 + signal.SIGKILL)
-NOBODY = 65534
+END_S = 5.0
+"""Longest time for the processes of a program to end."""
+CAP_SYS_ADMIN = 21
+DEVICES = ("null", "zero", "random", "urandom")
+NAMESPACES = (
+    *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
+    *("--die-with-parent", "--as-pid-1"),
+)
+IN_USER_NAMESPACE = ("--unshare-user", "--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETPCAP")
+"""Options where the starter may not make other namespaces itself: it has these capabilities only
+inside, and sandboxed.py drops them."""
+_INSIDE = "/sandboxed.py"
 CHECKS_PER_S = 20
 MAX_FILES = 4096
 """Limit of the files of a program under `isolation: rlimits`, as in the /tmp of one in
@@ -129,36 +143,44 @@ class Sandbox:
         )
         self._too_large = False
         temporary = {} if self._folder is None else dict.fromkeys(("HOME", "TMPDIR"), self._folder)
+        self._init: int | None = None
+        """Pidfd of process 1 of the namespaces, with which all others end."""
         self._output = os.memfd_create("output")
-        given = os.memfd_create("input")
+        errors, given = os.memfd_create("errors"), os.memfd_create("input")
         local, remote = socket.socketpair()
         try:
             os.write(given, stdin.encode(errors="surrogatepass"))
             os.lseek(given, 0, os.SEEK_SET)
+            command, user = self._command(remote)
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-X", "utf8", str(_PROGRAM), self._settings(remote)],
+                command,
                 stdin=given,
                 stdout=self._output,
-                stderr=subprocess.DEVNULL,
+                stderr=errors,
                 pass_fds=[remote.fileno(), *passed],
                 env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"} | temporary,
                 cwd="/",
                 start_new_session=True,
+                user=user,
+                group=user,
+                extra_groups=None if user is None else (),
             )
         except BaseException:
             local.close()
+            os.close(errors)
             self._clean()
             raise
         finally:
             os.close(given)
             remote.close()
         try:
-            self._open(local, source)
+            self._open(local, errors, source)
         except BaseException:
             self.close()
             raise
         finally:
             local.close()
+            os.close(errors)
         self._deadline = time.monotonic() + limits.wall_s
 
     def __enter__(self) -> Sandbox:
@@ -193,56 +215,75 @@ class Sandbox:
         self._end()
         self._clean()
 
-    def _settings(self, control: socket.socket) -> str:
-        limits = self._limits
-        return json.dumps(
-            {
-                "control": control.fileno(),
-                "isolated": limits.isolation == "namespaces",
-                "change_user": os.getuid() == 0,
-                "readable": _readable(),
-                "folder": self._folder,
-                "cpu_s": max(1, round(limits.cpu_s + 0.499)),
-                "memory_mib": limits.memory_mib,
-                "processes": limits.processes,
-                "file_mib": limits.file_mib,
-            }
-        )
-
-    def _open(self, control: socket.socket, source: str) -> None:
-        """Maps the users of the new namespace, hands over the source and waits until the isolation
-        is set up."""
-        control.settimeout(START_S)
-        with control.makefile("rb") as printed:
-            try:
-                self._require(printed.readline(), b"unshared\n")
-                if self._limits.isolation == "namespaces":
-                    self._map_users()
-                content = source.encode(errors="surrogatepass")
-                control.sendall(b"." + struct.pack("!I", len(content)) + content)
-                self._require(printed.readline(), b"ready\n")
-            except OSError as error:
-                raise SandboxError(f"the sandbox did not start: {error}") from error
-
-    def _require(self, printed: bytes, expected: bytes) -> None:
-        if printed == expected:
-            return
-        why = (
-            printed.decode(errors="replace").removeprefix("failed ").strip() or "its process ended"
-        )
-        raise SandboxError(f"the sandbox did not start: {why}")
-
-    def _map_users(self) -> None:
-        """Root stays root for launcher and init, and the program becomes the user `nobody`; another
-        user stays itself."""
-        folder = Path(f"/proc/{self._process.pid}")
-        if os.getuid() == 0:
-            for name in ("uid_map", "gid_map"):
-                (folder / name).write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n", encoding="utf-8")
+    def _command(self, control: socket.socket) -> tuple[list[str], int | None]:
+        """Return the command, and the user that starts it where that is not this one. Raises
+        SandboxError."""
+        limits, isolated = self._limits, self._folder is None
+        user = own_user()
+        settings = {
+            "control": control.fileno(),
+            "isolated": isolated,
+            "user": user,
+            "folder": self._folder or "/tmp",
+            "cpu_s": max(1, round(limits.cpu_s + 0.499)),
+            "memory_mib": limits.memory_mib,
+            "processes": limits.processes,
+            "file_mib": limits.file_mib,
+        }
+        python = os.path.realpath(sys.executable)
+        options = ["-I", "-S", "-X", "utf8"]
+        if not isolated:
+            return [python, *options, str(_PROGRAM), json.dumps(settings)], None
+        bubblewrap = shutil.which("bwrap")
+        if bubblewrap is None:
+            raise SandboxError("bubblewrap (the program bwrap) is not installed")
+        command = [bubblewrap, *NAMESPACES]
+        if user is None or not _has_capability(CAP_SYS_ADMIN):
+            # In a user namespace there is one user, so root leaves itself before: the kernel limits
+            # the number of its processes in no namespace.
+            settings["user"] = None
+            command += IN_USER_NAMESPACE
         else:
-            (folder / "uid_map").write_text(f"0 {os.getuid()} 1\n", encoding="utf-8")
-            (folder / "setgroups").write_text("deny", encoding="utf-8")
-            (folder / "gid_map").write_text(f"0 {os.getgid()} 1\n", encoding="utf-8")
+            user = None
+        devices = [f"/dev/{name}" for name in DEVICES]
+        # Only root could pass the folders above that bubblewrap makes by itself.
+        files = (*_readable(), python, *devices)
+        above = {parent for path in files for parent in Path(path).parents[:-1]}
+        for folder in sorted(map(str, above)):
+            command += ["--perms", "755", "--dir", folder]
+        for path in _readable():
+            link = os.path.islink(path)
+            command += ["--symlink", os.readlink(path), path] if link else _read_only(path)
+        for path in devices:
+            command += ["--dev-bind", path, path]
+        # Locks of `multiprocessing` are in /dev/shm: the bounds of /tmp hold for both together.
+        command += ["--tmpfs", "/tmp", "--symlink", "../tmp", "/dev/shm"]
+        command += [*_read_only(python), "--ro-bind", str(_PROGRAM), _INSIDE]
+        command += ["--remount-ro", "/", "--chdir", "/tmp", "--"]
+        return [*command, python, *options, _INSIDE, json.dumps(settings)], user
+
+    def _open(self, control: socket.socket, errors: int, source: str) -> None:
+        """Wait until the isolation is complete, then send the source. Raises SandboxError."""
+        control.settimeout(START_S)
+        try:
+            with control.makefile("rb") as file:
+                printed = file.readline()
+            if printed != b"ready\n":
+                self._process.wait(END_S)
+                reported = printed.removeprefix(b"failed ") or os.pread(errors, 1000, 0)
+                reason = reported.decode(errors="replace").strip() or "its process ended"
+                raise SandboxError(f"the sandbox did not start: {reason}")
+            launcher = self._process.pid
+            if self._folder is None:
+                # Its init waits for the program, which waits for the source: the number is its own.
+                self._init = os.pidfd_open(*_children(launcher))
+            for process in _descendants(launcher):
+                # The kernel ends the program, not the run, where memory is short.
+                Path(f"/proc/{process}/oom_score_adj").write_text("1000", encoding="utf-8")
+            content = source.encode(errors="surrogatepass")
+            control.sendall(struct.pack("!I", len(content)) + content)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise SandboxError(f"the sandbox did not start: {error}") from error
 
     def _usage(self) -> Usage:
         cpu_s, states = 0.0, []
@@ -292,11 +333,18 @@ class Sandbox:
         os.kill(self._process.pid, signal.SIGTERM)
 
     def _end(self) -> None:
+        if self._init is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._init, signal.SIGKILL)
+            # Process 1 has ended once every process of its namespace has.
+            select.select([self._init], [], [], END_S)
+            os.close(self._init)
+            self._init = None
         if self._process.poll() is not None:
             return
-        # The launcher ends once all that the program started has.
+        # The subreaper ends once all that the program started has.
         self._terminate()
-        self._ends_before(time.monotonic() + 5.0)
+        self._ends_before(time.monotonic() + END_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -354,10 +402,8 @@ def _unlinked(folder: str, launcher: int) -> list[int]:
         device = os.stat(folder).st_dev
     except FileNotFoundError:  # without Landlock, a program may rename its folder
         return []
-    processes = _children(launcher)
-    while processes:
-        process = Path(f"/proc/{processes.pop()}")
-        processes += _children(int(process.name))
+    for number in _descendants(launcher):
+        process = Path(f"/proc/{number}")
         with contextlib.suppress(OSError):  # it has ended
             for name in os.listdir(process / "fd"):
                 _add_unlinked(sizes, process / "fd" / name, device)
@@ -382,6 +428,33 @@ def _children(process: int) -> list[int]:
             listed = Path(f"/proc/{process}/task/{thread}/children")
             found += map(int, listed.read_text(encoding="utf-8").split())
     return found
+
+
+def _descendants(process: int) -> Iterator[int]:
+    for child in _children(process):
+        yield child
+        yield from _descendants(child)
+
+
+def own_user() -> int | None:
+    """Return a user that no other process is; None where this process is not root's, or its
+    namespace has no other user."""
+    if os.getuid() != 0:
+        return None
+    lines = Path("/proc/self/uid_map").read_text(encoding="utf-8").splitlines()
+    first, _, count = max((list(map(int, one.split())) for one in lines), key=lambda row: row[2])
+    # The users of a machine are in the lower half.
+    return first + count // 2 + secrets.randbelow(count // 2) if count > 1 else None
+
+
+def _has_capability(number: int) -> bool:
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    held = next(one.split()[1] for one in status.splitlines() if one.startswith("CapEff:"))
+    return bool(int(held, 16) >> number & 1)
+
+
+def _read_only(path: str) -> list[str]:
+    return ["--ro-bind", path, path]
 
 
 @functools.cache

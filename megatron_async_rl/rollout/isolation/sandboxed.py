@@ -1,18 +1,18 @@
-"""The program of a sandbox (sandbox.py starts it): closes itself in, then runs what it is given.
+"""Program inside a sandbox (sandbox.py starts it): completes the isolation, then runs its source.
 
-    launcher: new namespaces, limits -> init, process 1 of the sandbox -> the program
+    bubblewrap -> init, process 1 of the sandbox -> the program        isolation: namespaces
+    subreaper -> the program                                           isolation: rlimits
 
-And `keep`, for any process whose children are to end with it.
+It also holds `keep`, for any process whose descendants are to end with it.
 
-Runs without this package and without site-packages. Invariants:
-- nothing of the source is run before every wall stands; a wall that cannot be built is reported,
-  and then nothing is run;
-- the program has no capability, can gain none, and is not the user of launcher and init where root
-  started it;
+It runs without this package and without site-packages. Invariants:
+- nothing of the source runs before the isolation is complete; a part that cannot be set up is
+  reported, and then nothing is run;
+- the program has no capability, can gain none, and is a user of its own where root started it;
 - what it holds in memory is in its address space or in its /tmp, both bounded: the kernel refuses
-  it memory that is neither (`refuse_calls`);
+  it memory that is neither (`refuse_calls`), which no option of bubblewrap does;
 - it reaches no port of this machine: it is in a network namespace of its own, or it has no socket
-  but those of `socketpair`, which stay with their peer;
+  except those of `socketpair`, which stay with their peer;
 - when the program ends, every process it started ends with it.
 """
 
@@ -30,16 +30,9 @@ import types
 from typing import Any
 
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
-MS_REMOUNT_FREE = 0x2 | 0x4  # nosuid, nodev
-MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 4096, 16384, 1 << 18, 2
-SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
-MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 0x1, 0x2
+MS_REMOUNT_FREE = 0x20 | 0x2 | 0x4  # remount, nosuid, nodev
 SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
-SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 CAPABILITY_VERSION_3 = 0x20080522
-NOBODY = 65534
-OWN_USERS = 1 << 30
-"""Users that no machine has begin here."""
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 CLONE_NEWUSER = 0x10000000
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -71,7 +64,6 @@ MOST_FILES = 4096
 not count."""
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 SYS_CLONE3 = 435
-DEVICES = ("null", "zero", "random", "urandom")
 SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 444, 445, 446
 LANDLOCK_VERSION, LANDLOCK_PATH_BENEATH = 1, 1
 WRITE_FILE = 1 << 1
@@ -91,67 +83,13 @@ def called(result: int, what: str) -> None:
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
-def mount(source: str, target: str, kind: str | None, flags: int, options: str | None) -> None:
-    values = [None if one is None else one.encode() for one in (source, target, kind, options)]
-    source_, target_, kind_, options_ = values
-    result = libc.mount(source_, target_, kind_, ctypes.c_ulong(flags), options_)
-    called(result, f"mounting {target}")
-
-
-def make_read_only(target: str, recursive: bool) -> None:
-    attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, 0, 0)
-    flags = AT_RECURSIVE if recursive else 0
-    result = libc.syscall(
-        SYS_MOUNT_SETATTR, AT_FDCWD, target.encode(), flags, attributes, len(attributes)
-    )
-    called(result, f"making {target} read-only")
-
-
-def bind(source: str, target: str) -> None:
-    mount(source, target, None, MS_BIND | MS_REC, None)
-
-
-def pivot_root() -> None:
-    """To the working directory."""
-    called(libc.syscall(SYS_PIVOT_ROOT[os.uname().machine], b".", b"."), "changing the root")
-    called(libc.umount2(b".", MNT_DETACH), "leaving the old root")
-    os.chdir("/")
-
-
-def close_in(readable: list[str], folder_mib: int) -> None:
-    """A root of its own: Python's library read-only, /dev/null and its like, and an empty /tmp."""
-    mount("none", "/", None, MS_REC | MS_PRIVATE, None)
-    # The new root is put together under /tmp, seen by this mount namespace alone.
-    mount("sandbox", "/tmp", "tmpfs", MS_REMOUNT_FREE, "size=1m,mode=755")
-    os.mkdir("/tmp/new")
-    os.mkdir("/tmp/old")
-    os.chdir("/tmp")
-    called(libc.syscall(SYS_PIVOT_ROOT[os.uname().machine], b".", b"old"), "changing the root")
-    os.chdir("/")
-    bind("/new", "/new")
-    for path in readable:
-        old, new = f"/old{path}", f"/new{path}"
-        if os.path.islink(old):
-            os.makedirs(os.path.dirname(new), exist_ok=True)
-            os.symlink(os.readlink(old), new)
-        elif os.path.isdir(old) and not os.path.exists(new):
-            os.makedirs(new)
-            bind(old, new)
-            make_read_only(new, recursive=True)
-    os.mkdir("/new/dev")
-    for name in DEVICES:
-        with open(f"/new/dev/{name}", "w", encoding="utf-8"):
-            bind(f"/old/dev/{name}", f"/new/dev/{name}")
-    os.mkdir("/new/tmp")
-    bounds = f"size={folder_mib}m,nr_inodes={MOST_FILES}"
-    mount("sandbox", "/new/tmp", "tmpfs", MS_REMOUNT_FREE, f"{bounds},mode=1777")
-    # Where locks of `multiprocessing` are; the same bounds hold for both folders together.
-    os.mkdir("/new/dev/shm")
-    bind("/new/tmp", "/new/dev/shm")
-    make_read_only("/new", recursive=False)
-    os.chdir("/new")
-    pivot_root()
-    os.chdir("/tmp")
+def bound_files(folder_mib: int) -> None:
+    """Bound the size and number of files of this sandbox's /tmp: bubblewrap bounds no number, and
+    even an empty file takes memory."""
+    options = f"size={folder_mib}m,nr_inodes={MOST_FILES}".encode()
+    flags = ctypes.c_ulong(MS_REMOUNT_FREE)
+    called(libc.mount(b"tmpfs", b"/tmp", b"tmpfs", flags, options), "bounding /tmp")
+    os.chmod("/tmp", 0o1777)
 
 
 def limit(settings: dict[str, Any]) -> None:
@@ -159,8 +97,8 @@ def limit(settings: dict[str, Any]) -> None:
         resource.RLIMIT_CPU: settings["cpu_s"],
         resource.RLIMIT_AS: settings["memory_mib"] * 2**20,
         resource.RLIMIT_FSIZE: settings["file_mib"] * 2**20,
-        # Launcher and init are the same user where root is not.
-        resource.RLIMIT_NPROC: settings["processes"] + 2,
+        # Without a user of its own, subreaper, bubblewrap and init count as well.
+        resource.RLIMIT_NPROC: settings["processes"] + (2 if settings["user"] is None else 0),
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
     }
@@ -254,29 +192,23 @@ def stay_here() -> bool:
     return True
 
 
-def change_user(user: int) -> None:
-    os.setgroups([])
-    os.setresgid(user, user, user)
-    os.setresuid(user, user, user)
-
-
-def become_own_user(folder: str) -> None:
-    """Root becomes a user that only this sandbox has, so that limits bind it and it cannot end
-    other users' processes; where there is no such user, as inside of a namespace of one, it stays.
-    `folder` becomes that user's."""
+def become(user: int, folder: str) -> None:
+    """Become a user that only this sandbox has, so that limits bind the program and it cannot end
+    other processes; stay where there is no such user, as inside of a namespace of one. `folder`
+    becomes that user's."""
     library = {
         place: os.open(path, os.O_PATH)
         for place, path in enumerate(sys.path)
         if os.path.isdir(path)
     }
-    for user in (OWN_USERS + os.getpid(), NOBODY):
-        try:
-            os.chown(folder, user, user)
-            change_user(user)
-            break
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
+    try:
+        os.chown(folder, user, user)
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
     for place, descriptor in library.items():
         if os.access(sys.path[place], os.R_OK | os.X_OK):
             os.close(descriptor)
@@ -372,70 +304,38 @@ def keep(forwarded: tuple[int, ...] = ()) -> int:
 def main() -> None:
     settings = json.loads(sys.argv[1])
     control = socket.socket(fileno=settings["control"])
-    isolated, parent = settings["isolated"], os.getppid()
+    isolated, folder = settings["isolated"], settings["folder"]
     try:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        with open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
-            file.write("1000")
         if isolated:
-            spaces = os.CLONE_NEWUSER | os.CLONE_NEWNS | os.CLONE_NEWPID | os.CLONE_NEWNET
-            os.unshare(spaces | os.CLONE_NEWIPC | os.CLONE_NEWUTS)
-            control.sendall(b"unshared\n")
-            control.recv(1)  # the starter has mapped the users
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            bound_files(settings["file_mib"])
+            # This is process 1, whose end ends all others: a program as process 1 would ignore
+            # signals.
+            if program := os.fork():
+                control.close()
+                os._exit(exit_code(wait_for(program)))
         else:
-            libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-            control.sendall(b"unshared\n")
-            control.recv(1)
-            os.chdir(settings["folder"])
-        if os.getppid() != parent:
-            os._exit(1)
+            keep()
+        os.environ.pop("PWD", None)  # bubblewrap sets it
+        os.chdir(folder)
+        limit(settings)
+        if settings["user"] is not None:
+            become(settings["user"], folder)
+        drop_capabilities()
+        called(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "giving up privileges")
+        if not isolated:
+            stay_here()
+        refuse_calls(FAMILIES if isolated else ())
+        # Until here, standard error takes the reason for a failure.
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        control.sendall(b"ready\n")
         with control.makefile("rb") as file:
             source = file.read(*struct.unpack("!I", file.read(4))).decode()
     except BaseException as error:  # noqa: BLE001 - the starter raises it
         control.sendall(f"failed {error}\n".encode())
         os._exit(1)
-
-    if isolated:
-        init = os.fork()
-        if init:
-            control.close()
-            # Init's end is there to be waited for once every process of its namespace has ended.
-            signal.signal(signal.SIGTERM, lambda *_: os.kill(init, signal.SIGKILL))
-            os._exit(exit_code(wait_for(init)))
-
-    try:
-        if isolated:
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            close_in(settings["readable"], settings["file_mib"])
-        else:
-            signal.signal(signal.SIGTERM, give_up)
-        program = os.fork()
-        if not program:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            limit(settings)
-            if settings["change_user"] and isolated:
-                change_user(NOBODY)
-            elif settings["change_user"]:
-                become_own_user(settings["folder"])
-            drop_capabilities()
-            called(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "giving up privileges")
-            if not isolated:
-                stay_here()
-            refuse_calls(FAMILIES if isolated else ())
-            control.sendall(b"ready\n")
-    except BaseException as error:  # noqa: BLE001 - the starter raises it
-        control.sendall(f"failed {error}\n".encode())
-        os._exit(1)
-
     control.close()
-    if not program:
-        run(source)
-        return  # as every program ends: threads are waited for, output is written out
-    code = wait_for(program)
-    if not isolated:
-        end_descendants()
-    os._exit(exit_code(code))
+    run(source)  # ends as every program: threads are waited for, output is written out
 
 
 if __name__ == "__main__":

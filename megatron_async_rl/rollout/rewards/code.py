@@ -14,6 +14,7 @@ those in which no assertion ran, and those that a response without code passes.
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import socket
 import time
@@ -35,6 +36,7 @@ from megatron_async_rl.rollout.rewards.code_tests import entry_point_of, tests_o
 from megatron_async_rl.rollout.rewards.registry import BuiltInReward, ColumnError, RewardError
 from megatron_async_rl.samples.types import Prompt
 
+_log = logging.getLogger(__name__)
 WALL_PER_CPU = 4
 STARVED = 0.5
 """Share of the processor time that programs could have had, below which the machine was busy."""
@@ -228,11 +230,12 @@ def _check(*, key: str, isolation: Isolation = "namespaces", **_: Any) -> None:
             raise RewardError(f"{key}.isolation", f"no program can be run: {error}", fix) from error
         raise RewardError(
             f"{key}.isolation",
-            f"this machine does not allow the namespaces that {isolation!r} needs: {error}",
-            "allow unprivileged user namespaces (in a container: --security-opt seccomp=unconfined"
-            " or --cap-add SYS_ADMIN), or set isolation: rlimits, which leaves files readable to"
-            " the code",
+            f"this machine does not run programs in namespaces, which {isolation!r} needs: {error}",
+            "install bubblewrap (apt-get install bubblewrap) and allow user namespaces (in a"
+            " container: --security-opt seccomp=unconfined or --cap-add SYS_ADMIN), or set"
+            " isolation: rlimits, which leaves files readable to the code",
         ) from error
+    _log.info("the code reward runs programs in a sandbox with isolation: %s", isolation)
 
 
 REWARDS = {

@@ -35,8 +35,9 @@ from megatron_async_rl.rollout.rewards.formula import (
     runs,
     subformulas,
 )
-from megatron_async_rl.rollout.rewards.formula_parser import prose_tokens, read, read_within, tokens
+from megatron_async_rl.rollout.rewards.formula_parser import read, read_within
 from megatron_async_rl.rollout.rewards.formula_terms import combination
+from megatron_async_rl.rollout.rewards.formula_tokens import prose_tokens, tokens
 from megatron_async_rl.rollout.rewards.formula_values import equal
 
 MORE_OPERATIONS = 3

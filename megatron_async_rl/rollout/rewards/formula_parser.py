@@ -23,6 +23,7 @@ from megatron_async_rl.rollout.rewards.formula import (
     total,
     unordered,
 )
+from megatron_async_rl.rollout.rewards.formula_tokens import FUNCTIONS, prose_tokens, tokens
 
 MAX_TOKENS = 600
 MAX_DEPTH = 40
@@ -32,37 +33,6 @@ class NotReadError(ValueError):
     """The text has no formula, or one with a construct that the grammar lacks."""
 
 
-_FUNCTIONS = frozenset(
-    re.findall(
-        r"\S+",
-        "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log exp abs floor "
-        "ceil max min gcd lcm det",
-    )
-)
-_SPELLINGS = {
-    "\\tg": "\\tan",
-    "\\lg": "\\log",
-    "\\varepsilon": "\\epsilon",
-    "\\leq": "\\le",
-    "\\geq": "\\ge",
-    "\\leqslant": "\\le",
-    "\\geqslant": "\\ge",
-    "\\neq": "\\ne",
-    "\\lt": "<",
-    "\\gt": ">",
-    "\\cdot": "*",
-    "\\times": "*",
-    "\\div": "/",
-    "\\varnothing": "\\emptyset",
-    "\\lbrace": "\\{",
-    "\\rbrace": "\\}",
-    "\\lvert": "|",
-    "\\rvert": "|",
-    "\\vert": "|",
-    "\\backslash": "\\setminus",
-    ":": "/",
-    ";": ",",
-}
 _CONSTANTS = {"\\pi": "pi", "\\infty": "infinity", "\\imath": "i"}
 _LETTERS = frozenset(
     re.findall(
@@ -75,103 +45,6 @@ _RELATIONS = {"=": "=", "<": "<", ">": ">", "\\le": "<=", "\\ge": ">=", "\\ne": 
 _SET_OPERATORS = ("\\cup", "\\cap", "\\setminus")
 _APPLIED = "fghFGHPV"
 """Letters that before a bracket are names of functions."""
-SHORT_WORDS = frozenset(
-    re.findall(r"\S+", "a to of is in at by no per the for are not if so be on an its was")
-)
-"""Words that a run of up to three letters may be; other runs are products of variables."""
-
-_UNICODE = str.maketrans(
-    {
-        "×": "*",
-        "·": "*",
-        "∙": "*",
-        "⋅": "*",
-        "÷": "/",
-        "−": "-",
-        "–": "-",
-        "²": "^2",
-        "³": "^3",
-        "√": "\\sqrt ",
-        "π": "\\pi ",
-        "∞": "\\infty ",
-        "≤": "\\le ",
-        "≥": "\\ge ",
-        "≠": "\\ne ",
-        "∪": "\\cup ",
-        "∩": "\\cap ",
-        "∈": "\\in ",
-        "±": "\\pm ",
-        "°": "",
-        "½": "\\frac{1}{2}",
-        "¼": "\\frac{1}{4}",
-        "¾": "\\frac{3}{4}",
-        "θ": "\\theta ",
-    }
-)
-_LAYOUT = re.compile(
-    r"\\(?:left|right|displaystyle|textstyle|quad|qquad|bigg?|Bigg?|bigl|bigr|limits)(?![A-Za-z])"
-    r"|(?<!\\)\\[,;:!> ]|[~$]|\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])"
-)
-_LISTED = re.compile(r"\s*(?:,\s*)?(?:,|\b(?:and|or)\b)\s*")
-_SPOKEN = re.compile(r"\\?%|\\?\b(?:percent|pct)\b")
-_TOKEN = re.compile(
-    r"""(?P<number>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)
-    |(?P<text>\\(?:text\w*|mathrm|mbox|mathbf|operatorname)\s*\{[^{}]*\})
-    |(?P<environment>\\(?:begin|end)\s*\{\w+\})
-    |(?P<command>\\(?:[A-Za-z]+|.))
-    |(?P<word>[A-Za-z]{2,})
-    |(?P<other>\*\*|<=|>=|!=|\S)""",
-    re.VERBOSE | re.DOTALL,
-)
-
-
-def tokens(text: str) -> list[str]:
-    """Tokens of a formula, or of prose that has formulas in it. A word is a token
-    `\\text{word}`."""
-    text = _LAYOUT.sub(" ", text.translate(_UNICODE))
-    text = re.sub(r"\\[dtc](frac|binom)(?![A-Za-z])", r"\\\1", _SPOKEN.sub("%", text))
-    text = re.sub(r"\\overline\s*\{([A-Z]{2})\}", r"\1", text)  # a segment
-    text = re.sub(r"(?<![\d.])(\d+)\s+(\d+)/(\d+)", r"\1\\frac{\2}{\3}", text)  # 1 1/2
-    text = re.sub(r"(?<=\d)\{,\}(?=\d{3})", ",", text)
-    found: list[str] = []
-    for match in _TOKEN.finditer(text):
-        token = match.group()
-        if match.lastgroup == "word":
-            found += _word(token)
-        elif match.lastgroup == "text":
-            found += _text(token)
-        else:
-            token = {"**": "^", "<=": "\\le", ">=": "\\ge", "!=": "\\ne"}.get(token, token)
-            found.append(_SPELLINGS.get(token, re.sub(r"\s", "", token)))
-    return found
-
-
-def _word(word: str) -> list[str]:
-    if word in _FUNCTIONS or word in ("pi", "sqrt", "infty", "frac"):
-        return [f"\\{word}"]
-    if word in ("or", "and"):
-        return [","]
-    for name in ("sqrt", "pi"):  # 2pi r, xsqrt(2)
-        if word.startswith(name) and len(word) <= len(name) + 1:
-            return [f"\\{name}", *word[len(name) :]]
-    if len(word) <= 3 and word.lower() not in SHORT_WORDS:
-        return list(word)
-    return [f"\\text{{{word.lower()}}}"]
-
-
-def _text(token: str) -> list[str]:
-    inside = token[token.index("{") + 1 : -1].strip(" .:()")
-    if inside in _FUNCTIONS:
-        return [f"\\{inside}"]
-    if inside in ("or", "and", ", and", ", or"):
-        return [","]
-    if value := re.fullmatch(r"\s*(-?)(\d+(?:\.\d+)?)\s*", token[token.index("{") + 1 : -1]):
-        return [one for one in value.groups() if one]
-    if len(inside) == 1:  # the label of an option is the symbol
-        return [inside]
-    # As math-verify writes what it read: "A and C" as "A , C", "infinite" as "\\inftyinite".
-    inside = _LISTED.sub(", ", inside.replace("\\inftyinit", "infinit"))
-    return [f"\\text{{{inside.lower()}}}"] if inside else []
 
 
 @functools.lru_cache(maxsize=512)
@@ -206,16 +79,6 @@ def read_within(text: str) -> list[Formula]:
             except (NotReadError, RecursionError, ArithmeticError, IndexError):
                 place += 1
     return formulas
-
-
-def prose_tokens(text: str) -> list[str]:
-    """Tokens of a text in which every run of letters is a word."""
-    return tokens(_WORD_IN_PROSE.sub(r" \\text{\g<0>} ", text))
-
-
-_WORD_IN_PROSE = re.compile(
-    r"(?<![\\\w{])(?!(?:sin|cos|tan|cot|sec|csc|ln|log|exp|pi|sqrt)\b)(?:[A-Za-z]{2,}|[aAI])(?![\w}])"
-)
 
 
 def _all_of(found: list[str]) -> Formula:
@@ -361,7 +224,7 @@ class _Parser:
             or token in ("(", "{", "[", "\\sqrt", "\\frac", "\\binom")
             or token in _CONSTANTS
             or token in _LETTERS
-            or (token[:1] == "\\" and token[1:] in _FUNCTIONS)
+            or (token[:1] == "\\" and token[1:] in FUNCTIONS)
         )
 
     def factor(self) -> Formula:
@@ -436,7 +299,7 @@ class _Parser:
             return Formula("function", "floor" if token == "\\lfloor" else "ceil", (inside,))
         if token.startswith("\\begin{"):
             return self.matrix(token)
-        if token[:1] == "\\" and token[1:] in _FUNCTIONS:
+        if token[:1] == "\\" and token[1:] in FUNCTIONS:
             return self.function(token[1:])
         raise NotReadError
 
@@ -552,7 +415,7 @@ class _Parser:
         minus = self.taken("-")
         factors = [self.factor()]
         while (token := self.next()) is not None and (
-            token == "/" or (self.starts(token) and token[1:] not in _FUNCTIONS and token != "(")
+            token == "/" or (self.starts(token) and token[1:] not in FUNCTIONS and token != "(")
         ):
             if token == "/":
                 self.take()

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import re
 
-from megatron_async_rl.rollout.rewards.formula_parser import SHORT_WORDS, read
+from megatron_async_rl.rollout.rewards.formula_parser import read
+from megatron_async_rl.rollout.rewards.formula_tokens import SHORT_WORDS
 
 NUMBER = r"[-+]?(?:\d+(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+"
 _UNITS = (

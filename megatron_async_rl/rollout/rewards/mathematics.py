@@ -20,7 +20,8 @@ from typing import Any, Literal
 
 from megatron_async_rl.rollout.rewards.final_form import is_final
 from megatron_async_rl.rollout.rewards.formula import symbols
-from megatron_async_rl.rollout.rewards.formula_parser import read, tokens
+from megatron_async_rl.rollout.rewards.formula_parser import read
+from megatron_async_rl.rollout.rewards.formula_tokens import tokens
 from megatron_async_rl.rollout.rewards.math_answer import (
     MAX_ANSWER,
     NUMBER,

@@ -33,8 +33,8 @@ from megatron_async_rl.watchdog.processes import descendants
 
 EVERY_S = 1.0
 DEADLINE_S = 10.0
-"""After which a question counts as lost and is asked anew. vLLM answers between two steps, not
-while it loads weights."""
+"""Time after which a probe is sent again. vLLM answers between two steps, not while it loads
+weights."""
 
 _vllm_processes: frozenset[int] = frozenset()
 """Processes that EngineDied looks for among the kernel's kills."""
@@ -72,8 +72,9 @@ async def add_request(llm: Any, name: str, ids: Sequence[int], parameters: Any) 
 
 
 def on_output(collector: Any, call: Callable[[Any], None]) -> None:
-    """Call `call` with vLLM's output for a request, or the exception that ended it, instead of
-    keeping it for the waiting task. `collector`: the answer of `AsyncLLM.add_request`."""
+    """Call `call` with vLLM's output for a request, or with the exception that ended it, instead of
+    storing it for a waiting task. `collector`: the result of `add_request`."""
+    # Without an await in between: no output can arrive between these two lines.
     early, collector.output = collector.output, None
     collector.put = call
     if early is not None:
@@ -81,14 +82,13 @@ def on_output(collector: Any, call: Callable[[Any], None]) -> None:
 
 
 def tokens_so_far(llm: Any) -> int:
-    """Tokens that vLLM has handed over of the responses it works on."""
+    """Number of tokens that vLLM has returned of unfinished responses."""
     states = llm.output_processor.request_states.values()
     return sum(state.detokenizer.num_output_tokens() for state in states)
 
 
 async def pause_scheduler(llm: Any, *, clear_cache: bool) -> None:
-    """`AsyncLLM.pause_generation` does just this, and then sleeps 20 ms to order outputs for its
-    callers; we need no order."""
+    """Pause, without the 20 ms for which `AsyncLLM.pause_generation` sleeps to order outputs."""
     await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear_cache)
 
 
@@ -104,7 +104,7 @@ def token_versions(completion: Any) -> NDArray[np.int32]:
                 " not a number"
             )
 
-    # Nearly all responses, and short ones are many: one set of weights sampled all of it.
+    # Fast path of nearly all responses: one version sampled all tokens.
     if len(spans) == 1 and (spans[0].start, spans[0].end) == (0, length):
         return np.full(length, int(spans[0].version), dtype=np.int32)
 
@@ -154,14 +154,14 @@ class EngineDied(RuntimeError):
                 last_error = found.message.splitlines()[0]
         reported = f"; the last error in its log: {last_error}" if last_error else ""
         if isinstance(kernel, str):
-            # Every call that meets this one death raises an error of its own: none uses up the
-            # kill.
+            # Several calls may fail because of one death, each with its own error, so none of the
+            # errors may use up the kernel's report of the kill.
             kernel = kernel_shortage(_vllm_processes, used=False)
         what = f"the vLLM process of {spec.name} died while {while_what}{reported}; see {spec.log}"
         super().__init__(what if kernel is None else f"{what}. {kernel.message}")
         self.outside = kernel is not None and kernel.certain
         self.out_of_memory: MemoryKind | None = "host" if self.outside else None
-        # The error is made anew on another machine, whose kernel has another count.
+        # Unpickled on another machine, the error must not look at that machine's kernel.
         self._arguments = (spec, while_what, last_error, kernel)
 
     def __reduce__(self) -> tuple[type[EngineDied], tuple[EngineSpec, str, str, Shortage | None]]:
@@ -181,9 +181,9 @@ def named_death(spec: EngineSpec, while_what: str) -> Iterator[None]:
 
 
 class HealthCheck:
-    """Watches that vLLM's process still answers: a cheap question once a second, while it samples
-    and while it is paused. `probe` is answered by vLLM's process; `dead` reports that this process
-    has ended."""
+    """Check once a second that vLLM's process still answers, while it samples and while it is
+    paused. `probe`: a cheap call into vLLM's process. `dead`: returns True once the process has
+    ended."""
 
     def __init__(self, probe: Callable[[], Awaitable[object]], dead: Callable[[], bool]) -> None:
         self._ask = probe
@@ -195,8 +195,8 @@ class HealthCheck:
         return time.monotonic() - self._answered
 
     async def until_dead(self) -> None:
-        """Asks until vLLM's process has ended. Raises what an answer raises."""
-        self._answered = time.monotonic()  # it has just started, which may have taken minutes
+        """Return once vLLM's process has ended. Raises what `probe` raises."""
+        self._answered = time.monotonic()  # the start itself may have taken minutes
         while not self._dead():
             look_for_kernel_kills()
             question = asyncio.ensure_future(self._ask())

@@ -31,9 +31,9 @@ DRAWS = 32
 
 
 def complete_cpu_worker(worker: Any) -> None:
-    """Gives a CPU worker what it lacks where there are several: memory for what the pipeline stage
-    before it computed, which vLLM makes in a warm-up that it leaves out where nothing is compiled,
-    and `compute_own_experts`."""
+    """Complete one of several CPU workers: `compute_own_experts`, and memory for the output of the
+    pipeline stage before it. vLLM allocates that memory in a warm-up, which it skips if nothing is
+    compiled."""
     from vllm.distributed import get_pp_group
 
     compute_own_experts()
@@ -45,8 +45,8 @@ def complete_cpu_worker(worker: Any) -> None:
 
 
 def compute_own_experts() -> None:
-    """A worker that has some of the experts computes those alone. vLLM's kernel on a CPU takes
-    experts' numbers for places in the worker's weights. Idempotent."""
+    """Make a worker compute only the experts that it has. vLLM's CPU kernel uses an expert's number
+    as its position in the worker's weights. Idempotent."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
     apply_all = CPUUnquantizedExperts.apply
@@ -163,7 +163,7 @@ def record_on_cpu() -> None:
         )
         pending = self.mar_recorder.prepare_output(step)
         output = sample(self, *args, **kwargs)
-        if pending is not None:  # the first of tensor-parallel workers
+        if pending is not None:  # only the first of tensor-parallel workers reports
             tokens = [output.sampled_token_ids[output.req_id_to_index[one]] for one in step.req_ids]
             sampled = np.array([len(each) for each in tokens])
             pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))

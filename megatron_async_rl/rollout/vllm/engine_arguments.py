@@ -1,4 +1,4 @@
-"""Arguments of vLLM and sampling parameters of each response: our settings in its words."""
+"""vLLM's engine arguments, sampling parameters and grammars for the run's configuration."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
 def sampling_parameters(sampling: SamplingConfig, eos_ids: Sequence[int]) -> SamplingParams:
-    """Parameters of every response that is drawn so; each gets its seed and its own token limit
-    besides."""
+    """Return the parameters of responses with this sampling; each response sets its own seed and
+    token limit."""
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -41,8 +41,8 @@ def sampling_parameters(sampling: SamplingConfig, eos_ids: Sequence[int]) -> Sam
         logprobs=0,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        # A deep copy of them for each request, and vLLM's of that, would be the dearest part of a
-        # request. Only `seed` and `max_tokens` of a copy are ever changed.
+        # A deep copy for each request, and vLLM's copy of that, would cost more than the rest of
+        # the request. Attributes of a shallow copy are replaced, never changed in place.
         skip_clone=True,
     )
 
@@ -56,8 +56,8 @@ def structured(sampling: SamplingConfig) -> StructuredOutputsParams | None:
 
 
 def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
-    """Raises UserError for a name in `rollout.vllm` that this machine's vLLM does not know; the
-    preflight asked that of rank 0's."""
+    """Raises UserError for a name in `rollout.vllm` that this machine's vLLM lacks. The preflight
+    has checked rank 0's machine only."""
     rollout = spec.rollout
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     unknown = [unknown_option(name, known) for name in rollout.vllm if name not in known]
@@ -103,17 +103,17 @@ def _head(dtype: str) -> dict[str, str]:
 
 def _cpu_arguments(spec: EngineSpec) -> dict[str, Any]:
     return {
-        # Of each worker; together they hold what the engine may.
+        # Per worker; the configured size is that of the whole engine.
         "kv_cache_memory_bytes": int(spec.rollout.kv_cache_gib * 2**30) // spec.rollout.workers,
         # Compiling takes up to 40 s of the first start and was not measurably faster in steady
         # state.
         "enforce_eager": True,
-        # A prompt cut in two draws a token that vLLM takes back, and a seeded CPU generator cannot
-        # be wound back: it raises. So vLLM reads a prompt, or a preempted request's prompt and
-        # response, in one step, and ensures that it fits.
+        # For a prompt in two chunks vLLM draws a token and discards it, and a seeded CPU generator
+        # cannot be rewound: it raises. Without chunks vLLM reads a prompt, or a preempted request's
+        # prompt and response, in one step, and ensures that it fits.
         "enable_chunked_prefill": False,
-        # Where one worker is enough the model runs in the engine's own process: vLLM's default on a
-        # CPU, a second one behind a queue, starts later and pays for the queue at every step.
+        # With one worker the model runs in the engine core. vLLM's default on a CPU is a second
+        # process behind a queue, which starts later and costs time at every step.
         "distributed_executor_backend": "mp" if spec.rollout.workers > 1 else UNIPROC,
     }
 
@@ -122,8 +122,7 @@ def _gpu_arguments(spec: EngineSpec) -> dict[str, Any]:
     return {
         "gpu_memory_utilization": spec.rollout.gpu_memory_utilization,
         "enable_sleep_mode": spec.rollout.placement == "colocated",
-        # In a Ray actor vLLM might choose Ray for its workers, and they would not end with the
-        # engine.
+        # In a Ray actor vLLM might choose Ray for its workers, which would outlive the engine.
         "distributed_executor_backend": "mp" if spec.rollout.workers > 1 else "uni",
     }
 

@@ -31,13 +31,14 @@ async def load_between_steps(
     clear_cache: bool,
     resume_if: Mapping[str, str] | None,
 ) -> dict[str, str]:
-    """Loads one bucket of an update to `version`, which `first` opens and `last` closes. Sampling
-    stops before the first; after the last the weights are numbered, and sampling continues if their
-    digests equal `resume_if` (None: it does not). All this is one call into vLLM's engine process:
-    several would each wait for their turn there while nothing is sampled.
+    """Load one bucket of an update to `version`. Sampling stops before the `first` bucket. After
+    the `last` one the weights get their number, and sampling continues if their digests equal
+    `resume_if` (None: it stays stopped).
 
     Returns, with the last bucket, name -> digest of every tensor of the update as loaded.
     """
+    # One call for all of this: each call waits for the current step to end, and with several of
+    # them the engine would sample nothing in between.
     digests: dict[str, str] = await llm.engine_core.call_utility_async(
         LOAD, bucket, version, first, last, clear_cache, resume_if
     )
@@ -66,9 +67,11 @@ def _load_bucket(
         answers = core.collective_rpc("load_weight_bucket", None, (bucket, version, first, last))
         digests = digests_of(answers)
         if last:
+            # Before sampling resumes: the next token must carry the new version.
             core.set_weight_version(str(version))
             for request in core.scheduler.requests.values():
                 _salt(request, str(version))
+            # Weights with other digests never sample.
             if digests == resume_if:
                 core.resume_scheduler()
         return digests
@@ -88,7 +91,7 @@ def _load_bucket(
             loaded.set_result(load())
         except Exception as error:  # noqa: BLE001 - vLLM hands it to the caller
             loaded.set_exception(error)
-        # The engine would next wait for a request: it is to look for work first.
+        # Otherwise the engine would block until a new request arrives, although it has work.
         core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
     paused.add_done_callback(on_pause)
@@ -106,12 +109,14 @@ def cache_by_version() -> None:
 
     @functools.wraps(preprocess)
     def preprocess_add_request(self: Any, request: Any) -> Any:
-        request.cache_salt = self.get_weight_version()  # before it is hashed, in another thread
+        # Before the hashes are computed, which happens in vLLM's input thread.
+        request.cache_salt = self.get_weight_version()
         return preprocess(self, request)
 
     @functools.wraps(add)
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        _salt(request, self.get_weight_version())  # there may be others meanwhile
+        # An update may have ended since the input thread salted the request.
+        _salt(request, self.get_weight_version())
         return add(self, request, *args, **kwargs)
 
     EngineCore.preprocess_add_request = preprocess_add_request
@@ -119,7 +124,8 @@ def cache_by_version() -> None:
 
 
 def _salt(request: Any, version: str) -> None:
-    """One that has begun keeps its own: its keys and values are, in part, of those weights."""
+    """Salt a request that has not begun. One that has begun keeps its salt, because some of its
+    keys and values are of those weights."""
     begun = request.num_computed_tokens or request.num_preemptions
     if not begun and request.cache_salt != version:
         request.cache_salt = version

@@ -1,20 +1,20 @@
-"""Digests of the weights as they lie in an engine worker's memory after it loaded them, under the
-places that they have in the trainer's tensors.
+"""Digests of the weights in an engine worker's memory after loading, by their positions in the
+trainer's tensors.
 
     bucket --offer--> vLLM's loaders --copy--> parameter: this part of it is rows and columns ...
                                                  |
               worker's parts: {name: Loaded} <---+    all workers' parts --digests_of--> one digest
 
-How an engine cuts and fuses tensors is vLLM's affair: each copy out of an offered tensor shows
-which part of it went where.
+vLLM decides how an engine shards and fuses tensors. Each copy out of an offered tensor shows which
+part of it went where. The engine core reads `Loaded` objects, too, so this file imports no vLLM.
 
 Invariants:
 - a digest is of what was written, read back: of a parameter that stays, when the update ends; of
   memory that something else is made from (a packed or quantised weight), as soon as it is written;
 - a part of a tensor that several workers hold counts once if they hold the same. If they do not, or
   if no worker took a part, the digest is not the trainer's;
-- an address identifies the offered tensor of a copy only while that tensor lives and until its
-  memory is offered again; nothing here keeps it alive.
+- an address identifies an offered tensor only while that tensor lives and until its memory is
+  offered again; nothing here keeps it alive.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ class LoadWatch(TorchDispatchMode):
         return frozenset(self._loaded)
 
     def offer(self, name: str, tensor: Tensor) -> None:
-        """The loaders get `tensor` next; its memory stays as it is until it is offered again, or
-        the tensor is gone."""
+        """Announce the tensor that the loaders get next. Its memory must not change until it is
+        offered again or the tensor is freed."""
         shape = tuple(tensor.shape)
         self._loaded[name] = Loaded(tensor.dtype, shape)
         if not tensor.numel():
@@ -146,10 +146,10 @@ class LoadWatch(TorchDispatchMode):
         self._offered[first:last] = [_OfferedTensor(name, shape, memory, storage)]
 
     def take(self, part: Tensor) -> None:
-        """A kernel reads `part` of an offered tensor where it lies."""
+        """Record that a kernel reads `part` of an offered tensor in place."""
         place = self._place(part)
         assert place is not None, "the part of a tensor that was not offered"
-        self._reading = True  # copies that a digest makes of a part are not the loaders'
+        self._reading = True  # do not record copies that the digest itself makes
         try:
             self._digest(place, part)
         finally:
@@ -190,7 +190,7 @@ class LoadWatch(TorchDispatchMode):
         return result
 
     def _digest(self, place: _TensorRegion, memory: Tensor) -> None:
-        # A parameter of a wider dtype holds the same numbers.
+        # The trainer's digest is of its dtype; a parameter of a wider one holds the same numbers.
         part = memory.detach().to(self._loaded[place.name].dtype)
         part = part.reshape(place.rows, place.columns)
         self._taken.append((place, partial_digest(part, place.row, place.column)))

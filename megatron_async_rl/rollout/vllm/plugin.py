@@ -1,7 +1,8 @@
-"""The plugin that vLLM calls in each of its processes (`vllm.general_plugins`).
+"""The plugin that vLLM calls in each of its processes (`vllm.general_plugins`), the variables that
+these processes start with, and the server that they are forked from.
 
-vLLM hands a response over when it is whole, which may take longer than the watchdog waits. Its
-scheduler sees every token: there they count as progress, and its queues are shown as a fact.
+Invariant: this module imports no vLLM and no torch, because the launcher and the engine's actor set
+variables that both read at import.
 """
 
 from __future__ import annotations
@@ -41,8 +42,7 @@ WORKER_EXTENSION = "megatron_async_rl.rollout.vllm.receive.WeightLoadingWorker"
 
 
 def register() -> None:
-    """Ends the process with its engine, puts it in the run's watch and registers our weight
-    transfer engine.
+    """Bind this process of vLLM to its engine and to the run's watchdog, and install the hooks.
     Idempotent: vLLM may call it several times."""
     from megatron_async_rl.rollout.vllm import cpu_worker, engine_core
 
@@ -50,8 +50,8 @@ def register() -> None:
     spawn_by_fork("engines")
     watch.join()
     name_shared_memory()
-    # Python looks through all that was imported for garbage six times while vLLM starts, and once
-    # more before a process ends: each takes about half a second.
+    # vLLM collects garbage six times while it starts, and Python once more at exit. Each collection
+    # would scan all imported modules, which takes about half a second.
     gc.freeze()
     atexit.register(gc.freeze)
 
@@ -78,7 +78,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
     """Variables that vLLM and the libraries under it read at import. Call it in the process that
     will start vLLM."""
     values = {
-        # An engine is on one machine: its processes talk to each other there alone.
+        # All processes of an engine are on one machine: nothing listens beyond it.
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": loopback_interface(),
         "HF_HUB_OFFLINE": "1",
@@ -90,7 +90,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         PARENT: str(os.getpid()),
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if spec.transport != "collective":  # NCCL brings that one its weights from rank 0's machine
+    if not spec.carrier.per_engine:  # NCCL receives weights from rank 0's machine
         values["NCCL_SOCKET_IFNAME"] = loopback_interface()
     if spec.records_experts and spec.device == "cpu":
         values[RECORD_EXPERTS] = "1"
@@ -100,10 +100,10 @@ def environment(spec: EngineSpec) -> dict[str, str]:
             "OMP_NUM_THREADS": str(spec.threads),
             # vLLM compiles parts of its sampler at the first request even in eager mode.
             "TORCHDYNAMO_DISABLE": "1",
-            # ms a thread spins after a parallel region; the trainer may want the core.
+            # Milliseconds a thread spins after a parallel region; the trainer may need the core.
             "KMP_BLOCKTIME": "1",
-            # New memory costs several times what copying to it does, and every update needs as much
-            # as the one before freed: so the C library keeps what is freed, large blocks too.
+            # New memory costs several times as much as copying to it, and every update needs as
+            # much as the previous one freed. So the C library keeps freed blocks, large ones too.
             "MALLOC_MMAP_MAX_": "0",
             "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
         }

@@ -1,13 +1,13 @@
-"""The engine's end of a weight update: runs inside vLLM's worker processes.
+"""The engine's end of a weight update, in vLLM's worker processes.
 
 Invariants:
-- versions only grow; an update to a version that is not newer is refused before a weight is
-  touched;
+- versions only grow: an update to a version that is not newer is refused before it changes a
+  weight;
 - digests are of what the loaders wrote, not of what was sent (`loaded.py`);
-- a bucket that does not last is read when the call that brings it returns;
+- the content of a bucket that does not last has been read when the call with that bucket returns;
 - an update ends only when every parameter of the model was loaded in it. A fused parameter (qkv,
   gate_up) counts as loaded when each of its parts came;
-- what the kernels made of the old weights is made anew (`reload.py`).
+- kernels discard what they derived from the old weights (`reload.py`).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         self._paths_before: set[str] = set()
 
     def init_transfer_engine(self, init_info: FirstVersion) -> None:
-        # Of an engine that was killed: on a machine without the launcher nothing else looks.
+        # Buckets of a killed engine: on a machine without the launcher nobody else removes them.
         remove_stale(SHARED_MEMORY)
         self._version = init_info.version
         self._reader = carrier(init_info.transport).reader()
@@ -119,7 +119,8 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         self._loaded = set()
         self._paths_before, self._paths = self._paths, set()
         self._reload.begin()
-        # Those that the reload fills in memory of its own are gone from the model by now.
+        # After `begin`: parameters that the reload fills elsewhere have left the model by now, and
+        # their addresses must not count as lasting.
         self._watch.begin(self.model.parameters())
 
     def receive_weights(self, update_info: BucketInfo) -> None:
@@ -128,14 +129,14 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         with self._watch:
             self._loaded |= self._reload.load(self._offered(update_info.ref()))
         if not self._reader.lasting and self.device.type == "cuda":
-            # With the answer the bucket's memory is the ranks' again.
+            # The ranks overwrite the bucket once this call returns.
             torch.cuda.current_stream(self.device).synchronize()
 
     def finish_weight_update(self) -> None:
         with self._watch:
             self._incomplete = self._reload.end()
         assert self._reader is not None
-        # Versions are staged in two slots in turn: the next one comes where the one before was.
+        # Versions alternate between two slots, so the next one reuses the mappings of the previous.
         kept = self._paths | self._paths_before if self._reader.lasting else ()
         self._reader.keep(kept)
 
@@ -155,7 +156,7 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
             )
 
     def shutdown(self) -> None:
-        """Lets go of the sender's buckets, which stay mapped between updates, and of the worker's
+        """Unmap the sender's buckets, which stay mapped between updates, and close the worker's
         own."""
         if self._reader is not None:
             self._reader.keep(())
@@ -180,15 +181,15 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
 
 
 class WeightLoadingWorker:
-    """Mixed into vLLM's worker (`worker_extension_cls`): a whole bucket in one call, with what was
-    loaded as its answer; and, by `collective`, a version to receive before that."""
+    """Methods that vLLM adds to its worker (`worker_extension_cls`): loading a whole bucket in one
+    call, and before that, with `collective`, receiving a version."""
 
     def complete_on_cpu(self: Any) -> None:
-        """Once, before anything is sampled."""
+        """Call once, before anything is sampled."""
         complete_cpu_worker(self)
 
     def receive_version(self: Any, update: bytes) -> None:
-        """`update`: a pickled WeightUpdate. Begins to receive it, and returns."""
+        """Start receiving a version in the background. `update`: a pickled WeightUpdate."""
         engine = self.weight_transfer_engine
         if engine.receiver is None:
             engine.receiver = Receiver(self.rank, self.device)
@@ -197,11 +198,11 @@ class WeightLoadingWorker:
     def load_weight_bucket(
         self: Any, bucket: dict[str, Any], version: int, first: bool, last: bool
     ) -> dict[str, Loaded]:
-        """`first` and `last` open and close the update. Returns, with the last bucket, what this
-        worker loaded of each tensor, by name."""
+        """Load a bucket of an update; `first` and `last` open and close the update. Returns, with
+        the last bucket, the parts that this worker loaded of each tensor, by name."""
         receiver = self.weight_transfer_engine
         if first:
-            receiver.accept(version)
+            receiver.accept(version)  # before the update changes any weight
             self.start_weight_update()
         self.update_weights(bucket)
         if not last:

@@ -1,0 +1,62 @@
+"""The environment `agent`: a program or a function that calls the model by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic_core import to_jsonable_python
+
+from megatron_async_rl.rollout.environments import (
+    SETTINGS,
+)
+from megatron_async_rl.rollout.rewards.registry import imported
+from megatron_async_rl.samples.types import Prompt
+
+KEY = "unused"
+"""API key for clients that require one; the endpoint reads none."""
+
+
+class AgentEnvironment:
+    """`function`: `module:function`, called as function(prompt, base_url), may be `async`.
+    `command`: program and arguments; it finds the prompt as JSON (`text`, `fields`) on standard
+    input, OPENAI_BASE_URL and OPENAI_API_KEY in its environment, and ends with a line that is its
+    reward, a number."""
+
+    def __init__(self, *, function: str | None = None, command: Sequence[str] = ()) -> None:
+        if (function is None) == (not command):
+            raise ValueError("give either `function`, as module:function, or `command`, a list")
+        self._function = None
+        if function is not None:
+            module_name, _, attribute = function.partition(":")
+            self._function = getattr(imported(module_name, function, SETTINGS), attribute)
+        self._command = [command] if isinstance(command, str) else list(command)
+
+    def run(self, prompt: Prompt, base_url: str) -> Any:
+        """The reward, or an awaitable of it."""
+        if self._function is not None:
+            return self._function(prompt, base_url)
+        return self._program(prompt, base_url)
+
+    async def _program(self, prompt: Prompt, base_url: str) -> float:
+        program = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": KEY},
+        )
+        fields = to_jsonable_python(dict(prompt.fields), inf_nan_mode="null")
+        requested = json.dumps({"text": prompt.text, "fields": fields}).encode()
+        reported, _ = await program.communicate(requested)
+        if program.returncode != 0:
+            raise RuntimeError(f"{self._command[0]} ended with code {program.returncode}")
+        lines = reported.decode(errors="replace").strip().splitlines()
+        if not lines:
+            raise ValueError(f"{self._command[0]} wrote no reward, a number on its last line")
+        return float(lines[-1])
+
+
+ENVIRONMENT = AgentEnvironment

@@ -1,0 +1,129 @@
+"""The environment `openenv`: a session of an OpenEnv server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import urllib.request
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from megatron_async_rl.rollout.environments import (
+    SETTINGS,
+    Step,
+    package_modules,
+)
+from megatron_async_rl.samples.types import Prompt
+
+OPENENV = "openenv>=0.10,<0.11"
+"""Requirement for pip. Up to version 0.3 the distribution was openenv-core; the modules keep their
+names."""
+OPENENV_TIMEOUT_S = 86400.0
+"""Time that OpenEnv's client gives an answer: rollout.environment.timeout_s ends it sooner."""
+SCHEMA_S = 10.0
+"""Longest time for a server to describe its actions."""
+NO_ACTION = "(code: VALIDATION_ERROR)"
+"""Text in the exception that OpenEnv's client raises if a server cannot read an action; the
+exception has no other mark."""
+
+
+class OpenEnv:
+    """A session of an OpenEnv server, by OpenEnv's own client. `url`: of the server. `action`: the
+    action's field that takes the response; null reads the response as JSON, the whole action.
+    `observation`: the observation's field that is shown; null shows all of it as JSON. `reset`:
+    columns of the prompt that the server's reset takes."""
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        action: str | None = "message",
+        observation: str | None = None,
+        reset: Sequence[str] = (),
+    ) -> None:
+        (client,) = package_modules(OPENENV, "openenv.core.generic_client")
+        self._client: Any = client.GenericEnvClient(
+            base_url=url, message_timeout_s=OPENENV_TIMEOUT_S
+        )
+        self._url, self._action = url, action
+        self._observation, self._reset = observation, tuple(reset)
+
+    async def reset(self, prompt: Prompt) -> str:
+        missing = [name for name in self._reset if name not in prompt.fields]
+        if missing:
+            raise ValueError(
+                f"prompt {prompt.id} has no column {missing[0]!r}, which"
+                f" {SETTINGS}.reset names; it has {', '.join(prompt.fields) or 'none'}"
+            )
+        await self._client.connect()
+        if self._action is not None:
+            _require_field(await asyncio.to_thread(_action_schema, self._url), self._action)
+        result = await self._client.reset(**{name: prompt.fields[name] for name in self._reset})
+        return self._shown(result.observation)
+
+    async def step(self, response: str) -> Step:
+        """A response that is not an action gets an error as its answer, and reward 0."""
+        action: Any = {self._action: response}
+        if self._action is None:
+            try:
+                action = json.loads(response)
+            except ValueError as error:
+                return Step(observation=f"the action is not JSON: {error}")
+            if not isinstance(action, dict):
+                return Step(observation="the action is not a JSON object")
+        try:
+            result = await self._client.step(action)
+        except RuntimeError as error:
+            if NO_ACTION not in str(error):
+                raise
+            return Step(observation="the environment does not accept the action")
+        return Step(
+            observation=self._shown(result.observation),
+            reward=float(result.reward or 0.0),
+            done=bool(result.done),
+        )
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    def _shown(self, observation: Any) -> str:
+        if self._observation is None:
+            return json.dumps(observation, ensure_ascii=False)
+        if not isinstance(observation, Mapping) or self._observation not in observation:
+            there = ", ".join(observation) if isinstance(observation, Mapping) else "no fields"
+            raise KeyError(
+                f"the observation has no {self._observation!r}, which"
+                f" rollout.environment.settings.observation names; it has {there}"
+            )
+        return str(observation[self._observation])
+
+
+@cache
+def _action_schema(url: str) -> Mapping[str, Any]:
+    """JSON schema of the actions that the server takes; empty where it does not say."""
+    http = re.sub("^ws", "http", url).rstrip("/")
+    try:
+        with urllib.request.urlopen(f"{http}/schema", timeout=SCHEMA_S) as answer:
+            return dict(json.load(answer)["action"])
+    except Exception:  # noqa: BLE001 - its actions are then known by what it refuses
+        return {}
+
+
+def _require_field(schema: Mapping[str, Any], name: str) -> None:
+    """Raises ValueError where no response can be an action by the one field."""
+    fields, needed = schema.get("properties", {}), schema.get("required", ())
+    others = [one for one in needed if one != name]
+    if fields and name not in fields:
+        what = f"have no field {name!r}: they have {', '.join(fields)}"
+    elif others:
+        what = (
+            f"need {', '.join(others)} besides {name}: with null the model writes them all, as JSON"
+        )
+    else:
+        return
+    raise ValueError(f"{SETTINGS}.action: the server's actions {what}")
+
+
+ENVIRONMENT = OpenEnv

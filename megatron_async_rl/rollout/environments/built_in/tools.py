@@ -1,0 +1,242 @@
+"""The environment `tools`: functions that the model may call."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+import signal
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from megatron_async_rl.config.rollout import TOOLS, EnvironmentConfig
+from megatron_async_rl.config.schema import Config
+from megatron_async_rl.data.tokenizer import Tokenizer, tokenizer_of
+from megatron_async_rl.rollout.environments import (
+    SETTINGS,
+    UNREAD,
+    UNREAD_CALLS,
+    Message,
+    Step,
+    load_factory,
+)
+from megatron_async_rl.rollout.rewards.registry import imported
+from megatron_async_rl.samples.types import Prompt
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call, by its signature and docstring."""
+
+    function: Callable[..., Any]
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    @cached_property
+    def arguments(self) -> TypeAdapter[dict[str, Any]]:
+        """Checks what a model gives. Raises ValueError for a parameter that it cannot give."""
+        reported = _described(inspect.getdoc(self.function) or "")
+        types = typing.get_type_hints(self.function)
+        fields: dict[str, Any] = {}
+        for name, parameter in inspect.signature(self.function).parameters.items():
+            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                raise ValueError(
+                    f"{self.name}: a model gives arguments by name, and {name} has none"
+                )
+            if name not in types:
+                raise ValueError(f"{self.name}: the parameter {name} has no type annotation")
+            fields[name] = Annotated[types[name], Field(description=reported.get(name))]
+            if parameter.default is not parameter.empty:
+                fields[name] = typing.NotRequired[fields[name]]
+        typed_dict: Any = typing.TypedDict
+        arguments = typed_dict(self.name, fields)
+        arguments.__pydantic_config__ = ConfigDict(extra="forbid")
+        return TypeAdapter(arguments)
+
+    @cached_property
+    def schema(self) -> dict[str, Any]:
+        """Schema of the function in the format of OpenAI and of chat templates."""
+        parameters = _untitled(self.arguments.json_schema())
+        parameters.pop("additionalProperties", None)
+        text = (inspect.getdoc(self.function) or "").split("\n\n")[0]
+        function = {"name": self.name, "description": text, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+
+PARAMETER = re.compile(r"^\s+(\w+)(?: ?\(.*?\))?: +(.+)$")
+
+
+def _described(docstring: str) -> dict[str, str]:
+    """Parameters that the section `Args:` describes, each on a line `name: what it is`."""
+    section = re.split(r"^(?:Args|Arguments|Parameters):\s*$", docstring, flags=re.MULTILINE)
+    lines = section[1].splitlines() if len(section) > 1 else ()
+    return {match[1]: match[2] for line in lines if (match := PARAMETER.match(line))}
+
+
+def _untitled(schema: Any) -> Any:
+    """Without the titles that pydantic makes of names."""
+    if isinstance(schema, list):
+        return [_untitled(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: {name: _untitled(one) for name, one in value.items()}
+        if key in ("properties", "$defs")
+        else _untitled(value)
+        for key, value in schema.items()
+        if key != "title"
+    }
+
+
+class Tools:
+    """`functions`: the tools, `module:function` each, or a module, whose public functions they are;
+    one or a list. `timeout_s`: longest time of the calls of one turn together.
+
+    A turn without calls ends the sample. Whatever is wrong with a call is its answer, and counted.
+    """
+
+    def __init__(self, *, functions: str | Sequence[str], timeout_s: float = 10.0) -> None:
+        self._tools = _tools((functions,) if isinstance(functions, str) else tuple(functions))
+        self.timeout_s = timeout_s
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s: {timeout_s} leaves the tools no time")
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        return [tool.schema for tool in self._tools.values()]
+
+    def reset(self, prompt: Prompt) -> None:
+        """Return nothing: the first turn has no opening."""
+
+    async def step(self, message: Message) -> Step:
+        """`message`: the model's, with its `tool_calls`, or with UNREAD."""
+        calls, unread = message.get("tool_calls") or (), message.get(UNREAD)
+        measured = {"tool_calls": float(len(calls)), "tool_errors": 0.0, UNREAD_CALLS: 0.0}
+        answers = []
+        if unread is not None:
+            measured = dict.fromkeys(measured, 1.0)
+            # A template may want a tool's answer to name the call.
+            text = f"error: the tool call cannot be read: {unread}"
+            answers.append({"role": "user", "content": text})
+        until = asyncio.get_running_loop().time() + self.timeout_s
+        for call in calls:
+            try:
+                text = await self._call(call["function"], until)
+            except Exception as error:  # noqa: BLE001 - the model reads it
+                text = f"error: {type(error).__name__}: {error}"
+                measured["tool_errors"] += 1
+            named = {"tool_call_id": call["id"], "name": call["function"]["name"]}
+            answers.append({"role": "tool", **named, "content": text})
+        return Step(observation=answers, done=not answers, measured=measured)
+
+    async def _call(self, call: Mapping[str, Any], until: float) -> str:
+        tool = self._tools.get(call["name"])
+        if tool is None:
+            near = get_close_matches(call["name"], self._tools, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            there = ", ".join(self._tools)
+            raise LookupError(f"there is no tool {call['name']!r}; {hint}there is {there}")
+        try:
+            arguments = tool.arguments.validate_json(call["arguments"] or "{}")
+        except ValidationError as error:
+            faults = (
+                ": ".join([".".join(map(str, one["loc"])), one["msg"]]) for one in error.errors()
+            )
+            raise ValueError("; ".join(fault.removeprefix(": ") for fault in faults)) from None
+        left = until - asyncio.get_running_loop().time()
+        with _interrupted(max(left, 1e-6), self.timeout_s):
+            answer = tool.function(**arguments)
+        if inspect.isawaitable(answer):
+            try:
+                async with asyncio.timeout_at(until):
+                    answer = await answer
+            except TimeoutError:
+                raise _late(self.timeout_s) from None
+        return answer if isinstance(answer, str) else json.dumps(answer, default=str)
+
+
+def _late(timeout_s: float) -> TimeoutError:
+    return TimeoutError(f"no answer within {timeout_s:g} s, in which a turn's calls must end")
+
+
+@contextmanager
+def _interrupted(left_s: float, timeout_s: float) -> Iterator[None]:
+    """Raises TimeoutError in the code within after `left_s` seconds. What holds it off (a call of
+    C) `rollout.environment.timeout_s` ends, with the process."""
+
+    def end(*_: Any) -> None:
+        raise _late(timeout_s)
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, left_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@cache
+def _tools(names: tuple[str, ...]) -> dict[str, Tool]:
+    """The functions by their names. Raises ValueError."""
+    found: dict[str, Tool] = {}
+    for name in names:
+        module_name, _, attribute = name.partition(":")
+        module = imported(module_name, name, SETTINGS)
+        functions = [
+            one
+            for each, one in vars(module).items()
+            if (each == attribute if attribute else _public(module, each, one))
+        ]
+        if not functions or not all(map(callable, functions)):
+            there = [each for each, one in vars(module).items() if callable(one)]
+            near = get_close_matches(attribute, there, n=1)
+            hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
+            what = f"function {attribute!r}" if attribute else "public function"
+            raise ValueError(f"module {module_name!r} has no {what}{hint}")
+        for function in functions:
+            tool = Tool(function)
+            if tool.name in found:
+                raise ValueError(f"two of the functions are named {tool.name}")
+            _ = tool.schema
+            found[tool.name] = tool
+    return found
+
+
+def _public(module: Any, name: str, value: Any) -> bool:
+    return (
+        inspect.isfunction(value)
+        and not name.startswith("_")
+        and value.__module__ == module.__name__
+    )
+
+
+def prompt_tokenizer(model: Path, config: Config) -> Tokenizer:
+    """Load the tokenizer that renders the prompts of `config`, with the functions that the model
+    may call. Raises DataError, EnvironmentRefused."""
+    turns = None if config.rollout is None else config.rollout.environment
+    return tokenizer_of(model, config.data, tool_schemas(turns))
+
+
+def tool_schemas(settings: EnvironmentConfig | None) -> list[dict[str, Any]]:
+    """JSON schemas of the functions that the model may call; none without the environment `tools`.
+    Raises EnvironmentRefused."""
+    if settings is None or settings.name != TOOLS:
+        return []
+    tools: Any = load_factory(settings)()
+    schemas: list[dict[str, Any]] = tools.schemas
+    return schemas
+
+
+ENVIRONMENT = Tools

@@ -1,0 +1,112 @@
+"""The environment `verifiers`: one of the package verifiers, version 1 of its interface."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import islice
+from typing import Any
+
+from megatron_async_rl.rollout.environments import (
+    package_modules,
+)
+from megatron_async_rl.samples.types import Prompt
+
+NO_HARNESS = "bash"
+"""Name that verifiers has for the harness of a task set that brings none."""
+
+
+class Verifiers:
+    """An environment of the package verifiers, version 1 of its interface, whose own harness asks
+    the model at the endpoint and whose own rewards are the sample's. `env`: its configuration, as
+    verifiers has it, such as `{taskset: {id: my_tasks}}`. `task`: column of the prompt with the
+    number of its task."""
+
+    def __init__(self, *, env: Mapping[str, Any], task: str = "task") -> None:
+        self._settings = json.dumps(dict(env))
+        self._column = task
+        _verifiers(self._settings)
+
+    def task(self, prompt: Prompt) -> Any:
+        """Task of the prompt. Raises ValueError if its row names none."""
+        number, (_, _, tasks) = prompt.fields.get(self._column), _verifiers(self._settings)
+        if not re.fullmatch(r"\d+", str(number)):
+            raise ValueError(
+                f"prompt {prompt.id} has {number!r} as its `{self._column}`, which is to be the"
+                " number of a task, from 0"
+            )
+        task = tasks.get(int(str(number)))
+        if task is None:
+            raise ValueError(f"prompt {prompt.id} is of task {number}, and there are {len(tasks)}")
+        return task
+
+    async def run(self, prompt: Prompt, base_url: str) -> float:
+        """The reward of one episode, of all agents that learn. Raises RuntimeError for a failed
+        one."""
+        library, environment, _ = _verifiers(self._settings)
+        task = self.task(prompt)
+        client = library.EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
+        context = library.ModelContext(model="policy", client=client)
+
+        def begun(trace: Any) -> None:
+            """All turns of the policy are trained."""
+            agent = trace.agent
+            if not agent.trainable and agent.config.client == client:
+                raise ValueError(
+                    f"its agent {agent.name} is not to be trained, and the policy would play it;"
+                    f" name a model of its own as rollout.environment.settings.env.{agent.name}:"
+                    " {model: ..., client: {type: eval, base_url: ...}}"
+                )
+
+        async with environment.serving():
+            episode = await environment.run_episode(task, context, on_trace=begun)
+        errors = [*episode.errors, *(one for trace in episode.traces for one in trace.errors)]
+        if not episode.ok:
+            raise RuntimeError("; ".join(f"{one.type}: {one.message}" for one in errors))
+        return float(sum(trace.reward for trace in episode.traces if trace.agent.trainable))
+
+
+class _Tasks:
+    """Tasks of a task set, which may be endless: drawn only as far as requested."""
+
+    def __init__(self, given: Iterator[Any]) -> None:
+        self._given, self._known = given, list[Any]()
+
+    def get(self, number: int) -> Any:
+        """Null where there are fewer."""
+        self._known += islice(self._given, max(0, number + 1 - len(self._known)))
+        return self._known[number] if number < len(self._known) else None
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+@cache
+def _verifiers(settings: str) -> tuple[Any, Any, _Tasks]:
+    """The library, the environment and its tasks, once for each process."""
+    library, loaders = package_modules("verifiers", "verifiers.v1", "verifiers.v1.utils.loaders")
+    config = loaders.resolve_env_config(_placed(library, loaders, json.loads(settings)))
+    environment = loaders.load_environment(config)
+    return library, environment, _Tasks(iter(environment.taskset))
+
+
+def _placed(library: Any, loaders: Any, env: dict[str, Any]) -> dict[str, Any]:
+    """`env` with what it does not say of its agents: the harness is the task set's own, or else the
+    model and its tools alone; a harness that runs no code of the model's is on this machine."""
+    config = loaders.resolve_env_config(env)
+    own = loaders.default_harness_id(config.taskset.id)
+    agents: dict[str, Any] = {}
+    for name, agent in config:
+        if isinstance(agent, library.AgentConfig):
+            harness = "null" if own == NO_HARNESS else own
+            agents[name] = {"harness": {"id": harness}} if agent.harness is None else {}
+            harness = harness if agent.harness is None else agent.harness.id
+            if not loaders.harness_class(harness).EXECUTES_CODE:
+                agents[name]["runtime"] = {"type": "subprocess"}
+            agents[name] |= env.get(name, {})
+    return {**env, **agents}
+
+
+ENVIRONMENT = Verifiers
