@@ -1373,7 +1373,7 @@ def test_a_refusal_for_memory_does_not_rest_on_data_that_were_not_read(file):
     planned = plan(file, "data.as_chat=true")
     assert keys(planned) == ["data.train"]
     assert planned.batch.longest == 1 + load(file).rollout.sampling.max_tokens
-    assert any("the data were not read" in one for one in planned.warnings)
+    assert any("the data was not read" in one for one in planned.warnings)
 
 
 def test_gpus_that_no_process_takes_are_named_in_the_totals(file):
