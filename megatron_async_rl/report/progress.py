@@ -355,7 +355,7 @@ class Progress:
         try:
             return self._reader.new_rows()
         except UserError as error:
-            # A damaged line must not end the run; the reader goes on behind it.
+            # A damaged line must not end the run; reading continues behind it.
             problem = error.problems[0]
             self._warn(f"{problem.key} {problem.what}")
             return NewRows([], restarted=False)
