@@ -170,7 +170,8 @@ def _numbers(run: RunData) -> str:
     tiles.append((f"{summary.tokens_per_s:,.0f}", "tokens/s", ""))
     tiles.append((f"{summary.in_steps_s / summary.steps:.2f} s", "per step", ""))
     if summary.lag_mean is not None and not run.supervised:
-        tiles.append((f"{summary.lag_mean:.2f}", f"mean lag, max {summary.lag_max}", ""))
+        largest = "" if summary.lag_max is None else f", max {summary.lag_max}"
+        tiles.append((f"{summary.lag_mean:.2f}", f"mean lag{largest}", ""))
     if summary.busy_share is not None:
         tiles.append((f"{summary.busy_share:.0%}", "engines busy", ""))
     # Only grave kinds count as anomalies; skips, drops and resumes are notes.
@@ -262,9 +263,8 @@ def tables_of(run: RunData) -> list[tuple[str, list[tuple[str, str]]]]:
         result.append((f"held-out {summary.measure} before", f"{summary.before:.3f}"))
     if summary.after is not None:
         result.append((f"held-out {summary.measure} after", f"{summary.after:.3f}"))
-    if summary.lag_mean is not None and not run.supervised:
-        lag = f"mean {summary.lag_mean:.2f}, max {summary.lag_max} versions"
-        result.append(("lag of a token", lag))
+    if summary.lag_ends and not run.supervised:
+        result.append(("lag of a token", f"{summary.lag_ends} versions"))
     # The last value: drift of the whole run has no meaning as a mean.
     drift = run.rows.last("staleness/drift")
     if drift is not None:

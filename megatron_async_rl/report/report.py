@@ -7,6 +7,7 @@ the overview. Import this module only where a picture is drawn: matplotlib takes
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -187,8 +188,9 @@ def _places(count: int, *, whole: bool) -> MaxNLocator:
 
 
 def tick(value: float, _: object = None) -> str:
-    """Format a tick with enough digits to distinguish neighbours: `12,000`, `0.25`, `2.01e-06`."""
-    return f"{value:,.6g}"
+    """Format a tick with enough digits to distinguish neighbours: `12,000`, `0.25`, `2.01e-6`."""
+    # Without the exponent's padding, as page.js writes it.
+    return re.sub(r"e([-+])0*", lambda sign: f"e{sign[1].strip('+')}", f"{value:,.6g}")
 
 
 def percent(value: float, _: object = None) -> str:
