@@ -577,6 +577,25 @@ def test_math_counts_the_time_that_it_computes() -> None:
     assert scored_by(settings, work) == Scored(reward=1.0)
 
 
+def test_math_that_computes_past_both_limits_is_wrong() -> None:
+    """The loop was busy when the limit on processor time was reached, and until the other one."""
+    asked = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": "42"})
+
+    async def work(scorer: Scorer) -> Scored:
+        (worker,) = scorer.pools[0].processes
+        os.kill(worker.pid, signal.SIGSTOP)
+        scored = asyncio.create_task(scorer.score(asked, "1"))
+        await asyncio.sleep(0)
+        worker.calls[1].deadline = 0.0
+        worker.calls[1].cpu_until_s = 0.0
+        for _ in range(2):
+            worker._out_of_time(1)
+        return await scored
+
+    settings = RewardConfig(name="math", workers=1, timeout_s=300)
+    assert scored_by(settings, work) == Scored(reward=0.0)
+
+
 def test_math_names_an_answer_it_cannot_read() -> None:
     asked = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": r"\text{}"})
 

@@ -248,7 +248,8 @@ class UserProcess(asyncio.Protocol):
         if left_s > 0 and cpu_left_s > 0:
             call.over = False
             self._set_timer(number, min(left_s, cpu_left_s))
-        elif left_s > 0 and call.cpu_until_s is not None:
+        elif call.cpu_until_s is not None and cpu_left_s <= 0:
+            # Also where both limits were reached while the loop was busy: it computed too long.
             self._fail_all(OutOfProcessorTime("the limit on processor time was reached"))
             self.kill()
         elif self.facts.get("concurrent") and not call.cancelled:
