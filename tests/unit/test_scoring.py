@@ -90,6 +90,18 @@ def score(prompt, response):
                 pass
         case "return twice":
             return float(os.fork() == 0)
+        case "close everything":
+            os.closerange(3, 256)
+            time.sleep(600)
+        case "orphan the socket":
+            if os.fork() == 0:
+                with open(prompt.fields["file"], "w") as file:
+                    file.write(f"{os.getpid()}.")
+                time.sleep(600)
+            while not os.path.exists(prompt.fields["file"]):
+                pass
+            os.kill(os.getppid(), 9)
+            time.sleep(600)
         case "touch":
             open(prompt.fields["file"], "w").close()
         case "pid":
@@ -318,6 +330,26 @@ def test_a_daemon_that_a_reward_left_behind_ends_with_its_process(
         Scored(reward=3.0),
     ]
     assert psutil.wait_procs(daemons, timeout=60)[1] == []
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_process_without_its_socket_is_replaced(
+    module: str, tmp_path: Path, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """It closed the socket and goes on, or ended while another process holds the socket open."""
+    file = tmp_path / "pid"
+
+    async def work(scorer: Scorer) -> list[Scored]:
+        asked = [prompt("close everything"), prompt("orphan the socket", file=str(file)), prompt()]
+        return [await scorer.score(one, "abc") for one in asked]
+
+    scored = scored_by(config(module, timeout_s=60, workers=1), work, new_loop)
+    os.kill(int(file.read_text()[:-1]), signal.SIGKILL)
+    assert scored == [
+        Scored(reward=0.0, error="the reward's process ended with code 1; see the engine's log"),
+        Scored(reward=0.0, error="the reward's process was ended by SIGKILL; see the engine's log"),
+        Scored(reward=3.0),
+    ]
 
 
 def test_a_child_that_comes_back_from_the_reward_scores_nothing(module: str) -> None:
