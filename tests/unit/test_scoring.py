@@ -102,6 +102,10 @@ def score(prompt, response):
                 pass
             os.kill(os.getppid(), 9)
             time.sleep(600)
+        case "sockets of a command":
+            command = ["sh", "-c", "ls -l /proc/self/fd"]
+            listed = subprocess.run(command, close_fds=False, capture_output=True, text=True)
+            return float(listed.stdout.count("socket:"))
         case "touch":
             open(prompt.fields["file"], "w").close()
         case "pid":
@@ -350,6 +354,13 @@ def test_a_process_without_its_socket_is_replaced(
         Scored(reward=0.0, error="the reward's process was ended by SIGKILL; see the engine's log"),
         Scored(reward=3.0),
     ]
+
+
+def test_a_command_of_a_reward_inherits_no_socket(module: str) -> None:
+    async def work(scorer: Scorer) -> Scored:
+        return await scorer.score(prompt("sockets of a command"), "abc")
+
+    assert scored_by(config(module, timeout_s=300, workers=1), work) == Scored(reward=0.0)
 
 
 def test_a_child_that_comes_back_from_the_reward_scores_nothing(module: str) -> None:
