@@ -13,12 +13,13 @@ Invariants:
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_async_rl.config.flow import ExactLag, FlowConfig
 from megatron_async_rl.flow.staleness import deadline, max_lag
-from megatron_async_rl.samples.rows import SampleRow
+from megatron_async_rl.samples.columns import NUMERIC
+from megatron_async_rl.samples.rows import SampleRow, TrainBatch, gathered
 from megatron_async_rl.samples.types import Prompt, Request
 
 log = logging.getLogger(__name__)
@@ -155,3 +156,11 @@ def _is_exact(group: GroupState, due: int, now: int, first_versions: Collection[
     return _versions(group, now) == {group.version} and (
         group.deadline == due or group.version in first_versions
     )
+
+
+def train_batch(groups: Sequence[SampleGroup], version: int) -> TrainBatch:
+    """Return the batch that trains `version`, without text. A group's number is its place."""
+    numbered = [(sample, place) for place, group in enumerate(groups) for sample in group.samples]
+    samples = [sample for sample, _ in numbered]
+    places = [place for _, place in numbered]
+    return TrainBatch(version=version, samples=gathered(samples, places, NUMERIC))
