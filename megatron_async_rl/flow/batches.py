@@ -39,7 +39,7 @@ from megatron_async_rl.flow.controller_spec import (
 )
 from megatron_async_rl.flow.evaluation import EvalResult, HeldOut, read_held_out
 from megatron_async_rl.flow.fleet import FleetSettings
-from megatron_async_rl.flow.lanes import capacity_of
+from megatron_async_rl.flow.router import capacity_of
 from megatron_async_rl.rollout.cluster import (
     join_ray,
     object_store_bytes,

@@ -37,8 +37,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.flow.buffer import EMPTY, SampleGroup, train_batch
-from megatron_async_rl.flow.buffer_file import prompt_fields, prompt_of, read, written
+from megatron_async_rl.flow.buffer import (
+    EMPTY,
+    SampleGroup,
+    buffer_bytes,
+    prompt_fields,
+    prompt_of,
+    read_buffer,
+    train_batch,
+)
 from megatron_async_rl.flow.colocated import BufferRequest
 from megatron_async_rl.flow.controller_spec import (
     ControllerSpec,
@@ -46,6 +53,7 @@ from megatron_async_rl.flow.controller_spec import (
     Handout,
     PromptProvider,
 )
+from megatron_async_rl.flow.distribution import NoRelays, Relays, relays_of
 from megatron_async_rl.flow.engine_task import Launch
 from megatron_async_rl.flow.errors import (
     BatchTimeout,
@@ -59,8 +67,7 @@ from megatron_async_rl.flow.errors import (
 from megatron_async_rl.flow.evaluation import EvalResult, evaluate
 from megatron_async_rl.flow.fleet import Fleet
 from megatron_async_rl.flow.group_rewards import GroupRewards
-from megatron_async_rl.flow.relays import NoRelays, Relays, relays_of
-from megatron_async_rl.flow.requests import Listener
+from megatron_async_rl.flow.router import Listener
 from megatron_async_rl.flow.sample_log import SampleLog, open_sample_log
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.flow.summary import Ages, FlowCounts, describe_flow, summarise_dropped
@@ -126,7 +133,9 @@ class Controller(Listener):
         if position is not None:
             self._source.load_state(position.state["source"])
             self._resumed, self._oldest = position.state, position.oldest
-            self._left_behind = read(position.buffer) if position.buffer is not None else EMPTY
+            self._left_behind = (
+                read_buffer(position.buffer) if position.buffer is not None else EMPTY
+            )
         self._fleet = Fleet(
             spec.engines,
             self._launch,
@@ -437,7 +446,7 @@ class Controller(Listener):
         log = self._sample_log.mark
         if log is not None:
             state["sample_log_segment"] = log.segment
-        return DataState(state=state, buffer=await asyncio.to_thread(written, buffer), log=log)
+        return DataState(state=state, buffer=await asyncio.to_thread(buffer_bytes, buffer), log=log)
 
     def _state(self) -> dict[str, Any]:
         """The source's position, and the prompts that came from it and are not consumed."""

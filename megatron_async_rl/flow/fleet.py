@@ -1,5 +1,5 @@
 """The engines as one: which there are, their lives (engine_task.py), and what they are asked
-(requests.py).
+(router.py).
 
 Invariants:
 - engines join and leave while the others work; an engine that leaves returns its requests with
@@ -20,7 +20,7 @@ from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.config.schema import WatchdogConfig
 from megatron_async_rl.config.weights import WeightsConfig
 from megatron_async_rl.flow.engine_task import EngineSlot, EngineTask, Launch, Restarts
-from megatron_async_rl.flow.requests import Listener, Requests, all_lost
+from megatron_async_rl.flow.router import Listener, Requests, all_lost
 from megatron_async_rl.flow.updates import WeightUpdates, cancel_all
 from megatron_async_rl.rollout.engine_process import Engine
 from megatron_async_rl.rollout.spec import EngineSpec
