@@ -75,8 +75,8 @@ class StudyOutcome:
 
 
 def outcome_of(run: StudyRun) -> StudyOutcome:
-    """The state that the run's directory shows while no process works on it. One that failed before
-    its first step is `waiting`, with its reason. Raises UserError for an invalid status."""
+    """The state that the run's directory shows while no process works on it. A run that failed
+    before its first step is `waiting`, with its reason. Raises UserError for an invalid status."""
     status = read_status(run.directory)
     if status is None:
         return StudyOutcome(state="waiting", step=0)

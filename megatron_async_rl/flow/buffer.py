@@ -1,5 +1,5 @@
 """The groups that wait between a prompt and its batch, as a checkpoint holds them, and how many of
-them a resumed run may go on with.
+them a resumed run may continue with.
 
 Invariants:
 - a buffer is of one moment: nothing in it was consumed, and it shares no container with the
@@ -82,7 +82,7 @@ def snapshot(entry: GroupState) -> GroupState:
 def restorable(
     buffer: Buffer, flow: FlowConfig, *, version: int, limit: int, fresh_steps: int, oldest: int
 ) -> Buffer:
-    """The part of `buffer` that a run which begins at `version` goes on with; groups come most
+    """The part of `buffer` that a run which begins at `version` continues with; groups come most
     urgent first. The others' prompts are asked again.
 
     `limit`: groups that it may hold. `oldest`: the version whose weights, or newer ones', every
@@ -107,7 +107,7 @@ def restorable(
 
     if len(groups) < len(buffer.groups):
         log.warning(
-            "version %d goes on with %d of the %d groups in the buffer and asks for the others"
+            "version %d continues with %d of the %d groups in the buffer and requests the others"
             " again: for the present flow, run.steps and objective.snapshots they are of another"
             " size, too many, or too old",
             version,

@@ -24,7 +24,7 @@ Invariants:
 - `state()` has the prompts that are admitted and not consumed, and what there already is of their
   responses: a resume continues with them and requests the rest again, so nothing is lost and
   nothing made twice;
-- what goes wrong for good (no engine left, a reward that must not fail, weights that are not the
+- what goes wrong permanently (no engine left, a reward that must not fail, weights that are not the
   trainer's) ends the call that waits at once, or the next one, with its cause;
 - held-out evaluation uses the same fleet and touches neither the source nor the scheduler.
 """
@@ -119,7 +119,7 @@ class Controller(Listener):
         self._orders: asyncio.Task[None] | None = None
 
     async def start(self, position: DataState | None = None) -> None:
-        """Goes on at `position`, and starts the engines; returns when all have started. Raises
+        """Continues at `position`, and starts the engines; returns when all have started. Raises
         EngineStartError, BufferBroken, and ValueError where the position belongs to other data."""
         spec = self._spec
         if spec.run_dir is not None:
@@ -430,7 +430,7 @@ class Controller(Listener):
     # Engines that join and leave
 
     async def _follow_orders(self, file: Path) -> None:
-        """Has as many training engines as `file` asks for, each time that it is written."""
+        """Has as many training engines as `file` requests, each time that it is written."""
         while True:
             await asyncio.sleep(STOP_POLL_S)
             if not file.exists():
@@ -449,7 +449,7 @@ class Controller(Listener):
         return self._fleet.add(self._spec.engines[0])
 
     async def remove_engine(self, index: int) -> None:
-        """The engine takes no more requests, and those it has go on elsewhere. Raises ValueError
+        """The engine takes no more requests, and those it has continue elsewhere. Raises ValueError
         where it is not there, or is the only serving one."""
         await self._fleet.remove(index, self._spec.timeout_s)
 

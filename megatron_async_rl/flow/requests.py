@@ -8,8 +8,8 @@ Invariants:
   one of them may be the reason (engine_task.EngineLost). After LOSSES_BEFORE_ALONE such losses a
   request runs alone on an engine, and only where that engine is lost as well, it is given up: a
   long response shares many engines, and is not the reason for their end;
-- a request that goes on with tokens of its own needs the version that sampled the last of them, or
-  a newer one;
+- a request that continues with tokens of its own needs the version that sampled the last of them,
+  or a newer one;
 - the requests that a slot holds, and those it was requested to abort, are written here and by the
   lanes only; which engines there are, and whether they serve, is the fleet's.
 """
@@ -44,11 +44,12 @@ log = logging.getLogger(__name__)
 
 
 class Listener:
-    """Hears of training's requests and of the engines; every method may be left as it is."""
+    """Receives events of training's requests and of the engines; every method may be left as it
+    is."""
 
     def on_sample(self, sample: SampleRow, request: Request) -> None: ...
     def on_abort(self, aborted: Aborted, request: Request) -> Request:
-        """The request to ask instead."""
+        """The request to send instead."""
         return replace(request, prefix=aborted.partial)
 
     def on_give_up(self, request: Request, reason: str) -> None: ...
@@ -56,7 +57,7 @@ class Listener:
         """A training engine holds `version`."""
 
     def on_error(self, error: BaseException) -> None:
-        """The run cannot go on."""
+        """The run cannot continue."""
 
     def note(self, text: str) -> None:
         """Show `text` to the user."""
@@ -111,7 +112,7 @@ class Requests:
         """The samples that answer held-out `requests`, in their order, by engines that hold
         `version`, before training's. Cancelled, it stops what is running.
 
-        Raises EngineFailed when no engine is left to ask, RequestGivenUp.
+        Raises EngineFailed when no engine is left, RequestGivenUp.
         """
         slots = self._engines.slots
         peers = [slot for slot in slots if slot.evaluates == self._separate]
@@ -184,8 +185,8 @@ class Requests:
         self.dispatch()
 
     def take_back(self, slot: EngineSlot, reason: str, *, suspect: bool) -> None:
-        """Asks again what an engine that is lost held. `suspect`: one of its requests may be the
-        reason."""
+        """Requests again what an engine that is lost held. `suspect`: one of its requests may be
+        the reason."""
         held, slot.held = list(slot.held.values()), {}
         slot.aborting.clear()
         log.error("%s is lost, %d requests are asked again: %s", slot.name, len(held), reason)

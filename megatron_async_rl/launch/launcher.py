@@ -243,7 +243,7 @@ def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
             # First: a rank that still lives could write a status after this one.
             _kill_leftovers(run_id)
             # Now that no rank writes a status of its own. A full, lost or damaged disk keeps the
-            # status as it is; what happened is shown on the terminal all the same.
+            # status as it is; the terminal shows what happened in any case.
             with contextlib.suppress(OSError, UserError):
                 if stall_found is not None:
                     record_stall(run_dir, stall_found)

@@ -47,14 +47,14 @@ SAMPLE_BYTES = 512
 RESERVE_S = 60.0
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Hardware queues of a GPU, as CUDA reads it. Of trainer ranks alone: one queue, which some of
-their layouts want, would hold up an engine's kernels."""
+their layouts need, would hold up an engine's kernels."""
 UTF8_MODE = "PYTHONUTF8"
 RAY_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's variable that decides, on every system, at which address a new Ray listens: "0" for
 127.0.0.1."""
 TOKEN_HINT = (
     "If it was started where ~/.ray/auth_token is, which any Ray on one machine leaves behind, it"
-    " asks for that token: set RAY_AUTH_MODE=token for the run, or RAY_AUTH_MODE=disabled for `ray"
+    " requests that token: set RAY_AUTH_MODE=token for the run, or RAY_AUTH_MODE=disabled for `ray"
     " start`."
 )
 
@@ -180,7 +180,7 @@ def require_gpus(name: str, wanted: Mapping[str, Sequence[str]]) -> None:
         ranks = "; ".join(f"{', '.join(gpus)} of {there}" for there, gpus in wanted.items())
         raise OtherDevices(
             f"rollout.placement: colocated, and Ray placed {name} on GPU {', '.join(strange)} of"
-            f" {host}, which no rank has; the ranks have GPU {ranks}. Somebody else has those of"
+            f" {host}, which no rank has; the ranks have GPU {ranks}. Another job has those of"
             " this Ray cluster, or it offers more than the run's: end the other jobs, start Ray"
             " with CUDA_VISIBLE_DEVICES set to the ranks' GPUs alone, or unset RAY_ADDRESS"
         )

@@ -195,7 +195,7 @@ class RolloutEngine:
 
     async def receive(self, weight_update: WeightUpdate) -> None:
         """Has the workers receive a version while the engine samples on (weights/collective.py);
-        returns once they have begun. The sender hears how it goes."""
+        returns once they have begun. The sender receives the outcome."""
         await self._while_alive(
             f"begin to receive version {weight_update.version}",
             self._vllm().collective_rpc("receive_version", args=(pickle.dumps(weight_update),)),
@@ -291,7 +291,7 @@ class RolloutEngine:
 
     async def version(self) -> int:
         """Return the version of the weights that sample the next token, as vLLM reports it."""
-        return int(await self._while_alive("tell its version", self._vllm().get_weight_version()))
+        return int(await self._while_alive("report its version", self._vllm().get_weight_version()))
 
     async def stop(self) -> None:
         if self._watch is not None:

@@ -59,7 +59,7 @@ class EngineState:
         return tag in self._asleep
 
     def sleepers(self, tags: Collection[str] | None) -> tuple[str, ...]:
-        """The `tags` (None: all that sleeps) that are to be woken, in order.
+        """The `tags` (None: all that sleeps) to wake, in order.
 
         Raises WrongState for what is awake, ValueError for anything else.
         """

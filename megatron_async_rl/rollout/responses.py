@@ -218,7 +218,7 @@ class Responses:
         request = entry.request
         parameters = self._sampling[
             request.sampling
-        ].clone()  # shallow: `sampling_parameters` asks for it
+        ].clone()  # shallow: `sampling_parameters` requests it
         parameters.seed = sample_seed(self._spec.seed, request.group, request.k, turn_request.begun)
         parameters.max_tokens = turn_request.maximum
         entry.given, entry.read, entry.stop = (

@@ -4,7 +4,7 @@ by the same calls.
 Invariants:
 - it is not the default process group and does not use it, so the trainer's and vLLM's are not
   disturbed;
-- every wait has a limit. One that failed is closed and used no more: others are made in its place;
+- every wait has a limit. A failed one is closed and used no more: others are made in its place;
 - a failed operation ends no process: torch's watchdog, which would, does not watch this group.
 """
 

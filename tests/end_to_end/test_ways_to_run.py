@@ -2,7 +2,7 @@
 apart by settings alone. Each shows first what its settings do, and then how it ends when something
 of it is killed, stopped or broken: the end names it, the work is kept, and nothing stays behind.
 
-    exact    colocated, its weights lent; its launcher is killed and it is started again; then its
+    exact    colocated, its weights shared; its launcher is killed and it is started again; then its
              controller is stopped
     window   rank 0 of its two ranks is stopped
     replay   its reward no longer returns, which by the config ends the run

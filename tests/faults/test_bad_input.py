@@ -283,7 +283,7 @@ def test_a_node_that_does_not_find_its_config_ends_the_one_that_waits_for_it(con
     zero = subprocess.Popen(
         good, cwd=config.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    while not listens(port):  # a node that ends tells others for ten seconds
+    while not listens(port):  # a node that ends informs others for ten seconds
         assert zero.poll() is None
         time.sleep(0.1)
     one = mar("train", "nowhere.yaml", *nodes, "--node-rank=1", folder=config.parent)

@@ -65,7 +65,7 @@ TOLERANCES = {
 
 def trained(device: str, dtype: str) -> dict:
     if (device, dtype) != ("cpu", "float32"):
-        trained("cpu", "float32")  # whose checkpoint the others go on from
+        trained("cpu", "float32")  # whose checkpoint the others continue from
     found = _trained(device, dtype)
     if isinstance(found, Exception):
         raise found

@@ -39,7 +39,7 @@ CHECKPOINTED = [
     for name in ("tensor", "context", "data_distributed_optimizer", "pipeline", "virtual_pipeline")
     if name in PAIRS
 ]
-"""Two-rank layouts whose checkpoints one rank goes on from."""
+"""Two-rank layouts whose checkpoints one rank continues from."""
 LEAN = [name for name in LEAN_LAYOUTS if name in ("single", *PAIRS)]
 WHOLE_HERE = [name for name in WHOLE if name in ("single", *PAIRS)]
 
@@ -49,8 +49,8 @@ FOREIGN = {
     "data_distributed_optimizer": ["uneven"],
     "tensor": ["untied"],
 }
-"""Checkpoints that every two-rank layout goes on from, and the model of each. That a checkpoint of
-any layout holds the same is what one rank shows, with both models."""
+"""Checkpoints that every two-rank layout continues from, and the model of each. That a checkpoint
+of any layout holds the same is what one rank shows, with both models."""
 
 
 def run(names, checkpoints, *, save=(), load=None):

@@ -62,7 +62,7 @@ class Megatron:
 
 
 class Scripted(Control):
-    """Says what it was given, one decision per step, and keeps what it saw."""
+    """Returns what it was given, one decision per step, and keeps what it saw."""
 
     def __init__(self, decisions):
         self.decisions = list(decisions)

@@ -1,5 +1,5 @@
-"""The trainer's GPUs are handed to nobody else, by a Ray of our own and on a cluster that was there
-before. Without a GPU: a Ray that is configured with four, and two on another machine."""
+"""The trainer's GPUs are handed to no other job, by a Ray of our own and on a cluster that was
+there before. Without a GPU: a Ray that is configured with four, and two on another machine."""
 
 from __future__ import annotations
 

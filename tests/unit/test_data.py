@@ -158,11 +158,11 @@ def test_held_out_data_in_a_folder_are_not_trained_on_unasked(
     folder.mkdir()
     as_jsonl(folder / f"{held_out}.jsonl", [{"prompt": "held out"}])
     for location in (folder, folder / "*.jsonl"):
-        with pytest.raises(DataError, match=f"is to be trained on and holds .*: {held_out}.jsonl"):
+        with pytest.raises(DataError, match=f"is training data and holds .*: {held_out}.jsonl"):
             read(location)
     as_jsonl(folder / "questions.jsonl", [{"prompt": "question"}])
     for location in (folder, folder / "*.jsonl"):
-        with pytest.raises(DataError, match=f"is to be trained on .*{held_out}.jsonl") as caught:
+        with pytest.raises(DataError, match=f"is training data .*{held_out}.jsonl") as caught:
             read(location)
         suggested = caught.value.fix.partition("such as ")[2]
         assert [one.text for one in read(Path(suggested)).prompts] == ["question"]
@@ -1029,7 +1029,7 @@ def test_a_conversation_trains_as_a_given_response_does(tmp_path: Path) -> None:
 
 
 class Forgetful(Bytes):
-    """Writes answers shorter once more follows, as templates that drop thoughts do."""
+    """Writes answers shorter when more follows, as templates that drop thoughts do."""
 
     def render_chat(self, messages: Any, *, answer: bool, tools: Any = None) -> str:
         kept = [

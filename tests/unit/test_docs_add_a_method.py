@@ -31,7 +31,7 @@ def ran(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     left: dict = {"__name__": "page"}
-    # A name that is not a file: who asks for the source of a frame would read the page as Python.
+    # A name that is not a file: who requests the source of a frame would read the page as Python.
     exec(compile(USE, "<docs/add_a_method.md>", "exec"), left)
     yield left
     del sys.modules["farthest_out"]

@@ -231,7 +231,7 @@ def test_a_call_that_is_made_again_after_a_time_out_gets_the_turn_that_was_sampl
     )
 
     async def late(wanted: TurnRequest) -> Turn:
-        while len(called) < 2:  # until the agent has given up, and asks again
+        while len(called) < 2:  # until the agent has given up, and requests again
             await asyncio.sleep(0.01)
         turn: Turn = await sample(wanted)
         return turn
@@ -434,8 +434,8 @@ def test_an_agent_that_is_not_async_may_run_an_event_loop_of_its_own(played: Pla
 
 
 def test_a_call_that_does_not_go_on_begins_a_segment_of_the_sample(played: Played) -> None:
-    """The agent asks, calls a tool, keeps nothing of it but a summary, and asks again twice; then
-    it goes on with its first thread."""
+    """The agent calls the model, calls a tool, keeps nothing of it but a summary, and requests
+    again twice; then it continues with its first thread."""
     transcript, error, requested = played(question="6*7?", fault="compacts", max_segments=2)
     assert error is None
     first, second = transcript.segments
@@ -480,7 +480,7 @@ def test_a_segment_more_than_there_may_be_is_refused(played: Played) -> None:
 
 
 def test_no_segment_is_longer_than_a_sample_of_the_run(played: Played) -> None:
-    """An agent whose first thread is full may go on with a shorter one."""
+    """An agent whose first thread is full may continue with a shorter one."""
     transcript, error, _ = played(
         question="6*7?", fault="compacts when full", max_tokens=len(CALLED) + 1, max_segments=2
     )

@@ -125,7 +125,7 @@ class Played:
             return await asyncio.gather(*map(one, prompts))
 
         def hurried(number: int) -> None:
-            """Whoever hangs at its second turn has no time from then on."""
+            """An episode that hangs at its second turn has no time from then on."""
             if number == 2 and any(prompt.fields.get("fault") == "hangs" for prompt in prompts):
                 self.pool.settings = settings_of(timeout_s=0.1)
 
@@ -566,7 +566,7 @@ def test_a_prompt_without_a_task_of_verifiers_is_refused_before_the_start(
         return "; ".join(f"{one.key}: {one.what}" for one in found)
 
     key = "rollout.environment.settings: prompt p"
-    wrong = f"{key} has %s as its `number`, which is to be the number of a task, from 0"
+    wrong = f"{key} has %s as its `number`, which must be the number of a task, from 0"
     assert told(other=1) == wrong % "None"
     assert told(number="first") == wrong % "'first'"
     assert told(number=2) == ("" if there > 2 else f"{key} is of task 2, and there are 2")

@@ -1,5 +1,5 @@
 """Engines that raise, wedge, fall silent or answer what they were not asked: every request is
-answered once all the same, or given up before it costs a third engine."""
+answered once nevertheless, or given up before it costs a third engine."""
 
 from __future__ import annotations
 

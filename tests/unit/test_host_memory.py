@@ -164,7 +164,7 @@ def test_the_kernels_log_tells_whose_death_a_kill_explains(
     ]
     killed = answered(actor(7))
     assert (out_of_memory(killed), killed.outside) == ("host", True)
-    assert "The kernel has ended pid 7 (ray::RolloutEng) for want of host memory;" in str(killed)
+    assert "The kernel has ended pid 7 (ray::RolloutEng) for lack of host memory;" in str(killed)
     assert "may be the cause" not in str(killed)
     error = pickle.loads(pickle.dumps(EngineDied(spec, "it worked")))
     assert (out_of_memory(error), error.outside) == ("host", True)
@@ -247,9 +247,9 @@ def test_the_launcher_reports_that_the_kernel_ended_a_rank(
 
     kernel = Kernel(monkeypatch)
     kernel.log = [LoggedKill(66, "chrome", at=995.0)]
-    assert "for want of host memory" not in explained()
+    assert "for lack of host memory" not in explained()
     kernel.log = [LoggedKill(77, "python", at=995.0)]
-    assert "The kernel has ended pid 77 (python) for want of host memory" in explained()
+    assert "The kernel has ended pid 77 (python) for lack of host memory" in explained()
     Kernel(monkeypatch).kills += 1
     assert "rank 1: Signal 9 (SIGKILL) received by PID 77" in explained()
     assert "the kernel has ended a process of this container" in explained()

@@ -232,7 +232,7 @@ def test_a_ray_that_has_died_is_started_again_before_the_run(machine: Machine) -
     assert process.returncode == 0, said
     begun = [line.split()[0] for line in machine.lines() if " start" in line or " train" in line]
     assert begun == ["ray", "mar", "ray", "mar"]
-    # The machines of engines have to find the new one.
+    # The rollout nodes have to find the new one.
     assert sum("--engine-nodes 1" in line for line in machine.lines()) == 2
 
 

@@ -179,8 +179,7 @@ def test_a_machine_that_vanishes_ends_the_run_although_the_rest_moves(
     found = look("rank 0")
     assert found is not None
     assert found.error.startswith(
-        "Stalled: Node 1 (second) has not been heard of for 5 s (watchdog.timeout_s: 5): the"
-        " machine, "
+        "Stalled: Node 1 (second) has not reported for 5 s (watchdog.timeout_s: 5): the machine, "
     )
     assert found.suspects == (), "what still moves holds nothing up"
 

@@ -278,7 +278,7 @@ def test_a_recipe_is_planned_trained_evaluated_and_converted(checkout: Path) -> 
 
 
 def test_the_first_machine_plans_for_all_of_them(checkout: Path) -> None:
-    """On one machine alone every recipe of several would be refused for want of GPUs."""
+    """On one machine alone every recipe of several would be refused for lack of GPUs."""
     places = {"NNODES": "4", "TRAINER_NODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "node0"}
     (port,) = free_ports(1)
     _, said, asked = run(checkout, "qwen2.5_32b", **places, RAY_PORT=str(port))

@@ -358,7 +358,7 @@ def test_a_turn_of_an_agent_that_is_gone_ends_and_costs_its_sample_alone(tmp_pat
         assert (sample.reward_error, sample.response_ids.tolist()) == ("the agent raised", [9])
         await asyncio.wait([gone.call])
         assert gone.call.cancelled()
-        assert llm.aborted == [llm.collectors[0].request_id]  # and nobody waits for the answer
+        assert llm.aborted == [llm.collectors[0].request_id]  # and nothing waits for the answer
         assert (await responses.reports.take(0.01))[0].num_rows == 0
 
     working(tmp_path, work)

@@ -650,7 +650,7 @@ def test_an_evaluation_that_a_crash_repeats_stands_there_once(tmp_path: Path) ->
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0, 2.5])
 def test_through_a_crash_each_step_has_what_its_trainer_got(tmp_path: Path, ratio: float) -> None:
-    """A controller trains three steps, is saved after the first, and dies; the next goes on."""
+    """A controller trains three steps, is saved after the first, and dies; the next continues."""
 
     def one() -> FakeEngine:
         engine = FakeEngine()

@@ -520,7 +520,7 @@ def test_a_programs_folder_is_in_one_that_a_later_start_finds(
 
 
 def test_the_code_that_a_tester_asks_is_bounded_too() -> None:
-    """Its sandbox is another one, which nobody waits for."""
+    """Its sandbox is another one, which nothing waits for."""
     source = """
 def grow():
     for i in range(10**6):

@@ -116,7 +116,7 @@ def relative(prompt, responses, *, tokens, held_out):
 WAITING = []
 
 async def meet(prompt, response, *, parties=0):
-    # Goes on when `parties` calls are in it, and would wait for ever for one fewer.
+    # Continues when `parties` calls are in it, and would wait for ever for one fewer.
     import asyncio
     if response == "block":
         time.sleep(600)
@@ -197,7 +197,7 @@ def test_a_regex_that_backtracks_for_ever_costs_its_response_alone(
 
     stuck, during, after = scored_by(config(module, timeout_s=1, workers=1), work, new_loop)
     assert stuck == Scored(reward=0.0, error="no reward within rollout.reward.timeout_s: 1")
-    assert during > 100, "the event loop went on meanwhile"
+    assert during > 100, "the event loop continued meanwhile"
     assert after == Scored(reward=4.0)
 
 
@@ -588,7 +588,7 @@ def test_math_names_an_answer_it_cannot_read() -> None:
 
 
 def test_a_reward_that_takes_lists_gets_what_waits_in_one_call(module: str) -> None:
-    """The first goes alone, as nobody else waits yet; a failing or deadly one costs itself."""
+    """The first goes alone, as no other call waits yet; a failing or deadly one costs itself."""
     cut = RewardContext(finish_reason="length")
 
     async def work(scorer: Scorer) -> list[Scored]:

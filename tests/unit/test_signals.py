@@ -1,5 +1,5 @@
-"""Ctrl-C, SIGTERM and a closed terminal ask a run to stop; the launcher itself goes on until
-everything has ended."""
+"""Ctrl-C, SIGTERM and a closed terminal request a stop of the run; the launcher itself continues
+until everything has ended."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Experiment trackers, the real libraries without a server: they get the numbers that
-`RUN/metrics.jsonl` has, a resumed run goes on in the same run, and they cannot end a run."""
+`RUN/metrics.jsonl` has, a resumed run continues in the same run, and they cannot end a run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def read_mlflow(run_dir: Path) -> Read:
 
 def wandb_records(file: Path) -> Iterator[bytes]:
     """Records of a file that `wandb sync` would send: LevelDB's log format after a header of 7
-    bytes. A block has 32 KiB; a record may go on in the next."""
+    bytes. A block has 32 KiB; a record may continue in the next."""
     data = file.read_bytes()
     at, record = 7, b""
     while at + 7 <= len(data):

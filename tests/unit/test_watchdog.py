@@ -280,7 +280,7 @@ def view(
             ],
             ["controller"],
         ),
-        # It died long before the others stood still: they went on without it.
+        # It died long before the others stalled: they continued without it.
         (
             [
                 view("rank 0", wait=9),

@@ -179,7 +179,7 @@ def _is_call(call: Any) -> bool:
 
 def completion(turn: Turn, message: Message, total: int, decode: Decode | None) -> dict[str, Any]:
     """The answer. `message`: of the turn. `total`: tokens of its segment. `decode`: where each
-    token is to be shown with its log-prob."""
+    token is shown with its log-prob."""
     choice: dict[str, Any] = {"index": 0, "message": message}
     choice["finish_reason"] = (
         "length" if turn.reason == "length" else "tool_calls" if "tool_calls" in message else "stop"

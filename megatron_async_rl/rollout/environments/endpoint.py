@@ -312,7 +312,7 @@ class Agents:
             raise self._full(session, turns=room >= 1)
         maximum = min(room, requested.maximum or room)
         turn = await transcript.extend(thread, content, session.sample, maximum, requested.stop)
-        # An agent may go on with a shorter history where the one before was at its limit.
+        # An agent may continue with a shorter history where the one before was at its limit.
         transcript.truncated = turn.reason == "length" and maximum == room
         text = min(
             (turn.text.partition(stop)[0] for stop in requested.stop), key=len, default=turn.text

@@ -1,5 +1,5 @@
 """One sample of several turns while it is made: the model samples, the environment answers, its
-words are put behind what was sampled, and the model goes on.
+words are put behind what was sampled, and the model continues.
 
     engine <--turn to sample-- conversation --response--> environment
        |                         ^      ^                      |
@@ -198,7 +198,7 @@ async def failures(
     follow: FollowUps | None = None,
 ) -> dict[str, str]:
     """Has the environment answer one turn, `response`, to the first of `prompts` that it can: why
-    it could to none, by their key. One that is slow is taken for able. `follow`: puts its words
+    it could to none, by their key. A slow one counts as able. `follow`: puts its words
     behind the prompt and the turn, too."""
     found: dict[str, str] = {}
     pool = Environments(settings)

@@ -4,7 +4,7 @@ them.
     prompt | opening | turn 1 | words | turn 2 | words | turn 3
         mask 0      1        0       1        0       1      (the opening belongs to the prompt)
 
-An agent that does not go on where it was, which only the endpoint has, begins another segment: a
+An agent that does not continue where it was, which only the endpoint has, begins another segment: a
 sequence of its own, whose prompt is the sample's first segment's, or else a context with mask 0.
 
 Invariants:

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 ASSERTED, RAISED = "_mar_asserted", "_mar_raised"
 """Names that the marks call: an assertion ran; the code raised what the test waits for."""
 JUDGES = frozenset(("isclose", "approx", "allclose", "array_equal", "deepcopy", "Counter"))
-"""Names that a test compares with. One that it does not import would be the code's."""
+"""Names that a test compares with. A name that it does not import would be the code's."""
 _DYNAMIC = frozenset(("globals", "locals", "vars", "eval", "exec"))
 """Functions that reach a name of the code without naming it."""
 LIBRARIES = frozenset((*sys.stdlib_module_names, "np", "numpy", "pd", "pandas", "pytest"))

@@ -258,7 +258,7 @@ class StandIn:
 
 
 def like_class(kind: Any) -> Any:
-    """A subclass whose values have what `kind` has, and ask the code for the rest."""
+    """A subclass whose values have what `kind` has, and request the rest from the code."""
     members: Any = {"__getattr__": StandIn.__getattr__}
     if kind is dict:
         members["__missing__"] = StandIn.__getitem__

@@ -47,7 +47,7 @@ _PROSE = re.compile(r"[A-Za-z]{2,}[,;:]?\s+(?:[A-Za-z]+[,;:]?\s+)*[A-Za-z]{2,}")
 
 _BOLD = re.compile(r"(?<![\w)}])\*\*([^*\n]+)\*\*(?![\w({])")
 _TAG = re.compile(r"</?answer>")
-"""Tags around the answer, as some prompts ask for."""
+"""Tags around the answer, as some prompts request."""
 _LAST_LETTERS = re.compile(
     rf"({TEXT_COMMAND.pattern})|(?<=[\d}}\s])([A-Za-z]+)(?=\s*(?:\$|\\\)|\\\]|\}}))"
 )

@@ -1,4 +1,4 @@
-"""Rewards that ask a server; many calls are under way at a time.
+"""Rewards that query a server; many calls are under way at a time.
 
 `http`, a server of rewards: POST of one response as JSON, a number back.
 

@@ -137,7 +137,7 @@ class EngineDied(RuntimeError):
     """vLLM's own process ended while the engine was in use.
 
     `last_error`: default: the last error in the engine's log, since vLLM reports here only that
-    the process is gone. `kernel`: the kernel's kill of it for want of host memory; default: as this
+    the process is gone. `kernel`: the kernel's kill of it for lack of host memory; default: as this
     machine's kernel reports. `outside` and `out_of_memory` are as in ProcessDied."""
 
     def __init__(

@@ -124,7 +124,7 @@ def cache_by_version() -> None:
 
 
 def _salt(request: Any, version: str) -> None:
-    """Salt a request that has not begun. One that has begun keeps its salt, because some of its
+    """Salt a request that has not begun. A running one keeps its salt, because some of its
     keys and values are of those weights."""
     begun = request.num_computed_tokens or request.num_preemptions
     if not begun and request.cache_salt != version:

@@ -101,7 +101,8 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         self._paths_before: set[str] = set()
 
     def init_transfer_engine(self, init_info: FirstVersion) -> None:
-        # Buckets of a killed engine: on a machine without the launcher nobody else removes them.
+        # Buckets of a killed engine: on a machine without the launcher no other process removes
+        # them.
         remove_stale(SHARED_MEMORY)
         self._version = init_info.version
         self._reader = carrier(init_info.transport).reader()

@@ -2,7 +2,7 @@
 
 `InPlaceReload`: each tensor goes through its parameter's own loader into memory that exists
 already. A kernel that keeps a packed copy of a weight, as vLLM's do on a CPU, gets a new copy as
-soon as the last piece of the weight has come. `LayerwiseReload`: vLLM builds every layer anew and
+soon as the last piece of the weight has come. `LayerwiseReload`: vLLM builds every layer again and
 copies it over the old one. It knows every layer and quantization, and takes several times as long.
 
 Invariants:

@@ -126,7 +126,7 @@ class Tools:
         answers = []
         if unread is not None:
             measured = dict.fromkeys(measured, 1.0)
-            # A template may want a tool's answer to name the call.
+            # A template may require a tool's answer to name the call.
             text = f"error: the tool call cannot be read: {unread}"
             answers.append({"role": "user", "content": text})
         until = asyncio.get_running_loop().time() + self.timeout_s

@@ -19,7 +19,7 @@ NO_HARNESS = "bash"
 
 
 class Verifiers:
-    """An environment of the package verifiers, version 1 of its interface, whose own harness asks
+    """An environment of the package verifiers, version 1 of its interface, whose own harness calls
     the model at the endpoint and whose own rewards are the sample's. `env`: its configuration, as
     verifiers has it, such as `{taskset: {id: my_tasks}}`. `task`: column of the prompt with the
     number of its task."""
@@ -34,7 +34,7 @@ class Verifiers:
         number, (_, _, tasks) = prompt.fields.get(self._column), _verifiers(self._settings)
         if not re.fullmatch(r"\d+", str(number)):
             raise ValueError(
-                f"prompt {prompt.id} has {number!r} as its `{self._column}`, which is to be the"
+                f"prompt {prompt.id} has {number!r} as its `{self._column}`, which must be the"
                 " number of a task, from 0"
             )
         task = tasks.get(int(str(number)))
