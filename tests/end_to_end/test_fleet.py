@@ -118,7 +118,7 @@ def test_the_loss_of_the_last_engine_ends_the_run_with_its_name_and_nothing_left
     assert troubled["left"] == []
 
 
-def test_the_loss_the_return_and_the_end_of_an_engine_are_said_to_the_user(
+def test_the_loss_return_and_end_of_an_engine_are_reported_to_the_user(
     troubled: dict[str, object],
 ) -> None:
     said = " ".join(troubled["events"])  # type: ignore[arg-type]

@@ -311,7 +311,7 @@ def test_a_stopped_process_ends_the_run_and_is_named(
     assert ended.left == []
 
 
-def test_a_reward_that_never_returns_ends_the_run_when_the_config_says_so(replay: Ended) -> None:
+def test_a_reward_that_never_returns_ends_the_run_if_configured(replay: Ended) -> None:
     """Rewards that raise: tests/loop."""
     assert replay.code == 1
     assert "RewardFailed: the reward failed on sample" in replay.said

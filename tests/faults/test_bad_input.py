@@ -196,7 +196,7 @@ def test_a_reward_whose_module_raises(config):
     )
 
 
-def test_all_problems_are_told_at_once(config):
+def test_all_problems_are_reported_at_once(config):
     refused(
         config,
         "model.path=nowhere",
@@ -240,7 +240,7 @@ def test_a_run_directory_that_is_a_file(config):
     refused(config, "run.dir=train.jsonl", says=("run.dir", "is a file"))
 
 
-def test_a_run_directory_in_which_another_run_goes_on(config):
+def test_a_run_directory_with_another_active_run(config):
     with lock_run_dir(config.parent / "out"):
         refused(config, says=("run.dir", "is in use", f"pid {os.getpid()} on ", "fix: "))
 

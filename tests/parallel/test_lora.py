@@ -126,7 +126,7 @@ def planned(folder, model, lora, parallel):
 
 
 @pytest.mark.parametrize("layout", ["single", "data_distributed_optimizer"])
-def test_a_resumed_run_goes_on_to_the_bit_from_adapters_alone(layout):
+def test_a_resumed_run_continues_bit_for_bit_from_adapters_alone(layout):
     resumed = {k: v for k, v in results(layout)["resumed"].items() if k != "next"}
     assert set(resumed.values()) == {True}, resumed
 

@@ -49,7 +49,7 @@ def test_padded_rows_shared_by_two_ranks_train_as_on_one(run):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_ranks_of_a_layout_are_told_the_same_numbers(layout):
+def test_all_ranks_of_a_layout_receive_the_same_numbers(layout):
     assert results(layout)["ranks_agree"]
 
 

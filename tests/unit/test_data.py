@@ -607,7 +607,7 @@ def asks(content: Any, role: str = "user", **more: Any) -> list[dict[str, Any]]:
         (asks(None, "assistant", tool_calls=[{"function": {"name": "f"}}]), "a:None"),
     ],
 )
-def test_what_a_message_says_may_be_a_list_of_texts_or_a_call(
+def test_the_content_of_a_message_may_be_a_list_of_texts_or_a_call(
     tmp_path: Path, messages: list[dict[str, Any]], text: str
 ) -> None:
     as_jsonl(tmp_path / "d.jsonl", [{"prompt": messages}])
@@ -918,7 +918,7 @@ def test_no_part_is_a_whole_prompt_from_its_share_at_any_moment(
             assert given[index] > share - len(parts), "and never far behind"
 
 
-def test_a_mixture_goes_on_where_it_was_and_only_with_the_same_sources() -> None:
+def test_a_mixture_continues_only_with_the_same_sources() -> None:
     whole = source([3, 5], [1.0, 2.5])
     expected = [whole.next().id for _ in range(40)]
     first = source([3, 5], [1.0, 2.5])
@@ -932,7 +932,7 @@ def test_a_mixture_goes_on_where_it_was_and_only_with_the_same_sources() -> None
         source([4, 5], [1.0, 2.5]).load_state(first.state())
 
 
-def test_a_mixture_goes_on_with_renamed_sources_in_their_order() -> None:
+def test_a_mixture_continues_with_renamed_sources_in_their_order() -> None:
     first = source([3, 5], [1.0, 2.5])
     state = first.state()
     renamed = {"sources": dict(zip("ab", state["sources"].values(), strict=True))}

@@ -65,7 +65,7 @@ def test_the_pages_command_takes_a_config_of_mar_init(tmp_path, monkeypatch, sty
     del sys.modules["farthest_out"]
 
 
-def test_the_examples_loss_leaves_out_the_share_of_tokens_it_says(ran):
+def test_the_examples_loss_leaves_out_its_configured_share_of_tokens(ran):
     assert int((~ran["targets"].whole.decided.tokens["keep"]).sum()) == 8
 
 

@@ -46,7 +46,7 @@ def test_evaluation_changes_nothing_of_training() -> None:
     run(body)
 
 
-def test_engines_of_their_own_evaluate_and_see_no_training_request_while_training_goes_on() -> None:
+def test_evaluation_engines_see_no_training_request_while_training_continues() -> None:
     async def body() -> None:
         engine, evaluator = FakeEngine(), FakeEngine()
         evaluator.gate.clear()
@@ -103,7 +103,7 @@ def test_an_evaluation_asked_for_before_its_version_is_staged_waits_for_it() -> 
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_without_an_evaluation_engine_that_is_noted_and_training_goes_on(
+def test_without_an_evaluation_engine_training_continues_with_a_note(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []

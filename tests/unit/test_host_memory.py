@@ -104,7 +104,9 @@ def test_rays_memory_monitor_ends_an_engine_for_the_hosts_memory(
         ray_get(object(), "a report", 1.0)
 
 
-def test_the_kernels_kills_are_told_from_other_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kills_by_the_kernel_are_distinguished_from_other_deaths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     died = answered(ray.exceptions.ActorDiedError())
     assert out_of_memory(died) is None
     assert failure_of(died, Path("log")).kind == SECONDARY
@@ -145,7 +147,7 @@ def actor(pid: int, address: str = "127.0.0.1") -> ray.exceptions.ActorDiedError
     return ray.exceptions.ActorDiedError(cause)
 
 
-def test_the_kernels_log_tells_whose_death_a_kill_explains(
+def test_the_kernels_log_names_the_death_that_a_kill_explains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = Kernel(monkeypatch)

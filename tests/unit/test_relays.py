@@ -275,7 +275,7 @@ def test_copies_go_with_their_agent_and_are_brought_anew_when_needed() -> None:
     run(body)
 
 
-def test_an_agent_starts_again_only_once_nobody_reads_the_copies_of_the_one_before() -> None:
+def test_an_agent_starts_again_only_once_no_engine_reads_its_predecessors_copies() -> None:
     """It clears away what that one left."""
 
     async def body() -> None:

@@ -827,7 +827,7 @@ def test_a_log_that_cannot_be_written_is_noted_once_and_tried_again(
     assert "3 rows of it are missing" in events(tmp_path)[1]
 
 
-def test_a_full_disk_leaves_what_was_whole_and_the_process_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_whole_spans_and_the_process_continues(tmp_path: Path) -> None:
     process = FORKS.Process(target=write_to_a_full_disk, args=(tmp_path,))
     process.start()
     process.join(600)

@@ -159,7 +159,7 @@ for kind, place in (
     assert said == ["ConnectionRefusedError", "OSError", "ConnectionRefusedError"]
 
 
-def test_it_has_no_socket_that_passes_by_a_network_and_reads_nobodys_keys(isolation: Any) -> None:
+def test_it_has_no_socket_around_the_network_and_reads_no_foreign_keys(isolation: Any) -> None:
     """AF_VSOCK reaches the host of a virtual machine, from every network namespace."""
     source = """
 import ctypes, os, socket

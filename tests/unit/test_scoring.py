@@ -201,7 +201,7 @@ def test_a_regex_that_backtracks_for_ever_costs_its_response_alone(
     assert after == Scored(reward=4.0)
 
 
-def test_what_hangs_says_where_it_stands_before_it_is_killed(
+def test_a_hanging_reward_reports_its_line_before_it_is_killed(
     module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def work(scorer: Scorer) -> None:
@@ -392,7 +392,7 @@ def test_a_process_that_cannot_be_started_is_an_error_of_its_responses(
     assert after == Scored(reward=3.0)
 
 
-def test_a_response_that_nobody_waits_for_is_not_scored(module: str, tmp_path: Path) -> None:
+def test_a_response_without_a_waiter_is_not_scored(module: str, tmp_path: Path) -> None:
     file, go_on = tmp_path / "scored", tmp_path / "go on"
 
     async def work(scorer: Scorer) -> Scored:
@@ -649,7 +649,7 @@ def test_one_call_of_an_async_reward_costs_no_other(
     assert scored_by(settings, work) == [Scored(reward=0.0, error=error), fine, fine, fine]
 
 
-def test_a_reward_is_told_what_it_asks_for(module: str) -> None:
+def test_a_reward_receives_the_arguments_that_it_names(module: str) -> None:
     known = RewardContext(finish_reason="length", tokens=2, seconds=0.5, version=7, held_out=True)
 
     async def work(scorer: Scorer) -> Scored:

@@ -250,7 +250,7 @@ def test_a_directory_with_other_settings_is_refused_by_name(tmp_path: Path, stan
     assert started(tmp_path / "grid.yaml") == []
 
 
-def test_ctrl_c_stops_each_run_after_its_step_and_the_same_command_goes_on(
+def test_ctrl_c_stops_each_run_after_its_step_and_the_same_command_continues(
     tmp_path: Path, stand_in: Path
 ) -> None:
     grid = write_grid(tmp_path, seeds=(9, 10, 1))

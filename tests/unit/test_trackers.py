@@ -175,7 +175,7 @@ def test_a_tracker_that_hangs_keeps_so_many_lines_and_no_more(run_dir, monkeypat
     assert "failing is 2 lines behind at step" in capsys.readouterr().err
 
 
-def test_a_tracker_that_does_not_end_holds_up_nobody(monkeypatch, capsys):
+def test_a_tracker_that_does_not_end_holds_up_nothing(monkeypatch, capsys):
     never = threading.Event()
     monkeypatch.setattr(Failing, "close", lambda self: never.wait())
     monkeypatch.setattr(trackers, "END_S", 0.01)

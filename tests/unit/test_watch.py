@@ -82,7 +82,7 @@ def until(done: Callable[[], bool], timeout_s: float = 600) -> None:
         time.sleep(0.05)
 
 
-def test_the_state_says_what_the_process_waits_for_achieved_and_offers(
+def test_the_state_shows_what_the_process_waits_for_achieved_and_offers(
     tmp_path: Path, start: Start
 ) -> None:
     process = start(WAITS)
