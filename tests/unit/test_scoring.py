@@ -90,6 +90,22 @@ def score(prompt, response):
                 pass
         case "return twice":
             return float(os.fork() == 0)
+        case "close everything":
+            os.closerange(3, 256)
+            time.sleep(600)
+        case "orphan the socket":
+            if os.fork() == 0:
+                with open(prompt.fields["file"], "w") as file:
+                    file.write(f"{os.getpid()}.")
+                time.sleep(600)
+            while not os.path.exists(prompt.fields["file"]):
+                pass
+            os.kill(os.getppid(), 9)
+            time.sleep(600)
+        case "sockets of a command":
+            command = ["sh", "-c", "ls -l /proc/self/fd"]
+            listed = subprocess.run(command, close_fds=False, capture_output=True, text=True)
+            return float(listed.stdout.count("socket:"))
         case "touch":
             open(prompt.fields["file"], "w").close()
         case "pid":
@@ -318,6 +334,33 @@ def test_a_daemon_that_a_reward_left_behind_ends_with_its_process(
         Scored(reward=3.0),
     ]
     assert psutil.wait_procs(daemons, timeout=60)[1] == []
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_process_without_its_socket_is_replaced(
+    module: str, tmp_path: Path, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """It closed the socket and continues, or ended while another process holds the socket open."""
+    file = tmp_path / "pid"
+
+    async def work(scorer: Scorer) -> list[Scored]:
+        asked = [prompt("close everything"), prompt("orphan the socket", file=str(file)), prompt()]
+        return [await scorer.score(one, "abc") for one in asked]
+
+    scored = scored_by(config(module, timeout_s=60, workers=1), work, new_loop)
+    os.kill(int(file.read_text()[:-1]), signal.SIGKILL)
+    assert scored == [
+        Scored(reward=0.0, error="the reward's process ended with code 1; see the engine's log"),
+        Scored(reward=0.0, error="the reward's process was ended by SIGKILL; see the engine's log"),
+        Scored(reward=3.0),
+    ]
+
+
+def test_a_command_of_a_reward_inherits_no_socket(module: str) -> None:
+    async def work(scorer: Scorer) -> Scored:
+        return await scorer.score(prompt("sockets of a command"), "abc")
+
+    assert scored_by(config(module, timeout_s=300, workers=1), work) == Scored(reward=0.0)
 
 
 def test_a_child_that_comes_back_from_the_reward_scores_nothing(module: str) -> None:
@@ -575,6 +618,25 @@ def test_math_counts_the_time_that_it_computes() -> None:
 
     settings = RewardConfig(name="math", workers=1, timeout_s=300)
     assert scored_by(settings, work) == Scored(reward=1.0)
+
+
+def test_math_that_computes_past_both_limits_is_wrong() -> None:
+    """The loop was busy when the limit on processor time was reached, and until the other one."""
+    asked = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": "42"})
+
+    async def work(scorer: Scorer) -> Scored:
+        (worker,) = scorer.pools[0].processes
+        os.kill(worker.pid, signal.SIGSTOP)
+        scored = asyncio.create_task(scorer.score(asked, "1"))
+        await asyncio.sleep(0)
+        worker.calls[1].deadline = 0.0
+        worker.calls[1].cpu_until_s = 0.0
+        for _ in range(2):
+            worker._out_of_time(1)
+        return await scored
+
+    settings = RewardConfig(name="math", workers=1, timeout_s=300)
+    assert scored_by(settings, work) == Scored(reward=0.0)
 
 
 def test_math_names_an_answer_it_cannot_read() -> None:

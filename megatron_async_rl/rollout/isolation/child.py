@@ -207,6 +207,9 @@ class _ForkingServer:
             for subreaper in self._subreapers.values():
                 os.close(subreaper)
             faulthandler.register(signal.SIGUSR1, all_threads=False)
+            # A descriptor that was received is inheritable: a command of user code could write
+            # into the socket, or hold it open.
+            os.set_inheritable(descriptor, False)
             with socket.socket(fileno=descriptor) as connection:
                 self._serve(connection)
             code = 0
