@@ -70,7 +70,7 @@ def run(folder: Path, ratio: float, args: argparse.Namespace) -> dict[str, float
         .read_text(encoding="utf-8")
         .splitlines()
     ][args.warm :]
-    # Medians of parts, and the mean step by the clock: batches come one after another, and a part
+    # Medians of parts, and the mean step by the clock: batches come in sequence, and a part
     # that waits shows in the next.
     steps = [row["time/step_s"] for row in rows]
     return {

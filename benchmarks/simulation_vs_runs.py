@@ -1,7 +1,7 @@
 """Runs of one config at several `async_ratio`s against what `mar simulate` predicts for all of them
 from some.
 
-The runs are made one after another, `--rounds` times, as the machine may be at something else;
+The runs alternate, `--rounds` times, as the machine may be at something else;
 those that are in FOLDER already are taken as they are. Predicted and measured: seconds of a step,
 the speed-up over the first ratio, the share of the time in which the engine samples, and the start
 lags. The first fifth of the steps does not count, nor do the last ones, after which nothing more is
