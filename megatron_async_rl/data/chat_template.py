@@ -151,7 +151,7 @@ class ChatTemplate:
             raise DataError(
                 self._dir,
                 None,
-                "is to be given other tools than those of rollout.environment",
+                "would receive other tools than those of rollout.environment",
                 "remove them from the data, or set data.tools_key: null",
             )
         written = [self._written(message) for message in messages]

@@ -389,8 +389,8 @@ def _matched(entry: Mapping[str, Any], files: list[str]) -> dict[str, list[str]]
 
 
 def _missing_pieces(folder: Path, wanted: str) -> list[str]:
-    """Return the files that match `wanted` and that `folder` lacks, as the numbers in the names of
-    other pieces tell."""
+    """Return the files that match `wanted` and that `folder` lacks, according to the numbers in the
+    names of other pieces."""
     # Only pieces of the requested files count; other splits may be absent on purpose.
     patterns = [each for one in alternatives_of(wanted) for each in (one, f"{one}/*")]
     inside = [one for pattern in patterns for one in paths_matching(folder, pattern)]

@@ -111,7 +111,7 @@ def require_training_files(location: Path) -> None:
             others = [file for file in files if file not in held_out]
             example = _pattern_of(split, others or held_out, files)
             fix = f"name the files to train on, such as {example}"
-            what = f"is to be trained on and holds {split} data: {held_out[0].name}"
+            what = f"is training data and holds {split} data: {held_out[0].name}"
             raise DataError(location, None, what, fix)
 
 

@@ -244,7 +244,7 @@ class Communicators:
 
     async def launch(self, spec: RelaySpec) -> Relay:
         """Raises ProcessDied where the sender dies, and RuntimeError where this machine cannot be
-        reached or the engine has gone. One that is cancelled leaves no port open."""
+        reached or the engine has gone. A cancelled one leaves no port open."""
         sender = await self._running_sender()
         slot = next((one for one in self._engines() if one.machine == spec.machine), None)
         if slot is None or slot.engine is None:

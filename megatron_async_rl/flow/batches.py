@@ -280,7 +280,7 @@ def open_batches(
     position: DataState | None,
     gpus: Mapping[str, Sequence[str]],
 ) -> BatchSource:
-    """The batches that `config` asks for, from `position` (None: the beginning). `gpus`: those of
+    """The batches that `config` requests, from `position` (None: the beginning). `gpus`: those of
     the trainer's ranks, by host name."""
     if config.supervised:
         return GivenResponses(config, position)

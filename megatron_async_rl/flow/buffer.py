@@ -104,7 +104,7 @@ def snapshot(entry: GroupState) -> GroupState:
 def restorable(
     buffer: Buffer, flow: FlowConfig, *, version: int, limit: int, fresh_steps: int, oldest: int
 ) -> Buffer:
-    """The part of `buffer` that a run which begins at `version` goes on with; groups come most
+    """The part of `buffer` that a run which begins at `version` continues with; groups come most
     urgent first. The others' prompts are asked again.
 
     `limit`: groups that it may hold. `oldest`: the version whose weights, or newer ones', every
@@ -129,7 +129,7 @@ def restorable(
 
     if len(groups) < len(buffer.groups):
         log.warning(
-            "version %d goes on with %d of the %d groups in the buffer and asks for the others"
+            "version %d continues with %d of the %d groups in the buffer and requests the others"
             " again: for the present flow, run.steps and objective.snapshots they are of another"
             " size, too many, or too old",
             version,

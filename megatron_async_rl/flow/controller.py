@@ -124,7 +124,7 @@ class Controller(Listener):
         self._orders: asyncio.Task[None] | None = None
 
     async def start(self, position: DataState | None = None) -> None:
-        """Goes on at `position`, and starts the engines; returns when all have started. Raises
+        """Continues at `position`, and starts the engines; returns when all have started. Raises
         EngineStartError, BufferBroken, and ValueError where the position belongs to other data."""
         spec = self._spec
         if spec.run_dir is not None:
@@ -432,7 +432,7 @@ class Controller(Listener):
         return self._fleet.add(self._spec.engines[0])
 
     async def remove_engine(self, index: int) -> None:
-        """The engine takes no more requests, and those it has go on elsewhere. Raises ValueError
+        """The engine takes no more requests, and those it has continue elsewhere. Raises ValueError
         where it is not there, or is the only serving one."""
         await self._fleet.remove(index, self._spec.timeout_s)
 

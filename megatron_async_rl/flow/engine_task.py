@@ -12,7 +12,7 @@ Invariants:
   silent for so long, or when it answers what it was not asked. It is killed at once, its requests
   are returned, and its later reports are ignored;
 - starts follow each other after a growing, random delay, at most `restarts_per_hour` within an
-  hour; after that the engine is dead for good;
+  hour; after that the engine is dead permanently;
 - the first start of an engine of the configuration must succeed: it shows that the settings work;
 - a sleeping engine takes a version step by step, in the order of `colocated.py`;
 - weights that differ from the trainer's end the run.
@@ -148,7 +148,7 @@ class EngineOwner(Protocol):
     def on_lost(self, slot: EngineSlot, reason: str, *, suspect: bool) -> None: ...
     def on_dead(self, slot: EngineSlot) -> None: ...
     def on_error(self, error: BaseException) -> None:
-        """The run cannot go on."""
+        """The run cannot continue."""
 
 
 class Restarts:
@@ -183,8 +183,8 @@ class Restarts:
 
 
 class EngineTask:
-    """`update_timeout_s`: longest time to load a version. `note`: tells the user. `must_start`: its
-    first start must succeed."""
+    """`update_timeout_s`: longest time to load a version. `note`: reports to the user.
+    `must_start`: its first start must succeed."""
 
     def __init__(
         self,
@@ -223,7 +223,8 @@ class EngineTask:
         suspect: bool = True,
         cause: BaseException | None = None,
     ) -> None:
-        """A call to `engine` failed, by `cause`. One that is gone already is not lost again."""
+        """A call to `engine` failed, by `cause`. An engine that is already gone is not lost
+        again."""
         if self.slot.engine is engine and self._failed is not None and not self._failed.done():
             lost = EngineLost(reason, suspect=suspect)
             lost.__cause__ = cause
@@ -451,7 +452,7 @@ class EngineTask:
 
 
 def _error_of(work: asyncio.Future[None]) -> BaseException:
-    """Why `work`, which was to go on, has ended. A call that others cancelled counts, too: as a
+    """Why `work`, which was to continue, has ended. A call that others cancelled counts, too: as a
     cancellation it would end the engine's task without a word."""
     error = None if work.cancelled() else work.exception()
     return error or EngineLost("a call to it was cancelled")

@@ -449,7 +449,7 @@ class EvalSchedule:
         self._begun: int | None = None
 
     def due(self, version: int) -> bool:
-        """Ask it of each version once the engines hold it."""
+        """Called for each version once the engines hold it."""
         chosen = version in (0, self._steps) or (self._every > 0 and version % self._every == 0)
         return chosen and version not in self.means
 

@@ -104,8 +104,8 @@ class Fleet:
         return index
 
     async def remove(self, index: int, timeout_s: float) -> None:
-        """The engine leaves: it takes no more requests, and those it has go on elsewhere with the
-        tokens they have. Raises ValueError where it is not there, or is the last one."""
+        """The engine leaves: it takes no more requests, and those it has continue elsewhere with
+        the tokens they have. Raises ValueError where it is not there, or is the last one."""
         slot, task = self.slots[index], self.tasks[index]
         if slot.leaving or slot.dead:
             raise ValueError(f"{slot.name} is not there")
@@ -175,7 +175,7 @@ class Fleet:
         still = "engines that start or load before they sleep"
         await await_named(still, self.updates.give_devices_to_policy(), timeout_s)
 
-        # One that still waits to load sleeps since the batch before.
+        # An engine that still waits to load sleeps since the batch before.
         awake = [task for task in self.tasks if task.slot.engine and not task.slot.asleep]
         await asyncio.gather(*(task.sleep(timeout_s) for task in awake))
 
@@ -223,7 +223,7 @@ class Fleet:
         self.requests.served()
 
     def on_lost(self, slot: EngineSlot, reason: str, *, suspect: bool) -> None:
-        """Asks again what the engine held."""
+        """Requests again what the engine held."""
         slot.lost, slot.report = reason, None
         self.requests.take_back(slot, reason, suspect=suspect)
         if slot.evaluates and not any(
@@ -236,7 +236,7 @@ class Fleet:
         peers = self._engines(slot.evaluates)
         left = sum(not one.dead for one in peers)
         self._listener.note(
-            f"{slot.name} is lost for good; {left} of {len(peers)} engines are left. Why:"
+            f"{slot.name} is lost permanently; {left} of {len(peers)} engines are left. Why:"
             f" {slot.lost}"
         )
         if left:

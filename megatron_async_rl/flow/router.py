@@ -60,11 +60,12 @@ log = logging.getLogger(__name__)
 
 
 class Listener:
-    """Hears of training's requests and of the engines; every method may be left as it is."""
+    """Receives events of training's requests and of the engines; every method may be left as it
+    is."""
 
     def on_sample(self, sample: SampleRow, request: Request) -> None: ...
     def on_abort(self, aborted: Aborted, request: Request) -> Request:
-        """The request to ask instead."""
+        """The request to send instead."""
         return replace(request, prefix=aborted.partial)
 
     def on_give_up(self, request: Request, reason: str) -> None: ...
@@ -72,7 +73,7 @@ class Listener:
         """A training engine holds `version`."""
 
     def on_error(self, error: BaseException) -> None:
-        """The run cannot go on."""
+        """The run cannot continue."""
 
     def note(self, text: str) -> None:
         """Show `text` to the user."""
@@ -127,7 +128,7 @@ class Requests:
         """The samples that answer held-out `requests`, in their order, by engines that hold
         `version`, before training's. Cancelled, it stops what is running.
 
-        Raises EngineFailed when no engine is left to ask, RequestGivenUp.
+        Raises EngineFailed when no engine is left, RequestGivenUp.
         """
         slots = self._engines.slots
         peers = [slot for slot in slots if slot.evaluates == self._separate]
@@ -200,8 +201,8 @@ class Requests:
         self.dispatch()
 
     def take_back(self, slot: EngineSlot, reason: str, *, suspect: bool) -> None:
-        """Asks again what an engine that is lost held. `suspect`: one of its requests may be the
-        reason."""
+        """Requests again what an engine that is lost held. `suspect`: one of its requests may be
+        the reason."""
         held, slot.held = list(slot.held.values()), {}
         slot.aborting.clear()
         log.error("%s is lost, %d requests are asked again: %s", slot.name, len(held), reason)

@@ -95,7 +95,7 @@ class SampleLog:
     def begin(self, position: int, after: int = -1) -> None:
         """Continues from a checkpoint's `position`; 0: from the run's beginning. `after`: the
         segment of the checkpoint's mark, behind which new ones are numbered, also where the user
-        moved the log away: a log that begins anew is then not taken for a log that has lost its
+        moved the log away: a log that begins again is then not taken for a log that has lost its
         end."""
         self._next_seq = max(self._next_seq, position)
 

@@ -89,8 +89,8 @@ class Scheduler:
         ones that a run left behind.
 
         Of its `buffer` everything is taken up that the law and these settings permit and whose
-        tokens come from version `oldest` or newer ones. Returns the requests that are to be asked
-        again for it, each with the version its group was admitted under.
+        tokens come from version `oldest` or newer ones. Returns the requests to repeat for
+        it, each with the version its group was admitted under.
         """
         if self._version is not None:
             raise RuntimeError(f"started already, at version {self._base}")
@@ -281,7 +281,7 @@ class Scheduler:
     # What is where
 
     def pending(self) -> list[NumberedPrompt]:
-        """GroupState and not consumed, oldest first: what a resume has to ask again."""
+        """GroupState and not consumed, oldest first: what a resume has to request again."""
         own = [(entry.index, entry.prompt) for entry in self._table.waiting()]
         return sorted([*own, *self._pending], key=lambda place: place[0])
 

@@ -75,7 +75,7 @@ class VersionReader(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
     """One version on its way to the engines. `seconds`: staging, and from then until the last
-    engine so far held it. `paused_s`: longest time that an engine stood still for it."""
+    engine so far held it. `paused_s`: longest time that an engine paused for it."""
 
     version: int
     nbytes: int
@@ -159,7 +159,7 @@ class Signal:
 
 
 async def cancel_all(works: Iterable[asyncio.Future[Any]]) -> None:
-    """Returns when all have ended. Asks again: a library that a work waits in may lose a
+    """Returns when all have ended. Requests again: a library that a work waits in may lose a
     cancellation that comes at the moment of its result, as Python's `wait_for` did before 3.12."""
     left = set(works)
     while left:
@@ -242,7 +242,7 @@ class WeightUpdates:
         is another."""
         if self.newest is None or self.newest.version != version:
             staged = "none" if self.newest is None else self.newest.version
-            raise FlowError(f"version {version} is to be evaluated, and staged is {staged}")
+            raise FlowError(f"version {version} cannot be evaluated: the staged one is {staged}")
         holds = {one.index for one in self._engines() if one.version == version}
         self._requested |= dict.fromkeys(set(indices) - holds, self.newest)
         self._changed.fire()
@@ -269,7 +269,7 @@ class WeightUpdates:
         await self._changed.until(lambda: self._may_load(engine))
         staged = self._target(engine)
         assert staged is not None
-        # No await since the wait ended: nobody else can have taken the slot or the pause.
+        # No await since the wait ended: no other task can have taken the slot or the pause.
         self._loading[engine.index] = engine.machine, staged.version
         if engine.serving and engine.busy:
             self._paused.add(engine.index)
@@ -376,7 +376,7 @@ class WeightUpdates:
         self._changed.fire()
 
     def lose_copies(self, machine: str) -> None:
-        """The machine's agent is lost; engines that read a copy there may go on with it."""
+        """The machine's agent is lost; engines that read a copy there may continue with it."""
         self.copies.lose(machine)
         self._changed.fire()
 

@@ -361,7 +361,7 @@ class EvalLog:
     def __init__(self, run_dir: Path, versions: Collection[int]) -> None:
         self._path = run_dir / EVAL_FILE
         run_dir.mkdir(parents=True, exist_ok=True)
-        # Later evaluations are of weights that the resumed run computes anew.
+        # Later evaluations are of weights that the resumed run computes again.
         cut_lines(
             self._path, run_dir / EVAL_CUT_FILE, lambda line: int(line["version"]) in versions
         )

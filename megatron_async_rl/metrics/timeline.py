@@ -115,7 +115,7 @@ class Timeline:
     def _write(self, text: str) -> None:
         assert self._file is not None
         try:
-            # After a failure part of a line may stand there: the next one begins anew.
+            # After a failure part of a line may stand there: the next one begins again.
             self._file.write(("\n" + text if self._broken else text).encode())
             self._broken = False
         except OSError as error:

@@ -12,7 +12,7 @@ Invariants:
   samples of the oldest segment (`_next_segment` deletes it first) and that which the writer has not
   made yet;
 - a sample is one row, written when it finished, and is known by (id, finished_at): a run that
-  resumes asks again under ids it has used before;
+  resumes requests again under ids it has used before;
 - a resumed run writes the row of a sample again where its checkpoint does not know the reward of
   the sample's group: readers keep the newest row of a sample;
 - every group has a row when it is admitted (again at each resume that takes it up) and one when it
@@ -233,7 +233,7 @@ def read_batches(
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
     """(number, record batch) of a segment's file, with all columns or some; of all batches or the
     wanted ones. None where the segment is gone. Raises SegmentBroken."""
-    # Once more after a rename; a second one cannot follow.
+    # Again after a rename; a second one cannot follow.
     for _ in range(2):
         path = present_file(folder, table, segment)
         if path is None:
@@ -343,7 +343,7 @@ class _OutcomeHistory(Outcomes):
 
 
 def read_entries(run_dir: Path) -> Iterator[Entry]:
-    """Every sample in the log, newest first. Reads a segment when it comes to it, so the newest few
+    """Every sample in the log, newest first. Reads a segment when it reaches it, so the newest few
     cost little."""
     folder = run_dir / FOLDER
     segments = segments_in(folder)

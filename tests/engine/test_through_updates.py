@@ -180,7 +180,7 @@ def test_a_pause_changes_no_draw(engines: Engines, engine: int) -> None:
 
 
 @BOTH
-def test_an_engine_asleep_holds_its_requests_takes_weights_once_these_wake_and_then_goes_on(
+def test_an_engine_asleep_holds_its_requests_takes_weights_when_woken_and_continues(
     engines: Engines, engine: int
 ) -> None:
     handle = engines.handles[engine]
@@ -225,7 +225,7 @@ def refused(handle: Any, why: str, method: str, *arguments: Any) -> None:
         call(handle, method, *arguments)
 
 
-def test_a_cut_response_goes_on_on_another_engine_with_the_versions_and_logprobs_it_had(
+def test_a_cut_response_continues_on_another_engine_with_its_versions_and_logprobs(
     engines: Engines,
 ) -> None:
     first, then = engines.handles[KEEP], engines.handles[RECOMPUTE]
@@ -271,7 +271,7 @@ def test_a_cut_response_goes_on_on_another_engine_with_the_versions_and_logprobs
         )
 
 
-def test_an_engine_that_dies_at_an_update_says_so_and_one_in_its_place_is_fed_with_what_is_staged(
+def test_an_engine_that_dies_at_an_update_reports_it_and_its_successor_loads_the_staged_version(
     engines: Engines,
 ) -> None:
     import ray

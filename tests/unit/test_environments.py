@@ -125,7 +125,7 @@ class Played:
             return await asyncio.gather(*map(one, prompts))
 
         def hurried(number: int) -> None:
-            """Whoever hangs at its second turn has no time from then on."""
+            """An episode that hangs at its second turn has no time from then on."""
             if number == 2 and any(prompt.fields.get("fault") == "hangs" for prompt in prompts):
                 self.pool.settings = settings_of(timeout_s=0.1)
 
@@ -189,7 +189,7 @@ def test_a_turn_may_be_left_out_of_the_loss_by_its_environment(played: Played) -
     assert transcript.mask.tolist() == [0, 0, 0, 0, 1, 1]
 
 
-def test_an_environment_that_fails_in_any_way_costs_its_sample_and_disturbs_nobody(
+def test_an_environment_that_fails_in_any_way_costs_only_its_sample(
     played: Played,
 ) -> None:
     faults = ["reset", "raises", "nan", "none", "exits", "huge", "parts", "unreadable", None]
@@ -426,7 +426,7 @@ def test_an_environment_that_cannot_be_is_refused_by_name(
         assert refused.value.fix == f"pip install -U {shlex.quote(what.split()[-1])}"
 
 
-def test_a_trial_says_what_fails_before_anything_starts() -> None:
+def test_a_trial_reports_what_fails_before_anything_starts() -> None:
     prompts = {"data.train": [prompt_of(fault="reset")] * 2, "data.eval": [prompt_of()]}
     found = asyncio.run(failures(settings_of(), prompts, "0", 60.0))
     assert list(found) == ["data.train"]
@@ -616,7 +616,7 @@ def test_plain_words_follow_as_they_are() -> None:
     assert PlainText(tokenizer).between([3], [{"role": "tool", "content": "w9"}]) == [9]
 
 
-def test_an_import_that_fails_is_said_where_it_is_waited_for() -> None:
+def test_an_import_that_fails_is_raised_where_it_is_awaited() -> None:
     async def run() -> None:
         pool = Environments(settings_of(name="tests.engine.no_such_module:Game"))
         pool.start()
@@ -722,7 +722,7 @@ def test_a_step_of_openenv_may_take_as_long_as_any_environments(openenv: Any) ->
 
 
 @pytest.mark.parametrize(("action", "said"), [("code", "?"), (None, '{"code": "?"}')])
-def test_a_response_that_is_no_action_of_an_openenv_server_is_told_so(
+def test_a_response_that_is_not_an_openenv_action_gets_an_error(
     openenv: Any, action: str | None, said: str
 ) -> None:
     """It costs its sample nothing but the reward."""

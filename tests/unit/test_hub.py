@@ -94,7 +94,7 @@ def test_what_is_in_the_cache_is_taken_from_there_without_a_network(
     assert name_of(config.model.path) == f"hf://me/tiny@{OLD}"
 
 
-def test_a_run_goes_on_with_the_commit_it_began_with(tmp_path: Path, cache: Path) -> None:
+def test_a_run_continues_with_the_commit_it_began_with(tmp_path: Path, cache: Path) -> None:
     write_model(cached(cache, "models", OLD))
     config = run_of(tmp_path, "model.path=hf://me/tiny")
     begun, _ = located(config)
@@ -156,7 +156,7 @@ def test_a_name_that_cannot_be_found_is_refused_with_the_fix(
         assert word in said
 
 
-def test_a_hub_that_cannot_be_reached_is_told_from_one_that_is_switched_off(
+def test_an_unreachable_hub_is_distinguished_from_offline_mode(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -450,7 +450,7 @@ def test_a_cache_that_does_not_list_the_data_set_must_have_its_card(
     assert prompts_of(found) == ["0", "1"]
 
 
-def test_a_run_goes_on_with_the_commit_of_its_whole_data_set(tmp_path: Path, hub: Hub) -> None:
+def test_a_run_continues_with_the_commit_of_its_whole_data_set(tmp_path: Path, hub: Hub) -> None:
     on_hub(hub, "# A data set", "train.jsonl")
     config = run_of(tmp_path, "data.train=hf://datasets/me/tiny")
     begun, _ = located(config)
@@ -467,7 +467,7 @@ def test_a_run_goes_on_with_the_commit_of_its_whole_data_set(tmp_path: Path, hub
         ("hf://me/tiny@v7", ("me/tiny has no revision 'v7'", "a branch, a tag or a commit")),
     ],
 )
-def test_a_wrong_name_is_told_by_the_hub(
+def test_a_wrong_name_is_reported_by_the_hub(
     tmp_path: Path, hub: Hub, name: str, words: tuple[str, ...]
 ) -> None:
     said = refusal(run_of(tmp_path, f"model.path={name}"))

@@ -176,7 +176,7 @@ def test_the_image_installs_the_version_of_transformer_engine_that_is_asked_for(
     # Its parts do not import without the first.
     assert {f"transformer-engine=={PINNED}", f"transformer-engine-cu13=={PINNED}"} <= {*locked}
     assert f" transformer-engine-torch=={PINNED} " in (root / "Dockerfile").read_text()
-    # It is installed without what it asks for.
+    # It is installed without what it requires.
     assert {"onnx", "onnxscript", "nvdlfw-inspect"} <= {line.partition("==")[0] for line in locked}
 
 

@@ -42,7 +42,7 @@ def prompt(**fields: Any) -> Prompt:
     return Prompt(id="p7", text="?", token_ids=(1,), fields=fields)
 
 
-def test_math_says_nothing_of_limits_that_its_process_has(
+def test_math_reports_no_limits_that_its_process_enforces(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for part in ("grader", "parser"):
@@ -506,7 +506,7 @@ def test_a_judge_reads_the_fields_that_its_template_names() -> None:
         ),
     ],
 )
-def test_parts_that_say_too_much_or_too_little_are_refused(
+def test_parts_with_too_many_or_too_few_settings_are_refused(
     settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -159,7 +159,7 @@ for kind, place in (
     assert said == ["ConnectionRefusedError", "OSError", "ConnectionRefusedError"]
 
 
-def test_it_has_no_socket_that_passes_by_a_network_and_reads_nobodys_keys(isolation: Any) -> None:
+def test_it_has_no_socket_around_the_network_and_reads_no_foreign_keys(isolation: Any) -> None:
     """AF_VSOCK reaches the host of a virtual machine, from every network namespace."""
     source = """
 import ctypes, os, socket
@@ -520,7 +520,7 @@ def test_a_programs_folder_is_in_one_that_a_later_start_finds(
 
 
 def test_the_code_that_a_tester_asks_is_bounded_too() -> None:
-    """Its sandbox is another one, which nobody waits for."""
+    """Its sandbox is another one, which nothing waits for."""
     source = """
 def grow():
     for i in range(10**6):

@@ -132,7 +132,7 @@ def relative(prompt, responses, *, tokens, held_out):
 WAITING = []
 
 async def meet(prompt, response, *, parties=0):
-    # Goes on when `parties` calls are in it, and would wait for ever for one fewer.
+    # Continues when `parties` calls are in it, and would wait for ever for one fewer.
     import asyncio
     if response == "block":
         time.sleep(600)
@@ -213,11 +213,11 @@ def test_a_regex_that_backtracks_for_ever_costs_its_response_alone(
 
     stuck, during, after = scored_by(config(module, timeout_s=1, workers=1), work, new_loop)
     assert stuck == Scored(reward=0.0, error="no reward within rollout.reward.timeout_s: 1")
-    assert during > 100, "the event loop went on meanwhile"
+    assert during > 100, "the event loop continued meanwhile"
     assert after == Scored(reward=4.0)
 
 
-def test_what_hangs_says_where_it_stands_before_it_is_killed(
+def test_a_hanging_reward_reports_its_line_before_it_is_killed(
     module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def work(scorer: Scorer) -> None:
@@ -340,7 +340,7 @@ def test_a_daemon_that_a_reward_left_behind_ends_with_its_process(
 def test_a_process_without_its_socket_is_replaced(
     module: str, tmp_path: Path, new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
-    """It closed the socket and goes on, or ended while another process holds the socket open."""
+    """It closed the socket and continues, or ended while another process holds the socket open."""
     file = tmp_path / "pid"
 
     async def work(scorer: Scorer) -> list[Scored]:
@@ -435,7 +435,7 @@ def test_a_process_that_cannot_be_started_is_an_error_of_its_responses(
     assert after == Scored(reward=3.0)
 
 
-def test_a_response_that_nobody_waits_for_is_not_scored(module: str, tmp_path: Path) -> None:
+def test_a_response_without_a_waiter_is_not_scored(module: str, tmp_path: Path) -> None:
     file, go_on = tmp_path / "scored", tmp_path / "go on"
 
     async def work(scorer: Scorer) -> Scored:
@@ -650,7 +650,7 @@ def test_math_names_an_answer_it_cannot_read() -> None:
 
 
 def test_a_reward_that_takes_lists_gets_what_waits_in_one_call(module: str) -> None:
-    """The first goes alone, as nobody else waits yet; a failing or deadly one costs itself."""
+    """The first goes alone, as no other call waits yet; a failing or deadly one costs itself."""
     cut = RewardContext(finish_reason="length")
 
     async def work(scorer: Scorer) -> list[Scored]:
@@ -711,7 +711,7 @@ def test_one_call_of_an_async_reward_costs_no_other(
     assert scored_by(settings, work) == [Scored(reward=0.0, error=error), fine, fine, fine]
 
 
-def test_a_reward_is_told_what_it_asks_for(module: str) -> None:
+def test_a_reward_receives_the_arguments_that_it_names(module: str) -> None:
     known = RewardContext(finish_reason="length", tokens=2, seconds=0.5, version=7, held_out=True)
 
     async def work(scorer: Scorer) -> Scored:

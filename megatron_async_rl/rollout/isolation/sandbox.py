@@ -415,7 +415,7 @@ def _unlinked(folder: str, launcher: int) -> list[int]:
 
 
 def _add_unlinked(sizes: dict[int, int], held: Path, device: int) -> None:
-    with contextlib.suppress(OSError):  # closed meanwhile; of `map_files`, only root may ask
+    with contextlib.suppress(OSError):  # closed meanwhile; of `map_files`, only root may read it
         about = os.stat(held)
         if about.st_nlink == 0 and about.st_dev == device and stat.S_ISREG(about.st_mode):
             sizes[about.st_ino] = about.st_blocks * 512
