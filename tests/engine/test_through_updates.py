@@ -197,21 +197,21 @@ def test_an_engine_asleep_holds_its_requests_takes_weights_when_woken_and_contin
     assert later.busy_s == asleep.busy_s
     version = engines.version + 1
     for method, refusal, *arguments in (
-        ("pause", "was to pause, and is asleep"),
-        ("resume", "was to resume, and is asleep"),
-        ("sleep", "was to sleep, and is asleep"),
+        ("pause", "cannot pause: it is asleep"),
+        ("resume", "cannot resume: it is asleep"),
+        ("sleep", "cannot sleep: it is asleep"),
         ("wake", "cannot wake cache", ("cache",)),
-        ("update", "was to load weights, and they sleep", version, EMPTY),
+        ("update", "cannot load weights: they are asleep", version, EMPTY),
     ):
         refused(handle, refusal, method, *arguments)
     call(handle, "wake", ("weights",))
-    refused(handle, "was to wake, and weights is awake", "wake", ("weights",))
+    refused(handle, "cannot wake: weights is awake already", "wake", ("weights",))
     assert report(handle, 0.1).state == "asleep"
     manifest = stage(engines.staging, version, buckets(engines.checkpoints[0]))
     assert call(handle, "update", version, manifest) == manifest.digests
     assert report(handle, 0.1).state == "asleep", "its cache sleeps"
     call(handle, "wake")
-    refused(handle, "was to wake, and it is awake", "wake", None)
+    refused(handle, "cannot wake: it is awake already", "wake", None)
     engines.of_version[version] = 0
     if engine == RECOMPUTE:
         engines.version = version

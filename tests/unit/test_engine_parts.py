@@ -191,18 +191,18 @@ def test_an_engine_paused_before_it_slept_runs_when_it_is_awake() -> None:
 
 def test_what_is_out_of_order_is_refused() -> None:
     state = EngineState("engine-0")
-    with pytest.raises(WrongState, match="was to wake, and it is awake"):
+    with pytest.raises(WrongState, match="cannot wake: it is awake already"):
         state.sleepers(None)
-    with pytest.raises(ValueError, match="cannot wake cache: what sleeps is weights and kv_cache"):
+    with pytest.raises(ValueError, match="cannot wake cache; its parts are weights and kv_cache"):
         state.sleepers(("cache",))
     state.sleep()
     assert state.sleeps("weights")
-    with pytest.raises(WrongState, match="was to pause, and is asleep"):
+    with pytest.raises(WrongState, match="cannot pause: it is asleep"):
         state.require_awake("pause")
     state.wake(("weights",))
     assert not state.sleeps("weights")
     assert state.sleeps("kv_cache")
-    with pytest.raises(WrongState, match="was to wake, and weights is awake"):
+    with pytest.raises(WrongState, match="cannot wake: weights is awake already"):
         state.sleepers(("weights", "kv_cache"))
 
 

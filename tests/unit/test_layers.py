@@ -52,7 +52,7 @@ OBSTACLES = [
     ({"engine": "not known"}, "version is not known"),
     ({"dtype": "float32"}, "TF32"),
     ({"lora": True}, "policy.lora"),
-    ({"model_type": "gemma3_text"}, "norms behind attention"),
+    ({"model_type": "gemma3_text"}, "norms after attention"),
 ]
 MODELS = {
     "llama": {"attention_bias": True},
