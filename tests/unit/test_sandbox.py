@@ -115,6 +115,14 @@ print(attempt(lambda: os.open(os.__file__, os.O_RDWR)), os.getuid() == 0)
 
 
 @NAMESPACES
+def test_libraries_are_found_where_the_linker_finds_them() -> None:
+    """A Python that is built with a shared library needs it to start at all."""
+    source = f"import os\nprint(os.path.isfile({sandbox.LINKER_CACHE!r}), os.listdir('/etc'))"
+    there = os.path.isfile(sandbox.LINKER_CACHE)
+    assert printed(source) == f"{there} {[Path(sandbox.LINKER_CACHE).name] if there else []}\n"
+
+
+@NAMESPACES
 def test_it_inherits_no_variable_and_no_open_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "k")
     with open(__file__) as file:
