@@ -44,7 +44,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from megatron_async_rl.rollout.isolation.sandboxed import keep
+from megatron_async_rl.rollout.isolation.sandboxed import ends_within, keep
 from megatron_async_rl.watchdog.processes import PARENT, die_with_parent
 
 LENGTH = struct.Struct("!I")
@@ -144,7 +144,7 @@ class _ForkingServer:
             for number in self._subreapers:
                 self._signal(number, signal.SIGTERM)
             for number, subreaper in self._subreapers.items():
-                if not select.select([subreaper], [], [], KILL_S)[0]:
+                if not ends_within(subreaper, KILL_S):
                     self._signal(number, signal.SIGKILL)
 
     def _follow_order(self) -> bool:

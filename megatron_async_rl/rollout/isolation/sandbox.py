@@ -33,7 +33,6 @@ import functools
 import json
 import os
 import secrets
-import select
 import shutil
 import signal
 import socket
@@ -51,6 +50,7 @@ from typing import Literal
 
 import psutil
 
+from megatron_async_rl.rollout.isolation.sandboxed import ends_within
 from megatron_async_rl.watchdog.run_folder import SHORT, VARIABLE, public_folder, remove_tree
 
 Isolation = Literal["namespaces", "rlimits"]
@@ -343,7 +343,7 @@ class Sandbox:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._init, signal.SIGKILL)
             # Process 1 has ended once every process of its namespace has.
-            select.select([self._init], [], [], END_S)
+            ends_within(self._init, END_S)
             os.close(self._init)
             self._init = None
         if self._process.poll() is not None:
