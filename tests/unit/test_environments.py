@@ -322,6 +322,16 @@ def test_a_process_that_starts_for_a_cancelled_sample_is_ended(
     assert played.pool._room._value == 4
 
 
+def test_a_server_whose_reports_nobody_reads_any_more_ends() -> None:
+    local, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with remote:
+        server = child._ForkingServer(remote, lambda: child.LoadedCode(print), None)
+        child._report(remote, {"imported": True})
+        local.close()  # with an unread report, which the kernel answers with an error
+        server.run()
+        child._report(remote, {"ended": 7, "how": "ended with code 0"})
+
+
 def test_words_without_end_are_cut_off_before_they_are_tokenized(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,7 +114,8 @@ def serve_orders(
 
 
 def _report(control: socket.socket, message: Mapping[str, Any]) -> None:
-    with suppress(BrokenPipeError):  # the supervisor has closed its side, and reads nothing more
+    # The supervisor has closed its side; reset: with reports that it had not read.
+    with suppress(BrokenPipeError, ConnectionResetError):
         control.send(json.dumps(message).encode())
 
 
@@ -148,7 +149,10 @@ class _ForkingServer:
                     self._signal(number, signal.SIGKILL)
 
     def _follow_order(self) -> bool:
-        message, descriptors, _, _ = socket.recv_fds(self._control, LONGEST_ORDER, 1)
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self._control, LONGEST_ORDER, 1)
+        except ConnectionResetError:  # it closed its side with reports that it had not read
+            return False
         if not message:
             return False
         order, number = json.loads(message)
