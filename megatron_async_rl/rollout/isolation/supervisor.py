@@ -195,8 +195,8 @@ class UserProcess(asyncio.Protocol):
         self._open = False
         self._finish()
         if not self.killed:
-            # No other call goes to it. Usually it is about to end, which is the better reason; one
-            # that closed its socket and goes on is killed.
+            # No other call goes to it. Usually it is about to end, and that is the better reason;
+            # if it closed its socket and continues, it is killed.
             self.killed = True
             self._clear_timers()
             self._timer = self._loop.call_later(EXIT_S, self.kill)
