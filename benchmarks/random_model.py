@@ -176,7 +176,7 @@ class Publisher:
         """Connect the engine to a collective, which carries all later versions."""
         import ray
 
-        from megatron_async_rl.flow.communicators import EngineCommunicator, SenderActor
+        from megatron_async_rl.flow.agents import EngineCommunicator, SenderActor
         from megatron_async_rl.rollout.engine_process import RemoteEngine
 
         sender = ray.remote(num_cpus=0)(SenderActor).remote("127.0.0.1", logs, 60.0, None)

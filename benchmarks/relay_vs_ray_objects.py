@@ -143,7 +143,7 @@ def head(arguments: argparse.Namespace) -> None:
     import torch
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from megatron_async_rl.flow.relay_process import RelaySpec, serve_here, start_relay
+    from megatron_async_rl.flow.agents import RelaySpec, serve_here, start_relay
     from megatron_async_rl.weights.shared_memory import SharedMemory
     from megatron_async_rl.weights.staging import Staging
     from megatron_async_rl.weights.transport import ShardSlice, TensorSpec

@@ -43,7 +43,7 @@ from megatron_async_rl.flow.evaluation import (
 )
 from megatron_async_rl.flow.fleet import Fleet, FleetSettings
 from megatron_async_rl.flow.group_rewards import GroupRewards
-from megatron_async_rl.flow.requests import Listener
+from megatron_async_rl.flow.router import Listener
 from megatron_async_rl.plan.layout import Device, device_of
 from megatron_async_rl.plan.layout_problems import head_size_problems
 from megatron_async_rl.plan.machine import this_machine

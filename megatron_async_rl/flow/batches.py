@@ -30,14 +30,20 @@ from megatron_async_rl.data import (
     tokenizer_of,
 )
 from megatron_async_rl.flow.colocated import BufferRequest
-from megatron_async_rl.flow.controller import STOP_ENGINES_S, start_controller
-from megatron_async_rl.flow.controller_spec import ControllerSpec, DataState, Handout
+from megatron_async_rl.flow.controller import NAME, STOP_ENGINES_S, Controller
+from megatron_async_rl.flow.controller_spec import (
+    ControllerSpec,
+    DataState,
+    Handout,
+    PromptProvider,
+)
 from megatron_async_rl.flow.evaluation import EvalResult, HeldOut, read_held_out
 from megatron_async_rl.flow.fleet import FleetSettings
-from megatron_async_rl.flow.lanes import capacity_of
+from megatron_async_rl.flow.router import capacity_of
 from megatron_async_rl.rollout.cluster import (
     join_ray,
     object_store_bytes,
+    preloaded_worker,
     software,
     visible_gpus,
 )
@@ -279,6 +285,19 @@ def open_batches(
     if config.supervised:
         return GivenResponses(config, position)
     return RolloutBatches(config, device_type, position, gpus)
+
+
+def start_controller(source: PromptProvider, spec: ControllerSpec) -> Any:
+    """Start the controller's actor on this machine and return its handle. Ray must be
+    initialised."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    # Pinned to rank 0's machine: both read the run's folder and the staged weights there.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    remote_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1000)(Controller)
+    return remote_class.options(name=NAME, scheduling_strategy=here, **preloaded_worker()).remote(
+        source, spec
+    )
 
 
 def controller_spec(

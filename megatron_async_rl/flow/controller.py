@@ -10,23 +10,21 @@
                     fleet: lanes -----> one task per engine: start, load, verify, serve, restart
                     relays -----------> one task per other machine with engines: copy the weights
 
-Each part waits for one thing only: the scheduler for nothing (it is called), a lane for an engine
-with room that holds its version, an engine's task for a report or for its turn to load, rank 0 for
-a batch. Samples unblock `next_batch`, a newer version in an engine unblocks admission, `staged`
-unblocks the engines' updates.
+Each part waits for one thing only. The scheduler waits for nothing: it is called. A lane waits for
+an engine with room that holds its version, an engine's task for a report or for its turn to load,
+and rank 0 for a batch. Samples unblock `next_batch`, a newer version in an engine unblocks
+admission, and `staged` unblocks the engines' updates.
 
 Invariants:
-- what is decided is decided by the scheduler (scheduler.py); which engines there are and what each
-  holds is known to the fleet (fleet.py), what it works on to the fleet's requests (requests.py);
-  here they are put together;
-- a sample is taken in at one place, `on_sample`; with a reward per group it is logged, and its
-  group finished, once that is there (`_score`);
-- `state()` has the prompts that are admitted and not consumed, and what there already is of their
-  responses: a resume continues with them and requests the rest again, so nothing is lost and
-  nothing made twice;
-- what goes wrong for good (no engine left, a reward that must not fail, weights that are not the
-  trainer's) ends the call that waits at once, or the next one, with its cause;
-- held-out evaluation uses the same fleet and touches neither the source nor the scheduler.
+- the scheduler alone decides (scheduler.py); the fleet knows the engines and what each holds
+  (fleet.py), and its requests know what each works on; the controller connects them;
+- `on_sample` is the only place that takes in a sample. With a reward per group, the sample is
+  logged and its group finished once the reward is there (`_score`);
+- `state()` holds the prompts that are admitted and not consumed, and the responses so far. A resume
+  continues with them and requests the rest again: nothing is lost, and nothing made twice;
+- an error that nothing can repair (no engine left, a reward that must not fail, wrong weights) ends
+  the call that waits, or the next one, with its cause;
+- held-out evaluation uses the same fleet, and neither the source nor the scheduler.
 """
 
 from __future__ import annotations
@@ -35,11 +33,19 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.flow.buffer import EMPTY, Buffer, SampleGroup
-from megatron_async_rl.flow.buffer_file import prompt_fields, prompt_of, read, written
+from megatron_async_rl.flow.buffer import (
+    EMPTY,
+    SampleGroup,
+    buffer_bytes,
+    prompt_fields,
+    prompt_of,
+    read_buffer,
+    train_batch,
+)
 from megatron_async_rl.flow.colocated import BufferRequest
 from megatron_async_rl.flow.controller_spec import (
     ControllerSpec,
@@ -47,6 +53,7 @@ from megatron_async_rl.flow.controller_spec import (
     Handout,
     PromptProvider,
 )
+from megatron_async_rl.flow.distribution import NoRelays, Relays, relays_of
 from megatron_async_rl.flow.engine_task import Launch
 from megatron_async_rl.flow.errors import (
     BatchTimeout,
@@ -60,20 +67,18 @@ from megatron_async_rl.flow.errors import (
 from megatron_async_rl.flow.evaluation import EvalResult, evaluate
 from megatron_async_rl.flow.fleet import Fleet
 from megatron_async_rl.flow.group_rewards import GroupRewards
-from megatron_async_rl.flow.relays import NoRelays, Relays, relays_of
-from megatron_async_rl.flow.requests import Listener
+from megatron_async_rl.flow.router import Listener
 from megatron_async_rl.flow.sample_log import SampleLog, open_sample_log
 from megatron_async_rl.flow.scheduler import Scheduler
-from megatron_async_rl.flow.summary import Ages, FlowCounts, engine_counts, summarise_dropped
+from megatron_async_rl.flow.summary import Ages, FlowCounts, describe_flow, summarise_dropped
 from megatron_async_rl.flow.updates import cancel_all
-from megatron_async_rl.rollout.cluster import preloaded_worker
 from megatron_async_rl.rollout.engine_process import start_engine
-from megatron_async_rl.samples.columns import NUMERIC
-from megatron_async_rl.samples.rows import SampleRow, TrainBatch, gathered
+from megatron_async_rl.samples.rows import SampleRow, TrainBatch
 from megatron_async_rl.samples.types import Aborted, Request
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import name_this_process
 from megatron_async_rl.watchdog.events import note
+from megatron_async_rl.watchdog.logs import log_package_to
 from megatron_async_rl.watchdog.processes import collect_rarely
 from megatron_async_rl.weights.manifest import BucketRef, Manifest
 
@@ -128,7 +133,9 @@ class Controller(Listener):
         if position is not None:
             self._source.load_state(position.state["source"])
             self._resumed, self._oldest = position.state, position.oldest
-            self._left_behind = read(position.buffer) if position.buffer is not None else EMPTY
+            self._left_behind = (
+                read_buffer(position.buffer) if position.buffer is not None else EMPTY
+            )
         self._fleet = Fleet(
             spec.engines,
             self._launch,
@@ -139,17 +146,12 @@ class Controller(Listener):
         self._relays = relays_of(spec, self._fleet, self)
         await asyncio.gather(self._fleet.started(), self._rewards.start())
         if spec.run_dir is not None:
-            self._orders = asyncio.create_task(self._follow_orders(spec.run_dir / watch.ENGINES))
+            orders = self._fleet.follow_orders(spec.run_dir / watch.ENGINES, spec.timeout_s)
+            self._orders = asyncio.create_task(orders)
         collect_rarely()
 
     def _begin_process(self, run_dir: Path) -> None:
-        folder = run_dir / "logs"
-        folder.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(folder / "controller.log", encoding="utf-8")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        package_log = logging.getLogger("megatron_async_rl")
-        package_log.addHandler(handler)
-        package_log.setLevel(logging.INFO)
+        log_package_to(run_dir / "logs" / "controller.log")
         name_this_process(NAME)
         watch.join(NAME)
         watch.fact("flow", self._describe)
@@ -263,18 +265,14 @@ class Controller(Listener):
             )
             if left <= 0:
                 raise self._timed_out(version)
-            await _at_most(self._progress.wait(), min(left, STOP_POLL_S))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._progress.wait(), min(left, STOP_POLL_S))
 
     def _batch(self, groups: Sequence[SampleGroup], version: int) -> TrainBatch:
-        """Makes the train batch, without text: a group's number is its place."""
-        numbered = [
-            (sample, place) for place, group in enumerate(groups) for sample in group.samples
-        ]
-        samples = [sample for sample, _ in numbered]
+        samples = [sample for group in groups for sample in group.samples]
         require_a_reward(samples, version + 1)
         self._sample_log.trained([group.index for group in groups], samples, version + 1)
-        places = [place for _, place in numbered]
-        return TrainBatch(version=version, samples=gathered(samples, places, NUMERIC))
+        return train_batch(groups, version)
 
     def _stop_asked(self) -> bool:
         run_dir = self._spec.run_dir
@@ -429,21 +427,6 @@ class Controller(Listener):
 
     # Engines that join and leave
 
-    async def _follow_orders(self, file: Path) -> None:
-        """Has as many training engines as `file` asks for, each time that it is written."""
-        while True:
-            await asyncio.sleep(STOP_POLL_S)
-            if not file.exists():
-                continue
-            try:
-                text = file.read_text(encoding="utf-8")
-                file.unlink()
-                await self._fleet.resize(int(text), self._spec.timeout_s)
-            except (OSError, ValueError) as error:
-                self.note(f"there are not as many engines as {file} asked for: {error}")
-            except Exception as error:  # noqa: BLE001 - a mistake of ours ends the run, not a task
-                self.on_error(error)
-
     async def add_engine(self) -> int:
         """One more training engine, set up as the first; returns its index."""
         return self._fleet.add(self._spec.engines[0])
@@ -457,12 +440,13 @@ class Controller(Listener):
 
     async def state(self) -> DataState:
         """The position, of one moment; engines are listened to while it is written."""
-        state, buffer = self._state(), self._buffer()
+        state, began = self._state(), self._scheduler.version is not None
+        buffer = self._scheduler.buffer() if began else self._left_behind
         await asyncio.to_thread(self._sample_log.flush)
         log = self._sample_log.mark
         if log is not None:
             state["sample_log_segment"] = log.segment
-        return DataState(state=state, buffer=await asyncio.to_thread(written, buffer), log=log)
+        return DataState(state=state, buffer=await asyncio.to_thread(buffer_bytes, buffer), log=log)
 
     def _state(self) -> dict[str, Any]:
         """The source's position, and the prompts that came from it and are not consumed."""
@@ -478,42 +462,20 @@ class Controller(Listener):
             "sample_log": self._sample_log.position,
         }
 
-    def _buffer(self) -> Buffer:
-        return (
-            self._scheduler.buffer() if self._scheduler.version is not None else self._left_behind
-        )
-
     def stats(self) -> dict[str, Any]:
-        """Counts since `start`: of the scheduler and of responses, and `engines`: EngineCounts of
-        each place in the fleet."""
-        counts = self._scheduler.counts()
-        waiting = self._fleet.requests.waiting()
+        """Return counts since `start`; see FlowCounts.stats."""
         running = (index for index, _ in self._scheduler.running())
-        return {
-            **counts,
-            "in_flight": counts["open"] - waiting,
-            "waiting": waiting,
-            "buffer": counts["ready"],
-            "oldest_in_flight_s": self._ages.oldest(running),
-            "version": self._scheduler.version,
-            "engines": [engine_counts(slot) for slot in self._fleet.slots],
-            **self._counts.responses,
-        }
+        return self._counts.stats(
+            self._scheduler.counts(),
+            self._scheduler.version,
+            self._fleet.slots,
+            waiting=self._fleet.requests.waiting(),
+            oldest_s=self._ages.oldest(running),
+        )
 
     def _describe(self) -> str:
         """One line for the stall report."""
-        stats = self.stats()
-        engines = "; ".join(
-            f"engine {index}: {'version ' + str(one.version) if one.alive else 'lost'},"
-            f" {one.in_flight} in flight"
-            for index, one in enumerate(stats["engines"])
-        )
-        scoring = self._rewards.waiting
-        unscored = f" {scoring} groups wait for their reward," if scoring else ""
-        return (
-            f"version {stats['version']}, {stats['waiting']} waiting, {stats['buffer']} ready,"
-            f"{unscored} the oldest for {stats['oldest_in_flight_s']:.0f} s; {engines}"
-        )
+        return describe_flow(self.stats(), self._rewards.waiting)
 
     async def close(self) -> None:
         """Ends the engines, the relays and the sample log. `state()` still has what they had not
@@ -524,22 +486,3 @@ class Controller(Listener):
         await self._fleet.close(STOP_ENGINES_S)
         await self._relays.close(STOP_RELAYS_S)
         await asyncio.to_thread(self._sample_log.close)
-
-
-def start_controller(source: PromptProvider, spec: ControllerSpec) -> Any:
-    """The actor's handle, on this machine. Ray must be initialised."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    remote_class = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1000)(Controller)
-    return remote_class.options(name=NAME, scheduling_strategy=here, **preloaded_worker()).remote(
-        source, spec
-    )
-
-
-async def _at_most(wait: Any, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(wait, seconds)
-    except TimeoutError:
-        return

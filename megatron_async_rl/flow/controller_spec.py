@@ -32,7 +32,7 @@ class PromptProvider(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class DataState:
     """Position of the data for a checkpoint. `state`: plain JSON. `buffer`: the waiting groups
-    (flow/buffer_file.py); null for supervised runs. `oldest`: the oldest version whose tokens
+    (flow/buffer.py); null for supervised runs. `oldest`: the oldest version whose tokens
     may train after a resume. `data`: digests of the prompts (batches.data_digests). `log`:
     extent of the sample log on the disk; null without a log."""
 

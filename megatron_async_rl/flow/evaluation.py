@@ -35,7 +35,7 @@ EvalResponses = Sequence[tuple[Prompt, Sequence[SampleRow]]]
 
 
 class Runner(Protocol):
-    """Has requests sampled (flow.requests.Requests)."""
+    """Has requests sampled (flow.router.Requests)."""
 
     @property
     def moved_at(self) -> float:

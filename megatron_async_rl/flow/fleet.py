@@ -1,5 +1,5 @@
 """The engines as one: which there are, their lives (engine_task.py), and what they are asked
-(requests.py).
+(router.py).
 
 Invariants:
 - engines join and leave while the others work; an engine that leaves returns its requests with
@@ -14,12 +14,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.config.schema import WatchdogConfig
 from megatron_async_rl.config.weights import WeightsConfig
 from megatron_async_rl.flow.engine_task import EngineSlot, EngineTask, Launch, Restarts
-from megatron_async_rl.flow.requests import Listener, Requests, all_lost
+from megatron_async_rl.flow.router import Listener, Requests, all_lost
 from megatron_async_rl.flow.updates import WeightUpdates, cancel_all
 from megatron_async_rl.rollout.engine_process import Engine
 from megatron_async_rl.rollout.spec import EngineSpec
@@ -28,6 +29,9 @@ from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import await_named
 
 log = logging.getLogger(__name__)
+
+ORDERS_POLL_S = 0.5
+"""Seconds between two looks for an order of the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +141,23 @@ class Fleet:
         for slot in leaving:
             await self.remove(slot.index, timeout_s)
             self._listener.note(f"{slot.name} has left")
+
+    async def follow_orders(self, file: Path, timeout_s: float) -> None:
+        """Resize the training engines to the number in `file` each time that the user writes it.
+        Runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(ORDERS_POLL_S)
+            if not file.exists():
+                continue
+            try:
+                text = file.read_text(encoding="utf-8")
+                # Removed first: an order that fails is not tried again.
+                file.unlink()
+                await self.resize(int(text), timeout_s)
+            except (OSError, ValueError) as error:
+                self._listener.note(f"there are not as many engines as {file} asked for: {error}")
+            except Exception as error:  # noqa: BLE001 - a mistake of ours ends the run, not a task
+                self._listener.on_error(error)
 
     def lose_machine(self, machine: str, reason: str, *, all_engines: bool) -> None:
         """No weights come to that machine: its engines are lost, or only those that are to evaluate

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 DROPPED = ("dropped_equal", "dropped_late", "dropped_failed")
 """Reasons: equal rewards (dynamic sampling), late (`flow.late: drop`), a request that was given up
-because it ends engines (requests.py)."""
+because it ends engines (router.py)."""
 
 COUNTED = ("admitted", "consumed", *DROPPED, "asked", "aborted", "given_up", "replayed")
 

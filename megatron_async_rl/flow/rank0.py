@@ -16,13 +16,13 @@ from typing import Any
 
 from megatron_async_rl.config.plug_in_code import code_digests
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.flow import buffer_file
 from megatron_async_rl.flow.batches import (
     BatchSource,
     GivenResponses,
     RolloutBatches,
     open_batches,
 )
+from megatron_async_rl.flow.buffer import BUFFER_FILE
 from megatron_async_rl.flow.controller_spec import DataState, Handout
 from megatron_async_rl.flow.evaluation import EvalResult, EvalSchedule, LossResult
 from megatron_async_rl.flow.staleness import max_lag
@@ -168,7 +168,7 @@ class Rank0(OtherRank):
         data = None
         if position is not None:
             # Waiting groups of the checkpoint: no admitted sample is lost by a resume.
-            buffer = read_file(config.run.dir / "checkpoint", buffer_file.NAME)
+            buffer = read_file(config.run.dir / "checkpoint", BUFFER_FILE)
             data = DataState(state=position["data"], buffer=buffer, oldest=oldest)
         self._batches = open_batches(config, device_type, data, gpus)
 

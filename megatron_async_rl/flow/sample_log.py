@@ -38,15 +38,14 @@ from megatron_async_rl.config.schema import SamplesConfig
 from megatron_async_rl.samples.columns import LOGGED, SCHEMA
 from megatron_async_rl.samples.frames import (
     OPEN,
-    FrameWriter,
     SegmentBroken,
     finish,
     replace_whole,
-    sync_folder,
 )
 from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
 from megatron_async_rl.samples.log_mark import LogMark, read_mark
-from megatron_async_rl.samples.rows import SampleRow, gathered
+from megatron_async_rl.samples.open_segment import OpenSegment, OutcomeRow, size_of
+from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.segments import (
     FOLDER,
     OUTCOMES,
@@ -56,7 +55,6 @@ from megatron_async_rl.samples.segments import (
     gaps_in,
     is_new,
     numbers_in,
-    path_of,
     payload_of,
     present_file,
     read_batches,
@@ -76,8 +74,6 @@ ROWS, TOKENS = 256, 2**18
 """Limits of one record batch: the thread holds the interpreter only for so long."""
 
 LogWrite = Callable[[], None]
-OutcomeRow = tuple[int, int, str | None, float | None, SampleOutcome, int, str | None]
-"""Row of OUTCOMES."""
 
 
 class SampleLog:
@@ -149,7 +145,7 @@ class SampleLogWriter(SampleLog):
         self._samples: list[SampleRow] = []
         self._outcomes: list[OutcomeRow] = []
         self._tokens = 0
-        self._segment: _SampleLogSegment | None = None
+        self._segment: OpenSegment | None = None
         self._evaluated_before = set[int]()
         self._retry_at: float | None = None
         self._noted = False
@@ -406,7 +402,7 @@ class SampleLogWriter(SampleLog):
         except OSError as error:
             self._failed(error, 0)
 
-    def _close_segment(self, segment: _SampleLogSegment) -> None:
+    def _close_segment(self, segment: OpenSegment) -> None:
         mark = segment.mark(closed=True)
         segment.close()
         self._segment = None
@@ -419,12 +415,12 @@ class SampleLogWriter(SampleLog):
         write_file(self._run_dir / MARK_FILE, mark.text())
         self._mark = mark
 
-    def _next_segment(self) -> _SampleLogSegment:
+    def _next_segment(self) -> OpenSegment:
         """A new one, after the oldest have made room for it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._finish_open()  # what could not be closed before
         old = numbers_in(self._folder)
-        sizes = {number: _size(self._folder, number) for number in old}
+        sizes = {number: size_of(self._folder, number) for number in old}
         while old and sum(sizes.values()) + self._segment_size > self._keep:
             for table in TABLES:
                 path = file_of(self._folder, table, old[0])
@@ -432,7 +428,7 @@ class SampleLogWriter(SampleLog):
                     path.unlink(missing_ok=True)
             del sizes[old.pop(0)]
         self._highest = max(self._highest, old[-1] if old else -1) + 1
-        return _SampleLogSegment(self._folder, self._highest, self._schema)
+        return OpenSegment(self._folder, self._highest, self._schema)
 
     def _failed(self, error: Exception, lost: int) -> None:
         """Closes the present segment after its last whole batch, and tries again later."""
@@ -487,60 +483,3 @@ def _subject(sample: SampleRow) -> _Subject:
     # A response that trains again has its first id and a suffix (flow/selection.py).
     name = sample.id.partition("@")[0]
     return int(name.rpartition("-")[0]), name, sample.finished_at
-
-
-class _SampleLogSegment:
-    """The two files that are being written."""
-
-    def __init__(self, folder: Path, number: int, schema: pa.Schema) -> None:
-        self.number = number
-        self._schema = schema
-        self._files: list[FrameWriter] = []
-        try:
-            for table in TABLES:
-                self._files.append(FrameWriter(path_of(folder, table, number, OPEN)))
-            sync_folder(folder)
-        except OSError:
-            # Closed, a first file without the second would be damage.
-            for file in self._files:
-                file.remove()
-            raise
-
-    @property
-    def size(self) -> int:
-        return sum(file.size for file in self._files)
-
-    def write(self, samples: Sequence[SampleRow], outcomes: Sequence[OutcomeRow]) -> None:
-        of_samples, of_outcomes = self._files
-        if samples:
-            of_samples.write(payload_of(gathered(samples, schema=self._schema)))
-        if outcomes:
-            columns = zip(OUTCOMES, zip(*outcomes, strict=True), strict=True)
-            arrays = [pa.array(values, type=field.type) for field, values in columns]
-            of_outcomes.write(payload_of(pa.RecordBatch.from_arrays(arrays, schema=OUTCOMES)))
-
-    def sync(self) -> None:
-        for file in self._files:
-            file.sync()
-
-    def mark(self, *, closed: bool) -> LogMark:
-        """Mark of what was written so far."""
-        samples, outcomes = (file.frames for file in self._files)
-        return LogMark(segment=self.number, closed=closed, samples=samples, outcomes=outcomes)
-
-    def close(self) -> None:
-        for file in self._files:
-            file.close()
-
-    def abandon(self) -> None:
-        """After an error: closes the files after their last whole frames."""
-        for file in self._files:
-            try:
-                file.abandon()
-            except OSError as error:  # tried again with the next segment
-                log.warning("closing the sample log: %s", error)
-
-
-def _size(folder: Path, number: int) -> int:
-    files = (file_of(folder, table, number) for table in TABLES)
-    return sum(path.stat().st_size for path in files if path is not None)

@@ -162,6 +162,21 @@ def engine_counts(slot: EngineSlot) -> EngineCounts:
     )
 
 
+def describe_flow(stats: Mapping[str, Any], scoring: int) -> str:
+    """Return one line for the stall report. `stats`: the controller's; `scoring`: number of groups
+    that wait for their reward."""
+    engines = "; ".join(
+        f"engine {index}: {'version ' + str(one.version) if one.alive else 'lost'},"
+        f" {one.in_flight} in flight"
+        for index, one in enumerate(stats["engines"])
+    )
+    unscored = f" {scoring} groups wait for their reward," if scoring else ""
+    return (
+        f"version {stats['version']}, {stats['waiting']} waiting, {stats['buffer']} ready,"
+        f"{unscored} the oldest for {stats['oldest_in_flight_s']:.0f} s; {engines}"
+    )
+
+
 def flow_metrics(counts: Mapping[str, float]) -> dict[str, MetricValue]:
     """`counts` by the metrics' names without `flow/`; others are passed over."""
     return {key: counts[name] for key in COUNTS if (name := key.removeprefix("flow/")) in counts}
@@ -234,6 +249,28 @@ class FlowCounts:
         self.responses["tokens"] += sample.length - before
         self.responses["truncated"] += sample.truncated
         self.responses["reward_errors"] += not sample.valid
+
+    def stats(
+        self,
+        groups: Mapping[str, int],
+        version: int | None,
+        slots: Sequence[EngineSlot],
+        *,
+        waiting: int,
+        oldest_s: float,
+    ) -> dict[str, Any]:
+        """Return counts since the start: `groups`, the scheduler's; those of responses; and
+        `engines`, the EngineCounts of each of `slots`. `waiting`: requests that no engine has."""
+        return {
+            **groups,
+            "in_flight": groups["open"] - waiting,
+            "waiting": waiting,
+            "buffer": groups["ready"],
+            "oldest_in_flight_s": oldest_s,
+            "version": version,
+            "engines": [engine_counts(slot) for slot in slots],
+            **self.responses,
+        }
 
     def since_last(
         self,

@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_async_rl.config.load import dump
 from megatron_async_rl.config.schema import Config
-from megatron_async_rl.flow import buffer_file
+from megatron_async_rl.flow.buffer import BUFFER_FILE
 from megatron_async_rl.flow.colocated import BufferRequest, DevicePhases
 from megatron_async_rl.flow.evaluation import EvalSchedule, LossResult
 from megatron_async_rl.flow.rank0 import OtherRank, Rank0
@@ -243,7 +243,7 @@ class TrainerRank:
         if position is not None:
             files[DATA_FILE] = json.dumps(position.data, indent=1).encode("utf-8")
             if position.buffer is not None:
-                files[buffer_file.NAME] = position.buffer
+                files[BUFFER_FILE] = position.buffer
         return state, files
 
     def held(self) -> dict[str, int]:

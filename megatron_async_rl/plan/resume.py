@@ -25,7 +25,13 @@ from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.config.yaml_tree import YamlFault, read_tree
 from megatron_async_rl.data import DataIdentity
-from megatron_async_rl.flow import buffer_file
+from megatron_async_rl.flow.buffer import (
+    BUFFER_FILE,
+    EARLIER_BUFFER_FILE,
+    BufferBroken,
+    earlier_format,
+    read_buffer,
+)
 from megatron_async_rl.metrics.status import read_status
 from megatron_async_rl.plan.model_files import ModelShape, read_model
 from megatron_async_rl.plan.run_record import lost_checkpoints, record_notes, record_problems
@@ -342,14 +348,14 @@ def checkpoint_problems(config: Config, shape: ModelShape | None) -> list[Proble
         content = about(path)
         refuse_other_moments(path, content, config.policy.optimizer.moment_dtype)
         source = content.get("model_path")
-        buffer = read_file(path.parent, buffer_file.NAME)
+        buffer = read_file(path.parent, BUFFER_FILE)
         if buffer is not None:
-            buffer_file.read(buffer)
-        elif read_file(path.parent, buffer_file.EARLIER_NAME) is not None:
-            raise buffer_file.earlier()
+            read_buffer(buffer)
+        elif read_file(path.parent, EARLIER_BUFFER_FILE) is not None:
+            raise earlier_format()
     except CheckpointBroken as error:
         return list(error.problems)
-    except buffer_file.BufferBroken as error:
+    except BufferBroken as error:
         return [replace(one, what=f"{path}: {one.what}") for one in error.problems]
     held = read_model(Path(source))[0] if source is not None else None
     # Only after the checkpoint was found whole: its record is part of it.

@@ -36,7 +36,7 @@ from megatron_async_rl.config.flow import FlowConfig, OldestFirst, Replay
 from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.config.weights import WeightsConfig
 from megatron_async_rl.flow.engine_task import EngineSlot, PendingRequest
-from megatron_async_rl.flow.lanes import Lanes, capacity_of
+from megatron_async_rl.flow.router import Lanes, capacity_of
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Prompt, Request

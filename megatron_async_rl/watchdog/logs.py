@@ -13,6 +13,7 @@ process that runs for weeks, or writes a tensor into one line, does not cost its
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -82,6 +83,16 @@ class _Candidate:
     kind: int
     message: str
     line: int
+
+
+def log_package_to(path: Path) -> None:
+    """Append the package's log records to `path`, from INFO on."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    package_log = logging.getLogger("megatron_async_rl")
+    package_log.addHandler(handler)
+    package_log.setLevel(logging.INFO)
 
 
 def redirect_output(path: Path) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron_async_rl.flow.buffer_file import read
+from megatron_async_rl.flow.buffer import read_buffer
 from megatron_async_rl.launch.run_lock import RunDirectoryError, lock_run_dir
 from megatron_async_rl.metrics.timeline import read_timeline
 from tests.end_to_end.workspace import Workspace, alive, started_by, wait_until
@@ -217,7 +217,7 @@ def test_after_a_resume_the_very_responses_that_were_waiting_are_trained_on(exac
     (stopped,) = (exact.directory / "checkpoint").glob("step_*")
     version = int(stopped.name.removeprefix("step_"))
     assert version >= LAG
-    left = read((stopped / "buffer.arrow").read_bytes()).groups
+    left = read_buffer((stopped / "buffer.arrow").read_bytes()).groups
     for ahead in range(LAG):
         waited = [group.samples for group in left if group.version == version + ahead - LAG]
         assert [len(samples) for samples in waited] == [4] * 4

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_async_rl.config.load import dump, load
-from megatron_async_rl.flow.buffer import Buffer
-from megatron_async_rl.flow.buffer_file import written
+from megatron_async_rl.flow.buffer import Buffer, buffer_bytes
 from megatron_async_rl.launch.run_lock import lock_run_dir
 from megatron_async_rl.metrics.status import Status, write_status
 from tests.mar_command import mar
@@ -322,7 +321,7 @@ def checkpoint(config: Path) -> Path:
     (path / "about.json").write_text("{}")
     with zipfile.ZipFile(path / "state.pt", "w") as file:
         file.writestr("archive/data.pkl", b"numbers" * 100)
-    (path / "buffer.arrow").write_bytes(written(Buffer()))
+    (path / "buffer.arrow").write_bytes(buffer_bytes(Buffer()))
     (path.parent / "latest").write_text(path.name)
     (config.parent / "out" / "config.yaml").write_text(dump(load(config)))
     return path

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_async_rl.flow.fleet import Fleet, FleetSettings
-from megatron_async_rl.flow.requests import Listener
+from megatron_async_rl.flow.router import Listener
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.types import Aborted, Request
 from tests.unit.fake_engine import FakeEngine, FakeLaunch, manifest, specs

@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron_async_rl.flow.relay_process import RelaySpec
-from megatron_async_rl.flow.relays import Relays, RelaySettings
+from megatron_async_rl.flow.agents import RelaySpec
+from megatron_async_rl.flow.distribution import Relays, RelaySettings
 from megatron_async_rl.flow.updates import WeightUpdates
 from megatron_async_rl.rollout.spec import HERE
 from megatron_async_rl.weights.manifest import BucketRef, Manifest, StagedCopy

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_async_rl.config.flow import FlowConfig
-from megatron_async_rl.flow.buffer import SampleGroup
-from megatron_async_rl.flow.buffer_file import read, written
+from megatron_async_rl.flow.buffer import SampleGroup, buffer_bytes, read_buffer
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.rows import SampleRow
@@ -47,7 +46,11 @@ class SchedulerHarness:
         self.settings |= changed
         self.scheduler = Scheduler(FlowConfig(**self.settings), steps=steps)
         requests = self.scheduler.start(
-            version, saved.next_index, saved.pending(), read(written(saved.buffer())), oldest
+            version,
+            saved.next_index,
+            saved.pending(),
+            read_buffer(buffer_bytes(saved.buffer())),
+            oldest,
         )
         self.asked = {request.id: request for request, _ in requests}
         return list(self.asked)

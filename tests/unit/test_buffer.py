@@ -13,9 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_async_rl.flow import buffer_file
-from megatron_async_rl.flow.buffer import EMPTY, Buffer, GroupState
-from megatron_async_rl.flow.buffer_file import PARTIALS, BufferBroken, read, written
+from megatron_async_rl.flow import buffer as buffer_module
+from megatron_async_rl.flow.buffer import (
+    EMPTY,
+    PARTIALS,
+    Buffer,
+    BufferBroken,
+    GroupState,
+    buffer_bytes,
+    read_buffer,
+)
 from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.columns import LOGGED
 from megatron_async_rl.samples.rows import SampleRow, gathered
@@ -141,26 +148,26 @@ def same(found: Any, expected: Any) -> bool:
 
 @pytest.mark.parametrize("rows", [1024, 2])
 def test_every_field_comes_back_as_it_was(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer_file, "ROWS", rows)
-    assert same(read(written(full())), full())
-    assert same(read(written(Buffer())), Buffer())
+    monkeypatch.setattr(buffer_module, "ROWS", rows)
+    assert same(read_buffer(buffer_bytes(full())), full())
+    assert same(read_buffer(buffer_bytes(Buffer())), Buffer())
 
 
 def test_a_run_without_a_checkpoint_begins_with_nothing() -> None:
     nothing = Buffer(groups=(), stored=(), equal=(0, 0), first_versions=())
     assert same(EMPTY, nothing)
-    assert same(read(written(EMPTY)), nothing)
+    assert same(read_buffer(buffer_bytes(EMPTY)), nothing)
 
 
 def test_a_file_from_before_samples_had_experts_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     now = full()
     with monkeypatch.context() as then:
-        then.setattr(buffer_file, "SCHEMA", LOGGED)
-        then.setattr(buffer_file, "gathered", lambda rows: gathered(rows, schema=LOGGED))
+        then.setattr(buffer_module, "SCHEMA", LOGGED)
+        then.setattr(buffer_module, "gathered", lambda rows: gathered(rows, schema=LOGGED))
         last = PARTIALS.get_field_index("routed_experts")
-        then.setattr(buffer_file, "PARTIALS", PARTIALS.remove(last))
-        before = written(now)
-    found = read(before)
+        then.setattr(buffer_module, "PARTIALS", PARTIALS.remove(last))
+        before = buffer_bytes(now)
+    found = read_buffer(before)
     (state, _) = found.groups
     assert [one.sample().routed_experts for one in state.samples] == [None, None]
     assert [one.sample().text for one in state.samples] == ["3-0 \x00 é", "3-2 \x00 é"]
@@ -170,16 +177,16 @@ def test_a_file_from_before_samples_had_experts_is_read(monkeypatch: pytest.Monk
 
 
 def test_a_row_that_is_read_keeps_few_others_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer_file, "ROWS", 2)
+    monkeypatch.setattr(buffer_module, "ROWS", 2)
     stored = tuple(row(sample(f"0-{k}", CHAT, [0] * 1000)) for k in range(40))
-    ((_, again),) = read(written(Buffer(stored=((CHAT, stored),)))).stored
+    ((_, again),) = read_buffer(buffer_bytes(Buffer(stored=((CHAT, stored),)))).stored
     assert [one.batch.num_rows for one in again] == [2] * 40
 
 
 def test_a_prompt_of_many_samples_takes_the_room_of_few() -> None:
     long = Prompt(id="long", text="x" * 10000, token_ids=(1,) * 1000)
     stored = tuple(row(sample(f"0-{k}", dataclasses.replace(long), [0])) for k in range(50))
-    assert len(written(Buffer(stored=((long, stored),)))) < 50000
+    assert len(buffer_bytes(Buffer(stored=((long, stored),)))) < 50000
 
 
 def test_arrays_of_other_types_are_refused_and_not_converted() -> None:
@@ -194,7 +201,7 @@ class Bomb:
 
 
 def test_a_damaged_file_says_so_and_what_to_do_and_no_code_in_it_is_run() -> None:
-    whole = written(full())
+    whole = buffer_bytes(full())
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
     sound = whole[:-4]
@@ -215,7 +222,7 @@ def test_a_damaged_file_says_so_and_what_to_do_and_no_code_in_it_is_run() -> Non
         with pytest.raises(
             BufferBroken, match=r"buffer\.arrow of the checkpoint (?s:.)*remove the file"
         ):
-            read(content)
+            read_buffer(content)
 
 
 # What is taken up
@@ -419,9 +426,9 @@ def test_a_buffer_stays_as_it_was_when_it_was_taken() -> None:
     harness.finish(0)
     harness.answer("1-1")
     taken = harness.scheduler.buffer()
-    before = written(taken)
+    before = buffer_bytes(taken)
     harness.answer("1-0")
     harness.finish(2)
     harness.scheduler.on_abort(Aborted(id="3-0", partial=partial(0)), 3)
     harness.take(0)
-    assert written(taken) == before
+    assert buffer_bytes(taken) == before

@@ -20,11 +20,13 @@ import torch.distributed
 from torch.distributed import TCPStore
 
 from megatron_async_rl.weights import collective
-from megatron_async_rl.weights.collective import CollectiveFailed, Receiver, Sender
-from megatron_async_rl.weights.communicator import (
+from megatron_async_rl.weights.collective import (
     BLOCKING_WAIT,
     CREATION_LIMIT,
+    CollectiveFailed,
     Communicator,
+    Receiver,
+    Sender,
 )
 from megatron_async_rl.weights.manifest import Manifest, Meeting, StagedCopy, WeightUpdate
 from megatron_async_rl.weights.shared_memory import BucketFile, BucketReader, SharedMemory

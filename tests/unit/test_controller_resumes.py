@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_async_rl.flow.buffer import EMPTY
-from megatron_async_rl.flow.buffer_file import read, written
+from megatron_async_rl.flow.buffer import EMPTY, buffer_bytes, read_buffer
 from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.controller_spec import DataState
 from megatron_async_rl.watchdog.watch import STOP
@@ -63,14 +62,14 @@ def test_stopping_and_resuming_anywhere_loses_nothing_and_repeats_nothing(
             if saved is not None:
                 again = await controller.state()
                 assert again.state == saved.state, "a stop right after a resume loses nothing"
-                assert again.buffer == (saved.buffer or written(EMPTY))
+                assert again.buffer == (saved.buffer or buffer_bytes(EMPTY))
             await stage(controller, version)
             if chance.random() < 0.5:
                 await asyncio.sleep(0.002)
             consumed += await train(controller, version, version + steps)
             version += steps
             await controller.close()
-            left = read(saved.buffer) if saved and saved.buffer else EMPTY
+            left = read_buffer(saved.buffer) if saved and saved.buffer else EMPTY
             answered = {sample.id for group in left.groups for sample in group.samples}
             assert not answered & {request.id for request in engine.asked}, (
                 "what had come is not asked again"

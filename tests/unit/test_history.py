@@ -53,7 +53,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_task, "FIRST_DELAY_S", 0.001)
     # The order on the disk is not what is shown here.
-    monkeypatch.setattr(sample_log._SampleLogSegment, "sync", lambda self: None)
+    monkeypatch.setattr(sample_log.OpenSegment, "sync", lambda self: None)
 
 
 @pytest.mark.parametrize("seed", range(examples(5, 2)))

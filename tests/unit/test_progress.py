@@ -217,6 +217,16 @@ def test_the_panel_shows_the_phase_before_the_first_step(terminal: Run) -> None:
     progress.close()
 
 
+def test_a_lag_without_a_maximum_is_shown_without_one(terminal: Run) -> None:
+    progress = Progress(terminal.dir, 50, terminal.console)
+    terminal.say("training")
+    terminal.step(1, **{"lag/max": None})
+    progress.close()
+    assert re.search(r"mean 1\.25 +weight versions behind", terminal.shown)
+    print_summary(terminal.dir, terminal.console)
+    assert "mean 1.25 versions" in terminal.shown
+
+
 def test_a_supervised_run_shows_its_loss_and_no_lag(terminal: Run) -> None:
     progress = Progress(terminal.dir, 50, terminal.console)
     unsampled = {

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async_rl.flow import engine_task, relays
-from megatron_async_rl.flow.communicators import Communicators
+from megatron_async_rl.flow import distribution, engine_task
+from megatron_async_rl.flow.agents import Communicators, RelaySpec
 from megatron_async_rl.flow.engine_task import EngineSlot
 from megatron_async_rl.flow.fleet import FleetSettings
-from megatron_async_rl.flow.relay_process import RelaySpec
 from megatron_async_rl.flow.updates import Relayed, Staged, VersionCopies
 from megatron_async_rl.rollout.spec import HERE
 from megatron_async_rl.watchdog.deadline import ProcessDied
@@ -38,7 +37,7 @@ THERE, FURTHER = "there", "further"
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restarts come at once, and a death is seen soon."""
     monkeypatch.setattr(engine_task, "FIRST_DELAY_S", 0.0)
-    monkeypatch.setattr(relays, "REPORT_S", 0.001)
+    monkeypatch.setattr(distribution, "REPORT_S", 0.001)
 
 
 @asynccontextmanager

@@ -89,6 +89,25 @@ def test_a_report_takes_rows_that_lack_what_had_no_data(tmp_path: Path) -> None:
     assert curves["max at lag 0"] == [0.5]
 
 
+def test_a_lag_without_a_maximum_is_shown_without_one(tmp_path: Path) -> None:
+    run = sampled_run(tmp_path / "demo", 4)
+    file = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    shown = {}
+    for key in ("", "lag/max", "lag/histogram"):
+        for row in rows:
+            row.pop(key, None)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        shown_page = page(run)
+        assert "None" not in re.sub(r"<script.*?</script>", "", shown_page, flags=re.DOTALL)
+        shown[key] = re.findall(
+            r"<small>(mean lag[^<]*)|lag of a token</th><td>([^<]*)", shown_page
+        )
+    assert shown[""] == [("mean lag, max 2", ""), ("", "mean 0.75, max 2 versions")]
+    assert shown["lag/max"] == [("mean lag", ""), ("", "mean 0.75 versions")]
+    assert shown["lag/histogram"] == []
+
+
 def fleet_run(run_dir: Path, steps: int, *, dropped: bool = True) -> Path:
     """Two engines; the second is gone in the end; each step takes ten seconds from second 1000
     on."""
@@ -493,7 +512,8 @@ def test_every_part_of_the_reward_has_its_curve(tmp_path: Path) -> None:
 def test_ticks_of_an_axis_have_as_few_digits_as_tell_them_apart() -> None:
     assert list(map(tick, [0.0, 0.25, 12_000])) == ["0", "0.25", "12,000"]
     assert list(map(tick, [0.999990, 0.999995, 1.0])) == ["0.99999", "0.999995", "1"]
-    assert list(map(tick, [2e-6, 2.01e-6])) == ["2e-06", "2.01e-06"]
+    assert list(map(tick, [2e-6, 2.01e-6])) == ["2e-6", "2.01e-6"]
+    assert list(map(tick, [2e10, -3e-12])) == ["2e10", "-3e-12"]
 
 
 def test_panels_of_the_picture_lie_below_its_title_and_apart(

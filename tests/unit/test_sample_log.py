@@ -854,14 +854,14 @@ def test_a_disk_that_hangs_costs_rows_and_not_the_loop(
 ) -> None:
     monkeypatch.setattr(sample_log, "QUEUED", 10)
     hanging, go_on = threading.Event(), threading.Event()
-    write: Callable[..., None] = sample_log._SampleLogSegment.write
+    write: Callable[..., None] = sample_log.OpenSegment.write
 
     def hang(*arguments: object) -> None:
         hanging.set()
         assert go_on.wait(600)
         write(*arguments)
 
-    monkeypatch.setattr(sample_log._SampleLogSegment, "write", hang)
+    monkeypatch.setattr(sample_log.OpenSegment, "write", hang)
     log = begun(tmp_path)
     log.finished(row(sample(0), 0))
     assert hanging.wait(600)

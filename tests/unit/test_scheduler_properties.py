@@ -15,8 +15,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from megatron_async_rl.config.flow import ExactLag, FlowConfig, OldestFirst, Replay, Windowed
-from megatron_async_rl.flow.buffer import EMPTY, Buffer, GroupState, SampleGroup
-from megatron_async_rl.flow.buffer_file import read, written
+from megatron_async_rl.flow.buffer import (
+    EMPTY,
+    Buffer,
+    GroupState,
+    SampleGroup,
+    buffer_bytes,
+    read_buffer,
+)
 from megatron_async_rl.flow.group_table import DROPPED
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.flow.staleness import admitted_limit, is_feasible
@@ -397,7 +403,9 @@ class World(RuleBasedStateMachine):
         halves = {entry.index for entry in waiting(before).values() if entry.finished is None}
         missing = sorted(one.id for one in self.wanted.values() if one.group in halves)
         saved = before.buffer()
-        self.begin_at(self.newest, self.flow, before.next_index, pending, read(written(saved)))
+        self.begin_at(
+            self.newest, self.flow, before.next_index, pending, read_buffer(buffer_bytes(saved))
+        )
         again = self.scheduler.buffer()
         assert contents(again) == contents(saved)
         assert sorted(self.wanted) == missing

@@ -1,6 +1,6 @@
 """Life cycle of the agents that copy staged weights to memory other than rank 0's. One task for
 each machine, from its first engine to the run's end. If each engine has its own copy, an engine
-counts as a machine: its agent is its communicator, and ends with it (communicators.py).
+counts as a machine: its agent is its communicator, and ends with it (agents.py).
 
          +------------------------------------------------------------+
          v                                                            |
@@ -27,11 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from megatron_async_rl.flow.communicators import Communicators
+from megatron_async_rl.flow.agents import Communicators, Relay, RelaySpec, serve_here, start_relay
 from megatron_async_rl.flow.controller_spec import ControllerSpec
 from megatron_async_rl.flow.engine_task import REPORT_S, Restarts
 from megatron_async_rl.flow.fleet import Fleet
-from megatron_async_rl.flow.relay_process import Relay, RelaySpec, serve_here, start_relay
 from megatron_async_rl.flow.updates import WeightUpdates, cancel_all
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.deadline import await_named
