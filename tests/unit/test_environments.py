@@ -293,7 +293,7 @@ def test_nothing_of_a_conversation_that_is_cancelled_is_left(played: Played) -> 
 def test_a_process_that_starts_for_a_cancelled_sample_is_ended(
     played: Played, monkeypatch: pytest.MonkeyPatch, ready: bool
 ) -> None:
-    """A process that is ready when the cancelled task runs again, and one that is not."""
+    """The task runs again when the process is ready, or before."""
     supervisor, begun = played.pool.supervisor, []
     start = supervisor.process
 
