@@ -22,6 +22,7 @@ import errno
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -255,6 +256,13 @@ def wait_for(pid: int) -> int:
         ended, status = os.waitpid(-1, 0)
         if ended == pid:
             return os.waitstatus_to_exitcode(status)
+
+
+def ends_within(process: int, seconds: float) -> bool:
+    """Wait for the end of a process, given by its pidfd. Return False if it has not ended."""
+    poll = select.poll()  # `select` takes no descriptor above 1023
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 def exit_code(code: int) -> int:
