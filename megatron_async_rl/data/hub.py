@@ -332,10 +332,13 @@ def _splits(
     try:
         header = (metadata_load(card) if card.exists() else None) or {}
         # A card without configurations still has one, whose files are found by their names.
-        parts = MetadataConfigs.from_dataset_card_data(header) or MetadataConfigs(default={})
+        found = MetadataConfigs.from_dataset_card_data(header) or MetadataConfigs(default={})
+        # YAML reads some names as numbers, such as years; a user writes text.
+        parts = MetadataConfigs({str(one): entry for one, entry in found.items()})
         part = name.part or parts.get_default_config_name()
         splits = _matched(parts[part], files) if part in parts else {}
-    except (ValueError, yaml.YAMLError) as error:
+    except (TypeError, ValueError, yaml.YAMLError) as error:
+        # TypeError: a card may hold values of any type.
         what = f"the card of {name} cannot be read: {_first_line(error)}"
         raise UserError.of(key, what, _name_a_file(name, files)) from error
     if part not in parts:

@@ -219,7 +219,7 @@ class ReportQueue:
         self._news.clear()
         try:
             return self.finished.take(), aborted
-        # The aborts of this report are gone, so the engine must count as failed permanently.
+        # The aborts of this report are gone, so the engine must count as failed from now on.
         except Exception as error:
             self.fail(error)
             raise

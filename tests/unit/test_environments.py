@@ -289,6 +289,49 @@ def test_nothing_of_a_conversation_that_is_cancelled_is_left(played: Played) -> 
     assert played.runner.run(run()) == (4, True)
 
 
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_process_that_starts_for_a_cancelled_sample_is_ended(
+    played: Played, monkeypatch: pytest.MonkeyPatch, ready: bool
+) -> None:
+    """The task runs again when the process is ready, or before."""
+    supervisor, begun = played.pool.supervisor, []
+    start = supervisor.process
+
+    def process(on_ready: Callable[[Any], None], on_end: Callable[..., None]) -> Any:
+        def on_ready_and_cancelled(one: Any) -> None:
+            on_ready(one)
+            opening[0].cancel()
+
+        begun.append(start(on_ready_and_cancelled, on_end))
+        return begun[0]
+
+    async def run() -> None:
+        played.pool._idle.clear()
+        opening.append(asyncio.create_task(played.pool.open()))
+        await asyncio.sleep(0)
+        if not ready:
+            opening[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening[0]
+
+    opening: list[asyncio.Task[Any]] = []
+    monkeypatch.setattr(supervisor, "process", process)
+    played.pool.settings = settings_of()
+    played.runner.run(run())
+    assert begun[0].killed
+    assert played.pool._room._value == 4
+
+
+def test_a_server_whose_reports_nobody_reads_any_more_ends() -> None:
+    local, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with remote:
+        server = child._ForkingServer(remote, lambda: child.LoadedCode(print), None)
+        child._report(remote, {"imported": True})
+        local.close()  # with an unread report, which the kernel answers with an error
+        server.run()
+        child._report(remote, {"ended": 7, "how": "ended with code 0"})
+
+
 def test_words_without_end_are_cut_off_before_they_are_tokenized(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -605,7 +648,7 @@ def test_a_message_follows_a_turn_as_the_template_writes_it_without_the_turns_en
         chat.opened(plain, "1 to 7")
 
 
-def test_a_template_that_changes_what_was_said_before_is_refused(tmp_path: Path) -> None:
+def test_a_template_that_changes_earlier_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="renders earlier messages differently"):
         EpisodeMessages(characters(tmp_path, FORGETS))
 

@@ -326,6 +326,7 @@ configs:
 - {config_name: socratic, data_files: "other/*"}
 ---
 """
+YEARS = TWO_PARTS.replace("main,", "2024,").replace("socratic", "2025")
 ONE_OF_TWO = TWO_PARTS.replace("data_dir: main", "data_dir: main, default: true")
 
 
@@ -356,6 +357,7 @@ def prompts_of(location: Path) -> list[str]:
             "#socratic/train",
             2,
         ),
+        (YEARS, "other/x.jsonl main/train.jsonl", "#2025/train", 1),
         (None, "train.jsonl test.jsonl notes.csv .a/train.jsonl", "", 1),
         ("# no header", "train-00000-of-00002.json train-00001-of-00002.json dev.json", "", 2),
         (None, "data/odd-00000-of-00001.json data/even-00000-of-00001.json", "#odd", 1),
@@ -407,6 +409,7 @@ def test_a_whole_data_set_is_the_files_of_its_split(
             "",
             ("card", "Expected data_files", "train.csv"),
         ),
+        ("train", card_of('[{split: 7, path: "*"}]'), "train.csv", "", ("card", "cannot be read")),
         ("train", card_of("../x/*"), "train.csv", "", ("names ../x/*, which is outside",)),
         ("train", card_of("/etc/hosts"), "train.csv", "", ("names /etc/hosts, which is outside",)),
         ("train", card_of("hf://datasets/a/b/*"), "train.csv", "", ("names hf://datasets/a/b/*,",)),

@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -112,6 +113,29 @@ print(attempt(lambda: os.open(os.__file__, os.O_RDWR)), os.getuid() == 0)
         "refused False",
     ]
     assert [one.name for one in tmp_path.iterdir()] == ["secret"]
+
+
+@NAMESPACES
+def test_libraries_are_found_where_the_linker_finds_them() -> None:
+    """A Python that is built with a shared library needs it to start at all."""
+    source = f"import os\nprint(os.path.isfile({sandbox.LINKER_CACHE!r}), os.listdir('/etc'))"
+    there = os.path.isfile(sandbox.LINKER_CACHE)
+    assert printed(source) == f"{there} {[Path(sandbox.LINKER_CACHE).name] if there else []}\n"
+
+
+def test_a_starter_with_many_open_files_may_run_programs(isolation: Any) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    held: list[int] = []
+    try:
+        with open(os.devnull) as file:
+            while not held or held[-1] < 1100:
+                held.append(os.dup(file.fileno()))
+        assert printed("print(1)", isolation=isolation) == "1\n"
+    finally:
+        for one in held:
+            os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @NAMESPACES

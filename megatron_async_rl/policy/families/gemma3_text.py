@@ -71,7 +71,7 @@ def bridge() -> Any:
         def _frequencies(self, kind: str) -> Tensor:
             rope = self.hf_config.rope_parameters[kind]
             width = self.hf_config.head_dim
-            # float32, as in vLLM: rounding in bfloat16 would shift the angles of distant positions.
+            # float32, as in vLLM: rounding in bfloat16 would shift the angles of high positions.
             pairs = torch.arange(0, width, 2, dtype=torch.float32)
             frequencies: Tensor = 1.0 / rope["rope_theta"] ** (pairs / width)
             return frequencies / rope["factor"] if rope["rope_type"] == "linear" else frequencies

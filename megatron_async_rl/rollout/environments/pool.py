@@ -102,21 +102,24 @@ class Environments:
         started: asyncio.Future[UserProcess] = asyncio.get_running_loop().create_future()
 
         def on_ready(process: UserProcess) -> None:
-            # The sample was aborted while its process started, so no session owns the process.
-            if started.cancelled():
-                process.kill()
-            else:
+            if not started.cancelled():
                 started.set_result(process)
 
         def on_end(_: UserProcess, how: str) -> None:
             if not started.done():
                 started.set_exception(UserCodeStartError(how))
 
+        process = None
         try:
-            self.supervisor.process(on_ready, on_end)
+            process = self.supervisor.process(on_ready, on_end)
             return await started
         except (UserCodeStartError, OSError) as error:
             raise EnvironmentFailed(f"no process for the environment: {error}") from error
+        except asyncio.CancelledError:
+            # It may be ready by now, and nothing else would hold or end it.
+            if process is not None:
+                process.kill()
+            raise
 
     def closing(self, close: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `close` as a task that survives a cancelled caller, but not the end of the pool."""

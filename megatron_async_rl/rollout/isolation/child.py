@@ -1,4 +1,4 @@
-"""Processes that run user code: a server that forks them, and the loop in which each serves calls.
+"""Processes that run user code: the server that forks them, and the loop of calls in each.
 
     supervisor --start, show, kill--> server --fork--> subreaper --fork--> process of user code
         ^  ^                            |                                     |
@@ -6,15 +6,16 @@
         +------------- calls and replies, a socket for each process ----------+
 
 Invariants:
-- a process loads the user's function before it reads the first call, so an import never counts as
-  the time of a call. With `preload` the server imports it once and a process costs milliseconds;
+- a process loads the user's function before it reads the first call, so an import never counts
+  against the time limit of a call. With `preload` the server imports it once, and starting a
+  process takes milliseconds;
 - the server calls no user code after the import, so it always answers; it alone knows which
   subreapers are alive, and reports how each ended;
-- a subreaper adopts everything that its process started, in any session or group, and ends with
-  none of it left;
+- a subreaper adopts everything that its process started, in any session or group, and ends only
+  after all of it;
 - a plain function is called in the main thread while no event loop runs, so it may run its own loop
   and set signal handlers; what it returns may be awaitable, and the loop runs on between calls;
-- limits on memory hold from the first call on;
+- limits on memory apply from the first call on;
 - replies are JSON: the supervisor unpickles nothing that user code wrote. What user code prints
   goes where the engine's output goes, and so does its stack on SIGUSR1, even while it holds the
   interpreter lock;
@@ -44,17 +45,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from megatron_async_rl.rollout.isolation.sandboxed import keep
+from megatron_async_rl.rollout.isolation.sandboxed import ends_within, keep
 from megatron_async_rl.watchdog.processes import PARENT, die_with_parent
 
 LENGTH = struct.Struct("!I")
-"""Length in bytes of a call or reply, which it precedes."""
+"""Prefix of a call or reply: its length in bytes."""
 LONGEST_ORDER = 2**16
 """Maximum bytes of a message to or from the server, which one datagram holds."""
 LONGEST_ERROR = 4000
 """Maximum characters of an exception's text."""
 KILL_S = 5.0
-"""Longest time for a subreaper to end its descendants; then it is killed."""
+"""Time limit for a subreaper to end its descendants, after which it is killed."""
 
 MAIN = (
     "import json, sys; settings = json.loads(sys.argv[1]); sys.path[:] = settings.pop('path');"
@@ -93,8 +94,8 @@ def serve_orders(
     memory_mib: int | None,
     descriptor: int,
 ) -> None:
-    """Run the server. `loader`: `module:function` of this package, which returns LoadedCode when it
-    is called with `arguments`. `descriptor`: of a SOCK_SEQPACKET socket."""
+    """Run the server. `loader`: `module:function` of this package that takes `arguments` and
+    returns LoadedCode. `descriptor`: descriptor of a SOCK_SEQPACKET socket."""
     die_with_parent()
     os.set_inheritable(descriptor, False)  # nothing that user code starts may hold it open
     module, _, name = loader.partition(":")
@@ -114,7 +115,8 @@ def serve_orders(
 
 
 def _report(control: socket.socket, message: Mapping[str, Any]) -> None:
-    with suppress(BrokenPipeError):  # the supervisor has closed its side, and reads nothing more
+    # The supervisor has closed its side; reset: with reports that it had not read.
+    with suppress(BrokenPipeError, ConnectionResetError):
         control.send(json.dumps(message).encode())
 
 
@@ -124,10 +126,10 @@ class _ForkingServer:
     ) -> None:
         self._control, self._load, self._memory_mib = control, load, memory_mib
         self._subreapers: dict[int, int] = {}
-        """The pidfd of each subreaper by the number of its process: unlike a process id, it never
-        means another process."""
+        """Number of a process -> pidfd of its subreaper. Unlike a pid, a pidfd never refers to
+        another process."""
         self._deadlines: dict[int, float] = {}
-        """Time at which a subreaper that was requested to end is killed."""
+        """Number of a process -> time at which its subreaper is killed unless it has ended."""
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
 
@@ -144,11 +146,14 @@ class _ForkingServer:
             for number in self._subreapers:
                 self._signal(number, signal.SIGTERM)
             for number, subreaper in self._subreapers.items():
-                if not select.select([subreaper], [], [], KILL_S)[0]:
+                if not ends_within(subreaper, KILL_S):
                     self._signal(number, signal.SIGKILL)
 
     def _follow_order(self) -> bool:
-        message, descriptors, _, _ = socket.recv_fds(self._control, LONGEST_ORDER, 1)
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self._control, LONGEST_ORDER, 1)
+        except ConnectionResetError:  # it closed its side with reports that it had not read
+            return False
         if not message:
             return False
         order, number = json.loads(message)

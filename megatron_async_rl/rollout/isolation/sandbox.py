@@ -1,27 +1,27 @@
-"""A sandbox for unreviewed Python programs: what a model wrote, or the tests of a data set.
+"""Sandbox for unreviewed Python programs: a model's code, or the tests of a data set.
 
-    run("print(input())", stdin="4\\n")  ->  Ended(code=0, output="4\\n")
+    run("print(input())", stdin="4\\n")  ->  ProgramEnd(code=0, output="4\\n")
 
 With `isolation: namespaces` (bubblewrap, `bwrap`, completed by sandboxed.py) a program
 - has no network, and sees only its own processes;
-- sees of the file system Python's interpreter and standard library, read-only, and an empty /tmp of
-  its own: not the run, not the home directory, not /etc, not /proc;
+- sees only Python's interpreter and standard library and the linker's cache, read-only, and an empty
+  /tmp of its own: not the run, the home directory, the rest of /etc, or /proc;
 - inherits no environment variable and no open file;
-- has limits on processor time, memory, processes, and the size of files and output; memory that
-  they would not see is refused;
-- ends with all it started, whatever that did to hide, when it ends or its time is up.
-The kernel enforces this; the program does not run on a machine of its own.
+- has limits on CPU time, memory, processes, and the size of files and output; memory outside of
+  these limits is refused;
+- ends with all its descendants, however they hide, when it ends or its time is up.
+The kernel enforces this; the program shares the kernel with the run.
 
-With `isolation: rlimits`, for machines that do not allow namespaces, only the limits, the empty
-environment, the end of all its processes and the refusal of sockets are left: it reaches no network
-and no port of this machine. If root starts it, it is a user of its own, reads what every user can
-and cannot end other users' processes; if another user does, it reads what that user can, and only
-Landlock (Linux 6.12 or newer) keeps it from ending that user's processes, the run's and its own
-launcher too. It writes only into a folder of its own, which is removed with whatever it holds:
-Landlock refuses other places (Linux 5.13 or newer; an older kernel does not). The size of that
-folder, with files that the program has removed and still holds open, is checked CHECKS_PER_S times
-a second, and a program that exceeds it is killed. Locks and pools of `multiprocessing` do not work
-there: they are in /dev/shm.
+With `isolation: rlimits`, for machines without namespaces, only these remain: the limits, the empty
+environment, the end of all its processes and the refusal of sockets, so that it reaches no network
+and no port of this machine. If root starts it, the program runs as a user of its own: it reads only
+files that every user can read, and cannot end other users' processes. If another user starts it,
+the program reads everything that user can read, and only Landlock (Linux 6.12 or newer) keeps it
+from ending that user's processes, including the run and its own launcher. It writes only into its
+own folder, which is removed afterwards: Landlock (Linux 5.13 or newer) refuses other places. The
+size of that folder, including removed files that are still open, is checked CHECKS_PER_S times a
+second; a program that exceeds the limit is killed. Locks and pools of `multiprocessing` do not work,
+since they need /dev/shm.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ import functools
 import json
 import os
 import secrets
-import select
 import shutil
 import signal
 import socket
@@ -50,35 +49,38 @@ from typing import Literal
 
 import psutil
 
+from megatron_async_rl.rollout.isolation.sandboxed import ends_within
 from megatron_async_rl.watchdog.run_folder import SHORT, VARIABLE, public_folder, remove_tree
 
 Isolation = Literal["namespaces", "rlimits"]
 START_S = 30.0
-"""Longest time to set up the isolation, on the busiest machine."""
+"""Time limit for setting up the isolation, even on a busy machine."""
 TIME_UP = (128 + signal.SIGXCPU, 128 + signal.SIGKILL)
 END_S = 5.0
-"""Longest time for the processes of a program to end."""
+"""Time limit for the processes of a program to end."""
 CAP_SYS_ADMIN = 21
+LINKER_CACHE = "/etc/ld.so.cache"
+"""Places of shared libraries outside the standard folders, such as that of Python itself in
+/usr/local/lib."""
 DEVICES = ("null", "zero", "random", "urandom")
 NAMESPACES = (
     *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
     *("--die-with-parent", "--as-pid-1"),
 )
 IN_USER_NAMESPACE = ("--unshare-user", "--cap-add", "CAP_SYS_ADMIN", "--cap-add", "CAP_SETPCAP")
-"""Options where the starter may not make other namespaces itself: it has these capabilities only
-inside, and sandboxed.py drops them."""
+"""Options for a starter that may not create other namespaces: it has these capabilities only inside
+the user namespace, and sandboxed.py drops them."""
 _INSIDE = "/sandboxed.py"
 CHECKS_PER_S = 20
 MAX_FILES = 4096
-"""Limit of the files of a program under `isolation: rlimits`, as in the /tmp of one in
-namespaces."""
+"""Maximum number of files of a program with `isolation: rlimits`, as in /tmp with namespaces."""
 TOO_LARGE = 128 + signal.SIGXFSZ
-"""Code of a program that was killed for the size of its files."""
+"""Exit code of a program that was killed for the size of its files."""
 _PROGRAM = Path(__file__).with_name("sandboxed.py")
 
 
 class SandboxError(RuntimeError):
-    """The isolation of the sandbox could not be set up; nothing was run."""
+    """The isolation could not be set up; no program ran."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,23 +88,23 @@ class Limits:
     """Limits of one program."""
 
     cpu_s: float = 5.0
-    """Processor time of each of its processes, in whole seconds, rounded up."""
+    """CPU time of each process, rounded up to whole seconds."""
     wall_s: float = 20.0
-    """Wall-clock seconds, from when the isolation is set up."""
+    """Wall-clock seconds after the isolation is set up."""
     memory_mib: int = 512
-    """Address space of each process."""
+    """Maximum address space of each process."""
     processes: int = 8
-    """Threads included."""
+    """Maximum number of processes and threads."""
     file_mib: int = 16
-    """Largest file, and all files together (under `isolation: rlimits` with Landlock alone, as
-    checked CHECKS_PER_S times a second); standard output has the same limit of its own."""
+    """Maximum size of a file, and of all files together (with `isolation: rlimits` only with
+    Landlock, checked CHECKS_PER_S times a second). Standard output has the same limit."""
     isolation: Isolation = "namespaces"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Time that a sandbox took until now, its start included. `cpu_s`: processor time of all its
-    processes. `computing`: one of them runs, or would if the machine had a processor for it."""
+    """Time used by a sandbox so far, including its start. `cpu_s`: CPU time of all its processes.
+    `computing`: a process runs, or is ready to run."""
 
     cpu_s: float
     elapsed_s: float
@@ -111,9 +113,8 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramEnd:
-    """How a program ended. `code`: 128 + number of the signal where one ended it; None where its
-    time was up, and `timed_out` where that is time by the clock. `output`: what it printed, cut at
-    the limit."""
+    """End of a program. `code`: exit code, or 128 + signal number; None if its time was up, with
+    `timed_out` if that was wall-clock time. `output`: its output, cut at the limit."""
 
     code: int | None
     output: str
@@ -122,14 +123,14 @@ class ProgramEnd:
 
 
 def run(source: str, *, stdin: str = "", limits: Limits | None = None) -> ProgramEnd:
-    """Runs `source` as a program. Raises SandboxError."""
+    """Run `source` as a program. Raises SandboxError."""
     with Sandbox(source, stdin=stdin, limits=limits or Limits()) as sandbox:
         return sandbox.wait()
 
 
 class Sandbox:
-    """One program that runs until `wait` returns or the block ends. `passed`: descriptors it
-    inherits, under their numbers."""
+    """One program that runs until `wait` returns or the block ends. `passed`: descriptors that it
+    inherits with their numbers."""
 
     def __init__(
         self, source: str, *, stdin: str = "", limits: Limits, passed: Sequence[int] = ()
@@ -144,7 +145,7 @@ class Sandbox:
         self._too_large = False
         temporary = {} if self._folder is None else dict.fromkeys(("HOME", "TMPDIR"), self._folder)
         self._init: int | None = None
-        """Pidfd of process 1 of the namespaces, with which all others end."""
+        """Pidfd of process 1 of the namespaces; all other processes end with it."""
         self._output = os.memfd_create("output")
         errors, given = os.memfd_create("errors"), os.memfd_create("input")
         local, remote = socket.socketpair()
@@ -190,8 +191,8 @@ class Sandbox:
         self.close()
 
     def wait(self, *requested: Sandbox) -> ProgramEnd:
-        """`requested`: those whose programs it waits for; where time is up their usage counts with
-        its own."""
+        """Wait for the end of the program. `requested`: sandboxes that this program waits for; if
+        its time is up, their usage counts, too."""
         timed_out = not self._ends_before(self._deadline, requested)
         every = [one._usage() for one in (self, *(requested if timed_out else ()))]
         usage = Usage(
@@ -216,7 +217,7 @@ class Sandbox:
         self._clean()
 
     def _command(self, control: socket.socket) -> tuple[list[str], int | None]:
-        """Return the command, and the user that starts it where that is not this one. Raises
+        """Return the command, and the user that starts it (None: the current user). Raises
         SandboxError."""
         limits, isolated = self._limits, self._folder is None
         user = own_user()
@@ -239,15 +240,15 @@ class Sandbox:
             raise SandboxError("bubblewrap (the program bwrap) is not installed")
         command = [bubblewrap, *NAMESPACES]
         if user is None or not _has_capability(CAP_SYS_ADMIN):
-            # In a user namespace there is one user, so root leaves itself before: the kernel limits
-            # the number of its processes in no namespace.
+            # A user namespace has a single user, so root changes its user before entering it: the
+            # kernel never limits the number of root's processes.
             settings["user"] = None
             command += IN_USER_NAMESPACE
         else:
             user = None
         devices = [f"/dev/{name}" for name in DEVICES]
-        # Only root could pass the folders above that bubblewrap makes by itself.
-        files = (*_readable(), python, *devices)
+        # Created here: folders that bubblewrap creates itself are accessible only to root.
+        files = (*_readable(), python, LINKER_CACHE, *devices)
         above = {parent for path in files for parent in Path(path).parents[:-1]}
         for folder in sorted(map(str, above)):
             command += ["--perms", "755", "--dir", folder]
@@ -258,6 +259,8 @@ class Sandbox:
             command += ["--dev-bind", path, path]
         # Locks of `multiprocessing` are in /dev/shm: the bounds of /tmp hold for both together.
         command += ["--tmpfs", "/tmp", "--symlink", "../tmp", "/dev/shm"]
+        # Python is a new program inside and loads its libraries; musl has no such cache.
+        command += ["--ro-bind-try", LINKER_CACHE, LINKER_CACHE]
         command += [*_read_only(python), "--ro-bind", str(_PROGRAM), _INSIDE]
         command += ["--remount-ro", "/", "--chdir", "/tmp", "--"]
         return [*command, python, *options, _INSIDE, json.dumps(settings)], user
@@ -275,7 +278,7 @@ class Sandbox:
                 raise SandboxError(f"the sandbox did not start: {reason}")
             launcher = self._process.pid
             if self._folder is None:
-                # Its init waits for the program, which waits for the source: the number is its own.
+                # Its init waits for the program, which waits for the source: the pid is valid.
                 self._init = os.pidfd_open(*_children(launcher))
             for process in _descendants(launcher):
                 # The kernel ends the program, not the run, where memory is short.
@@ -301,8 +304,8 @@ class Sandbox:
         )
 
     def _ends_before(self, deadline: float, watched: Sequence[Sandbox] = ()) -> bool:
-        """Leaves the launcher to `wait`: until then its processor time can be read. Meanwhile the
-        files of this program and of `watched` are kept within their limit."""
+        """Return True if the program ends before `deadline`. The launcher stays a zombie, so that
+        its CPU time can still be read. Meanwhile, files are kept within their limit."""
         pause_s, next_check = 0.001, time.monotonic()
         while True:
             if time.monotonic() >= next_check:
@@ -319,7 +322,7 @@ class Sandbox:
             pause_s = min(2 * pause_s, 0.05)
 
     def _keep_small(self) -> None:
-        """Kill the program if its files exceed their limit together."""
+        """Kill the program if its files together exceed their limit."""
         if self._folder is None or self._too_large:
             return
         maximum = self._limits.file_mib * 2**20
@@ -328,8 +331,8 @@ class Sandbox:
             self._terminate()
 
     def _terminate(self) -> None:
-        """End the launcher if it has not ended. Popen.send_signal would wait for it first, and then
-        `_ends_before` could not."""
+        """End the launcher if it has not ended. Popen.send_signal would reap it first, and then
+        `_ends_before` could not wait for it."""
         os.kill(self._process.pid, signal.SIGTERM)
 
     def _end(self) -> None:
@@ -337,7 +340,7 @@ class Sandbox:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._init, signal.SIGKILL)
             # Process 1 has ended once every process of its namespace has.
-            select.select([self._init], [], [], END_S)
+            ends_within(self._init, END_S)
             os.close(self._init)
             self._init = None
         if self._process.poll() is not None:
@@ -369,8 +372,8 @@ def _parent() -> Path:
 
 
 def _exceeds(folder: str, maximum: int, unlinked: Sequence[int]) -> bool:
-    """True if the files below `folder` and `unlinked` ones of these sizes occupy more than
-    `maximum` bytes, or are more than MAX_FILES."""
+    """True if the files below `folder`, plus `unlinked` files of these sizes, occupy more than
+    `maximum` bytes or are more than MAX_FILES."""
     size, files = sum(unlinked), len(unlinked)
     if size > maximum or files > MAX_FILES:
         return True
@@ -395,8 +398,8 @@ def _exceeds(folder: str, maximum: int, unlinked: Sequence[int]) -> bool:
 
 
 def _unlinked(folder: str, launcher: int) -> list[int]:
-    """Sizes of the files that processes below `launcher` removed from the file system of `folder`
-    and still hold, open or in memory."""
+    """Return the sizes of removed files, on the file system of `folder`, that descendants of
+    `launcher` still hold open or mapped."""
     sizes: dict[int, int] = {}
     try:
         device = os.stat(folder).st_dev
@@ -437,8 +440,8 @@ def _descendants(process: int) -> Iterator[int]:
 
 
 def own_user() -> int | None:
-    """Return a user that no other process is; None where this process is not root's, or its
-    namespace has no other user."""
+    """Return an unused user id; None if this process is not root's, or its namespace has no other
+    user."""
     if os.getuid() != 0:
         return None
     lines = Path("/proc/self/uid_map").read_text(encoding="utf-8").splitlines()

@@ -1,19 +1,19 @@
-"""Program inside a sandbox (sandbox.py starts it): completes the isolation, then runs its source.
+"""Program inside a sandbox, started by sandbox.py: it completes the isolation and runs a source.
 
     bubblewrap -> init, process 1 of the sandbox -> the program        isolation: namespaces
     subreaper -> the program                                           isolation: rlimits
 
-It also holds `keep`, for any process whose descendants are to end with it.
+It also has `keep`, for any process whose descendants must end with it.
 
 It runs without this package and without site-packages. Invariants:
-- nothing of the source runs before the isolation is complete; a part that cannot be set up is
-  reported, and then nothing is run;
-- the program has no capability, can gain none, and is a user of its own where root started it;
-- what it holds in memory is in its address space or in its /tmp, both bounded: the kernel refuses
-  it memory that is neither (`refuse_calls`), which no option of bubblewrap does;
-- it reaches no port of this machine: it is in a network namespace of its own, or it has no socket
-  except those of `socketpair`, which stay with their peer;
-- when the program ends, every process it started ends with it.
+- no part of the source runs before the isolation is complete; if a part of the isolation fails, the
+  failure is reported and nothing runs;
+- the program has no capability, cannot gain one, and runs as a user of its own if root started it;
+- its memory is in its address space or its /tmp, which are both bounded: the kernel refuses it all
+  other memory (`refuse_calls`), which no option of bubblewrap does;
+- it reaches no port of this machine: it has its own network namespace, or no sockets except those
+  of `socketpair`, which stay with their peer;
+- when the program ends, every process that it started ends with it.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ import errno
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -42,23 +43,24 @@ REFUSED = {
     "x86_64": (29, 64, 68, 319, 447, 272, 308, 240, 425, 248, 249, 250, 251),
     "aarch64": (194, 190, 186, 279, 447, 97, 268, 180, 425, 217, 218, 219, 30),
 }
-"""System calls that hold memory outside of any address space, begin a namespace, in which a program
-could mount some more, read the keys of the user who started it, or hold up its input and output."""
+"""System calls that hold memory outside of any address space, create a namespace (in which a
+program could mount more memory), read the keys of the user who started it, or delay that user's
+I/O."""
 FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
-"""Kinds of sockets in a network namespace, which others leave (AF_VSOCK, to the host of a virtual
-machine)."""
+"""Socket families that a network namespace confines. Others leave it: AF_VSOCK reaches the host of
+a virtual machine."""
 SYS_SOCKET = {"x86_64": 41, "aarch64": 198}
 SYS_SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
 CONNECTED = (socket.SOCK_STREAM, socket.SOCK_SEQPACKET)
-"""Types of sockets of a pair that stay with their peer. One of datagrams sends to any Unix
+"""Types of socket pairs that stay with their peer. A datagram socket could send to any Unix
 socket."""
 OF_SELF = {
     # setpriority; prlimit64, sched_setparam, sched_setscheduler, sched_setaffinity, sched_setattr
     "x86_64": {141: (16, 24), 302: (16,), 142: (16,), 144: (16,), 203: (16,), 314: (16,)},
     "aarch64": {140: (16, 24), 261: (16,), 118: (16,), 119: (16,), 122: (16,), 274: (16,)},
 }
-"""System calls that limit or slow down a process, and the places of the arguments that are 0 where
-that is the caller."""
+"""System calls that limit or slow down a process -> offsets of the arguments that must be 0, which
+means the caller itself."""
 MOST_FILES = 4096
 """Limit of the number of files in /tmp: even an empty file takes memory that the size limit does
 not count."""
@@ -116,11 +118,11 @@ def drop_capabilities() -> None:
 
 
 def refuse_calls(families: tuple[int, ...]) -> None:
-    """Refuse the calls of REFUSED, limits and priorities of other processes, and sockets except for
-    `families` (without any, also pairs that may leave each other), with EPERM.
+    """Refuse with EPERM: the calls of REFUSED, limits and priorities of other processes, sockets
+    except `families`, and, without any families, datagram pairs.
 
-    A filter cannot read the flags of clone3, so that call does not exist here: the C library then
-    uses clone, which is refused for a new namespace of users."""
+    A filter cannot read the flags of clone3, so clone3 fails with ENOSYS: the C library then uses
+    clone, which is refused for a new user namespace."""
     machine = os.uname().machine
     load, equal, at_least, any_of, both, answer = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
     allow, refuse, missing = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
@@ -169,9 +171,9 @@ def refuse_calls(families: tuple[int, ...]) -> None:
 
 
 def stay_here() -> bool:
-    """Let this process and its descendants change files below the working directory alone and, from
-    Linux 6.12 on, send signals to each other alone, by Landlock. Call it after PR_SET_NO_NEW_PRIVS.
-    Return False if the kernel does not have Landlock."""
+    """Restrict this process and its descendants with Landlock: they change only files below the
+    working directory and, from Linux 6.12 on, signal only each other. Call it after
+    PR_SET_NO_NEW_PRIVS. Return False if the kernel lacks Landlock."""
     version = libc.syscall(SYS_LANDLOCK_CREATE, None, 0, LANDLOCK_VERSION)
     if version < 1:
         return False
@@ -193,9 +195,8 @@ def stay_here() -> bool:
 
 
 def become(user: int, folder: str) -> None:
-    """Become a user that only this sandbox has, so that limits bind the program and it cannot end
-    other processes; stay where there is no such user, as inside of a namespace of one. `folder`
-    becomes that user's."""
+    """Become a user of this sandbox alone, so that limits apply and the program cannot end other
+    processes; keep the user in a namespace without others. `folder` becomes that user's."""
     library = {
         place: os.open(path, os.O_PATH)
         for place, path in enumerate(sys.path)
@@ -226,8 +227,7 @@ def run(source: str) -> None:
 
 
 def end_descendants() -> None:
-    """All that this process, or the program it waited for, left behind: it adopts them, as their
-    parents end."""
+    """Kill every descendant of this process, which adopts them when their parents end."""
     while True:
         try:
             with open(f"/proc/self/task/{os.getpid()}/children", encoding="utf-8") as file:
@@ -249,12 +249,19 @@ def give_up(*_: object) -> None:
 
 
 def wait_for(pid: int) -> int:
-    """How the program ended, as a code of `os.waitstatus_to_exitcode`; adopted processes that end
-    before it are passed over."""
+    """Return how process `pid` ended, as in `os.waitstatus_to_exitcode`. Adopted processes that end
+    earlier are reaped."""
     while True:
         ended, status = os.waitpid(-1, 0)
         if ended == pid:
             return os.waitstatus_to_exitcode(status)
+
+
+def ends_within(process: int, seconds: float) -> bool:
+    """Wait for the end of a process, given by its pidfd. Return False if it has not ended."""
+    poll = select.poll()  # `select` takes no descriptor above 1023
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 def exit_code(code: int) -> int:
@@ -262,10 +269,12 @@ def exit_code(code: int) -> int:
 
 
 def keep(forwarded: tuple[int, ...] = ()) -> int:
-    """Continues in a child. This process waits for the child and then kills all that is left of
-    what it started, in whatever session, and ends as it did; so it does on SIGTERM, and when the
-    thread that started it ends. Signals of `forwarded` go to the child. Returns its own process id,
-    which is the child's parent. Call it before anything that must stay out of this process."""
+    """Fork: the child returns, and this process becomes its subreaper.
+
+    The subreaper waits for the child, kills all remaining descendants in any session, and ends as
+    the child did; it also does so on SIGTERM, and when the thread that started it ends. It forwards
+    the signals `forwarded`. Returns the pid of the subreaper, which is the child's parent. Call it
+    before opening anything that must stay out of the subreaper."""
     parent = os.getppid()
     handled = (signal.SIGTERM, *forwarded)
     signal.pthread_sigmask(signal.SIG_BLOCK, handled)

@@ -6,13 +6,13 @@ Rewards, environments and agents are its owners; child.py is the other side.
 
 Invariants:
 - the event loop never waits for a process: to start, to answer or to end;
-- every call ends within its time limit and a few seconds, whatever user code does: a plain function
-  that does not answer is killed, because code that holds the interpreter lock cannot be requested
-  to stop; a call of a process with several is cancelled first, and the process is killed if it does
-  not confirm;
-- a limit on processor time is checked by processor time, so a loaded machine makes no right answer
-  wrong; a reply that came in time counts, however late the event loop reads it;
-- a process ends with everything that it started, and all of them end with the supervisor.
+- every call ends at most a few seconds after its time limit, whatever user code does. A process
+  with a plain function that does not answer is killed, because code that holds the interpreter lock
+  cannot be stopped; with several calls the late call is cancelled first, and the process is killed
+  if it does not confirm;
+- CPU limits are compared with CPU time, so a busy machine makes no correct answer wrong. A reply
+  that arrived in time counts, however late the event loop reads it;
+- a process ends with everything that it started, and all processes end with the supervisor.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.processes import PARENT
 
 START_S = 300.0
-"""Longest time to import user code."""
+"""Time limit for the import of user code."""
 CANCEL_S = 5.0
-"""Longest time for a process to confirm that it cancelled a call: after it, its loop is stuck."""
+"""Time limit for a process to confirm a cancelled call; afterwards its loop counts as stuck."""
 READ_S = 0.1
-"""Time for the event loop to read what came while it was busy."""
+"""Time for the event loop to read replies that arrived while it was busy."""
 SHOW_S = 0.2
 """Time for a process to write its stack before it is killed."""
 EXIT_S = 1.0
@@ -51,11 +51,10 @@ socket after its process."""
 
 
 class UserCodeError(Exception):
-    """A call without a result: user code raised, or one of the subclasses. The text is the
-    reason."""
+    """A call without a result: user code raised, or a subclass applies. The text is the reason."""
 
     shared = False
-    """True if other calls were pending in the process, which may be at fault instead."""
+    """True if other calls were pending in the process, and one of those may be at fault."""
 
 
 class OutOfTime(UserCodeError):
@@ -63,22 +62,22 @@ class OutOfTime(UserCodeError):
 
 
 class OutOfProcessorTime(UserCodeError):
-    """The process has used the call's limit on processor time."""
+    """The process used up the call's limit on CPU time."""
 
 
 class UserProcessEnded(UserCodeError):
-    """The process has ended in the call."""
+    """The process ended during the call."""
 
 
 class UserCodeStartError(Exception):
-    """User code could not be imported, or the process for it not started."""
+    """User code could not be imported, or its process could not be started."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UserCode:
     """The user code of a supervisor. `loader`: `module:function` of this package, called with
     `arguments` (JSON) in the process; it returns child.LoadedCode. `preload`: import it once, in
-    the server that forks the processes. `environment`: more environment variables."""
+    the server that forks the processes. `environment`: additional environment variables."""
 
     loader: str
     arguments: Mapping[str, Any]
@@ -100,8 +99,8 @@ class _PendingCall:
 class UserProcess(asyncio.Protocol):
     """One process and its calls.
 
-    `on_ready` is called once it can take calls, and `on_end`, with the way it ended, once it and
-    all that it started are gone.
+    `on_ready` is called once it accepts calls; `on_end`, with the way it ended, once it and all its
+    descendants are gone.
     """
 
     def __init__(
@@ -141,8 +140,8 @@ class UserProcess(asyncio.Protocol):
         timeout_s: float,
         cpu_limit_s: float | None = None,
     ) -> asyncio.Future[Any]:
-        """Return the future result of a call; it may raise UserCodeError. `activity`: shown until
-        the call ends."""
+        """Start a call and return its future result, which may raise UserCodeError. `activity`:
+        reported to the watchdog until the call ends."""
         assert self._transport is not None
         number = next(self._numbers)
         content = framed(pickle.dumps((number, payload), pickle.HIGHEST_PROTOCOL))
@@ -202,8 +201,8 @@ class UserProcess(asyncio.Protocol):
             self._timer = self._loop.call_later(EXIT_S, self.kill)
 
     def ended(self, how: str, failure: str | None = None) -> None:
-        """Take the report of the process's end. Replies that it sent before may still be unread,
-        and the end of its socket is behind them."""
+        """Record that the process ended. Its last replies may still be unread: they precede the end
+        of its socket."""
         self._how, self._failure = how, self._failure or failure
         self._finish()
         if not self._finished:
@@ -219,7 +218,7 @@ class UserProcess(asyncio.Protocol):
         self._on_end(self, self._failure or f"it {self._how}")
 
     def abandon(self, how: str, failure: str | None = None) -> None:
-        """Give up a process that no server reports about any more."""
+        """Give up a process whose server has ended."""
         self._close_socket()
         self.ended(how, failure)
 
@@ -310,7 +309,7 @@ class UserProcess(asyncio.Protocol):
 
 
 class Supervisor:
-    """The server of one user function and the processes that it forked. Used by one event loop."""
+    """Server of one user function, and the processes that it forked; for one event loop."""
 
     def __init__(self, code: UserCode) -> None:
         self._code = code
@@ -368,7 +367,7 @@ class Supervisor:
         on_ready: Callable[[UserProcess], None],
         on_end: Callable[[UserProcess, str], None],
     ) -> UserProcess:
-        """Return a new process, which is about to start. Raises OSError."""
+        """Start a process and return it before it is ready. Raises OSError."""
         if self._server is not None and self._server.poll() is not None:
             self._lose_server()
         if self._control is None:
@@ -384,7 +383,7 @@ class Supervisor:
         return process
 
     def order(self, order: str, number: int, sent: socket.socket | None = None) -> None:
-        """Send an order to the server. `sent`: passed on to it, and closed here."""
+        """Send an order to the server. `sent`: socket that is passed on and closed here."""
         self._orders.append((json.dumps([order, number]).encode(), sent))
         self._send_orders()
 
@@ -399,8 +398,8 @@ class Supervisor:
                 self._server.wait()
 
     def _send_orders(self) -> None:
-        """Send as many orders as the server's socket accepts now, and the rest once it accepts
-        more."""
+        """Send the orders that the server's socket accepts now; the rest follows once it is
+        writable."""
         while self._orders and self._control is not None:
             payload, sent = self._orders[0]
             try:

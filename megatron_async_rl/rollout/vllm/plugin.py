@@ -51,7 +51,7 @@ def register() -> None:
     spawn_by_fork("engines")
     watch.join()
     name_shared_memory()
-    # vLLM collects garbage six times while it starts, and Python again at exit. Each collection
+    # vLLM collects garbage six times while it starts, and Python at exit. Each collection
     # would scan all imported modules for about half a second.
     gc.freeze()
     atexit.register(gc.freeze)
