@@ -4,8 +4,8 @@
 
 With `isolation: namespaces` (bubblewrap, `bwrap`, completed by sandboxed.py) a program
 - has no network, and sees only its own processes;
-- sees only Python's interpreter and standard library and the linker's cache, read-only, and an empty
-  /tmp of its own: not the run, the home directory, the rest of /etc, or /proc;
+- sees only Python's interpreter and standard library and the linker's cache, read-only, and an
+  empty /tmp of its own: not the run, the home directory, the rest of /etc, or /proc;
 - inherits no environment variable and no open file;
 - has limits on CPU time, memory, processes, and the size of files and output; memory outside of
   these limits is refused;
@@ -20,8 +20,8 @@ the program reads everything that user can read, and only Landlock (Linux 6.12 o
 from ending that user's processes, including the run and its own launcher. It writes only into its
 own folder, which is removed afterwards: Landlock (Linux 5.13 or newer) refuses other places. The
 size of that folder, including removed files that are still open, is checked CHECKS_PER_S times a
-second; a program that exceeds the limit is killed. Locks and pools of `multiprocessing` do not work,
-since they need /dev/shm.
+second; a program that exceeds the limit is killed. Locks and pools of `multiprocessing` do not
+work, since they need /dev/shm.
 """
 
 from __future__ import annotations
