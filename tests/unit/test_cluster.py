@@ -274,7 +274,7 @@ def test_a_cluster_that_refuses_every_client_is_named_with_the_setting(
 
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setattr(ray, "init", refuses)
-    named = r"RAY_ADDRESS=10\.0\.0\.1:6379 .* RAY_AUTH_MODE=token"
+    named = r"RAY_ADDRESS=10\.0\.0\.1:6379\. .* RAY_AUTH_MODE=token"
     with pytest.raises(ClusterNotJoined, match=named):
         join_ray()
 
