@@ -262,7 +262,7 @@ class Sandbox:
             command += ["--dev-bind", path, path]
         # Locks of `multiprocessing` are in /dev/shm: the bounds of /tmp hold for both together.
         command += ["--tmpfs", "/tmp", "--symlink", "../tmp", "/dev/shm"]
-        # Python starts anew inside; musl has no such cache.
+        # A new Python starts inside; musl has no such cache.
         command += ["--ro-bind-try", LINKER_CACHE, LINKER_CACHE]
         command += [*_read_only(python), "--ro-bind", str(_PROGRAM), _INSIDE]
         command += ["--remount-ro", "/", "--chdir", "/tmp", "--"]

@@ -208,7 +208,7 @@ class UserProcess(asyncio.Protocol):
         self._finish()
         if not self._finished:
             # What it started, and nothing ended, may hold the other end of its socket forever.
-            self._loop.call_later(EXIT_S, self._loop.call_later, READ_S, self.abandon, how)
+            self._loop.call_later(EXIT_S, lambda: self._loop.call_later(READ_S, self.abandon, how))
 
     def _finish(self) -> None:
         if self._how is None or self._open or self._finished:
