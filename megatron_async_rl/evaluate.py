@@ -97,7 +97,7 @@ class EvalJob:
     rollout: RolloutConfig
     sets: Sequence[EvalSet]
     held_out: Sequence[HeldOut]
-    """The same with their prompts."""
+    """The sets with their prompts."""
     seed: int
     device: Device
     timeout_s: float
@@ -158,7 +158,8 @@ def resolve(
 
 
 def find_target(named: Path, out: Path | None) -> EvalTarget:
-    """Raises UserError for what is neither a checkpoint nor a model, or is damaged."""
+    """Return the weights that `named` stands for. Raises UserError if it is neither a checkpoint
+    nor a model, or is damaged."""
     named = named.absolute()
 
     def target(checkpoint: Path | None, version: int, result: Path) -> EvalTarget:
@@ -206,7 +207,8 @@ def _require_writable(target: EvalTarget, option: str, file: Path) -> None:
 
 
 def _step(checkpoint: Path) -> int:
-    """Raises CheckpointBroken. The conversion checks the blocks of tensors, too."""
+    """Return the step of a checkpoint. Raises CheckpointBroken. The conversion checks the blocks of
+    tensors, too."""
     content = about(checkpoint)
     if files_of(content) is not None:
         require_whole(checkpoint)
@@ -214,8 +216,8 @@ def _step(checkpoint: Path) -> int:
 
 
 def _config(target: EvalTarget, file: Path | None, overrides: Sequence[str]) -> Config:
-    """The named config; the one in the checkpoint, whose digest has been checked; or the one of the
-    run's folder."""
+    """Return the named config, or the one in the checkpoint, whose digest has been checked, or the
+    one of the run's folder."""
     if file is None and target.checkpoint is not None:
         # The checkpoint's copy belongs to its weights; the run's may have changed since.
         saved = target.checkpoint / CONFIG_FILE
@@ -399,8 +401,8 @@ async def _evaluate(
 
 
 def write_responses(job: EvalJob, answers: EvalResponses) -> None:
-    """One JSON object per response, in the order of the prompts: a file of data (docs/data.md) with
-    the columns of each prompt's row, and the response's."""
+    """Write one JSON object per response, in the order of the prompts: a file of data
+    (docs/data.md) with the columns of each prompt's row, and the response's."""
     if job.responses is None:
         return
     sets = [one.name for one in job.held_out for _ in one.prompts]

@@ -43,9 +43,9 @@ from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 
 @dataclass(frozen=True, kw_only=True)
 class RelaySpec:
-    """One machine's agent. `machine`: the id of its Ray node, or an engine's own memory; `index` is
-    unique in the run and names its log, `relay-<index>.log` in `log_dir`. `silence_s`: longest time
-    without a byte."""
+    """Settings of one machine's agent. `machine`: id of its Ray node, or an engine's own memory.
+    `index` is unique in the run and names its log, `relay-<index>.log` in `log_dir`. `silence_s`:
+    longest time without a byte."""
 
     index: int
     machine: str
@@ -71,7 +71,7 @@ class Relay(Protocol):
 
 
 class RelayActor:
-    """An agent in a process of its own, a Ray actor on its machine."""
+    """Agent in its own process, a Ray actor on its machine."""
 
     def __init__(self, spec: RelaySpec, address: Address) -> None:
         redirect_output(spec.log_dir / f"{spec.name}.log")
@@ -80,6 +80,7 @@ class RelayActor:
         watch.join(spec.name)
         # Copies of a killed agent: its locks went with it, its files did not.
         remove_stale(SHARED_MEMORY)
+        # Imported here: it loads torch, which the controller must not.
         from megatron_async_rl.weights.relay import WeightAgent
 
         self._agent = WeightAgent(address, silence_s=spec.silence_s)
@@ -89,6 +90,7 @@ class RelayActor:
 
     async def fetch(self, version: int, manifest: Manifest) -> StagedCopy:
         with watch.doing("work", f"fetching version {version}"):
+            # In a thread: `alive` must be answered while gigabytes arrive.
             return await asyncio.to_thread(self._agent.fetch, version, manifest)
 
     async def alive(self) -> None:
@@ -100,7 +102,7 @@ class RelayActor:
 
 @dataclass
 class RemoteRelay:
-    """A `Relay` in the Ray actor `actor`. Raises ProcessDied where that has ended."""
+    """A `Relay` in the Ray actor `actor`. Its calls raise ProcessDied if the actor has ended."""
 
     actor: Any
     where: str = ""
@@ -121,7 +123,7 @@ class RemoteRelay:
         ray.kill(self.actor)
 
     async def look(self) -> None:
-        """Wait until it has started; `where` names its machine."""
+        """Wait until the actor has started. Then `where` names its machine."""
         self.where = await self._call("where")
 
     async def _call(self, method: str, *arguments: object) -> Any:
@@ -134,12 +136,14 @@ async def start_relay(spec: RelaySpec, address: Address) -> Relay:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    # Not soft: on another machine it would fill memory that no engine reads.
     there = NodeAffinitySchedulingStrategy(spec.machine, soft=False)
     remote_class = ray.remote(num_cpus=0, max_restarts=0)(RelayActor)
     relay = RemoteRelay(remote_class.options(scheduling_strategy=there).remote(spec, address))
     try:
         await relay.look()
     except BaseException:
+        # Cancelled calls included: only this function has the handle.
         relay.kill()
         raise
     return relay
@@ -164,7 +168,7 @@ NAME = "sender"
 
 
 class SenderActor:
-    """The sender, a Ray actor on rank 0's machine. `gpu`: rank 0's; null: there is none."""
+    """The sender, a Ray actor on rank 0's machine. `gpu`: rank 0's GPU; None without one."""
 
     def __init__(self, host: str, log_dir: Path, limit_s: float, gpu: str | None) -> None:
         redirect_output(log_dir / f"{NAME}.log")
@@ -173,6 +177,7 @@ class SenderActor:
         watch.join(NAME)
         if gpu is not None:  # Ray has given it none
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+        # After the variable is set, which CUDA reads once.
         import torch
 
         from megatron_async_rl.weights.collective import Sender
@@ -185,6 +190,7 @@ class SenderActor:
 
     async def send(self, meeting: Meeting, version: int, manifest: Manifest) -> StagedCopy:
         with watch.doing("work", f"sending version {version}"):
+            # In a thread: `alive` must be answered meanwhile.
             return await asyncio.to_thread(self._sender.send, meeting, version, manifest)
 
     async def alive(self) -> None:
@@ -196,14 +202,14 @@ class SenderActor:
 
 @dataclass
 class EngineCommunicator:
-    """A `Relay` whose memory is the engine's own."""
+    """A `Relay` to an engine's own memory."""
 
     where: str
     sender: Any
     engine: Engine
     meeting: Meeting
     held: int | None = None
-    """The version that came last."""
+    """Version that arrived last."""
 
     async def fetch(self, version: int, manifest: Manifest) -> StagedCopy:
         # Only begins to receive: the call returns before any bytes arrive.
@@ -211,6 +217,7 @@ class EngineCommunicator:
             WeightUpdate(meeting=self.meeting, version=version, manifest=manifest, kept=self.held)
         )
         copy: StagedCopy = await answer_of(self.sender.send.remote(self.meeting, version, manifest))
+        # Only once it is whole: the next version goes into the other slot.
         self.held = version
         return copy
 
@@ -221,12 +228,13 @@ class EngineCommunicator:
         await answer_of(self.sender.close.remote(self.meeting))
 
     def kill(self) -> None:
+        # Only this communicator: the sender serves other engines, too.
         self.sender.close.remote(self.meeting)
 
 
 class Communicators:
-    """`engines`: all there are. `limit_s`: longest wait of a communicator for a member or a bucket.
-    Ray must be initialised."""
+    """Communicators of all engines, and their sender. `limit_s`: longest wait of a communicator for
+    a member or a bucket. Ray must be initialised."""
 
     def __init__(
         self,
@@ -243,14 +251,16 @@ class Communicators:
         self._starting = asyncio.Lock()
 
     async def launch(self, spec: RelaySpec) -> Relay:
-        """Raises ProcessDied where the sender dies, and RuntimeError where this machine cannot be
-        reached or the engine has gone. A cancelled one leaves no port open."""
+        """Return a communicator to the engine of `spec`. Raises ProcessDied if the sender dies, and
+        RuntimeError if this machine cannot be reached or the engine is gone. A cancelled call
+        leaves no port open."""
         sender = await self._running_sender()
         slot = next((one for one in self._engines() if one.machine == spec.machine), None)
         if slot is None or slot.engine is None:
             raise RuntimeError("its engine has gone")
         opening = asyncio.ensure_future(answer_of(sender.open.remote(slot.spec.rollout.workers)))
         try:
+            # Shielded: a cancelled call still has to learn which port to close.
             meeting: Meeting = await asyncio.shield(opening)
         except asyncio.CancelledError:
             opening.add_done_callback(functools.partial(_close, sender))
@@ -293,6 +303,7 @@ class Communicators:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        # Ray must not restart it: a new sender has no communicators, and agents must notice.
         remote_class = ray.remote(num_cpus=0, max_restarts=0)(SenderActor)
         host = ray.util.get_node_ip_address()
         return remote_class.options(scheduling_strategy=here).remote(

@@ -61,14 +61,14 @@ evaluation that makes no progress."""
 
 class BatchSource(Protocol):
     def next_batch(self, version: int) -> Handout | None:
-        """The batch that trains `version`; None when the user asked the run to stop."""
+        """Return the batch that trains `version`; None if the user requested the run to stop."""
 
     def state(self) -> DataState: ...
     def close(self) -> None: ...
 
 
 class RolloutBatches:
-    """Batches of the controller and its engines, and what a rank requests of these."""
+    """Batches of the controller and its engines, and rank 0's other requests to these."""
 
     def __init__(
         self,
@@ -134,8 +134,8 @@ class RolloutBatches:
         return handout
 
     def sleep(self) -> None:
-        """Colocated: return when the engines have released their memory, which they acquire again
-        with the next version."""
+        """Wait until colocated engines have released their memory, which they acquire again with
+        the next version."""
         ray_get(self._controller.sleep.remote(), "the engines to sleep", DAY_S)
 
     def until_loaded(self, version: int) -> None:
@@ -160,12 +160,12 @@ class RolloutBatches:
         return fill
 
     def buffer_filled(self, done: BucketRef | None) -> None:
-        """The ranks have done it; `done`: where the bucket is."""
+        """Record that the ranks have served the last request. `done`: location of the bucket."""
         # Sent with the next request: a call of its own would be another round trip.
         self._buffer_filled = done
 
     def until_released(self, version: int) -> None:
-        """Return when no engine reads the weights whose place `version` takes."""
+        """Wait until no engine reads the weights that `version` will overwrite."""
         if self._released is not None:
             # Each engine's load ends within the same time, and began before this wait; the other
             # ranks wait for it in a collective with a longer deadline.
@@ -173,12 +173,12 @@ class RolloutBatches:
             ray_get(self._released, name, self._timeout_s)
 
     def publish(self, version: int, manifest: Manifest) -> None:
-        """`version` is staged; the engines load it while the loop continues."""
+        """Announce that `version` is staged. Engines load it while the loop continues."""
         self._released = self._controller.staged.remote(version, manifest)
 
     def evaluate(self, version: int) -> None:
-        """Begin to evaluate `version`, published before, on the held-out prompts; waits for the
-        evaluation before it, and, where the training engines evaluate, for this one."""
+        """Begin to evaluate `version`, which was published before, on the held-out prompts. Wait
+        for the previous evaluation and, if the training engines evaluate, for this one."""
         self._take_result(wait=True)
         # One evaluation at a time: the line above waited for the one before.
         self._evaluation = self._controller.evaluate.remote(version)
@@ -186,7 +186,8 @@ class RolloutBatches:
             self._take_result(wait=True)
 
     def evaluated(self, *, wait: bool = False) -> list[EvalResult]:
-        """Results since the last call; with `wait`, also of what is still being evaluated."""
+        """Return the results since the last call. With `wait`, wait for the evaluation that is
+        running."""
         self._take_result(wait=wait)
         results, self._results = self._results, []
         return results
@@ -251,7 +252,7 @@ class GivenResponses:
         return Handout(batch=self._source.next_batch(version), metrics={})
 
     def held_out(self, place: int, version: int) -> Iterator[TrainBatch]:
-        """The responses of held-out set number `place`, once, for the weights `version`."""
+        """Yield the responses of held-out set number `place` once, for the weights `version`."""
         return self._held_out[place].once(version)
 
     def state(self) -> DataState:
@@ -264,7 +265,7 @@ class GivenResponses:
 def data_digests(
     config: Config, training: Sequence[DataIdentity], held_out: Sequence[DataIdentity]
 ) -> dict[str, Any]:
-    """The digests of all prompts, as plain JSON. `held_out`: of `config.held_out_files`."""
+    """Return the digests of all prompts as plain JSON. `held_out`: of `config.held_out_files`."""
     sets = zip(config.held_out_files, held_out, strict=True)
     return {
         "training": [one.as_json() for one in training],
@@ -280,8 +281,8 @@ def open_batches(
     position: DataState | None,
     gpus: Mapping[str, Sequence[str]],
 ) -> BatchSource:
-    """The batches that `config` requests, from `position` (None: the beginning). `gpus`: those of
-    the trainer's ranks, by host name."""
+    """Return the batches that `config` requests, from `position` on (None: from the beginning).
+    `gpus`: those of the trainer's ranks, by host name."""
     if config.supervised:
         return GivenResponses(config, position)
     return RolloutBatches(config, device_type, position, gpus)
@@ -303,7 +304,8 @@ def start_controller(source: PromptProvider, spec: ControllerSpec) -> Any:
 def controller_spec(
     config: Config, device_type: str, gpus: Mapping[str, Sequence[str]]
 ) -> ControllerSpec:
-    """`gpus`: of the ranks, by host name. Colocated engines share them, as far as they suffice."""
+    """Return the controller's settings. `gpus`: of the ranks, by host name. Colocated engines share
+    them, as far as they suffice."""
     rollout = config.rollout
     assert rollout is not None
     shares = rollout.placement == "colocated"

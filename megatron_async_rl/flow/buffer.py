@@ -48,8 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class SampleGroup:
-    """The finished responses to one prompt. `index` is the order of admission, from 0 over the
-    whole run."""
+    """Finished responses to one prompt. `index`: order of admission, from 0 over the whole run."""
 
     index: int
     prompt: Prompt
@@ -58,58 +57,60 @@ class SampleGroup:
 
 @dataclass(eq=False)
 class GroupState:
-    """One group from its admission to its batch. `finished`: its place in the order in which groups
-    finished; null while it is running."""
+    """One group from its admission to its batch. `finished`: its position in the order in which
+    groups finished; None while it is running."""
 
     index: int
     prompt: Prompt
     version: int
-    """Under which it was admitted."""
+    """Version under which it was admitted."""
     deadline: int
     open: dict[str, Request]
-    """Requests that are not answered, by id; none while a whole group waits for its reward."""
+    """Unanswered requests by id; empty while a whole group waits for its reward."""
     samples: list[SampleRow] = field(default_factory=list)
     finished: int | None = None
     dropped: str = ""
-    """Why; empty: it is not."""
+    """Reason why it was dropped; empty if it was not."""
 
     def group(self) -> SampleGroup:
-        """The finished group, its samples in the order in which they were asked."""
+        """Return the finished group, its samples in the order of their requests."""
+        # Ids are `<group>-<k>`, and responses come in any order.
         samples = sorted(self.samples, key=lambda sample: int(sample.id.rpartition("-")[2]))
         return SampleGroup(self.index, self.prompt, tuple(samples))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Buffer:
-    """`groups`: admitted and neither consumed nor dropped."""
+    """Groups that are admitted and neither consumed nor dropped, and the replay store."""
 
     groups: tuple[GroupState, ...] = ()
     stored: tuple[tuple[Prompt, tuple[SampleRow, ...]], ...] = ()
-    """The replay store: responses of each prompt, oldest first."""
+    """Content of the replay store: responses of each prompt, oldest first."""
     equal: tuple[int, int] = (0, 0)
     """Groups that dynamic sampling has kept and dropped (group_table.py)."""
     first_versions: tuple[int, ...] = ()
-    """Versions under which what `exact_lag` makes waits less, as there was too little before; none
-    with other selections."""
+    """Versions under which `exact_lag` admits groups with less lag, because too little was there
+    before; empty with other selections."""
 
 
 EMPTY = Buffer()
 
 
 def snapshot(entry: GroupState) -> GroupState:
-    """A copy of a group that waits."""
+    """Return a copy of a group that waits."""
+    # Copies: the scheduler changes the originals while these are written to disk.
     return replace(entry, open=dict(entry.open), samples=list(entry.samples))
 
 
 def restorable(
     buffer: Buffer, flow: FlowConfig, *, version: int, limit: int, fresh_steps: int, oldest: int
 ) -> Buffer:
-    """The part of `buffer` that a run which begins at `version` continues with; groups come most
-    urgent first. The others' prompts are asked again.
+    """Return the part of `buffer` with which a run that begins at `version` continues, most urgent
+    groups first. The others' prompts are requested again.
 
-    `limit`: groups that it may hold. `oldest`: the version whose weights, or newer ones', every
-    token must come from.
+    `limit`: largest number of groups. `oldest`: oldest version whose tokens may train.
     """
+    # By the present settings: the checkpoint may have had another async_ratio.
     due_now = [
         replace(one, deadline=deadline(one.version, flow.async_ratio, fresh_steps))
         for one in buffer.groups
@@ -122,6 +123,7 @@ def restorable(
             _is_exact(g, d, version, buffer.first_versions)
             for g, d in zip(groups, due, strict=True)
         )
+        # All or nothing: see the invariants.
         groups = groups if exact and len(groups) == len(buffer.groups) else []
         first_versions.update(buffer.first_versions if groups else ())
         if len(groups) < max_lag(flow.async_ratio) * flow.prompts_per_step:
@@ -164,11 +166,13 @@ def _fits(group: GroupState, size: int) -> bool:
 
 
 def _versions(group: GroupState, now: int) -> set[int]:
-    """Versions of the first and the last token of each response; what is asked now has `now`."""
+    """Return the versions of each response's first and last token. A request that is open samples
+    with `now`."""
     begun = [request.prefix for request in group.open.values() if request.prefix is not None]
     return {
         *(version for one in group.samples for version in (one.start_version, one.last_version)),
         *(int(prefix.versions[end]) for prefix in begun for end in (0, -1)),
+        # The rest of an open request is sampled from now on.
         *([now] if group.open else []),
     }
 
@@ -182,6 +186,7 @@ def _is_exact(group: GroupState, due: int, now: int, first_versions: Collection[
 def train_batch(groups: Sequence[SampleGroup], version: int) -> TrainBatch:
     """Return the batch that trains `version`, without text. A group's number is its place."""
     numbered = [(sample, place) for place, group in enumerate(groups) for sample in group.samples]
+    # Numbers within the batch: those of admission grow over the whole run.
     samples = [sample for sample, _ in numbered]
     places = [place for _, place in numbered]
     return TrainBatch(version=version, samples=gathered(samples, places, NUMERIC))
@@ -209,7 +214,7 @@ class BufferBroken(UserError):
 
 
 def earlier_format() -> BufferBroken:
-    """The error for a checkpoint whose buffer has an earlier file format."""
+    """Return the error for a checkpoint whose buffer has an earlier file format."""
     return BufferBroken.of(
         "run.dir",
         f"{EARLIER_BUFFER_FILE} of the checkpoint is of an earlier version and cannot be read",
@@ -226,6 +231,7 @@ def buffer_bytes(buffer: Buffer) -> bytes:
         rows.extend(state.samples)
         for request in state.open.values():
             if request.prefix is not None:
+                # Sampled tokens are kept: a resume continues after them.
                 partials.append(request.prefix)
         return {
             "index": state.index,
@@ -263,11 +269,12 @@ def buffer_bytes(buffer: Buffer) -> bytes:
     with pa.ipc.new_stream(sink, PARTIALS, options=options) as stream:
         stream.write_batch(pa.RecordBatch.from_arrays(beginnings, schema=PARTIALS))
     content = sink.getvalue().to_pybytes()
+    # At the end: a file that was cut off fails the check.
     return content + zlib.crc32(content).to_bytes(CHECK_SUM_BYTES)
 
 
 def read_buffer(content: bytes) -> Buffer:
-    """Raises BufferBroken."""
+    """Return the buffer that `buffer_bytes` wrote. Raises BufferBroken."""
     try:
         whole, check_sum = content[:-CHECK_SUM_BYTES], content[-CHECK_SUM_BYTES:]
         if zlib.crc32(whole) != int.from_bytes(check_sum):
@@ -275,9 +282,11 @@ def read_buffer(content: bytes) -> Buffer:
         source = pa.BufferReader(whole)
         # Each to its end, where the next one begins.
         samples = pa.ipc.open_stream(source)
+        # Compares columns alone: the metadata differs in every file.
         if not any(samples.schema.equals(known) for known in (SCHEMA, LOGGED)):
             raise ValueError("its columns are others than a sample's")
         batches = list(samples)
+        # Exactly one batch, which is written even without rows.
         (partials,) = pa.ipc.open_stream(source)
         return _buffer(json.loads(samples.schema.metadata[b"about"]), batches, partials)
     except (ValueError, LookupError, TypeError, RuntimeError, pa.ArrowException) as error:
@@ -313,6 +322,7 @@ def _buffer(
         (prompts[one["prompt"]], tuple(next(rows) for _ in range(one["samples"])))
         for one in about["stored"]
     )
+    # Rows without an owner: `about` belongs to other data.
     if next(rows, None) is not None or next(beginnings, None) is not None:
         raise ValueError("it holds more samples than its groups have")
     return Buffer(
@@ -346,16 +356,17 @@ def _group(
 
 
 class _Prompts:
-    """Each once. Prompts of one id may differ, where the data changed before a resume."""
+    """Distinct prompts. Prompts of one id may differ if the data changed before a resume."""
 
     def __init__(self) -> None:
         self.all: list[Prompt] = []
         self._places: dict[str, list[int]] = {}
 
     def place(self, prompt: Prompt) -> int:
-        """Index of the prompt in `all`; appends it if it is new."""
+        """Return the index of the prompt in `all`, to which a new prompt is appended."""
         places = self._places.setdefault(prompt.id, [])
         for place in places:
+            # The id alone is not enough: an environment may change a prompt's text.
             if self.all[place] == prompt:
                 return place
         places.append(len(self.all))
@@ -364,7 +375,7 @@ class _Prompts:
 
 
 def prompt_fields(prompt: Prompt) -> dict[str, Any]:
-    """Plain JSON."""
+    """Return the prompt as plain JSON."""
     return {
         "id": prompt.id,
         "text": prompt.text,
@@ -374,7 +385,7 @@ def prompt_fields(prompt: Prompt) -> dict[str, Any]:
 
 
 def prompt_of(given: Mapping[str, Any]) -> Prompt:
-    """The prompt that `prompt_fields` was given."""
+    """Return the prompt that `prompt_fields` was given."""
     return Prompt(
         id=given["id"],
         text=given["text"],

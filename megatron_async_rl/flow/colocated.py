@@ -38,7 +38,7 @@ StepParty = Literal["policy", "engine", "both"]
 
 
 class PhaseStep(NamedTuple):
-    """needs: the phase whose memory it needs."""
+    """One step to a phase. needs: the phase whose memory it needs."""
 
     name: PhaseStepName
     by: StepParty
@@ -88,8 +88,7 @@ class DevicePhases:
 
     @property
     def current(self) -> Phase:
-        """The phase that the party is in, or within a step the phase whose memory the step
-        needs."""
+        """Phase of the party; within a step, the phase whose memory the step needs."""
         return self._at if self._step is None else self._step.needs
 
     @contextmanager
@@ -138,8 +137,8 @@ class BufferRequest:
 
 
 class IpcBucketQueue:
-    """The buckets of one version. An engine requests a bucket, reads it once it is in a place, and
-    then requests the next."""
+    """Requests for the buckets of one version. An engine requests a bucket, reads it once it is in
+    a place, and then requests the next."""
 
     def __init__(self, version: int, count: int) -> None:
         self.version = version
@@ -152,25 +151,26 @@ class IpcBucketQueue:
         """Buckets that are there, by their numbers."""
         self._filling: BufferRequest | None = None
         self._taken = False
-        """The ranks hold memory for places."""
+        """True while the ranks hold memory for places."""
 
     def request(self, engine: int, number: int) -> None:
         self._requested[engine] = number
 
     def take(self, engine: int) -> BucketRef | None:
-        """The bucket that it requested, which it reads from now on; null while it is not there."""
+        """Return the bucket that the engine requested and reads from now on; None until it is
+        there."""
         ref = self._refs.get(self._requested[engine])
         if ref is not None:
             self._reads[engine] = self._requested.pop(engine)
         return ref
 
     def leave(self, engine: int) -> None:
-        """Record that it neither reads nor requests anything."""
+        """Record that the engine neither reads nor requests a bucket."""
         self._requested.pop(engine, None)
         self._reads.pop(engine, None)
 
     def next_buffer_request(self) -> BufferRequest | None:
-        """Return the ranks' next request; null: nothing to do."""
+        """Return the ranks' next request; None if there is nothing to do."""
         # The ranks fill collectively, one bucket at a time.
         if self._filling is not None:
             return None

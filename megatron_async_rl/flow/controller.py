@@ -34,7 +34,6 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from megatron_async_rl.flow.buffer import (
@@ -71,12 +70,11 @@ from megatron_async_rl.flow.router import Listener
 from megatron_async_rl.flow.sample_log import SampleLog, open_sample_log
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.flow.summary import Ages, FlowCounts, describe_flow, summarise_dropped
-from megatron_async_rl.flow.updates import cancel_all
 from megatron_async_rl.rollout.engine_process import start_engine
 from megatron_async_rl.samples.rows import SampleRow, TrainBatch
 from megatron_async_rl.samples.types import Aborted, Request
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import name_this_process
+from megatron_async_rl.watchdog.deadline import cancel_all, name_this_process
 from megatron_async_rl.watchdog.events import note
 from megatron_async_rl.watchdog.logs import log_package_to
 from megatron_async_rl.watchdog.processes import collect_rarely
@@ -91,8 +89,8 @@ STOP_RELAYS_S = 5.0
 
 
 class Controller(Listener):
-    """A Ray actor named `controller`; all methods run on its one asyncio loop. `launch`: starts an
-    engine. Rank 0 calls `start`, then `staged`, `next_batch`, `evaluate` and `state`."""
+    """A Ray actor named `controller`, whose methods all run on one asyncio loop. `launch`: starts
+    an engine. Rank 0 calls `start`, then `staged`, `next_batch`, `evaluate` and `state`."""
 
     def __init__(
         self, source: PromptProvider, spec: ControllerSpec, launch: Launch = start_engine
@@ -119,18 +117,24 @@ class Controller(Listener):
         self._progress = asyncio.Event()
         self._ages = Ages()
         self._counts = FlowCounts()
+        # Held-out requests have fixed numbers: two evaluations would share their ids.
         self._evaluating = asyncio.Lock()
         self._relays: Relays | NoRelays = NoRelays()
         self._orders: asyncio.Task[None] | None = None
 
     async def start(self, position: DataState | None = None) -> None:
-        """Continues at `position`, and starts the engines; returns when all have started. Raises
-        EngineStartError, BufferBroken, and ValueError where the position belongs to other data."""
+        """Start the engines and continue at `position`; return when all engines have started.
+        Raises EngineStartError, BufferBroken, and ValueError if the position belongs to other
+        data."""
         spec = self._spec
         if spec.run_dir is not None:
-            self._begin_process(spec.run_dir)
+            log_package_to(spec.run_dir / "logs" / "controller.log")
+            name_this_process(NAME)
+            watch.join(NAME)
+            watch.fact("flow", lambda: describe_flow(self.stats(), self._rewards.waiting))
             self._sample_log = open_sample_log(spec.run_dir, spec.samples)
         if position is not None:
+            # Before engines start, which takes minutes: the position may be refused.
             self._source.load_state(position.state["source"])
             self._resumed, self._oldest = position.state, position.oldest
             self._left_behind = (
@@ -144,28 +148,25 @@ class Controller(Listener):
             evaluators_from=len(spec.engines) - spec.evaluators,
         )
         self._relays = relays_of(spec, self._fleet, self)
+        # At the same time: each takes seconds to minutes.
         await asyncio.gather(self._fleet.started(), self._rewards.start())
         if spec.run_dir is not None:
             orders = self._fleet.follow_orders(spec.run_dir / watch.ENGINES, spec.timeout_s)
             self._orders = asyncio.create_task(orders)
         collect_rarely()
 
-    def _begin_process(self, run_dir: Path) -> None:
-        log_package_to(run_dir / "logs" / "controller.log")
-        name_this_process(NAME)
-        watch.join(NAME)
-        watch.fact("flow", self._describe)
-
     # Weights
 
     async def staged(self, version: int, manifest: Manifest) -> None:
-        """`version` can be read from now on: engines load it, each in its turn. Returns when no
-        engine and no relay reads an older one any more."""
+        """Let engines load `version`, each in its turn. Return when no engine and no relay reads an
+        older version any more."""
         self._require_no_failure()
+        # No await before the next line: agents can send whatever an engine may request.
         self._relays.stage(version, manifest)
         self._fleet.updates.stage(version, manifest)
         with watch.doing("wait", f"engines and relays to be done with versions before {version}"):
             await self._fleet.updates.until_released(version)
+        # Only now: an agent may have been reading an older version until here.
         self._relays.release(version)
         self._require_no_failure()
 
@@ -183,17 +184,18 @@ class Controller(Listener):
         return await self._fleet.updates.next_buffer_request(done)
 
     def on_version(self, version: int) -> None:
-        """The first version begins the run; a newer one lets more be admitted."""
+        """Begin the run with the first version; admit more prompts with each newer one."""
         now = self._scheduler.version
         if now is None:
             self._begin_flow(version)
+        # An engine that was behind reports an older version.
         elif version > now:
             self._scheduler.advance(version)
         self._admit()
         self._progress.set()
 
     def _begin_flow(self, version: int) -> None:
-        """Continues with what an earlier start of the run had not consumed."""
+        """Continue with what an earlier start of the run had not consumed."""
         pending = [
             (int(index), prompt_of(fields)) for index, fields in self._resumed.get("pending", [])
         ]
@@ -204,6 +206,7 @@ class Controller(Listener):
             self._left_behind,
             self._oldest,
         )
+        # The scheduler owns these groups from here on.
         self._left_behind = EMPTY
         self._sample_log.begin(
             int(self._resumed.get("sample_log", 0)),
@@ -214,23 +217,25 @@ class Controller(Listener):
         for index, _ in self._scheduler.running():
             self._ages.begin(index)
             self._score(index)
+        # Under the version of their admission, which their deadline follows from.
         for request, admitted_under in again:
             self._fleet.requests.put([request], admitted_under)
 
     # Batches
 
     async def next_batch(self, version: int) -> Handout | None:
-        """The batch that trains `version`, the trainer's; engines may still hold older ones. Null
-        once the user asked the run to stop: what was taken before is all that may train.
+        """Return the batch that trains `version`; engines may still hold older versions. None once
+        the user requested the run to stop: only batches taken before may train.
 
-        Raises what ended the flow as soon as it happened, BatchTimeout after `timeout_s` seconds in
-        which no response grew, naming the groups that are late and their engines, RewardFailed for
-        a batch in which every reward failed, and StalenessViolated should a sample break the law.
+        Raises what ended the flow at once; BatchTimeout after `timeout_s` seconds in which no
+        response grew; RewardFailed if every reward of the batch failed; StalenessViolated if a
+        sample breaks the law.
         """
         with watch.doing("wait", f"responses for the batch of version {version}"):
             batch = await self._take(version)
         if batch is None:
             return None
+        # Consumed groups would pile up over the run.
         self._ages.keep(index for index, _ in self._scheduler.running())
         self._admit()
         updates = self._fleet.updates
@@ -241,15 +246,16 @@ class Controller(Listener):
         return Handout(batch=batch, metrics=metrics)
 
     async def sleep(self) -> None:
-        """Colocated: engines sleep from here on, until they get the weights that the batch makes.
-        Returns when all have given up their memory; an engine that does not is lost. Raises
-        DeadlineExceeded where one starts or loads for too long."""
+        """Put colocated engines to sleep until they get the weights that the batch makes. Return
+        when all have released their memory; an engine that does not is lost. Raises
+        DeadlineExceeded if one starts or loads for too long."""
         await self._fleet.sleep(max(self._spec.timeout_s, self._spec.start_timeout_s))
         self._require_no_failure()
 
     async def _take(self, version: int) -> TrainBatch | None:
         waited_from = time.monotonic()
         while True:
+            # Before a batch is taken: a batch that is handed out trains.
             if self._stop_asked():
                 return None
             self._require_no_failure()
@@ -257,7 +263,9 @@ class Controller(Listener):
                 groups = self._scheduler.take(version)
                 if groups is not None:
                     return self._batch(groups, version)
+            # No await since `take` failed, so no event is lost.
             self._progress.clear()
+            # From the newest sign of life: a response that grows is not late.
             left = (
                 max(waited_from, self._fleet.requests.moved_at, self._rewards.moved_at)
                 + self._spec.timeout_s
@@ -270,6 +278,7 @@ class Controller(Listener):
 
     def _batch(self, groups: Sequence[SampleGroup], version: int) -> TrainBatch:
         samples = [sample for group in groups for sample in group.samples]
+        # Before the log counts them as trained.
         require_a_reward(samples, version + 1)
         self._sample_log.trained([group.index for group in groups], samples, version + 1)
         return train_batch(groups, version)
@@ -296,6 +305,7 @@ class Controller(Listener):
 
     def on_sample(self, sample: SampleRow, request: Request) -> None:
         self._counts.add(sample, request)
+        # Otherwise it is logged with the reward of its group.
         if not self._rewards.any:
             self._sample_log.finished(sample)
         if not sample.valid:
@@ -306,18 +316,19 @@ class Controller(Listener):
         self._go_on()
 
     def _score(self, index: int) -> None:
-        """Has a group scored that has all its responses and waits for its reward."""
+        """Request the reward of a group that has all its responses and no reward yet."""
         group = self._scheduler.unscored(index)
         if group is not None:
             self._rewards.begin(group, self._on_scored, self.on_error)
 
     def _on_scored(self, group: SampleGroup, samples: Sequence[SampleRow]) -> None:
-        """The group may have been dropped meanwhile."""
+        """Take in the rewards of a group, which may have been dropped meanwhile."""
         failed_before = {one.id for one in group.samples if not one.valid}
         failed = [one for one in samples if not one.valid and one.id not in failed_before]
         self._counts.responses["reward_errors"] += len(failed)
         for sample in failed:
             self._on_failed_reward(sample)
+        # None: it was dropped meanwhile, and the drop has logged its samples.
         if self._scheduler.unscored(group.index) is not None:
             for sample in samples:
                 self._sample_log.finished(sample)
@@ -353,10 +364,11 @@ class Controller(Listener):
         self._go_on()
 
     def on_error(self, error: BaseException) -> None:
-        """The first error counts: the others follow from it."""
+        """Record what ends the run. The first error counts; the others follow from it."""
         if self._failure is None:
             log.error("%s", error)
             self._failure = error
+        # `next_batch` waits for `_progress`, evaluations for futures of their own: end both.
         self._fleet.requests.fail_evaluations(error)
         self._progress.set()
 
@@ -372,13 +384,13 @@ class Controller(Listener):
                 log.exception("the event could not be written")
 
     def _go_on(self) -> None:
-        """The trainer is woken only where there may be a batch: not for each of a batch's
-        responses."""
+        """Admit more, and wake the trainer only if there may be a batch, not for every response."""
         self._admit()
         if self._scheduler.may_take(self._scheduler.next_step):
             self._progress.set()
 
     def _admit(self) -> None:
+        # After a failure nothing more is requested: it could not train.
         if self._failure is None and self._scheduler.version is not None and self._scheduler.room():
             self._fleet.requests.put(self._admitted(), self._scheduler.version)
 
@@ -396,11 +408,11 @@ class Controller(Listener):
     # Evaluation
 
     async def evaluate(self, version: int) -> EvalResult | None:
-        """The held-out prompts, sampled as in training by engines that hold `version`, which is the
-        one staged last: engines of their own, where there are some, take it for that. One
-        evaluation at a time.
+        """Return the result of the held-out prompts, sampled as in training by engines that hold
+        `version`, the version staged last; separate evaluation engines load it for that. One
+        evaluation runs at a time.
 
-        Null if it failed and training continues without it; the reason is noted.
+        None if it failed and training continues without it; the reason is noted.
         """
         self._require_no_failure()
         fleet = self._fleet
@@ -428,20 +440,22 @@ class Controller(Listener):
     # Engines that join and leave
 
     async def add_engine(self) -> int:
-        """One more training engine, set up as the first; returns its index."""
+        """Add a training engine with the settings of the first; return its index."""
         return self._fleet.add(self._spec.engines[0])
 
     async def remove_engine(self, index: int) -> None:
-        """The engine takes no more requests, and those it has continue elsewhere. Raises ValueError
-        where it is not there, or is the only serving one."""
+        """Remove an engine; its requests continue on others. Raises ValueError if it is not there
+        or no other engine serves."""
         await self._fleet.remove(index, self._spec.timeout_s)
 
     # Position and counts
 
     async def state(self) -> DataState:
-        """The position, of one moment; engines are listened to while it is written."""
+        """Return the position at one moment; reports of engines arrive while it is written."""
+        # Both before the first await: they show one moment.
         state, began = self._state(), self._scheduler.version is not None
         buffer = self._scheduler.buffer() if began else self._left_behind
+        # In a thread: the loop must take reports of engines while the disk is slow.
         await asyncio.to_thread(self._sample_log.flush)
         log = self._sample_log.mark
         if log is not None:
@@ -449,7 +463,7 @@ class Controller(Listener):
         return DataState(state=state, buffer=await asyncio.to_thread(buffer_bytes, buffer), log=log)
 
     def _state(self) -> dict[str, Any]:
-        """The source's position, and the prompts that came from it and are not consumed."""
+        """Return the source's position, and its prompts that are not consumed."""
         if self._scheduler.version is None and self._resumed:
             return dict(self._resumed)
         pending = [[index, prompt_fields(prompt)] for index, prompt in self._scheduler.pending()]
@@ -473,16 +487,14 @@ class Controller(Listener):
             oldest_s=self._ages.oldest(running),
         )
 
-    def _describe(self) -> str:
-        """One line for the stall report."""
-        return describe_flow(self.stats(), self._rewards.waiting)
-
     async def close(self) -> None:
-        """Ends the engines, the relays and the sample log. `state()` still has what they had not
-        answered."""
+        """End the engines, the relays and the sample log. `state()` still has their open
+        requests."""
+        # First: a late reward must not reach a fleet that has ended.
         self._rewards.close()
         if self._orders is not None:
             await cancel_all([self._orders])
         await self._fleet.close(STOP_ENGINES_S)
+        # After the engines, which may still read what agents hold.
         await self._relays.close(STOP_RELAYS_S)
         await asyncio.to_thread(self._sample_log.close)

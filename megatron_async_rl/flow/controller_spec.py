@@ -45,7 +45,7 @@ class DataState:
 
 @dataclass(frozen=True, kw_only=True)
 class Handout:
-    """A batch, and what happened in engines and controller since the one before."""
+    """A batch, and metrics of engines and controller since the previous one."""
 
     batch: TrainBatch
     metrics: dict[str, MetricValue]
@@ -53,9 +53,9 @@ class Handout:
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerSpec:
-    """`engines`: all of them; the last `evaluators` only evaluate. `run_dir`: null in tests of the
-    controller alone, which note nothing and cannot be stopped by a file. `steps` to `seed`: see
-    Scheduler. `timeout_s`: longest time without progress."""
+    """Settings of the controller. `engines`: all engines; the last `evaluators` only evaluate.
+    `run_dir`: None in tests of the controller alone, which note nothing and cannot be stopped by a
+    file. `steps` to `seed`: see Scheduler. `timeout_s`: longest time without progress."""
 
     flow: FlowConfig
     engines: Sequence[EngineSpec]
@@ -71,4 +71,4 @@ class ControllerSpec:
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     run_dir: Path | None = None
     sender_gpu: str | None = None
-    """Rank 0's, from which weights are sent by collective; null: from its host memory."""
+    """GPU of rank 0 from which weights are sent by collective; None: from its host memory."""

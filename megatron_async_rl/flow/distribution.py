@@ -31,9 +31,9 @@ from megatron_async_rl.flow.agents import Communicators, Relay, RelaySpec, serve
 from megatron_async_rl.flow.controller_spec import ControllerSpec
 from megatron_async_rl.flow.engine_task import REPORT_S, Restarts
 from megatron_async_rl.flow.fleet import Fleet
-from megatron_async_rl.flow.updates import WeightUpdates, cancel_all
+from megatron_async_rl.flow.updates import WeightUpdates
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import await_named
+from megatron_async_rl.watchdog.deadline import await_named, cancel_all
 from megatron_async_rl.weights.manifest import Manifest
 
 log = logging.getLogger(__name__)
@@ -41,9 +41,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RelaySettings:
-    """The configuration's. `unresponsive_s`: also the longest time without a byte. `at_once`:
-    machines that are sent to at a time. `with_engines`: an agent ends with its machine's
-    engines."""
+    """Settings from the configuration. `unresponsive_s`: also the longest time without a byte.
+    `at_once`: number of machines that receive at a time. `with_engines`: an agent ends with its
+    machine's engines."""
 
     log_dir: Path
     unresponsive_s: float = 60.0
@@ -58,10 +58,10 @@ class WeightSource(Protocol):
     """The source from which agents fetch versions."""
 
     def stage(self, version: int, manifest: Manifest) -> None:
-        """`version` can be sent from now on."""
+        """Let agents fetch `version`."""
 
     def release(self, version: int) -> None:
-        """Versions before `version` are sent no more: their place may be written."""
+        """Stop sending versions before `version`: their place may be written."""
 
     def close(self) -> None: ...
 
@@ -71,13 +71,13 @@ class RelayListener(Protocol):
 
     def note(self, text: str) -> None: ...
     def on_machine_lost(self, machine: str, reason: str, *, all_engines: bool) -> None:
-        """No weights come to `machine`. Unless `all_engines`, its agent is to start again."""
+        """No weights come to `machine`. Unless `all_engines`, its agent will start again."""
 
     def on_error(self, error: BaseException) -> None: ...
 
 
 class Relays:
-    """On one loop, which must run when they are made. `launch`: starts an agent."""
+    """All agents, on one loop, which must be running. `launch`: starts an agent."""
 
     def __init__(
         self,
@@ -99,16 +99,17 @@ class Relays:
         self._task = asyncio.create_task(self._guarded(self._look()), name="relays")
 
     def stage(self, version: int, manifest: Manifest) -> None:
-        """`version` can be sent from now on."""
+        """Let agents fetch `version`."""
         self._source.stage(version, manifest)
 
     def release(self, version: int) -> None:
-        """Versions before `version` are sent no more: their place may be written."""
+        """Stop sending versions before `version`: their place may be written."""
         self._source.release(version)
 
     async def close(self, timeout_s: float) -> None:
         """End every agent and free its copies; kill an agent that does not stop within
         `timeout_s`."""
+        # First: these tasks would replace every agent that ends.
         await cancel_all([self._task, *self._tasks.values()])
         closings = [asyncio.ensure_future(relay.close()) for relay in self._running.values()]
         if closings:
@@ -122,6 +123,7 @@ class Relays:
         for relay in self._running.values():
             relay.kill()
         self._running.clear()
+        # After the agents, which may still be fetching.
         await asyncio.to_thread(self._source.close)
 
     async def _look(self) -> None:
@@ -153,6 +155,7 @@ class Relays:
         restarts = Restarts(settings.restarts_per_hour)
         place = machine.partition("@")[0] if settings.with_engines else f"machine {machine[:12]}"
         while True:
+            # A machine may get engines again; an engine's own memory goes with it.
             if not settings.with_engines:
                 await updates.until_reached(machine)
             elif not updates.reaches(machine):
@@ -170,10 +173,13 @@ class Relays:
             why = f"no weights reached {'it' if settings.with_engines else 'its machine'}: {reason}"
             self._listener.on_machine_lost(machine, why, all_engines=not number)
             if number:
+                # Their mappings keep the old copies in memory: a new agent would need as much
+                # again.
                 with watch.doing("wait", f"the engines that read what {spec.name} had brought"):
                     await updates.until_unread(machine)
                 await asyncio.sleep(restarts.delay_s())
             else:
+                # Its engines were lost with it; the next one there gets a new agent.
                 await updates.until_left(machine)
 
     async def _life(self, spec: RelaySpec) -> str | None:
@@ -201,6 +207,7 @@ class Relays:
         except Exception as error:  # noqa: BLE001 - whatever it is, another may do better
             if not with_engines or self._updates.reaches(machine):  # else it failed with its engine
                 reason = f"{type(error).__name__}: {error}"
+        # Also after a cancellation at its start, when there is none yet.
         running = self._running.pop(machine, None)
         if running is not None:
             running.kill()
@@ -211,6 +218,7 @@ class Relays:
     async def _send(self, spec: RelaySpec, relay: Relay) -> None:
         while True:
             async with self._updates.sending(spec.machine, self._settings.at_once) as staged:
+                # Within the block, which keeps rank 0's slot unwritten while it is read.
                 copy = await await_named(
                     f"version {staged.version} to reach {relay.where}",
                     relay.fetch(staged.version, staged.manifest),

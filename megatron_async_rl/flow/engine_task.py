@@ -30,13 +30,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from megatron_async_rl.flow.colocated import DevicePhases, Phase
-from megatron_async_rl.flow.updates import Staged, WeightUpdates, cancel_all
+from megatron_async_rl.flow.updates import Staged, WeightUpdates
 from megatron_async_rl.rollout.engine_process import Engine, EngineStartError
 from megatron_async_rl.rollout.spec import HERE, EngineSpec
 from megatron_async_rl.samples.rows import EngineReport, SampleRow
 from megatron_async_rl.samples.types import Request
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import await_named
+from megatron_async_rl.watchdog.deadline import await_named, cancel_all
 from megatron_async_rl.watchdog.events import described, out_of_memory, with_notes
 from megatron_async_rl.watchdog.host_memory import MemoryKind
 from megatron_async_rl.weights.manifest import Manifest, WeightMismatch, require_equal
@@ -55,16 +55,16 @@ LOOK_S = 10.0
 
 
 class Launch(Protocol):
-    """Starts an engine; `again`: replacing an engine that is gone."""
+    """Start an engine. `again`: it replaces an engine that is gone."""
 
     def __call__(self, spec: EngineSpec, *, again: bool) -> Awaitable[Engine]: ...
 
 
 class EngineLost(RuntimeError):
-    """The engine is of no more use. `suspect`: one of its requests may be the reason. It is not
-    where the engine was removed, where something else ended it (a preemption, Ray's memory
-    monitor), where its machine has left the cluster, and where it failed at loading weights,
-    sleeping, or at naming the request that it answers."""
+    """The engine cannot be used any more. `suspect`: one of its requests may be the reason. No
+    request is the reason if the engine was removed, if something else ended it (a preemption, Ray's
+    memory monitor), if its machine left the cluster, or if it failed to load weights, to sleep, or
+    to name the request that it answers."""
 
     def __init__(self, reason: str, *, suspect: bool = True) -> None:
         super().__init__(reason)
@@ -73,9 +73,10 @@ class EngineLost(RuntimeError):
 
 @dataclass(eq=False)
 class PendingRequest:
-    """A request and who may answer it: engines that hold at least version `minimum_version`.
-    `answer`: of an evaluation's request, which only engines that hold just that version may answer.
-    `losses`: engines that were lost while they had it, and for which it may be the reason."""
+    """A request, and the engines that may answer it: those that hold at least version
+    `minimum_version`. `answer`: result of an evaluation's request, which only engines with exactly
+    that version may answer. `losses`: number of engines that were lost while they had it and for
+    which it may be the reason."""
 
     request: Request
     minimum_version: int
@@ -91,12 +92,12 @@ class PendingRequest:
 
 @dataclass(eq=False)
 class EngineSlot:
-    """One engine's place in the fleet: its version, its requests, and its last report. Written by
-    its task and the fleet, read by everybody."""
+    """One engine's place in the fleet: its version, its requests, and its last report. Its task and
+    the fleet write it, and everybody reads it."""
 
     spec: EngineSpec
     evaluates: bool = False
-    """It only evaluates."""
+    """True for an engine that only evaluates."""
     engine: Engine | None = None
     version: int = -1
     serving: bool = False
@@ -106,13 +107,13 @@ class EngineSlot:
     dead: bool = False
     """True once the engine will not be restarted."""
     lost: str = ""
-    """Why it is not there."""
+    """Reason why it is not there."""
     memory_out: tuple[Phase, MemoryKind] | None = None
-    """The phase, and the memory that ran out in it, where that is why."""
+    """Phase and memory, if the engine was lost because memory ran out."""
     restarts: int = 0
     held: dict[str, PendingRequest] = field(default_factory=dict)
     aborting: set[str] = field(default_factory=set)
-    """Ids of the held requests that the engine was requested to abort."""
+    """Ids of the held requests that the engine is to abort."""
     report: EngineReport | None = None
 
     @property
@@ -140,7 +141,7 @@ class EngineOwner(Protocol):
     """The fleet, which is notified of an engine's events."""
 
     def take_in(self, slot: EngineSlot, report: EngineReport) -> None:
-        """Raises EngineLost where the engine answers what it was not asked."""
+        """Process a report. Raises EngineLost for an answer to something that was not requested."""
 
     def on_version(self, slot: EngineSlot) -> None:
         """The engine serves, and holds `slot.version`."""
@@ -152,7 +153,7 @@ class EngineOwner(Protocol):
 
 
 class Restarts:
-    """When an engine may start again. `now`: seconds of a clock that never goes back."""
+    """Limit of an engine's restarts. `now`: seconds of a clock that never goes back."""
 
     def __init__(
         self,
@@ -166,7 +167,7 @@ class Restarts:
         self._begun: deque[float] = deque()
 
     def begin(self) -> int:
-        """Counts one more start; returns its number within the hour, 0 where the hour has had
+        """Count one more start; return its number within the hour, or 0 if the hour has had
         enough."""
         while self._begun and self._now() - self._begun[0] >= HOUR_S:
             self._begun.popleft()
@@ -176,15 +177,16 @@ class Restarts:
         return len(self._begun)
 
     def delay_s(self) -> float:
-        """Before the start that was counted last: doubled with every start of the hour, times 0.5
-        to 1.5."""
+        """Return the delay before the start counted last: doubled with every start of the hour,
+        times 0.5 to 1.5."""
         longest = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2 ** (len(self._begun) - 1))
+        # Random: engines that were lost together must not start together.
         return longest * (0.5 + self._chance())
 
 
 class EngineTask:
-    """`update_timeout_s`: longest time to load a version. `note`: reports to the user.
-    `must_start`: its first start must succeed."""
+    """Task of one engine. `update_timeout_s`: longest time to load a version. `note`: shows a text
+    to the user. `must_start`: its first start must succeed."""
 
     def __init__(
         self,
@@ -223,16 +225,17 @@ class EngineTask:
         suspect: bool = True,
         cause: BaseException | None = None,
     ) -> None:
-        """A call to `engine` failed, by `cause`. An engine that is already gone is not lost
-        again."""
+        """Lose `engine` because a call to it failed, by `cause`. Nothing happens if it is gone
+        already."""
+        # A late failure of an earlier engine must not cost the present one.
         if self.slot.engine is engine and self._failed is not None and not self._failed.done():
             lost = EngineLost(reason, suspect=suspect)
             lost.__cause__ = cause
             self._failed.set_exception(lost)
 
     async def sleep(self, timeout_s: float) -> None:
-        """Colocated: the engine gives up its memory, until it takes newer weights; an engine that
-        does not is lost, and has ended before this returns: the policy counts on its memory."""
+        """Make the engine release its memory until it takes newer weights. An engine that fails is
+        lost, and has ended before this returns: the policy counts on its memory."""
         engine, what = self.slot.engine, f"{self.slot.name} to sleep"
         if engine is None:  # lost at this very moment
             return
@@ -243,6 +246,7 @@ class EngineTask:
         except Exception as error:  # noqa: BLE001 - whatever it is, this engine is of no more use
             reason = f"it failed to sleep: {described(error)}"
             self.fail(engine, reason, suspect=False, cause=error)
+            # Its memory is free only when its processes have ended.
             await self._end(engine)
 
     async def _run(self) -> None:
@@ -252,6 +256,7 @@ class EngineTask:
                 error = await self._life(again=again)
                 again = True
                 if not self.started.done() and self._must_start:
+                    # `Fleet.started` raises it: the run ends before it has trained.
                     self.started.set_exception(error)
                     return
                 if self.slot.leaving or not await self._wait_for_restart(error):
@@ -265,12 +270,15 @@ class EngineTask:
                 self.started.cancel()
 
     async def _life(self, *, again: bool) -> Exception:
-        """One start and what follows; returns what ended it. Raises WeightMismatch."""
+        """Start the engine and use it until it is lost; return the reason. Raises
+        WeightMismatch."""
         slot = self.slot
         engine: Engine | None = None
         try:
+            # A starting engine measures free memory, so the devices must be the engines'.
             async with self._updates.starting():
                 engine = slot.engine = await self._launch(slot.spec, again=again)
+            # One per start: calls to the engine before this one cannot fail it.
             self._failed = asyncio.get_running_loop().create_future()
             self._phases = DevicePhases("engine", "generate")
             if not self.started.done():
@@ -283,21 +291,25 @@ class EngineTask:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, another may do better
             suspect = isinstance(error, EngineLost) and error.suspect
+            # Before any await: nothing is sent to it from here on, and its reports are ignored.
             slot.engine, slot.serving, slot.asleep, slot.version = None, False, False, -1
             phase = error.phase if isinstance(error, EngineStartError) else self._phases.current
             memory = out_of_memory(error)
             slot.memory_out = (phase, memory) if memory is not None else None
+            # Rank 0 waits for readers, and this engine is none any more.
             self._updates.forget(slot.index)
             if suspect and engine is not None:
                 suspect = not await self._has_lost_its_machine(engine)
+            # Before it has ended, which may take long: its requests go elsewhere at once.
             self._owner.on_lost(slot, with_notes(error), suspect=suspect)
             if engine is not None:
+                # Until then it may hold device memory that the policy needs.
                 with self._updates.ending():
                     await self._end(engine)
             return error
 
     async def _has_lost_its_machine(self, engine: Engine) -> bool:
-        """False, too, where that is not known in time."""
+        """Return True if the machine left the cluster; False if that is not known in time."""
         try:
             return await asyncio.wait_for(engine.machine_is_lost(), LOOK_S)
         except Exception as error:  # noqa: BLE001 - the engine is lost, whatever this finds
@@ -305,7 +317,8 @@ class EngineTask:
             return False
 
     async def _end(self, engine: Engine) -> None:
-        """The next owner of its devices relies on their memory."""
+        """Kill the engine and wait until it has ended: the next owner of its devices needs their
+        memory."""
         engine.kill()
         try:
             await await_named(
@@ -315,7 +328,7 @@ class EngineTask:
             self._note(str(error))
 
     async def _wait_for_restart(self, error: Exception) -> bool:
-        """False if there is none."""
+        """Wait for the next start. Return False if there will be none."""
         slot, number = self.slot, self._restarts.begin()
         if not number:
             slot.dead = True
@@ -330,7 +343,7 @@ class EngineTask:
         return True
 
     async def _use(self, engine: Engine, failed: asyncio.Future[None]) -> None:
-        """Until the engine is lost; raises why."""
+        """Use the engine until it is lost; raise the reason."""
         works: list[asyncio.Future[None]] = [
             asyncio.ensure_future(self._listen(engine)),
             asyncio.ensure_future(self._follow(engine)),
@@ -345,8 +358,8 @@ class EngineTask:
             await cancel_all(works)
 
     async def _follow(self, engine: Engine) -> None:
-        """Loads every version that is staged from now on, or the newest of those that came while
-        it waited for its turn."""
+        """Load every version that is staged from now on, or the newest if several came during the
+        wait."""
         slot = self.slot
         while True:
             async with self._updates.loading(slot) as staged:
@@ -355,8 +368,8 @@ class EngineTask:
             self._serve(staged.version)
 
     async def _take(self, engine: Engine, staged: Staged) -> None:
-        """The engine holds the version when this returns, and may sample with it. Raises
-        EngineLost, and WeightMismatch after no engine can load this version any more."""
+        """Load a version and verify it; the engine may then sample with it. Raises EngineLost.
+        Raises WeightMismatch once no engine can load this version any more."""
         slot, version = self.slot, f"take weights of version {staged.version}"
 
         async def load() -> Mapping[str, str]:
@@ -402,13 +415,14 @@ class EngineTask:
                 call = engine.update(staged.version, part, number == 0, number == last)
                 answer = await self._request(f"load {what}", call, self._unresponsive_s)
             finally:
+                # After an error, too: other engines wait for the place.
                 updates.release(index)
         return answer
 
     async def _request[Result](
         self, what: str, call: Awaitable[Result], limit_s: float | None = None
     ) -> Result:
-        """Returns what the engine answers, within `update_timeout_s` or another limit. Raises
+        """Return the engine's answer, within `update_timeout_s` or another limit. Raises
         EngineLost."""
         try:
             limit_s = limit_s or self._update_timeout_s
@@ -421,6 +435,7 @@ class EngineTask:
     def _serve(self, version: int) -> None:
         slot = self.slot
         back = "" if slot.serving else "is back" if slot.restarts else self._comes
+        # Together: a reader that sees it serve sees its version, too.
         slot.version, slot.serving, slot.asleep, slot.lost = version, True, False, ""
         self._updates.held()
         self._owner.on_version(slot)
@@ -428,13 +443,14 @@ class EngineTask:
             self._note(f"{slot.name} {back}, with the weights of version {version}, verified")
 
     async def _listen(self, engine: Engine) -> None:
-        """Takes in reports until the engine is of no more use; raises why."""
+        """Take in reports until the engine is lost; raise the reason."""
         slot, limit_s = self.slot, self._unresponsive_s
         wait = min(REPORT_S, limit_s / 4)
         while True:
             try:
                 with watch.doing("wait", f"a report of {slot.name}", limit_s):
                     async with asyncio.timeout(limit_s):
+                        # The engine answers within `wait` even if there is nothing to report.
                         report = await engine.report(wait)
             except TimeoutError:
                 raise EngineLost(
@@ -452,7 +468,7 @@ class EngineTask:
 
 
 def _error_of(work: asyncio.Future[None]) -> BaseException:
-    """Why `work`, which was to continue, has ended. A call that others cancelled counts, too: as a
-    cancellation it would end the engine's task without a word."""
+    """Return the reason why `work`, which should have continued, has ended. A call that others
+    cancelled counts, too: as a cancellation it would silently end the engine's task."""
     error = None if work.cancelled() else work.exception()
     return error or EngineLost("a call to it was cancelled")

@@ -17,7 +17,7 @@ ERRORS_SHOWN = 3
 
 
 class FlowError(RuntimeError):
-    """Samples cannot keep flowing; the message names who, where and why."""
+    """Samples cannot keep flowing. The message names the place and the reason."""
 
 
 class BatchTimeout(FlowError):
@@ -27,19 +27,21 @@ class BatchTimeout(FlowError):
 
 
 class EngineFailed(FlowError):
-    """No engine is left that could be asked."""
+    """No engine is left."""
 
     timed_out = True
-    """Engines are given up when they do not answer; the waits of the processes explain why."""
+    """Engines are given up if they do not answer; the waits of the processes explain the reason."""
 
 
 class EngineMemoryOut(EngineFailed):
-    """No engine is left, and memory ran out: a device's, or a host's. `phase`: in which
-    (colocated.py)."""
+    """No engine is left, because memory of a device or a host ran out. `phase`: the phase in which
+    it did (colocated.py)."""
 
+    # Memory is the cause itself; the waits of other processes explain nothing.
     timed_out = False
 
     def __init__(self, message: str, phase: Phase, memory: MemoryKind = "device") -> None:
+        # All arguments: unpickling in another process calls the class with these.
         super().__init__(message, phase, memory)
         self.message = message
         self.phase = phase
@@ -55,8 +57,8 @@ class RequestGivenUp(FlowError):
 
 @dataclass(frozen=True, kw_only=True)
 class LateGroup:
-    """A group that keeps a batch waiting. `engines`: that hold requests of it. `unscored`: it has
-    all its responses, and waits for its reward."""
+    """A group for which a batch waits. `engines`: those that hold requests of it. `unscored`: it
+    has all its responses, and waits for its reward."""
 
     index: int
     prompt: str
@@ -73,7 +75,8 @@ class LateGroup:
 def batch_timeout(
     version: int, timeout_s: float, late: Sequence[LateGroup], held: Sequence[int]
 ) -> BatchTimeout:
-    """`late`: longest first. `held`: the version that each engine holds."""
+    """Return the error for a batch that is late. `late`: longest first. `held`: version that each
+    engine holds."""
     shown = [str(group) for group in late[:LATE_SHOWN]]
     more = [f"and {len(late) - LATE_SHOWN} more"] if len(late) > LATE_SHOWN else []
     return BatchTimeout(
@@ -98,13 +101,14 @@ def reward_failed(samples: Sequence[SampleRow]) -> RewardFailed:
 
 
 def require_a_reward(samples: Sequence[SampleRow], step: int) -> None:
-    """Raises RewardFailed, with the first failures, where every reward of the batch for `step`
-    failed: no step can be made of it, and the next batch would most likely be the same."""
+    """Raise RewardFailed, with the first failures, if every reward of the batch for `step` failed:
+    it makes no step, and the next batch would most likely fail alike."""
     if any(sample.valid for sample in samples):
         return
 
     errors: dict[str | None, Sample] = {}
     for sample in (row.sample() for row in samples):
+        # One sample per message: a broken reward fails alike on all.
         errors.setdefault(sample.reward_error, sample)
     shown = [
         f"  {error}\n    prompt {sample.prompt.id}: {sample.prompt.text[:200]!r}\n"

@@ -35,7 +35,7 @@ EvalResponses = Sequence[tuple[Prompt, Sequence[SampleRow]]]
 
 
 class Runner(Protocol):
-    """Has requests sampled (flow.router.Requests)."""
+    """Interface to sample requests (flow.router.Requests)."""
 
     @property
     def moved_at(self) -> float:
@@ -43,8 +43,8 @@ class Runner(Protocol):
         ...
 
     async def run(self, requests: Sequence[Request], version: int) -> list[SampleRow]:
-        """The samples in the order of the requests, by engines that hold `version`. Cancelled, it
-        stops what it has running. Raises EngineFailed, RequestGivenUp."""
+        """Return the samples in the order of the requests, from engines that hold `version`. A
+        cancelled call stops its running requests. Raises EngineFailed, RequestGivenUp."""
         ...
 
 
@@ -54,8 +54,7 @@ class WeightsMoved(FlowError):
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """One set of prompts, with `n` responses to each. `name`: empty where the run has one set that
-    has none."""
+    """One set of prompts, with `n` responses to each. `name`: empty for the only set of a run."""
 
     prompts: Sequence[Prompt]
     n: int
@@ -72,7 +71,7 @@ def read_held_out(
     required: Required = nothing_more,
     room: int | None = None,
 ) -> HeldOut:
-    """A set with its prompts, as an evaluation takes it. Raises DataError."""
+    """Return a set with its prompts. Raises DataError."""
     read = read_set(data, chosen.file, tokenizer, required=required, room=room)
     log_too_long(read)
     return HeldOut(
@@ -86,9 +85,9 @@ def read_held_out(
 
 @dataclass(frozen=True, kw_only=True)
 class PromptResult:
-    """The `samples` responses to one prompt that have a reward: those whose reward failed, for
-    instance because the row's answer is unreadable, count nowhere. `mean`: of their rewards; nan if
-    there are none. `passed`: responses with a reward of at least `eval.pass_reward`."""
+    """Result of one prompt over the `samples` responses that have a reward. A response whose reward
+    failed, for instance because the row's answer is unreadable, counts nowhere. `mean`: of the
+    rewards; nan without any. `passed`: responses with a reward of at least `eval.pass_reward`."""
 
     id: str
     mean: float
@@ -102,8 +101,7 @@ class EvalResult:
 
     version: int
     mean_reward: float
-    """Mean over prompts of their means; prompts without one are left out, and nan where none has
-    one."""
+    """Mean over prompts of their means, without prompts that have none; nan if none has one."""
     pass_at: Mapping[int, float]
     """k -> estimate of the share of prompts with at least one passing response among k, over the
     prompts that have k responses with a reward; nan if there are none."""
@@ -137,7 +135,7 @@ class EvalResult:
         }
 
     def metrics_of_set(self) -> dict[str, float]:
-        """The same, with SET for the name."""
+        """Metrics of this result under the keys of a named set, with SET for its name."""
         return {
             "eval/SET/mean": self.mean_reward,
             "eval/SET/truncated": self.truncated,
@@ -150,6 +148,7 @@ class EvalResult:
         return {
             "version": self.version,
             **({"set": self.name} if self.name else {}),
+            # JSON has no nan.
             "mean_reward": _finite(self.mean_reward),
             **({"parts": dict(self.parts)} if self.parts else {}),
             "pass_at": {str(k): _finite(value) for k, value in self.pass_at.items()},
@@ -214,6 +213,7 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
             f"pass@{k} needs at least {max(k, 1)} responses per prompt, and k from 1; there are"
             f" {samples} responses"
         )
+    # Integers up to one division, so exact for any number of samples.
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
@@ -226,8 +226,8 @@ def summarise_evaluation(
     pass_reward: float,
     name: str = "",
 ) -> EvalResult:
-    """`answers`: the prompts, each with its samples. Raises WeightsMoved, and ValueError for a k
-    above a prompt's samples."""
+    """Return the result of one set. `answers`: the prompts with their samples. Raises WeightsMoved,
+    and ValueError for a k above a prompt's samples."""
     fewest = min((len(samples) for _, samples in answers), default=0)
     for k in pass_at:
         if not 1 <= k <= fewest:
@@ -236,6 +236,7 @@ def summarise_evaluation(
             )
     for _, samples in answers:
         for sample in samples:
+            # The oldest and the newest token: all others lie between.
             if not sample.start_version == sample.last_version == version:
                 raise WeightsMoved(
                     f"evaluation of version {version}: response {sample.id} on engine"
@@ -243,6 +244,7 @@ def summarise_evaluation(
                     f" {sample.last_version}; weights must not move while they are evaluated"
                 )
     per_prompt = tuple(_prompt_result(prompt, samples, pass_reward) for prompt, samples in answers)
+    # nan: every reward of the prompt failed.
     scored = [one.mean for one in per_prompt if math.isfinite(one.mean)]
     every = [sample for _, samples in answers for sample in samples]
     return EvalResult(
@@ -261,20 +263,21 @@ def summarise_evaluation(
 
 
 def _mean_pass_at(k: int, per_prompt: Sequence[PromptResult]) -> float:
-    """Mean over the prompts that have k responses with a reward: as in the mean reward, a response
-    whose reward failed is left out and is not counted as wrong."""
+    """Return the mean over the prompts that have k responses with a reward. As in the mean reward,
+    a response whose reward failed is left out, not counted as wrong."""
     every = [pass_at_k(one.samples, one.passed, k) for one in per_prompt if one.samples >= k]
     return sum(every) / len(every) if every else math.nan
 
 
 def _part_means(answers: EvalResponses) -> dict[str, float]:
-    """Means over the prompts that have the part of their responses' means."""
+    """Return, by part, the mean over prompts of the means over their responses."""
     means: dict[str, list[float]] = {}
     for _, samples in answers:
         of_prompt: dict[str, list[float]] = {}
         for sample in samples:
             for name, value in (sample.reward_parts or {}).items() if sample.valid else ():
                 of_prompt.setdefault(name, []).append(value)
+        # As for the reward, a prompt counts once, however many of its responses have the part.
         for name, values in of_prompt.items():
             means.setdefault(name, []).append(sum(values) / len(values))
     return {name: sum(values) / len(values) for name, values in means.items()}
@@ -291,10 +294,10 @@ async def evaluate(
     on_progress: Callable[[int, int], None] = lambda prompts, tokens: None,
     on_answers: Callable[[EvalResponses], None] = lambda answers: None,
 ) -> EvalResult:
-    """The responses to every prompt of `sets`, from engines that hold `version`; the result is that
-    of the first, and has the others'. `timeout_s`: longest time in which no response grows; a long
-    evaluation that moves is not late. `rewards`: of whole groups. `on_progress`: prompts answered,
-    and tokens sampled, so far. `on_answers`: all of them, at the end.
+    """Return the results of `sets`: the first set's, which has the others'. Engines that hold
+    `version` sample the responses. `timeout_s`: longest time in which no response grows, however
+    long the evaluation takes. `rewards`: of whole groups. `on_progress`: called with the prompts
+    answered and the tokens sampled so far. `on_answers`: called with all answers at the end.
 
     Raises EngineFailed, RequestGivenUp, RewardFailed (with `on_reward_error: stop`), BatchTimeout,
     WeightsMoved, and ValueError without prompts.
@@ -307,11 +310,13 @@ async def evaluate(
     finished: asyncio.Queue[int] = asyncio.Queue()
     tasks: list[asyncio.Task[list[SampleRow]]] = []
     for index, (one, prompt) in enumerate(requested):
+        # Numbered over all sets, so that no two requests share an id.
         requests = [
             Request(group=-1 - index, k=k, prompt=prompt, sampling=one.name) for k in range(one.n)
         ]
         answer = _answer(fleet, prompt, requests, version, rewards)
         tasks.append(asyncio.create_task(answer, name=f"held-out prompt {prompt.id}"))
+        # In the order in which they end, for the progress that the user sees.
         tasks[-1].add_done_callback(partial(_report_finished, finished, index))
     try:
         tokens = 0
@@ -331,12 +336,15 @@ async def evaluate(
             tokens += sum(sample.length for sample in samples)
             on_progress(answered + 1, tokens)
     finally:
+        # After an error the others must stop: `run` aborts their requests.
         for task in tasks:
             task.cancel()
+    # In the order of the file, not of the answers.
     answers = [(prompt, task.result()) for prompt, task in zip(prompts, tasks, strict=True)]
     on_answers(answers)
     seconds = time.monotonic() - started
     left = iter(answers)
+    # All sets were sampled at once, to keep engines busy; here they part again.
     first, *others = (
         summarise_evaluation(
             list(islice(left, len(one.prompts))),
@@ -365,10 +373,11 @@ async def _answer(
 async def _next_answered(
     finished: asyncio.Queue[int], moved_at: Callable[[], float], timeout_s: float
 ) -> int:
-    """Raises TimeoutError after `timeout_s` in which no response grew, and no group got its
-    reward."""
+    """Return the next finished prompt. Raises TimeoutError after `timeout_s` in which no response
+    grew and no group got its reward."""
     waited_from = time.monotonic()
     while True:
+        # Read again after each wait: a response may have grown meanwhile.
         left = max(waited_from, moved_at()) + timeout_s - time.monotonic()
         if left <= 0:
             raise TimeoutError
@@ -449,20 +458,22 @@ class EvalSchedule:
         self._begun: int | None = None
 
     def due(self, version: int) -> bool:
-        """Called for each version once the engines hold it."""
+        """Return True if `version` must be evaluated once the engines hold it."""
         chosen = version in (0, self._steps) or (self._every > 0 and version % self._every == 0)
+        # The checkpoint has `means`: a resume repeats no evaluation.
         return chosen and version not in self.means
 
     def begin(self, version: int) -> None:
-        """The evaluation of `version` is under way from now on, until its result is recorded."""
+        """Record that the evaluation of `version` is running, until its result is recorded."""
         self._begun = version
 
     def unfinished(self, version: int) -> bool:
-        """True while an evaluation is under way that a resume from `version` could not repeat."""
+        """Return True while an evaluation runs that a resume from `version` could not repeat."""
+        # A resume evaluates its own version again; the weights of an older one are gone.
         return self._begun is not None and self._begun < version and self._begun not in self.means
 
     def record(self, result: EvalResult | LossResult) -> dict[str, float]:
-        """Takes a result; returns its metrics, for the next line of the log."""
+        """Record a result; return its metrics, for the next line of the log."""
         self.means[result.version] = (
             result.mean_reward if isinstance(result, EvalResult) else result.loss
         )
@@ -472,6 +483,7 @@ class EvalSchedule:
             **result.metrics(),
         }
         for one in (result, *result.others):
+            # An unnamed set has the plain keys alone.
             if one.name:
                 of_set = one.metrics_of_set()
                 found |= {name.replace("SET", one.name, 1): of_set[name] for name in of_set}

@@ -21,12 +21,12 @@ from megatron_async_rl.config.schema import WatchdogConfig
 from megatron_async_rl.config.weights import WeightsConfig
 from megatron_async_rl.flow.engine_task import EngineSlot, EngineTask, Launch, Restarts
 from megatron_async_rl.flow.router import Listener, Requests, all_lost
-from megatron_async_rl.flow.updates import WeightUpdates, cancel_all
+from megatron_async_rl.flow.updates import WeightUpdates
 from megatron_async_rl.rollout.engine_process import Engine
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples.rows import EngineReport
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import await_named
+from megatron_async_rl.watchdog.deadline import await_named, cancel_all
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,8 @@ ORDERS_POLL_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class FleetSettings:
-    """`capacity`: requests that one engine holds at most. The rest is the configuration's."""
+    """Limits of the engines. `capacity`: largest number of requests that one engine holds. The
+    others come from the configuration."""
 
     capacity: int = 320
     unresponsive_s: float = RolloutConfig.default_of("unresponsive_s")
@@ -46,8 +47,8 @@ class FleetSettings:
 
 
 class Fleet:
-    """`specs`: the engines at the start; those from `evaluators_from` on only evaluate. All on one
-    loop, which must run when the fleet is made."""
+    """All engines, on one loop, which must be running. `specs`: the engines at the start; those
+    from `evaluators_from` on only evaluate."""
 
     def __init__(
         self,
@@ -93,41 +94,46 @@ class Fleet:
         )
 
     async def started(self) -> None:
-        """Waits until every engine has started once. Raises EngineStartError."""
+        """Wait until every engine has started once. Raises EngineStartError."""
         await asyncio.gather(*(task.started for task in self.tasks))
 
     def add(self, spec: EngineSpec) -> int:
-        """One more training engine, which serves once it has started and holds the newest version;
-        returns its index."""
+        """Add a training engine, which serves once it has started and holds the newest version;
+        return its index."""
         index = len(self.slots)
         self._begin(replace(spec, index=index), evaluates=False, must_start=False)
         return index
 
     async def remove(self, index: int, timeout_s: float) -> None:
-        """The engine leaves: it takes no more requests, and those it has continue elsewhere with
-        the tokens they have. Raises ValueError where it is not there, or is the last one."""
+        """Remove an engine: it takes no more requests, and its own continue on other engines with
+        their tokens. Raises ValueError if it is not there or is the last one."""
         slot, task = self.slots[index], self.tasks[index]
         if slot.leaving or slot.dead:
             raise ValueError(f"{slot.name} is not there")
         others = [one for one in self._engines(slot.evaluates) if one is not slot]
         if not any(one.serving and not one.leaving for one in others):
             raise ValueError(f"{slot.name} is the only engine that serves, and cannot leave")
+        # First: from here on the engine gets nothing new.
         slot.leaving, engine = True, slot.engine
         if engine is not None:
             await self.requests.until_given_back(slot, engine, timeout_s)
+        # The task would start the engine again.
         await cancel_all([task.task])
         slot.serving, slot.asleep, slot.dead, slot.lost = False, False, True, "it was removed"
+        # Rank 0 waits for readers, and this engine is none any more.
         self.updates.forget(index)
+        # Not returned in time: these begin again without their tokens.
         if slot.held:
             self.on_lost(slot, slot.lost, suspect=False)
         if slot.engine is not None:
             await self._stop_engines([slot], timeout_s)
+            # Waits for all engines of a machine, or of a version, look again.
             self.updates.held()
         self.requests.dispatch()
 
     async def resize(self, count: int, timeout_s: float) -> None:
-        """Training engines join, or those that came last leave, until there are `count`. Raises
-        ValueError where one cannot leave; `timeout_s`: for each."""
+        """Add training engines, or remove those that came last, until there are `count`. Raises
+        ValueError if one cannot leave. `timeout_s`: limit for each."""
         there = [one for one in self._engines(False) if not one.dead and not one.leaving]
         more = count - len(there)
         joining = [self.slots[self.add(self.slots[0].spec)].name for _ in range(more)]
@@ -160,18 +166,19 @@ class Fleet:
                 self._listener.on_error(error)
 
     def lose_machine(self, machine: str, reason: str, *, all_engines: bool) -> None:
-        """No weights come to that machine: its engines are lost, or only those that are to evaluate
-        a version which may be gone before another try."""
+        """Lose the engines of a machine that gets no weights, or only those that are to evaluate a
+        version which may be gone before the next try."""
         for task in self.tasks:
             slot = task.slot
             if slot.machine != machine or slot.engine is None:
                 continue
+            # Rank 0 waits to overwrite a requested version, so that engine cannot wait.
             if all_engines or self.updates.is_requested(slot.index):
                 task.fail(slot.engine, reason, suspect=False)
 
     async def sleep(self, timeout_s: float) -> None:
-        """Colocated: no engine uses the devices until the next version is staged. `timeout_s`: for
-        each engine, and for those that are starting or loading now."""
+        """Put colocated engines to sleep until the next version is staged. `timeout_s`: limit for
+        each engine, and for engines that start or load now."""
         still = "engines that start or load before they sleep"
         await await_named(still, self.updates.give_devices_to_policy(), timeout_s)
 
@@ -180,7 +187,8 @@ class Fleet:
         await asyncio.gather(*(task.sleep(timeout_s) for task in awake))
 
     async def close(self, timeout_s: float) -> None:
-        """Ends every engine; an engine that does not stop within `timeout_s` is killed."""
+        """End every engine; kill an engine that does not stop within `timeout_s`."""
+        # Tasks first: an engine that stops would look lost, and start again.
         await cancel_all([*(task.task for task in self.tasks), *self._background])
         await self._stop_engines(self.slots, timeout_s)
 
@@ -203,8 +211,8 @@ class Fleet:
         return [slot for slot in self.slots if slot.evaluates == evaluates]
 
     def prepare_evaluation(self, version: int) -> None:
-        """Has the engines that only evaluate, if there are some, load `version`, which is the one
-        staged last. Raises EngineFailed if all of them are gone."""
+        """Let separate evaluation engines load `version`, the version staged last. Raises
+        EngineFailed if all of them are gone."""
         if self._separate:
             there = [one.index for one in self._engines(True) if one.engine is not None]
             if not there:
@@ -223,9 +231,10 @@ class Fleet:
         self.requests.served()
 
     def on_lost(self, slot: EngineSlot, reason: str, *, suspect: bool) -> None:
-        """Requests again what the engine held."""
+        """Send the engine's requests to others."""
         slot.lost, slot.report = reason, None
         self.requests.take_back(slot, reason, suspect=suspect)
+        # No engine is left, or is about to be, that may answer: evaluations must not hang.
         if slot.evaluates and not any(
             one.serving or self.updates.is_requested(one.index) for one in self._engines(True)
         ):
@@ -253,7 +262,7 @@ class Fleet:
     # For the requests
 
     def notify(self, call: Callable[[], object]) -> None:
-        """Calls the listener. Its mistakes are not the engine's: they end the run."""
+        """Call the listener. Its errors are not the engine's: they end the run."""
         try:
             call()
         except Exception as error:
@@ -261,10 +270,11 @@ class Fleet:
             self.on_error(error)
 
     def send(self, slot: EngineSlot, call: Callable[[], Awaitable[None]], what: str) -> None:
-        """Begins a call to the slot's engine; a failed call costs the engine."""
+        """Begin a call to the slot's engine. A failed call costs the engine."""
         assert slot.engine is not None
         work = self._send(self.tasks[slot.index], slot.engine, call, what)
         task = asyncio.get_running_loop().create_task(work)
+        # asyncio holds tasks weakly: without this reference they may vanish.
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 

@@ -33,8 +33,8 @@ LOG = "controller.reward_errors.jsonl"
 
 
 class GroupRewards:
-    """Used by one event loop. Call `start` first. `log_dir`: of the failures; null: none is
-    written."""
+    """Rewards of whole groups, used by one event loop. Call `start` first. `log_dir`: folder for
+    the failures; None writes none."""
 
     def __init__(self, settings: RewardConfig, log_dir: Path | None) -> None:
         self._scorer = Scorer(settings, "group")
@@ -46,16 +46,16 @@ class GroupRewards:
 
     @property
     def any(self) -> bool:
-        """True where the reward has such a part."""
+        """True if the reward has a part that is called per group."""
         return bool(self._scorer.pools)
 
     async def start(self) -> None:
-        """Returns when each can score. Raises UserCodeStartError."""
+        """Wait until each part can score. Raises UserCodeStartError."""
         self._scorer.start()
         await self._scorer.ready()
 
     def close(self) -> None:
-        """Ends the processes; what is still waited for is cancelled."""
+        """End the processes and cancel what is still awaited."""
         for task in self._tasks:
             task.cancel()
         self._scorer.close()
@@ -68,11 +68,12 @@ class GroupRewards:
     def begin(
         self, group: SampleGroup, done: OnGroupScored, fail: Callable[[BaseException], None]
     ) -> None:
-        """Has `group` scored, then calls `done` with its samples; `fail` for a mistake of ours,
-        which must end the run, not a task."""
+        """Score `group`, then call `done` with its samples. `fail` gets a mistake of ours, which
+        must end the run, not just a task."""
         task = asyncio.create_task(
             self._score(group, done, fail), name=f"reward of group {group.index}"
         )
+        # asyncio holds tasks weakly: without this reference they may vanish.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -81,6 +82,7 @@ class GroupRewards:
     ) -> None:
         try:
             samples = await self.of(group.prompt, group.samples)
+            # Inside `try`: a mistake in the listener ends the run, too.
             done(group, samples)
         except Exception as error:  # noqa: BLE001 - the controller raises it
             fail(error)
@@ -88,7 +90,8 @@ class GroupRewards:
     async def of(
         self, prompt: Prompt, samples: Sequence[SampleRow], *, held_out: bool = False
     ) -> list[SampleRow]:
-        """The samples of a group with their rewards, in their order."""
+        """Return the samples of a group with their rewards, in their order."""
+        # A response that failed before has no reward to add to.
         rows = [row for row in samples if row.valid]
         if not rows or not self._scorer.scores(prompt):
             return list(samples)
@@ -106,11 +109,13 @@ class GroupRewards:
             [one.parts for one in whole],
             [one.error for one in whole],
         )
+        # Failed responses keep their places: the order is that of the requests.
         by_id = {one.id: one for one in new}
         return [by_id.get(row.id, row) for row in samples]
 
     def _whole(self, row: SampleRow, scored: Scored) -> Scored:
-        """A sample's, with what it had before. What came from an environment stays."""
+        """Return a sample's reward including the parts that it had before and the share of its
+        environment."""
         if scored.error is not None:
             return Scored(reward=0.0, error=scored.error)
         before = row.reward_parts or {}
@@ -118,6 +123,7 @@ class GroupRewards:
             total, parts = row.reward + scored.reward, before
         else:
             parts = {**before, **scored.parts}
+            # The parts are weighed again as a whole; what an environment gave stays.
             total = row.reward - self._settings.total(before) + self._settings.total(parts)
         if not math.isfinite(total):
             return Scored(reward=0.0, error=f"the reward of the parts {parts} is {total}")

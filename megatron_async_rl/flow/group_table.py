@@ -40,15 +40,15 @@ because it ends engines (router.py)."""
 COUNTED = ("admitted", "consumed", *DROPPED, "asked", "aborted", "given_up", "replayed")
 
 OnDropped = Callable[[SampleRow, str, bool], None]
-"""Called for each response that will not train, with the reason and whether its group had
+"""Callback for each response that will not train, with the reason and whether its group had
 finished."""
 OnGroupDropped = Callable[[int, str], None]
-"""Called for each group that will not train, with its number and the reason, before the calls for
-its responses. It may have none yet."""
+"""Callback for each group that will not train, with its number and the reason. It comes before the
+calls for the group's responses; there may be none yet."""
 
 EQUAL_BATCHES_LIMIT = 10
-"""Counted by the groups kept, not consumed: far ahead of the trainer, many batches are made before
-one trains."""
+"""Limit of dropped groups, in batches. Counted by groups kept, not consumed: far ahead of the
+trainer, many batches are made before one trains."""
 
 
 @dataclass(eq=False)
@@ -62,7 +62,8 @@ class DynamicSampling:
     dropped: int = 0
 
     def drops(self, index: int, samples: Iterable[SampleRow]) -> bool:
-        """True if group `index`, which has just finished, must be dropped. Counts it."""
+        """Return True if group `index`, which has just finished, must be dropped. Counts it."""
+        # A group without any valid response teaches nothing, either.
         equal = len({sample.reward for sample in samples if sample.valid}) <= 1
         if equal and self.dropped < EQUAL_BATCHES_LIMIT * self.prompts_per_step:
             self.dropped += 1
@@ -79,8 +80,8 @@ class DynamicSampling:
 
 
 def unrewarded(samples: Sequence[SampleRow]) -> list[SampleRow]:
-    """Samples of a group that never got the reward of a whole one; those that had failed before
-    keep their error."""
+    """Return the samples of a group that never got its reward; samples that had failed before keep
+    their error."""
     why = "its group was dropped before it had its reward"
     failed = [row for row in samples if not row.valid]
     left = [row for row in samples if row.valid]
@@ -116,17 +117,18 @@ class GroupTable:
         """Groups that have finished, consumed and dropped ones included."""
 
     def load(self, buffer: Buffer) -> None:
-        """Groups come most urgent first."""
+        """Enter the groups of a buffer, most urgent first."""
         for entry in buffer.groups:
             self.enter(entry)
             if entry.finished is not None:
                 self.ready += 1
+                # New groups finish after all that are taken up.
                 self.finished = max(self.finished, entry.finished + 1)
         if self._dynamic is not None:
             self._dynamic.kept, self._dynamic.dropped = buffer.equal
 
     def enter(self, entry: GroupState) -> None:
-        """One more group waits."""
+        """Add one group that waits."""
         self._waiting[entry.index] = entry
         if entry.open:
             self._answering[entry.index] = entry
@@ -138,39 +140,42 @@ class GroupTable:
     # Answers
 
     def on_sample(self, sample: SampleRow, group: int) -> None:
-        """Takes in a response of `group`."""
+        """Take in a response of `group`."""
+        # First: a second answer to one request raises before anything changes.
         entry = self._close(sample.id, group)
         entry.samples.append(sample)
+        # The drop has counted the group already.
         if entry.dropped:
             self._put_away(entry, [sample])
         elif len(entry.samples) == self._group_size and not self._scored_whole:
             self._finish(entry)
 
     def unscored(self, group: int) -> SampleGroup | None:
-        """`group`, where it has all its responses and waits for its reward."""
+        """Return `group` if it has all its responses and waits for its reward."""
         entry = self._waiting.get(group)
         waits = entry is not None and not entry.open and entry.finished is None
         return entry.group() if entry is not None and waits else None
 
     def on_scored(self, group: int, samples: Sequence[SampleRow]) -> None:
-        """Takes in the responses of a group that was unscored, with their rewards."""
+        """Take in the responses of an unscored group, with their rewards."""
         entry = self._waiting[group]
         entry.samples = list(samples)
         self._finish(entry)
 
     def on_abort(self, aborted: Aborted, group: int) -> Request:
-        """The request that continues an aborted one after its tokens."""
+        """Return the request that continues an aborted one after its tokens."""
         entry = self._answering.get(group)
         if entry is None or aborted.id not in entry.open:
             raise self._unexpected(aborted.id, group)
         self.counts["aborted"] += 1
         again = replace(entry.open[aborted.id], prefix=aborted.partial)
+        # It stays open: an aborted request is not answered.
         entry.open[aborted.id] = again
         return again
 
     def on_give_up(self, request: str, group: int) -> bool:
-        """The request will not be asked again, so its group cannot be completed. Returns whether
-        the group is dropped for it: another one's end may have come first."""
+        """Give up the request and drop its group, which cannot be completed. Return False if the
+        group had been dropped before."""
         entry = self._close(request, group)
         self.counts["given_up"] += 1
         if entry.dropped:
@@ -196,6 +201,7 @@ class GroupTable:
 
     def _finish(self, entry: GroupState) -> None:
         entry.finished = self.finished
+        # Before the filter: the scheduler counts dropped groups as finished, too.
         self.finished += 1
         self.ready += 1
         if self._dynamic is not None and self._dynamic.drops(entry.index, entry.samples):
@@ -204,17 +210,19 @@ class GroupTable:
     # Where a group goes
 
     def drop(self, entry: GroupState, reason: str) -> None:
-        """Its samples, those that are there and those that still come, go to `drain_dropped`."""
+        """Drop a group. Its samples, present and future, go to `drain_dropped`."""
         self.ready -= entry.finished is not None
         entry.dropped = reason.removeprefix("dropped_")
         self._leave(entry)
         self.counts[reason] += 1
+        # Before its responses, whose records refer to it.
         self._on_group_dropped(entry.index, entry.dropped)
         self._put_away(entry, entry.samples)
 
     def _put_away(self, entry: GroupState, samples: Sequence[SampleRow]) -> None:
-        """Samples of a group that is dropped."""
+        """Record samples of a group that is dropped."""
         finished = entry.finished is not None
+        # A part of the reward must not pass for the reward.
         if self._scored_whole and not finished:
             samples = unrewarded(samples)
         self._dropped += samples
@@ -222,7 +230,7 @@ class GroupTable:
             self._on_dropped(sample, entry.dropped, finished)
 
     def consume(self, entries: Collection[GroupState]) -> None:
-        """Finished groups train."""
+        """Remove finished groups, which train now."""
         for entry in entries:
             self._leave(entry)
         self.ready -= len(entries)
@@ -232,12 +240,14 @@ class GroupTable:
         del self._waiting[entry.index]
         self.due[entry.deadline] -= 1
         if not self.due[entry.deadline]:
+            # No zero entries: a check costs as much as there are deadlines.
             del self.due[entry.deadline]
 
     # What is where
 
     def waiting(self) -> Collection[GroupState]:
-        """Neither consumed nor dropped, in the order in which they entered: a view."""
+        """Groups that are neither consumed nor dropped, in the order in which they entered: a
+        view."""
         return self._waiting.values()
 
     def running(self) -> Iterable[GroupState]:
@@ -248,7 +258,7 @@ class GroupTable:
         return group in self._waiting
 
     def version_of(self, group: int) -> int | None:
-        """The version under which a group that has open requests was admitted."""
+        """Return the version under which a group that has open requests was admitted."""
         entry = self._answering.get(group)
         return None if entry is None else entry.version
 
@@ -271,7 +281,7 @@ class GroupTable:
         return drained
 
     def buffer(self) -> Buffer:
-        """A copy of what waits, as of now."""
+        """Return a copy of what waits now."""
         dynamic = self._dynamic
         return Buffer(
             groups=tuple(snapshot(entry) for entry in self._waiting.values()),

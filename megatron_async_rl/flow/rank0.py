@@ -70,18 +70,18 @@ class OtherRank:
         raise RuntimeError("only rank 0 takes batches")
 
     def next_batch(self) -> TrainBatch | None:
-        """After `take_batch`: the batch that trains this version; None when the user asked the run
-        to stop."""
+        """Return the batch from `take_batch`, which trains this version; None if the user requested
+        the run to stop."""
         raise RuntimeError("only rank 0 takes batches")
 
     def advance(self, version: int) -> None:
-        """The run is at `version`."""
+        """Set the run's version."""
 
     def staged(self, manifest: Manifest) -> None:
-        """This version is staged; engines may load it."""
+        """Announce that this version is staged; engines may load it."""
 
     def buffer_filled(self, ref: BucketRef | None) -> None:
-        """The ranks have filled a bucket, or released all of them: null."""
+        """Report that the ranks have filled a bucket, or, with None, released all of them."""
 
     def take_evaluations(self, *, wait: bool) -> None:
         """Record the results of evaluations by engines."""
@@ -127,12 +127,12 @@ class Rank0(OtherRank):
         self._code: dict[str, str] = {}
         """Digests of the Python files that the configuration names, as they were at the start."""
         self._handout: Handout | None = None
-        """The batch that was awaited."""
+        """Batch that was awaited."""
         self._flow_metrics: dict[str, MetricValue] = {}
         """Metrics of engines and controller, since the batch before."""
         self._state, self._since = "starting", time.monotonic()
         self._spent: dict[str, float] = {}
-        """Seconds by what was done, since the last line of metrics."""
+        """Seconds by state since the last line of metrics."""
 
     def open(
         self,
@@ -222,6 +222,7 @@ class Rank0(OtherRank):
 
     def log(self, batch: RankBatch, metrics: Mapping[str, MetricValue]) -> None:
         assert self._log is not None
+        # Measured per optimizer step, and a batch may make several.
         norm = metrics.get("update/norm")
         seen = summarise(
             batch,
@@ -232,7 +233,7 @@ class Rank0(OtherRank):
         self.set_status("training")
 
     def _step_times(self) -> dict[str, float]:
-        """Seconds of each part since the batch was asked for."""
+        """Return the seconds of each part since the batch was requested."""
         self._spend()
         # Reset per line of metrics: times are per step.
         spent, self._spent = self._spent, {}

@@ -60,12 +60,11 @@ log = logging.getLogger(__name__)
 
 
 class Listener:
-    """Receives events of training's requests and of the engines; every method may be left as it
-    is."""
+    """Interface for events of training requests and engines; every method may keep its default."""
 
     def on_sample(self, sample: SampleRow, request: Request) -> None: ...
     def on_abort(self, aborted: Aborted, request: Request) -> Request:
-        """The request to send instead."""
+        """Return the request to send instead."""
         return replace(request, prefix=aborted.partial)
 
     def on_give_up(self, request: Request, reason: str) -> None: ...
@@ -73,7 +72,7 @@ class Listener:
         """A training engine holds `version`."""
 
     def on_error(self, error: BaseException) -> None:
-        """The run cannot continue."""
+        """End the run."""
 
     def note(self, text: str) -> None:
         """Show `text` to the user."""
@@ -85,15 +84,15 @@ class Engines(Protocol):
     @property
     def slots(self) -> Sequence[EngineSlot]: ...
     def send(self, slot: EngineSlot, call: Callable[[], Awaitable[None]], what: str) -> None:
-        """Begins a call to the slot's engine; a failed call costs the engine."""
+        """Begin a call to the slot's engine. A failed call costs the engine."""
 
     def notify(self, call: Callable[[], object]) -> None:
-        """Calls the listener; an error of it ends the run."""
+        """Call the listener. Its error ends the run."""
 
 
 class Requests:
-    """`capacity`: requests that one engine holds at most. `separate`: engines of their own
-    evaluate."""
+    """All requests of a fleet. `capacity`: largest number of requests that one engine holds.
+    `separate`: evaluations have their own engines."""
 
     def __init__(
         self, engines: Engines, listener: Listener, capacity: int, *, separate: bool
@@ -115,9 +114,10 @@ class Requests:
         return time.monotonic()
 
     def put(self, requests: Iterable[Request], version: int) -> None:
-        """Hands training requests of groups admitted under `version` out, in order, as engines have
+        """Send training requests of groups admitted under `version`, in order, as engines have
         room."""
         for request in requests:
+            # Versions never fall along a response, so the engine needs the prefix's newest.
             minimum_version = (
                 version if request.prefix is None else int(request.prefix.versions[-1])
             )
@@ -125,10 +125,10 @@ class Requests:
         self.dispatch()
 
     async def run(self, requests: Sequence[Request], version: int) -> list[SampleRow]:
-        """The samples that answer held-out `requests`, in their order, by engines that hold
-        `version`, before training's. Cancelled, it stops what is running.
+        """Return the samples that answer held-out `requests`, in their order, from engines that
+        hold `version`; they come before training's. A cancelled call stops its running requests.
 
-        Raises EngineFailed when no engine is left, RequestGivenUp.
+        Raises EngineFailed if no engine is left, and RequestGivenUp.
         """
         slots = self._engines.slots
         peers = [slot for slot in slots if slot.evaluates == self._separate]
@@ -167,25 +167,29 @@ class Requests:
     # Events of the engines
 
     def served(self) -> None:
-        """An engine holds a version that it did not hold before."""
+        """Record that an engine holds a new version."""
         self._moved_at = time.monotonic()
         self.dispatch()
 
     def take_in(self, slot: EngineSlot, report: EngineReport) -> None:
-        """Process an engine's report. Raises EngineLost where it answers what it was not asked."""
+        """Process an engine's report. Raises EngineLost for an answer to something that was not
+        requested."""
         answers = report.finished.num_rows + len(report.aborted)
+        # A response that grows is progress: long ones are not late.
         if answers or report.sampling:
             self._moved_at = time.monotonic()
         if answers:
             watch.progress("responses", answers)
 
         for sample in rows_of(report.finished):
+            # Checked against what was sent: a wrong answer would train.
             pending = slot.held.get(sample.id)
             if pending is None or sample.prompt_id != pending.request.prompt.id:
                 raise EngineLost(
                     f"it answered {sample.id}, prompt {sample.prompt_id}, which it was not asked",
                     suspect=False,
                 )
+            # Before the listener is called: a sample counts once, whatever that does.
             self._release(slot, sample.id)
             if pending.answer is None:
                 self._engines.notify(partial(self._listener.on_sample, sample, pending.request))
@@ -201,12 +205,14 @@ class Requests:
         self.dispatch()
 
     def take_back(self, slot: EngineSlot, reason: str, *, suspect: bool) -> None:
-        """Requests again what an engine that is lost held. `suspect`: one of its requests may be
-        the reason."""
+        """Send the requests of a lost engine again. `suspect`: one of them may be the reason."""
+        # Emptied first: a late report of this engine must not answer them, too.
         held, slot.held = list(slot.held.values()), {}
         slot.aborting.clear()
         log.error("%s is lost, %d requests are asked again: %s", slot.name, len(held), reason)
+        # Its removal was requested: that speaks against no request.
         counts = suspect and not slot.leaving
+        # Reversed, because each goes to the front: they keep their order.
         for pending in reversed(held):
             pending.losses += counts
             if counts and len(held) == 1 and pending.losses >= LOSSES_BEFORE_ALONE:
@@ -216,8 +222,8 @@ class Requests:
         self._emptied.fire()
 
     async def until_given_back(self, slot: EngineSlot, engine: Engine, timeout_s: float) -> None:
-        """Has the engine give its requests back with their tokens; waits until it has, or is gone,
-        for at most `timeout_s`."""
+        """Make the engine return its requests with their tokens; wait at most `timeout_s` until it
+        has, or is gone."""
         self._abort(slot, slot.held.values())
         with (
             watch.doing("wait", f"{slot.name} to give its requests back", timeout_s),
@@ -228,7 +234,7 @@ class Requests:
             )
 
     def dispatch(self) -> None:
-        """Gives engines what they have room for and may answer."""
+        """Send to engines the requests that they have room for and may answer."""
         slots = self._engines.slots
         for index, requests in self._lanes.place(slots).items():
             engine = slots[index].engine
@@ -240,6 +246,7 @@ class Requests:
             if not pending.answer.done():
                 self._lanes.add(pending, first=True)
             return
+        # The id stays the same: scheduler and lanes mean one request.
         pending.request = self._listener.on_abort(aborted, pending.request)
         if aborted.partial is not None:
             pending.minimum_version = max(
@@ -268,11 +275,12 @@ class Requests:
             pending.answer.set_exception(RequestGivenUp(text))
 
     def _forget(self, evaluation: Sequence[PendingRequest]) -> None:
-        """Stops what has not been answered yet: it is no longer waited for."""
+        """Stop requests whose answers are no longer needed."""
         self._evaluations.difference_update(evaluation)
         for pending in evaluation:
             assert pending.answer is not None
             pending.answer.cancel()
+        # Waiting ones just go; an engine answers an abort of what it holds.
         self._lanes.forget(evaluation)
         for slot in self._engines.slots:
             self._abort(slot, [one for one in evaluation if slot.held.get(one.request.id) is one])
@@ -280,6 +288,7 @@ class Requests:
     def _abort(self, slot: EngineSlot, held: Iterable[PendingRequest]) -> None:
         ids, engine = [pending.request.id for pending in held], slot.engine
         if engine is not None and ids:
+            # Noted before the call: an abort that was not requested costs the engine.
             slot.aborting.update(ids)
             self._engines.send(slot, partial(engine.abort, ids), "abort requests")
 
@@ -289,6 +298,7 @@ def all_lost(slots: Iterable[EngineSlot], evaluates: bool) -> EngineFailed:
     peers = [slot for slot in slots if slot.evaluates == evaluates]
     reasons = "; ".join(f"engine {slot.index}: {slot.lost}" for slot in peers)
     message = f"no {kind} engine is left: {reasons}"
+    # Memory first: it is the cause that the user can act on.
     out = [slot.memory_out for slot in peers if slot.memory_out is not None]
     return EngineMemoryOut(message, *out[0]) if out else EngineFailed(message)
 
@@ -303,14 +313,14 @@ GROUPS_REMEMBERED = 4096
 """Newest groups whose engine is remembered, for its prefix cache."""
 
 LaneKey = tuple[bool, int]
-"""Training requests (else an evaluation's), and the version: lanes are served in this order."""
+"""Training requests (or else an evaluation's), and the version. Lanes are served in this order."""
 Lane = OrderedDict[str, PendingRequest]
 RequestBatches = dict[int, list[Request]]
 """Requests to send, by the engine's index."""
 
 
 def capacity_of(places: int) -> int:
-    """Requests that an engine holds at most, which decodes `places` at a time."""
+    """Return the largest number of requests for an engine that decodes `places` at a time."""
     return places + max(1, places // LOOKAHEAD)
 
 
@@ -324,8 +334,8 @@ class EngineCandidate(Protocol):
 
 
 class Router:
-    """The least loaded engine with room, or one nearly as empty that knows the prompt. `capacity`:
-    requests that one engine holds at most."""
+    """Choice of an engine: the least loaded one with room, or one nearly as empty that knows the
+    prompt. `capacity`: largest number of requests that one engine holds."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -333,24 +343,26 @@ class Router:
         self._last: OrderedDict[int, int] = OrderedDict()
 
     def choose[P: EngineCandidate](self, slots: Sequence[P], group: int, limit: int) -> P | None:
-        """Null where none holds fewer than `limit`; of several that are as empty, the first.
-        Remembers where the group went."""
+        """Return an engine and remember where the group went; None if all hold `limit` requests. Of
+        several that are equally empty, the first."""
         least = min(slots, key=lambda slot: len(slot.held), default=None)
         if least is None or len(least.held) >= limit:
             return None
         last = self._last.get(group)
         near = None if last is None else next((slot for slot in slots if slot.index == last), None)
+        # Within the slack, a prefix that is cached saves more than the imbalance costs.
         if near is not None and len(near.held) < min(limit, len(least.held) + self._slack + 1):
             return near
         self._last[group] = least.index
         if len(self._last) > GROUPS_REMEMBERED:
+            # The oldest group has most likely finished.
             self._last.popitem(last=False)
         return least
 
 
 class Lanes:
-    """`capacity`: requests that one engine holds at most. `separate`: engines of their own
-    evaluate."""
+    """Waiting requests. `capacity`: largest number of requests that one engine holds. `separate`:
+    evaluations have their own engines."""
 
     def __init__(self, capacity: int, *, separate: bool) -> None:
         self._router = Router(capacity)
@@ -360,7 +372,7 @@ class Lanes:
         """Requests that wait for an engine of their own, in order."""
 
     def add(self, pending: PendingRequest, *, first: bool = False) -> None:
-        """`first`: before those that wait already."""
+        """Add a request. `first`: before those that wait already."""
         if pending.alone:
             self._alone[pending.request.id] = pending
             return
@@ -379,7 +391,7 @@ class Lanes:
                     del lane[pending.request.id]
 
     def take_alone(self, group: int) -> list[PendingRequest]:
-        """Removes the requests of a group that wait for an engine of their own; returns them."""
+        """Remove and return the requests of a group that wait for an engine of their own."""
         taken = [one for one in self._alone.values() if one.request.group == group]
         self.forget(taken)
         return taken
@@ -390,9 +402,12 @@ class Lanes:
         return alone + sum(len(lane) for (training, _), lane in self._lanes.items() if training)
 
     def place(self, slots: Sequence[EngineSlot]) -> RequestBatches:
-        """Gives engines what they have room for and may answer; each `held` has it from now on."""
+        """Give engines the requests that they have room for and may answer; their `held` has them
+        from now on."""
         batches: RequestBatches = {}
         reserved = self._place_alone(slots, batches)
+        # False comes first: evaluations, for which rank 0 waits; then older versions, which are due
+        # first.
         for key in sorted(self._lanes):
             lane = self._lanes[key]
             able, limit = self._eligible(key, slots)
@@ -414,8 +429,8 @@ class Lanes:
         return batches
 
     def _place_alone(self, slots: Sequence[EngineSlot], batches: RequestBatches) -> set[int]:
-        """Indices of the engines that take nothing else: they have a request that runs alone, get
-        one now, or empty themselves for one."""
+        """Return the engines that take nothing else: they have a request that runs alone, get one
+        now, or empty themselves for one."""
         reserved = {
             slot.index for slot in slots if any(pending.alone for pending in slot.held.values())
         }
@@ -425,6 +440,7 @@ class Lanes:
             if not free:
                 continue
             slot = min(free, key=lambda one: len(one.held))
+            # Also while it is busy: it gets nothing new, and so becomes empty.
             reserved.add(slot.index)
             if slot.held:
                 break  # one engine at a time empties itself
@@ -434,8 +450,9 @@ class Lanes:
         return reserved
 
     def _eligible(self, key: LaneKey, slots: Sequence[EngineSlot]) -> tuple[list[EngineSlot], int]:
-        """The engines that may answer a lane's requests, and how many requests one of them may
-        hold: the same for all of the lane, since what is placed waits no longer and is held."""
+        """Return the engines that may answer a lane's requests, and how many requests each may
+        hold. The limit is the same for the whole lane, since placed requests move from waiting to
+        held."""
         training, version = key
         evaluates = not training and self._separate
         there = [
@@ -446,6 +463,7 @@ class Lanes:
         able = [slot for slot in there if slot.serving and slot.version >= version]
         if not training:
             return [one for one in able if one.version == version], self._router.capacity
+        # Otherwise some engines still load: leave their share for them.
         if len(able) == len(there):
             return able, self._router.capacity
         requests = self.waiting() + sum(len(slot.held) for slot in there)

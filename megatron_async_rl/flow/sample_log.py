@@ -69,7 +69,7 @@ FLUSH_S = 1.0
 RETRY_S = 60.0
 CHECKPOINT_WAIT_S = 10.0
 QUEUED = 100_000
-"""Samples and outcomes that may wait for the thread; what comes on top is lost."""
+"""Largest number of samples and outcomes in the thread's queue; further ones are lost."""
 ROWS, TOKENS = 256, 2**18
 """Limits of one record batch: the thread holds the interpreter only for so long."""
 
@@ -77,7 +77,7 @@ LogWrite = Callable[[], None]
 
 
 class SampleLog:
-    """The log that keeps nothing (`samples.keep_mib: 0`); it only carries the position on."""
+    """Log that keeps nothing (`samples.keep_mib: 0`) and only carries the position on."""
 
     def __init__(self) -> None:
         self._next_seq = 0
@@ -93,39 +93,39 @@ class SampleLog:
         return None
 
     def begin(self, position: int, after: int = -1) -> None:
-        """Continues from a checkpoint's `position`; 0: from the run's beginning. `after`: the
-        segment of the checkpoint's mark, behind which new ones are numbered, also where the user
-        moved the log away: a log that begins again is then not taken for a log that has lost its
-        end."""
+        """Continue from a checkpoint's `position`; 0: from the run's beginning. `after`: segment of
+        the checkpoint's mark. New segments are numbered behind it, even if the user moved the log
+        away: a new log then does not look like a log that has lost its end."""
         self._next_seq = max(self._next_seq, position)
 
     def admitted(self, group: int, step: int) -> None:
-        """A group entered the buffer, or is taken up from a checkpoint's; `step`: the next one."""
+        """Record that a group entered the buffer, or was taken up from a checkpoint. `step`: the
+        next one."""
 
     def finished(self, sample: SampleRow) -> None:
-        """A response came, with its reward."""
+        """Record a response with its reward."""
 
     def trained(self, groups: Sequence[int], samples: Sequence[SampleRow], step: int) -> None:
-        """The batch of optimizer step `step` was handed out: it consumes `groups` and trains on
-        `samples`, which are others with replay."""
+        """Record that the batch of optimizer step `step` was handed out. It consumes `groups` and
+        trains on `samples`, which belong to other groups with replay."""
 
     def group_dropped(self, group: int, step: int, reason: str) -> None:
-        """The group will not train; `step`: the next one."""
+        """Record that the group will not train. `step`: the next one."""
 
     def dropped(self, sample: SampleRow, step: int, reason: str) -> None:
-        """A finished response will not train; `step`: the next one."""
+        """Record that a finished response will not train. `step`: the next one."""
 
     def evaluated(
         self, answers: Sequence[tuple[Prompt, Sequence[SampleRow]]], version: int
     ) -> None:
-        """A held-out evaluation is complete."""
+        """Record a complete held-out evaluation."""
 
     def flush(self) -> None:
-        """Waits until what was queued is written, CHECKPOINT_WAIT_S at most. Blocks: not on the
+        """Wait until the queue is written, at most CHECKPOINT_WAIT_S. Blocks, so not for the
         loop."""
 
     def close(self) -> None:
-        """Writes what is queued and ends the thread."""
+        """Write the queue and end the thread."""
 
 
 class SampleLogWriter(SampleLog):
@@ -175,6 +175,7 @@ class SampleLogWriter(SampleLog):
 
     def trained(self, groups: Sequence[int], samples: Sequence[SampleRow], step: int) -> None:
         whole = [(group, None, None) for group in groups]
+        # By group and by sample: with replay a batch trains on other groups than it consumes.
         self._put_outcomes(whole, "consumed", step, None)
         self._put_outcomes(map(_subject, samples), "trained", step, None)
 
@@ -196,6 +197,7 @@ class SampleLogWriter(SampleLog):
     def flush(self) -> None:
         written = threading.Event()
         self._put(self._write)
+        # After the rows: the mark counts only what is on the disk.
         self._put(self._sync)
         self._put(written.set)
         self._wake.set()
@@ -212,7 +214,7 @@ class SampleLogWriter(SampleLog):
             self._thread.join(CHECKPOINT_WAIT_S)
 
     def _put(self, item: LogWrite, *, rows: int = 0) -> None:
-        """`rows`: what is lost where there is no place left; 0: there always is."""
+        """Queue `item`. `rows`: number of rows lost if the queue is full; 0 queues it anyway."""
         if rows == 0 or len(self._queue) < QUEUED:
             self._queue.append(item)
         else:
@@ -227,6 +229,7 @@ class SampleLogWriter(SampleLog):
             (seq, group, name, finished_at, outcome, step, reason)
             for seq, (group, name, finished_at) in enumerate(subjects, self._next_seq)
         ]
+        # Also if the queue is full: the gap in `seq` shows that rows were lost.
         self._next_seq += len(rows)
         self._put(lambda: self._outcomes.extend(rows), rows=len(rows))
 
@@ -256,7 +259,7 @@ class SampleLogWriter(SampleLog):
             self._write()
 
     def _take_up(self, position: int) -> None:
-        """Makes the log that an earlier process left one of the history up to `position`."""
+        """Cut the log of an earlier process back to the history up to `position`."""
         try:
             try:
                 require_checksums(self._folder)
@@ -287,7 +290,7 @@ class SampleLogWriter(SampleLog):
             )
 
     def _finish_open(self) -> None:
-        """Closes files that were left open; damaged ones stay as they are."""
+        """Close files that were left open; damaged ones stay as they are."""
         try:
             mark = read_mark(self._run_dir)
         except SegmentBroken as error:
@@ -311,7 +314,7 @@ class SampleLogWriter(SampleLog):
                 self._failed(error, 0)
 
     def _forget_evaluation(self, version: int) -> None:
-        """A crash between an evaluation and its checkpoint has it repeated."""
+        """Mark an evaluation as repeated, which a crash before its checkpoint causes."""
         if version not in self._evaluated_before:
             return
 
@@ -368,7 +371,7 @@ class SampleLogWriter(SampleLog):
         return seqs
 
     def _write(self) -> None:
-        """Samples before their outcomes, in one segment."""
+        """Write samples before their outcomes, in one segment."""
         samples, outcomes = self._samples, self._outcomes
         self._samples, self._outcomes, self._tokens = [], [], 0
         if not samples and not outcomes:
@@ -416,7 +419,7 @@ class SampleLogWriter(SampleLog):
         self._mark = mark
 
     def _next_segment(self) -> OpenSegment:
-        """A new one, after the oldest have made room for it."""
+        """Return a new segment, after removing the oldest ones for room."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._finish_open()  # what could not be closed before
         old = numbers_in(self._folder)
@@ -431,7 +434,7 @@ class SampleLogWriter(SampleLog):
         return OpenSegment(self._folder, self._highest, self._schema)
 
     def _failed(self, error: Exception, lost: int) -> None:
-        """Closes the present segment after its last whole batch, and tries again later."""
+        """Close the present segment after its last whole batch, and try again later."""
         log.warning("the sample log cannot be written: %s", error, exc_info=True)
         self._lost += lost
         self._retry_at = time.monotonic() + RETRY_S
@@ -444,7 +447,7 @@ class SampleLogWriter(SampleLog):
         )
 
     def _note_damage(self, error: SegmentBroken) -> None:
-        """Once for each file."""
+        """Note damage once for each file."""
         if error.path in self._damaged:
             return
         self._damaged.add(error.path)
@@ -460,7 +463,7 @@ class SampleLogWriter(SampleLog):
         self._noted = noted
 
     def _note(self, text: str) -> None:
-        """Once, until it is written again."""
+        """Note `text` once, until the log is written again."""
         if self._noted:
             return
         try:

@@ -35,10 +35,10 @@ NumberedPrompt = tuple[int, Prompt]
 
 
 class Scheduler:
-    """`steps`: optimizer steps of the whole run, so that nothing is admitted that no step will
-    consume; null admits without end. `fresh_steps`: the run's first steps that are synchronous
-    whatever `flow.async_ratio` is. `seed`: of replay. `scored_whole`: a group finishes once it has
-    a reward of its own (`on_scored`), after its last response."""
+    """Admission and selection of groups. `steps`: optimizer steps of the whole run, beyond which
+    nothing is admitted; None admits without end. `fresh_steps`: number of first steps that are
+    synchronous whatever `flow.async_ratio` is. `seed`: of replay. `scored_whole`: a group finishes
+    with its own reward (`on_scored`), after its last response."""
 
     def __init__(
         self,
@@ -61,13 +61,12 @@ class Scheduler:
         self._table = GroupTable(flow, on_dropped, on_group_dropped, scored_whole=scored_whole)
         self._limit = 0
         self._worth_at = 0
-        """Groups that have to have finished, in all, before another attempt to select a batch can
-        succeed."""
+        """Number of finished groups, in all, before which another selection cannot succeed."""
         self._awaited: GroupState | None = None
-        """Before this group has finished none can, either."""
+        """Group before whose end no selection can succeed, either."""
         self._first_versions = set[int]()
-        """Nothing older was there when these admitted: what `exact_lag` makes under them waits
-        less."""
+        """Versions at which nothing older was there: groups that `exact_lag` admits under them have
+        less lag."""
         self._replay = (
             ReplayStore(flow.selection, seed) if isinstance(flow.selection, Replay) else None
         )
@@ -85,12 +84,12 @@ class Scheduler:
         buffer: Buffer = EMPTY,
         oldest: int = 0,
     ) -> list[tuple[Request, int]]:
-        """An engine holds `version`. New groups are numbered from `next_index`, after `pending`
-        ones that a run left behind.
+        """Begin at `version`, which an engine holds. New groups are numbered from `next_index`,
+        after `pending` ones that an earlier run left.
 
-        Of its `buffer` everything is taken up that the law and these settings permit and whose
-        tokens come from version `oldest` or newer ones. Returns the requests to repeat for
-        it, each with the version its group was admitted under.
+        Takes up everything of `buffer` that the law and these settings permit and whose tokens come
+        from version `oldest` or newer ones. Returns the requests to send again for it, each with
+        the version under which its group was admitted.
         """
         if self._version is not None:
             raise RuntimeError(f"started already, at version {self._base}")
@@ -108,6 +107,7 @@ class Scheduler:
                 oldest=oldest,
             )
         )
+        # The buffer holds some of them, which count as admitted.
         self._pending.extend(place for place in pending if not self._table.is_waiting(place[0]))
         return self._table.open_requests()
 
@@ -118,8 +118,8 @@ class Scheduler:
             self._replay.load(buffer.stored)
 
     def advance(self, version: int) -> None:
-        """An engine holds `version` now, so more may be admitted. Versions only grow; the same one
-        again does nothing."""
+        """Admit under `version`, which an engine holds now. Versions only grow; the same one again
+        does nothing."""
         if self._version is None:
             raise RuntimeError(f"advance({version}) before start")
         if version < self._version:
@@ -132,7 +132,9 @@ class Scheduler:
     # Admission
 
     def _may_admit(self, version: int) -> int:
-        """Groups that may be admitted since `start`, dropped ones apart, under `version`."""
+        """Return the number of groups, without dropped ones, that may be admitted since `start`
+        under `version`."""
+        # The proof of the law counts versions and groups from the start.
         since, per_step = version - self._base, self._flow.prompts_per_step
         limit = admitted_limit(
             since,
@@ -142,6 +144,7 @@ class Scheduler:
             self._flow.oversample,
         )
         if self._steps is not None:
+            # Nothing is sampled that no step will consume.
             limit = min(limit, max(self._steps - self._base, 0) * per_step)
         return limit
 
@@ -150,10 +153,11 @@ class Scheduler:
         return self._table.kept < self._limit
 
     def admit(self, source: Callable[[], Prompt]) -> list[Request]:
-        """The requests of one more group: of a pending prompt, or of the source's next. Only with
-        `room`; `version` is the one it is admitted under."""
+        """Return the requests of one more group, for a pending prompt or the source's next. Call it
+        only with `room`; the group is admitted under `version`."""
         assert self._version is not None
         index, prompt = self._pending.popleft() if self._pending else (self._number(), source())
+        # Fixed at admission: newer weights do not extend it.
         due = deadline(self._version, self._flow.async_ratio, self._fresh_steps)
         requests = [Request(group=index, k=k, prompt=prompt) for k in range(self._flow.group_size)]
         self._table.enter(
@@ -168,44 +172,43 @@ class Scheduler:
     # Answers
 
     def on_sample(self, sample: SampleRow, group: int) -> None:
-        """Takes in a response of `group`."""
+        """Take in a response of `group`."""
         self._table.on_sample(sample, group)
 
     def unscored(self, group: int) -> SampleGroup | None:
-        """`group`, where it has all its responses and waits for its reward."""
+        """Return `group` if it has all its responses and waits for its reward."""
         return self._table.unscored(group)
 
     def on_scored(self, group: int, samples: Sequence[SampleRow]) -> None:
-        """Takes in the samples of a group that was unscored, with their rewards."""
+        """Take in the samples of an unscored group, with their rewards."""
         self._table.on_scored(group, samples)
 
     def on_abort(self, aborted: Aborted, group: int) -> Request:
-        """The continuation of a request that its engine stopped."""
+        """Return the continuation of a request that its engine stopped."""
         return self._table.on_abort(aborted, group)
 
     def on_give_up(self, request: str, group: int) -> bool:
-        """The request will not be asked again: its group is dropped. Returns False where it was
-        already."""
+        """Give up the request and drop its group. Return False if it had been dropped before."""
         dropped = self._table.on_give_up(request, group)
         self._worth_at, self._awaited = 0, None  # the group may have been in others' way
         return dropped
 
     def version_of(self, group: int) -> int | None:
-        """The version that a group with open requests was admitted under."""
+        """Return the version under which a group with open requests was admitted."""
         return self._table.version_of(group)
 
     # Selection
 
     @property
     def next_step(self) -> int:
-        """The version that the next batch trains."""
+        """Version that the next batch trains."""
         return self._base + self._table.counts["consumed"] // self._flow.prompts_per_step
 
     def take(self, version: int) -> tuple[SampleGroup, ...] | None:
-        """The groups, in admission order, of the batch that trains `version`, the trainer's; null
-        while it has to wait.
+        """Return the groups, in admission order, of the batch that trains `version`; None while it
+        has to wait.
 
-        Raises ValueError for another batch than the next, StalenessViolated should a sample break
+        Raises ValueError for a batch other than the next, and StalenessViolated if a sample breaks
         the law.
         """
         if self._version is None or version != self.next_step:
@@ -224,18 +227,20 @@ class Scheduler:
         others = [entry for entry in self._table.waiting() if entry not in late]
         taken = self._select(others, version)
         missing = self._flow.prompts_per_step - len(taken)
+        # Remembered, so that answers before then cost no selection.
         if missing:
             self._worth_at = self._table.finished + missing
             self._awaited = None if late else self._indispensable(others, version)
             return None
         self._worth_at, self._awaited = 0, None
+        # Only with a complete batch: until then they may still finish in time.
         for entry in late:
             self._table.drop(entry, "dropped_late")
         return self._consume(sorted(taken, key=lambda entry: entry.index), version)
 
     def may_take(self, version: int) -> bool:
-        """True where it is worth while to try: what keeps a batch from being complete is looked at
-        only when it is."""
+        """Return True if a selection may succeed. The reasons why a batch is incomplete are only
+        looked for then."""
         table = self._table
         if table.ready < self._flow.prompts_per_step or table.finished < self._worth_at:
             return False
@@ -251,14 +256,15 @@ class Scheduler:
         return {entry for entry in self._table.running() if entry.deadline <= version}
 
     def _indispensable(self, groups: Iterable[GroupState], version: int) -> GroupState | None:
-        """The most urgent of `groups` that is running, where no batch of them can do without it."""
+        """Return the most urgent running group of `groups` if no batch of them can do without
+        it."""
         first = next((entry for entry in groups if entry.finished is None), None)
         overtaken = isinstance(self._flow.selection, Windowed)
         return first if first is not None and (first.deadline <= version or not overtaken) else None
 
     def _must_stand_still(self, version: int) -> bool:
-        """`exact_lag`: everything that this version makes has to be there before the next weights
-        are."""
+        """Return True with `exact_lag` until every response of this version is there: the next
+        weights have to wait for them."""
         exact = isinstance(self._flow.selection, ExactLag)
         return exact and (self._version != version or self.room() or self._table.open > 0)
 
@@ -271,9 +277,11 @@ class Scheduler:
     def _consume(self, taken: Sequence[GroupState], version: int) -> tuple[SampleGroup, ...]:
         groups = tuple(entry.group() for entry in taken)
         every = (sample for group in groups for sample in group.samples)
+        # Before anything changes. A violation is a mistake of ours, and ends the run.
         check_lags(every, version, self._flow, self._first_versions, self._fresh_steps)
         self._table.consume(taken)
         if self._replay is not None:
+            # After the check, because replayed responses may be of any age.
             groups, replayed = self._replay.exchange(groups, version, self._flow.group_size)
             self._table.counts["replayed"] += replayed
         return groups
@@ -281,12 +289,13 @@ class Scheduler:
     # What is where
 
     def pending(self) -> list[NumberedPrompt]:
-        """GroupState and not consumed, oldest first: what a resume has to request again."""
+        """Admitted or pending prompts that are not consumed, oldest first: a resume requests them
+        again."""
         own = [(entry.index, entry.prompt) for entry in self._table.waiting()]
         return sorted([*own, *self._pending], key=lambda place: place[0])
 
     def buffer(self) -> Buffer:
-        """A copy of what waits and of the replay store, as of now."""
+        """Return a copy of what waits now, and of the replay store."""
         stored = self._replay.content() if self._replay is not None else ()
         return replace(
             self._table.buffer(), stored=stored, first_versions=tuple(self._first_versions)
@@ -309,9 +318,9 @@ class Scheduler:
         return self._table.drain_dropped()
 
     def counts(self) -> dict[str, int]:
-        """Since `start`, which admits what it takes up. Groups: admitted = consumed + dropped_equal
-        + dropped_late + dropped_failed + running + ready. Responses: asked = finished + given_up +
-        open (now); aborted (and asked again), replayed."""
+        """Return counts since `start`, which admits what it takes up. Groups: admitted = consumed +
+        dropped_equal + dropped_late + dropped_failed + running + ready. Responses: asked = finished
+        + given_up + open (now); aborted (and requested again), replayed."""
         table = self._table
         running = len(table.waiting()) - table.ready
         return dict(table.counts) | {

@@ -38,27 +38,29 @@ class Waiting(Protocol):
 
     @property
     def finished(self) -> int | None:
-        """Its place in the order in which groups finished; null while it is running."""
+        """Position in the order in which groups finished; None while it is running."""
 
 
 def oldest_first[G: Waiting](groups: Iterable[G], count: int) -> list[G]:
-    """The finished groups among the first `count` of `groups`, which are sorted by urgency."""
+    """Return the finished groups among the first `count` of `groups`, which are sorted by
+    urgency."""
     return [group for group in islice(groups, count) if group.finished is not None]
 
 
 def windowed[G: Waiting](groups: Sequence[G], count: int, step: int, window: float) -> list[G]:
-    """The `count` that finished first among the first ceil((1 + window) count), without making
-    another late.
+    """Return the `count` groups that finished first among the first ceil((1 + window) count), such
+    that no other group becomes late.
 
-    `groups` come most urgent first. Of those due by c' at most (c' - step) count can train after
-    this step: the others must be in this batch. Once the first `count` groups have finished there
-    always is a whole batch, as they alone would be one.
+    `groups` come most urgent first. Of the groups due by c', at most (c' - step) count can train
+    after this step: the others must be in this batch. Once the first `count` groups have finished
+    there is always a whole batch, because they alone would be one.
     """
     due = Counter(group.deadline for group in groups)
     owed: dict[int, int] = {}
     seen = 0
     for last in sorted(due):
         seen += due[last]
+        # Later steps can take (last - step) count of these in time: this batch owes the rest.
         owed[last] = seen - (last - step) * count
     candidates = [
         group
@@ -69,6 +71,7 @@ def windowed[G: Waiting](groups: Sequence[G], count: int, step: int, window: flo
     for group in sorted(candidates, key=lambda candidate: candidate.finished or 0):
         if len(taken) == count:
             break
+        # More urgent groups need these places, whatever else is chosen.
         others = max((still for last, still in owed.items() if last < group.deadline), default=0)
         if count - len(taken) > others:
             taken.append(group)
@@ -78,7 +81,7 @@ def windowed[G: Waiting](groups: Sequence[G], count: int, step: int, window: flo
 
 
 class ReplayStore:
-    """The replay buffer, in host memory; `content` goes into checkpoints."""
+    """Replay buffer in host memory; `content` goes into checkpoints."""
 
     def __init__(self, settings: Replay, seed: int) -> None:
         self._settings = settings
@@ -88,18 +91,20 @@ class ReplayStore:
     def exchange(
         self, arrived: Sequence[SampleGroup], version: int, group_size: int
     ) -> tuple[tuple[SampleGroup, ...], int]:
-        """Stores `arrived`; returns what trains `version`, as many groups, and how many stored
-        responses are among it.
+        """Store `arrived`; return as many groups to train `version`, and the number of stored
+        responses among them.
 
-        With probability `recent` it is `arrived`. Else: prompts drawn evenly, without repetition as
-        far as there are enough, and `group_size` responses of each drawn with probability
+        With probability `recent` these are `arrived`. Otherwise prompts are drawn evenly, without
+        repetition as far as there are enough, and `group_size` responses of each with probability
         proportional to exp(inverse_temperature x reward), with repetition.
         """
         for group in arrived:
             self._store(group.prompt, group.samples)
+        # A generator per step: a resume draws the same without any state.
         chance = np.random.default_rng([self._seed, version])
         if chance.random() < self._settings.recent or not self._stored:
             return tuple(arrived), 0
+        # Sorted, because a resume stores them in another order.
         ids = sorted(self._stored)
         chosen = chance.choice(len(ids), size=len(arrived), replace=len(ids) < len(arrived))
         groups = tuple(
@@ -113,7 +118,7 @@ class ReplayStore:
         return tuple((prompt, tuple(samples.values())) for prompt, samples in self._stored.values())
 
     def load(self, content: Iterable[tuple[Prompt, Iterable[SampleRow]]]) -> None:
-        """Stores what `content` returned; of what these settings keep fewer of, the newest."""
+        """Store what `content` returned; the newest responses if these settings keep fewer."""
         for prompt, samples in content:
             self._store(prompt, samples)
 
@@ -122,6 +127,7 @@ class ReplayStore:
         # Without the rest of the reports they came in, which would stay as long.
         for sample in rows_of(gathered([one for one in arrived if one.valid])):
             key = sample.response_ids.tobytes()
+            # Removed first, so that a repeated response becomes the newest.
             samples.pop(key, None)
             samples[key] = sample
         while len(samples) > self._settings.per_prompt:
@@ -137,6 +143,7 @@ class ReplayStore:
         scores = self._settings.inverse_temperature * np.array(
             [sample.reward for sample in samples]
         )
+        # Softmax, shifted so that no exponent overflows.
         weights = np.exp(scores - scores.max())
         drawn = chance.choice(len(samples), size=count, p=weights / weights.sum()).tolist()
         own = [

@@ -71,25 +71,29 @@ def admitted_limit(
     fresh_steps: int = 0,
     oversample: float = 0.0,
 ) -> int:
-    """Groups that may have been admitted, in all, under `version` (0 for a new run)."""
+    """Return the number of groups that may have been admitted, in all, under `version` (0 for a new
+    run)."""
     ahead = 0
     if version >= fresh_steps:
         wanted = as_written(async_ratio) + as_written(oversample)
+        # The proof uses a budget of at most A B ahead.
         share = min(wanted, Fraction(max_lag(async_ratio)))
+        # ceil(alpha B), exact: `share` is a Fraction.
         ahead = math.ceil(share * prompts_per_step)
     return (version + 1) * prompts_per_step + ahead
 
 
 def deadline(version: int, async_ratio: float, fresh_steps: int = 0) -> int:
-    """The last step that may train on a group admitted at `version`."""
+    """Return the last step that may train on a group admitted at `version`."""
     return version + (max_lag(async_ratio) if version >= fresh_steps else 0)
 
 
 def is_feasible(due: Mapping[int, int], step: int, prompts_per_step: int) -> bool:
-    """True where groups can all be consumed in time, B per step, from `step` on. `due`: how many
-    have which deadline."""
+    """Return True if all groups can be consumed in time, B per step, from `step` on. `due`: number
+    of groups by deadline."""
     by_then = 0
     for last in sorted(last for last, count in due.items() if count):
+        # At c' = last, at most (c' - c + 1) B groups may be due.
         by_then += due[last]
         if last < step or by_then > (last - step + 1) * prompts_per_step:
             return False
@@ -103,10 +107,10 @@ def check_lags(
     first_versions: Collection[int],
     fresh_steps: int = 0,
 ) -> None:
-    """Raises StalenessViolated unless every sample may train `version`.
+    """Raise StalenessViolated unless every sample may train `version`.
 
-    `first_versions`: before which there was too little to wait behind, so that what exact_lag makes
-    under them waits less.
+    `first_versions`: versions before which there was too little to wait behind; groups that
+    exact_lag admits under them have less lag.
     """
     exact = isinstance(flow.selection, ExactLag)
     for sample in samples:
@@ -130,6 +134,6 @@ def check_lags(
 
 @cache
 def as_written(ratio: float) -> Fraction:
-    """The decimal the user wrote: in binary, 1.1 * 10 is above 11 and would admit one group too
-    many."""
+    """Return the decimal that the user wrote: in binary, 1.1 * 10 is above 11 and would admit one
+    group too many."""
     return Fraction(repr(float(ratio)))

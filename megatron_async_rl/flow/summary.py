@@ -37,19 +37,21 @@ COUNTS = (
 def summarise(
     batch: RankBatch, max_lag: int, update_norm: float | None = None
 ) -> dict[str, MetricValue]:
-    """Metrics of what this step trains on: the samples whose reward did not fail. Keys are
-    documented in docs/metrics.md; one without data is left out.
+    """Return metrics of the samples that this step trains on: those whose reward did not fail.
+    docs/metrics.md documents the keys; a metric without data is left out.
 
     `lag/histogram` has one count of response tokens per lag, from 0 to at least `max_lag`.
-    `update_norm`: how far the step moved the weights, where a control measured it.
+    `update_norm`: distance that the step moved the weights, if a control measured it.
     """
     errors: dict[str, MetricValue] = {"reward/errors": int((~batch.valid).sum())}
     equal = _equal_groups(batch)
+    # Means of nothing would be nan.
     if not batch.valid.any():
         return errors
     if not batch.valid.all():
         batch = batch.select(np.flatnonzero(batch.valid))
     lags = batch.version - batch.versions
+    # A response is as stale as its oldest token.
     starts = batch.version - batch.start_versions
     mixed = batch.start_versions != batch.last_versions
     metrics: dict[str, MetricValue] = {
@@ -79,6 +81,7 @@ def summarise(
     if update_norm is not None:
         metrics["staleness/drift"] = int(starts.max()) * update_norm
 
+    # Given responses have no reward.
     if batch.sampled.any():
         metrics["reward/mean"] = float(batch.rewards.mean())
         if len(batch) > 1:
@@ -88,12 +91,13 @@ def summarise(
 
 
 def _equal_groups(batch: RankBatch) -> dict[str, MetricValue]:
-    """Over groups of several samples, one alone equals nothing. Failed rewards teach nothing
-    either."""
+    """Return the share of groups of several samples whose rewards are all equal. Failed rewards
+    count as equal: they teach nothing, either."""
     groups = int(batch.group.max()) + 1
     lowest, highest = np.full(groups, np.inf), np.full(groups, -np.inf)
     np.minimum.at(lowest, batch.group[batch.valid], batch.rewards[batch.valid])
     np.maximum.at(highest, batch.group[batch.valid], batch.rewards[batch.valid])
+    # A group of one has no spread, and would count as equal.
     several = np.bincount(batch.group, minlength=groups) > 1
     if not several.any():
         return {}
@@ -112,8 +116,8 @@ def _part_means(batch: RankBatch) -> dict[str, MetricValue]:
 
 
 def summarise_dropped(samples: Sequence[SampleRow]) -> dict[str, MetricValue]:
-    """Metrics of the responses that were sampled to their end and dropped since the last step; none
-    where there were none."""
+    """Return metrics of the finished responses that were dropped since the last step; empty without
+    any."""
     if not samples:
         return {}
     lengths = [sample.length for sample in samples]
@@ -129,15 +133,16 @@ def summarise_dropped(samples: Sequence[SampleRow]) -> dict[str, MetricValue]:
 
 
 def length_histogram(lengths: Sequence[int] | NDArray[np.int64]) -> list[int]:
-    """Bin i counts the lengths from 2^i up to, and not including, 2^(i + 1); lengths are at least
-    1."""
+    """Return counts by length: bin i counts lengths from 2^i up to, and not including, 2^(i + 1).
+    Lengths are at least 1."""
+    # frexp: x = m 2^e with 1/2 <= m < 1, so x is in bin e - 1. Exact, unlike a logarithm.
     bins: list[int] = np.bincount(np.frexp(lengths)[1] - 1).tolist()
     return bins
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCounts:
-    """One engine, as the controller saw it last."""
+    """Counts of one engine in its last report."""
 
     alive: bool
     version: int
@@ -178,22 +183,24 @@ def describe_flow(stats: Mapping[str, Any], scoring: int) -> str:
 
 
 def flow_metrics(counts: Mapping[str, float]) -> dict[str, MetricValue]:
-    """`counts` by the metrics' names without `flow/`; others are passed over."""
+    """Return `counts` under the metrics' names with `flow/`; unknown ones are left out."""
     return {key: counts[name] for key in COUNTS if (name := key.removeprefix("flow/")) in counts}
 
 
 def engine_metrics(
     now: Sequence[EngineCounts], before: Sequence[EngineCounts], seconds: float
 ) -> dict[str, MetricValue]:
-    """Metrics of the `seconds` between `before` and `now`; engines that `before` lacks have joined
-    since.
+    """Return metrics of the `seconds` between `before` and `now`. Engines that `before` lacks have
+    joined since.
 
-    Counts of an engine are since it started: an engine with fewer than before was restarted, and
-    all its counts are new.
+    An engine counts since its start: one with fewer than before was restarted, and all its counts
+    are new.
     """
     new = EngineCounts(alive=True, version=0, in_flight=0, tokens=0, busy_s=0.0, restarts=0)
+    # An engine that has joined counts from zero.
     earlier = [*before, *[new] * (len(now) - len(before))]
     busy = [_since(new.busy_s, old.busy_s) for new, old in zip(now, earlier, strict=True)]
+    # A report may cover a little more than the interval.
     shares = [min(1.0, spent / seconds) for spent in busy] if seconds > 0 else []
     busy_shares: dict[str, MetricValue] = (
         {"engine/busy_share": sum(shares) / len(shares), "engine/busy_shares": shares}
@@ -218,9 +225,10 @@ def engine_metrics(
 def counted(
     now: Sequence[EngineCounts], before: Sequence[EngineCounts], seconds: float
 ) -> list[EngineCounts]:
-    """The `before` of the next `engine_metrics`: what an engine reports late, more than `seconds`,
-    counts then."""
+    """Return the `before` of the next `engine_metrics`: busy time above `seconds`, which an engine
+    reported late, counts then."""
     earlier = [*(old.busy_s for old in before), *[0.0] * (len(now) - len(before))]
+    # At most the interval: the rest of a late report counts in the next one.
     limits = [
         old + seconds if new.busy_s >= old else seconds
         for new, old in zip(now, earlier, strict=True)
@@ -231,11 +239,12 @@ def counted(
 
 
 def _since(new: float, old: float) -> float:
+    # Fewer than before: the engine restarted and counts from zero.
     return new - old if new >= old else new
 
 
 class FlowCounts:
-    """Counts of all that came in so far, and of what the last line of metrics had of it."""
+    """Counts of all responses so far, and of what the last line of metrics had of them."""
 
     def __init__(self) -> None:
         self.responses = {"samples": 0, "tokens": 0, "truncated": 0, "reward_errors": 0}
@@ -243,7 +252,8 @@ class FlowCounts:
         self._engines: Sequence[EngineCounts] = ()
 
     def add(self, sample: SampleRow, request: Request) -> None:
-        """The tokens of `request`'s prefix were counted with another response."""
+        """Count a response. The tokens of `request`'s prefix were counted with another response."""
+        # A continued response must not count its first tokens twice.
         before = 0 if request.prefix is None else len(request.prefix.response_ids)
         self.responses["samples"] += 1
         self.responses["tokens"] += sample.length - before
@@ -279,9 +289,9 @@ class FlowCounts:
         transfer: Transfer | None,
         relayed: Relayed | None = None,
     ) -> dict[str, MetricValue]:
-        """Metrics of the time since the last call. `stats`: the controller's, with the counts of
-        each of `slots`. `transfer`: of the version that was loaded last; `relayed`: of the version
-        that reached another machine last. Keys are documented in docs/metrics.md."""
+        """Return metrics of the time since the last call; docs/metrics.md documents the keys.
+        `stats`: the controller's, with the counts of each of `slots`. `transfer`: of the version
+        loaded last. `relayed`: of the version that reached another machine last."""
         now = time.monotonic()
         engines = [
             counts
@@ -292,6 +302,7 @@ class FlowCounts:
             **flow_metrics(stats),
             **engine_metrics(engines, self._engines, now - self._logged_at),
         }
+        # None until the first load: metrics without data are left out.
         if transfer is not None:
             values |= {
                 "weights/publish_s": transfer.seconds,
@@ -303,14 +314,15 @@ class FlowCounts:
                 "weights/relay_s": relayed.seconds,
                 "weights/relay_bytes": relayed.nbytes,
             }
+        # One reading of the clock for both: intervals neither overlap nor leave gaps.
         self._engines = counted(engines, self._engines, now - self._logged_at)
         self._logged_at = now
         return values
 
 
 class Ages:
-    """Seconds since each group was admitted, by its number. What is kept is for groups that were
-    running at the last batch or were admitted since."""
+    """Seconds since each group was admitted, by its number. Groups that were not running at the
+    last batch are forgotten."""
 
     def __init__(self) -> None:
         self._admitted_at: dict[int, float] = {}
@@ -319,13 +331,13 @@ class Ages:
         self._admitted_at[group] = time.monotonic()
 
     def keep(self, groups: Iterable[int]) -> None:
-        """The others run no longer."""
+        """Forget all other groups."""
         self._admitted_at = {group: self._admitted_at[group] for group in groups}
 
     def of(self, group: int) -> float:
         return time.monotonic() - self._admitted_at[group]
 
     def oldest(self, groups: Iterable[int]) -> float:
-        """0 if there are none."""
+        """Return the largest age; 0 without groups."""
         now = time.monotonic()
         return now - min((self._admitted_at[group] for group in groups), default=now)

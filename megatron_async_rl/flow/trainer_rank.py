@@ -40,7 +40,8 @@ MeanLoss = Callable[[Callable[[], TrainBatch | None]], tuple[float, int]]
 
 
 class TrainerRank:
-    """rank0: what only rank 0 has; on other ranks its null counterpart. version: of the weights."""
+    """One rank of the trainer. rank0: part that only rank 0 has; its null counterpart on other
+    ranks. version: of the weights."""
 
     def __init__(self, config: Config, layout: Layout) -> None:
         self.config = config
@@ -92,11 +93,11 @@ class TrainerRank:
         )
 
     def await_batch(self) -> None:
-        """Return once rank 0 has what trains this version."""
+        """Wait until rank 0 has the batch that trains this version."""
         self._meanwhile(self.rank0.take_batch)
 
     def take_devices(self) -> None:
-        """Colocated: the engines sleep, then the policy gets back its training state."""
+        """Put colocated engines to sleep, then restore the policy's training state."""
         with self.devices.phase("train"):
             with self.devices.step("sleep"):
                 self._sleep_engines()
@@ -106,7 +107,7 @@ class TrainerRank:
                     self.memory.restore()
 
     def give_devices(self) -> None:
-        """Colocated: on every rank the policy keeps its parameters alone."""
+        """Release everything but the policy's parameters, on every rank of a colocated run."""
         with self.devices.phase("publish"), self.devices.step("release"):
             if self.config.colocated:
                 self.enter("releasing")
@@ -176,9 +177,8 @@ class TrainerRank:
         self.rank0.buffer_filled(ref)
 
     def evaluate(self, mean_loss: MeanLoss) -> None:
-        """Evaluate this version if it is due. Waits for the result of the last one: while rank 0
-        does that, the others wait as long as it takes. `mean_loss`: measures given responses, on
-        all ranks."""
+        """Evaluate this version if it is due. Rank 0 waits for the previous result, and the others
+        wait for rank 0. `mean_loss`: measures given responses, on all ranks."""
         if self.schedule is None:
             return
         last, due = self.version == self.config.run.steps, self.schedule.due(self.version)
@@ -207,7 +207,8 @@ class TrainerRank:
         self.rank0.record(replace(first, others=tuple(others)))
 
     def _batches_of(self, place: int) -> Callable[[], TrainBatch | None]:
-        """The batches of held-out set number `place`, one a call, on rank 0."""
+        """Return a function that returns one batch per call of held-out set number `place`, on rank
+        0."""
         if self.layout.rank != 0:
             return self.rank0.next_batch  # never called
         return partial(next, self.rank0.given.held_out(place, self.version), None)
@@ -222,8 +223,8 @@ class TrainerRank:
         self.rank0.take_evaluations(wait=wait)
 
     def state(self) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Return what a checkpoint of this version holds besides the policy, and its further files.
-        Evaluations of older versions are waited for: their weights will be gone."""
+        """Return a checkpoint's content besides the policy, and its further files. Waits for
+        evaluations of older versions, whose weights will be gone."""
         self.rank0.set_status("checkpointing")
         self.enter("checkpointing")
         if self.schedule is not None and not self.config.supervised:
@@ -266,7 +267,7 @@ class TrainerRank:
 
 
 def _begun(wait: Callable[[], None]) -> Future[None]:
-    """`wait`, begun in a thread."""
+    """Return a future of `wait`, which runs in a thread."""
     waiting: Future[None] = Future()
 
     def work() -> None:

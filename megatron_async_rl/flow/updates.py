@@ -28,7 +28,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from megatron_async_rl.flow.colocated import BufferRequest, IpcBucketQueue
 from megatron_async_rl.flow.errors import FlowError
@@ -41,11 +41,11 @@ class Staged:
     version: int
     manifest: Manifest
     at: float
-    """When it was staged; monotonic seconds."""
+    """Time when it was staged; monotonic seconds."""
 
 
 class VersionReader(Protocol):
-    """An engine, as far as its weights go."""
+    """An engine as a reader of weights."""
 
     @property
     def index(self) -> int: ...
@@ -55,11 +55,11 @@ class VersionReader(Protocol):
 
     @property
     def version(self) -> int:
-        """The version it holds, verified; -1: none."""
+        """Version that it holds, verified; -1: none."""
 
     @property
     def there(self) -> bool:
-        """True from its start on, until it is lost."""
+        """True from its start until it is lost."""
 
     @property
     def serving(self) -> bool: ...
@@ -74,8 +74,7 @@ class VersionReader(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """One version on its way to the engines. `seconds`: staging, and from then until the last
-    engine so far held it. `paused_s`: longest time that an engine paused for it."""
+    """`seconds`: from staging until the last engine held it. `paused_s`: longest pause for it."""
 
     version: int
     nbytes: int
@@ -94,7 +93,7 @@ class Relayed:
 
 
 class VersionCopies:
-    """The staged copies of weight versions on other machines than rank 0's, by machine."""
+    """Staged copies of versions on machines other than rank 0's, by machine."""
 
     def __init__(self) -> None:
         self._held: dict[str, dict[int, Staged]] = {}
@@ -112,22 +111,22 @@ class VersionCopies:
         return held[max(held)] if held else None
 
     def replaced(self, machine: str) -> list[int]:
-        """Versions whose place the next one takes."""
+        """Return the versions that the next one overwrites."""
         return list(self._held.get(machine, ()))[:-1]
 
     def begin(self, machine: str, version: int) -> None:
-        """`version` is on its way; what it replaces is gone."""
+        """Record that `version` is on its way and that what it overwrites is gone."""
         # The agent overwrites that slot now, so an engine must not find the old copy any more.
         for old in self.replaced(machine):
             del self._held[machine][old]
         self.sending[machine] = version
 
     def end(self, machine: str) -> None:
-        """Nothing is on its way there any more."""
+        """Record that nothing is on its way there any more."""
         self.sending.pop(machine, None)
 
     def add(self, machine: str, staged: Staged, arrived: StagedCopy) -> None:
-        """`staged` is whole in that machine's memory, as `arrived` has it."""
+        """Record that `staged` is whole in that machine's memory, at the places of `arrived`."""
         copy = replace(staged, manifest=arrived.manifest)
         self._held.setdefault(machine, {})[staged.version] = copy
         last, seconds, nbytes = self.last, arrived.seconds, arrived.nbytes
@@ -138,19 +137,21 @@ class VersionCopies:
         self.last = Relayed(version=staged.version, seconds=seconds, nbytes=nbytes)
 
     def lose(self, machine: str) -> None:
-        """The machine's agent is lost, and its copies with it."""
+        """Forget the copies of a machine whose agent is lost."""
+        # Only the record: engines that have mapped the memory continue to read it.
         self._held.pop(machine, None)
 
 
 class Signal:
-    """Wake the tasks that wait for a condition, each time that something it may depend on has
-    changed. For one event loop."""
+    """Condition variable of one event loop: wakes its waiters each time that something they depend
+    on has changed."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     def fire(self) -> None:
         self._event.set()
+        # A new one: tasks that wait from now on wait for the next change.
         self._event = asyncio.Event()
 
     async def until(self, condition: Callable[[], object]) -> None:
@@ -158,18 +159,9 @@ class Signal:
             await self._event.wait()
 
 
-async def cancel_all(works: Iterable[asyncio.Future[Any]]) -> None:
-    """Returns when all have ended. Requests again: a library that a work waits in may lose a
-    cancellation that comes at the moment of its result, as Python's `wait_for` did before 3.12."""
-    left = set(works)
-    while left:
-        for work in left:
-            work.cancel()
-        _, left = await asyncio.wait(left, timeout=0.5)
-
-
 class WeightUpdates:
-    """`engines`: all there are. `max_paused`: share of the serving engines."""
+    """All versions, and who reads them. `engines`: all engines. `max_paused`: share of the serving
+    engines."""
 
     def __init__(self, engines: Callable[[], Iterable[VersionReader]], max_paused: float) -> None:
         self._engines = engines
@@ -192,8 +184,8 @@ class WeightUpdates:
         """The newest version that an engine has loaded; none before the first."""
 
     def stage(self, version: int, manifest: Manifest) -> None:
-        """`version` can be read from now on, and the devices are the engines' again. Raises
-        ValueError unless it is newer."""
+        """Let engines read `version`, and return the devices to them. Raises ValueError unless it
+        is newer."""
         if self.newest is not None and version <= self.newest.version:
             raise ValueError(
                 f"version {version} was staged after version {self.newest.version}: versions only"
@@ -203,12 +195,13 @@ class WeightUpdates:
         self._ipc_buckets = (
             IpcBucketQueue(version, len(manifest.buckets)) if manifest.on_demand else None
         )
+        # Staging is the policy's last step on the devices (colocated.py).
         self._policy_has_devices = False
         self._changed.fire()
 
     async def until_staged(self, version: int) -> None:
-        """Returns once `version` is staged, or a newer one: of two calls to an actor the second may
-        come first. Raises what `halt` was given."""
+        """Wait until `version` or a newer one is staged: of two calls to an actor the second may
+        come first. Raises the error passed to `halt`."""
         await self._changed.until(
             lambda: (
                 self._halted is not None
@@ -219,8 +212,8 @@ class WeightUpdates:
             raise self._halted
 
     async def until_released(self, version: int) -> None:
-        """Wait until no engine reads, or is still to read, a version before `version`. Raises what
-        `halt` was given: then some may be reading still."""
+        """Wait until no engine reads, or will read, a version before `version`. Raises the error
+        passed to `halt`; some engines may be reading still."""
         await self._changed.until(
             lambda: self._halted is not None or min(self._in_use(), default=version) >= version
         )
@@ -228,44 +221,49 @@ class WeightUpdates:
             raise self._halted
 
     def _in_use(self) -> Iterator[int]:
-        """Versions that are read, or still to be read, from rank 0's memory."""
+        """Yield the versions that are read, or will be read, from rank 0's memory."""
         yield from (version for machine, version in self._loading.values() if machine == HERE)
         # A send reads rank 0's slot until it ends, even if its machine's engines are gone.
         yield from self.copies.sending.values()
         machines = {one.index: one.machine for one in self._engines()}
+        # Not read yet, but it will be: it must not be overwritten before.
         for index, wanted in self._requested.items():
             if self.copies.find(machines.get(index, HERE), wanted.version) is None:
                 yield wanted.version
 
     def request_version(self, indices: Iterable[int], version: int) -> None:
-        """Evaluation engines are to load `version`, which is the newest. Raises FlowError where it
-        is another."""
+        """Let evaluation engines load `version`. Raises FlowError unless it is the newest."""
         if self.newest is None or self.newest.version != version:
             staged = "none" if self.newest is None else self.newest.version
-            raise FlowError(f"version {version} cannot be evaluated: the staged one is {staged}")
+            raise FlowError(
+                f"version {version} must be evaluated, and the staged version is {staged}"
+            )
+        # These have nothing to load, and would stay requested forever.
         holds = {one.index for one in self._engines() if one.version == version}
         self._requested |= dict.fromkeys(set(indices) - holds, self.newest)
         self._changed.fire()
 
     def is_requested(self, index: int) -> bool:
-        """True while the engine is to load a version to evaluate it, and has not yet."""
+        """Return True until the engine has loaded the version that it is to evaluate."""
         return index in self._requested
 
     def forget(self, index: int) -> None:
-        """The engine is lost, or leaves: it reads nothing any more."""
+        """Record that the engine is lost or leaves, and reads nothing any more."""
         self._requested.pop(index, None)
         self._loading.pop(index, None)
         self._paused.discard(index)
         self.release(index)
 
     def halt(self, error: BaseException) -> None:
-        """Something is wrong with the weights: no engine is given any."""
+        """Stop all loading: something is wrong with the weights."""
+        # Never reset: an engine with wrong weights may have sampled.
         self._halted = error
         self._changed.fire()
 
     @asynccontextmanager
     async def loading(self, engine: VersionReader) -> AsyncIterator[Staged]:
-        """Waits until there is something to load for `engine`, and its turn; the body loads it."""
+        """Wait until there is a version for `engine` to load, and for its turn; the body loads
+        it."""
         await self._changed.until(lambda: self._may_load(engine))
         staged = self._target(engine)
         assert staged is not None
@@ -276,6 +274,7 @@ class WeightUpdates:
         began = time.monotonic()
         try:
             yield staged
+            # Only after the body: a failed load does not count as a transfer.
             self._note(staged, began)
         finally:
             wanted = self._requested.get(engine.index)
@@ -287,7 +286,7 @@ class WeightUpdates:
             self._changed.fire()
 
     def _target(self, engine: VersionReader) -> Staged | None:
-        """The version it can load, from its machine's memory."""
+        """Return the version that it can load from its machine's memory."""
         aim, machine = self._aim(engine), engine.machine
         if aim is None or machine == HERE:
             return aim
@@ -297,7 +296,7 @@ class WeightUpdates:
         return copy if copy is not None and copy.version > engine.version else None
 
     def _aim(self, engine: VersionReader) -> Staged | None:
-        """The version it is to load."""
+        """Return the version that it is to load."""
         staged = self._requested.get(engine.index) if engine.evaluates else self.newest
         return staged if staged is not None and staged.version > engine.version else None
 
@@ -307,7 +306,9 @@ class WeightUpdates:
         if held_back or self._target(engine) is None:
             return False
         serving = sum(one.serving and not one.evaluates for one in self._engines())
+        # At least one: of few engines the share rounds to zero.
         room = len(self._paused) < max(1, int(self._max_paused * serving))
+        # An engine without work loads at once: nothing pauses.
         return room or engine.evaluates or not (engine.serving and engine.busy)
 
     def _note(self, staged: Staged, began: float) -> None:
@@ -327,7 +328,7 @@ class WeightUpdates:
     # Copies on other machines
 
     async def until_elsewhere(self, known: Container[str]) -> str:
-        """A machine other than rank 0's that has an engine, and is not in `known`."""
+        """Return a machine other than rank 0's that has an engine and is not in `known`."""
 
         def found() -> list[str]:
             machines = (one.machine for one in self._engines())
@@ -337,27 +338,27 @@ class WeightUpdates:
         return found()[0]
 
     def reaches(self, machine: str) -> bool:
-        """True while an engine is on that machine."""
+        """Return True while an engine is on that machine."""
         return any(one.machine == machine for one in self._engines())
 
     async def until_reached(self, machine: str) -> None:
-        """Returns when an engine is on that machine."""
+        """Wait until an engine is on that machine."""
         await self._changed.until(lambda: self.reaches(machine))
 
     async def until_left(self, machine: str) -> None:
-        """Returns when no engine is on that machine."""
+        """Wait until no engine is on that machine."""
         await self._changed.until(lambda: not self.reaches(machine))
 
     async def until_unread(self, machine: str) -> None:
-        """Returns when no engine reads a copy there."""
+        """Wait until no engine reads a copy there."""
         await self._changed.until(
             lambda: all(where != machine for where, _ in self._loading.values())
         )
 
     @asynccontextmanager
     async def sending(self, machine: str, at_once: float) -> AsyncIterator[Staged]:
-        """Waits until an engine there needs a version that is not there, for room, and until fewer
-        than `at_once` machines are being sent to; the body sends it and reports its arrival."""
+        """Wait until an engine there needs a version that is not there, for room, and until fewer
+        than `at_once` machines receive; the body sends it and reports its arrival."""
         await self._changed.until(
             lambda: len(self.copies.sending) < at_once and self._may_send(machine)
         )
@@ -371,23 +372,25 @@ class WeightUpdates:
             self._changed.fire()
 
     def arrived(self, machine: str, staged: Staged, copy: StagedCopy) -> None:
-        """The version that was being sent is there."""
+        """Record that the version has arrived."""
         self.copies.add(machine, staged, copy)
         self._changed.fire()
 
     def lose_copies(self, machine: str) -> None:
-        """The machine's agent is lost; engines that read a copy there may continue with it."""
+        """Forget the copies of a machine whose agent is lost. Engines that read them may
+        continue."""
         self.copies.lose(machine)
         self._changed.fire()
 
     def _to_send(self, machine: str) -> Staged | None:
-        """The oldest version that an engine there is to load and its machine has not."""
+        """Return the oldest version that an engine there is to load and its machine lacks."""
         aims = [self._aim(one) for one in self._engines() if one.machine == machine]
         missing = [
             aim
             for aim in aims
             if aim is not None and self.copies.find(machine, aim.version) is None
         ]
+        # The oldest, because rank 0 may wait to overwrite it.
         return min(missing, key=lambda aim: aim.version, default=None)
 
     def _may_send(self, machine: str) -> bool:
@@ -399,16 +402,18 @@ class WeightUpdates:
             for one in self._engines()
             if one.machine == machine and (wanted := self._requested.get(one.index)) is not None
         }
+        # The agent overwrites what it replaces: no engine may read that, or be about to.
         return needed.isdisjoint(self.copies.replaced(machine))
 
     # Colocated: whose turn it is on the devices
 
     @asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
-        """The body starts an engine; it begins only while the devices are the engines'."""
+        """Wait until the devices are the engines'; the body starts an engine."""
         await self._changed.until(
             lambda: not self._policy_has_devices and not (self._ipc_buckets and self._loading)
         )
+        # Counted, because the policy waits for starts that have begun.
         self._starting += 1
         try:
             yield
@@ -418,7 +423,7 @@ class WeightUpdates:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """The body sees a lost engine to its end."""
+        """Keep the policy from the devices while the body ends a lost engine."""
         self._ending += 1
         try:
             yield
@@ -427,8 +432,9 @@ class WeightUpdates:
             self._changed.fire()
 
     async def give_devices_to_policy(self) -> None:
-        """Until the next version is staged. Returns when no engine is starting, loading or
-        ending."""
+        """Give the devices to the policy until the next version is staged. Return when no engine is
+        starting, loading or ending."""
+        # First: nothing new begins while this waits for the rest.
         self._policy_has_devices = True
         await self._changed.until(
             lambda: not self._starting and not self._loading and not self._ending
@@ -437,8 +443,8 @@ class WeightUpdates:
     # Buckets filled on demand
 
     async def until_loaded(self, version: int) -> None:
-        """Returns once every engine that is there holds `version`, or a newer one. Raises what
-        `halt` was given."""
+        """Wait until every present engine holds `version` or a newer one. Raises the error passed
+        to `halt`."""
         await self._changed.until(
             lambda: (
                 self._halted is not None
@@ -449,12 +455,13 @@ class WeightUpdates:
             raise self._halted
 
     def held(self) -> None:
-        """An engine holds another version than before."""
+        """Record that an engine holds another version than before."""
         self._changed.fire()
 
     async def acquire(self, engine: int, number: int) -> BucketRef:
-        """A bucket of the version that the engine is loading, once it is there; the engine reads it
-        until it gives it back."""
+        """Return a bucket of the version that the engine is loading, once it is there. The engine
+        reads it until it releases it."""
+        # Kept: a newer version may be staged while this waits.
         ipc_buckets = self._ipc_buckets
         assert ipc_buckets is not None, "an on-demand version is loading"
         ipc_buckets.request(engine, number)
@@ -469,14 +476,13 @@ class WeightUpdates:
         return found[0]
 
     def release(self, engine: int) -> None:
-        """The engine neither reads a bucket nor waits for one any more."""
+        """Record that the engine neither reads a bucket nor waits for one any more."""
         if self._ipc_buckets is not None:
             self._ipc_buckets.leave(engine)
         self._changed.fire()
 
     async def next_buffer_request(self, done: BucketRef | None) -> BufferRequest:
-        """Returns what the ranks are to do next; `done`: where they put the bucket that they were
-        to fill."""
+        """Return the ranks' next request. `done`: location of the bucket that they were to fill."""
         if self._ipc_buckets is not None:
             self._ipc_buckets.buffer_filled(done)
             self._changed.fire()

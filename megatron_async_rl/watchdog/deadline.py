@@ -11,7 +11,7 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -200,3 +200,13 @@ def death_reason(text: str) -> str:
         " memory." * bool(guesses)
     )
     return f"{who} (pid {about.get('pid', 'unknown')}). {reason}{seen}"
+
+
+async def cancel_all(works: Iterable[asyncio.Future[Any]]) -> None:
+    """Cancel `works` and wait until all have ended. Cancels repeatedly: a library may lose a
+    cancellation that comes at the moment of its result, as Python's `wait_for` did before 3.12."""
+    left = set(works)
+    while left:
+        for work in left:
+            work.cancel()
+        _, left = await asyncio.wait(left, timeout=0.5)

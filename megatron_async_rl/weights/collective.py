@@ -65,7 +65,7 @@ class CollectiveFailed(RuntimeError):
 
 @dataclass(eq=False)
 class _SenderEnd:
-    """An engine's communicator, as the sender holds it."""
+    """Sender's end of an engine's communicator."""
 
     meeting: Meeting
     store: TCPStore
@@ -73,8 +73,8 @@ class _SenderEnd:
 
 
 class Sender:
-    """The end of rank 0's machine, of every engine's communicator. `host`: this machine, as engines
-    reach it. Of one communicator one call to `send` at a time."""
+    """All ends on rank 0's machine, one per engine. `host`: address of this machine for the
+    engines. Each communicator allows one call to `send` at a time."""
 
     def __init__(
         self, host: str, device: torch.device, limit_s: float, carrier: Carrier | None = None
@@ -98,8 +98,8 @@ class Sender:
         return meeting
 
     def send(self, meeting: Meeting, version: int, manifest: Manifest) -> StagedCopy:
-        """Sends `version`, staged as `manifest`, to the workers of an engine, which have been
-        requested to receive it. Raises CollectiveFailed, and then the communicator is closed."""
+        """Send `version`, staged as `manifest`, to the workers of an engine, which were requested
+        to receive it. Raises CollectiveFailed and closes the communicator."""
         began = time.monotonic()
         one = self._sets.get(meeting.port)
         if one is None:
@@ -108,11 +108,13 @@ class Sender:
             self._send_buckets(one, version, manifest)
             paths = _answers(one, version)
         except Exception as error:
+            # After any error: a transfer that stopped halfway cannot be resumed.
             self.close(meeting)
             answers = "; ".join(_refusals(one, version)) or str(error)
             raise CollectiveFailed(
                 f"version {version} did not reach its workers: {answers}"
             ) from error
+        # Paths on the engine's machine, which only its workers can open.
         refs = tuple(replace(ref, path=paths[i]) for i, ref in enumerate(manifest.buckets))
         return StagedCopy(
             manifest=replace(manifest, buckets=refs),
@@ -127,6 +129,7 @@ class Sender:
             one.local.close()
 
     def _send_buckets(self, one: _SenderEnd, version: int, manifest: Manifest) -> None:
+        # Both slots stay mapped, since rank 0 writes them in turn.
         self._paths = dict(sorted({**self._paths, version: manifest.paths}.items())[-2:])
         self._reader.keep({path for paths in self._paths.values() for path in paths})
         if one.local is None:
@@ -139,9 +142,11 @@ class Sender:
             watch.progress("bytes sent", ref.size)
 
         for number, ref in enumerate(manifest.buckets):
+            # No more in flight: device buffers are reused in turn.
             if len(on_their_way) == IN_FLIGHT:
                 left()
             ((_, memory),) = self._reader.read(replace(ref, entries=(whole_bucket(ref),)))
+            # Member 0 is the sender.
             to = 1 + number % one.meeting.workers
             on_their_way.append((ref, one.local.send(memory, to, number)))
         while on_their_way:
@@ -149,7 +154,7 @@ class Sender:
 
 
 class Receiver:
-    """A worker's end. `worker`: its number in the engine, from 0."""
+    """End of one worker. `worker`: its number in the engine, from 0."""
 
     def __init__(self, worker: int, device: torch.device, carrier: Carrier | None = None) -> None:
         carrier = carrier or CARRIER()
@@ -166,12 +171,13 @@ class Receiver:
 
     def receive(self, update: WeightUpdate) -> None:
         """Begin to receive, and return; the sender gets the outcome through the store."""
+        # The thread waits for the previous one: one thread at a time uses a communicator.
         work = (update, self._thread)
         self._thread = threading.Thread(target=self._run, args=work, name="weights", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Free the memory."""
         self._leave()
         self._writer.keep(())
         for slot in self._slots:
@@ -188,6 +194,7 @@ class Receiver:
             answer = {"paths": self._receive(local, update)}
         except Exception as error:
             log.exception("version %d was not received", version)
+            # Answered before leaving: the sender must not wait for its limit.
             self._answer(version, {"error": f"{type(error).__name__}: {error}"})
             self._leave()
         else:
@@ -216,8 +223,9 @@ class Receiver:
             log.warning("the outcome of version %d was not reported: %s", version, error)
 
     def _receive(self, local: Communicator, update: WeightUpdate) -> dict[int, str]:
-        """Paths of this worker's buckets, by number."""
+        """Receive a version; return the paths of this worker's buckets by number."""
         manifest, workers = update.manifest, update.meeting.workers
+        # The buckets that the sender deals to this worker.
         numbers = range(self._worker, len(manifest.buckets), workers)
         slot = 0 if update.kept is None else 1 - self._versions.index(update.kept)
         # `places` may fail halfway; the slot then holds no version.
@@ -256,8 +264,8 @@ def _key(version: int, worker: int) -> str:
 
 
 def _answers(one: _SenderEnd, version: int) -> dict[int, str]:
-    """Paths that the workers received a version to, by bucket. Raises CollectiveFailed for a worker
-    that did not, and RuntimeError for a worker without an answer."""
+    """Return the paths of a version's buckets on the workers, by number. Raises CollectiveFailed
+    for a worker that refused, and RuntimeError for a worker without an answer."""
     paths: dict[int, str] = {}
     for worker in range(one.meeting.workers):
         key = _key(version, worker)
@@ -267,12 +275,13 @@ def _answers(one: _SenderEnd, version: int) -> dict[int, str]:
             raise CollectiveFailed(f"worker {worker}: {answer['error']}")
         paths |= {int(number): path for number, path in answer["paths"].items()}
     for worker in range(one.meeting.workers):
+        # A second delivery of this version must not find this answer.
         one.store.delete_key(_key(version, worker))
     return paths
 
 
 def _refusals(one: _SenderEnd, version: int) -> list[str]:
-    """Reasons of the workers that reported that they did not receive a version."""
+    """Return the reasons of the workers that did not receive a version."""
     keys = {worker: _key(version, worker) for worker in range(one.meeting.workers)}
     try:
         answers = {
@@ -294,10 +303,10 @@ the first one; 30 minutes by default."""
 
 
 class Communicator:
-    """A member's end. Made once all members come, used by one thread."""
+    """End of one member, created once all members have come, and used by one thread."""
 
     def __init__(self, meeting: Meeting, rank: int, device: torch.device, store: TCPStore) -> None:
-        """Raises RuntimeError where a member does not come within the limit."""
+        """Raises RuntimeError if a member does not come within the limit."""
         self._limit = meeting.limit
         self._device = device
         self._lanes: list[Tensor | None] = [None] * IN_FLIGHT
@@ -307,7 +316,7 @@ class Communicator:
         self._group = _group(members, meeting, rank, device)
 
     def send(self, memory: Tensor, to: int, number: int) -> Callable[[], None]:
-        """Begins to send bytes; what it returns waits until they have left."""
+        """Begin to send bytes; return a function that waits until they have left."""
         place = self._place(memory)
         if place is not memory:
             place.copy_(memory)
@@ -319,7 +328,8 @@ class Communicator:
         return wait
 
     def receive(self, memory: Tensor, number: int) -> Callable[[], None]:
-        """Begins to receive the sender's bytes; what it returns waits until they are there."""
+        """Begin to receive the sender's bytes; return a function that waits until they are
+        there."""
         place = self._place(memory)
         work = self._group.recv([place], 0, number)
 
@@ -331,8 +341,8 @@ class Communicator:
         return wait
 
     def close(self) -> None:
-        """Members that wait for this one fail. gloo closes its connections as soon as nothing holds
-        the group."""
+        """Abort the group, so that waiting members fail. gloo closes its connections as soon as
+        nothing holds the group."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
@@ -391,7 +401,7 @@ def _blocking_wait() -> Iterator[None]:
 
 
 def _address_towards(host: str) -> str:
-    """This machine's address, as `host` sees it."""
+    """Return this machine's address as `host` sees it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing

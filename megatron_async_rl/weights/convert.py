@@ -35,10 +35,11 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json
 
 
 def export_hf(exporter: WeightExporter, source_model_dir: Path, out_dir: Path) -> None:
-    """Writes the live weights to `out_dir`, replacing what is there. Collective on all ranks; rank
-    0 writes."""
+    """Write the live weights to `out_dir`, replacing its content. Collective on all ranks; rank 0
+    writes."""
     buckets = exporter.buckets(BUCKET_BYTES)
     if not exporter.receives:
+        # Every rank takes part in the gathers, though only rank 0 gets tensors.
         for _ in buckets:
             pass
         return
@@ -48,8 +49,8 @@ def export_hf(exporter: WeightExporter, source_model_dir: Path, out_dir: Path) -
 
 
 def export_adapter(model: PolicyModel, out_dir: Path) -> None:
-    """Writes the live adapters to `out_dir` in PEFT's format, replacing what is there; nothing for
-    a model without. Collective on all ranks; rank 0 writes."""
+    """Write the live adapters to `out_dir` in PEFT's format, replacing its content; write nothing
+    for a model without adapters. Collective on all ranks; rank 0 writes."""
     lora = model.lora
     if lora is None:
         return
@@ -83,11 +84,13 @@ def export_adapter(model: PolicyModel, out_dir: Path) -> None:
 
 @contextmanager
 def _in_place_of(out_dir: Path) -> Iterator[Path]:
-    """A new directory that takes the place of `out_dir` at the end."""
+    """Yield a new directory that replaces `out_dir` at the end."""
     partial = out_dir.with_name(out_dir.name + ".unfinished")
     if partial.exists():
+        # Left behind by a killed conversion.
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
+    # No `finally`: after an error the unfinished directory stays under its own name.
     yield partial
     files = {
         file.name: StoredFile(file.stat().st_size, file_digest(file)) for file in partial.iterdir()
@@ -99,12 +102,12 @@ def _in_place_of(out_dir: Path) -> Iterator[Path]:
 
 
 def convert(checkpoint: Path, out_dir: Path) -> None:
-    """Writes a checkpoint (a run's checkpoint folder, or one step of it), saved on any layout, to
-    `out_dir`, adapters merged into the weights, and by themselves to its folder `adapter`; one
-    process, CPU.
+    """Write a checkpoint to `out_dir`, with adapters merged into the weights, and the adapters
+    alone to its folder `adapter`. The checkpoint is a run's checkpoint folder or one step of it,
+    saved on any layout. Uses one process and the CPU.
 
-    Raises UserError when the checkpoint is damaged, when it or its model directory is missing or is
-    not the adapters' base model, or when `out_dir` holds files.
+    Raises UserError if the checkpoint is damaged, if it or its model directory is missing, if that
+    is not the adapters' base model, or if `out_dir` holds files.
     """
     from megatron_async_rl.config.policy import ParallelConfig, PolicyConfig
     from megatron_async_rl.config.schema import ModelConfig
@@ -124,6 +127,7 @@ def convert(checkpoint: Path, out_dir: Path) -> None:
         )
     if out_dir.exists() and any(out_dir.iterdir()):
         raise UserError.of("OUT", f"{out_dir} is not empty", "name a new directory")
+    # Before minutes of work: a damaged checkpoint must not become a model.
     require_whole(path, blocks=True)
     content = about(path)
     source = Path(content["model_path"])
@@ -149,7 +153,7 @@ def convert(checkpoint: Path, out_dir: Path) -> None:
 
 
 def _write_weights(buckets: Iterator[Bucket], directory: Path) -> str:
-    """Returns the dtype's name."""
+    """Write all tensors; return the dtype's name."""
     files: list[list[str]] = []
     held: dict[str, Tensor] = {}
     size = total = 0
@@ -158,6 +162,7 @@ def _write_weights(buckets: Iterator[Bucket], directory: Path) -> str:
     def flush() -> None:
         nonlocal size
         save_file(held, directory / f"part-{len(files)}.safetensors", metadata={"format": "pt"})
+        # Names only: the tensors are freed with `held`.
         files.append(list(held))
         held.clear()
         size = 0
@@ -179,6 +184,7 @@ def _write_weights(buckets: Iterator[Bucket], directory: Path) -> str:
         return dtype
     weight_map: dict[str, str] = {}
     for index, names in enumerate(files):
+        # Renamed at the end, when the number of files is known.
         file = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
         os.rename(directory / f"part-{index}.safetensors", directory / file)
         weight_map |= dict.fromkeys(names, file)
@@ -197,6 +203,7 @@ def _copy_rest(source: Path, directory: Path, dtype: str) -> None:
     for file in source.iterdir():
         if (
             file.is_file()
+            # The digests of the source are not those of this directory.
             and file.name not in ("config.json", DIGESTS)
             and not file.name.endswith(_WEIGHT_SUFFIXES)
         ):

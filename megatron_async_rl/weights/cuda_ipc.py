@@ -63,7 +63,7 @@ _OUT_OF_MEMORY = 2
 
 
 class CudaIpc(Carrier):
-    """Memory of `device`; null: of this process's."""
+    """Carrier in memory of `device`; None: of this process's device."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -79,7 +79,7 @@ class CudaIpc(Carrier):
 
     @property
     def device(self) -> str:
-        """The same in every process that uses it."""
+        """Name of the device, the same in every process that uses it."""
         if self._host is not None:
             return HOST
         return f"GPU-{torch.cuda.get_device_properties(self._device).uuid}"
@@ -102,7 +102,7 @@ CARRIER = CudaIpc
 
 
 class IpcBuckets(Staging):
-    """A version whose buckets are filled on demand from the parameters of all `ranks`. Used by one
+    """Staging whose buckets are filled on demand from the parameters of all `ranks`. Used by one
     thread of each."""
 
     def __init__(self, carrier: CudaIpc, ranks: StagingRanks | None = None) -> None:
@@ -120,20 +120,23 @@ class IpcBuckets(Staging):
         parts: Iterable[ShardSlice],
         when_free: Callable[[], None] = lambda: None,
     ) -> Manifest:
+        # The places hold buckets of the previous version.
         self.release()
         manifest = super().stage(version, buckets, parts, when_free)
         self._lent = manifest.buckets
         return replace(manifest, on_demand=True)
 
     def fill(self, number: int, place: int, parts: Iterable[ShardSlice]) -> BucketRef:
-        """Collective. Puts a bucket of the version into a place on every device, and returns where
-        it is. parts: this rank's of the bucket; each is copied before the next is requested.
+        """Put a bucket of the version into a place on every device; return its location.
+        Collective. parts: this rank's parts of the bucket; each is copied before the next is
+        requested.
 
-        Raises what kept this rank from it, and NotStaged where it is another rank that could not.
+        Raises this rank's own error, or NotStaged if only another rank failed.
         """
         own, memory, paths = self._memory[place] or self._make(place)
         ref = replace(self._lent[number], path=own.path, size=own.size)
         entries = {entry.name: entry for entry in ref.entries}
+        # Only this bucket's words: a place has room for the largest.
         memory = memory[: _whole_words(size_of(ref.entries))]
 
         def write() -> None:
@@ -142,18 +145,22 @@ class IpcBuckets(Staging):
 
         alone = len(self.reached) == 1
         if not alone:
+            # The parts of other ranks are added to these zeros.
             memory.zero_()
         failure = _failure_of(write)
         # Each byte is one rank's, and zero on the others.
         self._ranks.summed(memory.view(torch.int64))
         if memory.is_cuda:
+            # Engines read from other processes, which no stream of this one orders.
             torch.cuda.synchronize(memory.device)
+        # After the collective, which every rank must reach, even after an error.
         self._agree(failure, f"fill bucket {number}")
         watch.progress("buckets shared")
         return replace(ref, path=paths)
 
     def release(self) -> None:
-        """The places' memory is free; no engine reads there any more."""
+        """Free the places' memory, which no engine reads any more."""
+        # Views first: they must not outlive their memory.
         self._writer.keep(())
         for index, made in enumerate(self._memory):
             self._memory[index] = None
@@ -171,6 +178,7 @@ class IpcBuckets(Staging):
         self, entries: Sequence[Sequence[TensorEntry]], when_free: Callable[[], None]
     ) -> list[str]:
         when_free()
+        # No memory yet: staging computes the digests alone.
         return [""] * len(entries)
 
     def _put(self, part: ShardSlice, ref: BucketRef, entry: TensorEntry) -> None:
@@ -178,7 +186,7 @@ class IpcBuckets(Staging):
             super()._put(part, ref, entry)
 
     def _make(self, index: int) -> tuple[BucketMemory, Tensor, str]:
-        """Collective: a place on every rank's device, for the largest bucket."""
+        """Allocate a place on every rank's device, large enough for any bucket. Collective."""
         made: list[BucketMemory] = []
 
         def make() -> None:
@@ -186,6 +194,7 @@ class IpcBuckets(Staging):
             made.append(self._carrier.place(size))
 
         failure = _failure_of(make)
+        # A rank that failed takes part, too, or the others would hang.
         where = self._ranks.gathered((self._device, made[0].path if made else ""))
         try:
             self._agree(failure, "take memory for a bucket")
@@ -225,7 +234,7 @@ def _whole_words(size: int) -> int:
 
 
 class DeviceWriter(TransportWriter):
-    """A rank's end, on CUDA. places: its own, by path."""
+    """A rank's end on CUDA. places: its own places by path."""
 
     def __init__(self, places: dict[str, DeviceBucketMemory]) -> None:
         self._places = places
@@ -242,8 +251,9 @@ class DeviceWriter(TransportWriter):
 
 
 class DeviceReader(TransportReader):
-    """A worker's end, of memory on its device."""
+    """A worker's end on its device."""
 
+    # The place is filled again once the worker requests the next bucket.
     lasting = False
 
     def __init__(self, name: str, device: torch.device) -> None:
@@ -253,8 +263,8 @@ class DeviceReader(TransportReader):
         self._mapped: dict[str, MappedBucketMemory] = {}
 
     def read(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
-        """Raises ValueError where no rank's memory is on this device, and RuntimeError for memory
-        that cannot be mapped."""
+        """Yield the bucket's tensors. Raises ValueError if no rank has memory on this device, and
+        RuntimeError for memory that cannot be mapped."""
         where: dict[str, str] = json.loads(ref.path)
         if self._name not in where:
             raise ValueError(
@@ -281,10 +291,11 @@ class DeviceReader(TransportReader):
 
 
 class DeviceBucketMemory(BucketMemory):
-    """Memory of CUDA that other processes can map. `path`: its handle, in hexadecimal digits."""
+    """CUDA memory that other processes can map. `path`: its handle, in hexadecimal digits."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        """Raises torch.OutOfMemoryError, and RuntimeError where the driver refuses otherwise."""
+        """Raises torch.OutOfMemoryError, and RuntimeError if the driver refuses for another
+        reason."""
         self.size = size
         self._device = device
         self._pointer = ctypes.c_uint64()
@@ -306,7 +317,7 @@ class DeviceBucketMemory(BucketMemory):
 
 
 class MappedBucketMemory:
-    """Another process's memory, at `path`."""
+    """Mapping of another process's memory at `path`."""
 
     def __init__(self, path: str, size: int, device: torch.device) -> None:
         self._device = device
@@ -326,7 +337,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Exposed:
-    """Memory of CUDA as torch takes it."""
+    """CUDA memory in the form that torch accepts."""
 
     def __init__(self, pointer: int, size: int) -> None:
         self.__cuda_array_interface__ = {
@@ -338,13 +349,13 @@ class _Exposed:
 
 
 def _tensor(pointer: ctypes.c_uint64, size: int, device: torch.device) -> Tensor:
-    """[size] uint8."""
+    """Return the memory as a tensor, [size] uint8."""
     return torch.as_tensor(_Exposed(pointer.value, size), device=device)
 
 
 @contextmanager
 def _context(device: torch.device) -> Iterator[None]:
-    """The driver's calls are about this device, and nothing runs there."""
+    """Make `device` current for the driver's calls, after all work on it has ended."""
     with torch.cuda.device(device):
         torch.cuda.synchronize()
         yield
@@ -356,7 +367,8 @@ def _driver() -> Any:
 
 
 def _call(function: str, *arguments: Any) -> None:
-    """Raises RuntimeError with the driver's name of the error, torch.OutOfMemoryError for that."""
+    """Call the driver. Raises RuntimeError with the driver's name of the error, or
+    torch.OutOfMemoryError."""
     code = getattr(_driver(), function)(*arguments)
     if not code:
         return

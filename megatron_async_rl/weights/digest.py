@@ -39,15 +39,15 @@ _known: dict[tuple[int, torch.device], Tensor] = {}
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a tensor of that shape."""
+    """Return rows and columns of a tensor of that shape."""
     return prod(shape[:-1]), shape[-1] if shape else 1
 
 
 def partial_digest(part: Tensor, row: int = 0, column: int = 0) -> Tensor:
-    """[d1, d2, elements] of a part whose first element is at (`row`, `column`) of its tensor; int64
-    on the part's device. Those of parts that do not overlap add up to that of the tensor.
+    """Return [d1, d2, elements] of a part whose first element is at (`row`, `column`) of its
+    tensor; int64 on the part's device. Results of parts that do not overlap add up to the tensor's.
 
-    part: a matrix, or of any shape where it has whole rows of a tensor of more dimensions.
+    part: a matrix, or whole rows of a tensor of more dimensions, in any shape.
     """
     rows, columns = matrix_shape(part.shape)
     size = part.element_size()
@@ -55,9 +55,11 @@ def partial_digest(part: Tensor, row: int = 0, column: int = 0) -> Tensor:
     sums[2] = rows * columns
     if not rows * columns:
         return sums
+    # As integers: equal digests mean equal bits, NaN and -0.0 included.
     bits = part.detach().reshape(rows, columns).view(_BITS[size])
     if size > HALF:
         bits, size, column = bits.contiguous().view(_BITS[HALF]), HALF, size // HALF * column
+    # Words begin at the tensor's columns, wherever the part was cut.
     first, lead = divmod(column, WORD // size)
 
     on_host = part.device.type == "cpu"
@@ -76,7 +78,7 @@ def partial_digest(part: Tensor, row: int = 0, column: int = 0) -> Tensor:
 
 
 def digest_text(dtype: torch.dtype, shape: Sequence[int], sums: Sequence[int]) -> str:
-    """A tensor's digest as text, from the added results of `partial_digest` for its parts."""
+    """Return a tensor's digest as text, from the sums of `partial_digest` over its parts."""
     d1, d2, elements = sums
     kind = f"{str(dtype).removeprefix('torch.')}{list(shape)}".replace(" ", "")
     some = "" if elements == prod(shape) else f", of {elements} of {prod(shape)} elements"
@@ -84,18 +86,18 @@ def digest_text(dtype: torch.dtype, shape: Sequence[int], sums: Sequence[int]) -
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """A whole tensor's digest; strides and device do not matter."""
+    """Return a whole tensor's digest; strides and device do not matter."""
     return digest_text(tensor.dtype, tensor.shape, partial_digest(tensor).tolist())
 
 
 def _lies_in_words(bits: Tensor, lead: int) -> bool:
-    """True where its memory can be read as words of its tensor's rows."""
+    """Return True if its memory can be read as words of its tensor's rows."""
     placed = (bits.storage_offset(), bits.stride(0), bits.shape[1], lead)
     return bits.stride(1) == 1 and not any(n * bits.element_size() % WORD for n in placed)
 
 
 def _over_rows(words: Tensor, keys: Tensor) -> Tensor:
-    """[words]: sums over the rows, modulo 2^64."""
+    """Return sums over the rows, modulo 2^64; [words]."""
     if words.device.type == "cpu":
         return torch.mv(words.t(), keys)
     # CUDA has no products of integer matrices.
@@ -103,17 +105,18 @@ def _over_rows(words: Tensor, keys: Tensor) -> Tensor:
 
 
 def _words(block: Tensor, lead: int) -> Iterator[tuple[int, Tensor]]:
-    """The block as words, [rows, words] int64, behind `lead` bytes of zeros; and which the first
-    is."""
+    """Yield the block as words, [rows, words] int64, behind `lead` bytes of zeros, and the first
+    word's number."""
     size = block.element_size()
     end = lead // size + block.shape[1]
     filled = block.new_zeros(len(block), -(-end * size // WORD) * WORD // size)
+    # Zeros around the part add nothing to a sum.
     filled[:, lead // size : end] = block
     yield 0, filled.view(torch.int64)
 
 
 def _words_in_place(bits: Tensor, lead: int) -> Iterator[tuple[int, Tensor]]:
-    """The same without a copy, for memory aligned to words. lead: none, or half a word."""
+    """Yield the same without a copy, for memory aligned to words. lead: 0 or half a word."""
     if not lead:
         yield 0, bits.view(torch.int64)
         return
@@ -131,15 +134,16 @@ def _words_in_place(bits: Tensor, lead: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def _keys(seed: int, start: int, count: int, device: torch.device) -> Tensor:
-    """[count] int64: the odd numbers of these places."""
+    """Return the odd numbers of these places; [count] int64."""
     known = _known.get((seed, device))
     if known is None or len(known) < start + count:
+        # Twice as many as needed, so that growing parts compute few.
         known = _known[seed, device] = _odd(seed, max(4096, 2 * (start + count))).to(device)
     return known[start : start + count]
 
 
 def _odd(seed: int, count: int) -> Tensor:
-    """The first numbers of splitmix64, made odd; [count] int64."""
+    """Return the first numbers of splitmix64, made odd; [count] int64."""
     x = torch.arange(1, count + 1) * _signed(0x9E3779B97F4A7C15) + _signed(
         seed * 0xD1B54A32D192ED03
     )

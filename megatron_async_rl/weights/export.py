@@ -65,10 +65,10 @@ class Bucket:
 
 
 class WeightExporter:
-    """Made once per run, collectively over the pipeline group, and used after every step. adapters:
-    of these alone, under PEFT's names; otherwise of the model, adapters merged into its weights.
-    dtype: of every tensor, with adapters merged before anything is rounded to it; null: each
-    parameter's own."""
+    """Export of full tensors. Made once per run, collectively over the pipeline group, and used
+    after every step. adapters: export these alone, under PEFT's names; otherwise the model, with
+    adapters merged into its weights. dtype: of every tensor; adapters are merged before anything is
+    rounded to it. None: each parameter's own."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class WeightExporter:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every exported tensor, in order."""
+        """Names of all exported tensors, in order."""
         return tuple(name for entry in self.entries for name in entry.hf_names)
 
     @property
@@ -104,8 +104,8 @@ class WeightExporter:
         return bool(self.bridge.layout.rank == 0)
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
-        """Collective on all ranks: each must take every bucket. A bucket holds at most `max_bytes`
-        of full tensors, or one parameter that is larger alone."""
+        """Yield all buckets. Collective: every rank must take every bucket. A bucket holds at most
+        `max_bytes` of full tensors, or one larger parameter alone."""
         for entries in self._cut(max_bytes):
             shards = self._shards(entries)
             names = tuple(name for entry in entries for name in entry.hf_names)
@@ -119,7 +119,8 @@ class WeightExporter:
             yield Bucket(names, tuple(tensor for tensors in full for tensor in tensors))
 
     def _cut(self, max_bytes: int) -> list[list[ParameterEntry]]:
-        """Entries of one local parameter, one per owner, stay together."""
+        """Cut the entries into buckets. Entries of one local parameter, one per owner, stay
+        together."""
         buckets: list[list[ParameterEntry]] = []
         size = 0
         for _, owned in groupby(
@@ -139,19 +140,21 @@ class WeightExporter:
         return buckets
 
     def _shards(self, entries: list[ParameterEntry]) -> list[list[Tensor]] | None:
-        """On rank 0 the shards of each entry, else None."""
+        """Return the shards of each entry on rank 0, else None."""
         layout = self.bridge.layout
         holders = layout.tp_size if entries[0].owner is None else layout.ep_size
+        # Rank 0 holds them whole: no message and no copy.
         if layout.rank == 0 and entries[0].stage == 0 and holders == 1:
             return [[self.shard(entry)] for entry in entries]
         held = self._gather(entries)
         return None if held is None else self._unpacked(entries, held)
 
     def _gather(self, entries: list[ParameterEntry]) -> Tensor | None:
-        """On rank 0 [holders, elements], else None. Holders: of divided experts their owners, else
-        the tensor-parallel ranks."""
+        """Return [holders, elements] on rank 0, else None. Holders are the owners of divided
+        experts, or else the tensor-parallel ranks."""
         layout = self.bridge.layout
         stage, divided = entries[0].stage, entries[0].owner is not None
+        # Data-parallel copies are equal: the first one sends.
         if (layout.expert_replica if divided else layout.replica) != 0:
             return None
         group, rank, size = (
@@ -163,6 +166,7 @@ class WeightExporter:
         if layout.pp_rank != stage:
             if layout.rank != 0:
                 return None
+            # Only rank 0 is left here: its stage has no part of this bucket.
             received = torch.empty(size, elements, dtype=entries[0].dtype, device=layout.device)
             dist.recv(received, group_src=stage, group=layout.pp_group)
             return received
@@ -175,21 +179,24 @@ class WeightExporter:
             return None
         if stage == 0:
             return held
+        # One message per bucket, however many tensors it has.
         dist.send(held, group_dst=0, group=layout.pp_group)
         return None
 
     def shard(self, entry: ParameterEntry) -> Tensor:
-        """This rank's shard of `entry`, which it holds: may be the live parameter."""
+        """Return this rank's shard of `entry`, which may be the live parameter."""
         weight = plain(weight_of(self._chunks[entry.chunk], entry.local_name, self._dtype))
         return weight if self._dtype is None else weight.to(self._dtype)
 
     def _packed(self, entries: list[ParameterEntry]) -> Tensor:
         parameters = [self.shard(entry).reshape(-1) for entry in entries]
+        # A single parameter is not copied.
         return parameters[0] if len(parameters) == 1 else torch.cat(parameters)
 
     @staticmethod
     def _unpacked(entries: list[ParameterEntry], held: Tensor) -> list[list[Tensor]]:
-        """held: what `_gather` gave. Each owner's parameters lie one after the other in its row."""
+        """Return the shards of each entry. held: result of `_gather`; each owner's parameters lie
+        one after the other in its row."""
         starts: dict[int | None, int] = {}
         shards = []
         for entry in entries:
@@ -210,7 +217,7 @@ _Own = tuple[ParameterEntry, list[tuple[Cut, slice | Tensor]]]
 
 @dataclass(frozen=True)
 class RankParameters:
-    """A rank of the world, as far as the parameters that it holds go."""
+    """A rank and the parameters that it holds."""
 
     rank: int
     reaches: bool
@@ -223,8 +230,8 @@ class RankParameters:
 
 
 class WeightShards:
-    """Made once per run and used after every step. `reached`: for each rank of the world, true
-    where it can write to the staged memory."""
+    """Each rank's parts of a version. Made once per run and used after every step. `reached`: for
+    each rank of the world, true if it can write to the staged memory."""
 
     def __init__(self, exporter: WeightExporter, reached: Sequence[bool], max_bytes: int) -> None:
         """Collective."""
@@ -236,6 +243,7 @@ class WeightShards:
             RankParameters(rank, reached[rank], *place)
             for rank, place in enumerate(layout.gathered(own))
         ]
+        # A rank that cannot write there has no part to write.
         self._own = [] if not reached[layout.rank] else self._cut(seats, seats[layout.rank])
         self.gathered = not all(_have(seats, entry) for entry in exporter.entries)
         """The ranks that reach the memory do not hold the whole model."""
@@ -258,6 +266,7 @@ class WeightShards:
             shard = self._exporter.shard(entry)
             for cut, rows in cuts:
                 part, name = shard[rows], entry.hf_names[cut.tensor]
+                # A vector is one row of its tensor's matrix (digest.matrix_shape).
                 if part.dim() == 1:
                     yield ShardSlice(name, 0, cut.first, part.reshape(1, -1))
                 else:
@@ -268,6 +277,7 @@ class WeightShards:
         bucket_of = {spec.name: at for at, bucket in enumerate(self.buckets) for spec in bucket}
         found: list[list[_Own]] = [[] for _ in self.buckets]
         for entry, cuts in self._own:
+            # Tensors of one parameter, such as a fused QKV, may lie in several buckets.
             apart: dict[int, list[tuple[Cut, slice | Tensor]]] = {}
             for cut in cuts:
                 apart.setdefault(bucket_of[entry.hf_names[cut[0].tensor]], []).append(cut)
@@ -311,11 +321,13 @@ def _have(seats: Sequence[RankParameters], entry: ParameterEntry) -> bool:
     holders = [seat for seat in seats if seat.reaches and seat.holds(entry)]
     if entry.partition_dim is None:
         return bool(holders)
+    # A divided parameter needs a holder of every tensor-parallel shard.
     return {seat.tensor for seat in holders} == {seat.tensor for seat in seats}
 
 
 def buckets_of(entries: Sequence[ParameterEntry], max_bytes: int) -> list[list[TensorSpec]]:
-    """Every tensor once, in runs of at most `max_bytes`; a larger tensor is a run by itself."""
+    """Return every tensor once, in runs of at most `max_bytes`; a larger tensor is a run by
+    itself."""
     buckets: list[list[TensorSpec]] = []
     size = 0
     for entry in entries:

@@ -38,7 +38,8 @@ class BucketRef:
     entries: tuple[TensorEntry, ...]
 
     def as_plain(self) -> dict[str, Any]:
-        """Plain values, which cross vLLM's message queue."""
+        """Return plain values, which cross vLLM's message queue."""
+        # The queue accepts no classes of this package.
         return {**vars(self), "entries": [vars(entry) for entry in self.entries]}
 
 
@@ -90,8 +91,8 @@ class Meeting:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightUpdate:
-    """A version that the workers of an engine are to receive. `kept`: the version in their memory
-    that stays; null: none does."""
+    """A version that the workers of an engine are to receive. `kept`: version in their memory that
+    stays; None if none does."""
 
     meeting: Meeting
     version: int
@@ -114,12 +115,14 @@ class WeightMismatch(RuntimeError):
         self.loaded = loaded
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # The message alone would not rebuild the fields in another process.
         return (WeightMismatch, (self.name, self.engine, self.sent, self.loaded), self.__dict__)
 
 
 def require_equal(engine: str, sent: Mapping[str, str], loaded: Mapping[str, str]) -> None:
-    """Raises WeightMismatch for the first tensor, by name, whose digests differ or that only one
+    """Raise WeightMismatch for the first tensor, by name, whose digests differ or that only one
     side has."""
+    # Both sides' names: a missing tensor and an unknown one count as different.
     for name in sorted(sent.keys() | loaded.keys()):
         if sent.get(name) != loaded.get(name):
             raise WeightMismatch(name, engine, sent.get(name), loaded.get(name))

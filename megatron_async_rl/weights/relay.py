@@ -129,6 +129,7 @@ class WeightAgent:
                         at += received
                         watch.progress("bytes relayed", received)
             except OSError as error:
+                # Any byte proves that the server lives, however often the connection broke.
                 fruitless = 0 if at > stood else fruitless + 1
                 log.warning(
                     "bucket %d of version %d stands at byte %d of %d: %s",

@@ -64,7 +64,8 @@ class Address:
 
 
 class RelayServer:
-    """Listens from the start, at a free port of `host`. `silence_s`: longest wait for a peer.
+    """Server of staged versions, at a free port of `host`, from its construction on. `silence_s`:
+    longest wait for a peer.
 
     Raises OSError if `host` is not an address of this machine.
     """
@@ -81,6 +82,7 @@ class RelayServer:
 
     def stage(self, version: int, manifest: Manifest) -> None:
         """Serve `version` from now on."""
+        # Replaced, never changed: threads of connections read it without a lock.
         self._staged = {**self._staged, version: manifest.buckets}
 
     def release(self, version: int) -> None:
@@ -139,10 +141,12 @@ class _RelayConnection(socketserver.BaseRequestHandler):
         self.request.sendall(nonce)
         mac = _exactly(self.request, _MAC_BYTES)
         requested = _exactly(self.request, _REQUEST.size)
+        # In constant time: an early stop would reveal how much of the proof fits.
         if not hmac.compare_digest(mac, _mac(self.server.relay.address.key, nonce, requested)):
             log.warning("%s asked for weights with another key", self.client_address)
             self._refuse("the key is not this run's")
             return
+        # From here on the connection no longer counts as a stranger's.
         self.server.admit(self.request)
 
         version, bucket, first = _REQUEST.unpack(requested)
@@ -158,6 +162,7 @@ class _RelayConnection(socketserver.BaseRequestHandler):
                 self._refuse(f"{ref.path} holds {size} bytes, its manifest has {ref.size}")
                 return
             self.request.sendall(_ANSWER.pack(size - first, 0))
+            # From the page cache to the socket, without a copy in this process.
             self.request.sendfile(file, first, size - first)
 
     def _refuse(self, reason: str) -> None:
@@ -194,7 +199,7 @@ def _mac(key: bytes, nonce: bytes, request: bytes) -> bytes:
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
-    """Raises ConnectionError where the peer ends before."""
+    """Return `count` bytes. Raises ConnectionError if the peer ends before."""
     found = b""
     while len(found) < count:
         piece = connection.recv(count - len(found))

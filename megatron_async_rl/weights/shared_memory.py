@@ -47,13 +47,13 @@ class SharedMemoryFull(OSError):
 
 
 class BucketFile(BucketMemory):
-    """One file in `directory`, of `size` bytes, all of them reserved. Deleted by `close`, or at
-    exit."""
+    """File in `directory` of `size` bytes, all of them reserved. Deleted by `close`, or at exit."""
 
     def __init__(self, directory: Path, size: int) -> None:
         """Raises SharedMemoryFull."""
         self.size = size
         self.path, descriptor = _create(directory)
+        # Runs at exit, too, if `close` was never called.
         self._discard = weakref.finalize(self, _discard, self.path, descriptor)
         try:
             os.posix_fallocate(
@@ -75,14 +75,16 @@ class BucketFile(BucketMemory):
 
 
 class _MappedFiles:
-    """Opened files, which stay mapped until `keep` declares them unused. access: mmap's."""
+    """Files that stay mapped until `keep` declares them unused. access: mmap's."""
 
     def __init__(self, access: int) -> None:
         self._access = access
         self._mapped: dict[str, mmap.mmap] = {}
 
     def map(self, ref: BucketRef) -> mmap.mmap:
-        """Raises ValueError if the file is not the one described by `ref`."""
+        """Return the file's mapping. Raises ValueError if the file is not the one described by
+        `ref`."""
+        # A file of another size belongs to another version.
         size = os.stat(ref.path).st_size
         if size != ref.size:
             raise ValueError(f"{ref.path} holds {size} bytes, its manifest has {ref.size}")
@@ -120,14 +122,15 @@ class BucketReader(TransportReader):
     """An engine's end."""
 
     def __init__(self) -> None:
+        # Copy on write: an engine cannot change what the others read.
         self._files = _MappedFiles(mmap.ACCESS_COPY)
 
     def read(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of `ref`, in manifest order, as private views of the mapped file: no copy is
-        made.
+        """Yield the tensors of `ref`, in manifest order, as private views of the mapped file,
+        without a copy.
 
-        A view shows what the file holds, until it is written to or the file is filled again. Raises
-        ValueError when the file is not the one the manifest describes.
+        A view shows the file's content until the view is written to or the file is filled again.
+        Raises ValueError if the file is not the one described by `ref`.
         """
         memory = self._files.map(ref)
         for entry in ref.entries:
@@ -138,7 +141,7 @@ class BucketReader(TransportReader):
 
 
 class SharedMemory(Carrier):
-    """Files in `directory`."""
+    """Carrier with files in `directory`."""
 
     def __init__(self, directory: Path = SHARED_MEMORY) -> None:
         self._directory = directory
@@ -159,6 +162,7 @@ CARRIER = SharedMemory
 def _view(memory: mmap.mmap, entry: TensorEntry) -> Tensor:
     dtype = getattr(torch, entry.dtype)
     count = prod(entry.shape)
+    # torch.frombuffer refuses a count of 0.
     flat = (
         torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.offset)
         if count
@@ -168,11 +172,12 @@ def _view(memory: mmap.mmap, entry: TensorEntry) -> Tensor:
 
 
 def _create(directory: Path) -> tuple[str, int]:
-    """A new, locked, still linked file. A sweeper may take and unlink it between creation and lock;
-    then try again."""
+    """Return a new, locked file that still has its name. A sweeper may remove it between creation
+    and lock; then try again."""
     while True:
         path = directory / f"{PREFIX}{uuid.uuid4().hex}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        # Until the process ends: the sign that the file is in use.
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         if os.fstat(descriptor).st_nlink:
             return str(path), descriptor

@@ -74,11 +74,9 @@ class NotStaged(RuntimeError):
 
 
 class Staging:
-    """Made by every rank of `ranks` and used by one thread of each; rank 0's has the memory, which
-    `close` releases.
-
-    reached: for each rank, true where it can write to that memory.
-    """
+    """Staged versions of one carrier. Made by every rank of `ranks` and used by one thread of each;
+    rank 0's has the memory, which `close` frees. reached: for each rank, true if it can write to
+    that memory."""
 
     def __init__(self, carrier: Carrier, ranks: StagingRanks | None = None) -> None:
         """Collective. Raises OSError where there is no room for anything."""
@@ -110,13 +108,13 @@ class Staging:
         parts: Iterable[ShardSlice],
         when_free: Callable[[], None] = lambda: None,
     ) -> Manifest:
-        """Collective. buckets: of the whole version, the same on every rank. parts: this rank's;
-        each is copied before the next is requested. when_free: returns once the slot may be
-        written, on rank 0.
+        """Stage a version; return its manifest. Collective. buckets: of the whole version, the same
+        on every rank. parts: this rank's parts; each is copied before the next is requested.
+        when_free: returns, on rank 0, once the slot may be written.
 
         Raises ValueError for an update without buckets, with a tensor that comes twice, or with a
-        tensor that the parts of all ranks do not make up, OSError when memory is out, and NotStaged
-        where it is another rank that could not write; then the version staged last is still there.
+        tensor that the parts of all ranks do not make up; OSError if memory is out; and NotStaged
+        if only another rank failed. The version staged last is then still there.
         """
         entries = [entries_of(bucket) for bucket in buckets]
         flat = [entry for bucket in entries for entry in bucket]
@@ -127,6 +125,7 @@ class Staging:
             twice = next(e.name for i, e in enumerate(flat) if number[e.name] != i)
             raise ValueError(f"tensor {twice} comes twice in one update")
 
+        # Rank 0 alone makes room: all ranks write to the same places.
         paths = self._ranks.from_rank_zero(lambda: self._open(entries, when_free))
         started = time.monotonic()
         refs = [
@@ -141,6 +140,7 @@ class Staging:
         sums = self._write(refs, number, parts)
         digests = {}
         for entry, (d1, d2, elements) in zip(flat, sums, strict=True):
+            # The counts add up over ranks: a part that is missing, or came twice, shows here.
             if elements != prod(entry.shape):
                 raise ValueError(
                     f"the ranks wrote {elements} of the {prod(entry.shape)} elements of"
@@ -166,7 +166,7 @@ class Staging:
     def _write(
         self, refs: Sequence[BucketRef], number: dict[str, int], parts: Iterable[ShardSlice]
     ) -> list[list[int]]:
-        """[d1, d2, elements] of every tensor, over all ranks."""
+        """Write this rank's parts; return [d1, d2, elements] of every tensor, over all ranks."""
         where = {entry.name: (ref, entry) for ref in refs for entry in ref.entries}
         names: list[int] = []
         digests: list[Tensor] = []
@@ -206,6 +206,7 @@ class Staging:
                 f"{rows} x {columns} elements from ({part.row}, {part.column}) on are not within"
                 f" {part.name}, {list(entry.shape)}"
             )
+        # Detached: the parameter is a leaf of autograd.
         place.copy_(part.tensor.detach())
 
 
@@ -218,16 +219,17 @@ def staging_of(name: str, device: torch.device, ranks: StagingRanks) -> Staging:
 
 
 class StagingSlot:
-    """The places of one version's buckets, in order."""
+    """Places of one version's buckets, in order."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
         self._places: list[BucketMemory] = []
 
     def places(self, sizes: Sequence[int]) -> list[str]:
-        """Paths of buckets of these sizes. Raises OSError when memory is out."""
+        """Return paths of buckets of these sizes. Raises OSError if memory is out."""
         self.discard_from(len(sizes))
         for index, size in enumerate(sizes):
+            # Reused: new pages of shared memory cost far more than the copy.
             if index < len(self._places) and self._places[index].size == size:
                 continue
             self.discard_from(index)  # before more memory is requested

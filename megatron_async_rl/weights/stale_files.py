@@ -28,8 +28,7 @@ _OPENMP = re.compile(r"__KMP_REGISTERED_LIB_(\d+)_(\d+)")
 
 
 def remove_stale(directory: Path) -> list[Path]:
-    """Delete the files of dead processes in `directory`; returns what was deleted. Live ones are
-    left alone."""
+    """Delete the files of dead processes in `directory`; return what was deleted."""
     removed = remove_stale_shared_memory(directory)
     for path in sorted(directory.glob(f"{PREFIX}*")):
         try:

@@ -53,7 +53,7 @@ class TensorSpec:
 @dataclass(frozen=True, eq=False)
 class ShardSlice:
     """Rows and columns of the tensor `name`, as a matrix, from (`row`, `column`) on. A vector is
-    one row; of more dimensions a tensor has as many columns as its last is long."""
+    one row; a tensor of more dimensions has as many columns as its last dimension is long."""
 
     name: str
     row: int
@@ -82,7 +82,7 @@ class TransportWriter(ABC):
 
     @abstractmethod
     def reaches(self, path: str) -> bool:
-        """True if this rank can write to that place."""
+        """Return True if this rank can write to that place."""
 
     @abstractmethod
     def view(self, ref: BucketRef, entry: TensorEntry) -> Tensor:
@@ -90,7 +90,7 @@ class TransportWriter(ABC):
 
     @abstractmethod
     def keep(self, paths: Collection[str]) -> None:
-        """Lets go of every bucket that is not at one of `paths`."""
+        """Release every bucket that is not at one of `paths`."""
 
 
 class TransportReader(ABC):
@@ -107,7 +107,7 @@ class TransportReader(ABC):
 
     @abstractmethod
     def keep(self, paths: Collection[str]) -> None:
-        """Lets go of every bucket that is not at one of `paths`."""
+        """Release every bucket that is not at one of `paths`."""
 
 
 class Carrier(ABC):
@@ -120,7 +120,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def place(self, size: int) -> BucketMemory:
-        """Raises OSError when there is no room."""
+        """Allocate a bucket. Raises OSError if there is no room."""
 
     @abstractmethod
     def writer(self) -> TransportWriter: ...
@@ -136,16 +136,18 @@ def carrier(name: str) -> Carrier:
 
 
 def carrier_module(name: str) -> ModuleType:
+    # On demand: a carrier may need libraries that the others do not.
     return importlib.import_module(f"megatron_async_rl.weights.{name}")
 
 
 def whole_bucket(ref: BucketRef) -> TensorEntry:
-    """The bucket as one tensor of bytes."""
+    """Return the bucket as one tensor of bytes."""
     return TensorEntry(name="", dtype="uint8", shape=(ref.size,), offset=0, nbytes=ref.size)
 
 
 def view_of(memory: Tensor, entry: TensorEntry) -> Tensor:
-    """One tensor of the bucket that `memory`, [bytes] uint8, holds."""
+    """Return one tensor of the bucket that `memory`, [bytes] uint8, holds."""
+    # A view: nothing is copied.
     flat = memory[entry.offset : entry.offset + entry.nbytes]
     return flat.view(getattr(torch, entry.dtype)).view(entry.shape)
 
@@ -153,8 +155,10 @@ def view_of(memory: Tensor, entry: TensorEntry) -> Tensor:
 def damaged_tensor(
     writer: TransportWriter, ref: BucketRef, digests: Mapping[str, str]
 ) -> str | None:
-    """Return the name of a tensor of the bucket that differs from the staged one; null: none."""
+    """Return the name of a tensor of the bucket that differs from the staged one; None if none
+    does."""
     for entry in ref.entries:
+        # A tensor that has no digest counts as damaged.
         if tensor_digest(writer.view(ref, entry)) != digests.get(entry.name):
             return entry.name
     return None
@@ -166,6 +170,7 @@ def entries_of(bucket: Sequence[TensorSpec]) -> tuple[TensorEntry, ...]:
     entries: list[TensorEntry] = []
     end = 0
     for spec in bucket:
+        # The next multiple, so that a view of any dtype starts at a whole element.
         offset = -(-end // ALIGNMENT) * ALIGNMENT
         entries.append(
             TensorEntry(
@@ -177,6 +182,7 @@ def entries_of(bucket: Sequence[TensorSpec]) -> tuple[TensorEntry, ...]:
             )
         )
         end = offset + spec.nbytes
+    # Memory of no bytes can be neither made nor mapped.
     if end == 0:
         raise ValueError(
             f"a bucket of {len(entries)} tensors holds no bytes; there is nothing to send"

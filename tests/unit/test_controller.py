@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from megatron_async_rl.flow.errors import BatchTimeout, EngineFailed, RewardFailed
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.flow.staleness import StalenessViolated
+from megatron_async_rl.flow.summary import describe_flow
 from megatron_async_rl.report.samples import load, read_entries
 from tests.thorough import examples
 from tests.unit.fake_engine import FakeEngine, manifest
@@ -318,7 +319,9 @@ def test_a_batch_that_waits_for_the_reward_of_a_group_reports_it() -> None:
         controller = await begin([FakeEngine()], flow(1), whole=slow, timeout_s=2.0)
         with pytest.raises(BatchTimeout, match=r"s, waits for its reward \(per: group\)"):
             await controller.next_batch(0)
-        assert "0 ready, 2 groups wait for their reward, the oldest" in controller._describe()
+        assert "0 ready, 2 groups wait for their reward, the oldest" in describe_flow(
+            controller.stats(), controller._rewards.waiting
+        )
         await controller.close()
 
     run(body)
