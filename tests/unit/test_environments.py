@@ -322,7 +322,7 @@ def test_a_process_that_starts_for_a_cancelled_sample_is_ended(
     assert played.pool._room._value == 4
 
 
-def test_a_server_whose_reports_nobody_reads_any_more_ends() -> None:
+def test_a_server_whose_reports_are_no_longer_read_ends() -> None:
     local, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with remote:
         server = child._ForkingServer(remote, lambda: child.LoadedCode(print), None)
