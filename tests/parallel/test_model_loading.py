@@ -23,7 +23,7 @@ TENSOR = "model.layers.1.mlp.down_proj.weight"
             "model.safetensors is not a complete safetensors file",
         ),
         ("no weights", "FileNotFoundError", "lacks safetensors files"),
-        ("model type", "UnsupportedModel", "model_type is 'gpt2'; supported: llama, qwen2, qwen3"),
+        ("model type", "UnsupportedModel", "model_type is 'gpt2'; supported: gemma3_text, llama"),
         (
             "rope",
             "UnsupportedModel",
