@@ -1,13 +1,13 @@
-"""Held-out evaluation: the engines of training, nothing of training's data, order or numbering.
-Each set of prompts has its own sampling. Of given responses (`loss: sft`) the ranks measure the
-loss (`rank0.py`); here is its result.
+"""Held-out evaluation, on training's engines but without its data, order or numbering. Each set of
+prompts has its own sampling. For given responses (`loss: sft`) the ranks measure the loss
+(`rank0.py`); its result is here.
 
 Invariants:
-- requests have negative group numbers, so that no scheduler mistakes one for training's: prompt i,
-  counted over all sets, is group -1 - i;
+- requests have negative group numbers, which no scheduler takes for training's: prompt i, counted
+  over all sets, is group -1 - i;
 - every token comes from the version that is evaluated, or there is no result;
-- a prompt's seeds follow from the run's seed and its place among the prompts: the same weights give
-  the same responses again.
+- a prompt's seeds follow from the run's seed and its place among the prompts: equal weights give
+  equal responses.
 """
 
 from __future__ import annotations

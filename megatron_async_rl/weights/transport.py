@@ -97,7 +97,7 @@ class TransportReader(ABC):
     """An engine worker's end."""
 
     lasting = True
-    """A bucket's content is there until the update ends; else until the worker asks for the
+    """A bucket's content is there until the update ends; else until the worker requests the
     next."""
 
     @abstractmethod

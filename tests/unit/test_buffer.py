@@ -278,7 +278,7 @@ def test_what_the_settings_do_not_permit_is_asked_again_and_said_with_numbers(
     assert [index for index, _ in harness.scheduler.pending()] == [2, 3, 4, 5]
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (1 if again else 0)
-    assert not again or f"goes on with {len(kept)} of the 4 groups" in said[0]
+    assert not again or f"continues with {len(kept)} of the 4 groups" in said[0]
 
 
 def exact(lag: int, **more: Any) -> SchedulerHarness:
