@@ -70,8 +70,8 @@ def run(folder: Path, ratio: float, args: argparse.Namespace) -> dict[str, float
         .read_text(encoding="utf-8")
         .splitlines()
     ][args.warm :]
-    # Medians of parts, and the mean step by the clock: batches come in turns, and a part that waits
-    # shows in the next.
+    # Medians of parts, and the mean step by the clock: batches come in sequence, and a part
+    # that waits shows in the next.
     steps = [row["time/step_s"] for row in rows]
     return {
         "step_s": (rows[-1]["time"] - rows[0]["time"]) / (len(rows) - 1),

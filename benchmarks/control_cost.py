@@ -19,7 +19,7 @@ step with them.
                  over the bytes of that copy. Of GAC's, 6 gradient-sized reads and writes go to
                  memory, two in the sweep of the products and four in that of the projection
     step_moved   the same of the whole optimizer step, above that of the step without controls: 0.5
-                 is one gradient read once more, or one written
+                 is one gradient read again, or one written
 
 With --memory instead, nothing is timed and every large allocation is a mapping of its own, so that
 resident memory is exact; over the gradient's bytes:
@@ -85,7 +85,7 @@ FLOORS = {
 
 class BytesMoved(TorchDispatchMode):
     """Adds up what operations read and write; views move nothing, and an operand written in place
-    counts once more."""
+    counts again."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
 """How long a publish keeps an engine from sampling, against vLLM's own pause, reload and resume of
 the same weights.
 
-In the same engine, in turns: ours through Ray from another process, with a digest of every tensor
-compared before the engine goes on; vLLM's `pause_generation`, `reload_weights` from safetensors in
-memory, `resume_generation`, called next to it, without proof. `bare`: the same without the 20 ms
-that vLLM sleeps when it pauses. Medians; ratios = ours / vLLM's.
+In the same engine, alternately: ours through Ray from another process, with a digest of every
+tensor compared before the engine continues; vLLM's `pause_generation`, `reload_weights` from
+safetensors in memory, `resume_generation`, called next to it, without proof. `bare`: the same
+without the 20 ms that vLLM sleeps when it pauses. Medians; ratios = ours / vLLM's.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ async def real(args: argparse.Namespace, logs: Path) -> dict[str, Any]:
 
 
 class Numbered:
-    """A running engine whose weights stay as they are and get a new number, and that goes on when
+    """A running engine whose weights stay as they are and get a new number, and that continues when
     its controller ends."""
 
     machine = HERE

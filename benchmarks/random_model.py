@@ -149,7 +149,7 @@ def join_ray() -> None:
 @dataclass(frozen=True, kw_only=True)
 class Published:
     """Seconds: staging alone, gathering included; that and all that follows; the engine's update,
-    in which it stood still, as seen from here. brought_s: by collective, before that, while it
+    in which it paused, as seen from here. brought_s: by collective, before that, while it
     samples."""
 
     staged_s: float

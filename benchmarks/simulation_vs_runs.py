@@ -1,11 +1,11 @@
 """Runs of one config at several `async_ratio`s against what `mar simulate` predicts for all of them
 from some.
 
-The runs are made in turns, `--rounds` times, as the machine may be at something else; those that
-are in FOLDER already are taken as they are. Predicted and measured: seconds of a step, the speed-up
-over the first ratio, the share of the time in which the engine samples, and the start lags. The
-first fifth of the steps does not count, nor do the last ones, after which nothing more is admitted.
-`--store` keeps the calibration and what was measured, for tests/unit/test_simulate.py.
+The runs alternate, `--rounds` times, as the machine may be at something else;
+those that are in FOLDER already are taken as they are. Predicted and measured: seconds of a step,
+the speed-up over the first ratio, the share of the time in which the engine samples, and the start
+lags. The first fifth of the steps does not count, nor do the last ones, after which nothing more is
+admitted. `--store` keeps the calibration and what was measured, for tests/unit/test_simulate.py.
 """
 
 from __future__ import annotations

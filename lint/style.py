@@ -2,7 +2,7 @@
 
 Rules:
 - a docstring starts with a noun phrase or an imperative verb;
-- docstrings, comments and messages contain none of PHRASES;
+- docstrings, comments, messages and pages contain none of PHRASES;
 - a class or alias of the package has a name of its own, and so has a file;
 - a file of the package has at most MAX_LINES lines, without its tables;
 - modules of the package do not import each other in a circle, types included, and have fewer than
@@ -90,6 +90,38 @@ PHRASES = {
     "none of its": "a sentence with a verb",
     "none of theirs": "a sentence with a verb",
     "none of them": "a sentence with a verb",
+    "tell": "report, show or distinguish",
+    "tells": "reports, shows or distinguishes",
+    "ask": "request, call or query",
+    "asks": "requests, calls or queries",
+    "want": "request or need",
+    "nobody": "nothing, no process or no user",
+    "somebody": "a process or a user",
+    "whoever": "the noun",
+    "go on": "continue",
+    "goes on": "continues",
+    "went on": "continued",
+    "going on": "continuing",
+    "lend": "share or map",
+    "lends": "shares or maps",
+    "lent": "shared or mapped",
+    "for good": "permanently",
+    "in turns": "alternately, or one after another",
+    "all the same": "nevertheless, or equal",
+    "comes to": "reaches",
+    "came to": "reached",
+    "machine of engines": "rollout node",
+    "machines of engines": "rollout nodes",
+    "hear": "receive or learn",
+    "hears": "receives or learns",
+    "heard": "received",
+    "is to be": "will be, must be, or a verb",
+    "are to be": "will be, must be, or a verb",
+    "to be had": "available",
+    "anew": "again",
+    "once more": "again",
+    "stood still": "stalled, hung or paused",
+    "of late": "recently",
 }
 """A phrase, and the plain English for it."""
 
@@ -106,6 +138,9 @@ CARRIERS = f"{PACKAGE}/config/weights.py"
 
 SHARED_STEMS = {"__init__", "registry", "errors"}
 """Names of files that every folder may have."""
+
+OTHER_PROSE = {"CHANGELOG.md", "docs/config.md", "docs/metrics.md"}
+"""Pages whose phrases are not checked: history, and pages that are generated from checked code."""
 
 LONG_PAGES = {
     "CHANGELOG.md",
@@ -158,10 +193,31 @@ def phrases(source: str, tree: ast.Module, *, messages: bool) -> Iterator[tuple[
             yield line, f"{phrase!r}: write {PHRASES[phrase]}"
 
 
+def page_phrases(text: str) -> Iterator[tuple[int, str]]:
+    """Line and message of each phrase of PHRASES in the paragraphs of a Markdown page. Blocks of
+    code, text between backticks and the targets of links are not prose."""
+    code = False
+    paragraph: list[str] = []
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        fence = line.lstrip().startswith("```")
+        code ^= fence
+        if line.strip() and not code and not fence:
+            paragraph.append(line.strip())
+            continue
+        # A phrase may continue on the next line, so a paragraph is one text.
+        prose = re.sub(r"`[^`]*`|\]\([^)]*\)", "`", " ".join(paragraph))
+        for phrase in found_phrases(prose):
+            yield number - len(paragraph), f"{phrase!r}: write {PHRASES[phrase]}"
+        paragraph = []
+
+
 def found_phrases(prose: str) -> Iterator[str]:
-    """Phrases of PHRASES in a text."""
+    """Phrases of PHRASES in a text, also at the beginning of a sentence."""
+    lower = prose.lower()
     for phrase in PHRASES:
-        if phrase in prose and re.search(BEFORE + phrase + AFTER, prose):
+        if phrase in lower and re.search(
+            f"{BEFORE}[{phrase[0]}{phrase[0].upper()}]{phrase[1:]}{AFTER}", prose
+        ):
             yield phrase
 
 
@@ -435,10 +491,17 @@ def check(root: Path = ROOT) -> list[str]:
     found += [
         f"{path}: the base name is another file's, too" for path in sorted(repeated_stems(trees))
     ]
-    pages = {
-        file.relative_to(root).as_posix(): [*long_lines(file.read_text(encoding="utf-8"))]
+    texts = {
+        file.relative_to(root).as_posix(): file.read_text(encoding="utf-8")
         for file in sorted([*root.glob("*.md"), *(root / "docs").rglob("*.md")])
     }
+    found += [
+        f"{path}:{line}: {message}"
+        for path, text in texts.items()
+        if path not in OTHER_PROSE
+        for line, message in page_phrases(text)
+    ]
+    pages = {path: [*long_lines(text)] for path, text in texts.items()}
     wide = {path for path, lines in pages.items() if lines}
     found += [
         f"{path}:{line}: {message}"

@@ -36,9 +36,8 @@ from megatron_async_rl.config.load import load
 from megatron_async_rl.config.problem import ConfigError, Problem, UserError
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data.hub import located
-from megatron_async_rl.launch.ending import INTERRUPTED, print_plain
+from megatron_async_rl.launch.ending import INTERRUPTED, deferred_signals, print_plain
 from megatron_async_rl.launch.run_lock import lock_run_dir
-from megatron_async_rl.launch.signals import deferred
 from megatron_async_rl.metrics.log import MetricsReader, number
 from megatron_async_rl.metrics.status import read_status
 from megatron_async_rl.plan.layout import device_of
@@ -75,8 +74,8 @@ class StudyOutcome:
 
 
 def outcome_of(run: StudyRun) -> StudyOutcome:
-    """The state that the run's directory shows while no process works on it. One that failed before
-    its first step is `waiting`, with its reason. Raises UserError for an invalid status."""
+    """The state that the run's directory shows while no process works on it. A run that failed
+    before its first step is `waiting`, with its reason. Raises UserError for an invalid status."""
     status = read_status(run.directory)
     if status is None:
         return StudyOutcome(state="waiting", step=0)
@@ -223,7 +222,7 @@ def study(
         again = ("waiting", "stopped", "failed") if retry else ("waiting", "stopped")
         left = [run for run in runs if outcomes[run.name].state in again]
         console.print(Text(f"{path}: {len(runs)} runs, {len(left)} to do"), soft_wrap=True)
-        interrupts = stack.enter_context(deferred())
+        interrupts = stack.enter_context(deferred_signals())
         live = None
         if console.is_terminal:
             live = stack.enter_context(Live(console=console, auto_refresh=False, transient=True))

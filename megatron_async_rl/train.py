@@ -118,7 +118,7 @@ def train(config: Config, layout: Layout, rank: TrainerRank, writing: Background
         rank0.log(batch, metrics)
         policy.require_finite_steps(ended=version == config.run.steps)
         due |= bool(config.checkpoint.every) and version % config.checkpoint.every == 0
-        # One that is due during steps that are not finite waits for the next that is.
+        # A checkpoint that is due during steps that are not finite waits for the next that is.
         if due and not policy.untried:
             save()
     save()

@@ -6,7 +6,7 @@ A worker takes whole files, in the order of `testpaths`, so that what a file set
 Files that share results stay together. Whole runs (tests/end_to_end, tests/network) go to one
 worker, from the beginning: they wait a lot, for imports, for each other's processes and for
 watchdogs, so they leave a core to other tests; two of them at a time would not, and could miss
-their deadlines. Beside them come the unit tests, which are one process; what starts engines and
+their deadlines. Next to them come the unit tests, which are one process; what starts engines and
 ranks comes last.
 """
 

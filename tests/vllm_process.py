@@ -10,7 +10,7 @@ import psutil
 
 
 def core_of(log: Path) -> psutil.Process:
-    """It gives its number in each line; an engine that is started anew begins a new log. Raises
+    """It gives its number in each line; an engine that is started again begins a new log. Raises
     psutil.NoSuchProcess."""
     return _named("EngineCore", log)
 

@@ -31,7 +31,7 @@ QWEN3 = {
 
 def write_model(folder: Path, **changes: Any) -> Path:
     """A Qwen3 directory: config.json with `changes`, a character tokenizer, one weight file that
-    nobody opens."""
+    nothing opens."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(QWEN3 | changes))
     vocabulary = {"<eos>": 0, "<unk>": 1} | {

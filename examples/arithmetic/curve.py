@@ -8,7 +8,7 @@ demo from the same warm-up, and names the commands that made them. After running
 
     python examples/arithmetic/curve.py --from runs/arithmetic_cpu runs/without_control
 
-writes both files anew.
+writes both files again.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A number from 1 to 7, and three guesses: after each wrong one the model hears `h`, the number is
-higher, or `l`, it is lower.
+"""A number from 1 to 7, and three guesses: after each wrong one the model receives `h`, the number
+is higher, or `l`, it is lower.
 
 Guessing at random finds the number in three of seven games; halving what is left finds it always.
 """

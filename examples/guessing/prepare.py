@@ -7,7 +7,7 @@ Everything lands in `generated/` next to this file, from the seed alone, without
 run writes the same.
 - model/       randomly initialised, float32
 - train.jsonl  the prompt `?`, once for each number
-- eval.jsonl   the same: what is learned is a way to ask, and the answers are all it needs
+- eval.jsonl   the same: what is learned is a way to guess, and the answers are all it needs
 """
 
 from __future__ import annotations

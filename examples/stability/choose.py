@@ -3,7 +3,7 @@
 - ties: the two best rates of a method that are within NEAR_TIE, on the second seed, in the folder
   of the scan
 - fresh: each method of the sweeps named, at its rate of largest mean area, on the seeds that
-  decide, in a folder of their own; sweeps that are `fixed` take all of their rates. Beside each
+  decide, in a folder of their own; sweeps that are `fixed` take all of their rates. Next to each
   control stands its null `matched_lr`, at the control's rate and the mean update norm that it had
   there; the norm is in the name, so that another norm is another run.
 """

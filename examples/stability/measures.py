@@ -105,7 +105,7 @@ def row_of(run: StudyRun) -> tuple[list[dict[str, object]], list[dict[str, objec
 
 
 def diverged(directory: Path, logged: Sequence[MetricsRow]) -> bool:
-    """Says of a run that failed whether its last step shows why."""
+    """Return for a failed run whether its last step shows why."""
     last = logged[-1]["step"] if logged else None
     found = AnomalyFinder(directory).find(logged)
     return any(one.step == last and one.kind in DIVERGED for one in found)

@@ -16,7 +16,7 @@ from measures import Row, axes_of
 PLATEAU = 0.95
 """Learning rates whose mean area is at least this share of the best one's are its plateau."""
 NEAR_TIE = 0.02
-"""Two best rates whose areas are closer than this want the scan's second seed."""
+"""Two best rates whose areas are closer than this need the scan's second seed."""
 FRESH = ("seed11", "seed12", "seed13", "seed14", "seed15")
 COUNTED = ("finished", "diverged")
 

@@ -111,7 +111,7 @@ def questions(rows: Sequence[Row]) -> list[str]:
     if not found:
         return []
     lines = [
-        "## What PLAN.md asks, on the seeds that decide",
+        "## The questions of PLAN.md, on the seeds that decide",
         "",
         f"`>`: area larger by at least {LEAST_GAIN:g}. `≥`: not worse by {MARGIN:g}, one-sided."
         f" `≠`: different. Each by exact permutation, p < {P_VALUE:g} after Holm's correction over"

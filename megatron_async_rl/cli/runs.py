@@ -64,7 +64,7 @@ def train(
     try:
         code = _train(config, overrides or (), nodes, peers, engine_nodes)
     except UserError as error:
-        print_error(error)  # first here: the other nodes may take their time to hear it
+        print_error(error)  # first here: the other nodes may receive it late
         # The other nodes wait for this one, and would wait until their deadline.
         peers.refuse(str(error))
         raise typer.Exit(USER_ERROR) from None
@@ -133,7 +133,7 @@ def _train_loaded(
     # Last, as it may wait for GPUs of a run that has just ended.
     taken = taken_gpus(loaded, machine, nodes.rank)
     if engine_nodes:
-        print_text(f"waiting for {engine_nodes} machines of engines to join Ray")
+        print_text(f"waiting for {engine_nodes} rollout nodes to join Ray")
     cluster = ask_cluster(loaded, machine, engine_nodes) if nodes.rank == 0 else None
     unfit = cluster_problems(cluster, waited=engine_nodes > 0) if cluster else []
     if taken or unfit:

@@ -135,7 +135,7 @@ def plan(
         # Overrides this machine's memory, too.
         machine = replace(machine, memory=int(host_memory * GIB))
     planned = preflight(loaded, all_data=False, machine=machine, without_model=True)
-    # Only a plan that could run here asks whether the directory permits it.
+    # Only a plan that could run here checks the run directory.
     unlike = [] if machine.described or planned.problems else conflicts(loaded)
     show_plan(
         planned,

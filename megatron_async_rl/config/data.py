@@ -98,7 +98,7 @@ class DataConfig(Strict):
     """Held-out prompts, as `train`, with `loss: sft` and their responses; several sets are
     `eval.sets`."""
     shuffle: bool = True
-    """Shuffle each source anew in every epoch, by the seed."""
+    """Shuffle each source in every epoch, by the seed."""
     prompt_key: DataColumn = "prompt"
     """Column of the prompt: text, or a list of chat messages, which may be JSON text. This key and
     the three below may name a value inside a column: `extra_info.question`."""

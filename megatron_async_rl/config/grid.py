@@ -191,7 +191,7 @@ def runs_of(grid: Grid, only: Sequence[str] = ()) -> list[StudyRun]:
             name = "-".join(values)
             known = found.get(name)
             if known is not None and known.settings != settings:
-                fix = "give the values of the axes names that tell them apart"
+                fix = "give the values of the axes names that differ"
                 raise UserError.of("axes", f"two runs would be called {name}", fix)
             overrides = [
                 f"{key}={_override(given)}"

@@ -90,8 +90,8 @@ def is_named(annotation: Any) -> bool:
 
 
 def models_at(dotted: Sequence[str | int], tree: Any) -> tuple[type[Strict], ...]:
-    """The models whose keys are valid below `dotted`; `tree` (the user's own values) tells which
-    method was chosen."""
+    """The models whose keys are valid below `dotted`; `tree` (the user's own values) names the
+    chosen method."""
     models: tuple[type[Strict], ...] = (Config,)
     named = False
     for part in dotted:

@@ -80,7 +80,7 @@ class ReferenceConfig(Strict):
     """Reference policy of KL penalties and trajectory balance: the run's first weights, kept in
     host memory.
 
-    One that moves is in the checkpoint. One that does not is read from its directory again, so a
+    A reference that moves is in the checkpoint. A fixed one is read from its directory again, so a
     resumed run compares with the same weights as before."""
 
     path: Path | None = None

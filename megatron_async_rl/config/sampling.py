@@ -160,7 +160,7 @@ class EvalSamplingConfig(Strict):
                 raise ValueError(f"{what.splitlines()[0]}; write a valid JSON Schema") from error
         if self.regex is not None:
             try:
-                # Python's syntax is a first check; preflight asks vLLM's own grammar compiler.
+                # Python's syntax is a first check; preflight calls vLLM's own grammar compiler.
                 re.compile(self.regex)
             except re.error as error:
                 raise ValueError(

@@ -123,7 +123,7 @@ class UpdateView:
     without weight decay. displacement: the weights as they are minus those that the batch's samples
     began under (the mean over trained tokens where they differ); null on every rank where those are
     the same, or the run keeps no past weights. Tensors of both are computed when they are read,
-    each time anew. gradients: after clipping, not to be changed any more. kl: estimate k2 of the
+    each time again. gradients: after clipping, not to be changed any more. kl: estimate k2 of the
     divergence of the policy from the sampling policy, mean over trained tokens of (log(pi / mu))^2
     / 2, nats per token, the same on every rank; 0 for given responses.
     """
@@ -146,7 +146,7 @@ class UpdateCorrection:
 
 class Control:
     """Called on every rank once per optimizer step, on the fully reduced gradient, before clipping
-    (`apply`), and once more just before the optimizer changes the parameters, where no control
+    (`apply`), and again just before the optimizer changes the parameters, where no control
     skips the step (`before_update`).
 
     Its decision must be the same on every rank, so it may rest only on all-reduced numbers, reduced

@@ -42,6 +42,7 @@ def tool_calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     ValueError that names the faulty call."""
     calls = message.get("tool_calls")
     if isinstance(calls, str):
+        # Parquet and CSV often store the whole list as one JSON string.
         calls = _parsed(calls, "tool_calls") if calls.strip() else None
     if calls is None:
         return []
@@ -54,6 +55,7 @@ def _with_object(call: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return the call with its arguments as an object, inside `function` or, in the short form of
     some data sets, next to the name."""
     function = call.get("function")
+    # A new object: the caller's message stays as it was read.
     if isinstance(function, Mapping):
         return {**call, "function": _with_object(function, f"{name}.function")}
     arguments = call.get("arguments")
@@ -85,6 +87,7 @@ def _as_text(call: Mapping[str, Any]) -> dict[str, Any]:
 def function_name(call: Mapping[str, Any]) -> str:
     """Return the name of the function that is called; empty text where it has none."""
     function = call.get("function")
+    # OpenAI's form nests the name in `function`; some data sets write it next to the arguments.
     named = call if function is None else function
     name = named.get("name") if isinstance(named, Mapping) else None
     return name if isinstance(name, str) else ""
@@ -143,15 +146,17 @@ class ChatTemplate:
         self._require_template()
         if tools:
             self._require_tools()
+        # No template takes two lists of tools.
         if tools and self._tools and list(tools) != self._tools:
             raise DataError(
                 self._dir,
                 None,
-                "is to be given other tools than those of rollout.environment",
+                "would receive other tools than those of rollout.environment",
                 "remove them from the data, or set data.tools_key: null",
             )
         written = [self._written(message) for message in messages]
         text = self._apply(written, answer=answer, tools=tools or self._tools)
+        # The text is the proof: a template drops what it does not know without raising.
         for message in written:
             self._require_message(message, text)
         return text
@@ -166,6 +171,7 @@ class ChatTemplate:
         names = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
         if self._template or any((self._dir / name).exists() for name in names):
             return True
+        # A substring is enough here: a false positive only costs one load of transformers.
         config = self._dir / "tokenizer_config.json"
         return config.is_file() and '"chat_template"' in config.read_text(encoding="utf-8")
 
@@ -182,6 +188,8 @@ class ChatTemplate:
         except Exception:  # noqa: BLE001 - a template may refuse the probe; a row then reports why
             return None
         _, found, after = text.rpartition(PROBE_ANSWER)
+        # A template ends a turn with a special token; text that follows it, such as a line break,
+        # is not one.
         special = {i for i, one in self._backend.added_tokens_decoder.items() if one.special}
         special |= set(self._backend.all_special_ids)
         # A line break that the vocabulary lacks is the unknown token, and ends nothing.
@@ -223,10 +231,14 @@ class ChatTemplate:
         form, or fail.
         """
         text = json.dumps(PROBE_ARGUMENTS)
+        # The order is part of the result: vLLM renders empty text, so it is preferred where both
+        # work.
         for content in ("", None):
             written = self._probed(content, PROBE_ARGUMENTS)
+            # Python's own form of the object means that the template printed it without `tojson`.
             if PROBE_NAME in written and repr(PROBE_ARGUMENTS) not in written:
                 return content, False
+            # The JSON text must appear unchanged; `tojson` of a text would add escapes.
             if text in self._probed(content, text):
                 return content, True
         return "", False
@@ -290,6 +302,7 @@ class ChatTemplate:
                 "set data.chat_template, add chat_template.jinja to the model directory, or"
                 " write the prompt as plain text, without data.as_chat",
             )
+        # Parsing Jinja is slow, and the template does not change, so it is checked once.
         self._require_options(template)
         self._checked = True
 
@@ -333,6 +346,7 @@ def _variables(template: Any) -> Collection[str] | None:
     from jinja2 import TemplateError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    # The sandbox of transformers: a template comes with a model and is not trusted code.
     environment = ImmutableSandboxedEnvironment(
         extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]
     )

@@ -62,7 +62,9 @@ def _count(file: Path) -> int:
         from pyarrow import parquet
 
         with _parquet_errors(file):
+            # The footer has the number, so a file of any size costs one read.
             return int(parquet.read_metadata(file).num_rows)
+    # A quoted cell of CSV may hold line breaks and a JSON list may be one line, so both are parsed.
     if file.suffix.lower() != ".jsonl":
         return sum(1 for _ in FORMATS[file.suffix.lower()](file))
     try:
@@ -87,8 +89,10 @@ def _content(path: Path) -> bytes:
 
 def _text(path: Path, line: int | None, raw: bytes) -> str:
     try:
+        # Only the first line can begin with a byte order mark; elsewhere it is data.
         return raw.decode("utf-8-sig" if line == 1 else "utf-8")
     except UnicodeDecodeError as error:
+        # Compressed files are the usual cause, and "decompress it" helps more than a byte's number.
         _refuse_compressed(path, raw)
         what = f"is not UTF-8: byte {raw[error.start]:#04x} at column {error.start + 1}"
         raise DataError(path, line, what, "save the file as UTF-8") from error
@@ -116,6 +120,7 @@ def no_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     would be lost."""
     found = dict(pairs)
     if len(found) < len(pairs):
+        # json.loads would keep the last value and drop the first without an error.
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"an object has the key {twice!r} twice")
@@ -143,6 +148,8 @@ def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield line by line: the first rows of a large file cost as little as those of a small
     one."""
     try:
+        # Bytes, so that a line that is not UTF-8 can be named; text mode fails at a buffer's
+        # border.
         with open(path, "rb") as file:
             for line, raw in enumerate(file, start=1):
                 if raw.strip():
@@ -155,6 +162,7 @@ def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the objects of a list. A file that does not begin as a list is read as JSONL, which is
     often published as .json."""
+    # Without the mark, the first character shows whether the file is a list.
     content = _content(path).removeprefix(b"\xef\xbb\xbf")
     if not content.lstrip().startswith(b"["):
         _refuse_one_object(path, content)
@@ -175,6 +183,7 @@ def _refuse_one_object(path: Path, content: bytes) -> None:
     if not isinstance(whole, dict):
         return
     lists = [key for key, value in whole.items() if isinstance(value, list)]
+    # One line with one object is also valid JSONL, so a list of chat messages is a row.
     alone = len(whole) == len(lists) == 1 and all(
         isinstance(row, dict) and not {"role", "from"} & row.keys() for row in whole[lists[0]]
     )
@@ -194,9 +203,12 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         what = f"is not UTF-8: byte {content[error.start]:#04x}"
         raise DataError(path, line, what, "save the file as UTF-8") from error
     csv.field_size_limit(2**31 - 1)  # a document has more than the 128 KiB of the module's own
+    # newline="" keeps line breaks inside quotes; strict=True makes a stray quote an error instead
+    # of text.
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = next((cells for cells in reader if cells), [])
+        # A file with another separator parses as one column, and every row would be wrong.
         other = next((sign for sign in ";\t|" if len(header) == 1 and sign in header[0]), None)
         if other is not None:
             what = f"has no comma in its first line, {header[0][:60]!r}"
@@ -206,6 +218,7 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         for cells in reader:
             if not cells:
                 continue
+            # DictReader would fill or drop cells; either one shifts values under other names.
             if len(cells) != len(header):
                 what = f"has {len(cells)} cells, and the first line names {len(header)} columns"
                 fix = 'write one cell for each; put a value that holds a comma into "quotes"'
@@ -225,6 +238,8 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         place = 0
         schema = file.schema_arrow
         _require_unique(path, None, schema.names)
+        # Images and audio: pyarrow would load all of their bytes for rows that a text model never
+        # reads.
         plain = [field.name for field in schema if not _holds(field.type, _is_bytes)]
         odd = {field.name for field in schema if _holds(field.type, _is_odd)}
         with _parquet_errors(path, sorted(odd)):
@@ -251,6 +266,7 @@ def _parquet_errors(path: Path, odd: Sequence[str] = ()) -> Iterator[None]:
     except KeyError as error:
         what = f"holds a map with a key twice: {error.args[0]}"
         raise DataError(path, None, what, "write each key of a map once") from error
+    # DataError is a ValueError, and a consumer of the rows may raise it through this context.
     except DataError:
         raise
     except (ValueError, OverflowError) as error:  # such as a time after the year 9999
@@ -281,6 +297,7 @@ def _holds(column: Any, what: Callable[[Any], bool]) -> bool:
     """Return whether `what` is true of a column's type or of a type inside it."""
     from pyarrow import types
 
+    # A dictionary-encoded column has no fields; its values' type decides.
     if types.is_dictionary(column):
         return _holds(column.value_type, what)
     inside = (column.field(index).type for index in range(column.num_fields))

@@ -122,10 +122,13 @@ def located(
     Files that the cache lacks are downloaded, except for a model's weights if `weights` is false. A
     name that cannot be fetched stays in the config if `may_be_absent` permits it; its line has the
     reason. Raises UserError for other names."""
+    # Read before anything is fetched: a resume must use the commits of the first start.
     before = _earlier(config.run.dir)
     notes: list[str] = []
 
     def place(key: str, name: HubName) -> Path:
+        # Other paths are written to or are specific to a machine, so a name on a hub is a mistake
+        # there.
         if not _is_data(key) and key not in ("model.path", "objective.reference.path"):
             raise UserError.of(key, f"{name} is on a hub", "name a local path here")
         try:
@@ -134,6 +137,7 @@ def located(
             if not may_be_absent(key, name):
                 raise
             notes.append(f"{key}: {error.problems[0].what}")
+            # The name stays as text: a plan or a memory estimate does not need the files.
             return Path(str(name))
         notes.append(f"{key}: {name} is {found}")
         return found
@@ -155,6 +159,8 @@ def _replaced[Model: Strict](model: Model, prefix: str, place: Any) -> Model:
                 changed[key] = place(dotted, name)
         elif isinstance(value, Strict):
             new = _replaced(value, f"{dotted}.", place)
+            # Identity, not equality: an unchanged section keeps its object and its record of set
+            # keys.
             if new is not value:
                 changed[key] = new
         elif isinstance(value, tuple) and any(isinstance(one, Strict) for one in value):
@@ -180,10 +186,12 @@ def _pinned(before: Mapping[str, Any], key: str, name: HubName) -> str | None:
     value: Any = before
     for part in key.split("."):
         if isinstance(value, list):
+            # A source may have been added since the first start; it has no commit yet.
             value = value[int(part)] if int(part) < len(value) else None
         else:
             value = value.get(part) if isinstance(value, dict) else None
     found = SNAPSHOT.search(str(value))
+    # A pin holds for the same repository only; a new name starts at its own newest commit.
     same = found is not None and f"{found['owner']}/{found['name']}" == name.id
     if found is None or not same or COMMIT.fullmatch(name.revision or ""):
         return None
@@ -194,6 +202,7 @@ def cached_file(model: str, file: str) -> Path | None:
     """Return a file of a model in the hub's cache; null if the cache lacks it."""
     from huggingface_hub import errors, try_to_load_from_cache
 
+    # A local path is not a valid repository name, and then there is nothing to look up.
     with contextlib.suppress(errors.HFValidationError):
         found = try_to_load_from_cache(model, file)
         return Path(found) if isinstance(found, str) else None
@@ -214,6 +223,7 @@ def fetch(key: str, name: HubName, *, commit: str | None = None, weights: bool =
         commit = folder.name
         name = replace(name, path=_path_of_split(key, name, folder), part=None, split=None)
     if name.is_data:
+        # The client does not know braces. A path may also be a folder, whose files `/*` matches.
         patterns = alternatives_of(str(name.path))
         wanted, unwanted = [*patterns, *(f"{one}/*" for one in patterns)], []
     else:
@@ -222,6 +232,7 @@ def fetch(key: str, name: HubName, *, commit: str | None = None, weights: bool =
     folder = _download(key, name, commit, wanted, unwanted)
     if name.path is None:
         return folder
+    # The client succeeds when a pattern matches nothing, so the result is checked here.
     if not all(paths_matching(folder, one) for one in alternatives_of(str(name.path))):
         try:
             listed = _files_on_hub(name, folder)
@@ -229,6 +240,7 @@ def fetch(key: str, name: HubName, *, commit: str | None = None, weights: bool =
             absent = _absent(str(name.path))
             raise UserError.of(key, *_explained(name, absent)) from error
         raise UserError.of(key, f"{name.id} has no {name.path}", _name_a_file(name, listed))
+    # An interrupted download leaves a folder that looks whole to every reader.
     missing = _missing_pieces(folder, name.path)
     if missing:
         what = f"lacks {len(missing)} pieces, such as {missing[0]}"
@@ -265,6 +277,7 @@ def _path_of_split(key: str, name: HubName, folder: Path) -> str:
         what = f"{whole} states neither in its card nor by names which of its files are a split"
         raise UserError.of(key, what, _name_a_file(whole, files))
     training = key == "data.train" or key.startswith("data.sources.")
+    # Evaluation has no default: a held-out set that silently is the training set misleads.
     split = name.split or ("train" if training else None)
     if split not in splits:
         which = ", ".join(str(replace(whole, part=part, split=one)) for one in splits)
@@ -294,6 +307,8 @@ def _listed(key: str, name: HubName, folder: Path) -> list[str]:
         return _files_on_hub(name, folder)
     except Exception as error:
         there = {str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file()}
+        # Without the card, a split's files are unknown; with the card alone, there is nothing to
+        # read.
         if CARD not in there or len(there) == 1:
             raise UserError.of(key, *_explained(name, _absent(CARD))) from error
         # A piece that the cache lacks must be missed later, not left out of its split.
@@ -316,10 +331,14 @@ def _splits(
 
     try:
         header = (metadata_load(card) if card.exists() else None) or {}
-        parts = MetadataConfigs.from_dataset_card_data(header) or MetadataConfigs(default={})
+        # A card without configurations still has one, whose files are found by their names.
+        found = MetadataConfigs.from_dataset_card_data(header) or MetadataConfigs(default={})
+        # YAML reads some names as numbers, such as years; a user writes text.
+        parts = MetadataConfigs({str(one): entry for one, entry in found.items()})
         part = name.part or parts.get_default_config_name()
         splits = _matched(parts[part], files) if part in parts else {}
-    except (ValueError, yaml.YAMLError) as error:
+    except (TypeError, ValueError, yaml.YAMLError) as error:
+        # TypeError: a card may hold values of any type.
         what = f"the card of {name} cannot be read: {_first_line(error)}"
         raise UserError.of(key, what, _name_a_file(name, files)) from error
     if part not in parts:
@@ -336,6 +355,7 @@ def _matched(entry: Mapping[str, Any], files: list[str]) -> dict[str, list[str]]
     from datasets.data_files import get_data_patterns, resolve_pattern, sanitize_patterns
     from fsspec.implementations.memory import MemoryFileSystem
 
+    # MemoryFileSystem is global to the process: a random root keeps concurrent calls apart.
     root = f"/{uuid.uuid4().hex}"
     base = posixpath.normpath(f"{root}/{entry.get('data_dir') or ''}")
     listed = entry.get("data_files")
@@ -372,8 +392,9 @@ def _matched(entry: Mapping[str, Any], files: list[str]) -> dict[str, list[str]]
 
 
 def _missing_pieces(folder: Path, wanted: str) -> list[str]:
-    """Return the files that match `wanted` and that `folder` lacks, as the numbers in the names of
-    other pieces tell."""
+    """Return the files that match `wanted` and that `folder` lacks, according to the numbers in the
+    names of other pieces."""
+    # Only pieces of the requested files count; other splits may be absent on purpose.
     patterns = [each for one in alternatives_of(wanted) for each in (one, f"{one}/*")]
     inside = [one for pattern in patterns for one in paths_matching(folder, pattern)]
     there = {str(one.relative_to(folder)) for one in inside}
@@ -388,6 +409,7 @@ def _every_piece(there: Iterable[str]) -> set[str]:
     """Return the names of all pieces of those sets that have at least one piece here."""
     sets = {(f["before"], f["of"], f["after"]) for one in there if (f := PIECE.fullmatch(one))}
     return {
+        # The hub's libraries pad both numbers to the same width.
         f"{before}{number:0{len(of)}}-of-{of}{after}"
         for before, of, after in sets
         for number in range(int(of))

@@ -68,6 +68,7 @@ _WHOLE_NAME = re.compile(
 def data_files(location: Path) -> list[Path]:
     """Return the data files of a location. Raises DataError if there are none, if one is absent or
     has another format, and if they belong to several splits."""
+    # Alternatives of a pattern may overlap, and a file read twice would train its rows twice.
     files = sorted(set(_files_at(location)))
     if not files:
         raise DataError(location, None, *_nothing_in(location))
@@ -82,6 +83,7 @@ def data_files(location: Path) -> list[Path]:
             raise DataError(file, None, what, f"{fix}; the formats are {', '.join(ENDINGS)}")
     # Held-out rows must not enter training because they lie in the same folder.
     splits = files_by_split(files)
+    # Files without a split in their names go with any split.
     named = sorted(splits.keys() - {""})
     if len(named) > 1:
         examples = ", ".join(splits[split][0].name for split in named)
@@ -102,13 +104,14 @@ def require_training_files(location: Path) -> None:
     splits = files_by_split(files)
     for split in HELD_OUT:
         held_out = splits.get(split, [])
+        # The user may have named the held-out split on purpose, in the folder or in the pattern.
         whole = (split_of(folder.name), split_of(folder.stem))
         requested = split in whole or names_split(pattern, split)
         if held_out and not requested:
             others = [file for file in files if file not in held_out]
             example = _pattern_of(split, others or held_out, files)
             fix = f"name the files to train on, such as {example}"
-            what = f"is to be trained on and holds {split} data: {held_out[0].name}"
+            what = f"is training data and holds {split} data: {held_out[0].name}"
             raise DataError(location, None, what, fix)
 
 
@@ -118,6 +121,7 @@ def _pattern_of(split: str, files: list[Path], among: list[Path]) -> Path:
     names = [str(file.relative_to(folder)) for file in among]
     wanted = [str(file.relative_to(folder)) for file in files]
     simple = f"{split}*{files[0].suffix}"
+    # `test*.jsonl` is the fix that users recognise; it is offered only if it matches nothing else.
     alone = [name for name in names if matches(name, simple)] == wanted
     return folder / (simple if alone and len(wanted) > 1 else one_pattern(wanted, names))
 
@@ -132,8 +136,10 @@ def _files_at(location: Path) -> list[Path]:
     found: list[Path] = []
     for one in alternatives_of(rest):
         paths = paths_matching(folder, one)
+        # One folder stands for its files; a pattern that matches folders among files skips them.
         if paths == [folder / one] and paths[0].is_dir():
             found += _data_in(paths[0])
+        # An absent plain name stays in the list, so that its error names it.
         elif not paths and not glob.has_magic(one):
             found.append(folder / one)
         else:
@@ -158,6 +164,7 @@ def _data_in(folder: Path) -> list[Path]:
         if found:
             fix += f", or name the other files: {folder}/*{found[0].suffix}"
         raise DataError(folder, None, what, fix)
+    # The same name in two formats is usually an export of the same rows, which would count twice.
     by_stem: dict[str, Path] = {}
     for one in found:
         other = by_stem.setdefault(one.stem, one)
@@ -186,6 +193,7 @@ def _nothing_in(location: Path) -> tuple[str, str]:
 def _literal(location: Path) -> tuple[Path, str]:
     """Return the part of a path that exists as it is written, and the rest."""
     parts = location.parts
+    # The longest existing prefix first: only the part that does not exist can be a pattern.
     for count in range(len(parts), 0, -1):
         folder = Path(*parts[:count])
         if os.path.lexists(folder):
@@ -208,6 +216,8 @@ def files_by_split(files: Sequence[Path]) -> dict[str, list[Path]]:
         for rest, split in _rests(file):
             twins.setdefault(rest, {}).setdefault(split, []).append(file)
     for of_split in twins.values():
+        # A word such as `test` inside a name is a split only where a sibling differs in that word
+        # alone.
         if len(of_split) > 1:
             found |= {file: split for split, them in of_split.items() for file in them}
     splits: dict[str, list[Path]] = {}
@@ -218,6 +228,7 @@ def files_by_split(files: Sequence[Path]) -> dict[str, list[Path]]:
 
 def split_of(name: str) -> str | None:
     """Return the split that a name without its ending stands for; null for any other name."""
+    # The whole name must match: `latest` and `test_results` contain `test` and name no split.
     match = _WHOLE_NAME.fullmatch(_spaced(name))
     return None if match is None else _SPLIT_OF[match["word"]]
 
@@ -252,6 +263,7 @@ def paths_matching(folder: Path, pattern: str) -> list[Path]:
             if os.path.lexists(one / name):
                 inside.append(one / name)
                 continue
+            # Brackets that match nothing are part of the name, as in `a[1].jsonl`.
             plain = re.sub(r"\[(?!\[\])", "[[]", name)
             names = glob.glob(name, root_dir=one) or glob.glob(plain, root_dir=one)
             inside += [one / each for each in sorted(names)]
@@ -263,6 +275,7 @@ def matches(path: str, pattern: str) -> bool:
     """Return whether `path` matches as in a shell: `*` stays in a folder, `**` does not."""
     if "**" in pattern:
         return fnmatchcase(path, pattern) or fnmatchcase(path, pattern.replace("**/", ""))
+    # fnmatch lets `*` cross folders; equal depth prevents it.
     return path.count("/") == pattern.count("/") and fnmatchcase(path, pattern)
 
 
@@ -285,6 +298,7 @@ def one_pattern(wanted: Collection[str], among: Collection[str]) -> str:
 def _starred(wanted: Collection[str], among: Collection[str]) -> str | None:
     """Return a pattern with `*` for exactly these paths; null if there is none."""
     parts = [path.split("/") for path in wanted]
+    # Paths of different depth have no common pattern without `**`, which matches too much.
     if len({len(one) for one in parts}) > 1:
         return None
     pattern = "/".join(_alike(list(names)) for names in zip(*parts, strict=True))
@@ -295,6 +309,7 @@ def _alike(names: list[str]) -> str:
     before = os.path.commonprefix(names)  # noqa: RUF071 - letters in common
     if set(names) == {before}:
         return _escaped(before)
+    # The prefix is cut off first, so that prefix and suffix never overlap.
     after = os.path.commonprefix([name[len(before) :][::-1] for name in names])  # noqa: RUF071
     return f"{_escaped(before)}*{_escaped(after[::-1])}"
 

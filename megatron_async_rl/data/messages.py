@@ -83,6 +83,7 @@ def messages_in(value: Any) -> Any:
         messages = _conversation_in(value)
         return value if messages is None else messages
     text = value.strip().strip("\ufeff").strip()
+    # Plain questions are the common case and must not cost a parse.
     if text[:1] not in ("[", "{", '"'):
         return value
     try:
@@ -95,6 +96,7 @@ def messages_in(value: Any) -> Any:
         raise MessagesFault(what, fix) from error
     if isinstance(found, str):
         inside = messages_in(found)
+        # JSON text of plain text stays as the user wrote it, quotes included.
         return value if isinstance(inside, str) else inside
     messages = _conversation_in(found)
     return value if messages is None else messages
@@ -104,6 +106,8 @@ def _conversation_in(value: Any) -> list[Any] | None:
     """Return the messages of a list, or of an object that is one; null for any other value."""
     if isinstance(value, Mapping):
         for key in CONVERSATION_KEYS:
+            # Guessing the inner column would hide the other keys of the object, so the user names
+            # it.
             if _holds_messages(value.get(key)):
                 what = f"holds an object, and the chat messages are in its `{key}`"
                 fix = f"name them by their path: data.messages_key=COLUMN.{key}"
@@ -113,6 +117,7 @@ def _conversation_in(value: Any) -> list[Any] | None:
         return None
     items = [_object_in(one) for one in value]
     for one in items:
+        # One row with several conversations would train only one of them.
         inside = [one]
         if isinstance(one, Mapping):
             inside = [one.get(key) for key in CONVERSATION_KEYS]
@@ -155,6 +160,7 @@ def _is_attributed(value: Any) -> bool:
 
 def _begins_as_messages(text: str) -> bool:
     """Return whether a text that is not JSON was probably meant as chat messages."""
+    # Two passes: cheap patterns for the beginning, and JSON only for text that could be messages.
     is_list = _LIST.match(text) is not None
     if not is_list and _OBJECT.match(text) is None:
         return False
@@ -164,6 +170,7 @@ def _begins_as_messages(text: str) -> bool:
             return _conversation_in(beginning) is not None
         except MessagesFault:
             return True
+    # Code and data in questions also begin with `[{`; without a message's keys it stays text.
     return not is_list or _KEYS.search(text) is not None
 
 
@@ -188,6 +195,7 @@ def message_of(file: Path, place: int, message: Any) -> dict[str, Any]:
         what = f"a chat message must be an object with `role` and `content`, got {shown}"
         raise DataError(file, place, what, 'write [{"role": "user", "content": "..."}]')
     try:
+        # Templates ignore the key, so the policy would learn an empty message.
         if message.get(FUNCTION_CALL) is not None:
             raise ValueError(
                 "has a `function_call`, OpenAI's old form, which templates do not read"
@@ -206,6 +214,7 @@ def message_of(file: Path, place: int, message: Any) -> dict[str, Any]:
     if content is not None and not is_unicode(content):
         raise half_a_pair(file, place, f"a message of the {message['role']}")
     if file.suffix.lower() == TABLE:
+        # Only Parquet adds nulls of other rows; in JSONL a null is the user's own.
         message = {**without_nulls(message), "content": content}
     found = {key: value for key, value in message.items() if value is not None}
     # Templates may treat null content differently from a message without `content`.
@@ -227,6 +236,7 @@ def _with_role_and_content(file: Path, place: int, message: Mapping[str, Any]) -
     """Return the message with `role` and `content`, where it may have `from` or `value`, and with
     the usual name of its role. A role that is not known stays: the template may read it."""
     key = "role" if message.get("role") is not None else "from"
+    # `role` wins: Parquet files with mixed rows have both columns, one of them null.
     given = message.get(key)
     if not isinstance(given, str):
         return dict(message)
@@ -243,6 +253,7 @@ def _with_role_and_content(file: Path, place: int, message: Mapping[str, Any]) -
         if content is not None and value is not None:
             what = f"a message `from` {given} has both `value` and `content`"
             raise DataError(file, place, what, "keep one of them")
+        # ShareGPT's keys go, because a template that reads `value` would print the text twice.
         found = {one: each for one, each in found.items() if one not in ("from", "value")}
         found["content"] = value if content is None else content
     elif content is None and not message.get("tool_calls") and says:
@@ -258,6 +269,7 @@ def _with_calls(file: Path, place: int, message: Mapping[str, Any], given: str) 
     try:
         calls = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
+        # Text is refused below, with the same error as any other value that is not a call.
         calls = str(error)
     calls = [calls] if isinstance(calls, Mapping) else calls
     if not calls or not is_messages(calls) or not all(function_name(one) for one in calls):
@@ -278,6 +290,7 @@ def is_trained(message: Mapping[str, Any]) -> bool:
     for key, value in given.items():
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
             raise ValueError(f"has `{key}`: {value!r}")
+    # Two keys that disagree: either choice would train on what the user excluded, or the reverse.
     if len(set(map(bool, given.values()))) > 1:
         shown = " and ".join(f"`{key}`: {value!r}" for key, value in given.items())
         raise ValueError(f"has {shown}")
@@ -338,13 +351,16 @@ def conversation(
     """Return the tokens of a conversation. `tools`: schemas of functions that the assistant may
     call. Raises DataError for a message whose tokens cannot be separated from the others."""
     trained = _trained(file, place, messages)
+    # Templates may print unknown keys, so the marks are removed before rendering.
     plain = [{key: one[key] for key in one if key not in TRAINED_KEYS} for one in messages]
     last = trained[-1]
     render = partial(tokenizer.render_chat, tools=tools)
+    # Rendering stops at the last trained message: later tokens have no effect on the loss.
     whole = render(plain[: last + 1], answer=False)
     tokens = tokenizer.encode_rendered(whole)
     mask = np.zeros(len(tokens), dtype=np.uint8)
     ends = set(tokenizer.eos_ids)
+    # Rendered text and number of tokens before the first trained message: the prompt.
     starts: list[str] = []
     first = 0
     for index in trained:
@@ -375,6 +391,7 @@ def conversation(
     length = int(np.flatnonzero(mask)[-1]) + 1
     ids = tokens[first:length]
     marks = mask[first:length].tolist()
+    # Some templates end a conversation without a token; the policy must still learn to stop.
     if ids[-1] not in ends:
         ids, marks = [*ids, tokenizer.eos_ids[0]], [*marks, 1]
     return TrainingConversation(
@@ -403,6 +420,7 @@ def answered(
     prompt = tokenizer.render_chat(messages, answer=True, tools=tools)
     probe = [*messages, {"role": "assistant", "content": PROBE_ANSWER}]
     whole = tokenizer.render_chat(probe, answer=False, tools=tools)
+    # A probe instead of the response: the template may strip or change the response's text.
     before, found, after = whole.rpartition(PROBE_ANSWER)
     if not found:
         what = "the chat template leaves out the assistant's messages"
@@ -417,6 +435,7 @@ def answered(
 
     prompt_ids = tokenizer.encode_rendered(prompt)
     ids = tokenizer.encode_rendered(prompt + lead + response + after)
+    # Encoded with its surroundings, as the model reads it, unless tokens merge across the borders.
     if ids[: len(prompt_ids)] == prompt_ids and (not tail or ids[-len(tail) :] == tail):
         ids = ids[len(prompt_ids) : len(ids) - len(tail)]
     else:
@@ -468,6 +487,7 @@ def _trained(file: Path, place: int, messages: Sequence[Mapping[str, Any]]) -> l
                 " `step_loss_mask` are 0 or 1, and one of them is enough"
             )
             raise DataError(file, place, f"messages[{index}] {error}", fix) from error
+        # The first token has no context, so a first message has no prompt to condition on.
         if train and index == 0:
             what = "messages[0] is the assistant's, and nothing is before it"
             fix = "begin with a message of the system or the user, or give it `train`: false"

@@ -205,10 +205,12 @@ def _read(
 ) -> tuple[list[Prompt], int]:
     """Return the prompts, and the number of rows above `longest`."""
     path = Path(path)
+    # Names that rewards and the loss read, whatever the user's column is called.
     field = "response" if supervised else "answer"
     conversations = supervised and columns.messages is not None
     if supervised and not conversations:
         required = Required(lambda fields: ("response",))  # supervised data has no reward
+    # A conversation contains its answers; a second source would be ignored silently.
     if conversations and columns.answer is not None:
         what = f"is read as conversations, and data.answer_key: {columns.answer} names answers"
         raise DataError(path, None, what, "remove data.answer_key, or data.messages_key")
@@ -222,6 +224,7 @@ def _read(
     response_column = columns.answer or "response"
     for (file, place, values), prompt, encoded in _encoded(tokenizer, queries):
         given: TrainingConversation | None = None
+        # Four kinds of rows: plain text, conversations, a response to messages, and a chat prompt.
         text: str
         ids: Sequence[int]
         if isinstance(prompt, str):
@@ -246,6 +249,8 @@ def _read(
             fix = "write a prompt the model's tokenizer can encode"
             raise DataError(file, place, f"`{columns.prompt}` has no tokens", fix)
         if longest is not None and len(ids) > longest:
+            # Counted, not an error: `longest` is the user's own filter, and `room` a hard limit of
+            # the run.
             too_long += 1
             continue
         if room is not None and len(ids) > room:
@@ -264,6 +269,7 @@ def _read(
         if given is not None:
             fields["response"] = given
         prompts.append(Prompt(id=prompt_id, text=text, token_ids=tuple(ids), fields=fields))
+    # No row at all and no row left after the filter have different fixes.
     if not places:
         fix = 'write a row for each prompt; as JSONL it is {"prompt": "1+1="}'
         raise DataError(path, None, "holds no prompts", fix)
@@ -279,6 +285,7 @@ def _encoded(
     """Yield each row and its prompt, with the tokens of a plain text. Texts are encoded in batches:
     the tokenizer's result takes many times the memory of the token ids."""
     for some in batched(queries, AT_A_TIME):
+        # Chat prompts are rendered row by row, so only plain text is encoded here.
         texts = [(row, prompt) for row, prompt in some if isinstance(prompt, str)]
         places = [(file, place) for (file, place, _), _ in texts]
         encoded = iter(encode_rows(tokenizer, [text for _, text in texts], places.__getitem__))
@@ -297,6 +304,7 @@ def _identity(
     if given is not None and (isinstance(given, bool) or not isinstance(given, (str, int))):
         fix = "make it text or a whole number"
         raise DataError(file, place, f"`id` is {a_kind(given)}", fix)
+    # File name and line, not the path: moving a data folder must not change the ids of a run.
     name = f"{file.name}:{place}" if given is None else str(given)
     if not is_unicode(name):
         what = f"`id` {name!r} is not valid Unicode"
@@ -323,11 +331,13 @@ def _messages_or_text(
                 fix = f"set data.as_chat: true, or remove {chat_keys[0]}"
                 raise DataError(file, place, what, fix)
             return value
+        # After this line, `as_chat` rows and rows of messages take one path.
         value = [{"role": "user", "content": value}]
     messages = [message_of(file, place, message) for message in value]
     if not any(one.get("tool_calls") or (one.get("content") or "").strip() for one in messages):
         fix = "write the question, or remove the line"
         raise DataError(file, place, "every chat message is empty", fix)
+    # A row's own system message wins; templates refuse two of them.
     if columns.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": columns.system_prompt})
     return messages
@@ -345,6 +355,7 @@ def _given_response(
     value = _messages_or_value(file, place, response)
     if value and is_messages(value):
         completion = [message_of(file, place, message) for message in value]
+        # One rendering of both: rendering the parts alone could tokenize the boundary differently.
         whole = as_conversation(messages, completion)
         return _rendered(file, place, conversation, whole, tokenizer, tools)
     text = response_text(file, place, value)
@@ -377,7 +388,9 @@ def _tools(file: Path, place: int, values: Mapping[str, Any], columns: DataColum
     """Return the schemas of the functions that the row's messages may call."""
     if columns.tools is None:
         return []
+    # A tools column is often one JSON string per row, and each entry may be one again.
     found = read_json(value_of(values, columns.tools))
+    # The default column is optional; a column that the user named is not.
     if found is MISSING and columns.tools != TOOLS_COLUMN:
         raise missing_column(file, place, TOOLS_KEY, columns.tools, values)
     if found is None or found is MISSING or (isinstance(found, str) and not found.strip()):
@@ -428,6 +441,7 @@ def _rendered[Result](
     try:
         return render(file, place, messages, tokenizer, tools)
     except DataError as error:
+        # An error with a line names its row already; one of the tokenizer names only the model.
         if error.line is not None:
             raise
         what = f"cannot be rendered: {error.path} {error.what}"

@@ -61,6 +61,7 @@ nothing_more = Required()
 def value_of(values: Mapping[str, Any], name: str) -> Any:
     """Return the value of a column, or of `outer.inner` inside columns; MISSING where there is
     none."""
+    # A literal column name always wins over a path.
     if name in values:
         return values[name]
     parts = name.split(".")
@@ -84,6 +85,7 @@ def with_fields(rows: Iterator[DataRow], columns: DataColumns) -> Iterator[DataR
     """Yield the rows with the columns that the configuration adds to each of them."""
     for file, place, values in rows:
         for name, value in columns.fields.items():
+            # A column that already holds the same value does no harm.
             if name in values and values[name] != value:
                 what = f"has a column `{name}` of its own: {values[name]!r:.80}"
                 fix = f"remove `{name}` from the `fields` of this file, or give it another name"
@@ -96,6 +98,7 @@ def checked_rows(
 ) -> Iterator[DataRow]:
     """Yield the rows that have every column which training reads. Raises DataError for others."""
     prompt = columns.messages or columns.prompt
+    # Role to column. The role decides the hint that a missing column gets.
     always = {("messages" if columns.messages else "prompt"): prompt}
     if columns.answer is not None:
         always[field] = columns.answer
@@ -113,6 +116,8 @@ def checked_rows(
                 "give a part of rollout.reward.parts a `where` for it, or none; `fields` of its"
                 " source gives every row of a file a column",
             )
+        # `prompt` is checked under the user's name for it, so a reward's request for it adds
+        # nothing.
         wanted = always | {n: n for n in more if n not in always and n != "prompt"}
         for role, column in wanted.items():
             # Rewards read whole columns; only a key of `data` may name a value inside one.
@@ -120,8 +125,10 @@ def checked_rows(
             text = value_of(values, column) if named else values.get(column, MISSING)
             if text is MISSING:
                 raise missing_column(file, place, role, column, values)
+            # A reward or an engine would fail on it much later, and without the row's place.
             if not is_unicode(text if isinstance(text, str) else ""):
                 raise half_a_pair(file, place, f"`{column}`")
+        # After the columns: a reward's check may read every column that it required.
         if (fault := required.fault(fields)) is not None:
             raise _unusable(file, place, *fault, own={field: columns.answer or field})
         value = prompt_value(file, place, values, columns)
@@ -139,6 +146,8 @@ def checked_rows(
 
 def fields_of(values: Mapping[str, Any], columns: DataColumns) -> dict[str, Any]:
     """Return the columns of a row that become fields of its prompt under their own names."""
+    # The prompt travels as tokens and the id as the prompt's own, so neither is copied into every
+    # sample.
     taken = (columns.messages or columns.prompt, "id")
     return {key: value for key, value in values.items() if key not in taken}
 
@@ -168,6 +177,7 @@ def missing_column(
     file: Path, place: int, role: str, column: str, values: Mapping[str, Any]
 ) -> DataError:
     """Return the error for a row without `column`, with the column that was probably meant."""
+    # Inner columns are candidates, too: data sets often nest the answer.
     leaves = dict(_leaves(values))
     key = {"prompt": "prompt_key", "messages": "messages_key", TOOLS_KEY: TOOLS_KEY}.get(role)
     key = key or ("answer_key" if role in ("answer", "response") else None)
@@ -176,6 +186,7 @@ def missing_column(
     named = [name for name in leaves if fits(leaves[name]) and (key or name in values)]
     near = difflib.get_close_matches(column, named, n=1)
     endings = [*SYNONYMS.get(role, ()), column.rpartition(".")[2]]
+    # Similar spelling first, then names of the same role, then inner columns with such a name.
     near += [name for ending in endings for name in named if name == ending]
     near += [name for ending in endings for name in named if name.endswith(f".{ending}")]
     found = near[0] if near else None
@@ -190,6 +201,7 @@ def missing_column(
         )
     elif found is not None:
         fix = f"did you mean `{found}`? {fix}"
+    # A column of bytes exists in the file and not in the row, which looks like a missing column.
     left_out = columns_of_bytes(file)
     if column.partition(".")[0] in left_out or column in left_out:
         what = f"has a column `{column}` that holds bytes, which are not read"
@@ -213,6 +225,7 @@ def _leaves(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
 
 def _is_messages(value: Any) -> bool:
     with contextlib.suppress(ValueError):
+        # MessagesFault is a ValueError: such a value is not offered as a fix.
         value = messages_in(value)
     return is_messages(value) and all(not {"role", "from"}.isdisjoint(one) for one in value)
 

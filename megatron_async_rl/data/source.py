@@ -65,6 +65,7 @@ class DataIdentity:
     @classmethod
     def read(cls, saved: Mapping[str, Any]) -> DataIdentity | None:
         """Read the result of `as_json`; null if an earlier release saved none."""
+        # Positions of earlier releases load without the comparison instead of being refused.
         if not {"count", "rows", "tokens"} <= saved.keys():
             return None
         return cls(count=saved["count"], rows=saved["rows"], tokens=saved["tokens"])
@@ -74,6 +75,8 @@ class DataIdentity:
 
     def difference(self, now: DataIdentity) -> str | None:
         """Return how the data `now` differs from this; null if it does not."""
+        # From the plainest difference to the subtlest: each implies that the later ones differ,
+        # too.
         if self.count != now.count:
             return f"{self.count} prompts there, {now.count} here"
         if self.rows != now.rows:
@@ -114,6 +117,8 @@ class Order:
         return permutation
 
     def next(self) -> int:
+        # The new permutation is drawn on demand, so a saved position at the end of an epoch stays
+        # valid.
         if self._position == self._count:
             self._epoch += 1
             self._position = 0
@@ -134,6 +139,7 @@ class Order:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position. Raises DataError if the position belongs to another order,
         which would repeat or lose items."""
+        # Any of the three changes the permutation, so items would repeat or be skipped.
         for key, mine in (("count", self._count), ("seed", self._seed), ("shuffle", self._shuffle)):
             if state[key] != mine:
                 raise _other_data(
@@ -174,6 +180,8 @@ class Mixture:
 
     def next(self) -> int:
         given = [order.given for order in self._orders]
+        # Compared after one more prompt, so that no source is ever a whole prompt ahead of its
+        # share.
         after = sum(given) + 1
         behind = [share * after - own for share, own in zip(self._shares, given, strict=True)]
         chosen = behind.index(max(behind))
@@ -186,6 +194,7 @@ class Mixture:
             order.state() | (identity.as_json() if identity is not None else {})
             for order, identity in zip(self._orders, self._identities, strict=True)
         ]
+        # The flat form of a single source is what earlier releases saved.
         if len(states) == 1:
             return states[0]
         labels = [part.label for part in self._parts]
@@ -193,6 +202,7 @@ class Mixture:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue at a saved position. Raises DataError if it belongs to other data."""
+        # A run with one source may resume a flat position, and a mixture a named one.
         saved = state.get("sources", {self._parts[0].label: state})
         labels = [part.label for part in self._parts]
         known = [DataIdentity.read(each) for each in saved.values()]
@@ -264,6 +274,7 @@ def fitting(rows: PromptSet, tokenizer: Tokenizer, longest: int | None) -> Promp
     SupervisedSource."""
     if longest is None:
         return rows
+    # Tokenized here and stored in the field, so that SupervisedSource does not tokenize again.
     given = _given(rows.prompts, tokenizer)
     fits = [
         len(prompt.token_ids) + len(one.ids) <= longest
@@ -276,6 +287,7 @@ def fitting(rows: PromptSet, tokenizer: Tokenizer, longest: int | None) -> Promp
     )
     parts, start = [], 0
     for part in rows.parts:
+        # Counts per part keep the mixture's offsets in step with the shortened list.
         stay = sum(fits[start : start + part.count])
         if not stay:
             what = f"has no row of at most {longest} tokens: all {part.count} are longer"
@@ -311,6 +323,7 @@ class SupervisedSource:
         self._prompts = tuple(prompts)
         self._prompts_per_step = prompts_per_step
         self._weights = [loss_weight(prompt.id, None, prompt.fields) for prompt in self._prompts]
+        # With every weight 0, no step would change the policy.
         if not any(self._weights):
             fix = "give rows to learn from a weight above 0, or leave `weight` out"
             raise DataError(self._prompts[0].id, None, "every `weight` is 0, here and below", fix)
@@ -339,6 +352,7 @@ class SupervisedSource:
     def next_batch(self, version: int) -> TrainBatch:
         samples = []
         for _ in range(self._prompts_per_step):
+            # A group of one: given responses have no siblings to compare with.
             samples.append([self._sample(f"{self._consumed}-0", self._order.next(), version)])
             self._consumed += 1
         return TrainBatch.of(version, samples)
@@ -347,6 +361,7 @@ class SupervisedSource:
         """Yield every response once, in the order of the data, without moving the position."""
         places = range(len(self._prompts))
         for start in places[:: self._prompts_per_step]:
+            # The last batch may be short: every row counts once in the held-out loss.
             chosen = places[start : start + self._prompts_per_step]
             yield TrainBatch.of(
                 version, [[self._sample(f"{place}-0", place, version)] for place in chosen]
@@ -362,6 +377,8 @@ class SupervisedSource:
             id=name,
             prompt=prompt,
             response_ids=given.ids,
+            # Never read: the `sft` loss has no ratio. The columns exist because a batch has one
+            # layout.
             behavior_logprobs=np.zeros(length, dtype=np.float32),
             versions=np.full(length, version, dtype=np.int32),
             loss_mask=given.mask,
@@ -389,6 +406,7 @@ def _given(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[TrainingConv
     ]
     texts = [response_text(prompt.id, None, prompt.fields.get("response")) for prompt in plain]
     ids = encode_rows(tokenizer, texts, lambda index: (plain[index].id, None), special_tokens=False)
+    # An iterator: plain responses are taken in the order in which `plain` lists them.
     encoded = zip(texts, ids, strict=True)
     return [
         one if isinstance(one, TrainingConversation) else _alone(prompt, *next(encoded), tokenizer)

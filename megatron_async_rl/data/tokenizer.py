@@ -51,6 +51,7 @@ def content_of(message: Mapping[str, Any]) -> str | None:
                     if given in (None, "text")
                     else f"has content[{index}] of type {given}: the model reads text alone"
                 )
+        # vLLM joins the parts of a message with line breaks, and training must see the same text.
         return "\n".join(part["text"] for part in content)
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return content
@@ -131,6 +132,7 @@ def encode_rows(
     try:
         return tokenizer.encode_many(texts, special_tokens=special_tokens)
     except Exception:  # tokenizers raise bare Exception, without the text in question
+        # Only after a failure: one text at a time is slow, but it finds the faulty one.
         for index, text in enumerate(texts):
             try:
                 tokenizer.encode(text, special_tokens=special_tokens)
@@ -151,7 +153,9 @@ class ModelTokenizer:
         self._backend = backend
         self._chat = chat
         vocabulary = backend.vocabulary()
+        # Ids may have gaps, so the number of entries is not the size.
         self._size = max(vocabulary.values()) + 1
+        # Models pad their embedding, or have fewer rows than the tokenizer has tokens.
         self._rows = _model_rows(model_dir) or self._size
         self._own_eos_ids = _eos_ids(model_dir, vocabulary)
         for index in self._own_eos_ids:
@@ -166,6 +170,7 @@ class ModelTokenizer:
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
+        # Cached and late: finding it may load transformers, which plain text never needs.
         turn = self._chat.end_of_turn
         # A token without a row is never sampled.
         more = () if turn is None or turn >= self._rows else (turn,)
@@ -180,6 +185,7 @@ class ModelTokenizer:
 
     def encode_many(self, texts: Sequence[str], *, special_tokens: bool = True) -> list[list[int]]:
         found = self._backend.encode(texts, special_tokens=special_tokens)
+        # Almost every model has a row for each token; only others pay for the check.
         if self._size > self._rows:
             for ids in found:
                 self._require_rows(ids)
@@ -225,12 +231,14 @@ def _load_backend(model_dir: Path) -> tuple[TokenizerBackend, Any]:
             raise _damaged_file(model_dir) or error from error
         config = _read_json(model_dir / "tokenizer_config.json")
         model_type = _read_json(model_dir / "config.json").get("model_type")
+        # The fast path must give the ids of transformers, so a single unknown setting rules it out.
         if is_plain(model_dir, plain, config, model_type):
             return FileBackend(plain), None
     try:
         loaded = load_with_transformers(model_dir)
     except DataError as error:
         raise _damaged_file(model_dir) or error from error
+    # A tokenizer in Python alone has no backend that encodes batches.
     if not loaded.is_fast:
         raise DataError(
             model_dir,
@@ -281,6 +289,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _model_rows(model_dir: Path) -> int | None:
     """Return the rows of the model's embedding; null where config.json names none."""
     config = _read_json(model_dir / "config.json")
+    # Multimodal models nest the language model's settings.
     for part in (config, config.get("text_config")):
         if isinstance(part, dict) and isinstance(part.get("vocab_size"), int):
             return int(part["vocab_size"])
@@ -302,6 +311,7 @@ def _eos_text(model_dir: Path) -> str | None:
 
 
 def _eos_listed(model_dir: Path) -> list[int]:
+    # vLLM stops at the tokens of generation_config.json, so that file comes first.
     for name in ("generation_config.json", "config.json"):
         listed = _read_json(model_dir / name).get("eos_token_id")
         if listed is not None:
@@ -312,6 +322,7 @@ def _eos_listed(model_dir: Path) -> list[int]:
 def _eos_ids(model_dir: Path, vocabulary: Mapping[str, int]) -> tuple[int, ...]:
     """Return every id that ends a sequence. The tokenizer's own comes first, because most chat
     models end a turn with it."""
+    # The tokenizer's own token stays first: `eos_ids[0]` ends given responses.
     own = _eos_text(model_dir)
     named = [vocabulary[own]] if own is not None and own in vocabulary else []
     found = tuple(dict.fromkeys((*named, *_eos_listed(model_dir))))
@@ -445,6 +456,7 @@ def is_plain(
     special = {one.content for one in added if one.special}
     named = [config[name] for name in PLAIN_TOKENS if config.get(name) is not None]
     return (
+        # Each condition excludes one way in which transformers changes ids or text.
         model_type in PLAIN_FAMILIES
         and config.get("tokenizer_class") in PLAIN_CLASSES
         and config.keys() <= PLAIN_SETTINGS

@@ -451,11 +451,11 @@ class Controller(Listener):
     # Position and counts
 
     async def state(self) -> DataState:
-        """Return the position at one moment; engines are heard while it is written."""
+        """Return the position at one moment; reports of engines arrive while it is written."""
         # Both before the first await: they show one moment.
         state, began = self._state(), self._scheduler.version is not None
         buffer = self._scheduler.buffer() if began else self._left_behind
-        # In a thread: the loop must hear the engines while the disk is slow.
+        # In a thread: the loop must take reports of engines while the disk is slow.
         await asyncio.to_thread(self._sample_log.flush)
         log = self._sample_log.mark
         if log is not None:

@@ -170,7 +170,7 @@ class Relays:
                 self._listener.note(f"{lost}; {again}. Why: {reason}")
             else:
                 self._listener.note(f"{lost}, and the engines there with it. Why: {reason}")
-            why = f"no weights came to {'it' if settings.with_engines else 'its machine'}: {reason}"
+            why = f"no weights reached {'it' if settings.with_engines else 'its machine'}: {reason}"
             self._listener.on_machine_lost(machine, why, all_engines=not number)
             if number:
                 # Their mappings keep the old copies in memory: a new agent would need as much
@@ -211,7 +211,7 @@ class Relays:
         running = self._running.pop(machine, None)
         if running is not None:
             running.kill()
-        # Killed first, so that it cannot overwrite copies that engines go on reading.
+        # Killed first, so that it cannot overwrite copies that engines continue reading.
         self._updates.lose_copies(machine)
         return reason
 

@@ -435,7 +435,7 @@ class EngineTask:
     def _serve(self, version: int) -> None:
         slot = self.slot
         back = "" if slot.serving else "is back" if slot.restarts else self._comes
-        # Together: whoever sees it serve sees its version, too.
+        # Together: a reader that sees it serve sees its version, too.
         slot.version, slot.serving, slot.asleep, slot.lost = version, True, False, ""
         self._updates.held()
         self._owner.on_version(slot)

@@ -458,7 +458,7 @@ class EvalSchedule:
         self._begun: int | None = None
 
     def due(self, version: int) -> bool:
-        """Return True if `version` is to be evaluated, once the engines hold it."""
+        """Return True if `version` must be evaluated once the engines hold it."""
         chosen = version in (0, self._steps) or (self._every > 0 and version % self._every == 0)
         # The checkpoint has `means`: a resume repeats no evaluation.
         return chosen and version not in self.means

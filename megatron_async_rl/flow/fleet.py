@@ -181,7 +181,7 @@ class Fleet:
         still = "engines that start or load before they sleep"
         await await_named(still, self.updates.give_devices_to_policy(), timeout_s)
 
-        # One that still waits to load sleeps since the batch before.
+        # An engine that still waits to load sleeps since the batch before.
         awake = [task for task in self.tasks if task.slot.engine and not task.slot.asleep]
         await asyncio.gather(*(task.sleep(timeout_s) for task in awake))
 
@@ -244,7 +244,7 @@ class Fleet:
         peers = self._engines(slot.evaluates)
         left = sum(not one.dead for one in peers)
         self._listener.note(
-            f"{slot.name} is lost for good; {left} of {len(peers)} engines are left. Why:"
+            f"{slot.name} is lost permanently; {left} of {len(peers)} engines are left. Why:"
             f" {slot.lost}"
         )
         if left:

@@ -62,7 +62,7 @@ class DynamicSampling:
     dropped: int = 0
 
     def drops(self, index: int, samples: Iterable[SampleRow]) -> bool:
-        """Return True if group `index`, which has just finished, is to be dropped. Counts it."""
+        """Return True if group `index`, which has just finished, must be dropped. Counts it."""
         # A group without any valid response teaches nothing, either.
         equal = len({sample.reward for sample in samples if sample.valid}) <= 1
         if equal and self.dropped < EQUAL_BATCHES_LIMIT * self.prompts_per_step:

@@ -275,7 +275,7 @@ class Requests:
             pending.answer.set_exception(RequestGivenUp(text))
 
     def _forget(self, evaluation: Sequence[PendingRequest]) -> None:
-        """Stop requests that nobody waits for any more."""
+        """Stop requests whose answers are no longer needed."""
         self._evaluations.difference_update(evaluation)
         for pending in evaluation:
             assert pending.answer is not None

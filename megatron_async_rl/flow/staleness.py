@@ -15,7 +15,7 @@ Engines need not hold the same version: a slower engine gets requests of older g
 
 Why every deadline can be met. Say the plan is feasible at step c when for every c' >= c at most
 (c' - c + 1) B groups that are not consumed yet have a deadline <= c'. Then some choice of B groups
-for step c leaves a plan that holds at c + 1 (the most urgent first does), so by going on no
+for step c leaves a plan that holds at c + 1 (the most urgent first does), so by continuing no
 deadline is ever missed. And the plan always holds:
 - Admission keeps it. Step c has consumed cB groups before it. By the budget, with ceil(alpha B) <=
   A B, at most (v + 1 + A) B - cB = (d - c + 1) B groups of whatever deadline are left over, where

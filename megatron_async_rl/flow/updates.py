@@ -138,7 +138,7 @@ class VersionCopies:
 
     def lose(self, machine: str) -> None:
         """Forget the copies of a machine whose agent is lost."""
-        # Only the record: engines that have mapped the memory go on reading.
+        # Only the record: engines that have mapped the memory continue to read it.
         self._held.pop(machine, None)
 
 
@@ -235,7 +235,9 @@ class WeightUpdates:
         """Let evaluation engines load `version`. Raises FlowError unless it is the newest."""
         if self.newest is None or self.newest.version != version:
             staged = "none" if self.newest is None else self.newest.version
-            raise FlowError(f"version {version} is to be evaluated, and staged is {staged}")
+            raise FlowError(
+                f"version {version} must be evaluated, and the staged version is {staged}"
+            )
         # These have nothing to load, and would stay requested forever.
         holds = {one.index for one in self._engines() if one.version == version}
         self._requested |= dict.fromkeys(set(indices) - holds, self.newest)
@@ -265,7 +267,7 @@ class WeightUpdates:
         await self._changed.until(lambda: self._may_load(engine))
         staged = self._target(engine)
         assert staged is not None
-        # No await since the wait ended: nobody else can have taken the slot or the pause.
+        # No await since the wait ended: no other task can have taken the slot or the pause.
         self._loading[engine.index] = engine.machine, staged.version
         if engine.serving and engine.busy:
             self._paused.add(engine.index)

@@ -1,4 +1,5 @@
-"""How a run ended: the cause of a failure, its message on the screen, and the final status."""
+"""Ends of a run: the signals that stop it, the cause of a failure, its message on the screen, and
+the final status."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +34,40 @@ LAST_LINES = 100
 """Number of last lines of torchrun's log: more than its final traceback has."""
 _SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 _SIGKILLED = re.compile(r"\(SIGKILL\) received by PID (\d+)")
+
+
+@contextmanager
+def deferred_signals() -> Iterator[list[int]]:
+    """Yield the numbers of the signals so far: SIGINT, SIGTERM and the first SIGHUP. They are
+    collected for the launcher's loop instead of raised in the middle of a redraw or of the run's
+    end.
+
+    A closed terminal may send several SIGHUPs, and writing to it fails, so the output then goes to
+    /dev/null. If SIGHUP is ignored (nohup), it stays ignored.
+    """
+    seen: list[int] = []
+    terminals = [number for number in (1, 2) if os.isatty(number)]
+
+    def collect(number: int, _: object) -> None:
+        # A closing terminal sends SIGHUP to the group and to the leader.
+        if number != signal.SIGHUP or not seen:
+            seen.append(number)
+        if number == signal.SIGHUP:
+            for terminal in terminals:
+                # Writes to a closed terminal fail, and would end the launcher.
+                os.dup2(nowhere, terminal)
+
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+        numbers.append(signal.SIGHUP)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    earlier = {number: signal.signal(number, collect) for number in numbers}
+    try:
+        yield seen
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+        os.close(nowhere)
 
 
 def torchrun_failure(process: subprocess.Popen[bytes], log: Path) -> Failure | None:

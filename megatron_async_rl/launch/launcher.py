@@ -36,6 +36,7 @@ from megatron_async_rl.config.schema import Config
 from megatron_async_rl.launch.addresses import Nodes
 from megatron_async_rl.launch.ending import (
     INTERRUPTED,
+    deferred_signals,
     explain_failure,
     print_plain,
     record_end,
@@ -44,7 +45,6 @@ from megatron_async_rl.launch.ending import (
 )
 from megatron_async_rl.launch.rendezvous import PeerNodes, RankStore
 from megatron_async_rl.launch.run_lock import RunDirectoryError, concerns, lock_run_dir, usable
-from megatron_async_rl.launch.signals import deferred
 from megatron_async_rl.metrics.log import FILE as METRICS
 from megatron_async_rl.metrics.log import cut_unreadable
 from megatron_async_rl.metrics.status import FILE as STATUS
@@ -215,7 +215,7 @@ def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
     run_dir, run_id = config.run.dir, uuid.uuid4().hex  # each machine ends its own processes
     earlier, stall_found, exit_code, error = read_status(run_dir), None, 1, None
     # From here on signals are handled by the loop, so that the end below always runs.
-    with deferred() as interrupts, contextlib.ExitStack() as held:
+    with deferred_signals() as interrupts, contextlib.ExitStack() as held:
         try:
             process = _start_ranks(ranks, run_id, held)
             progress = Progress(run_dir, config.run.steps, console)
@@ -243,7 +243,7 @@ def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
             # First: a rank that still lives could write a status after this one.
             _kill_leftovers(run_id)
             # Now that no rank writes a status of its own. A full, lost or damaged disk keeps the
-            # status as it is; what happened is shown on the terminal all the same.
+            # status as it is; the terminal shows what happened in any case.
             with contextlib.suppress(OSError, UserError):
                 if stall_found is not None:
                     record_stall(run_dir, stall_found)

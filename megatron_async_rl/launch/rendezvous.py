@@ -294,7 +294,7 @@ class PeerNodes:
                 self._call(self._is_read)
                 return RankStore(zero.start, str(zero.address), zero.port, None)
 
-            # Node 0 runs, too, if its heartbeat goes on: one beat may be a killed launcher's.
+            # Node 0 runs, too, if its heartbeat continues: one beat may be a killed launcher's.
             beats |= {state.time} if state is not None else set()
             if self._reached_at is None and len(beats) > 1:
                 self._reached_at = now

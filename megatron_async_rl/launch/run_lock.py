@@ -105,7 +105,7 @@ def ask_for_engines(run_dir: Path, count: int) -> None:
     config_file = run_dir / "config.yaml"
     if not config_file.is_file():
         raise RunDirectoryError.at(run_dir, "has no config.yaml: it is not a run", "name a run.dir")
-    # The run's own copy: it tells what the running engines can do.
+    # The run's own copy: it states what the running engines can do.
     rollout = load(config_file).rollout
     if rollout is None or rollout.placement == "colocated":
         why = "has no engines" if rollout is None else "has engines on the policy's devices"

@@ -57,7 +57,7 @@ class BoundRendezvous(StaticTCPRendezvous):
         return RENDEZVOUS
 
     def next_rendezvous(self) -> RendezvousInfo:
-        # Only node 0 has the store; torch asks again for each restart.
+        # Only node 0 has the store; torch requests again for each restart.
         if self.rank == 0 and self._store is None:
             listener = socket.socket(fileno=self._descriptor)
             self._store = serve_store(listener, self.timeout, clients=self.world_size)

@@ -25,9 +25,9 @@ CHECKED_BYTES = 4096
 
 def cut_lines(path: Path, aside: Path, keeps: Callable[[dict[str, Any]], bool]) -> int:
     """Move the end of a file of JSON objects, all lines after the last that `keeps` accepts, to the
-    end of `aside`. Return how many.
+    end of `aside`; return their number.
 
-    A crash in here loses no line; it may leave lines in both files.
+    A crash in between loses no line; it may leave lines in both files.
     """
     if not path.exists():
         return 0
@@ -50,7 +50,7 @@ def cut_lines(path: Path, aside: Path, keeps: Callable[[dict[str, Any]], bool]) 
                     count += 1
                 cut.flush()
                 os.fsync(cut.fileno())
-            # Only now.
+            # Only now: until here, the original has all of its lines.
             file.truncate(end)
         # The next line would continue a half-written one.
         if not whole:
@@ -63,6 +63,7 @@ def cut_lines(path: Path, aside: Path, keeps: Callable[[dict[str, Any]], bool]) 
 
 def is_kept(line: bytes, keeps: Callable[[dict[str, Any]], bool]) -> bool:
     try:
+        # A damaged line is not kept: the last good line before it decides where the file is cut.
         return keeps(json.loads(line))
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return False
@@ -71,6 +72,7 @@ def is_kept(line: bytes, keeps: Callable[[dict[str, Any]], bool]) -> bool:
 def _as_object(line: bytes) -> str:
     text = line.rstrip(b"\r\n").decode("utf-8", errors="replace")
     try:
+        # The other file stays readable as JSON lines, so a damaged line is wrapped.
         whole = isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         whole = False
@@ -78,7 +80,7 @@ def _as_object(line: bytes) -> str:
 
 
 def lines_backwards(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """(offset, line) of each line of a file, from the last to the first."""
+    """Yield (offset, line) of each line of a file, from the last to the first."""
     # `tail`: the beginning of a line whose end is in the block before it.
     start, tail = file.seek(0, os.SEEK_END), b""
     while start > 0:
@@ -114,10 +116,10 @@ class GrowingFile:
         again."""
 
     def new_lines(self, limit: int | None = None) -> tuple[list[bytes], bool]:
-        """Lines since the last call, and True where the file was replaced or cut, so that those of
-        earlier calls are to be forgotten. No lines while there is no file. `limit`: about this many
-        bytes of them, and the rest with the next calls. Raises UserError for a file that cannot be
-        read, and, with a limit, for a line of more than LONGEST_LINE bytes."""
+        """Return the lines since the last call, and True if the file was replaced or cut, so that
+        the lines of earlier calls no longer hold. Without a file there are no lines. `limit`: about
+        this many bytes now, and the rest with the next calls. Raises UserError for a file that
+        cannot be read and, with a limit, for a line of more than LONGEST_LINE bytes."""
         try:
             with open(self.path, "rb") as file:
                 about = os.fstat(file.fileno())
@@ -132,6 +134,7 @@ class GrowingFile:
                     self.whole = self._newest is None or about.st_size <= self._newest
                     if not self.whole:
                         file.seek(about.st_size - (self._newest or 0))
+                        # The seek usually ends inside a line, whose rest is not a line.
                         file.readline()
                         self._offset = file.tell()
                 file.seek(self._offset)
@@ -139,6 +142,7 @@ class GrowingFile:
                 # A line may be longer than a block.
                 while limit is not None and b"\n" not in read and (more := file.read(limit)):
                     read += more
+                    # A damaged file without line breaks must not be read into memory whole.
                     if len(read) > LONGEST_LINE:  # such as zeros of a crash
                         what = f"holds a line of over {LONGEST_LINE >> 20} MiB"
                         raise not_a_line(self.where(self.line + 1), "a file of lines", what)
@@ -158,8 +162,8 @@ class GrowingFile:
         return lines, restarted
 
     def blocks(self) -> Iterator[tuple[list[tuple[int, bytes]], bool]]:
-        """Numbered lines since the last call, in blocks, so that those of a long run are never held
-        together, and True where those of earlier blocks are to be forgotten. Raises UserError as
+        """Yield the numbered lines since the last call in blocks, so that the lines of a long run
+        are never in memory together, and True if earlier blocks no longer hold. Raises UserError as
         `new_lines` does."""
         while True:
             lines, restarted = self.new_lines(BLOCK_BYTES)
@@ -169,10 +173,11 @@ class GrowingFile:
                 return
 
     def where(self, line: int) -> str:
-        """File and number of a line, if known."""
+        """Return file and number of a line; without the number if it is unknown."""
         return f"{self.path}:{line}" if self.whole else f"{self.path}, near its end"
 
     def _is_continued(self, file: BinaryIO) -> bool:
+        # The bytes before the position must be those that were read; otherwise it is another file.
         file.seek(self._offset - len(self._last))
         return file.read(len(self._last)) == self._last
 

@@ -146,8 +146,8 @@ class MetricsLog:
 
 
 def digest_of_step(run_dir: Path, step: int) -> str | None:
-    """Digest of the line of `step`, as `MetricsLog.sync` returned it; None where no line has it.
-    Reads the file from its end. Raises UserError, FileNotFoundError."""
+    """Return the digest of the line of `step`, as `MetricsLog.sync` returned it; None without such
+    a line. Reads the file from its end. Raises UserError, FileNotFoundError."""
     path = run_dir / FILE
     with reading(path), open(path, "rb") as file:
         # From the end: a resume reads no further back than its checkpoint.
@@ -160,7 +160,7 @@ def digest_of_step(run_dir: Path, step: int) -> str | None:
 
 def begins_after(run_dir: Path, step: int) -> bool:
     """Return whether the file has no line of a step up to `step`, and its first line, if it has
-    one, is of a later step: it was begun by a run that went on from `step` without it. Raises
+    one, is of a later step: a run that continued from `step` without the file began it. Raises
     UserError."""
     path = run_dir / FILE
     try:
@@ -168,12 +168,13 @@ def begins_after(run_dir: Path, step: int) -> bool:
             line = file.readline(LONGEST_LINE)
     except FileNotFoundError:
         return True
+    # The first line decides, because steps grow from line to line.
     return not line or is_kept(line, lambda entry: int(entry["step"]) > step)
 
 
 def cut_from(run_dir: Path, first_step: int) -> int:
     """Move the lines of `first_step` and later, and a half-written one after them, to
-    metrics.cut.jsonl. Return how many."""
+    metrics.cut.jsonl; return their number."""
     return cut_lines(
         run_dir / FILE, run_dir / CUT_FILE, lambda line: int(line["step"]) < first_step
     )
@@ -181,7 +182,7 @@ def cut_from(run_dir: Path, first_step: int) -> int:
 
 def cut_unreadable(run_dir: Path) -> dict[str, int]:
     """Move lines at the end that are not metrics, or not evaluations, such as a line that a crash
-    cut, to metrics.cut.jsonl and eval.cut.jsonl. Return how many, by file, where there are any.
+    cut, to metrics.cut.jsonl and eval.cut.jsonl. Return their number by file, if there are any.
     Such a line before others is damage, which readers report."""
     cut = {
         FILE: cut_from(run_dir, sys.maxsize),
@@ -193,8 +194,9 @@ def cut_unreadable(run_dir: Path) -> dict[str, int]:
 
 
 def number(row: MetricRow, key: str) -> float | None:
-    """The number under `key`; None where the row has none."""
+    """Return the number under `key`; None if the row has none."""
     value = row.get(key)
+    # A list of counts has no single number.
     return value if isinstance(value, int | float) else None
 
 
@@ -206,7 +208,7 @@ class NewRows:
 
 
 class MetricsReader:
-    """`newest`: begin this many bytes before the end."""
+    """Reader of metrics.jsonl while it grows. `newest`: begin this many bytes before the end."""
 
     def __init__(self, run_dir: Path, newest: int | None = None) -> None:
         self._file = GrowingFile(run_dir / FILE, newest)
@@ -220,8 +222,8 @@ class MetricsReader:
         """Metrics of the lines so far that were of another kind when they were written."""
 
     def new_rows(self) -> NewRows:
-        """Rows written since the last call; none while the file does not exist. For a file that is
-        followed: `blocks` reads a long one.
+        """Return the rows written since the last call; none while the file does not exist. Suits a
+        file that is followed; `blocks` reads a long one.
 
         Raises UserError, with file and line, for a whole line that is not an object with a step.
         """
@@ -230,12 +232,13 @@ class MetricsReader:
         for news in self.blocks():
             if news.restarted:
                 restarted = True
+                # Rows before a restart belong to steps that a resume takes again.
                 rows.clear()
             rows += news.rows
         return NewRows(rows, restarted)
 
     def blocks(self) -> Iterator[NewRows]:
-        """The same rows in blocks, so that the rows of a long run are never held together."""
+        """Yield the same rows in blocks: the rows of a long run are never in memory together."""
         for lines, restarted in self._file.blocks():
             # The file was cut or replaced, so steps begin again.
             if restarted:
@@ -274,8 +277,8 @@ class MetricsReader:
         return row
 
     def _value(self, name: str, value: Any) -> Value | None:
-        """A value of a line; None if it has another kind than in the catalogue, as in a file of
-        another version. Raises MetricsError, ValueError for a value of no kind."""
+        """Return a value of a line; None if it has another kind than in the catalogue, as in a file
+        of another version. Raises MetricsError, ValueError for a value of no kind."""
         if name not in self._metrics:
             metric = self._metrics[name] = find_metric(name)
             if metric is None or metric.kind in SCALARS:
@@ -290,14 +293,14 @@ class MetricsReader:
 
 
 def read_metrics(run_dir: Path) -> list[MetricRow]:
-    """Every row of a run, in order of steps; empty when nothing was logged. For runs of some
+    """Return every row of a run in order of steps; empty if nothing was logged. Suits runs of some
     thousand steps."""
     return MetricsReader(run_dir).new_rows().rows
 
 
 def read_newest(run_dir: Path, count: int) -> list[MetricRow]:
-    """The last `count` rows of a run, in order of steps. Reads the end of the file alone. Raises
-    UserError."""
+    """Return the last `count` rows of a run in order of steps. Reads only the end of the file.
+    Raises UserError."""
     path = run_dir / FILE
     try:
         with reading(path), open(path, "rb") as file:
@@ -312,9 +315,10 @@ def read_newest(run_dir: Path, count: int) -> list[MetricRow]:
 
 
 def _checked(name: str, value: object) -> Value:
-    """The value as plain Python, of the catalogue's kind."""
+    """Return the value as plain Python, of the catalogue's kind."""
     metric = find_metric(name)
     if metric is None:
+        # A misspelt key would otherwise be logged and never shown.
         near = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.0)
         raise MetricsError(
             f"unknown metric {name!r}; the nearest one is {near[0]!r}. Metrics are listed in"
@@ -351,12 +355,13 @@ def _from_json(value: Any) -> Any:
 
 
 class EvalLog:
-    """Written by rank 0 alone. `versions`: those whose lines are right and stay; none in a fresh
-    run."""
+    """Writer of eval.jsonl, for rank 0 alone. `versions`: evaluated versions whose lines stay; none
+    in a fresh run."""
 
     def __init__(self, run_dir: Path, versions: Collection[int]) -> None:
         self._path = run_dir / EVAL_FILE
         run_dir.mkdir(parents=True, exist_ok=True)
+        # Later evaluations are of weights that the resumed run computes again.
         cut_lines(
             self._path, run_dir / EVAL_CUT_FILE, lambda line: int(line["version"]) in versions
         )
@@ -382,8 +387,8 @@ class EvaluationReader:
         self._file = GrowingFile(run_dir / EVAL_FILE)
 
     def blocks(self) -> Iterator[tuple[list[dict[str, Any]], bool]]:
-        """Evaluations written since the last call, in blocks, and True where earlier ones are to be
-        forgotten. Raises UserError, with file and line, for a whole line that is not an
+        """Yield the evaluations written since the last call in blocks, and True if earlier ones no
+        longer hold. Raises UserError, with file and line, for a whole line that is not an
         evaluation."""
         for lines, restarted in self._file.blocks():
             yield [self._read(line, place) for place, line in lines], restarted
@@ -403,7 +408,7 @@ class EvaluationReader:
 
 
 def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """The whole lines of a run, in order of versions; empty where nothing was evaluated. Raises
+    """Return the whole lines of a run in order of versions; empty if nothing was evaluated. Raises
     UserError as the reader does."""
     lines = [line for block, _ in EvaluationReader(run_dir).blocks() for line in block]
     return sorted(lines, key=lambda line: int(line["version"]))

@@ -1,12 +1,12 @@
 """The sinks of a line of metrics besides `RUN/metrics.jsonl`: TensorBoard and Prometheus.
 
 Both receive checked values and do not depend on the log. A list becomes a histogram in TensorBoard,
-or a scalar for each engine (`engine/tokens/0`, ...); in Prometheus one gauge with a label: `engine`
-for what every engine has, else `bin`, the smallest value its count is of.
+or a scalar per engine (`engine/tokens/0`, ...). In Prometheus it becomes one gauge with a label:
+`engine` for a value per engine, else `bin`, the smallest value that the bin counts.
 
 Invariants:
-- what a sink was given is on disk, or served, when the call returns: the log has a thread call
-  TensorBoard, as a disk may be full or slow;
+- values are on disk, or served, when the call returns; a thread calls TensorBoard for the log,
+  because a disk may be full or slow;
 - Prometheus serves one whole line, never parts of two; a key that the newest line does not have is
   not served, but for the newest evaluation, which is served until the next one, so that a scrape
   finds it however short the steps are;
@@ -45,10 +45,10 @@ ADDRESS_FILE = "prometheus.txt"
 
 class Sink(Protocol):
     def write(self, step: int, time: float, values: Mapping[str, Value]) -> None:
-        """The numbers of a step; `time` in Unix seconds."""
+        """Write the numbers of a step; `time` in Unix seconds."""
 
     def write_evaluation(self, version: int, time: float, values: Mapping[str, Value]) -> None:
-        """The numbers of the held-out evaluation of a version."""
+        """Write the numbers of the held-out evaluation of a version."""
 
     def close(self) -> None: ...
 
@@ -77,7 +77,7 @@ class TensorBoard:
                 doubling = METRICS[name].kind == "doubling counts"
                 summary.value.add(tag=name, histo=_histogram(value, doubling=doubling))
         self._writer.add_event(Event(step=step, wall_time=time, summary=summary))
-        # What was given must be on disk when the call returns.
+        # The values must be on disk when the call returns.
         self._writer.flush()
 
     def write_evaluation(self, version: int, time: float, values: Mapping[str, Value]) -> None:
@@ -100,7 +100,7 @@ class _Scrapes(LimitedThreads, WSGIServer):
         super().__init__((host, port), _Scrape)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Do nothing: a client that has gone fills rank 0's log with no traceback."""
+        """Ignore a client that closed its connection: no traceback in rank 0's log."""
 
 
 class _Scrape(WSGIRequestHandler):
@@ -112,8 +112,8 @@ class _Scrape(WSGIRequestHandler):
 
 
 class Prometheus:
-    """The newest line over HTTP, from a thread of this process: a gauge `mar_<key>` for each
-    number, a counter `mar_<key>_total` for each count so far."""
+    """Server of the newest line over HTTP, in a thread of this process: a gauge `mar_<key>` for
+    each number, and a counter `mar_<key>_total` for each count so far."""
 
     def __init__(self, run_dir: Path, port: int, host: str = "127.0.0.1") -> None:
         """`port` 0 takes a free one; the address is in RUN/prometheus.txt and in this process's
@@ -139,7 +139,7 @@ class Prometheus:
         self._thread.start()
         self.port = int(self._server.server_port)
         self._file = run_dir / ADDRESS_FILE
-        # Those addresses are not ones that another machine could use.
+        # Another machine cannot connect to these addresses.
         name = socket.gethostname() if host in ("0.0.0.0", "::", "") else host
         address = f"http://{f'[{name}]' if ':' in name else name}:{self.port}/metrics"
         self._file.write_text(f"{address}\n", encoding="utf-8")

@@ -1,5 +1,5 @@
-"""`RUN/status.json`: what the run is doing now, in one small file that rank 0 replaces whole. The
-launcher writes the last one where rank 0 did not come to it.
+"""`RUN/status.json`: the current phase of the run, in one small file that rank 0 replaces whole.
+The launcher writes the last status if rank 0 died before it could.
 
 Invariant: a reader sees the previous status or the next one, never a half of either.
 """
@@ -45,7 +45,7 @@ class Status:
     """The file that has the rest of `error`."""
     checkpoint: str | None = None
     """The checkpoint that `checkpoint/latest` named, empty before the first: a resume without the
-    folder can tell a lost one from none. None: of an earlier version."""
+    folder can distinguish a lost one from none. None in a file of an earlier version."""
 
 
 _STATUS = TypeAdapter(Status)
@@ -63,7 +63,7 @@ def write_status(run_dir: Path, status: Status) -> None:
 
 
 def read_status(run_dir: Path) -> Status | None:
-    """The last status written, or None before the first.
+    """Return the last status written; None before the first.
 
     Raises UserError when the file cannot be read or is not a status (another program's, or another
     version's).

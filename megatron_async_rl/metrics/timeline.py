@@ -115,7 +115,7 @@ class Timeline:
     def _write(self, text: str) -> None:
         assert self._file is not None
         try:
-            # After a failure part of a line may stand there: the next one begins anew.
+            # After a failure part of a line may stand there: the next one begins again.
             self._file.write(("\n" + text if self._broken else text).encode())
             self._broken = False
         except OSError as error:
@@ -125,8 +125,9 @@ class Timeline:
 
 
 def read_timeline(run_dir: Path) -> dict[str, list[Span]]:
-    """Track -> its spans in order of time; `rank 0` first. Lines that are not spans, as a crash
-    leaves them, are skipped. Raises UserError for a file that cannot be read."""
+    """Return the spans of each track in order of time; `rank 0` first. Lines that are not spans,
+    such as a line that a crash cut, are skipped. Raises UserError for a file that cannot be
+    read."""
     tracks: dict[str, list[Span]] = {}
     for path in _tracks(run_dir):
         # Absent tracks are simply not listed.
@@ -147,7 +148,7 @@ class TimelineReader:
         self._spans: dict[Path, deque[Span]] = {}
 
     def read(self) -> dict[str, list[Span]]:
-        """Spans of each track, as `read_timeline` returns them, limited to the newest
+        """Return the spans of each track as `read_timeline` does, limited to the newest
         NEWEST_BYTES and SPANS_KEPT."""
         tracks: dict[str, list[Span]] = {}
         for path in _tracks(self._run_dir):
@@ -165,10 +166,11 @@ class TimelineReader:
 
 
 def shares(spans: Sequence[Span], start: float, end: float) -> Mapping[tuple[str, str], float]:
-    """(state, waiting for) -> share of `start` to `end` spent in it, largest first; sums to 1 where
-    the track has no gap."""
+    """Return the share of `start` to `end` spent in each (state, waiting for), largest first; the
+    shares sum to 1 if the track has no gap."""
     seconds: dict[tuple[str, str], float] = {}
     for span in spans:
+        # A span may reach beyond the window on either side.
         inside = min(span.end, end) - max(span.start, start)
         if inside > 0:
             kind = (span.state, span.waiting_for)
@@ -200,5 +202,6 @@ def _spans(track: str, lines: Iterable[bytes]) -> Iterator[Span]:
             )
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
+        # A clock that was set back gives a span of negative length.
         if span.end >= span.start:
             yield span

@@ -55,8 +55,8 @@ class BackgroundSink:
         self._put(version, lambda: self._sink.write_evaluation(version, time, values))
 
     def close(self) -> None:
-        """Wait END_S at most. What an unreachable server did not receive by then stays with the
-        library."""
+        """Wait at most END_S. Lines that an unreachable server did not receive by then stay with
+        the library."""
         # The end marker comes after all lines, so they are sent first.
         self._calls.put(None)
         self._thread.join(END_S)
@@ -67,6 +67,7 @@ class BackgroundSink:
         if self._left:
             return
         if self._calls.qsize() == MOST_LINES:
+            # Reported once: later lines are dropped without a message.
             self._left = True
             self._report(f"is {MOST_LINES} lines behind at step {step}; it gets no more")
         else:
@@ -80,7 +81,7 @@ class BackgroundSink:
                 continue
             try:
                 call()
-                # Only failures in a row count: a short outage loses few lines.
+                # Only consecutive failures count: a short outage loses few lines.
                 failures = 0
             except Exception as error:  # noqa: BLE001 - a sink must not end a run
                 failures += 1
@@ -97,8 +98,8 @@ class BackgroundSink:
 
 
 class Tracker(ABC):
-    """A sink of numbers. Histograms are left to `RUN/metrics.jsonl` and TensorBoard; what every
-    engine has is one number for each."""
+    """A sink of numbers. Histograms are only in `RUN/metrics.jsonl` and TensorBoard; a metric per
+    engine becomes one number for each engine."""
 
     name: str
     package: str
@@ -133,9 +134,9 @@ class Tracker(ABC):
 
 
 class WandB(Tracker):
-    """wandb's steps only grow, so an evaluation, which may be of an older version, goes with the
-    newest step and has its `eval/version`; steps that a crashed run repeats stay as they were first
-    sent."""
+    """Weights & Biases. Its steps only grow, so an evaluation, which may be of an older version, is
+    sent with the newest step and its `eval/version`. Steps that a crashed run repeats keep the
+    values that were sent first."""
 
     name, package = "wandb", "wandb"
     offline = "log in with `wandb login`, or set WANDB_MODE=offline and `wandb sync` later"
@@ -241,7 +242,7 @@ def open_trackers(
 
 
 def lacking(names: Sequence[str]) -> list[Problem]:
-    """Trackers whose library is not installed."""
+    """Return a problem for each tracker whose library is not installed."""
     return [
         Problem(
             key="observe.trackers",
@@ -265,8 +266,8 @@ def _numbers(values: Mapping[str, Value]) -> Iterator[tuple[str, float]]:
 
 
 def _identities(run_dir: Path) -> dict[str, str]:
-    """Identities in RUN/trackers.json. Raises UserError for a damaged file: without it the run
-    would start again in its trackers."""
+    """Return the identities in RUN/trackers.json. Raises UserError for a damaged file: without it
+    the run would start again in its trackers."""
     file = run_dir / IDENTITIES
     fix = "restore it from a copy, or remove it: the run then starts again in its trackers"
     try:
@@ -282,7 +283,7 @@ def _identities(run_dir: Path) -> dict[str, str]:
 
 
 def identity_problems(run_dir: Path, names: Sequence[str]) -> list[Problem]:
-    """The problem of RUN/trackers.json, where the trackers `names` need it."""
+    """Return the problem of RUN/trackers.json, if the trackers `names` need the file."""
     try:
         if names:
             _identities(run_dir)
@@ -292,11 +293,12 @@ def identity_problems(run_dir: Path, names: Sequence[str]) -> list[Problem]:
 
 
 def _identity(run_dir: Path, name: str, new: str) -> str:
-    """The identity that RUN/trackers.json has of a tracker; written there if it has none."""
+    """Return the identity of a tracker in RUN/trackers.json; store `new` if there is none."""
     known = _identities(run_dir)
     # The first identity stays for the life of the run directory.
     if name not in known:
         write_file(run_dir / IDENTITIES, json.dumps(known | {name: new}) + "\n")
+    # The stored identity wins over the new one.
     return known.get(name, new)
 
 

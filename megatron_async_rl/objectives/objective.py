@@ -17,7 +17,7 @@ Invariants:
   gradient;
 - samples whose reward failed take no part: no group statistic, no denominator, no token;
 - the whole batch is float64 on the CPU, in the order of the train batch, the same on every rank;
-- numbers that were not precomputed are nan there, so that a method which forgot to ask for them
+- numbers that were not precomputed are nan there, so that a method which forgot to request them
   cannot pass unnoticed.
 
 Denominators are those of the whole optimizer-step batch, over all data-parallel ranks and

@@ -326,7 +326,7 @@ def _train_s(config: Config, chip: Chip, shape: ModelShape, batch: Batch) -> flo
 def forward_passes(config: Config) -> float:
     """Passes over the whole batch besides those that train: before it is trained on, under the
     reference, the proximal policy and the weights in training; and of each later optimizer step
-    under its own weights, over its part. As objectives/objective.py asks for them."""
+    under its own weights, over its part. As objectives/objective.py requests them."""
     objective = config.objective
     corrections, advantage = objective.corrections, objective.advantage
     compares = objective.loss.uses_proximal or bool(corrections)
@@ -374,7 +374,8 @@ def _decoding(
         missed = (1 - shape.experts_per_token / shape.experts) ** count
         matrices += int(shape.layers * shape.layer_experts * (1 - missed))
     read = matrices * product_bytes(config) + (shape.layers * shape.layer_replicated + head) * own
-    # Each stage reads its weights anew for every batch on its way, and there are as many as stages.
+    # Each stage reads its weights again for every batch on its way, and there are as many as
+    # stages.
     reading_s = (read + count * cached / rollout.pipeline) / (READ_SHARE * chip.memory_rate)
     computing_s = 2 * count * (_layer_weights(shape) + head) / (COMPUTE_SHARE * chip.bfloat16)
     return count, count * rollout.tensor / max(reading_s, computing_s / rollout.pipeline)

@@ -109,7 +109,7 @@ class Interview:
         }
 
     def ask(self) -> InitAnswers:
-        """Ask every question. Raises UserError for an option that is wrong, and for a question
+        """Prompt for every answer. Raises UserError for an option that is wrong, and for a question
         without a default if there is no terminal."""
         # All at once, so that a script does not fail once per option.
         missing = [options for name, options in REQUIRED.items() if name not in self._given]
@@ -194,7 +194,7 @@ class Interview:
                     if _is_setting(error):
                         raise  # no other answer helps
                     problem = error.problems[0]
-                    # click asks again after a BadParameter.
+                    # click prompts again after a BadParameter.
                     raise typer.BadParameter(f"{problem.what}; {problem.fix}") from None
                 return text
 
@@ -303,7 +303,7 @@ class Interview:
         return "answer_key" in self._given or bool(guessed & set(self._columns))
 
     def _answer_key(self) -> None:
-        """Ask only if the reward reads a column that the data lacks."""
+        """Prompt only if the reward reads a column that the data lacks."""
         columns = [one for one in self._columns if one != self._found["prompt_key"]]
         # A column that nothing reads is not asked for.
         needed = "answer" in self._read_by(self._found["reward"]) and "answer" not in columns

@@ -139,14 +139,14 @@ def layer_activations(
     if parallel.context > 1 and core:
         # Queries, half of them in reverse, and the attention of two pieces, alone and put together;
         # keys and values of all ranks (Transformer Engine keeps this rank's alone). On GPUs torch's
-        # kernels want as many heads of these as of queries.
+        # kernels need as many heads of these as of queries.
         divided += queries * own // 2 - 3 * keys * own
         divided += 2 * parallel.context * (queries if on_gpu else keys) * own
     if shape.family.head_norms:
         # In float32 the keys are a view of what the projection gave.
         keys_too = not on_gpu or own < norm
         divided += queries * norm + (keys * (norm if own < FLOAT32 else FLOAT32) if keys_too else 0)
-    # A gate keeps its two inputs, the activation, the other factor once more, and its output; the
+    # A gate keeps its two inputs, the activation, the other factor again, and its output; the
     # fused one inputs and output alone. Experts get copies of their tokens, and weigh what they
     # give.
     if shape.experts:
@@ -164,7 +164,7 @@ def layer_activations(
     if packed:
         places = tokens
     if packed or (lora is not None and lora.dropout):
-        # The samples' attention once more, put together to a row.
+        # The samples' attention again, put together to a row.
         divided += queries * inputs("o_proj")
     rotation = 4 * shape.head_dim * own * places
     narrow = 0

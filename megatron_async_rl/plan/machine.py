@@ -203,7 +203,7 @@ def _transformer_engine() -> str | None:
     try:
         return version("transformer-engine")
     except PackageNotFoundError:
-        # Its parts alone do not import: they ask for this one's version, too.
+        # Its parts alone do not import: they require this one's version, too.
         return "not known"
 
 

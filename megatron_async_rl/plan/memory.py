@@ -148,7 +148,7 @@ def rank_memory(
     Gradients, optimizer state and copies are of what is trained, with policy.lora the adapters.
     AdamW has two moments, and a float32 copy of the weights under bfloat16; the distributed
     optimizer shards that, not the gradient buffer: over the ranks that hold the same parameters,
-    which for experts are other ones. Beside a buffer in bfloat16 the gradient of what this rank's
+    which for experts are other ones. With a buffer in bfloat16 the gradient of what this rank's
     optimizer updates is in float32, too."""
     parallel = config.policy.parallel
     dense = stage_parameters(shape, stage=stage, pipeline=parallel.pipeline, tensor=parallel.tensor)

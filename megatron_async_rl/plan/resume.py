@@ -52,7 +52,7 @@ from megatron_async_rl.policy.checkpoint_folder import (
 from megatron_async_rl.policy.digested_folder import files_of
 from megatron_async_rl.samples.frames import SegmentBroken
 
-# An allow list: a key that is added to the schema is refused until somebody has checked it.
+# An allow list: a key that is added to the schema is refused until it was checked.
 ALLOWED = (
     # How long the run is, and what is measured and kept.
     "run.steps",
@@ -64,7 +64,8 @@ ALLOWED = (
     "observe",
     "samples",
     "policy.optimizer.log_update_norm",
-    # Computed anew at each step. Betas, eps and weight decay are not: the checkpoint restores them.
+    # Computed again at each step. Betas, eps and weight decay are not: the checkpoint restores
+    # them.
     "policy.optimizer.lr",
     "policy.optimizer.min_lr",
     "policy.optimizer.schedule",

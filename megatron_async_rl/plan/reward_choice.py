@@ -82,7 +82,7 @@ def times(a: int, b: int) -> int:
     """
     return a * b
 ''',
-    "my_agent": '''"""An agent: asks the model as often as it likes, and returns the result."""
+    "my_agent": '''"""An agent: calls the model as often as it needs, and returns the result."""
 
 from openai import OpenAI
 
@@ -126,7 +126,7 @@ def is_environment(name: str) -> bool:
         return name in ENVIRONMENTS
     module, _, attribute = name.partition(":")
     try:
-        # Importing decides: the name alone does not tell a reward from an environment.
+        # Importing decides: the name alone does not distinguish a reward from an environment.
         found = getattr(registry.imported(module, name, registry.KEY), attribute, None)
     except (registry.RewardError, ValueError):
         return False

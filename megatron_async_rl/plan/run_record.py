@@ -52,13 +52,13 @@ def lost_checkpoints(config: Config, path: Path | None) -> list[Problem]:
     if status is not None and status.phase == "finished" and config.run.steps <= status.step:
         return []  # nothing is resumed
     recorded = _recorded(run_dir)
-    anew = _ANEW.format(run_dir=run_dir)
+    again = _ANEW.format(run_dir=run_dir)
     if path is None:
         if recorded is None:
             return []
         state = "is empty" if folder.is_dir() else "is not there"
         what = f"{folder} {state}, and {recorded}: the run would start again at step 0"
-        return [Problem(key=str(folder), what=what, fix=f"restore the folder, or {anew}")]
+        return [Problem(key=str(folder), what=what, fix=f"restore the folder, or {again}")]
     named = status.checkpoint if status is not None else None
     if (
         not named
@@ -74,7 +74,7 @@ def lost_checkpoints(config: Config, path: Path | None) -> list[Problem]:
     fix = (
         f"restore the folder; or write {path.name} into {folder / LATEST} to continue from that one"
     )
-    return [Problem(key=str(folder), what=what, fix=f"{fix}; or {anew}")]
+    return [Problem(key=str(folder), what=what, fix=f"{fix}; or {again}")]
 
 
 def _recorded(run_dir: Path) -> str | None:
@@ -144,7 +144,7 @@ def _metrics_problems(config: Config, path: Path, record: Mapping[str, Any]) -> 
     what = f"has {state} of step {line['step']}, at which {path} was saved"
     fix = (
         "put checkpoint and file of the same run back; or choose another run.dir, and copy the"
-        " checkpoint folder there to go on from it"
+        " checkpoint folder there to continue from it"
     )
     return [
         Problem(

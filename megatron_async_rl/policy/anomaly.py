@@ -371,7 +371,7 @@ class StepCounts(Protocol):
 
 
 class NonFiniteError(RuntimeError):
-    """A run that cannot go on. Its checkpoints hold a state before the fault was noticed."""
+    """A run that cannot continue. Its checkpoints hold a state before the fault was noticed."""
 
     def __init__(self, what: str, fix: str) -> None:
         super().__init__(what)

@@ -315,7 +315,7 @@ def _windowed_attention(
 def _band(window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """[queries, tokens] of neighbouring queries and the tokens up to the last query's: 0 where a
     query sees a token, minus infinity elsewhere. One for all layers: what is kept for the backward
-    pass is a view of it, aligned as kernels of a GPU want it."""
+    pass is a view of it, aligned as kernels of a GPU need it."""
     behind = -(-(window - 1) // ALIGNED) * ALIGNED
     seen = torch.ones(WINDOWED_QUERIES, WINDOWED_QUERIES + behind, dtype=torch.bool, device=device)
     seen = seen.triu(behind - window + 1).tril(behind)
@@ -328,7 +328,7 @@ def _mask_of_last(length: int, total: int, dtype: torch.dtype, device: torch.dev
 
     Each of them sees one token less than the one before, so that a row is the row above from its
     second number on: on the CPU all rows lie in one line of length + total - 1 numbers, which is
-    all that the backward pass keeps. Kernels on a GPU want rows of their own. One for all layers of
+    all that the backward pass keeps. Kernels on a GPU need rows of their own. One for all layers of
     a micro-batch, whose parts have two lengths.
     """
     line = torch.zeros(length + total - 1, dtype=dtype, device=device)

@@ -77,7 +77,7 @@ class BlocksUnwritten(Exception):
 def write(folder: Path, content: Content, group: Any) -> dict[str, StoredFile]:
     """Write what all ranks of `group` (gloo) have, and read it back. Collective over it. Return the
     files of all ranks on rank 0, none elsewhere. Raises BlocksUnwritten."""
-    # Copying ahead asks CUDA for a stream, and a thread's own device is the first of the machine.
+    # Copying ahead requires a CUDA stream, and a thread's own device is the first of the machine.
     # Synced: `latest` must not name files that a power loss can still empty.
     files = _BlockFileWriter(folder, sync_files=True, per_thread_copy_ahead=0)
     try:

@@ -84,8 +84,8 @@ class Block:
 
 
 class Blocks(list[Block]):
-    """Blocks that this rank has of one tensor of the model. Implements what torch's checkpoints ask
-    of an object that is stored in chunks."""
+    """Blocks that this rank has of one tensor of the model. Implements what torch's checkpoints
+    require of an object that is stored in chunks."""
 
     def __create_write_items__(self, key: str, _: Any) -> list[WriteItem]:
         return [
@@ -105,7 +105,7 @@ class Blocks(list[Block]):
         return [block.chunk for block in self]
 
     def at(self, index: MetadataIndex) -> Tensor:
-        """The block that begins at the place of `index`; a global plan numbers blocks anew."""
+        """The block that begins at the place of `index`; a global plan numbers blocks again."""
         assert index.offset is not None
         return self._by_offsets()[tuple(index.offset)]
 
@@ -120,7 +120,7 @@ Content = dict[str, Blocks]
 
 
 class ModelBlocks:
-    """Positions of this rank's trained parameters and buffers in the model's tensors. Made anew
+    """Positions of this rank's trained parameters and buffers in the model's tensors. Made again
     for each save or load. A model with FP8 weights supports `state` alone. frozen: use the
     parameters that are not trained instead."""
 
@@ -186,7 +186,7 @@ def _parts_of(entry: ShardedTensor | ShardedTensorFactory) -> list[tuple[int, Sh
         return [(0, entry.without_data())]
     whole = entry.data.detach()
     if is_quantised(whole):
-        # Of its shape: parts of it would be made anew.
+        # Of its shape: parts of it would be made again.
         whole = torch.empty(whole.shape, dtype=whole.dtype)
     parts = list(nested_values(replace(entry, data=whole).build()))
     for part in parts:

@@ -198,7 +198,7 @@ def save(
 
     def write(content: Content) -> None:
         with _cleared_on_failure(unfinished):
-            # A group of its own: the main thread's collectives go on while this thread writes.
+            # A group of its own: the main thread's collectives continue while this thread writes.
             group = layout.writing_group
             written = block_files.write(unfinished / SHARDED, content, group)
             stored = {f"{SHARDED}/{name}": file for name, file in written.items()}

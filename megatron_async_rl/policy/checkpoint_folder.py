@@ -269,7 +269,7 @@ def damaged(path: Path, what: str) -> CheckpointBroken:
     # A step's folder that was named on the command line may have any name.
     before = step_of(path) if _NAME.fullmatch(path.name) else -1
     other = _newest_intact([one for one in others if step_of(one) < before])
-    # An older one first: steps after the damaged one belong to a run that went on from it.
+    # An older one first: steps after the damaged one belong to a run that continued from it.
     other = other or _newest_intact(others)
     return CheckpointBroken.of(
         "run.dir", f"{path} is damaged: {what}", _use_other(other, path.parent)
@@ -286,7 +286,7 @@ def _newest_intact(found: Sequence[Path]) -> Path | None:
 
 def _use_other(other: Path | None, directory: Path) -> str:
     if other is None:
-        return f"no other checkpoint of {directory} is whole; remove that folder to begin anew"
+        return f"no other checkpoint of {directory} is whole; remove that folder to begin again"
     return (
         f"use {other}, the newest other checkpoint that is whole: to resume from it, write"
         f" {other.name} into {directory / LATEST}"

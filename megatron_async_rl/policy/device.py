@@ -6,7 +6,7 @@ CPU, for the life of the process, so that the same Megatron runs over gloo. `ins
 patches nothing: it selects this rank's device and disables cuDNN's attention.
 
 Invariants:
-- installed once, before a process group or a model exists; a second call must ask for the same
+- installed once, before a process group or a model exists; a second call must request the same
   device;
 - only names that say CUDA change meaning: code that never mentions CUDA behaves as before;
 - `torch.cuda.is_available()` keeps telling the truth;

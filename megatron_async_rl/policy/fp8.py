@@ -113,7 +113,7 @@ def restore_delayed_state(
 
 def drop_workspaces(chunks: Sequence[nn.Module]) -> None:
     """Drop the FP8 weights that modules of Transformer Engine keep from one micro-batch to the
-    next; a step makes them anew."""
+    next; a step makes them again."""
     for chunk in chunks:
         for module in chunk.modules():
             workspaces = getattr(module, "_fp8_workspaces", None)

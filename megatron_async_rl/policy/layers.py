@@ -160,7 +160,7 @@ class TransformerEngineLayers(Layers):
 
     def finish(self, chunk: torch.nn.Module) -> None:
         """Weight gradients go from the product into Megatron's float32 buffers. By Megatron's own
-        setting the output layer would want that too, which it has from Apex alone."""
+        setting the output layer would need that too, which it has from Apex alone."""
         for module in chunk.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):
                 module.fuse_wgrad_accumulation = True
@@ -247,7 +247,7 @@ def apex_settings(dtype: torch.dtype, device_type: str, *, lora: bool) -> Mappin
 
 
 def apex_norm(dtype: torch.dtype, device_type: str) -> Norm | None:
-    """Apex's RMSNorm for a model in `dtype`; null where torch's is to be taken."""
+    """Apex's RMSNorm for a model in `dtype`; null where torch's applies."""
     if not apex_applies(dtype, device_type) or not _imports(NORMS):
         return None
     kernel: Norm = import_module("apex.normalization.fused_layer_norm").fused_rms_norm_affine

@@ -99,7 +99,7 @@ def vocab_parallel_logprobs(
 
 
 def _kept_chunks(dtype: torch.dtype, precision: torch.dtype) -> int:
-    """Beside a chunk of logits, and one of `dtype` where that is another type."""
+    """Number of chunks to keep besides one of logits, and one of `dtype` if that differs."""
     work = precision.itemsize + (dtype.itemsize if dtype != precision else 0)
     return (LOGIT_COPIES * precision.itemsize - work) // dtype.itemsize
 
@@ -181,7 +181,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         ctx.settings = settings
         # It weighs baselines and is a constant of the loss.
         ctx.mark_non_differentiable(sum_p_squared)
-        # None tells the backward pass that nothing used the entropy, so kept matrices suffice.
+        # None in the backward pass means that nothing used the entropy, so kept matrices suffice.
         ctx.set_materialize_grads(False)
         return logp, entropy, sum_p_squared
 

@@ -161,7 +161,7 @@ def build_optimizer(
             )
             replace_adam(part, adam, adam.materialise)
             if adam.offload:
-                # Page-locked memory that is not to be had is missed now, not in the first step.
+                # Page-locked memory that is not available is missed now, not in the first step.
                 adam.materialise()
     # The dtype of the moments can be read even on a rank without a parameter.
     optimizer.config.exp_avg_dtype = getattr(torch, settings.moment_dtype)

@@ -2,12 +2,12 @@
 all in one, end to end (`Packed`).
 
 Invariants:
-- only this file knows it: planning, building and the attention of a micro-batch ask the layout, and
+- only this file knows it: planning, building and the attention of a micro-batch use the layout, and
   what comes after the hidden states sees response tokens alone;
 - a sample is never cut, nor are its segments parted; no token sees one of another segment;
 - positions count from 0 in every segment;
 - rows x length of a micro-batch never exceeds the token budget, and the length is a multiple of
-  `multiple`, which sequence and context parallelism ask for;
+  `multiple`, which sequence and context parallelism require;
 - context-parallel ranks cut each segment alike, so its length in a row is a multiple of its chunks;
 - what fills a row up comes after its last segment, so that no real token sees it (attention is
   causal).
@@ -234,7 +234,7 @@ def cheapest_cut(
     """
     ordered = share[np.lexsort((share, -lengths[share]))]
 
-    # Samples of one length are cut apart only where the budget asks for it.
+    # Samples of one length are cut apart only where the budget requires it.
     distinct, counts = np.unique(lengths[ordered], return_counts=True)
     longest, ends = distinct[::-1], np.concatenate(([0], np.cumsum(counts[::-1])))
     cheapest, came_from = np.zeros(len(ends)), np.zeros(len(ends), dtype=np.int64)

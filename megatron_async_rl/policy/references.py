@@ -6,7 +6,7 @@ reference           initial weights, or those of `reference.path`; `refresh_ever
                     of the weights, moved after every step taken
 proximal ewma       such an average, by `ewma_decay`
 proximal snapshot   the weights of the newest `snapshots` versions, each kept when its own step
-                    begins; a gradient control may ask for them too
+                    begins; a gradient control may request them too
 
 Invariants:
 - only what the objective or a control needs is kept;
@@ -107,7 +107,7 @@ class ArchitectureMismatch(ValueError):
 class ReferencePolicies:
     """`trained`: where the weights in training wait while others are in place. `snapshots`: the
     newest versions, where they are the proximal policy. `past_masters`: the optimizer's own weights
-    of as many versions, for a control. Members are null where nothing asks for them.
+    of as many versions, for a control. Members are null where nothing requests them.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class ReferencePolicies:
 
     def load(self, saved: Checkpoint, *, warn: bool) -> None:
         """Load what `parameter_state` returned, after the model was loaded. What is missing starts
-        anew; warn: log that. Collective. Raises CheckpointBroken."""
+        again; warn: log that. Collective. Raises CheckpointBroken."""
         self._refuse_other_reference(saved)
         wanted: dict[str, Sliced] = {}
         for name, held in self._moving().items():

@@ -120,7 +120,7 @@ class RoutingReplay:
         if rows.shape[-1] != wanted:
             raise ValueError(
                 f"routed experts take {rows.shape[-1]} bytes a token, and this model's"
-                f" {self.config.num_layers} layers want {wanted}"
+                f" {self.config.num_layers} layers need {wanted}"
             )
         number = np.uint8 if self.dtype == torch.uint8 else np.uint16
         maximum = int(np.ascontiguousarray(rows).view(number).max(initial=0))

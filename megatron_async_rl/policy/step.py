@@ -1,4 +1,4 @@
-"""From reduced gradients to new weights: prepare, controls, clip, controls once more, step.
+"""From reduced gradients to new weights: prepare, controls, clip, controls again, step.
 
 Invariants:
 - every decision rests on all-reduced numbers, so all ranks step or none does;

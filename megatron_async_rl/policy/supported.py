@@ -171,7 +171,7 @@ def _positive(value: Any) -> bool:
 
 OLDEST, NEWEST = (2, 11), (2, 12)
 """Releases of Transformer Engine, (major, minor), that were checked against this Megatron-Core and
-cuBLAS. Later ones import, and die at a product for want of a function of cuBLAS."""
+cuBLAS. Later ones import, and die at a product for lack of a function of cuBLAS."""
 PINNED = "2.12.0"
 """The one of requirements/gpu.txt."""
 

@@ -64,11 +64,13 @@ class AnomalyList:
     def add(self, found: Sequence[Anomaly]) -> None:
         for one in found:
             self.counts[one.kind] += 1
+            # The first ones, not the newest: the cause of a bad run is usually at its beginning.
             if self.counts[one.kind] <= KEPT:
                 self._kept.append(one)
 
     def kept(self) -> list[Anomaly]:
         """Return the kept anomalies in the order in which they were found."""
+        # A copy, because the caller keeps it while the list grows.
         return list(self._kept)
 
 
@@ -85,6 +87,7 @@ class AnomalyFinder:
         call."""
         found: list[Anomaly] = []
         details: Mapping[int, Mapping[str, Any]] = {}
+        # The details are a second file, and most blocks of rows have nothing to look up in it.
         if any(_traced(row) for row in rows):
             details = read_details(self._run_dir)
         for row in rows:
@@ -92,6 +95,8 @@ class AnomalyFinder:
             for kind, look in _LOOKS.items():
                 if (text := look(self._before, row, details.get(step, {}))) is not None:
                     found.append(Anomaly(step=step, kind=kind, detail=text))
+            # After the checks: a counter is compared with the newest row that has it, not with this
+            # one.
             self._before.update(row)
         return found
 
@@ -103,6 +108,7 @@ def read_details(run_dir: Path) -> dict[int, dict[str, Any]]:
     path = run_dir / FILE
     try:
         with reading(path), open(path, "rb") as file:
+            # Only the end: details of old steps are not described on the page.
             file.seek(max(0, file.seek(0, os.SEEK_END) - NEWEST_BYTES))
             lines = file.read(NEWEST_BYTES).decode("utf-8", errors="replace").splitlines()
     except FileNotFoundError:
@@ -121,6 +127,7 @@ def steps_text(steps: Sequence[int]) -> str:
     """Format ascending steps as ranges: `3, 7–9, 12`."""
     runs: list[list[int]] = []
     for step in steps:
+        # The last range grows as long as the steps are consecutive.
         if runs and step == runs[-1][1] + 1:
             runs[-1][1] = step
         else:
@@ -145,6 +152,7 @@ def _gradient(_: MetricRow, row: MetricRow, detail: Mapping[str, Any]) -> str | 
     if not factor:
         return None
     norm, usual = detail.get("norm"), detail.get("median")
+    # The details may be cut off or missing; the metric alone has the factor.
     if not isinstance(norm, int | float) or not isinstance(usual, int | float):
         return f"{factor:,.0f} times the median of the last steps"
 
@@ -159,6 +167,7 @@ def _nonfinite(before: MetricRow, row: MetricRow, detail: Mapping[str, Any]) -> 
     bad = [
         key for key in keys if (value := number(row, key)) is not None and not math.isfinite(value)
     ]
+    # A value that is not finite is in the row itself; other causes are counted by the policy.
     if bad:
         return ", ".join(f"{key} is {number(row, key)}" for key in bad) + _samples(detail)
     if not _grew(before, row, "policy/nonfinite"):
@@ -169,6 +178,7 @@ def _nonfinite(before: MetricRow, row: MetricRow, detail: Mapping[str, Any]) -> 
 def _engine(before: MetricRow, row: MetricRow, _: Mapping[str, Any]) -> str | None:
     text = []
     alive, were = number(row, "engine/alive"), number(before, "engine/alive")
+    # Both checks are needed: an engine may be lost, restarted and counted within one step.
     if alive is not None and were is not None and alive < were:
         text.append(f"{alive:.0f} of {were:.0f} engines left")
     if restarts := _grew(before, row, "engine/restarts"):
@@ -178,6 +188,7 @@ def _engine(before: MetricRow, row: MetricRow, _: Mapping[str, Any]) -> str | No
 
 def _skipped(before: MetricRow, row: MetricRow, _: Mapping[str, Any]) -> str | None:
     skipped = number(row, "policy/skipped")
+    # One event, one entry: skips on purpose are not anomalies, and _nonfinite reports its own.
     if not skipped or number(row, "gac/regime") == _SKIPPED_BY_GAC or _nonfinite(before, row, {}):
         return None
     return "no optimizer step" if skipped == 1 else f"{skipped:.0%} of the optimizer steps"
@@ -189,6 +200,7 @@ def _reward(_: MetricRow, row: MetricRow, __: Mapping[str, Any]) -> str | None:
 
 
 def _dropped(before: MetricRow, row: MetricRow, _: Mapping[str, Any]) -> str | None:
+    # Counters cover the whole run, so only their growth belongs to this step.
     groups = sum(_grew(before, row, key) for key in ("flow/dropped_late", "flow/dropped_equal"))
     responses = number(row, "dropped/responses") or 0
     if not groups and not responses:
@@ -198,6 +210,7 @@ def _dropped(before: MetricRow, row: MetricRow, _: Mapping[str, Any]) -> str | N
 
 def _resumed(before: MetricRow, row: MetricRow, _: Mapping[str, Any]) -> str | None:
     now, earlier = number(row, "flow/admitted"), number(before, "flow/admitted")
+    # Counters of the flow start at 0 in each process, so a smaller count shows a new one.
     fell = now is not None and earlier is not None and now < earlier
     return "counts began again" if fell else None
 
@@ -220,4 +233,5 @@ def _grew(before: MetricRow, row: MetricRow, key: str) -> float:
     now, earlier = number(row, key), number(before, key) or 0.0
     if now is None:
         return 0.0
+    # After a restart, the new count is all that is known about the step.
     return now - earlier if now >= earlier else now

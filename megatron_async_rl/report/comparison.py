@@ -67,15 +67,18 @@ class ComparedRun:
 
     def places(self, axis: str, steps: Floats) -> Floats:
         """Return the place on `axis` at which each of `steps` ended; the run starts at 0."""
+        # Metrics are logged by step, so this axis needs no conversion.
         if axis == STEPS:
             return steps
         ended, sums = self.run.rows.cumulative(
             "tokens/trained" if axis == TOKENS else "time/step_s"
         )
+        # Interpolated, because the rows of a long run are thinned to buckets of steps.
         return np.interp(steps, ended, sums)
 
     def logged(self, key: str, axis: str) -> Curve | None:
         """Return the moving average of `key` over `axis`; None if no row has it."""
+        # Short runs have no trend; their few values are drawn as they are.
         steps, values, trend = self.run.rows.curve(key)
         if not len(steps):
             return None
@@ -99,6 +102,7 @@ class ComparedRun:
 
 
 def page_of_runs(compared: Sequence[ComparedRun]) -> Page:
+    # Only the common folder is shown; each run has its name in the tables.
     paths = [one.run.run_dir for one in compared]
     parts = {
         "TITLE": f"{len(compared)} runs compared",
@@ -116,6 +120,7 @@ def name_runs(run_dirs: Sequence[Path], runs: Sequence[RunData | None]) -> list[
     keeps its name and colour when another one starts."""
     return [
         ComparedRun(name=name, colour=colour, dotted=index >= len(COLOURS), run=run)
+        # Numbered before the filter, so that a run that starts later changes no colour.
         for index, (name, colour, run) in enumerate(
             zip(names_of(run_dirs), map(colour_of, range(len(runs))), runs, strict=True)
         )
@@ -126,6 +131,7 @@ def name_runs(run_dirs: Sequence[Path], runs: Sequence[RunData | None]) -> list[
 def names_of(run_dirs: Sequence[Path]) -> list[str]:
     """Return the name of each directory or, if two are equal, its path below the common folder."""
     names = [run_dir.name for run_dir in run_dirs]
+    # Folder names are shorter, so longer paths are used only where names collide.
     if len(set(names)) == len(names):
         return names
     shared = os.path.commonpath(run_dirs)
@@ -141,6 +147,7 @@ def panels_of(compared: Sequence[ComparedRun]) -> list[Panel]:
     first panel is the main one."""
     rewards: list[Panel] = []
     for measure, unit in (("reward", "mean reward of a sample"), ("loss", "nats per token")):
+        # Rewards and losses have different units and never share a panel.
         measured = [one for one in compared if one.run.summary.measure == measure]
         for axis in (STEPS, TOKENS, SECONDS):
             curves = [one.held_out(axis) for one in measured]
@@ -154,15 +161,18 @@ def panels_of(compared: Sequence[ComparedRun]) -> list[Panel]:
         for title, unit, key in KEYS
         for panel in _panel(title, unit, STEPS, [one.logged(key, STEPS) for one in compared])
     ]
+    # Held-out curves come first: they are what runs are compared by.
     panels = [*rewards, *others]
     if not panels:
         raise UserError.of("RUN", "the runs have no metric in common", "see their metrics.jsonl")
+    # The main panel has the whole width of the page.
     first, *rest = panels
     return [replace(first, wide=True), *rest]
 
 
 def _panel(title: str, unit: str, axis: str, curves: Sequence[Curve | None]) -> Iterator[Panel]:
     drawn = [curve for curve in curves if curve is not None]
+    # A metric that no run logs has no panel.
     if drawn:
         yield Panel(title=title, unit=unit, x_label=axis, curves=drawn, overview=True)
 
@@ -170,8 +180,10 @@ def _panel(title: str, unit: str, axis: str, curves: Sequence[Curve | None]) -> 
 def differing(compared: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
     """Return (dotted key, value in each run) of every setting that differs, except `run.dir`."""
     flat = [dict(_leaves(one.run.config)) for one in compared]
+    # dict.fromkeys keeps the order of the configuration, which a set would lose.
     keys = list(dict.fromkeys(key for settings in flat for key in settings))
     rows = [(key, [settings.get(key, "–") for settings in flat]) for key in keys]
+    # run.dir differs by construction.
     return [(key, row) for key, row in rows if key != "run.dir" and len(set(row)) > 1]
 
 
@@ -217,6 +229,7 @@ def ends_of(compared: Sequence[ComparedRun]) -> list[tuple[str, list[str]]]:
         ("grave anomalies and notes", lambda one: f"{sum(one.run.found.values()):,}"),
     )
     rows = [(name, [value(one) for one in compared]) for name, value in facts]
+    # A fact that applies to no run, such as a held-out loss, is left out.
     return [(name, row) for name, row in rows if set(row) != {"–"}]
 
 
@@ -237,6 +250,7 @@ def _last(one: ComparedRun, key: str) -> float | None:
     finite = one.run.rows.finite(key)
     if not len(finite):
         return None
+    # At least one value: a tenth of a short run would be none.
     return float(finite[-max(1, int(LAST_SHARE * len(finite))) :].mean())
 
 

@@ -50,17 +50,20 @@ class Dashboard:
 
     def __init__(self, run_dirs: Sequence[Path]) -> None:
         """Raises UserError for a directory that is missing, repeated, or a folder of runs."""
+        # Absolute, so that a relative and an absolute name of one run are recognised as equal.
         self._paths = [path.absolute() for path in run_dirs]
         for path in self._paths:
             if not path.is_dir():
                 fix = "name the run.dir of a run; `mar train` makes it when it starts"
                 raise UserError.of("RUN", f"{path} is not a directory", fix)
+            # A folder of runs is the usual mistake, and its error can name the right command.
             within = [one for one in path.glob("*/metrics.jsonl") if one.is_file()]
             if within and not (path / "metrics.jsonl").exists():
                 what = f"{path} is not a run, and has {len(within)} in it"
                 raise UserError.of("RUN", what, f"name them: mar dashboard {path}/*/")
         if len(set(self._paths)) < len(self._paths):
             raise UserError.of("RUN", "a run is named twice", "name each run once")
+        # One reader per run for the life of the server: it remembers what it has read.
         self._readers = [RunReader(path, alone=False) for path in self._paths]
         self._browsers = [SampleBrowser(path) for path in self._paths]
         self._made: dict[str, tuple[Hashable, str, bytes]] = {}
@@ -70,6 +73,7 @@ class Dashboard:
 
     @property
     def first_view(self) -> str:
+        # The page of a single run has no comparison.
         return ALL if len(self._paths) > 1 else "0"
 
     def page(self) -> bytes:
@@ -86,9 +90,12 @@ class Dashboard:
             # Taken before reading: rows that are written meanwhile change the next fingerprint.
             now = tuple(reader.fingerprint() for reader in readers)
             made = self._made.get(view)
+            # Rendering takes far longer than a stat of each file, and browsers poll every few
+            # seconds.
             if made is None or made[0] != now:
                 state, tag = self._make(view).as_state()
                 made = self._made[view] = (now, tag, state)
+        # Equal tags are answered without content: a finished run costs no transfer.
         return None if have == made[1] else made[2]
 
     def samples(self, view: str, query: dict[str, str]) -> bytes:
@@ -97,6 +104,7 @@ class Dashboard:
         if view not in self._views() or view == ALL:
             raise KeyError(view)
         with self._lock:
+            # The browser's cache of columns is not thread-safe, either.
             return json.dumps(self._browsers[int(view)].answer(query)).encode()
 
     def _views(self) -> list[str]:
@@ -121,6 +129,7 @@ class Dashboard:
         reader = self._readers[number]
         try:
             return page_of(reader.read(), form())
+        # A run without a step is normal at its start; other errors are damage.
         except ReportError as error:
             return _waiting(reader.run_dir, _why(error))
         except UserError as error:
@@ -133,6 +142,7 @@ class Dashboard:
             try:
                 runs.append(reader.read())
             except UserError as error:
+                # None keeps the place, so that names and colours of the other runs stay.
                 runs.append(None)
                 silent.append(f"<li>{html.escape(f'{name}: {_why(error)}')}</li>")
         compared = name_runs(self._paths, runs)
@@ -173,12 +183,14 @@ class _DashboardServer(LimitedThreads, HTTPServer):
         self, host: str, port: int, dashboard: Dashboard, allowed: Sequence[str] = ()
     ) -> None:
         """Listen on an address. `allowed` are additional host names that a browser may use."""
+        # Resolved here: HTTPServer itself supports IPv4 alone.
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         # `localhost` may resolve to both families; every client can reach IPv4.
         found.sort(key=lambda one: one[0] != socket.AF_INET)
         self.address_family, address = found[0][0], found[0][4]
         self.dashboard = dashboard
         self.loopback = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+        # On a loopback address, the machine's public names cannot reach the server.
         own = () if self.loopback else (socket.gethostname(), socket.getfqdn())
         self.names = {_plain(name) for name in ("localhost", host, *own, *allowed)}
         super().__init__(address[:2], _Handler)
@@ -192,14 +204,17 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version = "mar"
     sys_version = ""
+    # A client that sends nothing would otherwise occupy a thread forever.
     timeout = 60
 
     def do_GET(self) -> None:
         status, kind, content = self._answer()
         zipped = len(content) >= LEAST_ZIPPED and "gzip" in self.headers.get("Accept-Encoding", "")
         if zipped:
+            # A low level: higher ones take longer and save little.
             content = gzip.compress(content, compresslevel=3)
         self.send_response(status)
+        # no-store, because prompts may be confidential; the others keep foreign pages out.
         headers = {
             "Content-Type": f"{kind}; charset=utf-8",
             "Content-Length": str(len(content)),
@@ -214,6 +229,7 @@ class _Handler(BaseHTTPRequestHandler):
         if zipped:
             self.send_header("Content-Encoding", "gzip")
         self.end_headers()
+        # HEAD has the same headers and, by the standard, no body.
         if self.command != "HEAD":
             self.wfile.write(content)
 
@@ -225,6 +241,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> tuple[HTTPStatus, str, bytes]:
         """Return (status, content type, content)."""
         text, data = "text/plain", "application/json"
+        # Checked before the path: a page of another site may use any path (DNS rebinding).
         name = _name_in(self.headers.get("Host", ""))
         if name not in self.server.names and not _is_address(name):
             known = " or ".join(sorted(one for one in self.server.names if not _is_address(one)))
@@ -234,6 +251,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
             return HTTPStatus.FORBIDDEN, text, message.encode()
         requested = urlsplit(self.path)
+        # The last value wins, as in a form that a browser sends twice.
         query = {name: values[-1] for name, values in parse_qs(requested.query).items()}
         dashboard = self.server.dashboard
         try:
@@ -247,6 +265,7 @@ class _Handler(BaseHTTPRequestHandler):
                     return HTTPStatus.OK, data, state
                 case ["samples", view]:
                     return HTTPStatus.OK, data, dashboard.samples(view, query)
+        # An unknown view is an unknown page, which is answered below.
         except KeyError:
             pass
         except UserError as error:
@@ -261,12 +280,14 @@ class _Handler(BaseHTTPRequestHandler):
 def _name_in(host: str) -> str:
     """Return the name in HOST or HOST:PORT, as a browser sends it; empty for anything else."""
     try:
+        # The URL parser splits off the port and handles IPv6 brackets.
         return _plain(urlsplit(f"//{host}").hostname or "")
     except ValueError:
         return ""
 
 
 def _plain(name: str) -> str:
+    # Names of hosts ignore case, and a final dot marks a fully qualified name.
     return name.lower().removesuffix(".")
 
 
@@ -291,6 +312,7 @@ def serve(
     Raises UserError for a missing directory, an unavailable host or port, and an invalid name.
     """
     for name in allowed:
+        # A URL or a name with a port would never match a Host header.
         if _name_in(name) != _plain(name):
             fix = "give the name alone, as in http://NAME:8470/, such as node7.example.org"
             raise UserError.of("--allow-host", f"{name!r} is not a host's name", fix)

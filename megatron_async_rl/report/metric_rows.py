@@ -64,12 +64,15 @@ class MetricRows(Sequence[MetricRow]):
         if not rows:
             return
         for index, row in enumerate(rows, self.total_rows):
+            # By the row's number over all blocks, so that the spacing does not depend on their
+            # sizes.
             if index % self._stride == 0:
                 self._kept.append(row)
         self.total_rows += len(rows)
         self.newest.extend(rows)
         columns = _columns(rows)
         for key, (_, values) in columns.items():
+            # Totals take every row before any is left out.
             self._totals.setdefault(key, _Total()).add(values)
         if CODES in columns:
             self.codes.update(columns[CODES][1].astype(np.int64).tolist())
@@ -89,6 +92,7 @@ class MetricRows(Sequence[MetricRow]):
 
     def _fill(self, columns: Mapping[str, tuple[NDArray[np.int64], Floats]], last: int) -> None:
         while last // self._width >= BUCKETS:
+            # Doubling keeps the buckets aligned: two old buckets become exactly one new one.
             self._width *= 2
             for bucket in self._buckets.values():
                 bucket.widen()
@@ -107,6 +111,7 @@ class MetricRows(Sequence[MetricRow]):
         for key, lengths in found.items():
             before = self._sums.get(key, np.zeros(0, dtype=np.int64))
             longest = max(len(before), *lengths)
+            # A longer array, because later rows may have bins that earlier ones lack.
             sums = self._sums[key] = np.zeros(longest, dtype=np.int64)
             sums[: len(before)] = before
             for length, lists in lengths.items():
@@ -119,6 +124,7 @@ class MetricRows(Sequence[MetricRow]):
                 continue
             for key in ("dropped/length_mean", "dropped/reward_mean"):
                 value = number(row, key)
+                # Means of steps count by the number of responses in each, not equally.
                 if value is not None and np.isfinite(value):
                     self._totals[key].weigh(value, weight)
 
@@ -129,6 +135,7 @@ class MetricRows(Sequence[MetricRow]):
 
     @property
     def _adds_newest(self) -> bool:
+        # The newest row is shown even if its number is not a multiple of the stride.
         return bool(self.newest) and self._kept[-1] is not self.newest[-1]
 
     @overload
@@ -164,6 +171,7 @@ class MetricRows(Sequence[MetricRow]):
             return None
         if weighted:
             return total.weighted / total.weight if total.weight else None
+        # Only finite values are summed, so only they are counted.
         return total.sum / total.finite if total.finite else None
 
     def largest(self, key: str) -> float | None:
@@ -198,9 +206,11 @@ class MetricRows(Sequence[MetricRow]):
         steps, values = self.column(key)
         places, means = (steps, values) if not self.thinned else self._means(key)
         if log:
+            # The average of logarithms follows a curve over decades; values of 0 have none.
             means = np.log(np.where(means > 0, means, np.nan))
         trend = smooth(means)
         if trend is not None and self.thinned and len(places):
+            # The average is computed once per bucket, and a bucket has up to two drawn points.
             trend = np.interp(steps, places, trend)
         return steps, values, np.exp(trend) if log and trend is not None else trend
 
@@ -216,6 +226,7 @@ class MetricRows(Sequence[MetricRow]):
             sums = np.cumsum(np.nan_to_num(numbers(self._kept, key)))
         elif key in self._buckets:
             filled = np.flatnonzero(self._buckets[key].finite)
+            # A sum is known at the end of a bucket, a mean belongs to its middle (_means).
             steps = (filled.astype(np.float64) + 1) * self._width - 1
             sums = np.cumsum(self._buckets[key].sum[filled])
         else:
@@ -269,10 +280,12 @@ class _Buckets:
 
     def add(self, places: NDArray[np.int64], steps: NDArray[np.int64], values: Floats) -> None:
         finite = np.isfinite(values)
+        # A bucket of NaN alone must stay visible as a gap instead of vanishing.
         self.odd[places[~finite]], self.odd_at[places[~finite]] = values[~finite], steps[~finite]
         places, steps, values = places[finite], steps[finite], values[finite]
         if not len(places):
             return
+        # np.add.at, because `places` repeats buckets, and `+=` would count each once.
         np.add.at(self.finite, places, 1)
         np.add.at(self.sum, places, values)
         # Sorted by bucket, then by value: the ends of a bucket's stretch are its extremes.
@@ -285,6 +298,7 @@ class _Buckets:
             (self.high, self.high_at, order[last], np.greater),
         ):
             where = places[ends]
+            # Strictly better: an equal extreme of a later block changes nothing.
             wins = better(values[ends], best[where])
             best[where[wins]], at[where[wins]] = values[ends][wins], steps[ends][wins]
 
@@ -304,6 +318,7 @@ class _Buckets:
             "odd": np.where(missing, self.odd[odd], self.odd[even]),
             "odd_at": np.where(missing, self.odd_at[odd], self.odd_at[even]),
         }
+        # The upper half of each array is empty again after the merge.
         self.__init__()  # type: ignore[misc]
         for name, values in joined.items():
             getattr(self, name)[: len(values)] = values
@@ -324,6 +339,7 @@ def _columns(rows: Sequence[MetricRow]) -> dict[str, tuple[NDArray[np.int64], Fl
     """Return (steps, values) by metric of the rows that have a number for it, in order of steps."""
     alike: dict[tuple[str, ...], list[MetricRow]] = {}
     for row in rows:
+        # Rows with equal keys form a table; a run has only a few kinds of rows.
         alike.setdefault(tuple(row), []).append(row)
     parts: dict[str, list[tuple[NDArray[np.int64], Floats]]] = {}
     for keys, same in alike.items():
@@ -331,6 +347,7 @@ def _columns(rows: Sequence[MetricRow]) -> dict[str, tuple[NDArray[np.int64], Fl
         columns = dict(zip(keys, zip(*(row.values() for row in same), strict=True), strict=True))
         steps = np.array(columns.get("step", [0] * len(same)), dtype=np.int64)
         for key, values in columns.items():
+            # Histograms and values per engine are not curves.
             if list not in set(map(type, values)):
                 parts.setdefault(key, []).append((steps, np.array(values, dtype=np.float64)))
     return {key: _in_order(of_key) for key, of_key in parts.items()}
@@ -370,6 +387,7 @@ def smooth(values: Floats) -> Floats | None:
     reach = int(4 * width)
     kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / width) ** 2)
     finite = np.isfinite(values)
+    # The window is normalised by the weights inside it, so gaps and ends do not pull to 0.
     weighted = np.convolve(np.where(finite, values, 0.0), kernel, mode="full")[
         reach : reach + len(values)
     ]
@@ -384,6 +402,7 @@ def thin(x: Floats, y: Floats, maximum: int) -> tuple[Floats, Floats]:
     stretch, so that a spike stays, or a point that is not finite if it has no other."""
     if len(x) <= maximum:
         return x, y
+    # Two points per stretch: a regular sample would miss spikes.
     stretches = np.array_split(np.arange(len(x)), max(1, maximum // 2))
     kept = set[int]()
     for indices in stretches:
@@ -406,8 +425,10 @@ def per_engine(rows: Sequence[MetricRow], key: str) -> tuple[Floats, Floats]:
     having = [(row, values) for row in rows if isinstance(values := row.get(key), list)]
     table = np.full((max((len(values) for _, values in having), default=0), len(having)), np.nan)
     for index, (row, values) in enumerate(having):
+        # Engines may join, so early rows have fewer values.
         table[: len(values), index] = values
         if key == "engine/versions":
+            # A negative version marks an engine that is gone.
             table[:, index] = np.where(
                 table[:, index] >= 0, (number(row, "version") or 0.0) - 1 - table[:, index], np.nan
             )

@@ -59,6 +59,7 @@ class Page:
         """Return the whole page. `live` is the view that the script requests from the dashboard;
         empty in a file."""
         style, script = _asset("page.css"), _asset("page.js")
+        # The policy permits the page's script by its digest, so injected script never runs.
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         places = {
             "POLICY": "default-src 'none'; img-src data:; style-src 'unsafe-inline';"
@@ -82,6 +83,7 @@ class Page:
     def as_state(self) -> tuple[bytes, str]:
         """Return JSON of `parts`, `panels` and a `tag` that changes with them; and the tag."""
         content = _compact({"parts": self.parts, "panels": self.drawn()})
+        # A digest of the content: equal states have equal tags, also after a restart of the server.
         tag = hashlib.sha256(content.encode()).hexdigest()[:16]
         return f'{{"tag":"{tag}",{content[1:]}'.encode(), tag
 
@@ -92,6 +94,7 @@ def _asset(name: str) -> str:
 
 
 def _compact(value: Any) -> str:
+    # allow_nan=False: a browser's JSON parser refuses NaN.
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
@@ -118,6 +121,7 @@ def head(title: str, where: str, status: Status | None) -> dict[str, str]:
     phase = error = ""
     if status is not None:
         name = html.escape(status.phase)
+        # A finished run is at its last step, which needs no mention.
         at = "" if status.phase == "finished" else f" at step {status.step} of {status.steps}"
         phase = f'<span class="phase {name}">{name}{at}</span>'
         if status.error:
@@ -138,6 +142,7 @@ def _numbers(run: RunData) -> str:
     """(number, label, class)."""
     if summary.before is not None and summary.after is not None:
         change = summary.after - summary.before
+        # A smaller loss is better, a larger reward is better.
         gain = -change if summary.measure == "loss" else change
         tone = "better" if gain > 0 else "worse" if gain < 0 else ""
         number_ = (
@@ -158,15 +163,18 @@ def _numbers(run: RunData) -> str:
     if run.supervised and (losses := _ends(run.rows.finite("policy/loss"))) is not None:
         tiles.append((f"{losses[0]:.4g} → {losses[1]:.4g}", "loss, first and last tenth", "whole"))
 
+    # The plan is shown only while steps are missing.
     planned = f" of {run.status.steps:,}" if run.status and run.status.steps > summary.steps else ""
     tiles.append((f"{summary.steps:,}{planned}", "steps", ""))
     tiles.append((span(summary.in_steps_s), "in steps", ""))
     tiles.append((f"{summary.tokens_per_s:,.0f}", "tokens/s", ""))
     tiles.append((f"{summary.in_steps_s / summary.steps:.2f} s", "per step", ""))
     if summary.lag_mean is not None and not run.supervised:
-        tiles.append((f"{summary.lag_mean:.2f}", f"mean lag, max {summary.lag_max}", ""))
+        largest = "" if summary.lag_max is None else f", max {summary.lag_max}"
+        tiles.append((f"{summary.lag_mean:.2f}", f"mean lag{largest}", ""))
     if summary.busy_share is not None:
         tiles.append((f"{summary.busy_share:.0%}", "engines busy", ""))
+    # Only grave kinds count as anomalies; skips, drops and resumes are notes.
     wrong = sum(count for kind, count in run.found.items() if kind in GRAVE)
     tone = "worse" if wrong else "better"
     noted = sum(run.found.values()) - wrong
@@ -189,6 +197,7 @@ def _ends(finite: Floats) -> tuple[float, float] | None:
     """Return the means of the first and the last values; None without values."""
     if not len(finite):
         return None
+    # At least one value of a short run.
     share = max(1, len(finite) // FIRST_SHARE)
     return float(finite[:share].mean()), float(finite[-share:].mean())
 
@@ -197,6 +206,7 @@ def _wrong(run: RunData) -> str:
     """Return a table of the anomalies, and the events that the run noted."""
     rows = []
     for kind, (title, colour) in KINDS.items():
+        # KINDS is sorted by gravity, and so is the table.
         found = [anomaly for anomaly in run.anomalies if anomaly.kind == kind]
         if not found:
             continue
@@ -204,6 +214,7 @@ def _wrong(run: RunData) -> str:
         steps = (
             steps
             if len(steps) <= 60
+            # Cut at a comma, so that no step's number is cut.
             else f"{run.found[kind]:,} steps, {steps[:48].rpartition(',')[0]}, …"
         )
         details = [f"step {one.step}: {one.detail}" for one in found[:DETAILS]]
@@ -214,6 +225,7 @@ def _wrong(run: RunData) -> str:
             f"{html.escape(title)}</td><td>{html.escape(steps)}</td>"
             f"<td>{'<br>'.join(map(html.escape, details + more))}</td></tr>"
         )
+    # Texts of events and anomalies contain ids from the data: always escaped.
     dropped = f"<p>{html.escape(run.dropped.sentence)}.</p>" if run.dropped else ""
     events = "".join(f"<li>{html.escape(event.text)}</li>" for event in run.events[-EVENTS:])
     noted = f"<h2>Noted during the run</h2><ul>{events}</ul>" if events else ""
@@ -251,9 +263,9 @@ def tables_of(run: RunData) -> list[tuple[str, list[tuple[str, str]]]]:
         result.append((f"held-out {summary.measure} before", f"{summary.before:.3f}"))
     if summary.after is not None:
         result.append((f"held-out {summary.measure} after", f"{summary.after:.3f}"))
-    if summary.lag_mean is not None and not run.supervised:
-        lag = f"mean {summary.lag_mean:.2f}, max {summary.lag_max} versions"
-        result.append(("lag of a token", lag))
+    if summary.lag_ends and not run.supervised:
+        result.append(("lag of a token", f"{summary.lag_ends} versions"))
+    # The last value: drift of the whole run has no meaning as a mean.
     drift = run.rows.last("staleness/drift")
     if drift is not None:
         result.append(("staleness drift, last step", f"{drift:.3g}"))
@@ -270,6 +282,7 @@ def tables_of(run: RunData) -> list[tuple[str, list[tuple[str, str]]]]:
     speed += [
         (f"of it {name}", f"{share:.1%}")
         for name, share in summary.shares.items()
+        # Smaller shares would be shown as 0.0 %.
         if share >= 0.0005
     ]
     if summary.busy_share is not None:
@@ -291,6 +304,7 @@ def config_part(config: Mapping[str, Any]) -> str:
             '<section class="card"><h2>Configuration</h2><p>The run directory holds no config.yaml:'
             " its settings, the bound of the lag and thresholds are not shown.</p></section>"
         )
+    # Written by the package's own YAML writer, so that the text can be used as a config.
     text = write(dict(config))
     return (
         '<details class="card"><summary>Configuration</summary>'

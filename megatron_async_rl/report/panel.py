@@ -63,6 +63,7 @@ class Curve:
     @property
     def key(self) -> LegendKey:
         """Sign of the curve in a legend."""
+        # One diamond marks a single measured point; several are joined by a line.
         if self.style == "diamonds" and len(self.x) == 1:
             return "diamond"
         return "dotted" if self.style == "dotted" else "line"
@@ -127,6 +128,7 @@ class Panel:
     @property
     def legend(self) -> list[tuple[str, str, LegendKey]]:
         """(name, colour, sign) of each entry."""
+        # A curve without a name is explained by the panel's title.
         named = [(one.name, one.colour, one.key) for one in self.curves if one.name]
         named += [(level.name, level.colour, "dotted") for level in self.levels]
         return named + [(name, colour, "line") for colour, name in self.bar_names.items()]
@@ -162,6 +164,7 @@ class Panel:
             "ends": [[step, round(at, 3)] for step, at in self.ends],
             "marks": [
                 [one.step, one.colour, f"{KINDS[one.kind][0]}: {one.detail}", one.kind in GRAVE]
+                # Grave marks first, because only the first POINTS of them are drawn.
                 for one in sorted(self.marks, key=lambda one: one.kind not in GRAVE)[:POINTS]
             ],
         }
@@ -178,8 +181,10 @@ def _curve(curve: Curve, *, stacked: bool) -> dict[str, Any] | None:
         x, y = thin(curve.x, curve.y, POINTS)
     trend = None
     if curve.trend is not None:
+        # A moving average needs fewer points than the curve below it.
         smooth_x, smooth_y = thin(curve.x, curve.trend, POINTS // 2)
         trend = [_places(smooth_x), _numbers(smooth_y)]
+    # A curve of NaN alone would leave its entry in the legend and no line.
     if trend is None and not np.isfinite(y).any():
         return None
     return {
@@ -193,24 +198,30 @@ def _curve(curve: Curve, *, stacked: bool) -> dict[str, Any] | None:
 
 
 def _places(x: Floats) -> int | list[float]:
+    # Steps are usually 1, 2, 3, ...: one number instead of a list keeps the page small.
     consecutive = len(x) > 0 and bool((np.diff(x) == 1).all()) and x[0] == int(x[0])
     return int(x[0]) if consecutive else [float(f"{place:.6g}") for place in x]
 
 
 def _numbers(y: Floats) -> list[float | None]:
+    # Five digits are more than a screen shows, and JSON of floats has up to 17.
     return [float(f"{value:.5g}") if np.isfinite(value) else None for value in y]
 
 
 def shades_of(grid: tuple[Floats, Floats]) -> Iterator[tuple[int, int, float, float]]:
     """Yield (row, depth from 1 to SHADES, start, end) of each stretch of one depth."""
     steps, shares = grid
+    # Neighbouring steps share a cell, so that the page does not grow with the run.
     groups = np.array_split(np.arange(len(steps)), min(CELLS, len(steps)))
     means = np.stack([shares[:, group].mean(axis=1) for group in groups], axis=1)
     # The 90th percentile: a single concentrated step must not make all others pale.
     deepest = max(1e-9, float(np.quantile(means.max(axis=0), 0.9)))
+    # Rounded up: a bin with a single token is pale, not invisible.
     depths = np.where(means > 0, np.ceil(SHADES * np.minimum(1.0, means / deepest)), 0)
+    # Half a step to each side: cells touch, and a single step has a width.
     edges = [steps[group[0]] - 0.5 for group in groups] + [steps[-1] + 0.5]
     for row, values in enumerate(depths):
+        # Neighbouring cells of one depth become one rectangle, which keeps the page small.
         breaks = np.flatnonzero(np.diff(values)) + 1
         for stretch in np.split(np.arange(len(values)), breaks):
             if values[stretch[0]] > 0:

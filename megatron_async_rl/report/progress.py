@@ -230,8 +230,8 @@ def _lines(state: DisplayState, blocks: str) -> Iterator[tuple[str, str, str, st
         where = "logs/*.reward_errors.jsonl has the reasons"
         yield "failed", f"{failed:,.0f} rewards", where, "yellow"
     if (lag := state.latest("lag/mean")) is not None and state.sampled:
-        largest = state.latest("lag/max") or 0
-        yield "lag", f"mean {lag:.2f}  max {largest:.0f}", "weight versions behind", ""
+        largest = "" if (maximum := state.latest("lag/max")) is None else f"  max {maximum:.0f}"
+        yield "lag", f"mean {lag:.2f}{largest}", "weight versions behind", ""
     if (ess := state.latest("ratio/ess_ratio")) is not None:
         yield "ESS", f"{ess:.3f}", "effective share of the samples", ""
     if (code := state.latest("gac/regime")) is not None:
@@ -355,7 +355,7 @@ class Progress:
         try:
             return self._reader.new_rows()
         except UserError as error:
-            # A damaged line must not end the run; the reader goes on behind it.
+            # A damaged line must not end the run; reading continues behind it.
             problem = error.problems[0]
             self._warn(f"{problem.key} {problem.what}")
             return NewRows([], restarted=False)
@@ -410,8 +410,8 @@ def print_summary(run_dir: Path, console: Console) -> None:
         shares = [f"{share:.0%} {name}" for name, share in summary.shares.items() if share >= 0.005]
         facts.append(("tokens", f"{tokens or 'none'}  ({summary.tokens_per_s:,.0f} tokens/s)"))
         facts.append(("time", ", ".join(shares)))
-    if summary.lag_mean is not None and summary.lag_max is not None and summary.generated:
-        facts.append(("lag", f"mean {summary.lag_mean:.2f}, max {summary.lag_max} versions"))
+    if summary.lag_ends and summary.generated:
+        facts.append(("lag", f"{summary.lag_ends} versions"))
     if summary.failed:
         where = run_dir / "logs" / "*.reward_errors.jsonl"
         facts.append(("rewards", f"{summary.failed:,} failed: {where}"))

@@ -7,6 +7,7 @@ the overview. Import this module only where a picture is drawn: matplotlib takes
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,8 +61,10 @@ def write_report(run_dir: Path) -> tuple[Path, Path]:
 
     The run may still be running. Raises ReportError if there is nothing to report.
     """
+    # Read once for both files, so that page and picture show the same moment.
     run = read_run(run_dir, alone=False)
     page = page_of(run, samples_section(run_dir))
+    # The picture has no tiles or tables; its head has their main facts.
     lines = [(run.headline, COLOURS["muted"])]
     if run.dropped is not None:
         lines.append((f"{run.dropped.sentence}.", COLOURS["red"]))
@@ -80,6 +83,7 @@ def write_comparison(run_dirs: Sequence[Path], folder: Path | None = None) -> tu
     paths = [path.absolute() for path in run_dirs]
     if len(set(paths)) < len(paths):
         raise UserError.of("RUN", "a run is named twice", "name each run once")
+    # The parents, so that runs of one folder are compared next to them and not inside one.
     folder = folder or Path(os.path.commonpath([path.parent for path in paths]))
     compared = name_runs(paths, [read_run(path) for path in paths])
     page = page_of_runs(compared)
@@ -108,6 +112,7 @@ def draw_sheet(
     """Draw the panels of the overview, two in a row, wide ones alone. `lines` are (text, colour)
     under the title."""
     rows: list[list[Panel]] = []
+    # The sort is stable: only timelines move, to the end, where their height disturbs no pair.
     for panel in sorted(panels, key=lambda panel: panel.kind == "bars"):
         if not panel.overview:
             continue
@@ -115,9 +120,11 @@ def draw_sheet(
             rows.append([panel])
         else:
             rows[-1].append(panel)
+    # A timeline is as high as its number of processes.
     bars = [len(row[0].categories) if row[0].kind == "bars" else None for row in rows]
     heights = [HEIGHT if count is None else 1.5 + 0.3 * count for count in bars]
     head = 0.67 + LINE * max(1, len(lines))
+    # `below` is the height that is left, measured from the bottom as matplotlib does.
     below, total = sum(heights), head + sum(heights)
     figure = Figure(figsize=(WIDTH, total), dpi=120, facecolor="white")
     # The Agg canvas needs no display.
@@ -149,11 +156,13 @@ def draw(panel: Panel, axes: Axes) -> None:
     axes.tick_params(labelsize=9, colors=muted, length=3)
     if panel.kind not in ("shades", "bars"):
         axes.grid(visible=True, color=COLOURS["line"], linewidth=0.8)
+    # Grid lines behind the curves.
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(COLOURS["axis"])
     if panel.log:
         axes.set_yscale("log")
+        # Labels between the decades would overlap in a small panel.
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.yaxis.set_major_locator(_places(5, whole=panel.form == "whole"))
@@ -161,10 +170,12 @@ def draw(panel: Panel, axes: Axes) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(tick))
     axes.yaxis.set_major_formatter(FuncFormatter(percent if panel.form == "share" else tick))
 
+    # Curves first: the limits and marks below depend on what is drawn.
     {"stack": _stack, "columns": _columns, "bars": _bars}.get(panel.kind, _lines)(panel, axes)
     for level in panel.levels:
         style = {"linewidth": 1.1, "linestyle": DASHED, "zorder": 2.5}
         axes.axhline(level.value, color=COLOURS[level.colour], **style)
+    # An empty panel explains itself; a missing one would look like an error.
     if panel.empty and not panel.curves:
         axes.text(0.5, 0.5, panel.empty, transform=axes.transAxes, ha="center", color=muted)
     _limit(panel, axes)
@@ -177,8 +188,9 @@ def _places(count: int, *, whole: bool) -> MaxNLocator:
 
 
 def tick(value: float, _: object = None) -> str:
-    """Format a tick with enough digits to distinguish neighbours: `12,000`, `0.25`, `2.01e-06`."""
-    return f"{value:,.6g}"
+    """Format a tick with enough digits to distinguish neighbours: `12,000`, `0.25`, `2.01e-6`."""
+    # Without the exponent's padding, as page.js writes it.
+    return re.sub(r"e([-+])0*", lambda sign: f"e{sign[1].strip('+')}", f"{value:,.6g}")
 
 
 def percent(value: float, _: object = None) -> str:
@@ -196,6 +208,7 @@ def _lines(panel: Panel, axes: Axes) -> None:
             axes.plot(x, y, color=colour, alpha=0.3, linewidth=4.5, solid_capstyle="round")
         x, y = thin(curve.x, curve.y, POINTS)
         if np.isfinite(y).any():
+            # A line through one point is invisible without a marker.
             marker = {"marker": "o", "markersize": 3} if len(curve.x) < FEW else {}
             axes.plot(x, y, color=colour, **(marker | STYLES[curve.style]))
 
@@ -231,6 +244,7 @@ def _bars(panel: Panel, axes: Axes) -> None:
         axes.axvline(at, color=COLOURS["ink"], linewidth=0.7)
         style = {"ha": "right", "va": "bottom", "fontsize": 8, "color": COLOURS["muted"]}
         axes.text(at, -0.55, f"{step} ", **style)
+    # Row 0 is at the top, as on the page: _limit inverts the axis.
     axes.set_yticks(range(len(panel.categories)), panel.categories)
 
 
@@ -247,6 +261,7 @@ def _limit(panel: Panel, axes: Axes) -> None:
     if panel.kind == "bars":
         axes.set_ylim(len(panel.categories) - 0.5, -1.0)
     elif panel.form == "whole" and panel.high is None:
+        # At least up to 1, so that a constant 0 does not fill the panel with fractions.
         axes.set_ylim(-0.2, max(1.0, axes.get_ylim()[1]) + 0.2)
     else:
         axes.set_ylim(panel.low, panel.high)
@@ -256,6 +271,7 @@ def _mark(panel: Panel, axes: Axes) -> None:
     """Draw a triangle above each step with an anomaly, and a line down for a grave one."""
     above = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
     for colour in dict.fromkeys(mark.colour for mark in panel.marks):
+        # Several anomalies of one kind at one step are one triangle.
         steps = sorted({float(mark.step) for mark in panel.marks if mark.colour == colour})
         x, y = thin(np.array(steps), np.ones(len(steps)), POINTS)
         axes.plot(x, y, "v", markersize=5, color=COLOURS[colour], **above)
@@ -268,6 +284,7 @@ def _legend(panel: Panel, axes: Axes) -> None:
     if not panel.legend:
         return
     axes.legend(
+        # Empty curves: the signs are thicker than the lines of the panel.
         [axes.plot([], [], color=COLOURS[one], **SIGNS[sign])[0] for _, one, sign in panel.legend],
         [name for name, *_ in panel.legend],
         loc="lower left",

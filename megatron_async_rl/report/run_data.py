@@ -120,6 +120,12 @@ class Summary:
         """Response tokens per second in steps: generated, or trained on in a supervised run."""
         return (self.generated or self.trained) / self.in_steps_s if self.in_steps_s > 0 else 0.0
 
+    @property
+    def lag_ends(self) -> str:
+        """Mean and largest lag as text; empty if neither was logged."""
+        ends = (("mean {:.2f}", self.lag_mean), ("max {}", self.lag_max))
+        return ", ".join(text.format(lag) for text, lag in ends if lag is not None)
+
 
 def summarise_run(rows: MetricRows, status: Status | None) -> Summary:
     in_steps = rows.total("time/step_s")
@@ -315,10 +321,8 @@ class RunData:
 
 
 class RunReader:
-    """Reader of a run that may still be running. Each line of a growing file is read once.
-
-    With `alone`, the run that `observe.beside` names is not read.
-    """
+    """Reader of a run that may still be running; reads each line of a growing file once. `alone`:
+    do not read the run that `observe.beside` names."""
 
     def __init__(self, run_dir: Path, *, alone: bool = True) -> None:
         self.run_dir = run_dir
@@ -365,9 +369,7 @@ class RunReader:
         status = read_status(run_dir)
         rows = self._rows
         if not rows:
-            last = (
-                f"its last phase was `{status.phase}`" if status else "and no run was started in it"
-            )
+            last = f"its last phase was `{status.phase}`" if status else "no run was started in it"
             what = f"{run_dir} has no finished step to report: metrics.jsonl is missing or empty, "
             raise ReportError.of("RUN", what + last, "wait for the first step, or see RUN/logs")
         config = read_config(run_dir)
@@ -492,8 +494,6 @@ def _cut(spans: Sequence[Span], start: float, end: float) -> list[Span]:
 
 
 def _activity(state: str, waiting_for: str) -> str:
-    if not waiting_for:
-        return state
-    return (
-        f"{state} for {waiting_for}" if state == "waiting" else f"{state} (waits for {waiting_for})"
-    )
+    if state == "waiting" and waiting_for:
+        return f"waiting for {waiting_for}"
+    return f"{state} (waits for {waiting_for})" if waiting_for else state

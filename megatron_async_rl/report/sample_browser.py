@@ -91,17 +91,20 @@ class SampleBrowser:
         try:
             question = Question.model_validate(query)
         except ValidationError as error:
+            # The first fault is enough: the form cannot produce several.
             fault = error.errors()[0]
             name = ".".join(map(str, fault["loc"]))
             raise UserError.of(name, fault["msg"], "choose in the form") from error
         with log_readable():
             check_log(self._run_dir)
             found = self._find(question)
+            # Text and tokens are loaded for this slice only; the log may have gigabytes of them.
             entries = self._entries(found.slice(question.start, AT_ONCE))
             shown = load(self._run_dir, entries)
             lost = lost_end(self._run_dir)
         total, end = found.num_rows, question.start + len(entries)
         text = f"{end:,} of {total:,} samples" if total else "no such sample in the log"
+        # An empty answer names the steps that exist, because old ones are removed.
         if not total and (steps := self._steps(question.kind)):
             text += f"; it has those of steps {steps[0]:,} to {steps[1]:,}"
         if lost is not None:
@@ -119,10 +122,13 @@ class SampleBrowser:
         if question.kind != "all":
             outcomes = outcomes.filter(pc.equal(outcomes["outcome"], question.kind))
         if question.step is not None:
+            # One row of outcomes must match kind and step together.
             outcomes = outcomes.filter(pc.equal(outcomes["step"], question.step))
         if question.kind != "all" or question.step is not None:
+            # A semi join: a sample with two outcomes, such as trained twice, appears once.
             samples = samples.join(outcomes.select(KEY), keys=KEY, join_type="left semi")
         if question.order in ("best", "worst") or not question.least is question.most is None:
+            # A failed reward has no value that could be sorted or compared.
             samples = samples.filter(samples["valid"])
         if question.least is not None:
             samples = samples.filter(pc.greater_equal(samples["reward"], question.least))
@@ -132,6 +138,7 @@ class SampleBrowser:
         newest = [(name, "descending") for name in _PLACE]
         if question.order in ("best", "worst"):
             direction = "descending" if question.order == "best" else "ascending"
+            # Ties are broken by place, so that `More` neither repeats nor skips a sample.
             return samples.sort_by([("reward", direction), *newest])
         samples = samples.sort_by(newest)
         if question.order == "random":
@@ -148,11 +155,13 @@ class SampleBrowser:
         groups = pa.array({row["group"] for row in rows}, pa.int64())
         outcomes, samples = self._outcomes(), self._samples()
         became = Outcomes(whole=segments_in(self._run_dir / FOLDER)[:1] == [0])
+        # A dropped group has one row without an id, which concerns all of its samples.
         of_groups = pc.and_(pc.is_null(outcomes["id"]), pc.is_in(outcomes["group"], groups))
         chosen_by = pc.or_(pc.is_in(outcomes["id"], ids), of_groups)
         became.add(outcomes.filter(chosen_by).to_pylist())
         newest: dict[str, float] = {}
         for one in samples.filter(pc.is_in(samples["id"], ids)).to_pylist():
+            # After a crash, an id is sampled again; only the newest sample can be trained on.
             newest[one["id"]] = max(one["finished_at"], newest.get(one["id"], 0.0))
         entries = []
         for row in rows:
@@ -167,6 +176,7 @@ class SampleBrowser:
         dropped group: a resumed run does not know the history that had their own rows."""
         outcomes = self._outcomes()
         of_group = pc.is_null(outcomes["id"])
+        # A sample's own outcome takes precedence over the one of its group.
         own = outcomes.filter(pc.invert(of_group))
         dropped = outcomes.filter(pc.and_(of_group, pc.equal(outcomes["outcome"], "dropped")))
         open_ones = samples.select([*KEY, "group"]).join(
@@ -174,6 +184,7 @@ class SampleBrowser:
         )
         last = samples.select(KEY).group_by("id").aggregate([("finished_at", "max")])
         last = last.rename_columns(["id", "finished_at"])
+        # Earlier samples of the same id were lost in a crash, not dropped.
         open_ones = open_ones.join(last, keys=KEY, join_type="left semi")
         given = open_ones.join(
             dropped.select(["group", "seq", "outcome", "step", "reason"]),
@@ -217,9 +228,11 @@ class SampleBrowser:
         }
         for path in [one for one in self._files if one.name.startswith(table)]:
             if path not in paths:
+                # The run removes old segments; their columns would fill the memory of the server.
                 del self._files[path]
         tables = []
         for path, segment in paths.items():
+            # Segments only grow, so the size shows whether one was written since.
             size = path.stat().st_size if path.exists() else 0
             read = self._files.get(path)
             if read is None or read.size != size:
@@ -236,6 +249,7 @@ def _read(folder: Path, segment: int, table: TableName, schema: pa.Schema) -> pa
     batches = []
     for number, batch in read_batches(folder, table, segment, _CHOSEN_BY):
         count = batch.num_rows
+        # Where `load` finds the whole row later.
         place = (np.full(count, segment), np.full(count, number), np.arange(count))
         columns = [batch[name] for name in _CHOSEN_BY] + [pa.array(one) for one in place]
         batches.append(pa.RecordBatch.from_arrays(columns, schema=schema))

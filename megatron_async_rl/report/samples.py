@@ -95,12 +95,15 @@ def choose(run_dir: Path, wanted: SampleQuery) -> SampleSelection:
         for name in ("worst", "best", "random")
         if (count := getattr(wanted, name)) is not None
     }
+    # Options that exclude each other are refused: ignoring one would answer another question.
     if len(counts) > 1:
         options = " and ".join(f"--{name}" for name in counts)
         raise UserError.of(options, "exclude each other", "give one of them")
     check_log(run_dir)
 
     missing = 0
+    # Groups of held-out evaluations have negative numbers. A generator: the log is read newest
+    # first.
     entries = (one for one in read_entries(run_dir) if (one.group < 0) == wanted.held_out)
     if wanted.step is not None:
         of_step, missing = _of_step(run_dir, entries, wanted)
@@ -120,6 +123,7 @@ def newest_trained(run_dir: Path) -> Sample | None:
     """Return the newest sample that a step trained on; None if it is not among the newest few
     thousand. Raises UserError for a damaged log."""
     with log_readable():
+        # Bounded, because the live panel calls this after every step.
         entries = itertools.islice(read_entries(run_dir), LOOKED_AT)
         chosen = next((one for one in entries if one.state == "trained"), None)
         loaded = load(run_dir, [chosen]) if chosen else []
@@ -130,6 +134,7 @@ def print_samples(chosen: SampleSelection, console: Console, *, as_json: bool) -
     """Print the samples for people or, with `as_json`, one whole sample per line for tools."""
     for entry, sample in chosen.samples:
         if as_json:
+            # One line per sample without colours or wrapping, for pipes.
             line = json.dumps(as_dict(entry, sample), allow_nan=False)
             console.file.write(line + "\n")
             continue
@@ -197,12 +202,14 @@ def _sentence(text: str) -> str:
 @log_readable()
 def _section(run_dir: Path) -> str:
     outcomes = _outcomes(run_dir, "trained")
+    # The last steps only: they show the policy as it is now.
     steps = sorted(pc.unique(outcomes["step"]).to_pylist())[-PAGE_STEPS:]
     of_steps = outcomes.filter(pc.is_in(outcomes["step"], pa.array(steps, pa.int64())))
     trained, _ = _find(read_entries(run_dir), of_steps)
     if not trained:
         lost = lost_end(run_dir)
         config = read_config(run_dir)
+        # A run that keeps no samples on purpose gets no section instead of a complaint.
         off = config.get("rollout") is None or (config.get("samples") or {}).get("keep_mib") == 0
         if off and lost is None:
             return ""
@@ -211,6 +218,7 @@ def _section(run_dir: Path) -> str:
             + (f" {lost}." if lost is not None else "")
         )
     scored = sum(entry.valid for entry in trained)
+    # A third each, so that few samples are not all called the best.
     each = min(PAGE_EACH, max(1, scored // 3))
     parts = []
     shown: set[Entry] = set()
@@ -219,6 +227,7 @@ def _section(run_dir: Path) -> str:
         ("Worst", SampleQuery(worst=each)),
         ("Random", SampleQuery(random=each, seed=steps[-1])),
     ):
+        # A sample appears under one heading only.
         picked = _pick([entry for entry in trained if entry not in shown], wanted)
         shown |= {*picked}
         cards = "".join(card(entry, sample) for entry, sample in load(run_dir, picked))
@@ -286,6 +295,7 @@ def _outcomes(run_dir: Path, outcome: SampleOutcome) -> pa.Table:
 def _find(entries: Iterable[Entry], outcomes: pa.Table) -> tuple[list[Entry], int]:
     """Return the entries of `outcomes`, and the number of those that are missing. `entries` are
     read, newest first, until all are found."""
+    # id and time: a resumed run samples an id again, and only one of both was trained on.
     keys = set(zip(outcomes["id"].to_pylist(), outcomes["finished_at"].to_pylist(), strict=True))
     found: list[Entry] = []
     for entry in entries:
@@ -302,12 +312,15 @@ def _pick(entries: Sequence[Entry], wanted: SampleQuery) -> list[Entry]:
     best nor worst; among equal rewards, newer samples come first."""
     scored = [entry for entry in entries if entry.valid]
     if wanted.best is not None:
+        # nlargest is stable, and entries come newest first, which gives the order of ties.
         return heapq.nlargest(wanted.best, scored, key=lambda entry: entry.reward)
     if wanted.worst is not None:
         return heapq.nsmallest(wanted.worst, scored, key=lambda entry: entry.reward)
     if wanted.random is not None:
         count = min(wanted.random, len(entries))
+        # Seeded, so that the same command shows the same samples.
         return random.Random(wanted.seed).sample(list(entries), count)
+    # Numbers of held-out groups are negative, hence the absolute value.
     return sorted(entries, key=lambda entry: (abs(entry.group), entry.id))
 
 
@@ -361,6 +374,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 def visible(text: str) -> str:
     """Return a text for a terminal: control characters are escaped, and a long text is cut."""
+    # Cut before escaping: the number of characters is that of the original text.
     more = len(text) - LONGEST
     if more > 0:
         text = text[:LONGEST]
@@ -380,6 +394,7 @@ def _plain(value: Any) -> Any:
 
 
 def _finite(value: float) -> float | None:
+    # NaN fails every comparison, so it is excluded as well.
     return value if abs(value) < float("inf") else None
 
 

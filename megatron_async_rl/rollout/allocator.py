@@ -1,7 +1,7 @@
-"""Options of torch's CUDA allocator, in the environment of trainer ranks and of engines.
+"""Options of torch's CUDA allocator in the environments of trainer ranks and engines.
 
 Invariants:
-- an option that the user set for ranks stays as it is;
+- an option that the user set for ranks is kept;
 - engines have no expandable segments, whatever the environment. vLLM's sleep mode refuses them, and
   memory in such segments cannot be exported by CUDA IPC. The carrier `cuda_ipc` allocates its
   buckets from the driver, so segments of the ranks do not affect it.
@@ -14,17 +14,18 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 
 NEWER, OLDER = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
-"""Names of the variable. torch reads the older one only where the newer one is not set."""
+"""Names of the variable. torch reads the older name only if the newer one is not set."""
 PAGE_LOCKED = "pinned_max_round_threshold_mb:1"
-"""torch rounds page-locked tensors up to a power of two: moments and copies of the weights in host
-memory could take twice what the plan reports."""
+"""Rounding limit of page-locked tensors, in MiB. By default torch rounds them up to a power of two:
+optimizer moments and weight copies in host memory could take twice the planned memory."""
 EXPANDABLE = "expandable_segments:True"
-"""Micro-batches differ in size. Segments of fixed size leave holes between them that no tensor fits
-into; a segment that grows has none."""
+"""Growing segments. Micro-batches differ in size, and segments of fixed size leave gaps that no
+tensor fits into."""
 
 
 def set_options_of_ranks(environment: MutableMapping[str, str]) -> None:
     """Add PAGE_LOCKED and EXPANDABLE, unless the environment sets these options already."""
+    # Extend the variable that the user set: torch would ignore the other one.
     name = OLDER if OLDER in environment and NEWER not in environment else NEWER
     options = _options(environment.get(name, ""))
     there = {_key(option) for option in options}
@@ -46,7 +47,7 @@ def drop_expandable_segments(environment: MutableMapping[str, str]) -> None:
 
 @contextmanager
 def without_expandable_segments() -> Iterator[None]:
-    """Drop the option from this process's environment for processes that are started meanwhile."""
+    """Remove the option from this process's environment, for processes started in the body."""
     before = {name: os.environ[name] for name in (NEWER, OLDER) if name in os.environ}
     drop_expandable_segments(os.environ)
     try:

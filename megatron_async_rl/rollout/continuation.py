@@ -1,13 +1,11 @@
-"""Responses that begin with tokens sampled before, by this engine or another.
+"""Continued responses: they start with a prefix of tokens that this or another engine sampled.
 
 Invariants:
-- the tokens of a prefix keep their log-probs, versions and routed experts; what is sampled comes
-  after them;
-- a continuation draws with a seed of its own: with that of the first part it would repeat the first
-  part's draws;
-- a stop string ends a response wherever it occurs in the text we decode, even across the end of the
-  prefix, which vLLM treats as a prompt and does not search, and even if vLLM's tokenizer joins the
-  tokens differently.
+- the tokens of a prefix keep their log-probs, versions and routed experts; new tokens follow them;
+- a continuation has its own seed: with the seed of the first part it would repeat the same draws;
+- a stop string ends a response at its first occurrence in the decoded text, even across the end of
+  the prefix (vLLM treats the prefix as a prompt and does not search it), and even if vLLM's
+  detokenizer joins the tokens differently.
 """
 
 from __future__ import annotations
@@ -22,14 +20,14 @@ from megatron_async_rl.samples.types import PartialResponse, Request
 
 
 def sample_seed(run_seed: int, group: int, sample: int, prefix: int = 0) -> int:
-    """Seed of one response, 63 bits. It depends on the run's seed, the response's place in the run
-    and the length of its prefix, and on nothing else, so that a replay draws the same tokens."""
+    """Return the seed of one response, 63 bits. It depends only on the run's seed, the response's
+    position in the run and the length of its prefix, so that a replay draws the same tokens."""
     place = f"{run_seed}/{group}/{sample}" + (f"/{prefix}" if prefix else "")
     return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def require_room(request: Request, max_tokens: int) -> None:
-    """Raises ValueError for a prefix that leaves no token to sample."""
+    """Raise ValueError for a prefix that leaves no token to sample."""
     length = 0 if request.prefix is None else len(request.prefix.response_ids)
     if length >= max_tokens:
         raise ValueError(
@@ -41,13 +39,14 @@ def require_room(request: Request, max_tokens: int) -> None:
 def joined(
     prefix: PartialResponse | None, sampled: PartialResponse | None
 ) -> PartialResponse | None:
-    """`sampled` after `prefix`, its routed experts from `recorded_from` on."""
+    """Return `prefix` followed by `sampled`, whose routed experts start at `recorded_from`."""
     if prefix is None or sampled is None:
         return prefix or sampled
     return PartialResponse(
         response_ids=np.concatenate([prefix.response_ids, sampled.response_ids]),
         behavior_logprobs=np.concatenate([prefix.behavior_logprobs, sampled.behavior_logprobs]),
         versions=np.concatenate([prefix.versions, sampled.versions]),
+        # Bytes per token are constant, so the records concatenate without parsing.
         routed_experts=(
             None
             if sampled.routed_experts is None
@@ -57,15 +56,16 @@ def joined(
 
 
 def recorded_from(prompt: int, prefix: PartialResponse | None) -> int:
-    """The first token, of the prompt (of this many tokens) and the prefix, without recorded
-    experts."""
+    """Return the position of the first token without recorded experts, counted from the start of
+    the prompt, which has `prompt` tokens."""
     if prefix is None or prefix.routed_experts is None:
         return 0
+    # The last sampled token was never read by the model, so it has no experts yet.
     return prompt + len(prefix.response_ids) - 1
 
 
 def first(tokens: PartialResponse, length: int, prompt: int) -> PartialResponse:
-    """The first `length` tokens of a response to a prompt of `prompt` tokens."""
+    """Return the first `length` tokens of a response to a prompt of `prompt` tokens."""
     experts = tokens.routed_experts
     if experts is not None:
         row = len(experts) // (prompt + len(tokens.response_ids) - 1)
@@ -81,8 +81,8 @@ def first(tokens: PartialResponse, length: int, prompt: int) -> PartialResponse:
 def stopped_length(
     ids: Sequence[int], prefix: int, stop: Sequence[str], decode: Callable[[Sequence[int]], str]
 ) -> int | None:
-    """Number of tokens up to and including the first that completes a string of `stop`; None
-    without. The first `prefix` complete none."""
+    """Return the number of tokens up to the first token that completes a string of `stop`; None if
+    none does. The first `prefix` tokens complete no string."""
 
     def stopped(length: int) -> bool:
         text = decode(ids[:length])
@@ -90,5 +90,7 @@ def stopped_length(
 
     if not stop or not stopped(len(ids)):
         return None
+    # Binary search: once a text contains a string, every longer text does. Decoding each length
+    # would take quadratic time.
     lengths = range(prefix + 1, len(ids) + 1)
     return lengths[bisect_left(lengths, True, key=stopped)]

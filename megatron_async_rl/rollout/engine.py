@@ -1,22 +1,22 @@
-"""One vLLM engine, as a Ray actor: requests in, scored samples out, and new weights in flight.
+"""One vLLM engine in a Ray actor: it takes requests, returns scored samples and loads new weights.
 
 Invariants:
-- the engine's log file and the variables that vLLM reads are set before vLLM is imported, so
-  nothing here imports vLLM before `start`;
+- the log file and vLLM's environment variables are set before vLLM is imported, so this module
+  imports nothing from vLLM before `start`;
 - every token carries the version of the weights that sampled it, from vLLM's own spans; a gap in
-  them is an error;
-- the prefix cache is on, so a group's prompt is read once. A new request uses only keys and values
-  of the current weights (`engine_core.cache_by_version`);
+  the spans is an error;
+- the prefix cache is on, so the prompt of a group is processed once. A new request uses only keys
+  and values of the current weights (`engine_core.cache_by_version`);
 - `in_flight: keep`: running requests keep their key-value cache through an update, so later tokens
   attend to keys and values of older weights;
 - `in_flight: recompute`: no key or value outlives a pause. Running requests keep their tokens and
-  the state of their generator, and the new weights read their prompt and response so far again;
+  the state of their random generator; the new weights recompute prompt and response so far;
 - nothing is sampled while the engine is paused or asleep (`engine_state.py` has the states). On a
   GPU, sleep frees the memory of weights and cache (vLLM's level 2: the weights are dropped, because
   newer ones follow), so both modes recompute then. vLLM's CPU workers cannot sleep and are paused;
-- a sleeping engine loads weights once their memory is awake, and samples once all memory is;
-- `report` raises after vLLM's process has ended or a request has failed; nothing is sampled after
-  that.
+- a sleeping engine loads weights once their memory is awake, and samples once all parts are awake;
+- `report` raises once vLLM's process has ended or a request has failed; the engine then samples
+  nothing more.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ from megatron_async_rl.watchdog.run_folder import name_shared_memory, use_run_fo
 from megatron_async_rl.weights.manifest import Manifest, WeightUpdate
 
 STOP_S = 10.0
-"""Grace before vLLM kills its engine process. A killed one leaves small files in /dev/shm."""
+"""Grace period before vLLM kills its engine process, which then leaves files in /dev/shm."""
 SLEEP_LEVEL = 2
-"""vLLM's level 1 would copy weights to host memory and back, only to be overwritten."""
+"""Level 2 drops the weights. Level 1 would copy them to host memory and back, for nothing."""
 ALIVE_POLL_S = 1.0
 """Interval, in seconds, at which a wait for vLLM checks that its process is alive."""
 
 
 class RolloutEngine:
-    """Used by one event loop. Call `start` first; responses may be sampled while weights are
-    loaded."""
+    """A vLLM engine on one event loop. Call `start` first."""
 
     def __init__(self, spec: EngineSpec) -> None:
+        # First, so that the log has every later message, native libraries included.
         redirect_output(spec.log)
         name_this_process(spec.name)
         watch.join(spec.name)
@@ -82,8 +82,8 @@ class RolloutEngine:
         use_run_folder()
         name_shared_memory()
         os.environ.update(environment(spec))
-        # A cluster that the user started may set the option. torch reads it at the first CUDA
-        # tensor, so it is removed in time.
+        # An existing cluster may set the option. torch reads it at the first CUDA tensor, so this
+        # is in time.
         drop_expandable_segments(os.environ)
         self.spec = spec
         self._state = EngineState(spec.name)
@@ -104,8 +104,8 @@ class RolloutEngine:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start vLLM, whose weights have the version `spec.first_version`. Raises OtherSoftware and
-        OtherDevices before it starts, and what vLLM raises."""
+        """Start vLLM with weights of version `spec.first_version`. Raises OtherSoftware or
+        OtherDevices before vLLM starts; exceptions of vLLM propagate."""
         require_software(self.spec.software)
         require_gpus(self.spec.name, self.spec.gpus)
         with watch.phase("starting vLLM", self.spec.rollout.start_timeout_s):
@@ -113,15 +113,17 @@ class RolloutEngine:
         watch.fact("engine", self.describe)
 
     async def _start(self) -> None:
-        # Here, because it imports vLLM, which reads variables that __init__ sets.
+        # Imported here: it imports vLLM, which reads variables that __init__ sets.
         from megatron_async_rl.rollout.vllm.engine_arguments import sampling_parameters
 
         spec = self.spec
         tokenizer = load_tokenizer(spec.model_path, spec.chat_template, spec.chat_template_options)
+        # Rewards and environments are imported in their own processes while vLLM starts.
         self._scorer.start()
         if self._environments is not None:
             self._environments.start()
         self._llm = launch(spec)
+        # Before the first request, whose tokens need a version.
         await prepare_updates(self._llm, spec)
 
         await self._scorer.ready()
@@ -144,6 +146,7 @@ class RolloutEngine:
             lambda: self._version,
         )
         self._watch = asyncio.create_task(self._watch_vllm(self._responses))
+        # vLLM leaves a million objects, which the garbage collector would traverse again and again.
         collect_rarely()
 
     async def _converse(self, environments: Environments, tokenizer: Tokenizer) -> Player:
@@ -162,20 +165,21 @@ class RolloutEngine:
         return self._environments is not None and self._environments.at_work > 0
 
     async def submit(self, requests: Sequence[Request]) -> None:
-        """Accept requests for one response each. Raises ValueError for a request that is running
-        already or has nothing left to sample."""
+        """Accept requests for one response each. Raises ValueError for a request that is already
+        running or has nothing left to sample."""
         await self._started().submit(requests)
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """Stop these requests. Each then appears in a report, as `aborted`, or as `finished` if it
-        ended first. Unknown ids are ignored."""
+        """Stop requests. Each then appears in a report as `aborted`, or as `finished` if it ended
+        first. Unknown ids are ignored."""
         await self._started().abort(ids)
 
     async def report(self, timeout_s: float) -> EngineReport:
-        """Return as soon as a response has finished or was aborted, at the latest after
-        `timeout_s`. Raises what ended the engine."""
+        """Return once a response has finished or was aborted, at the latest after `timeout_s`.
+        Raises the failure that ended the engine."""
         responses = self._started()
         finished, aborted = await responses.reports.take(timeout_s)
+        # Growth of this count between two empty reports proves that vLLM makes progress.
         before, self._sampled = (
             self._sampled,
             0 if finished.num_rows or aborted else responses.sampled,
@@ -194,8 +198,8 @@ class RolloutEngine:
         )
 
     async def receive(self, weight_update: WeightUpdate) -> None:
-        """Has the workers receive a version while the engine samples on (weights/collective.py);
-        returns once they have begun. The sender hears how it goes."""
+        """Make the workers receive a version while the engine keeps sampling
+        (weights/collective.py). Return once they have begun; the sender learns the outcome."""
         await self._while_alive(
             f"begin to receive version {weight_update.version}",
             self._vllm().collective_rpc("receive_version", args=(pickle.dumps(weight_update),)),
@@ -204,22 +208,22 @@ class RolloutEngine:
     async def update(
         self, version: int, manifest: Manifest, first: bool = True, last: bool = True
     ) -> dict[str, str]:
-        """Load every bucket of `version` while nothing is sampled. Sampling continues if the loaded
-        weights have exactly the manifest's digests and the cache is awake; otherwise the engine
-        stays stopped. An update may take several calls, each with some of the buckets: the `first`
-        stops sampling, and the `last` has the digests of all.
+        """Load every bucket of `version` while sampling is stopped. Sampling continues if the
+        loaded weights have exactly the manifest's digests and the cache is awake; otherwise the
+        engine stays stopped. An update may take several calls, each with some of the buckets: the
+        `first` stops sampling, and the `last` has the digests of all.
 
-        Returns, from the last call, name -> digest of every tensor as loaded. vLLM raises an
-        `Exception` with the reason for a version that is not newer, an update that left out a
-        parameter and workers that loaded different weights; the engine then stays stopped, too.
-        Raises WrongState while the weights' memory sleeps.
+        Returns name -> digest of every tensor as loaded, from the last call. vLLM raises an
+        `Exception` with the reason if the version is not newer, a parameter is missing, or workers
+        loaded different weights; the engine then stays stopped, too. Raises WrongState while the
+        weights' memory sleeps.
         """
         from megatron_async_rl.rollout.vllm.engine_core import load_between_steps
 
         asleep = self._state.state == "asleep"
         if self._state.sleeps("weights"):
             raise WrongState(
-                f"{self.spec.name} was to load weights, and they sleep: wake them first"
+                f"{self.spec.name} cannot load weights: they are asleep; wake them first"
             )
         if not asleep:
             # Reported as paused from here on, although a step may still be running.
@@ -237,11 +241,14 @@ class RolloutEngine:
                 first=first and index == 0,
                 last=last and index == end,
                 clear_cache=self._recomputes,
+                # The engine core compares and resumes itself: no step may run between load and
+                # check.
                 resume_if=None if asleep else manifest.digests,
             )
             loaded = await self._while_alive(f"load weights of version {version}", load)
         if not last:
             return {}
+        # Only after the last bucket: until then the weights are a mixture of two versions.
         self._version = version
 
         if loaded == manifest.digests and not asleep:
@@ -249,24 +256,24 @@ class RolloutEngine:
         return loaded
 
     async def pause(self) -> None:
-        """Return when no forward pass is running. Requests in flight continue after `resume`.
-        Raises WrongState when asleep."""
+        """Return once no forward pass is running. Requests in flight continue after `resume`.
+        Raises WrongState while asleep."""
         self._state.require_awake("pause")
         await self._stop_sampling("pause")
         self._state.pause()
         self._busy.pause(True)
 
     async def resume(self) -> None:
-        """Raises WrongState when asleep."""
+        """Continue sampling. Raises WrongState while asleep."""
         self._state.require_awake("resume")
         await self._while_alive("resume", self._vllm().resume_generation())
         self._samples_again()
 
     async def sleep(self) -> None:
-        """Stop sampling and, on a GPU, free the memory of weights and cache, whose content is lost.
-        Requests in flight stay.
+        """Stop sampling and, on a GPU, free the memory of weights and cache; their content is lost.
+        Requests in flight are kept.
 
-        Raises WrongState when asleep already.
+        Raises WrongState while asleep.
         """
         self._state.require_awake("sleep")
         if self.spec.device == "cuda":
@@ -277,21 +284,22 @@ class RolloutEngine:
         self._busy.pause(True)
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Wake `weights`, `kv_cache` or, with None, whatever sleeps. Sampling continues once both
-        are awake.
+        """Wake `weights`, `kv_cache` or, with None, all sleeping parts. Sampling continues once
+        both are awake.
 
-        Raises WrongState for what is awake, ValueError for anything else.
+        Raises WrongState for a part that is awake, ValueError for an unknown part.
         """
         sleepers = self._state.sleepers(tags)
         if self.spec.device == "cuda":
             await self._while_alive("wake", self._vllm().wake_up(list(sleepers)))
+        # Only after vLLM succeeded: a failed call leaves the state as it is.
         self._state.wake(sleepers)
         if self._state.runs:
             await self.resume()
 
     async def version(self) -> int:
         """Return the version of the weights that sample the next token, as vLLM reports it."""
-        return int(await self._while_alive("tell its version", self._vllm().get_weight_version()))
+        return int(await self._while_alive("report its version", self._vllm().get_weight_version()))
 
     async def stop(self) -> None:
         if self._watch is not None:
@@ -325,15 +333,15 @@ class RolloutEngine:
         try:
             await self._health.until_dead()
         except Exception as error:  # noqa: BLE001 - the reader of the reports raises it
-            # The health check's own call may be the first to meet vLLM's death.
+            # The health check's own call may be the first to notice vLLM's death.
             if not self._vllm().errored:
                 responses.reports.fail(error)
                 return
         responses.reports.fail(EngineDied(self.spec, f"it worked on {responses.running} responses"))
 
     async def _while_alive[Result](self, what: str, call: Awaitable[Result]) -> Result:
-        """Await `call`. Raises EngineDied once vLLM's process has ended, after which vLLM would
-        never answer."""
+        """Await `call`. Raises EngineDied once vLLM's process has ended, as vLLM would then never
+        answer."""
         task = asyncio.ensure_future(call)
         with watch.doing("wait", f"vLLM to {what}"):
             while not (await asyncio.wait((task,), timeout=ALIVE_POLL_S))[0]:
@@ -344,7 +352,7 @@ class RolloutEngine:
             return task.result()
 
     def describe(self) -> str:
-        """One line on the state, for the report of a stall. Called from another thread."""
+        """Describe the state in one line, for the report of a stall. Called from another thread."""
         responses = self._started()
         return (
             f"{self._state.state}, version {self._version}, {responses.running} responses running,"

@@ -37,27 +37,28 @@ from megatron_async_rl.watchdog.processes import condition, descendants
 from megatron_async_rl.weights.manifest import Manifest, WeightUpdate
 
 MAX_CALLS = 1000
-"""Concurrent calls of an actor. Each batch of requests is one call, and control calls must never
-wait for them."""
+"""Maximum concurrent calls of an actor. Each batch of requests is one call, and control calls must
+never wait for them."""
 ENDED_POLL_S = 0.05
+"""Interval at which a wait for the end of processes checks them."""
 
 
 class EngineStartError(RuntimeError):
-    """An engine did not start. The message ends with the tail of its log. `out_of_memory`: the
-    kind of memory that ran out, if that is the cause."""
+    """An engine did not start. The message ends with the tail of its log."""
 
     out_of_memory: MemoryKind | None = None
+    """The kind of memory that ran out, if that is the cause."""
     phase: Literal["generate"] = "generate"
-    """Whose memory it takes as it starts (flow/colocated.py)."""
+    """The device phase whose memory a starting engine takes (flow/colocated.py)."""
 
 
 class Engine(Protocol):
-    """One running engine. The calls are documented in `rollout.engine`."""
+    """One running engine. `rollout.engine` documents the calls."""
 
     @property
     def machine(self) -> str:
-        """Whose memory it reads weights from: HERE, the id of another Ray node, or, by collective,
-        its own, which begins and ends with it (`own_memory`)."""
+        """Owner of the memory that the engine reads weights from: HERE, the id of another Ray node,
+        or the engine itself (`own_memory`)."""
 
     async def submit(self, requests: Sequence[Request]) -> None: ...
     async def abort(self, ids: Sequence[str]) -> None: ...
@@ -70,22 +71,23 @@ class Engine(Protocol):
     async def wake(self, tags: Sequence[str] | None = None) -> None: ...
     async def stop(self) -> None: ...
     async def machine_is_lost(self) -> bool:
-        """True where the machine that the engine ran on has left the cluster."""
+        """Return True if the engine's machine has left the cluster."""
         ...
 
     def kill(self) -> None:
-        """Kill the engine's processes at once: Ray kills the actor, and the kernel then kills
-        vLLM's processes."""
+        """Kill the engine's processes at once. Ray kills the actor; the kernel then kills vLLM's
+        processes."""
 
     async def until_ended(self) -> None:
-        """Wait until its processes on rank 0's machine, and their memory on the devices there, are
-        gone."""
+        """Wait until the engine's processes on rank 0's machine have ended and freed their device
+        memory."""
 
 
 class RemoteEngine:
-    """An `Engine` in the Ray actor `actor`, on `machine`: any method of it, awaitable. `processes`:
-    its own on rank 0's machine, by number and begin. `node`: its Ray node's id, once it has
-    started."""
+    """An `Engine` in the Ray actor `actor`: each method of the actor as a coroutine.
+
+    `machine`: owner of the memory of its weights. `processes`: (pid, start time) of its processes
+    on rank 0's machine. `node`: id of its Ray node, once it has started."""
 
     def __init__(
         self, actor: Any, machine: str = HERE, processes: Sequence[tuple[int, float]] = ()
@@ -114,6 +116,7 @@ class RemoteEngine:
         ray.kill(self.actor)
 
     async def until_ended(self) -> None:
+        # The start time as well: the system may reuse a pid.
         while any(condition(pid, began) is not None for pid, began in self.processes):
             await asyncio.sleep(ENDED_POLL_S)
 
@@ -133,6 +136,7 @@ async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
     actor = (
         ray.remote(RolloutEngine)
         .options(
+            # Ray schedules engines by GPUs alone; CPU slots would block them on small machines.
             num_cpus=0,
             num_gpus=spec.rollout.workers if spec.device == "cuda" else 0,
             max_concurrency=MAX_CALLS,
@@ -164,9 +168,10 @@ async def start_engine(spec: EngineSpec, *, again: bool = False) -> Engine:
 
 
 def _processes(actor: object) -> list[tuple[int, float]]:
-    """The actor's and its children's, such as vLLM's."""
+    """Return (pid, start time) of the actor and its descendants, such as vLLM's processes."""
     found = []
     for pid in (os.getpid(), *descendants()):
+        # A helper process of vLLM may have ended since it was listed.
         with contextlib.suppress(psutil.NoSuchProcess):
             found.append((pid, psutil.Process(pid).create_time()))
     return found
@@ -179,12 +184,13 @@ def _keep_old_log(spec: EngineSpec) -> None:
             for path in spec.log_dir.glob(f"{spec.log.name}.*")
             if path.suffix[1:].isdecimal()
         )
+        # Kept, because it holds the reason why the former engine ended.
         spec.log.rename(spec.log.with_name(f"{spec.log.name}.{max(taken, default=0) + 1}"))
 
 
 def _failure(spec: EngineSpec, what: str, error: Exception | None = None) -> EngineStartError:
-    """Return the error of a failed start. vLLM's own exception states only that one of its
-    processes failed; the cause is in the log of that process."""
+    """Return the error of a failed start, with the cause from the log. vLLM's own exception reports
+    only that one of its processes failed."""
     cause = find_cause(spec.log_dir)
     lines = tail(spec.log, 15) if spec.log.is_file() else []
     failure = EngineStartError(

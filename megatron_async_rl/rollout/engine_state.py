@@ -1,11 +1,11 @@
-"""State of an engine: running, paused or asleep; the time it sampled, its track in the run's
+"""State of an engine (running, paused or asleep), its sampling time, its track in the run's
 timeline, and the queue of its reports.
 
     running --pause--> paused --resume--> running          new weights load while paused
     running, paused --sleep--> asleep --wake--> running    and while asleep with its weights awake
 
-Invariant: calls out of order are refused before they reach vLLM. Pausing a paused engine and
-resuming a running one are in order.
+Invariant: calls out of order are refused before they reach vLLM. Pausing a
+paused engine and resuming a running engine are permitted.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from megatron_async_rl.samples.rows import StateName
 from megatron_async_rl.samples.types import Aborted
 
 COALESCE_S = 0.005
-"""Time to wait for further responses before a report: one step of vLLM often ends several."""
+"""Time that a report waits for further responses: one step of vLLM often ends several."""
 
 TAGS = ("weights", "kv_cache")
-"""Parts that sleep, and wake in this order: weights are loaded before there is a cache to fill."""
+"""Parts that sleep, in the order of waking: weights must load before the cache fills."""
 
 
 class WrongState(RuntimeError):
@@ -34,7 +34,7 @@ class WrongState(RuntimeError):
 
 
 class EngineState:
-    """`name` of the engine, for its errors."""
+    """State of the engine `name`, and checks of the calls that it permits."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -53,26 +53,25 @@ class EngineState:
 
     def require_awake(self, what: str) -> None:
         if self._asleep:
-            raise WrongState(f"{self._name} was to {what}, and is asleep: wake it first")
+            raise WrongState(f"{self._name} cannot {what}: it is asleep; wake it first")
 
     def sleeps(self, tag: str) -> bool:
         return tag in self._asleep
 
     def sleepers(self, tags: Collection[str] | None) -> tuple[str, ...]:
-        """The `tags` (None: all that sleeps) that are to be woken, in order.
+        """Return the parts to wake, in order. `tags`: parts, or None for all that sleep.
 
         Raises WrongState for what is awake, ValueError for anything else.
         """
         unknown = sorted(set(tags or ()) - set(TAGS))
         if unknown:
             raise ValueError(
-                f"{self._name} cannot wake {', '.join(unknown)}: what sleeps is"
-                f" {' and '.join(TAGS)}"
+                f"{self._name} cannot wake {', '.join(unknown)}; its parts are {' and '.join(TAGS)}"
             )
         wanted = self._asleep if tags is None else frozenset(tags)
         if not wanted or not wanted <= self._asleep:
             awake = ", ".join(tag for tag in TAGS if tag in wanted - self._asleep) or "it"
-            raise WrongState(f"{self._name} was to wake, and {awake} is awake")
+            raise WrongState(f"{self._name} cannot wake: {awake} is awake already")
         return tuple(tag for tag in TAGS if tag in wanted)
 
     def pause(self) -> None:
@@ -85,17 +84,18 @@ class EngineState:
         self._asleep = frozenset(TAGS)
 
     def wake(self, tags: Collection[str]) -> None:
-        """Mark parts as awake. With the last one the engine runs again."""
+        """Mark parts as awake. The engine runs again once all parts are awake."""
         self._asleep -= frozenset(tags)
+        # The engine may have been paused before it slept; waking ends both.
         if not self._asleep:
             self._paused = False
 
 
 class BusyClock:
-    """Seconds in which an engine sampled: it had at least one response in vLLM and was not paused.
+    """Clock of the time in which an engine samples: at least one response is in vLLM, and no pause.
 
-    `changed`: called with the number of responses in vLLM after the first began, the last ended or
-    a pause began or ended. `now`: seconds of a monotonic clock."""
+    `changed`: called with the number of responses in vLLM when the first begins, the last ends, or
+    a pause begins or ends. `now`: monotonic clock, in seconds."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class BusyClock:
         return self._seconds + (0.0 if self._since is None else self._now() - self._since)
 
     def begin(self) -> None:
-        """One more response is in vLLM."""
+        """Count a response that entered vLLM."""
         self._sampling += 1
         if self._sampling == 1:
             self._turn()
@@ -139,10 +139,11 @@ class BusyClock:
 
 
 class EngineTimeline:
-    """An engine's track in the run's timeline. `run_dir`: of the run; null writes none.
+    """An engine's track in the run's timeline. `run_dir`: directory of the run; None writes
+    nothing.
 
-    Invariant: from the first bucket of new weights to the moment it samples again an engine is
-    `loading`, whatever arrives meanwhile.
+    Invariant: an engine is `loading` from the first bucket of new weights until it samples again,
+    even if responses arrive or it sleeps meanwhile.
     """
 
     def __init__(self, run_dir: Path | None, track: str, state: EngineState) -> None:
@@ -179,11 +180,11 @@ class EngineTimeline:
 
 
 class ReportQueue:
-    """Results since the last report, and the wait for them. Used by one event loop, emptied by one
-    reader. Call `notify` after something was appended to `finished` or `aborted`.
+    """Queue of results since the last report, for one event loop and one reader. Call `notify`
+    after each append to `finished` or `aborted`.
 
-    Invariants: a report contains everything put in, once and in order. A failure comes before
-    anything else, and again at every later wait: the engine cannot be used any more.
+    Invariants: reports contain every result exactly once, in order. A failure comes first, and
+    again at every later call: the engine cannot be used any more.
     """
 
     def __init__(self) -> None:
@@ -206,6 +207,7 @@ class ReportQueue:
         there are any, or none after `timeout_s`. Raises the failure."""
         try:
             await asyncio.wait_for(self._news.wait(), timeout_s)
+            # Results are not lost if the reader is cancelled here: they are taken only below.
             if self._failure is None:
                 await asyncio.sleep(COALESCE_S)
         except TimeoutError:
@@ -217,6 +219,7 @@ class ReportQueue:
         self._news.clear()
         try:
             return self.finished.take(), aborted
+        # The aborts of this report are gone, so the engine must count as failed from now on.
         except Exception as error:
             self.fail(error)
             raise

@@ -1,30 +1,29 @@
-"""The responses an engine works on: submitted one by one, stopped where they stand, scored as soon
-as they end.
+"""Responses that an engine works on: submitted one by one, aborted at any token, scored when they
+end.
 
     submit -> vLLM -> _arrived (in vLLM's output loop) -> _collect (one task) -> ReportQueue
                ^                                              |                      ^
                |                                              +-> reward process ----+
-               +--- next turn --- environment (one task a sample) <---+              |
+               +--- next turn --- environment (a task per sample) <---+              |
                                         +---- its end ---> reward process -----------+
 
 Invariants:
-- responses are submitted as requests arrive and finish in any order; nothing waits for a batch or a
-  group;
-- every accepted request ends in the report queue once: as a sample, as an abort, or with the
-  failure that ended the engine;
+- requests are submitted as they arrive, and responses finish in any order; nothing waits for a
+  batch or a group;
+- every accepted request ends in the report queue exactly once: as a sample, as an abort, or with
+  the failure that ended the engine;
 - an aborted response has exactly the tokens that vLLM had returned by then; a response that is
-  being scored finishes. A response with an environment has no tokens, because the environment's
-  state cannot move to another engine: it starts again;
-- a turn after the first is a request like any other: a pause or an update does not wait for an
-  environment, and the current weights read its reply;
-- a sample's `behavior_logprobs` are of the distribution that it was drawn from, after temperature
-  and other sampling settings, as the engine reports them;
-- the token that ended a response (end of sequence) is part of it: it was sampled, so it is trained
-  on;
-- a file that cannot be written costs its line, not the engine.
+  being scored still finishes. An aborted response with an environment has no tokens and starts
+  again, because the environment's state cannot move to another engine;
+- every turn is an ordinary request: a pause or an update does not wait for an environment, and the
+  current weights read its reply;
+- `behavior_logprobs` of a sample belong to the distribution that it was drawn from, after
+  temperature and other sampling settings;
+- the token that ended a response (end of sequence) is part of it: it was sampled, so it is trained;
+- a file that cannot be written loses a line and does not stop the engine.
 
-A response has no deadline of its own: vLLM's process is watched as a whole (`vllm/client.py`);
-rewards (`scoring.py`) and environments (`environments/pool.py`) have one.
+A response has no time limit: vLLM's process is watched as a whole (`vllm/client.py`). Rewards
+(`scoring.py`) and environments (`environments/pool.py`) have time limits.
 """
 
 from __future__ import annotations
@@ -78,20 +77,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Running:
+    """A request from its acceptance to its report."""
+
     request: Request
     started_at: float = field(default_factory=time.time)
     in_vllm: str | None = None
-    """vLLM's own id of the request, once it has it."""
+    """vLLM's own id of the request while vLLM works on it."""
     given: int = 0
-    """Tokens that it was given last."""
+    """Number of tokens that vLLM received last."""
     read: int = 0
-    """How many of them have their experts recorded."""
+    """Number of these tokens whose experts are recorded."""
     stop: Sequence[str] = ()
-    """Strings that end the turn, in addition to those of its sampling."""
+    """Strings that end the turn, in addition to those of its sampling settings."""
     aborted: bool = False
     conversation: Episode | None = None
     playing: asyncio.Task[None] | None = None
-    """The conversation, until it is being scored."""
+    """Task of the conversation, until scoring begins."""
 
     @property
     def prefix_length(self) -> int:
@@ -99,9 +100,11 @@ class _Running:
 
 
 class Responses:
-    """Used by one event loop. `llm`: vLLM's AsyncLLM. `sampling`: SamplingParams of training (null)
-    and of each held-out set, by its name. `conversations`: null if a response is one turn.
-    `version`: of the weights."""
+    """The responses of one engine, on one event loop.
+
+    `llm`: vLLM's AsyncLLM. `sampling`: name of a held-out set, or None for training ->
+    SamplingParams. `conversations`: None if a response is one turn. `version`: returns the version
+    of the weights."""
 
     def __init__(
         self,
@@ -124,18 +127,18 @@ class Responses:
         self._version = version
         self._running: dict[str, _Running] = {}
         self._arrived: list[tuple[_Running, Any]] = []
-        """Outputs of vLLM for responses that ended, in order."""
+        """Outputs of ended requests, in order, until `_collect` handles them."""
         self._arrival = asyncio.Event()
         self._collector = asyncio.create_task(self._collect())
         self._tasks: set[asyncio.Task[None]] = set()
-        """Conversations, and responses that are being scored."""
+        """Running conversations and scores. The event loop itself holds tasks only weakly."""
         self._numbered = 0
         self._failures = FailureLog(spec.reward_log)
         self.reports = ReportQueue()
         self.tokens = 0
-        """Response tokens sampled, of aborted responses too."""
+        """Number of sampled response tokens, including aborted responses."""
         self.generated = 0
-        """Tokens that are for training."""
+        """Number of sampled tokens for training."""
 
     @property
     def running(self) -> int:
@@ -143,26 +146,27 @@ class Responses:
 
     @property
     def oldest_s(self) -> float:
-        """Seconds since the longest-running response was taken; 0 if there is none."""
+        """Age of the oldest running response in seconds; 0 if there is none."""
         return max(
             (time.time() - entry.started_at for entry in self._running.copy().values()), default=0.0
         )
 
     @property
     def sampled(self) -> int:
-        """Tokens that vLLM has handed over so far of the responses it works on."""
+        """Number of tokens that vLLM has returned so far for running responses."""
         return tokens_so_far(self._llm)
 
     async def submit(self, requests: Sequence[Request]) -> None:
-        """Raises ValueError, before any is taken, for a request that is running or whose prefix
-        leaves nothing to sample."""
+        """Accept requests. Raises ValueError, before accepting any, for a request that is already
+        running or whose prefix leaves nothing to sample."""
         ids = [request.id for request in requests]
         twice = [one for one, count in Counter([*ids, *self._running]).items() if count > 1]
         if twice:
-            raise ValueError(f"{self._spec.name} was given requests twice: {', '.join(twice[:8])}")
+            raise ValueError(f"{self._spec.name} received requests twice: {', '.join(twice[:8])}")
         for request in requests:
             require_room(request, self._spec.sampling(request.sampling).max_tokens)
         entries = [_Running(request) for request in requests]
+        # Before the first await: an abort may arrive while later requests are being submitted.
         self._running |= dict(zip(ids, entries, strict=True))
         for entry in entries:
             if self._conversations is not None:
@@ -172,6 +176,7 @@ class Responses:
                 work = self._converse(entry, entry.conversation, self._conversations)
                 entry.playing = self._spawn(work)
                 entry.playing.add_done_callback(partial(self._on_end, entry))
+            # Aborted during an earlier submission of this call: vLLM never receives it.
             elif entry.aborted:
                 self._abort(entry, entry.request.prefix)
             else:
@@ -218,7 +223,8 @@ class Responses:
         request = entry.request
         parameters = self._sampling[
             request.sampling
-        ].clone()  # shallow: `sampling_parameters` asks for it
+        ].clone()  # shallow; the fields set below are replaced, not changed
+        # Every turn draws with its own seed, or turns would repeat the same random numbers.
         parameters.seed = sample_seed(self._spec.seed, request.group, request.k, turn_request.begun)
         parameters.max_tokens = turn_request.maximum
         entry.given, entry.read, entry.stop = (
@@ -243,22 +249,24 @@ class Responses:
             raise
 
         entry.in_vllm = collector.request_id
+        # Before the output is hooked up, so that `end` cannot come first.
         self._busy.begin()
         on_output(collector, lambda output: self._on_output(entry, output))
+        # The abort came while vLLM was taking the request, and could not find it there.
         if entry.aborted or (entry.conversation is not None and not entry.conversation.waits):
             await self._abort_in_vllm([collector.request_id])
 
     def _on_output(self, entry: _Running, output: Any) -> None:
-        """Called by vLLM's output loop, which an exception would end, so it only stores the
-        output."""
+        """Store an output. vLLM's output loop calls this, and an exception would end that loop."""
         self._arrived.append((entry, output))
         self._arrival.set()
 
     async def _collect(self) -> None:
-        """Handle the outputs of all responses in one task: a task, an event and two wake-ups per
-        response would cost more than the rest of a short response."""
+        """Handle the outputs of all responses in one task: a task and two wake-ups per response
+        would cost more than the rest of a short response."""
         while True:
             await self._arrival.wait()
+            # Before the list is taken, so that an output in between wakes the loop again.
             self._arrival.clear()
             arrived, self._arrived = self._arrived, []
             for entry, output in arrived:
@@ -271,11 +279,11 @@ class Responses:
                     self.reports.fail(error)
 
     def _conclude(self, entry: _Running, output: Any) -> None:
-        """Record vLLM's output for a response. Raises what vLLM reported instead of a response, and
-        RuntimeError for a response with an unexpected finish reason."""
+        """Record vLLM's output for a response. Raises vLLM's exception, and RuntimeError for an
+        unexpected finish reason."""
         if isinstance(output, Exception):
             raise output
-        # Every sampled token is counted here once, whatever becomes of its response.
+        # The only place that counts sampled tokens, including those of aborted responses.
         count = len(output.outputs[0].token_ids)
         self.tokens += count
         self.generated += count if entry.request.group >= 0 else 0
@@ -300,13 +308,14 @@ class Responses:
                 tokens.response_ids.tolist(), entry.prefix_length, stop, self._tokenizer.decode
             )
             if stopped is not None:
-                # A turn has the experts of tokens from `read` on, other responses those of all.
+                # A turn has experts from token `read` on; a plain response has those of all tokens.
                 before = (
                     entry.given - entry.prefix_length - (entry.read if entry.conversation else 0)
                 )
                 self._sampled_all(entry, first(tokens, stopped, before), "stop")
                 return
 
+        # Otherwise it ended before the abort reached vLLM, and is a complete sample.
         if entry.aborted and completion.finish_reason == "abort":
             self._abort(entry, tokens)
             return
@@ -328,14 +337,14 @@ class Responses:
         maximum = self._spec.sampling(entry.request.sampling).max_tokens
         try:
             error = await conversation.play(player, maximum)
-            entry.playing = None  # from here on it just finishes
-            if entry.in_vllm is not None:  # a turn of an agent that is gone
+            entry.playing = None  # an abort from here on is ignored: the sample finishes
+            if entry.in_vllm is not None:  # a turn of an agent that has ended
                 await self._abort_in_vllm([entry.in_vllm])
             both = transcript.measured.keys() & self._spec.rollout.reward.parts.keys()
             if error is None and both:
                 error = (
-                    f"the environment measured {min(both)!r}, which is the name of a part of"
-                    " rollout.reward: rename one of the two"
+                    f"the environment measured {min(both)!r}, which is also the name of a part of"
+                    " rollout.reward: rename one of them"
                 )
             scored = Scored(reward=0.0, error=error)
             if error is None:
@@ -344,6 +353,7 @@ class Responses:
                     transcript.last_turn,
                     self._context(entry, transcript.tokens, transcript.reason),
                 )
+            # The sample failed before its first turn; it still has to be reported once.
             if not transcript.turns:
                 transcript.give_up(self._tokenizer.eos_ids[0], self._version())
             reward, steps = transcript.rewards(scored.reward)
@@ -365,17 +375,18 @@ class Responses:
             self.reports.fail(error)
 
     def _on_end(self, entry: _Running, task: asyncio.Task[None]) -> None:
-        """Report an aborted conversation, even if it was aborted before it began."""
+        """Report an aborted conversation, also if its task was cancelled before its first step."""
         if task.cancelled() and entry.aborted:
             self._abort(entry, None)
 
     def _records(self, request: Request) -> bool:
-        """True unless the response is held out, and not trained on."""
+        """Return True if experts are recorded. Held-out responses are not trained, so they need
+        none."""
         return self._spec.records_experts and request.group >= 0
 
     def _routed_experts(self, entry: _Running, completion: Any) -> bytes | None:
-        """Experts of the tokens from `read` on, without the last. Raises RuntimeError when vLLM did
-        not report them all."""
+        """Return the experts of tokens from `read` on, except the last token, which the model has
+        not read. Raises RuntimeError if vLLM did not report all of them."""
         if not self._records(entry.request):
             return None
         wanted = entry.given + len(completion.token_ids) - 1 - entry.read
@@ -430,7 +441,8 @@ class Responses:
         step_rewards: NDArray[np.float32] | None = None,
         segment_starts: NDArray[np.int32] | None = None,
     ) -> None:
-        """`prompt`: where it is not just the request's. `mask`: null trains on every token."""
+        """Report a sample. `prompt`: overrides the request's prompt. `mask`: None trains every
+        token."""
         length, request = len(tokens.response_ids), entry.request
         self.reports.finished.append(
             id=request.id,
@@ -454,6 +466,7 @@ class Responses:
         )
         if scored.error is not None:
             self._failures.add(request.id, request.prompt, text, scored.error)
+        # After the append: a request leaves `running` only once its result is in the queue.
         self._running.pop(request.id, None)
         self.reports.notify()
 

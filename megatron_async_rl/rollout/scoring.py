@@ -1,15 +1,15 @@
-"""Scores finished responses: trivial rewards on the engine's event loop, all others in processes.
+"""Scoring of finished responses: trivial rewards on the engine's event loop, others in processes.
 
     response -> Scorer -+-> RewardPool of part "correct" -> UserProcess ...
                         +-> RewardPool of part "style"   -> UserProcess ...
 
-An engine has a Scorer of the parts that are called per response. The controller has one of those
-called per group, which takes all responses to a prompt once they are there.
+An engine has a Scorer of the parts that are called per response. The controller has a Scorer of the
+parts called per group, which receive all responses to a prompt in one call.
 
 Invariants:
-- the reward of a response is the sum of those parts that are of its prompt, times their weights,
-  multiplied by those that are gates; one part that fails, fails the response, and is named;
-- whatever a reward does costs its own response (rewards/reward_pool.py).
+- the reward of a response is the weighted sum of the parts that apply to its prompt, multiplied by
+  the gates. A part that fails makes the response fail, and is named;
+- a fault of a reward affects only its own response (rewards/reward_pool.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 def require_rewards(settings: RewardConfig) -> None:
-    """Loads every reward into this process. Raises RewardError, naming the key."""
+    """Load every reward into this process. Raises RewardError with the key."""
     for name, part in settings.rewards.items():
         key = _key(name)
         loaded = load_reward(part.name, part.settings, key)
@@ -55,17 +55,18 @@ def require_rewards(settings: RewardConfig) -> None:
             raise RewardError(f"{key}.per", what, f"set {key}.per: group")
         if part.per == "group" and not loaded.of_groups:
             what = f"{part.name!r} does not take all responses to a prompt"
-            fix = "name a function(prompt, responses) with these names, or leave `per` out"
+            fix = "name a function with the parameters (prompt, responses), or remove `per`"
             raise RewardError(f"{key}.per", what, fix)
 
 
 def reward_fields(settings: RewardConfig) -> Required:
-    """Return the needs of the rewards besides `prompt`: their columns, None where no part of the
-    reward is for it, or gates alone; and values that they can use."""
+    """Return the columns that the rewards need in addition to `prompt` (None for a row without a
+    part that adds to its reward), and the check of their values."""
     parts = [(one, required_fields(one.name, one.settings)) for one in settings.rewards.values()]
 
     def columns(fields: Mapping[str, Any]) -> tuple[str, ...] | None:
         every = [(part, names) for part, names in parts if part.applies(fields)]
+        # Gates only multiply: the reward of such a row would be 0 for every response.
         if all(part.gate for part, _ in every):
             return None
         return tuple(dict.fromkeys(chain.from_iterable(names for _, names in every)))
@@ -79,6 +80,7 @@ def reward_fields(settings: RewardConfig) -> Required:
                     return error.column, error.fault, error.fix
                 except RewardError as error:
                     return "", error.what, error.fix
+                # A validator that fails on strange data must name the row, not end the command.
                 except (ArithmeticError, LookupError, TypeError, ValueError) as error:
                     what = f"{part.name} cannot use it: {type(error).__name__}: {error}"
                     return "", what, "correct the row"
@@ -92,7 +94,7 @@ def _key(part: str | None) -> str:
 
 
 class FailureLog:
-    """JSONL, one object per failed reward, with the response it failed on. `path`: null keeps
+    """JSONL file with one object per failed reward and its response. `path`: None writes
     nothing."""
 
     def __init__(self, path: Path | None) -> None:
@@ -100,7 +102,7 @@ class FailureLog:
         self._warned = False
 
     def add(self, sample: str, prompt: Prompt, response: str, error: str) -> None:
-        """Costs its line, and no more, where the file cannot be written."""
+        """Append a failure. An error of the file loses only this line."""
         if self._path is None:
             return
         line = {
@@ -114,13 +116,14 @@ class FailureLog:
             with open(self._path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
         except OSError as failure:
+            # Once: a full disk would otherwise add one warning per response.
             if not self._warned:
-                _log.warning("a failed reward was not written to its file: %s", failure)
+                _log.warning("cannot write a failed reward to its file: %s", failure)
             self._warned = True
 
 
 class InlineReward:
-    """A trivial reward, called at once."""
+    """A trivial reward, called on the event loop."""
 
     def __init__(self, name: str, key: str) -> None:
         self._reward = load_reward(name, None, key)
@@ -128,7 +131,7 @@ class InlineReward:
     def score(self, item: RewardItem) -> Scored:
         try:
             (scored,) = call(self._reward, [item], 0.0)
-        except BaseException as error:  # noqa: BLE001 - it costs its own response
+        except BaseException as error:  # noqa: BLE001 - fails only its own response
             return Scored(reward=0.0, error=described(error))
         return scored
 
@@ -152,14 +155,15 @@ def _rewarding(
         batch=settings.batch,
         timeout_s=settings.timeout_s,
         cpu_limit_s=found.cpu_limit_s if found is not None else None,
+        # The stricter limit of the configuration and of the built-in reward.
         memory_mib=min((limit for limit in limits if limit is not None), default=None),
     )
     return RewardPool(called, settings.workers)
 
 
 class Scorer:
-    """The parts of the reward that are called `per` response, or group. Used by one event loop.
-    Call `start` first."""
+    """The parts of the reward that are called `per` response or group, for one event loop. Call
+    `start` first."""
 
     def __init__(
         self, settings: RewardConfig, per: Literal["response", "group"] = "response"
@@ -175,19 +179,19 @@ class Scorer:
         self.inline = not self.pools
 
     def start(self) -> None:
-        """Starts the first process of each reward, which imports it while the engine starts."""
+        """Start the first process of each reward, which imports it while the engine starts."""
         for pool in self.pools:
             pool.start()
 
     async def ready(self) -> None:
-        """Returns when each reward can score. Raises UserCodeStartError."""
+        """Return once each reward can score. Raises UserCodeStartError."""
         for pool in self.pools:
             await pool.ready()
 
     def score_inline(
         self, prompt: Prompt, response: str, context: RewardContext = NOTHING_KNOWN
     ) -> Scored:
-        """At once; of rewards that are `inline`."""
+        """Return the score without awaiting; only if `inline` is true."""
         item = RewardItem(prompt, response, context)
         every = self._parts_of(prompt)
         return self._sum(
@@ -197,8 +201,8 @@ class Scorer:
     async def score(
         self, prompt: Prompt, response: str, context: RewardContext = NOTHING_KNOWN
     ) -> Scored:
-        """Never raises for what the reward does: an exception, a value that is not a finite number,
-        a time-out and the end of its process are errors of the response."""
+        """Score a response. Never raises for a fault of the reward: an exception, a value that is
+        not a finite number, a timeout and the end of its process are errors of the response."""
         (scored,) = await self.score_all([RewardItem(prompt, response, context)])
         return scored
 
@@ -206,6 +210,7 @@ class Scorer:
         """Score responses to one prompt, which each part receives in one call; see `score`."""
         parts = self._parts_of(items[0].prompt)
         requested = [one.submit(items) for _, one in parts]
+        # Without the task that `gather` would add for the common single part.
         every = [await requested[0]] if len(requested) == 1 else await asyncio.gather(*requested)
         names = [name for name, _ in parts]
         return [
@@ -214,11 +219,11 @@ class Scorer:
         ]
 
     def scores(self, prompt: Prompt) -> bool:
-        """True where any part is for `prompt`."""
+        """Return True if any part applies to `prompt`."""
         return bool(self._parts_of(prompt))
 
     def close(self) -> None:
-        """Ends the processes; scores that are still waited for are cancelled."""
+        """End the processes, and cancel pending scores."""
         for pool in self.pools:
             pool.close()
 
@@ -226,9 +231,11 @@ class Scorer:
         return [(n, one) for n, (part, one) in self._parts.items() if part.applies(prompt.fields)]
 
     def _sum(self, scored: Mapping[str | None, Scored]) -> Scored:
+        # A reward without named parts is its only part.
         if None in scored:
             return scored[None]
         errors = [f"{name}: {one.error}" for name, one in scored.items() if one.error is not None]
+        # No partial sum: the sample would be trained on a reward that lacks a term.
         if errors:
             timed_out = any(one.timed_out for one in scored.values())
             return Scored(reward=0.0, error="; ".join(errors), timed_out=timed_out)

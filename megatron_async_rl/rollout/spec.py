@@ -12,47 +12,46 @@ from megatron_async_rl.config.sampling import SamplingConfig
 from megatron_async_rl.config.weights import CARRIERS, DEFAULT_CARRIER, CarrierCapabilities
 
 HERE = ""
-"""Name of rank 0's machine, where the controller is; another goes by its Ray node's id. By
-collective an engine's own memory counts as one (`cluster.own_memory`)."""
+"""Name of rank 0's machine, where the controller runs. Other machines are named by their Ray node's
+id; an engine that receives weights itself counts as a machine (`cluster.own_memory`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """One vLLM engine. `index` is unique in the run and names its log, `engine-<index>.log` in
-    `log_dir`."""
+    """Settings of one vLLM engine."""
 
     index: int
+    """Number of the engine, unique in the run. Its log is `engine-<index>.log` in `log_dir`."""
     model_path: Path
-    """Hugging Face directory; the weights the engine starts with are those of `first_version`."""
+    """Hugging Face directory with the weights of `first_version`."""
     dtype: Literal["float32", "bfloat16"]
     rollout: RolloutConfig
     evaluations: Mapping[str, SamplingConfig] = field(default_factory=dict)
-    """Sampling of each held-out set, by its name."""
+    """Name of a held-out set -> its sampling settings."""
     seed: int
     """The run's seed; every response's own seed derives from it."""
     device: Literal["cpu", "cuda"]
     log_dir: Path
     chat_template: str | None = None
-    """Chat template of `data`, which also renders an environment's messages; null: the model's."""
+    """Chat template of `data`, which also renders an environment's messages; None: the model's."""
     chat_template_options: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Mapping[str, Any]] = ()
     """JSON schemas of the functions that training prompts name (the environment `tools`)."""
     run_dir: Path | None = None
-    """The run in whose timeline the engine writes what it does; null: none."""
+    """Directory of the run in whose timeline the engine records its states; None: no timeline."""
     first_version: int = 0
-    """-1: weights of unknown origin. Sampling from them is an error until the first update numbers
-    them."""
+    """Version of the initial weights. -1: unknown; sampling is an error until the first update."""
     records_experts: bool = False
-    """Each sample has the experts that the engine chose (`policy.routing_replay: rollout`)."""
+    """True if samples record the chosen experts (`policy.routing_replay: rollout`)."""
     threads: int = 1
     """OpenMP threads of the model on a CPU."""
     transport: str = DEFAULT_CARRIER
-    """How new weights arrive: `weights.transport` of the configuration."""
+    """Carrier of new weights: `weights.transport` of the configuration."""
     gpus: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """GPUs that an engine may use, by host name: if colocated, those of the ranks; empty: any."""
+    """Host name -> GPUs that the engine may use: the ranks' if colocated; empty: any GPU."""
     software: Mapping[str, str] = field(default_factory=dict)
     """Software of rank 0's machine (`cluster.software`), which the engine's machine must match;
-    empty: any."""
+    empty: no requirement."""
 
     def __post_init__(self) -> None:
         if self.first_version < -1:
@@ -66,7 +65,7 @@ class EngineSpec:
         return CARRIERS[self.transport]
 
     def sampling(self, held_out: str | None) -> SamplingConfig:
-        """Sampling settings of a set of held-out prompts, or of training (null)."""
+        """Return the sampling settings of a held-out set, or of training (None)."""
         return self.rollout.sampling if held_out is None else self.evaluations[held_out]
 
     @property

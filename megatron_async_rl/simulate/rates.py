@@ -5,7 +5,7 @@ from a run's logs.
     decoding a token    each GPU of an engine reads its weights and the keys and values of what it
                         decodes, or computes as long as its products take, if that is more
     a training step     2 operations for each weight and token, forward; as many passes as the
-                        config asks for; then gradients are reduced and weights gathered
+                        config requests; then gradients are reduced and weights gathered
     weights             staged by the ranks of the first machine, sent to the engines' machines in
                         buckets, loaded bucket by bucket
 

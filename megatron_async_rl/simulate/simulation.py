@@ -4,15 +4,16 @@ parts take.
                  +------ next batch ------- scheduler <-- response -- engines decode
                  v                              |                        ^
     trainer: take, train, publish --> staged --> carrier --> engines     | requests, by the lanes
-                                                 load in turns ----------+
+                                                 load in sequence -------+
 
 The run's own code decides which requests run and what trains when (`flow.scheduler.Scheduler`), and
 which engine gets a request (`flow.lanes.Lanes`). Modelled here is what takes time,
 `SimulationRates`:
 - an engine that decodes n responses makes a token of each in f(n) seconds, so its next event is the
   end of the response that has the least left: events are responses, never tokens;
-- versions reach the engines' machines one after another, and engines load the newest in turns, as
-  in `flow.updates`; a version is staged once no engine reads the version before the last;
+- versions reach the engines' machines one after another, and engines load the newest one after
+  another, as in `flow.updates`; a version is staged once no engine reads the version before the
+  last;
 - where trainer and engines share cores, each is slower while the other works, also while the
   trainer takes a batch that is there.
 
@@ -85,9 +86,9 @@ def simulate(
     barrier: bool = False,
 ) -> SimulationResult:
     """`steps`: that count, after as many as it takes to run in. `barrier`: nothing is asked before
-    all that was asked is answered, as in frameworks that ask for a batch at a time."""
+    all that was asked is answered, as in frameworks that request a batch at a time."""
     if isinstance(flow.selection, Replay):
-        # What trains out of the store takes the place of a batch that was sampled all the same.
+        # What trains out of the store takes the place of a batch that was sampled nevertheless.
         flow = flow.model_copy(update={"selection": OldestFirst()})
     # Without an end: the end of admission in a run's last steps does not count for its pace.
     run = _SimulatedRun(
@@ -284,7 +285,7 @@ class _SimulatedRun:
     def share(self) -> None:
         """Update the speeds where trainer and engines share cores."""
         both = self._trains and any(engine.works for engine in self.engines)
-        # Alarms depend on the speed: advance at the old one, then set them anew.
+        # Alarms depend on the speed: advance at the old one, then set them again.
         if both != self._both:
             for one in self.engines:
                 one.advance()
@@ -323,7 +324,7 @@ class _SimulatedRun:
         self._bring()
 
     def on_loaded(self, version: int) -> None:
-        # Engines load in turns; the newest version of any of them counts.
+        # Engines load one after another; the newest version of any of them counts.
         self.scheduler.advance(max(version, self.scheduler.version or 0))
         self._admit()
         self._bring()
@@ -336,7 +337,7 @@ class _SimulatedRun:
 
     def _bring(self) -> None:
         """Send the newest version to the engines' machines, which keep two, and let engines load
-        what has arrived, in turns."""
+        what has arrived, one after another."""
         reads = any(one.loading is not None and one.loading < self._there for one in self.engines)
         if self._there == self._sent < self._staged and not reads:
             self._sent = self._staged

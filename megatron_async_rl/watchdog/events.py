@@ -1,7 +1,7 @@
 """Events and failures of a run, handed over in files.
 
-`RUN/events.jsonl`: what happened to the run that a user should know although it went on, such as a
-restarted engine. `RUN/watch/<process>.failure`: what ended a process, one JSON object of fields.
+`RUN/events.jsonl`: what happened to the run that a user should know although it continued, such as
+a restarted engine. `RUN/watch/<process>.failure`: what ended a process, one JSON object of fields.
 
 Our own errors are identified by their class, and their text is never parsed: `consequence` is true
 for an error that only reports another process's end, `timed_out` for a wait that was over, and

@@ -158,7 +158,7 @@ class Server:
                 if self._environment.get(name) != value
             }
             _take_over(request, received, made, requester)
-        except BaseException:  # noqa: BLE001 - the new process must not go on as a server
+        except BaseException:  # noqa: BLE001 - the new process must not continue as a server
             traceback.print_exc()
             os._exit(1)
         return list(request["arguments"])

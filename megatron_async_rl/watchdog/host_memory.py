@@ -122,7 +122,7 @@ def logged_kills() -> list[LoggedKill] | None:
             try:
                 # One read returns one record.
                 records.append(os.read(descriptor, 8192))
-            except BrokenPipeError:  # the kernel has overwritten records: the next read goes on
+            except BrokenPipeError:  # the kernel has overwritten records: the next read continues
                 continue
             except BlockingIOError:
                 break
@@ -197,7 +197,7 @@ class KernelKills:
         where = "container" if self._own else "machine"
         message = (
             f"In the last {max(1.0, since):.0f} s, the kernel has ended {count} of this {where}"
-            f" for want of host memory"
+            f" for lack of host memory"
         )
         return _shortage(message, certain=self._own)
 
@@ -215,7 +215,7 @@ def _explained(recent: Sequence[LoggedKill], pids: Collection[int]) -> Shortage 
     if not own and (pids or not recent):
         return None  # the log is complete: whatever was killed was another
     named = ", ".join(f"pid {one.pid} ({one.name})" for one in own or recent)
-    return _shortage(f"The kernel has ended {named} for want of host memory", certain=bool(own))
+    return _shortage(f"The kernel has ended {named} for lack of host memory", certain=bool(own))
 
 
 def _shortage(message: str, *, certain: bool) -> Shortage:
@@ -230,7 +230,7 @@ def look_for_kernel_kills() -> None:
 
 
 def kernel_shortage(pids: Collection[int] = (), *, used: bool = True) -> Shortage | None:
-    """Return the recent kills of processes by the kernel for want of memory that explain, or may
+    """Return the recent kills of processes by the kernel for lack of memory that explain, or may
     explain, the death of the process `pids`; None if there are none. `used`: one of them
     explains no further death."""
     return _kills.explain(pids, used=used)

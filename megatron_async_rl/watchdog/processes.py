@@ -3,9 +3,9 @@ hangs in the process tree, and no process of an engine outlives the actor that s
 
 vLLM runs its scheduler in a child process, and with tensor parallelism the model in children of
 that one; they do not notice when their parent is killed and would keep their cores, or their GPUs,
-forever. The actor names itself in the environment; each child asks the kernel to end it with its
-parent and names itself for its own children. A child needs seconds to get there; if its parent is
-killed meanwhile, it ends itself."""
+forever. The actor names itself in the environment; each child requests from the kernel to end it
+with its parent and names itself for its own children. A child needs seconds to get there; if its
+parent is killed meanwhile, it ends itself."""
 
 from __future__ import annotations
 

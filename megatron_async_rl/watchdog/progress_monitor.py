@@ -190,8 +190,8 @@ class ProgressMonitor:
 
     def _see(self, states: list[ProcessState]) -> None:
         """Judge the states of the whole run."""
-        # One that has just taken over knows only its own node: values that are new to it are not
-        # progress.
+        # A monitor that has just taken over knows only its own node: values that are new to it are
+        # not progress.
         moves = self._learn(states)
         if not self._followed and moves:
             self._moved_at = self._now

@@ -95,7 +95,7 @@ def gather(
     publish(run_dir, here)
     snapshots = [here, *ask_other_machines(run_dir, at_the_end=ends_run)]
     seen = {process.state.name: process for snapshot in snapshots for process in snapshot.processes}
-    # Read again: a process that nobody could look at is in the picture, too.
+    # Read again: a process whose state could not be read is in the picture, too.
     states = [state for state in read_states(run_dir) if not state.is_launcher]
     processes = [*seen.values(), *(unseen(state) for state in states if state.name not in seen)]
     processes.sort(
@@ -148,7 +148,7 @@ def suspects(processes: Sequence[ProcessSnapshot], still_s: float) -> tuple[str,
         for process in processes
         if process.condition in STOPPED
     ]
-    # One that died long before the others stood still was survived.
+    # A process that died long before the others stalled was survived.
     # The earliest death explains later silence.
     dead = [
         f"{process.title} is dead."

@@ -132,7 +132,7 @@ def start(run_dir: Path, name: str, *, end_after_s: float | None = None) -> None
     later calls do nothing.
 
     `end_after_s`: this process ends itself, with its stacks written, when the run has not moved for
-    so long and no launcher is there to see it. Such a process also asks for a stop after the step
+    so long and no launcher is there to see it. Such a process also requests a stop after the step
     when this machine's launcher was killed.
     """
     global _beating
@@ -252,7 +252,7 @@ class _HeartbeatThread(threading.Thread):
             self._stop_without_launcher()
 
     def _put_off_the_end(self, monitor: ProgressMonitor, end_after_s: float) -> None:
-        """A timer outside the interpreter, set anew while all is well: it also ends a process that
+        """A timer outside the interpreter, set again while all is well: it also ends a process that
         never comes back to Python."""
         monitor.look()
         # The launcher ends a stalled run with a full picture, which a timer cannot give.

@@ -102,7 +102,7 @@ class Watchdog:
         # The file is there and does not change: the machine is gone.
         if state is not None and silent_s >= self._timeout_s:
             return self._gather(
-                f"{self._node(launcher)} has not been heard of for {silent_s:.0f} s"
+                f"{self._node(launcher)} has not reported for {silent_s:.0f} s"
                 f" (watchdog.timeout_s: {self._timeout_s:g}): the machine, or `mar train` on it, is"
                 " gone."
             )
@@ -111,7 +111,7 @@ class Watchdog:
     def _gather(self, headline: str) -> Stall:
         silent = {launcher: self._monitor.silent_s(launcher) for launcher in self._hosts}
         lost = [
-            f"{self._node(launcher)} was last heard of {silent_s:.0f} s ago."
+            f"{self._node(launcher)} last reported {silent_s:.0f} s ago."
             for launcher, silent_s in silent.items()
             if silent_s >= FRESH_S and not headline.startswith(self._node(launcher))
         ]

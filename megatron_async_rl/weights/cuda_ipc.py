@@ -8,7 +8,7 @@ while these are paused. Nothing of a version is in host memory, and a device has
 
 What is staged is the policy's own parameters: they stay as they are until the next step trains, and
 no engine loads then (flow/updates.py). An engine that starts again or joins before that gets the
-same buckets once more. On a CPU the memory is a file in /dev/shm; all else is the same.
+same buckets again. On a CPU the memory is a file in /dev/shm; all else is the same.
 
 Invariants:
 - of two places on a device one is read while the other is filled; the controller decides which
@@ -157,7 +157,7 @@ class IpcBuckets(Staging):
             torch.cuda.synchronize(memory.device)
         # After the collective, which every rank must reach, even after an error.
         self._agree(failure, f"fill bucket {number}")
-        watch.progress("buckets lent")
+        watch.progress("buckets shared")
         return replace(ref, path=paths)
 
     def release(self) -> None:

@@ -1,7 +1,7 @@
 """Digests of tensors that add up from those of their parts, wherever the parts lie.
 
 A tensor is a matrix, its last dimension across (one row, for a vector); a row is words of 8 bytes,
-filled up with zeros, and once more words of 8 bytes behind 4 bytes of zeros:
+filled up with zeros, and again words of 8 bytes behind 4 bytes of zeros:
 
     d1 = sum of R1(row) W1(column) word     over all words, modulo 2^64
     d2 = sum of R2(row) W2(column) word     over all words half a word later, modulo 2^64

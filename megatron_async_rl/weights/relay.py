@@ -11,7 +11,7 @@ Invariants:
   as it is and overwrites the one before, which no engine may read any more;
 - a broken transfer resumes at the byte where it stopped. It fails once no byte has arrived for
   `silence_s`, however often the connection was reopened;
-- a bucket that arrives damaged is requested once more, and then the fetch fails.
+- a bucket that arrives damaged is requested again, and then the fetch fails.
 """
 
 from __future__ import annotations

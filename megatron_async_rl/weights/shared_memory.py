@@ -53,7 +53,7 @@ class BucketFile(BucketMemory):
         """Raises SharedMemoryFull."""
         self.size = size
         self.path, descriptor = _create(directory)
-        # Runs at exit, too, when nobody called `close`.
+        # Runs at exit, too, if `close` was never called.
         self._discard = weakref.finalize(self, _discard, self.path, descriptor)
         try:
             os.posix_fallocate(

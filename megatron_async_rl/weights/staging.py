@@ -1,7 +1,7 @@
 """Complete versions of the weights where every engine of this machine can read them: for an update,
 after a restart, or when it joins.
 
-    rank 0 makes room for a version, and tells every rank where to write its parts, and digests them
+    rank 0 makes room for a version, and shows every rank where to write its parts, and digests them
     no tensor goes through all add up what they wrote: only if that is every tensor whole another
     rank
                 there is a manifest, and the version

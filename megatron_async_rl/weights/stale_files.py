@@ -1,5 +1,5 @@
 """Finds what killed processes left behind in shared memory. Loads no torch: the launchers call it,
-that of a machine of engines as `python -m megatron_async_rl.weights.stale_files`, which also
+the one of a rollout node as `python -m megatron_async_rl.weights.stale_files`, which also
 removes the folders of killed runs.
 
 Invariants:

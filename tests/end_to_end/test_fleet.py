@@ -1,5 +1,5 @@
 """A fleet of two engines in a real run, with a communicator for the weights of each: one stops
-moving, does not come back and is lost for good; then the other dies, comes back with proven
+moving, does not come back and is lost permanently; then the other dies, comes back with proven
 weights, and stops moving, with which the run ends."""
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ UNRESPONSIVE_S = 30.0
 @pytest.fixture(scope="module")
 def troubled(workspace: Workspace) -> dict[str, object]:
     """The actor of engine 0 is stopped like a wedged process, and killed as soon as it is started
-    anew; with one restart allowed, engine 1 goes on alone. Its vLLM process is killed, so that for
-    a while there is none, restarted, and then stopped."""
+    again; with one restart allowed, engine 1 continues alone. Its vLLM process is killed, so that
+    for a while there is none, restarted, and then stopped."""
     config = workspace.config(
         "fleet",
         run={"dir": "runs/fleet", "steps": 100000},
@@ -57,7 +57,7 @@ def troubled(workspace: Workspace) -> dict[str, object]:
     actor.send_signal(signal.SIGSTOP)
     wait_until(lambda: pid_of(run, "engine-0") not in (None, actor.pid), process)
     psutil.Process(pid_of(run, "engine-0")).kill()
-    wait_until(lambda: any("lost for good" in text for text in events(run)), process)
+    wait_until(lambda: any("lost permanently" in text for text in events(run)), process)
     alone_at = len(workspace.metrics("fleet"))
     wait_until(lambda: len(workspace.metrics("fleet")) >= alone_at + 3, process)
     core_of(run / "logs" / "engine-1.log").kill()
@@ -118,7 +118,7 @@ def test_the_loss_of_the_last_engine_ends_the_run_with_its_name_and_nothing_left
     assert troubled["left"] == []
 
 
-def test_the_loss_the_return_and_the_end_of_an_engine_are_said_to_the_user(
+def test_the_loss_return_and_end_of_an_engine_are_reported_to_the_user(
     troubled: dict[str, object],
 ) -> None:
     said = " ".join(troubled["events"])  # type: ignore[arg-type]

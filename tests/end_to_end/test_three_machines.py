@@ -39,7 +39,7 @@ def test_ranks_and_engines_are_divided_and_an_agent_is_where_the_engine_is(
 
 
 def test_what_is_not_ray_s_listens_at_the_private_address_alone(over_machines: Ended) -> None:
-    """Ray itself listens at all addresses, and asks for the token that the machines share."""
+    """Ray itself listens at all addresses, and requests the token that the machines share."""
     zero, one, rank = over_machines.listeners
     assert zero == {"10.77.0.1"}, "the store of node 0's torchrun"
     assert one == set()

@@ -112,7 +112,7 @@ def test_responses_sampled_by_the_newest_weights_agree_with_the_trainer(
     assert max(row["ratio/logp_diff_max"] for row in interrupted["rows"]) > 1e-3  # type: ignore[attr-defined]
 
 
-def test_failing_rewards_are_counted_and_logged_with_their_sample_and_the_run_goes_on(
+def test_failing_rewards_are_counted_and_logged_and_the_run_continues(
     interrupted: dict[str, object],
 ) -> None:
     assert sum(row["reward/errors"] for row in interrupted["rows"]) > 0  # type: ignore[attr-defined]
@@ -161,7 +161,7 @@ def test_the_run_ends_with_accuracies_and_a_report(interrupted: dict[str, object
     assert {one.name for one in run.iterdir()} <= told
 
 
-def test_the_run_says_what_each_process_did_and_how_busy_its_engine_was(
+def test_the_run_reports_what_each_process_did_and_how_busy_its_engine_was(
     interrupted: dict[str, object],
 ) -> None:
     tracks = read_timeline(Path(str(interrupted["run"])))

@@ -2,7 +2,7 @@
 apart by settings alone. Each shows first what its settings do, and then how it ends when something
 of it is killed, stopped or broken: the end names it, the work is kept, and nothing stays behind.
 
-    exact    colocated, its weights lent; its launcher is killed and it is started again; then its
+    exact    colocated, its weights shared; its launcher is killed and it is started again; then its
              controller is stopped
     window   rank 0 of its two ranks is stopped
     replay   its reward no longer returns, which by the config ends the run
@@ -311,7 +311,7 @@ def test_a_stopped_process_ends_the_run_and_is_named(
     assert ended.left == []
 
 
-def test_a_reward_that_never_returns_ends_the_run_when_the_config_says_so(replay: Ended) -> None:
+def test_a_reward_that_never_returns_ends_the_run_if_configured(replay: Ended) -> None:
     """Rewards that raise: tests/loop."""
     assert replay.code == 1
     assert "RewardFailed: the reward failed on sample" in replay.said

@@ -4,7 +4,7 @@ Arguments: where to write the answer, then `A:B` or `A:B:HOW`, checkpoints of on
 starts with A and is updated to B, A, B, in the way it chooses. HOW: `both`, to A and B by vLLM's
 layer-wise reload then; `halves`, there are two engines in turn, which are what two workers are with
 half of the experts each, but that they add nothing up; a value of vLLM's `quantization`. Each time
-to B for the last time its buckets are lent, but on a GPU, two at a time, in memory that is
+to B for the last time its buckets are shared, but on a GPU, two at a time, in memory that is
 overwritten as soon as it has been read.
 
 The answer: for each A by name, for each state [way of the update, which checkpoint (0: A),

@@ -156,7 +156,7 @@ def test_an_environment_that_fails_costs_its_sample_and_is_shown_with_it(engines
     assert "KeyError: 'secret'" in engines.specs[0].reward_log.read_text()
 
 
-def test_what_an_agents_openai_client_was_told_is_what_is_trained_over_an_update(
+def test_training_uses_what_an_agents_openai_client_received_over_an_update(
     engines: Engines, tmp_path: Path
 ) -> None:
     """The module's last test: it leaves the engine to agents."""

@@ -258,7 +258,7 @@ def test_a_cut_response_has_what_was_sampled_so_far_and_may_be_continued_by_othe
         assert len(sample.text.split()) == sample.length - (sample.finish_reason == "stop")
 
 
-def test_reports_say_whether_responses_grow_while_none_has_finished(engines: Engines) -> None:
+def test_reports_show_whether_responses_grow_while_none_has_finished(engines: Engines) -> None:
     import ray
 
     handle, grew = engines.handles[KEEP], False
@@ -344,7 +344,7 @@ def test_requests_that_cannot_be_answered_are_refused_before_any_is_taken(engine
     assert report(handle, 0.1).running == 0
 
 
-def test_rewards_that_fail_in_any_way_are_recorded_and_disturb_nobody(engines: Engines) -> None:
+def test_rewards_that_fail_in_any_way_are_recorded_and_disturb_no_other(engines: Engines) -> None:
     too_slow = f"no reward within rollout.reward.timeout_s: {REWARD_S:g}"
     failures = {
         "raises": "KeyError: 'answer'",
@@ -419,7 +419,7 @@ def test_engines_write_to_their_logs_and_not_to_the_terminal(
         assert "EngineCore" in spec.log.read_text()
 
 
-def test_an_engine_that_cannot_start_says_why_and_where_it_is_written(
+def test_an_engine_that_cannot_start_reports_the_reason_and_its_log(
     engines: Engines, tmp_path: Path
 ) -> None:
     model = save_checkpoint(tmp_path / "model", seed=0)

@@ -180,7 +180,7 @@ def test_a_pause_changes_no_draw(engines: Engines, engine: int) -> None:
 
 
 @BOTH
-def test_an_engine_asleep_holds_its_requests_takes_weights_once_these_wake_and_then_goes_on(
+def test_an_engine_asleep_holds_its_requests_takes_weights_when_woken_and_continues(
     engines: Engines, engine: int
 ) -> None:
     handle = engines.handles[engine]
@@ -197,21 +197,21 @@ def test_an_engine_asleep_holds_its_requests_takes_weights_once_these_wake_and_t
     assert later.busy_s == asleep.busy_s
     version = engines.version + 1
     for method, refusal, *arguments in (
-        ("pause", "was to pause, and is asleep"),
-        ("resume", "was to resume, and is asleep"),
-        ("sleep", "was to sleep, and is asleep"),
+        ("pause", "cannot pause: it is asleep"),
+        ("resume", "cannot resume: it is asleep"),
+        ("sleep", "cannot sleep: it is asleep"),
         ("wake", "cannot wake cache", ("cache",)),
-        ("update", "was to load weights, and they sleep", version, EMPTY),
+        ("update", "cannot load weights: they are asleep", version, EMPTY),
     ):
         refused(handle, refusal, method, *arguments)
     call(handle, "wake", ("weights",))
-    refused(handle, "was to wake, and weights is awake", "wake", ("weights",))
+    refused(handle, "cannot wake: weights is awake already", "wake", ("weights",))
     assert report(handle, 0.1).state == "asleep"
     manifest = stage(engines.staging, version, buckets(engines.checkpoints[0]))
     assert call(handle, "update", version, manifest) == manifest.digests
     assert report(handle, 0.1).state == "asleep", "its cache sleeps"
     call(handle, "wake")
-    refused(handle, "was to wake, and it is awake", "wake", None)
+    refused(handle, "cannot wake: it is awake already", "wake", None)
     engines.of_version[version] = 0
     if engine == RECOMPUTE:
         engines.version = version
@@ -225,7 +225,7 @@ def refused(handle: Any, why: str, method: str, *arguments: Any) -> None:
         call(handle, method, *arguments)
 
 
-def test_a_cut_response_goes_on_on_another_engine_with_the_versions_and_logprobs_it_had(
+def test_a_cut_response_continues_on_another_engine_with_its_versions_and_logprobs(
     engines: Engines,
 ) -> None:
     first, then = engines.handles[KEEP], engines.handles[RECOMPUTE]
@@ -271,7 +271,7 @@ def test_a_cut_response_goes_on_on_another_engine_with_the_versions_and_logprobs
         )
 
 
-def test_an_engine_that_dies_at_an_update_says_so_and_one_in_its_place_is_fed_with_what_is_staged(
+def test_an_engine_that_dies_at_an_update_reports_it_and_its_successor_loads_the_staged_version(
     engines: Engines,
 ) -> None:
     import ray

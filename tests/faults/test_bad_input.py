@@ -195,7 +195,7 @@ def test_a_reward_whose_module_raises(config):
     )
 
 
-def test_all_problems_are_told_at_once(config):
+def test_all_problems_are_reported_at_once(config):
     refused(
         config,
         "model.path=nowhere",
@@ -239,7 +239,7 @@ def test_a_run_directory_that_is_a_file(config):
     refused(config, "run.dir=train.jsonl", says=("run.dir", "is a file"))
 
 
-def test_a_run_directory_in_which_another_run_goes_on(config):
+def test_a_run_directory_with_another_active_run(config):
     with lock_run_dir(config.parent / "out"):
         refused(config, says=("run.dir", "is in use", f"pid {os.getpid()} on ", "fix: "))
 
@@ -282,7 +282,7 @@ def test_a_node_that_does_not_find_its_config_ends_the_one_that_waits_for_it(con
     zero = subprocess.Popen(
         good, cwd=config.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    while not listens(port):  # a node that ends tells others for ten seconds
+    while not listens(port):  # a node that ends informs others for ten seconds
         assert zero.poll() is None
         time.sleep(0.1)
     one = mar("train", "nowhere.yaml", *nodes, "--node-rank=1", folder=config.parent)

@@ -222,7 +222,7 @@ def test_a_job_is_stopped_for_good_after_its_step(cluster: Cluster) -> None:
     assert cluster.state(job)["Restarts"] == "0"
 
 
-def test_a_job_whose_time_is_nearly_over_stops_and_goes_on_when_its_turn_comes(
+def test_a_job_whose_time_is_nearly_over_stops_and_continues_when_requeued(
     cluster: Cluster,
 ) -> None:
     job = cluster.submit("--nodes=2")
@@ -276,14 +276,14 @@ def test_an_array_without_a_folder_for_its_runs_is_refused(cluster: Cluster) -> 
     assert said.startswith("train.sbatch: an array needs RUNS, the folder for a run of each seed")
 
 
-def test_a_job_that_is_submitted_from_elsewhere_is_told_where_from(cluster: Cluster) -> None:
+def test_a_job_submitted_from_elsewhere_is_refused_with_the_right_folder(cluster: Cluster) -> None:
     job = cluster.call("sbatch", "--parsable", str(SCRIPT), "run.yaml", cwd=cluster.folder)
     cluster.wait_until_over(job)
     said = (cluster.folder / f"mar-{job}.log").read_text()
     assert f"no launchers/torchrun_multinode.sh in {cluster.folder}: submit it from" in said
 
 
-def test_a_job_s_log_has_its_number_and_says_which_machine_speaks(cluster: Cluster) -> None:
+def test_a_jobs_log_has_its_number_and_names_the_machine_of_each_line(cluster: Cluster) -> None:
     given = ("--nodes=2", f"--chdir={cluster.folder}", str(SCRIPT), "run.yaml")
     job = cluster.call("sbatch", "--parsable", *given, RAY_PORT="0")
     cluster.wait_until_over(job)

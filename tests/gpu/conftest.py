@@ -78,7 +78,7 @@ def figure(record_property: Callable[[str, object], None]) -> Callable[..., None
 
 
 class Recorder:
-    """Gathers what the tests marked `gpu` came to."""
+    """Collects the results of the tests marked `gpu`."""
 
     def __init__(self) -> None:
         self.begun = time.monotonic()

@@ -36,7 +36,7 @@ ON_DEVICE_WITH_TE = [
 
 def run_program(program: str, arguments: list[str | Path], ranks: int = 1) -> None:
     """A module's main in processes that have touched no CUDA before: a world of one, or of so many
-    ranks, each with a device of its own, where it skips for want of devices. Raises
+    ranks, each with a device of its own, where it skips for lack of devices. Raises
     subprocess.CalledProcessError and TimeoutExpired."""
     if DEVICE == "cuda" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} CUDA devices")

@@ -31,7 +31,7 @@ def write(record: Record) -> None:
 
 
 def page(text: str, record: Record) -> str:
-    """The page with the part between its two marks made anew."""
+    """The page with the part between its two marks made again."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return before + BEGIN + "\n".join(_run(record)) + "\n" + END + after

@@ -209,7 +209,7 @@ def test_a_divided_model_is_one_ranks_within_the_recipes_tolerance(recipe, layou
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("recipe", KEPT)
-def test_weights_kept_in_8_bits_go_on_bit_for_bit_on_a_divided_model(recipe, layout):
+def test_fp8_weights_continue_bit_for_bit_on_a_divided_model(recipe, layout):
     assert_goes_on(on_layout(recipe, layout)["resumed"])
 
 
@@ -238,12 +238,12 @@ def assert_goes_on(resumed: dict) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_resumed_run_goes_on_bit_for_bit(recipe):
+def test_a_resumed_run_continues_bit_for_bit(recipe):
     assert_goes_on(found(recipe)["resumed"])
 
 
 @pytest.mark.parametrize("recipe", KEPT)
-def test_weights_kept_in_8_bits_go_on_bit_for_bit(recipe):
+def test_fp8_weights_continue_bit_for_bit(recipe):
     kept = found(recipe)["kept"]
     assert_goes_on(kept["resumed"])
     assert all(np.isfinite(step["policy/grad_norm"]) for step in kept["steps"])

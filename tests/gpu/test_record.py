@@ -57,7 +57,7 @@ def test_a_page_of_a_run_shows_outcomes_and_figures():
     assert "| an error | 0.001235 nats | at most 0.25 | float64 |" in text
 
 
-def test_a_page_of_a_run_that_was_cut_short_says_so():
+def test_a_page_of_a_run_that_was_cut_short_reports_it():
     text = page.page(page.PAGE.read_text(), run(cut=3))
     assert "**Not complete**: time ran out before 3 of the tests started." in text
 

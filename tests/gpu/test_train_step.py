@@ -65,7 +65,7 @@ TOLERANCES = {
 
 def trained(device: str, dtype: str) -> dict:
     if (device, dtype) != ("cpu", "float32"):
-        trained("cpu", "float32")  # whose checkpoint the others go on from
+        trained("cpu", "float32")  # whose checkpoint the others continue from
     found = _trained(device, dtype)
     if isinstance(found, Exception):
         raise found
@@ -331,7 +331,7 @@ def test_recomputation_changes_no_bit_and_keeps_less(device, dtype, kind, figure
 
 
 @pytest.mark.parametrize(("device", "dtype"), RUNS)
-def test_a_resumed_run_goes_on_bit_for_bit(device, dtype):
+def test_a_resumed_run_continues_bit_for_bit(device, dtype):
     found = trained(device, dtype)["resumed"]
     assert_same(found["loaded"], found["saved"])
     through, resumed = found["runs"]
@@ -343,7 +343,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(device, dtype):
 
 
 @pytest.mark.parametrize(("device", "dtype"), RUNS)
-def test_a_checkpoint_of_the_cpu_goes_on_where_it_ended(device, dtype, figure):
+def test_a_checkpoint_of_the_cpu_continues_where_it_ended(device, dtype, figure):
     found, expected = (
         each["carried"] for each in (trained(device, dtype), trained("cpu", "float32"))
     )

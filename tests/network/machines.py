@@ -101,7 +101,7 @@ class Machines:
     def build(self) -> None:
         lines = [f"{address} {name}\n" for name, address in self.hosts.items()]
         (self.folder / "hosts").write_text("".join(lines))
-        # Nobody serves names; an unreachable one is waited for, and here no server listens.
+        # No server resolves names; an unreachable one is waited for, and here no server listens.
         (self.folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")
         switch = namespace("switch")
         ip("netns", "add", switch)
@@ -116,7 +116,7 @@ class Machines:
             ip("-n", there, "address", "add", f"{NETWORK}.{number + 1}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 ip("-n", there, "link", "set", device, "up")
-            # Ray asks for the address towards the outside.
+            # Ray requests the address towards the outside.
             ip("-n", there, "route", "add", "default", "via", f"{NETWORK}.254")
 
     def remove(self) -> None:

@@ -39,7 +39,7 @@ def test_a_machine_that_is_cut_off_costs_its_engines_and_not_the_run() -> None:
         assert run.launchers[0].wait(timeout=900) == 130
 
 
-def test_a_machine_that_dies_and_comes_again_goes_on_from_the_checkpoint() -> None:
+def test_a_machine_that_dies_and_returns_continues_from_the_checkpoint() -> None:
     with run_over(
         2,
         trainers=2,

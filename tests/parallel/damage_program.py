@@ -179,7 +179,7 @@ def rotation(rank: Rank, policy: Policy) -> dict[str, Any]:
 
 
 def other_reference(rank: Rank) -> str:
-    """The refusal to go on with a fixed reference whose weights have changed."""
+    """The refusal to continue with a fixed reference whose weights have changed."""
     model = rank.scratch / "reference_model"
     shutil.copytree(rank.material / "untied", model)
     settings = SETTINGS["whole"]["objective"].model_copy(

@@ -85,7 +85,7 @@ def on_local_layers() -> Iterator[None]:
     with (
         mock.patch.object(families, "choose_layers", local),
         mock.patch.object(families, "refuse_device"),
-        # Megatron asks for it where a mixture of experts is to multiply in 8 bits.
+        # Megatron requires it where a mixture of experts is to multiply in 8 bits.
         mock.patch.object(transformer_config, "is_te_min_version", return_value=True),
     ):
         yield
@@ -176,7 +176,7 @@ def trained(rank: Rank, policy, names: list[str], version: int = 0) -> dict:
 
 
 def kept_in_8_bits(rank: Rank, model: str, a: str, b: str) -> dict:
-    """Beside a plain policy, and resumed: with a reference that is refreshed, versions of two
+    """Next to a plain policy, and resumed: with a reference that is refreshed, versions of two
     batches, and a control that looks at past weights."""
     settings = {
         "dtype": "bfloat16",

@@ -1,7 +1,7 @@
 """One rank of the tests of low-rank adapters; arguments as those of layout_program.
 
 Mixture layouts run the model with experts, the others the untied dense one. One rank alone saves a
-checkpoint into the material, which the other dense layouts go on from.
+checkpoint into the material, which the other dense layouts continue from.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def without_times(steps: list[dict]) -> list[dict]:
 
 
 def resumes(rank: Rank, trained, model: str, folder: Path) -> dict:
-    """A policy that began with other adapters goes on from the checkpoint of `trained`."""
+    """A policy that began with other adapters continues from the checkpoint of `trained`."""
     trained.save(folder, 3, {"version": 3}, keep=1)
     again = policy(rank, model, seed=9)
     started_otherwise = not same(bits(again), bits(trained))
@@ -256,7 +256,7 @@ def alone(rank: Rank, model: str, folder: Path, output: Path) -> dict:
 def trained_policy(
     rank: Rank, model: str, names: list[str], checkpoint: Path | None = None, **settings
 ) -> tuple[Any, dict]:
-    """checkpoint: goes on from there, where adapters are no longer near zero."""
+    """checkpoint: continues from there, where adapters are no longer near zero."""
     trained = policy(rank, model, **settings)
     frozen, before = [p.clone() for p in base_of(trained)], rank.weights(trained, adapters=True)
     if checkpoint is not None:

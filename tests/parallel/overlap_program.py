@@ -52,7 +52,7 @@ class Watched:
 
 class Gathers:
     """Buckets of weights whose gathering began: during the schedule's passes, or at once. left:
-    those that nobody had waited for when a schedule's passes were through."""
+    those that nothing had waited for when a schedule's passes were through."""
 
     def __init__(self) -> None:
         self.beside = self.at_once = self.left = 0

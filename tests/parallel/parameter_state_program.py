@@ -1,4 +1,4 @@
-"""One rank of the parameter-state tests: saves a policy in the middle of a run, and goes on from
+"""One rank of the parameter-state tests: saves a policy in the middle of a run, and continues from
 checkpoints of any layout.
 
 Arguments: the material's directory (see layouts.py), a JSON of layout name -> (free port,

@@ -125,7 +125,7 @@ def staging_of(exporter: WeightExporter, layout: Layout) -> dict[str, Any]:
 
 
 def lent(exporter: WeightExporter, layout: Layout) -> dict[str, Any]:
-    """tensors, digests: of a version that is lent in small buckets, each as it is in this rank's
+    """tensors, digests: of a version that is shared in small buckets, each as it is in this rank's
     own memory."""
     lending = IpcBuckets(CudaIpc(layout.device), layout)
     shards = WeightShards(exporter, lending.reached, 5000)

@@ -113,7 +113,7 @@ def test_copies_and_gacs_gradient_are_divided_over_data_parallel_ranks():
 
 
 @pytest.mark.parametrize("layout", PARTS["kept"])
-def test_megatrons_optimizer_and_buffers_are_told_of_weights_in_8_bits(layout):
+def test_megatrons_optimizer_and_buffers_receive_fp8_weights(layout):
     assert results(layout)["kept"]["settings"] == {
         "kept": {"recipe of the optimizer": {"blockwise"}, "weights gathered in 8 bits": {True}},
         "plain": {"recipe of the optimizer": {None}, "weights gathered in 8 bits": {False}},
@@ -132,7 +132,7 @@ def test_it_compares_with_another_directorys_model_as_a_plain_one_does(layout):
 
 
 @pytest.mark.parametrize("layout", PARTS["kept"])
-def test_its_checkpoint_has_float32_weights_alone_and_goes_on_bit_for_bit(layout):
+def test_its_checkpoint_has_float32_weights_alone_and_continues_bit_for_bit(layout):
     found = results(layout)["kept"]
     assert found["models in the checkpoint"] == 0
     assert found["same masters"]
@@ -149,5 +149,5 @@ def test_what_delayed_scaling_has_learnt_comes_back_to_the_rank_that_learnt_it(l
 
 
 @pytest.mark.parametrize("layout", PARTS["kept"])
-def test_a_plain_policys_checkpoint_goes_on_in_one_that_keeps_8_bits(layout):
+def test_a_plain_policys_checkpoint_continues_with_fp8_weights(layout):
     assert results(layout)["kept"]["from a plain one"]

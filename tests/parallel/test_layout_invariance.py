@@ -66,7 +66,7 @@ def test_sequence_aggregation_against_the_own_start_weights_is_layout_invariant(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_ranks_of_a_layout_are_told_the_same_numbers(layout):
+def test_all_ranks_of_a_layout_receive_the_same_numbers(layout):
     assert layouts.results(layout)["ranks_agree"]
 
 
@@ -197,7 +197,7 @@ def test_the_loss_of_given_responses_is_measured_over_all_tokens_and_nothing_mov
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_resumed_policy_goes_on_as_if_it_had_not_stopped(layout):
+def test_a_resumed_policy_continues_as_if_it_had_not_stopped(layout):
     """Weights, Adam's moments, GAC's reference and the schedule's clock: to the bit."""
     through, resumed = layouts.results(layout)["uninterrupted"], layouts.results(layout)["resumed"]
     assert resumed["state"] == {"version": 2, "note": "kept"}

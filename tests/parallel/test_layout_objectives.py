@@ -153,7 +153,7 @@ def test_an_anomalous_gradient_is_traced_to_its_parameter_and_sample(layout, kin
 
 
 @pytest.mark.parametrize("layout", ANOMALOUS)
-def test_a_reported_anomalous_step_goes_on_as_if_unreported(layout):
+def test_a_reported_anomalous_step_continues_as_if_unreported(layout):
     reported = results(layout)["anomalous"]["report"]
     compare_weights(reported["after"], alone(layout)["anomalous"]["report"]["after"])
     assert reported["step"]["policy/skipped"] == 0.0
@@ -187,7 +187,7 @@ def test_a_mixture_scores_as_transformers_does(layout):
 
 
 @pytest.mark.parametrize("layout", MIXTURES)
-def test_a_resumed_mixture_goes_on_as_if_it_had_not_stopped(layout):
+def test_a_resumed_mixture_continues_as_if_it_had_not_stopped(layout):
     """Two optimizers, one for experts and one for the rest, and GAC's reference: to the bit."""
     resumed = results(layout)["resumed"]
     compare_weights(resumed["loaded"], resumed["saved"], atol=0.0)

@@ -28,14 +28,14 @@ EVERY = layouts.OFFERED["lora_program"]
 
 
 def results(layout):
-    # One rank saves the checkpoint that the others go on from.
+    # One rank saves the checkpoint that the others continue from.
     single = layouts.results("single", "lora_program")
     return single if layout == "single" else layouts.results(layout, "lora_program")
 
 
 @pytest.mark.parametrize("layout", [name for name in EVERY if "single" not in name])
 def test_steps_adapters_and_merged_weights_are_those_of_one_rank(layout):
-    """Dense layouts go on from one rank's checkpoint, as it does itself."""
+    """Dense layouts continue from one rank's checkpoint, as it does itself."""
     found = results(layout)
     alone = results("mixture_single" if layout in layouts.MIXTURE_LAYOUTS else "single")
     expected = alone if layout in layouts.MIXTURE_LAYOUTS else alone["resumed"]["next"]
@@ -126,7 +126,7 @@ def planned(folder, model, lora, parallel):
 
 
 @pytest.mark.parametrize("layout", ["single", "data_distributed_optimizer"])
-def test_a_resumed_run_goes_on_to_the_bit_from_adapters_alone(layout):
+def test_a_resumed_run_continues_bit_for_bit_from_adapters_alone(layout):
     resumed = {k: v for k, v in results(layout)["resumed"].items() if k != "next"}
     assert set(resumed.values()) == {True}, resumed
 

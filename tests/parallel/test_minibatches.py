@@ -168,12 +168,12 @@ def test_every_step_is_that_of_one_process(layout, run):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_agree_and_a_resumed_run_goes_on_bit_for_bit(layout):
+def test_ranks_agree_and_a_resumed_run_continues_bit_for_bit(layout):
     assert results(layout)["ranks_agree"]
     assert results(layout)["resumes"]
 
 
-def test_a_minibatch_without_a_group_makes_no_step_and_the_schedule_goes_on():
+def test_a_minibatch_without_a_group_makes_no_step_and_the_schedule_continues():
     steps = results("single")["more_minibatches_than_groups"]["steps"][:7]
     assert [step["policy/skipped"] for step in steps] == [0.0] * 5 + [1.0] * 2
     batch = results("single")["more_minibatches_than_groups"]["batches"][0]

@@ -49,7 +49,7 @@ def test_padded_rows_shared_by_two_ranks_train_as_on_one(run):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_ranks_of_a_layout_are_told_the_same_numbers(layout):
+def test_all_ranks_of_a_layout_receive_the_same_numbers(layout):
     assert results(layout)["ranks_agree"]
 
 
@@ -125,7 +125,7 @@ def test_a_micro_batch_is_one_row_with_no_more_padding_than_the_layout_asks_for(
     assert max(length for _, length in shapes) > 60, "several samples were meant to share a row"
     alone = settings["ranks"] == settings.get("tensor", 1) * settings.get("pipeline", 1)
     if alone and multiple == 1 and "virtual_pipeline" not in settings:
-        # Elsewhere micro-batches of nobody fill up the ranks' numbers of them.
+        # Elsewhere micro-batches of no sample fill up the ranks' numbers of them.
         shares = [step["policy/padding_share"] for step in results(layout)["controls"]["steps"]]
         assert shares == [0.0, 0.0]
 

@@ -39,7 +39,7 @@ CHECKPOINTED = [
     for name in ("tensor", "context", "data_distributed_optimizer", "pipeline", "virtual_pipeline")
     if name in PAIRS
 ]
-"""Two-rank layouts whose checkpoints one rank goes on from."""
+"""Two-rank layouts whose checkpoints one rank continues from."""
 LEAN = [name for name in LEAN_LAYOUTS if name in ("single", *PAIRS)]
 WHOLE_HERE = [name for name in WHOLE if name in ("single", *PAIRS)]
 
@@ -49,8 +49,8 @@ FOREIGN = {
     "data_distributed_optimizer": ["uneven"],
     "tensor": ["untied"],
 }
-"""Checkpoints that every two-rank layout goes on from, and the model of each. That a checkpoint of
-any layout holds the same is what one rank shows, with both models."""
+"""Checkpoints that every two-rank layout continues from, and the model of each. That a checkpoint
+of any layout holds the same is what one rank shows, with both models."""
 
 
 def run(names, checkpoints, *, save=(), load=None):
@@ -90,7 +90,7 @@ def test_the_steps_compared_used_all_that_was_saved():
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("origin", ["single", *CHECKPOINTED])
-def test_one_rank_goes_on_from_a_checkpoint_of_any_layout(origin, model):
+def test_one_rank_continues_from_a_checkpoint_of_any_layout(origin, model):
     single, _ = results()
     found, expected = single["resumed"][origin][model], single["uninterrupted"][model]
     compare_steps(found["steps"], expected["steps"])
@@ -104,7 +104,7 @@ def test_one_rank_goes_on_from_a_checkpoint_of_any_layout(origin, model):
     ("origin", "model"), [(origin, model) for origin in FOREIGN for model in FOREIGN[origin]]
 )
 @pytest.mark.parametrize("layout", PAIRS)
-def test_two_ranks_go_on_from_a_checkpoint_of_any_layout(layout, origin, model):
+def test_two_ranks_continue_from_a_checkpoint_of_any_layout(layout, origin, model):
     single, pairs = results()
     found, expected = pairs[layout]["resumed"][origin][model], single["uninterrupted"][model]
     compare_steps(found["steps"], expected["steps"])
@@ -131,7 +131,7 @@ def test_a_control_that_had_no_gradient_yet_resumes_without_one():
     assert results()[0]["absences"]["said_early"] == []
 
 
-def test_a_control_or_an_average_that_the_checkpoint_lacks_starts_afresh_and_says_so():
+def test_a_control_or_average_missing_from_the_checkpoint_restarts_with_a_warning():
     absences = results()[0]["absences"]
     assert "gac/cosine" not in absences["added"][0]
     assert "gac/cosine" in absences["added"][1]
@@ -147,7 +147,9 @@ def test_state_of_a_control_that_is_no_longer_configured_is_passed_over():
 
 @pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize("layout", LEAN)
-def test_with_gradients_and_moments_in_bfloat16_a_resumed_run_goes_on_bit_for_bit(layout, trained):
+def test_with_gradients_and_moments_in_bfloat16_a_resumed_run_continues_bit_for_bit(
+    layout, trained
+):
     found = of(layout)["lean"][trained]
     assert found["moments"] == found["buffers"] == {torch.bfloat16}
     assert found["masters"] == {torch.float32}
@@ -194,7 +196,7 @@ def test_a_cosine_with_moments_in_bfloat16_is_that_of_the_same_shards_in_float64
     assert found == pytest.approx(exact, abs=1e-6)
 
 
-def test_one_rank_goes_on_with_the_moments_in_bfloat16_that_any_layout_saved():
+def test_one_rank_continues_with_the_bfloat16_moments_of_any_layout():
     single = of("single")
     assert set(single["lean_from"]) == {*CHECKPOINTED, "single"} & set(LEAN)
     for origin, steps in single["lean_from"].items():
@@ -233,7 +235,7 @@ def test_a_policy_that_makes_room_after_each_step_takes_the_same_steps_bit_for_b
     assert all(found["before"].values())
 
 
-def test_memory_that_runs_out_is_told_with_phase_holders_and_keys():
+def test_memory_that_runs_out_is_reported_with_phase_holders_and_keys():
     told, fix = results()[0]["out_of_memory"]
     assert "memory ran out in phase train; this rank's holds optimizer state" in told
     for holder in ("optimizer state", "gradients", "parameters", "references of gradient controls"):

@@ -35,7 +35,7 @@ def found(layout, what):
         (None, ""),
         (np.full((3, 2 * 2), 3, np.uint8), ""),
         (np.full((3, 2 * 2), 4, np.uint8), "has the number 4, and the model has 4"),
-        (np.zeros((3, 5), np.uint8), "take 5 bytes a token, and this model's 2 layers want 4"),
+        (np.zeros((3, 5), np.uint8), "take 5 bytes a token, and this model's 2 layers need 4"),
     ],
 )
 def test_choices_that_are_not_of_this_model_are_refused_before_a_batch_is_trained(rows, says):
@@ -64,7 +64,7 @@ def expected():
     scores, loss, trained = [], 0.0, 0
     with mock.patch.object(type(gates[0]), "forward", choose):
         for sample in samples_in(layouts.batch("mixture_routed")):
-            # The last token predicts nothing: where it goes is all the same.
+            # The last token predicts nothing: where it goes does not matter.
             read = layouts.experts_of(sample, len(gates))
             experts[:] = [torch.cat((each, each[-1:])) for each in read]
             logp, _ = layouts.reference_logprobs(model, sample)

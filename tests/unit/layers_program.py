@@ -58,7 +58,7 @@ def layout_of(parallel: ParallelConfig, rank: int) -> Layout:
         dist.new_group = lambda ranks=None, *_, **__: group(ranks, backend="fake")
     else:
         del os.environ["RANK"]
-    # What is built asks for CUDA's layers, and its tensors lie in host memory.
+    # The built model needs CUDA's layers, and its tensors lie in host memory.
     return replace(initialise(parallel, device.install("cpu"), timeout_s=600), device_type="cuda")
 
 

@@ -41,7 +41,7 @@ class SchedulerHarness:
     def resume(
         self, version: int, *, steps: int | None = None, oldest: int = 0, **changed: Any
     ) -> list[str]:
-        """Another scheduler goes on with what this one saves; returns what it asks again."""
+        """Another scheduler continues with what this one saves; returns what it requests again."""
         saved = self.scheduler
         self.settings |= changed
         self.scheduler = Scheduler(FlowConfig(**self.settings), steps=steps)

@@ -62,7 +62,7 @@ class Megatron:
 
 
 class Scripted(Control):
-    """Says what it was given, one decision per step, and keeps what it saw."""
+    """Returns what it was given, one decision per step, and keeps what it saw."""
 
     def __init__(self, decisions):
         self.decisions = list(decisions)
@@ -146,7 +146,7 @@ def test_the_last_update_is_what_the_step_added_to_the_parameters_without_decay(
         assert metrics["update/norm"] == pytest.approx(norm, rel=1e-5)
 
 
-def test_a_fused_adam_that_counts_steps_in_its_group_says_the_same():
+def test_a_fused_adam_with_a_step_per_group_gives_the_same_view():
     megatron = Megatron()
     for _ in range(3):
         megatron.prepare_grads()
@@ -228,7 +228,7 @@ def test_what_the_last_step_was_made_with_survives_a_checkpoint(run):
 QUIET = SETTINGS.model_copy(update={"log_update_norm": False})
 
 
-def test_nothing_is_spent_on_an_update_norm_that_nobody_asked_for(run, monkeypatch):
+def test_nothing_is_spent_on_an_update_norm_without_a_request(run, monkeypatch):
     sweeps = []
     monkeypatch.setattr(step_module, "squared_norm_of", lambda *given: sweeps.append(given) or 1.0)
     _, control, optimizer_step = run([Decision(), Decision()], QUIET)

@@ -12,7 +12,7 @@ def failing() -> None:
     raise OSError("the disk is gone")
 
 
-def test_work_goes_on_beside_the_caller_and_the_next_waits_for_it():
+def test_work_runs_next_to_the_caller_and_the_next_waits_for_it():
     background, released, done = Background("writing"), threading.Event(), []
 
     def first() -> None:

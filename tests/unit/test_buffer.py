@@ -200,7 +200,7 @@ class Bomb:
         return (pytest.fail, ("code of the file was run",))
 
 
-def test_a_damaged_file_says_so_and_what_to_do_and_no_code_in_it_is_run() -> None:
+def test_a_damaged_file_is_reported_with_a_fix_and_none_of_its_code_runs() -> None:
     whole = buffer_bytes(full())
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
@@ -268,7 +268,7 @@ def test_only_what_is_missing_is_asked_again_under_its_own_id_and_deadline() -> 
     ],
     ids=str,
 )
-def test_what_the_settings_do_not_permit_is_asked_again_and_said_with_numbers(
+def test_groups_that_the_settings_exclude_are_requested_again_and_counted(
     changed: dict[str, Any], kept: list[int], again: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     harness = busy()
@@ -354,7 +354,7 @@ def test_what_another_selection_made_under_its_first_version_is_not_taken_up_as_
     assert harness.scheduler.buffer().groups == ()
 
 
-def test_an_aborted_response_goes_on_over_a_resume_unless_its_weights_are_no_longer_known() -> None:
+def test_an_aborted_response_continues_over_a_resume_if_its_weights_are_known() -> None:
     harness = SchedulerHarness(2, 1.5)
     harness.admit()
     tokens = partial(0, 0, 1)
@@ -369,7 +369,7 @@ def test_an_aborted_response_goes_on_over_a_resume_unless_its_weights_are_no_lon
     assert 2 not in [group.index for group in harness.scheduler.buffer().groups]
 
 
-def test_patience_with_equal_rewards_goes_on_where_it_was() -> None:
+def test_patience_with_equal_rewards_continues_after_a_resume() -> None:
     harness = SchedulerHarness(1, 0.0, dynamic_sampling=True)
     for group in range(11):
         harness.admit()
@@ -379,7 +379,7 @@ def test_patience_with_equal_rewards_goes_on_where_it_was() -> None:
     assert harness.take(0) == [10]
 
 
-def test_order_of_finishing_goes_on_where_it_was() -> None:
+def test_order_of_finishing_continues_after_a_resume() -> None:
     harness = SchedulerHarness(1, 2.0, selection="windowed")
     harness.admit()
     harness.finish(1)

@@ -1,5 +1,5 @@
-"""The trainer's GPUs are handed to nobody else, by a Ray of our own and on a cluster that was there
-before. Without a GPU: a Ray that is configured with four, and two on another machine."""
+"""The trainer's GPUs are handed to no other job, by a Ray of our own and on a cluster that was
+there before. Without a GPU: a Ray that is configured with four, and two on another machine."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_an_engine_gets_none_of_the_gpus_that_ranks_use_on_any_machine(
 @pytest.mark.parametrize(
     ("taken", "reason"),
     [
-        ("1", "of first, and of those Ray has handed out some: free are 1, 2"),
+        ("1", "of first, and Ray has assigned some of them to others; free are 1, 2"),
         ("3", "no 2 free GPUs on first"),
     ],
 )
@@ -217,7 +217,7 @@ def test_a_colocated_engine_on_a_gpu_that_no_rank_has_is_refused_before_vllm_sta
     assert started == ([] if refused else ["engine-0"])
 
 
-def test_colocated_engines_are_told_the_gpus_of_the_ranks(tmp_path: Path) -> None:
+def test_colocated_engines_receive_the_gpus_of_the_ranks(tmp_path: Path) -> None:
     config, ranks = load(write_run(tmp_path)), {"a": ["0"], "b": ["3"]}
     assert config.rollout is not None
 
@@ -266,7 +266,7 @@ def test_a_ray_of_our_own_and_so_its_engines_lack_the_one_queue_of_the_ranks(
     assert (seen, os.environ[CONNECTIONS]) == ([None], "1")
 
 
-def test_a_cluster_that_lets_nobody_in_is_named_with_what_to_set(
+def test_a_cluster_that_refuses_every_client_is_named_with_the_setting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuses(**_: object) -> None:

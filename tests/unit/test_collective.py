@@ -189,7 +189,7 @@ def test_a_bucket_that_arrives_damaged_is_refused_and_costs_no_version_but_its_o
     require_version(first, 1, 4)
 
 
-def test_a_worker_without_room_says_so(
+def test_a_worker_without_room_reports_it(
     receiver: Receiver, staging: Staging, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:

@@ -199,8 +199,8 @@ def test_a_step_of_the_policys_that_fails_ends_the_run_and_is_named_with_its_pha
 
 
 class Lender(StandIn):
-    """Rank 0's batches, and what engines ask of the ranks meanwhile: `orders`, one at a time; a
-    wait goes on until they are done."""
+    """Rank 0's batches, and what engines request from the ranks meanwhile: `orders`, one at a time;
+    a wait continues until they are done."""
 
     def __init__(self, *orders: BufferRequest | None) -> None:
         self.orders = list(orders)
@@ -311,7 +311,7 @@ async def raises() -> None:
 
 
 async def until_it_ends(controller: Controller) -> None:
-    """Rank 0 hears of what went wrong at one of the two."""
+    """Rank 0 receives what went wrong at one of the two."""
     await controller.staged(1, manifest(1))
     await controller.next_batch(1)
 

@@ -134,7 +134,7 @@ def test_rows_gathered_one_by_one_are_the_batch_of_their_samples() -> None:
 
 
 def test_two_prompts_of_one_id_keep_each_its_own_tokens() -> None:
-    """The data may have changed before a resume that goes on with what was asked."""
+    """The data may have changed before a resume that continues with what was asked."""
     changed = dataclasses.replace(PROMPT, token_ids=(9,), fields={"answer": "3"})
     given = [sample(0, 1), sample(1, 1, prompt=changed), sample(2, 1)]
     columns = SampleColumns()

@@ -110,7 +110,7 @@ def test_how_the_runs_ended_stands_side_by_side(two: tuple[Path, Path]) -> None:
     assert ends["mean cosine of consecutive gradients"] == ["0.250", "0.250"]
 
 
-def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_distinguished_by_their_folders(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / folder / "run", lr=0.5) for folder in ("a", "b")]
     assert [one.name for one in compared(*runs)] == ["a/run", "b/run"]
 

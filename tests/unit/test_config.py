@@ -301,7 +301,7 @@ def test_a_key_that_is_gone_is_refused_with_its_successor(file, override, succes
         ),
     ],
 )
-def test_a_wrong_value_says_what_was_given_and_what_is_expected(file, override, key, what, fix):
+def test_a_wrong_value_is_reported_with_what_is_expected(file, override, key, what, fix):
     found = problem(file, override)
     assert found.key == key
     assert what in found.what

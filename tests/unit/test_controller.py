@@ -55,7 +55,7 @@ def test_groups_are_consumed_in_admission_order_whatever_order_they_finish_in() 
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0, 2.0])
-def test_admission_stops_at_the_law_and_goes_on_when_the_version_grows(ratio: float) -> None:
+def test_admission_stops_at_the_law_and_continues_when_the_version_grows(ratio: float) -> None:
     async def body() -> None:
         engine = FakeEngine()
         controller = await begin([engine], flow(4, ratio))
@@ -172,9 +172,7 @@ def test_nothing_is_admitted_that_no_step_will_consume() -> None:
     run(body)
 
 
-def test_a_batch_is_late_only_when_no_response_comes_and_then_it_says_which_groups_and_where() -> (
-    None
-):
+def test_a_batch_is_late_only_without_responses_and_then_names_its_groups() -> None:
     async def body() -> None:
         engines = [FakeEngine(), FakeEngine(lambda request: 60.0)]
         slow = FakeEngine(lambda request: 0.4 * (2 * request.group + request.k))
@@ -274,7 +272,7 @@ def test_a_run_has_as_many_engines_as_its_directory_asks_for(tmp_path: Path) -> 
     run(body)
 
 
-def test_a_group_that_is_dropped_before_its_reward_is_counted_and_says_so(tmp_path: Path) -> None:
+def test_a_group_that_is_dropped_before_its_reward_is_counted_and_reported(tmp_path: Path) -> None:
     async def body() -> None:
         slow = WholeRewards(lambda samples: 60.0 if samples[0].id == "0-0" else 0.0)
         settings = flow(2, 1.0, late="drop", selection="windowed")
@@ -315,7 +313,7 @@ def test_a_reward_of_the_whole_that_fails_costs_its_samples_or_the_run() -> None
     run(body)
 
 
-def test_a_batch_that_waits_for_the_reward_of_a_group_says_so() -> None:
+def test_a_batch_that_waits_for_the_reward_of_a_group_reports_it() -> None:
     async def body() -> None:
         slow = WholeRewards(lambda samples: 900.0)
         controller = await begin([FakeEngine()], flow(1), whole=slow, timeout_s=2.0)

@@ -283,7 +283,7 @@ def test_each_correction_sees_what_the_ones_before_it_kept():
     ],
     ids=lambda s: s.name,
 )
-def test_a_rejected_token_has_no_say_over_its_sequence(settings):
+def test_a_rejected_token_has_no_effect_on_its_sequence(settings):
     function = CORRECTIONS[settings.name].function
     clean = with_log_ratios([0.1, 0.1, 0.1], weights=[0, 1, 1], advantages=[-1, -1, -1])
     for far in (-15.0, 15.0):

@@ -1,4 +1,4 @@
-"""Versions that are lent bucket by bucket out of two places on a device: what engines read there,
+"""Versions that are shared bucket by bucket out of two places on a device: what engines read there,
 who may read it, and how all ranks end where one of them fails. Here the memory is a CPU's
 (tests/gpu/test_cuda_ipc.py: CUDA's)."""
 

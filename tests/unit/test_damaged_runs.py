@@ -1,5 +1,5 @@
 """No command ends with a traceback for a file of a run that is missing, damaged, unreadable or of
-another kind: it reports the file by name, or goes on where it does not need it.
+another kind: it reports the file by name, or continues where it does not need it.
 
 Each command meets each file with one way of damage, another for each pair; MAR_TESTS=all (`make
 test-all`) tries every way.

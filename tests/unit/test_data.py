@@ -158,11 +158,11 @@ def test_held_out_data_in_a_folder_are_not_trained_on_unasked(
     folder.mkdir()
     as_jsonl(folder / f"{held_out}.jsonl", [{"prompt": "held out"}])
     for location in (folder, folder / "*.jsonl"):
-        with pytest.raises(DataError, match=f"is to be trained on and holds .*: {held_out}.jsonl"):
+        with pytest.raises(DataError, match=f"is training data and holds .*: {held_out}.jsonl"):
             read(location)
     as_jsonl(folder / "questions.jsonl", [{"prompt": "question"}])
     for location in (folder, folder / "*.jsonl"):
-        with pytest.raises(DataError, match=f"is to be trained on .*{held_out}.jsonl") as caught:
+        with pytest.raises(DataError, match=f"is training data .*{held_out}.jsonl") as caught:
             read(location)
         suggested = caught.value.fix.partition("such as ")[2]
         assert [one.text for one in read(Path(suggested)).prompts] == ["question"]
@@ -607,7 +607,7 @@ def asks(content: Any, role: str = "user", **more: Any) -> list[dict[str, Any]]:
         (asks(None, "assistant", tool_calls=[{"function": {"name": "f"}}]), "a:None"),
     ],
 )
-def test_what_a_message_says_may_be_a_list_of_texts_or_a_call(
+def test_the_content_of_a_message_may_be_a_list_of_texts_or_a_call(
     tmp_path: Path, messages: list[dict[str, Any]], text: str
 ) -> None:
     as_jsonl(tmp_path / "d.jsonl", [{"prompt": messages}])
@@ -918,7 +918,7 @@ def test_no_part_is_a_whole_prompt_from_its_share_at_any_moment(
             assert given[index] > share - len(parts), "and never far behind"
 
 
-def test_a_mixture_goes_on_where_it_was_and_only_with_the_same_sources() -> None:
+def test_a_mixture_continues_only_with_the_same_sources() -> None:
     whole = source([3, 5], [1.0, 2.5])
     expected = [whole.next().id for _ in range(40)]
     first = source([3, 5], [1.0, 2.5])
@@ -932,7 +932,7 @@ def test_a_mixture_goes_on_where_it_was_and_only_with_the_same_sources() -> None
         source([4, 5], [1.0, 2.5]).load_state(first.state())
 
 
-def test_a_mixture_goes_on_with_renamed_sources_in_their_order() -> None:
+def test_a_mixture_continues_with_renamed_sources_in_their_order() -> None:
     first = source([3, 5], [1.0, 2.5])
     state = first.state()
     renamed = {"sources": dict(zip("ab", state["sources"].values(), strict=True))}
@@ -1029,7 +1029,7 @@ def test_a_conversation_trains_as_a_given_response_does(tmp_path: Path) -> None:
 
 
 class Forgetful(Bytes):
-    """Writes answers shorter once more follows, as templates that drop thoughts do."""
+    """Writes answers shorter when more follows, as templates that drop thoughts do."""
 
     def render_chat(self, messages: Any, *, answer: bool, tools: Any = None) -> str:
         kept = [

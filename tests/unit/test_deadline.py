@@ -31,7 +31,7 @@ def _rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     name_this_process("rank 0")
 
 
-def test_a_missed_deadline_says_who_waited_how_long_for_what() -> None:
+def test_a_missed_deadline_names_who_waited_how_long_for_what() -> None:
     with pytest.raises(
         DeadlineExceeded, match=r"^rank 0 waited 0\.1 s for a batch, which did not come$"
     ) as caught:
@@ -55,7 +55,7 @@ The actor is dead because its owner has died."""
         ("It is dead.", "an actor (pid unknown). It is dead."),
     ],
 )
-def test_whoever_waits_for_a_dead_process_says_for_what_and_which(
+def test_a_wait_for_a_dead_process_names_it_and_the_reason(
     monkeypatch: pytest.MonkeyPatch, text: str, who: str
 ) -> None:
     def get(*_: object, **__: object) -> None:

@@ -68,7 +68,7 @@ def test_metrics_equal_their_definitions_over_trained_tokens():
     )
     assert (
         np.abs(shift[begun_earlier]).max() > np.abs(shift[lag0]).max()
-    )  # or the next lines could not tell them apart
+    )  # or the next lines could not distinguish them
     expected = {
         "policy/loss": np.mean(np.maximum(-advantage * w, -advantage * np.clip(w, 0.8, 1.2))),
         "policy/entropy": 0.7,

@@ -31,7 +31,7 @@ def ran(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     left: dict = {"__name__": "page"}
-    # A name that is not a file: who asks for the source of a frame would read the page as Python.
+    # A name that is not a file: who requests the source of a frame would read the page as Python.
     exec(compile(USE, "<docs/add_a_method.md>", "exec"), left)
     yield left
     del sys.modules["farthest_out"]
@@ -65,7 +65,7 @@ def test_the_pages_command_takes_a_config_of_mar_init(tmp_path, monkeypatch, sty
     del sys.modules["farthest_out"]
 
 
-def test_the_examples_loss_leaves_out_the_share_of_tokens_it_says(ran):
+def test_the_examples_loss_leaves_out_its_configured_share_of_tokens(ran):
     assert int((~ran["targets"].whole.decided.tokens["keep"]).sum()) == 8
 
 

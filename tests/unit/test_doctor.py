@@ -193,7 +193,7 @@ def test_the_setting_that_forbids_namespaces_is_named(tmp_path, monkeypatch, nam
     assert hint in doctor._allow_namespaces()
 
 
-def test_a_machine_without_bubblewrap_is_told_to_install_it(monkeypatch):
+def test_a_machine_without_bubblewrap_gets_the_command_to_install_it(monkeypatch):
     monkeypatch.setenv("PATH", "")
     found = doctor._sandbox()
     assert "bubblewrap (the program bwrap) is not installed" in found.advice
@@ -255,7 +255,7 @@ def test_the_tried_versions_are_those_of_the_lock():
             assert locked[part.distribution].split("+")[0] == part.version
 
 
-def test_the_models_are_told_on_one_screen_from_what_refuses_them():
+def test_the_models_are_listed_on_one_screen_from_the_checks_that_refuse_them():
     console = Console(width=100, record=True, file=StringIO())
     doctor.show_families(console)
     lines = console.export_text().splitlines()

@@ -231,7 +231,7 @@ def test_a_call_that_is_made_again_after_a_time_out_gets_the_turn_that_was_sampl
     )
 
     async def late(wanted: TurnRequest) -> Turn:
-        while len(called) < 2:  # until the agent has given up, and asks again
+        while len(called) < 2:  # until the agent has given up, and requests again
             await asyncio.sleep(0.01)
         turn: Turn = await sample(wanted)
         return turn
@@ -310,13 +310,13 @@ def test_no_tool_is_called_where_the_agent_wants_none(played: Played) -> None:
     assert (len(transcript.turns), dict(transcript.measured)) == (1, {})
 
 
-def test_an_agent_goes_on_that_writes_its_messages_in_another_form(played: Played) -> None:
+def test_an_agent_that_writes_its_messages_in_another_form_continues(played: Played) -> None:
     transcript, error, _ = played(question="6*7?", fault="rewrites")
     assert (error, len(transcript.segments), len(transcript.turns)) == (None, 1, 2)
     assert "<|user|>6*7?\x01" in read(transcript.prompt.token_ids)
 
 
-def test_a_stream_tells_the_numbers_of_tokens_to_who_asks_for_them(played: Played) -> None:
+def test_a_stream_reports_the_numbers_of_tokens_on_request(played: Played) -> None:
     """Other clients read only the first choice of each chunk."""
     for requested in (False, True):
         fields = {"question": "?", "fault": "reads chunks", "usage": requested}
@@ -332,29 +332,29 @@ CALLS_NOTHING = {"role": "assistant", "tool_calls": [{"id": "1", "function": Non
     [
         ({"fault": "silent"}, "ended without a turn of the model"),
         ({"fault": "forgets"}, r"does not repeat the earlier messages.*messages\[0\] differs"),
-        ({"fault": "retools"}, "it has other tools than the one before"),
+        ({"fault": "retools"}, "its tools differ from those of the call before"),
         ({"body": {"n": 2}}, "n must be 1"),
         ({"body": {"max_tokens": -1}}, "max_tokens must be a whole number above 0, not -1"),
         ({"body": {"max_tokens": 0}}, "max_tokens must be a whole number above 0, not 0"),
-        ({"body": {"top_logprobs": 3}}, "the log-prob of the sampled token alone is known"),
-        ({"body": {"structured_outputs": {"regex": "a+"}}}, "structured_outputs forces what"),
-        ({"body": {"guided_choice": ["a", "b"]}}, "guided_choice forces what the model writes"),
-        ({"body": {"logit_bias": {"7": 100}}}, "logit_bias forces what the model writes"),
+        ({"body": {"top_logprobs": 3}}, "only the log-prob of each sampled token is known"),
+        ({"body": {"structured_outputs": {"regex": "a+"}}}, "structured_outputs constrains"),
+        ({"body": {"guided_choice": ["a", "b"]}}, "guided_choice constrains sampling"),
+        ({"body": {"logit_bias": {"7": 100}}}, "logit_bias constrains sampling"),
         (
             {"body": {"chat_template_kwargs": {"enable_thinking": False}}},
             r"chat_template_kwargs: .* set .*data\.chat_template_options for all calls",
         ),
-        ({"body": {"continue_final_message": True}}, "a turn is a message of its own"),
-        ({"body": {"add_generation_prompt": False}}, "a turn is a message of its own"),
+        ({"body": {"continue_final_message": True}}, "every turn is a new message"),
+        ({"body": {"add_generation_prompt": False}}, "every turn is a new message"),
         ({"body": {"tools": ["times"]}}, "tools must be a list of functions with their schemas"),
         ({"body": {"tools": [{"type": "function"}]}}, r"(?s)tools must be .*tools\.0\.function"),
-        ({"body": {"tool_choice": "required"}}, "'required' forces what .*'auto' or 'none'"),
-        ({"body": {"tool_choice": {"type": "function"}}}, "tool_choice: 'function' forces"),
+        ({"body": {"tool_choice": "required"}}, "'required' constrains .*'auto' or 'none'"),
+        ({"body": {"tool_choice": {"type": "function"}}}, "tool_choice: 'function' constrains"),
         ({"body": {"response_format": {"type": "json_object"}}}, "'json_object' .*'text'"),
-        ({"body": {"functions": [{"name": "f"}]}}, "give tools"),
+        ({"body": {"functions": [{"name": "f"}]}}, "send tools"),
         ({"body": {"stop": [7]}}, r"stop must be text, or a list of texts, not \[7\]"),
         ({"body": {"messages": [{"role": "user", "tool_calls": "f"}]}}, "tool_calls must be"),
-        ({"body": {"messages": [CALLS_NOTHING]}}, "which has a name and arguments, both text"),
+        ({"body": {"messages": [CALLS_NOTHING]}}, "function whose name and arguments are text"),
         ({"question": "?" * 500}, "the sample is at its limit, rollout.sampling.max_tokens: 400"),
         (
             {"question": [{"type": "image_url"}]},
@@ -375,13 +375,13 @@ def test_a_call_that_makes_no_sample_costs_it_and_is_named(
 @pytest.mark.parametrize(
     ("path", "status", "what"),
     [
-        ("/v1/responses", 404, "POST BASE_URL/chat/completions and GET BASE_URL/models alone"),
-        ("/chat/completions", 404, "POST BASE_URL/chat/completions and GET BASE_URL/models alone"),
+        ("/v1/responses", 404, "only POST BASE_URL/chat/completions and GET BASE_URL/models"),
+        ("/chat/completions", 404, "only POST BASE_URL/chat/completions and GET BASE_URL/models"),
         ("/v1/v1/chat/completions", 404, "POST /session/.*/v1/v1/chat/completions: the endpoint"),
         ("/v1/chat/completions", 413, "the call has more than 0 MiB"),
     ],
 )
-def test_where_there_is_nothing_an_agent_and_its_sample_are_told_so(
+def test_an_agent_that_calls_a_missing_path_gets_an_error_and_so_does_its_sample(
     played: Played, monkeypatch: pytest.MonkeyPatch, path: str, status: int, what: str
 ) -> None:
     """Errors have the format of OpenAI's servers, which OpenAI's clients read."""
@@ -433,9 +433,9 @@ def test_an_agent_that_is_not_async_may_run_an_event_loop_of_its_own(played: Pla
     assert transcript.rewards(0.0)[0] == 42.0
 
 
-def test_a_call_that_does_not_go_on_begins_a_segment_of_the_sample(played: Played) -> None:
-    """The agent asks, calls a tool, keeps nothing of it but a summary, and asks again twice; then
-    it goes on with its first thread."""
+def test_a_call_that_continues_no_segment_begins_a_new_one(played: Played) -> None:
+    """The agent calls the model, calls a tool, keeps nothing of it but a summary, and requests
+    again twice; then it continues with its first thread."""
     transcript, error, requested = played(question="6*7?", fault="compacts", max_segments=2)
     assert error is None
     first, second = transcript.segments
@@ -480,7 +480,7 @@ def test_a_segment_more_than_there_may_be_is_refused(played: Played) -> None:
 
 
 def test_no_segment_is_longer_than_a_sample_of_the_run(played: Played) -> None:
-    """An agent whose first thread is full may go on with a shorter one."""
+    """An agent whose first thread is full may continue with a shorter one."""
     transcript, error, _ = played(
         question="6*7?", fault="compacts when full", max_tokens=len(CALLED) + 1, max_segments=2
     )

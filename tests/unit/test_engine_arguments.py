@@ -162,7 +162,7 @@ def test_a_quantised_engine_leaves_its_output_layer_as_it_is(name: str) -> None:
     assert config.resolve_quant_method_cls(ColumnParallelLinear, "layer") is not None
 
 
-def test_a_float32_engine_is_told_nothing_of_its_logits(tmp_path: Path) -> None:
+def test_a_float32_engine_gets_no_setting_for_its_logits(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model")
     found = engine_arguments(spec_with(path)).create_model_config()
     assert found.head_dtype == found.dtype == torch.float32
@@ -205,7 +205,7 @@ def test_an_engine_preloads_one_openmp_library(
     assert environment(spec_with(tmp_path))["LD_PRELOAD"].split(":") == [str(own), *kept]
 
 
-def test_nobody_else_sets_the_dtype_of_logits(tmp_path: Path) -> None:
+def test_no_other_code_sets_the_dtype_of_logits(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="policy and engines must have the same model"):
         spec_with(tmp_path, hf_overrides={"head_dtype": "model"})
 

@@ -123,7 +123,7 @@ def test_a_failure_is_the_answer_from_then_on_and_the_first_one_counts() -> None
 
 
 def test_an_agent_that_works_by_itself_is_reported_as_a_response_that_grows() -> None:
-    """So that whoever waits for its sample does not take it for late."""
+    """So that a caller that waits for its sample does not take it for late."""
     environments = Environments(EnvironmentConfig(name="agent"))
     responses = SimpleNamespace(reports=ReportQueue(), sampled=0, running=1, tokens=0, generated=0)
     engine: Any = RolloutEngine.__new__(RolloutEngine)
@@ -191,18 +191,18 @@ def test_an_engine_paused_before_it_slept_runs_when_it_is_awake() -> None:
 
 def test_what_is_out_of_order_is_refused() -> None:
     state = EngineState("engine-0")
-    with pytest.raises(WrongState, match="was to wake, and it is awake"):
+    with pytest.raises(WrongState, match="cannot wake: it is awake already"):
         state.sleepers(None)
-    with pytest.raises(ValueError, match="cannot wake cache: what sleeps is weights and kv_cache"):
+    with pytest.raises(ValueError, match="cannot wake cache; its parts are weights and kv_cache"):
         state.sleepers(("cache",))
     state.sleep()
     assert state.sleeps("weights")
-    with pytest.raises(WrongState, match="was to pause, and is asleep"):
+    with pytest.raises(WrongState, match="cannot pause: it is asleep"):
         state.require_awake("pause")
     state.wake(("weights",))
     assert not state.sleeps("weights")
     assert state.sleeps("kv_cache")
-    with pytest.raises(WrongState, match="was to wake, and weights is awake"):
+    with pytest.raises(WrongState, match="cannot wake: weights is awake already"):
         state.sleepers(("weights", "kv_cache"))
 
 
@@ -251,7 +251,7 @@ def test_a_question_that_is_lost_is_asked_again() -> None:
 
 
 def test_an_engine_has_ended_once_all_of_its_processes_have() -> None:
-    """Not waited for by whoever started them: they are the actor's."""
+    """Not waited for by the process that started them: they are the actor's."""
     children = [subprocess.Popen(["cat"], stdin=subprocess.PIPE) for _ in range(2)]
     began = [(one.pid, psutil.Process(one.pid).create_time()) for one in children]
     engine = RemoteEngine(None, processes=[*began, (os.getpid(), 0.0)])  # another's number by now

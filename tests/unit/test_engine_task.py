@@ -62,7 +62,7 @@ def test_a_restart_that_fails_is_tried_again_and_each_keeps_the_log_of_the_one_b
     run(body)
 
 
-def test_after_its_restarts_within_an_hour_an_engine_is_dead_and_that_is_said() -> None:
+def test_after_its_restarts_within_an_hour_an_engine_is_reported_dead() -> None:
     async def body() -> None:
         launch = FakeLaunch([FakeEngine(), FakeEngine()])
         harness = await fleet_of(launch, restarts_per_hour=1)
@@ -72,7 +72,8 @@ def test_after_its_restarts_within_an_hour_an_engine_is_dead_and_that_is_said() 
             await until(lambda starts=starts: len(launch.starts) >= starts)
         await until(lambda: harness.fleet.slots[0].dead)
         assert harness.notes[-1] == (
-            "engine-0 is lost for good; 1 of 2 engines are left. Why: RuntimeError: out of memory"
+            "engine-0 is lost permanently; 1 of 2 engines are left. Why: RuntimeError:"
+            " out of memory"
         )
         assert not harness.errors
         await harness.close()
@@ -254,12 +255,12 @@ def test_a_version_counts_as_released_only_when_that_version_is_whatever_was_bef
 
 
 async def staged_and_taken(controller: Controller) -> None:
-    """Rank 0 hears of what went wrong at one of the two."""
+    """Rank 0 receives what went wrong at one of the two."""
     await controller.staged(1, manifest(1))
     await controller.next_batch(0)
 
 
-def test_whoever_waits_for_a_version_hears_of_a_mismatch_and_not_that_it_was_released() -> None:
+def test_a_wait_for_a_version_reports_its_mismatch_and_not_its_release() -> None:
     """Else rank 0 writes the next version where another engine still reads."""
 
     async def body() -> None:

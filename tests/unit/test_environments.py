@@ -125,7 +125,7 @@ class Played:
             return await asyncio.gather(*map(one, prompts))
 
         def hurried(number: int) -> None:
-            """Whoever hangs at its second turn has no time from then on."""
+            """An episode that hangs at its second turn has no time from then on."""
             if number == 2 and any(prompt.fields.get("fault") == "hangs" for prompt in prompts):
                 self.pool.settings = settings_of(timeout_s=0.1)
 
@@ -181,7 +181,7 @@ def test_a_sample_ends_with_a_turn_where_turns_or_tokens_run_out(played: Played)
 def test_words_that_the_tokenizer_cannot_read_cost_their_sample(played: Played) -> None:
     ((_, error, _),) = played(prompt_of(opening="hello"))
     assert error is not None
-    assert error.startswith("its words cannot be put behind a turn: invalid literal")
+    assert error.startswith("its content cannot be appended to a turn: invalid literal")
 
 
 def test_a_turn_may_be_left_out_of_the_loss_by_its_environment(played: Played) -> None:
@@ -189,7 +189,7 @@ def test_a_turn_may_be_left_out_of_the_loss_by_its_environment(played: Played) -
     assert transcript.mask.tolist() == [0, 0, 0, 0, 1, 1]
 
 
-def test_an_environment_that_fails_in_any_way_costs_its_sample_and_disturbs_nobody(
+def test_an_environment_that_fails_in_any_way_costs_only_its_sample(
     played: Played,
 ) -> None:
     faults = ["reset", "raises", "nan", "none", "exits", "huge", "parts", "unreadable", None]
@@ -205,7 +205,7 @@ def test_an_environment_that_fails_in_any_way_costs_its_sample_and_disturbs_nobo
         " 1e+30",
         "step raised TypeError: the observation of a step must be text or a list of messages with"
         ' role and content, both text: [{"role": "tool", "content": [{"text": "w7"}]}]',
-        "its words cannot be put behind a turn: invalid literal for int() with base 10: 'hat'",
+        "its content cannot be appended to a turn: invalid literal for int() with base 10: 'hat'",
         None,
     ]
     # What was sampled until then is there, for the log.
@@ -289,6 +289,49 @@ def test_nothing_of_a_conversation_that_is_cancelled_is_left(played: Played) -> 
     assert played.runner.run(run()) == (4, True)
 
 
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_process_that_starts_for_a_cancelled_sample_is_ended(
+    played: Played, monkeypatch: pytest.MonkeyPatch, ready: bool
+) -> None:
+    """The task runs again when the process is ready, or before."""
+    supervisor, begun = played.pool.supervisor, []
+    start = supervisor.process
+
+    def process(on_ready: Callable[[Any], None], on_end: Callable[..., None]) -> Any:
+        def on_ready_and_cancelled(one: Any) -> None:
+            on_ready(one)
+            opening[0].cancel()
+
+        begun.append(start(on_ready_and_cancelled, on_end))
+        return begun[0]
+
+    async def run() -> None:
+        played.pool._idle.clear()
+        opening.append(asyncio.create_task(played.pool.open()))
+        await asyncio.sleep(0)
+        if not ready:
+            opening[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening[0]
+
+    opening: list[asyncio.Task[Any]] = []
+    monkeypatch.setattr(supervisor, "process", process)
+    played.pool.settings = settings_of()
+    played.runner.run(run())
+    assert begun[0].killed
+    assert played.pool._room._value == 4
+
+
+def test_a_server_whose_reports_nobody_reads_any_more_ends() -> None:
+    local, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with remote:
+        server = child._ForkingServer(remote, lambda: child.LoadedCode(print), None)
+        child._report(remote, {"imported": True})
+        local.close()  # with an unread report, which the kernel answers with an error
+        server.run()
+        child._report(remote, {"ended": 7, "how": "ended with code 0"})
+
+
 def test_words_without_end_are_cut_off_before_they_are_tokenized(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,7 +347,7 @@ def test_words_without_end_are_cut_off_before_they_are_tokenized(
     assert (error, transcript.truncated, len(transcript.turns)) == (None, True, 2)
     ((_, error, _),) = played(prompt_of(opening="w7 " * 10_000))
     assert error is not None
-    assert "what reset returns is 30000 characters long" in error
+    assert "reset returned 30000 characters" in error
     assert max(tokenized) < 100
 
 
@@ -402,7 +445,7 @@ def test_no_order_to_the_process_that_forks_is_lost() -> None:
         ({"name": "no_such_game:Game"}, "name", "no module 'no_such_game'"),
         ({"name": "tests.engine.environments:Game"}, "name", "has no 'Game'"),
         ({"settings": {"turn": 3}}, "settings", "unexpected keyword argument 'turn'"),
-        (tools("tests.unit.agents:time"), "settings", "did you mean tests.unit.agents:times?"),
+        (tools("tests.unit.agents:time"), "settings", "did you mean 'times'?"),
         (tools("tests.unit.agents:untyped"), "settings", "parameter a has no type annotation"),
         (
             tools(["tests.unit.agents:times"] * 2),
@@ -411,7 +454,7 @@ def test_no_order_to_the_process_that_forks_is_lost() -> None:
         ),
         (tools("tests.unit.no_tools"), "settings", "no module 'tests.unit.no_tools'"),
         (tools("tests.unit.agents:times", timeout_s=-1), "settings", "timeout_s: -1"),
-        (tools("tests.unit.agents:times", timeout_s=60), "settings.timeout_s", "is no less than"),
+        (tools("tests.unit.agents:times", timeout_s=60), "settings.timeout_s", "is not below"),
         ({"name": "pathlib:Path"}, "name", "has no method reset(prompt)"),
     ],
 )
@@ -426,7 +469,7 @@ def test_an_environment_that_cannot_be_is_refused_by_name(
         assert refused.value.fix == f"pip install -U {shlex.quote(what.split()[-1])}"
 
 
-def test_a_trial_says_what_fails_before_anything_starts() -> None:
+def test_a_trial_reports_what_fails_before_anything_starts() -> None:
     prompts = {"data.train": [prompt_of(fault="reset")] * 2, "data.eval": [prompt_of()]}
     found = asyncio.run(failures(settings_of(), prompts, "0", 60.0))
     assert list(found) == ["data.train"]
@@ -435,7 +478,7 @@ def test_a_trial_says_what_fails_before_anything_starts() -> None:
     prompts = {"data.train": [prompt_of(opening="what")], "data.eval": [prompt_of(opening="w1")]}
     found = asyncio.run(failures(settings_of(), prompts, "0", 60.0, follow))
     assert list(found) == ["data.train"]
-    assert "its words cannot be put behind a turn" in found["data.train"]
+    assert "its content cannot be appended to a turn" in found["data.train"]
 
 
 def test_the_flags_of_a_step_may_be_numpys_and_nothing_else() -> None:
@@ -545,7 +588,7 @@ def test_an_agent_of_verifiers_that_is_not_to_be_trained_is_not_the_policy(
     if other:
         assert asyncio.run(playing) == 2.0
         return
-    with pytest.raises(ValueError, match=r"agent user is not to be trained, .*settings\.env\.user"):
+    with pytest.raises(ValueError, match=r"agent user is not trainable, .*settings\.env\.user"):
         asyncio.run(playing)
 
 
@@ -566,10 +609,10 @@ def test_a_prompt_without_a_task_of_verifiers_is_refused_before_the_start(
         return "; ".join(f"{one.key}: {one.what}" for one in found)
 
     key = "rollout.environment.settings: prompt p"
-    wrong = f"{key} has %s as its `number`, which is to be the number of a task, from 0"
+    wrong = f"{key} has %s as its `number`, which must be the number of a task, from 0"
     assert told(other=1) == wrong % "None"
     assert told(number="first") == wrong % "'first'"
-    assert told(number=2) == ("" if there > 2 else f"{key} is of task 2, and there are 2")
+    assert told(number=2) == ("" if there > 2 else f"{key} names task 2, and there are 2")
 
 
 def test_what_is_no_character_is_escaped() -> None:
@@ -601,12 +644,12 @@ def test_a_message_follows_a_turn_as_the_template_writes_it_without_the_turns_en
     opened = chat.opened(asked, "1 to 7")
     assert read(opened.token_ids) == ("<|user|>Guess.\x01\n<|user|>1 to 7\x01\n<|assistant|>")
     plain = Prompt(id="p", text="Guess.", token_ids=(71,))
-    with pytest.raises(DataError, match="does not end where the chat template"):
+    with pytest.raises(DataError, match="does not end with the chat template"):
         chat.opened(plain, "1 to 7")
 
 
-def test_a_template_that_changes_what_was_said_before_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="writes what is before a message in another way"):
+def test_a_template_that_changes_earlier_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="renders earlier messages differently"):
         EpisodeMessages(characters(tmp_path, FORGETS))
 
 
@@ -616,7 +659,7 @@ def test_plain_words_follow_as_they_are() -> None:
     assert PlainText(tokenizer).between([3], [{"role": "tool", "content": "w9"}]) == [9]
 
 
-def test_an_import_that_fails_is_said_where_it_is_waited_for() -> None:
+def test_an_import_that_fails_is_raised_where_it_is_awaited() -> None:
     async def run() -> None:
         pool = Environments(settings_of(name="tests.engine.no_such_module:Game"))
         pool.start()
@@ -722,7 +765,7 @@ def test_a_step_of_openenv_may_take_as_long_as_any_environments(openenv: Any) ->
 
 
 @pytest.mark.parametrize(("action", "said"), [("code", "?"), (None, '{"code": "?"}')])
-def test_a_response_that_is_no_action_of_an_openenv_server_is_told_so(
+def test_a_response_that_is_not_an_openenv_action_gets_an_error(
     openenv: Any, action: str | None, said: str
 ) -> None:
     """It costs its sample nothing but the reward."""
@@ -740,7 +783,7 @@ def test_a_response_that_is_no_action_of_an_openenv_server_is_told_so(
         (
             {"action": "retries"},
             {"seed": 1},
-            "need code besides retries: with null the model writes",
+            "also need code: set null, so that the model writes",
         ),
         ({}, {"sed": 1}, "prompt p has no column 'seed', which .*reset names; it has sed"),
     ],
@@ -864,7 +907,7 @@ def test_whatever_is_wrong_with_a_call_is_the_tools_answer_and_counted() -> None
             "error: ZeroDivisionError: not thirteen",
             "c: Extra inputs are not permitted",
             "Invalid JSON",
-            "there is no tool 'time'; did you mean times? there is times, looked_up, sleeps",
+            "unknown tool 'time'; did you mean 'times'? the tools are times, looked_up, sleeps",
         ),
         strict=True,
     )

@@ -281,7 +281,7 @@ def test_an_estimate_of_a_dense_model_is_the_one_made_by_hand(tmp_path: Path) ->
     layers, attention = 2 * 2304 * 36 * 192_946_432, 2 * 2304 * 36 * 4096 * 2304
     head = 2 * 2048 * 151_936 * 4096
     # Once forward, twice backward, once again (recompute: full). With one step a batch the
-    # log-probs that `proximal: recompute` and `tis` want are training's own.
+    # log-probs that `proximal: recompute` and `tis` need are training's own.
     operations = 1024 * (4 * (layers + attention) + 3 * head)
     assert found.train_s == pytest.approx(operations / (4 * 0.4 * 989e12))
     assert found.train_s == pytest.approx(91.85, abs=0.01)
@@ -474,7 +474,7 @@ def test_a_gpu_is_known_by_its_name_unless_it_is_a_slower_form(name: str, chip: 
 
 
 def test_weights_that_stay_on_the_gpus_pass_no_shared_memory(tmp_path: Path) -> None:
-    """16.4 GB: read by eight ranks for their digests, then lent to all engines at a time."""
+    """16.4 GB: read by eight ranks for their digests, then shared with all engines at a time."""
     arguments = recipe(tmp_path, "qwen3_8b_colocated", "Qwen3-8B")
     staged, lent = (
         estimated(arguments, f"weights.transport={transport}")

@@ -112,7 +112,7 @@ def refusal(named: Path, *overrides: str, **more: Any) -> str:
     return str(caught.value)
 
 
-def test_what_is_no_checkpoint_is_told_where_one_is(run: Path) -> None:
+def test_a_path_without_a_checkpoint_is_refused_with_the_right_one(run: Path) -> None:
     assert "is not a directory" in refusal(run / "checkpoints")
     assert f"fix: name {run / 'checkpoint'}" in refusal(run)
     assert "neither a checkpoint nor a Hugging Face model" in refusal(run.parent)
@@ -136,7 +136,7 @@ def test_a_model_whose_heads_have_no_kernel_on_a_cpu_is_not_evaluated_there(run:
     assert "16 elements (head_dim)" in refusal(run / "checkpoint")
 
 
-def test_a_supervised_runs_config_does_not_say_how_to_sample(run: Path) -> None:
+def test_a_supervised_runs_config_has_no_sampling(run: Path) -> None:
     configure(
         run,
         objective={"loss": "sft", "advantage": "none"},

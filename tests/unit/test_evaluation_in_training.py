@@ -46,7 +46,7 @@ def test_evaluation_changes_nothing_of_training() -> None:
     run(body)
 
 
-def test_engines_of_their_own_evaluate_and_see_no_training_request_while_training_goes_on() -> None:
+def test_evaluation_engines_see_no_training_request_while_training_continues() -> None:
     async def body() -> None:
         engine, evaluator = FakeEngine(), FakeEngine()
         evaluator.gate.clear()
@@ -55,7 +55,7 @@ def test_engines_of_their_own_evaluate_and_see_no_training_request_while_trainin
         evaluation = asyncio.create_task(evaluated(controller, 2))
         await until(lambda: evaluator.asked)
         await train(controller, 2, 6)
-        assert not evaluation.done(), "the engines of training went on to version 6 meanwhile"
+        assert not evaluation.done(), "the engines of training continued to version 6 meanwhile"
         evaluator.gate.set()
         assert (await evaluation).version == 2
         assert evaluator.updates == [2]
@@ -87,7 +87,7 @@ def test_the_version_to_evaluate_is_kept_for_its_engines_while_newer_ones_are_st
 
 
 def test_an_evaluation_asked_for_before_its_version_is_staged_waits_for_it() -> None:
-    """Rank 0 asks for both at once, and Ray may hand an actor the second call first."""
+    """Rank 0 requests both at once, and Ray may hand an actor the second call first."""
 
     async def body() -> None:
         controller = await begin([FakeEngine(), FakeEngine()], flow(), evaluators=1)
@@ -103,7 +103,7 @@ def test_an_evaluation_asked_for_before_its_version_is_staged_waits_for_it() -> 
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_without_an_evaluation_engine_that_is_noted_and_training_goes_on(
+def test_without_an_evaluation_engine_training_continues_with_a_note(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []

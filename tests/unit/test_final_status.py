@@ -113,7 +113,7 @@ def test_a_run_that_never_wrote_a_status_has_one_in_the_end(run_of: Callable[[st
     assert (code, status.phase, status.step, status.steps) == (1, "failed", 0, 5)
 
 
-def test_what_rank_0_says_of_its_failure_stays(run_of: Callable[[str], Ended]) -> None:
+def test_rank_0s_account_of_its_failure_stays(run_of: Callable[[str], Ended]) -> None:
     failed = TRAINING.replace("training", "failed").replace("1.0}", '1.0, "error": "E: its own"}')
     failure = (
         """{"process": "rank 0", "what": "E: its own", "where": "log", "kind": 0, "time": 1}"""
@@ -141,7 +141,7 @@ def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr(Progress, "update", update)
 
 
-def test_a_launcher_that_crashes_says_so_in_the_status(
+def test_a_launcher_that_crashes_reports_it_in_the_status(
     run_of: Callable[[str], Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raising(monkeypatch, RuntimeError("a mistake of ours"))
@@ -183,7 +183,7 @@ def test_errors_elsewhere_are_not_taken_for_the_run_s_directory(tmp_path: Path) 
         raise elsewhere
 
 
-def test_a_process_that_was_told_to_end_is_named_with_the_signal(
+def test_a_process_that_received_a_signal_is_named_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ray turns SIGTERM into this exception."""

@@ -1,5 +1,5 @@
 """Engines that raise, wedge, fall silent or answer what they were not asked: every request is
-answered once all the same, or given up before it costs a third engine."""
+answered once nevertheless, or given up before it costs a third engine."""
 
 from __future__ import annotations
 
@@ -379,7 +379,7 @@ def test_a_listener_that_breaks_ends_the_run_and_the_engine_is_not_blamed() -> N
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 2**32), ratio=st.sampled_from([0.0, 1.0, 2.5]))
-def test_a_run_goes_on_with_nothing_lost_or_doubled_while_engines_die_and_come_back(
+def test_a_run_loses_and_doubles_nothing_while_engines_die_and_come_back(
     seed: int, ratio: float
 ) -> None:
     async def body() -> None:
@@ -494,7 +494,7 @@ def test_the_bound_holds_while_each_engine_loads_in_its_own_time_and_engines_com
     run(body)
 
 
-def test_a_run_ends_when_the_last_engine_is_dead_and_says_what_became_of_each() -> None:
+def test_a_run_ends_with_its_last_engine_and_reports_the_end_of_each() -> None:
     async def body() -> None:
         engines = [FakeEngine(never), FakeEngine(never)]
         controller = await begin(engines, flow(), restarts_per_hour=0)
@@ -535,7 +535,7 @@ def test_while_the_only_engine_starts_again_no_batch_is_late(
     run(body)
 
 
-def test_a_run_goes_on_with_fewer_engines() -> None:
+def test_a_run_continues_with_fewer_engines() -> None:
     async def body() -> None:
         engines = [FakeEngine(never), FakeEngine()]
         controller = await begin(engines, flow(), restarts_per_hour=0)

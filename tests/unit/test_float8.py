@@ -144,9 +144,7 @@ def told(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_engines_in_bfloat16_are_as_far_from_a_policy_in_8_bits_as_the_page_says(
-    recipe, tmp_path_factory
-):
+def test_bfloat16_engines_differ_from_an_fp8_policy_as_documented(recipe, tmp_path_factory):
     model, tokens = sampled(tmp_path_factory.getbasetemp())
     engine = log_probs(model, tokens)
     with rounded(recipe, model.lm_head):

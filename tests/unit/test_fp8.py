@@ -163,7 +163,7 @@ def test_a_plan_refuses_a_recipe_that_its_gpus_lack_and_names_those_they_have(fi
     assert problems(file, "policy.fp8={recipe: blockwise}") == {}
 
 
-def test_a_plan_for_machines_elsewhere_says_what_they_must_have(file):
+def test_a_plan_for_other_machines_states_their_requirements(file):
     elsewhere = described_machine(gpus=8, gpu_memory_gib=80, nodes=1)
     found = plan(file, "policy.fp8={recipe: blockwise}", on=elsewhere)
     assert found.problems == ()
@@ -401,7 +401,7 @@ def test_a_gpus_capability_is_read_with_its_memory(monkeypatch):
     assert "compute_cap" in asked[0][1]
 
 
-def test_the_plan_says_what_is_rounded_and_prints_the_setting(file):
+def test_the_plan_names_what_is_rounded_and_prints_the_setting(file):
     config = load(file, (*BASE, "policy.fp8={recipe: blockwise}"))
     assert "fp8: {recipe: blockwise" in resolved(config)
 
@@ -428,7 +428,7 @@ def scaling_chunk(scales: int | None) -> torch.nn.Module:
     return torch.nn.ModuleDict({"a": Scaled(scales), "attention": Scaled(None)})
 
 
-def test_what_delayed_scaling_has_learnt_goes_on_in_a_model_that_has_scaled_nothing():
+def test_the_state_of_delayed_scaling_continues_in_a_new_model():
     learnt = scaling_chunk(3)
     for number, direction in enumerate(("scaling_fwd", "scaling_bwd")):
         learnt["a"].fp8_meta[direction].scale.fill_(2.0 + number)

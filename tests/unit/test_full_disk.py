@@ -38,7 +38,7 @@ def test_whatever_a_full_disk_raised_is_reported_as_a_full_disk(
 
 
 @pytest.mark.parametrize(("free", "said"), [(4096, True), (2**30, False)])
-def test_the_launcher_says_that_the_disk_is_full(
+def test_the_launcher_reports_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, said: bool
 ) -> None:
     usage = namedtuple("usage", "total used free")

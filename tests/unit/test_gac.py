@@ -96,7 +96,7 @@ def test_a_negative_threshold_is_refused_with_the_reason(settings):
     assert settings(c_low=0.0).c_low == 0.0
 
 
-def test_where_the_cosine_is_1_within_rounding_the_aligned_part_is_removed_and_said_to_be():
+def test_at_a_cosine_of_1_within_rounding_the_aligned_part_is_removed_and_reported():
     for target in ("threshold", "zero"):
         _, reference, raw, second, decision = step_twice(
             GacControl(c_low=0.5, target=target), 1.0 - 1e-8
@@ -112,7 +112,7 @@ def test_where_the_cosine_is_1_within_rounding_the_aligned_part_is_removed_and_s
 
 @pytest.mark.parametrize("reference", ["raw", "applied"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
-def test_a_reference_whose_norm_is_known_says_what_a_measured_one_says(dtype, reference):
+def test_a_known_reference_norm_gives_the_measured_result(dtype, reference):
     gradients = [aligned(c)[1] for c in (0.9, 0.8, 0.5, 0.95, 0.1)]
     settings = GacControl(reference_dtype=dtype, reference=reference)
     known, measured = Gac(settings), Gac(settings)
@@ -123,7 +123,7 @@ def test_a_reference_whose_norm_is_known_says_what_a_measured_one_says(dtype, re
     assert (known.reference_square is not None) == (dtype == "fp32")
 
 
-def test_an_anomalous_gradient_is_left_alone_and_is_nobodys_reference():
+def test_an_anomalous_gradient_is_unchanged_and_never_a_reference():
     control = GacOfAStep(GacControl(c_low=0.1))
     huge = lambda norm: norm > 100.0  # noqa: E731
     cosines = []

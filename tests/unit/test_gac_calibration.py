@@ -106,7 +106,7 @@ def test_identical_gradients_calibrate_to_a_threshold_that_can_still_be_projecte
     assert metrics["gac/c_low"] == 0.999
 
 
-def test_a_quantile_below_0_calibrates_to_0_and_says_so(caplog):
+def test_a_quantile_below_0_calibrates_to_0_with_a_warning(caplog):
     control = calibrating(3, quantile=0.5)
     for gradients in turning([-0.5, -0.4, -0.3]):
         metrics = control.apply(step(gradients)).metrics

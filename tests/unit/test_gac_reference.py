@@ -99,8 +99,8 @@ def test_every_8_bit_number_is_read_as_torch_reads_it():
 
 
 class LateCopies:
-    """A side stream at its slowest: nothing is copied before somebody waits for it, then everything
-    up to it is."""
+    """A side stream at its slowest: nothing is copied before something waits for it, then
+    everything up to it is."""
 
     def __init__(self):
         self.pending = []

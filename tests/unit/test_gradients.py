@@ -62,7 +62,7 @@ def test_a_rank_without_shards_takes_a_clipped_and_scaled_step(monkeypatch):
     assert optimizer.stepped == 1
 
 
-def test_shards_are_scaled_in_place_whoever_counts_them():
+def test_shards_are_scaled_in_place_with_any_owner():
     shards = [Shard(torch.ones(2)), Shard(torch.ones(3), counted=False)]
     held = [shard.grad for shard in shards]
     clip_to(OneRank(shards), 2.0, 1.0)

@@ -57,9 +57,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", range(examples(5, 2)))
-def test_every_group_of_a_run_ends_and_the_log_says_how(tmp_path: Path, seed: int) -> None:
+def test_every_group_of_a_run_ends_and_the_log_records_how(tmp_path: Path, seed: int) -> None:
     """Many histories of a few starts each: engines are lost, groups are late or equal, a start ends
-    in a crash after any step, and the next goes on from a checkpoint before it."""
+    in a crash after any step, and the next continues from a checkpoint before it."""
     for number, settings in enumerate(SETTINGS):
         history = _History(
             tmp_path / f"{number}", flow(2, **settings), random.Random(f"{seed} {number}")

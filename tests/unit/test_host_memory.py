@@ -104,7 +104,9 @@ def test_rays_memory_monitor_ends_an_engine_for_the_hosts_memory(
         ray_get(object(), "a report", 1.0)
 
 
-def test_the_kernels_kills_are_told_from_other_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kills_by_the_kernel_are_distinguished_from_other_deaths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     died = answered(ray.exceptions.ActorDiedError())
     assert out_of_memory(died) is None
     assert failure_of(died, Path("log")).kind == SECONDARY
@@ -145,7 +147,7 @@ def actor(pid: int, address: str = "127.0.0.1") -> ray.exceptions.ActorDiedError
     return ray.exceptions.ActorDiedError(cause)
 
 
-def test_the_kernels_log_tells_whose_death_a_kill_explains(
+def test_the_kernels_log_names_the_death_that_a_kill_explains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = Kernel(monkeypatch)
@@ -164,7 +166,7 @@ def test_the_kernels_log_tells_whose_death_a_kill_explains(
     ]
     killed = answered(actor(7))
     assert (out_of_memory(killed), killed.outside) == ("host", True)
-    assert "The kernel has ended pid 7 (ray::RolloutEng) for want of host memory;" in str(killed)
+    assert "The kernel has ended pid 7 (ray::RolloutEng) for lack of host memory;" in str(killed)
     assert "may be the cause" not in str(killed)
     error = pickle.loads(pickle.dumps(EngineDied(spec, "it worked")))
     assert (out_of_memory(error), error.outside) == ("host", True)
@@ -247,9 +249,9 @@ def test_the_launcher_reports_that_the_kernel_ended_a_rank(
 
     kernel = Kernel(monkeypatch)
     kernel.log = [LoggedKill(66, "chrome", at=995.0)]
-    assert "for want of host memory" not in explained()
+    assert "for lack of host memory" not in explained()
     kernel.log = [LoggedKill(77, "python", at=995.0)]
-    assert "The kernel has ended pid 77 (python) for want of host memory" in explained()
+    assert "The kernel has ended pid 77 (python) for lack of host memory" in explained()
     Kernel(monkeypatch).kills += 1
     assert "rank 1: Signal 9 (SIGKILL) received by PID 77" in explained()
     assert "the kernel has ended a process of this container" in explained()

@@ -94,7 +94,7 @@ def test_what_is_in_the_cache_is_taken_from_there_without_a_network(
     assert name_of(config.model.path) == f"hf://me/tiny@{OLD}"
 
 
-def test_a_run_goes_on_with_the_commit_it_began_with(tmp_path: Path, cache: Path) -> None:
+def test_a_run_continues_with_the_commit_it_began_with(tmp_path: Path, cache: Path) -> None:
     write_model(cached(cache, "models", OLD))
     config = run_of(tmp_path, "model.path=hf://me/tiny")
     begun, _ = located(config)
@@ -156,7 +156,7 @@ def test_a_name_that_cannot_be_found_is_refused_with_the_fix(
         assert word in said
 
 
-def test_a_hub_that_cannot_be_reached_is_told_from_one_that_is_switched_off(
+def test_an_unreachable_hub_is_distinguished_from_offline_mode(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -326,6 +326,7 @@ configs:
 - {config_name: socratic, data_files: "other/*"}
 ---
 """
+YEARS = TWO_PARTS.replace("main,", "2024,").replace("socratic", "2025")
 ONE_OF_TWO = TWO_PARTS.replace("data_dir: main", "data_dir: main, default: true")
 
 
@@ -356,6 +357,7 @@ def prompts_of(location: Path) -> list[str]:
             "#socratic/train",
             2,
         ),
+        (YEARS, "other/x.jsonl main/train.jsonl", "#2025/train", 1),
         (None, "train.jsonl test.jsonl notes.csv .a/train.jsonl", "", 1),
         ("# no header", "train-00000-of-00002.json train-00001-of-00002.json dev.json", "", 2),
         (None, "data/odd-00000-of-00001.json data/even-00000-of-00001.json", "#odd", 1),
@@ -407,6 +409,7 @@ def test_a_whole_data_set_is_the_files_of_its_split(
             "",
             ("card", "Expected data_files", "train.csv"),
         ),
+        ("train", card_of('[{split: 7, path: "*"}]'), "train.csv", "", ("card", "cannot be read")),
         ("train", card_of("../x/*"), "train.csv", "", ("names ../x/*, which is outside",)),
         ("train", card_of("/etc/hosts"), "train.csv", "", ("names /etc/hosts, which is outside",)),
         ("train", card_of("hf://datasets/a/b/*"), "train.csv", "", ("names hf://datasets/a/b/*,",)),
@@ -450,7 +453,7 @@ def test_a_cache_that_does_not_list_the_data_set_must_have_its_card(
     assert prompts_of(found) == ["0", "1"]
 
 
-def test_a_run_goes_on_with_the_commit_of_its_whole_data_set(tmp_path: Path, hub: Hub) -> None:
+def test_a_run_continues_with_the_commit_of_its_whole_data_set(tmp_path: Path, hub: Hub) -> None:
     on_hub(hub, "# A data set", "train.jsonl")
     config = run_of(tmp_path, "data.train=hf://datasets/me/tiny")
     begun, _ = located(config)
@@ -467,7 +470,7 @@ def test_a_run_goes_on_with_the_commit_of_its_whole_data_set(tmp_path: Path, hub
         ("hf://me/tiny@v7", ("me/tiny has no revision 'v7'", "a branch, a tag or a commit")),
     ],
 )
-def test_a_wrong_name_is_told_by_the_hub(
+def test_a_wrong_name_is_reported_by_the_hub(
     tmp_path: Path, hub: Hub, name: str, words: tuple[str, ...]
 ) -> None:
     said = refusal(run_of(tmp_path, f"model.path={name}"))

@@ -144,7 +144,9 @@ def head(machine: Machine) -> Iterator[subprocess.Popen[str]]:
     process.wait()
 
 
-def test_each_machine_tells_the_trainer_its_number_and_where_the_first_is(machine: Machine) -> None:
+def test_each_machine_passes_its_number_and_the_heads_address_to_the_trainer(
+    machine: Machine,
+) -> None:
     assert machine.run(0, NNODES="3", NODE_RANK="1")[0] == 0
     ends = f"--nnodes 3 --node-rank 1 --rdzv-endpoint 127.0.0.1:{machine.port} RAY_ADDRESS="
     assert machine.lines() == [f"mar train run.yaml run.steps=2 {ends}"]
@@ -232,7 +234,7 @@ def test_a_ray_that_has_died_is_started_again_before_the_run(machine: Machine) -
     assert process.returncode == 0, said
     begun = [line.split()[0] for line in machine.lines() if " start" in line or " train" in line]
     assert begun == ["ray", "mar", "ray", "mar"]
-    # The machines of engines have to find the new one.
+    # The rollout nodes have to find the new one.
     assert sum("--engine-nodes 1" in line for line in machine.lines()) == 2
 
 
@@ -343,7 +345,7 @@ def test_a_machine_of_engines_that_machine_0_has_lost_joins_again(
     assert "machine 1 joins machine 0's Ray again (1 of RESTARTS=3)" in said
 
 
-def test_a_machine_of_engines_says_that_machine_0_is_not_there(machine: Machine) -> None:
+def test_a_rollout_node_reports_that_machine_0_is_missing(machine: Machine) -> None:
     code, said = machine.run(NNODES="2", NODE_RANK="1", TRAINER_NODES="1", START_S="0")
     assert code == 2
     assert f"no Ray at MASTER_ADDR:RAY_PORT=127.0.0.1:{machine.ray_port}" in said
@@ -435,7 +437,7 @@ def test_the_manifest_is_what_kubernetes_takes() -> None:
     assert service["metadata"]["name"] == pod["subdomain"]
 
 
-def test_skypilot_s_task_tells_the_launcher_which_machine_it_is(machine: Machine) -> None:
+def test_skypilots_task_passes_the_machines_number_to_the_launcher(machine: Machine) -> None:
     task = yaml.safe_load((LAUNCHERS / "skypilot" / "train.yaml").read_text())
     script = task["run"].replace("/opt/megatron-async-rl", str(LAUNCHERS.parent))
     machine.codes.write_text("0\n")

@@ -52,7 +52,7 @@ OBSTACLES = [
     ({"engine": "not known"}, "version is not known"),
     ({"dtype": "float32"}, "TF32"),
     ({"lora": True}, "policy.lora"),
-    ({"model_type": "gemma3_text"}, "norms behind attention"),
+    ({"model_type": "gemma3_text"}, "norms after attention"),
 ]
 MODELS = {
     "llama": {"attention_bias": True},
@@ -176,7 +176,7 @@ def test_the_image_installs_the_version_of_transformer_engine_that_is_asked_for(
     # Its parts do not import without the first.
     assert {f"transformer-engine=={PINNED}", f"transformer-engine-cu13=={PINNED}"} <= {*locked}
     assert f" transformer-engine-torch=={PINNED} " in (root / "Dockerfile").read_text()
-    # It is installed without what it asks for.
+    # It is installed without what it requires.
     assert {"onnx", "onnxscript", "nvdlfw-inspect"} <= {line.partition("==")[0] for line in locked}
 
 

@@ -91,7 +91,7 @@ def had(engine: FakeEngine) -> list[str]:
 async def colocated(
     *engines: FakeEngine, async_ratio: float = 1.0, **settings: Any
 ) -> AsyncIterator[tuple[Controller, Ranks, FakeLaunch]]:
-    """A controller whose engines hold version 0, which was lent."""
+    """A controller whose engines hold version 0, which was shared."""
     launch, ranks = FakeLaunch(list(engines)), Ranks()
     launch.again = lambda index: reader(ranks)
     for engine in engines:

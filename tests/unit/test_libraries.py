@@ -29,7 +29,7 @@ WITH_CUDA = pytest.mark.skipif(
 )
 
 
-def test_files_are_told_apart_by_library_and_not_by_part():
+def test_files_are_distinguished_by_library_and_not_by_part():
     maps = "\n".join(
         ADDRESS + line
         for line in (

@@ -49,7 +49,7 @@ def listening() -> set[tuple[str, int]]:
     }
 
 
-def test_torch_listens_at_all_addresses_whatever_it_is_told() -> None:
+def test_torch_listens_at_all_addresses_with_any_setting() -> None:
     """Why bound_store.py exists."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert ("::", store.port) in listening() or ("0.0.0.0", store.port) in listening()
@@ -303,7 +303,7 @@ def test_idle_connections_exhaust_neither_prometheus_nor_rank_0(
         sink.close()
 
 
-def test_prometheus_listens_where_the_config_says(tmp_path: Path) -> None:
+def test_prometheus_listens_on_the_configured_address(tmp_path: Path) -> None:
     sink = Prometheus(tmp_path, 0, "0.0.0.0")
     try:
         assert ("0.0.0.0", sink.port) in listening()
@@ -348,7 +348,7 @@ def test_stores_are_served_by_bound_store_alone() -> None:
     assert [place.partition(":")[0] for place in servers] == ["weights/bound_store.py"]
 
 
-def test_nothing_in_the_package_listens_at_all_addresses_unless_it_is_told_to() -> None:
+def test_nothing_in_the_package_listens_at_all_addresses_by_default() -> None:
     found = [
         place
         for place, name, call in calls()

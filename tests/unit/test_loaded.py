@@ -123,7 +123,7 @@ def test_vectors_single_numbers_and_wider_parameters_are_read_back(
     assert digests_of([watch.loaded()]) == expected(sent, "bias", "one")
 
 
-def test_a_tensor_that_nobody_took_has_no_digest(sent: dict[str, Tensor]) -> None:
+def test_a_tensor_that_no_worker_took_has_no_digest(sent: dict[str, Tensor]) -> None:
     meta = torch.empty(8, 6, device="meta")
     with watched(sent) as (watch, offer):
         meta.copy_(offer("q"))  # vLLM counts elements like this
@@ -159,7 +159,7 @@ def test_memory_that_is_offered_again_is_of_the_tensor_offered_last(
     assert digests_of([watch.loaded()]) == expected(sent, "q", "k", "o")
 
 
-def test_the_memory_of_a_tensor_that_is_gone_is_nobodys(sent: dict[str, Tensor]) -> None:
+def test_the_memory_of_a_deleted_tensor_has_no_owner(sent: dict[str, Tensor]) -> None:
     """Data that a loader creates there is not counted as a part of that tensor."""
     parameter = torch.empty(8, 6, dtype=torch.bfloat16)
     watch = LoadWatch()

@@ -135,7 +135,7 @@ def test_the_same_in_one_file_of_all_ranks(tmp_path: Path) -> None:
     assert cause_of(tmp_path)[0].startswith("DataError: train.jsonl:3")
 
 
-def test_ranks_that_write_over_each_other_are_told_apart(tmp_path: Path) -> None:
+def test_ranks_that_write_over_each_other_are_distinguished(tmp_path: Path) -> None:
     primary = [f"[rank0]: {line}\n" for line in SURVIVED.splitlines()[1:5]]
     mixed = [
         line for pair in zip(primary, GLOO.splitlines(keepends=True), strict=True) for line in pair
@@ -178,7 +178,7 @@ def test_of_ranks_that_died_the_first_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_a_rank_that_ray_ended_because_its_head_was_gone_says_so(tmp_path: Path) -> None:
+def test_a_rank_that_ray_ended_without_its_head_reports_it(tmp_path: Path) -> None:
     ray = (
         "[01:26:43 E 6613 7097] rpc_client.h:204: Failed to connect to GCS within 60 seconds. GCS"
         " may have been killed."

@@ -128,7 +128,7 @@ def test_a_run_with_other_adapters_is_not_gone_on_with(file):
         assert any(one.key.startswith("policy.lora") for one in conflicts(changed))
 
 
-def test_a_checkpoint_of_whole_weights_is_refused_where_no_older_config_says_so(file):
+def test_a_checkpoint_of_whole_weights_is_refused_without_an_older_config(file):
     config = load(file, ["policy.lora={rank: 4}"])
     folder = config.run.dir / "checkpoint" / "step_00000002"
     (folder / "sharded").mkdir(parents=True)

@@ -182,7 +182,7 @@ def test_every_loss_is_finite_for_log_ratios_of_700(name, dtype):
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if SETTINGS[name].linear_in_advantage])
-def test_a_loss_said_to_be_linear_in_the_advantage_is(name):
+def test_a_loss_declared_linear_in_the_advantage_is_linear(name):
     batch = random_tokens(seed=7)
 
     def slope(factor):
@@ -195,7 +195,7 @@ def test_a_loss_said_to_be_linear_in_the_advantage_is(name):
 
 
 @looped("name", [name for name in LOSSES if not SETTINGS[name].linear_in_advantage])
-def test_a_loss_not_said_to_be_linear_in_the_advantage_is_not(name):
+def test_a_loss_not_declared_linear_in_the_advantage_is_not(name):
     batch = random_tokens(seed=7)
 
     def slope(factor):
@@ -221,7 +221,7 @@ FACTS = {
 
 @looped("fact", FACTS)
 @looped("name", LOSSES)
-def test_a_loss_reads_exactly_the_columns_its_settings_say(name, fact):
+def test_a_loss_reads_exactly_the_columns_of_its_settings(name, fact):
     column, method, settings = FACTS[fact], LOSSES[name], SETTINGS[name]()
     batch = random_tokens(seed=7)
     batch = batch.replace(rewards=-batch.rewards.abs())  # where TOPR has a weight
@@ -238,7 +238,7 @@ def test_a_loss_reads_exactly_the_columns_its_settings_say(name, fact):
     assert (not torch.equal(gradient(batch), gradient(moved))) == getattr(settings, fact)
 
 
-def test_the_four_aggregations_divide_by_what_they_say():
+def test_the_four_aggregations_divide_by_their_stated_counts():
     batch = tokens([1.0, 2.0, 3.0, 4.0, 99.0], mask=[1, 1, 1, 1, 0], sequence=[0, 0, 0, 1, 1])
     denominators, losses = (
         Denominators(tokens=4, sequences=2),

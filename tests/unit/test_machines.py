@@ -141,7 +141,7 @@ def test_what_ends_the_run_on_one_machine_ends_it_on_the_other_with_the_same_wor
     ], "the first picture was no end"
 
 
-def test_a_machine_that_does_not_answer_is_in_the_picture_as_its_processes_said_last(
+def test_a_silent_machine_is_shown_with_its_last_known_state(
     second: SecondMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(views, "ANSWER_S", 0.3)
@@ -179,8 +179,7 @@ def test_a_machine_that_vanishes_ends_the_run_although_the_rest_moves(
     found = look("rank 0")
     assert found is not None
     assert found.error.startswith(
-        "Stalled: Node 1 (second) has not been heard of for 5 s (watchdog.timeout_s: 5): the"
-        " machine, "
+        "Stalled: Node 1 (second) has not reported for 5 s (watchdog.timeout_s: 5): the machine, "
     )
     assert found.suspects == (), "what still moves holds nothing up"
 

@@ -237,8 +237,8 @@ def test_a_row_of_a_plain_number_is_validated_without_math_verify(
         ("5 dozen", "has a number and the word 'dozen'"),
         ("(C) 5", "is an option and its text"),
         ("Jan 5", "has the word 'Jan'"),
-        ("0x1F", "does not read"),
-        ("1/0", "nothing that math-verify can read"),
+        ("0x1F", "cannot read"),
+        ("1/0", "not readable by math-verify"),
         ("0.333...", "does not earn the reward as"),
     ],
 )

@@ -69,7 +69,7 @@ def test_a_private_name_that_we_use_exists(module, name):
 
 @looped(("owner", "name"), METHODS)
 def test_a_method_that_we_call_or_override_exists(owner, name):
-    """One that is gone would make an override that nobody calls."""
+    """A missing name would make an override that is never called."""
     assert hasattr(found(owner), name)
 
 

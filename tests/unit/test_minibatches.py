@@ -62,7 +62,7 @@ def test_each_minibatch_is_balanced_over_the_data_parallel_ranks():
         assert abs(shares[0] - shares[1]) <= tokens.max()
 
 
-def test_metrics_of_steps_are_put_together_as_the_catalogue_says():
+def test_metrics_of_steps_are_combined_as_the_catalogue_states():
     steps = [
         {"policy/loss": 1.0, "policy/grad_anomaly": 30.0, "gac/skips": 1.0,
          "time/optimizer_s": 2.0},

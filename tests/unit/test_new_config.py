@@ -123,7 +123,7 @@ def test_a_fault_that_no_layout_mends_is_not_blamed_on_the_layout(tmp_path, rewa
 @pytest.mark.parametrize(("gpus", "memory"), [(8, 80), (8, 36)])
 def test_a_chat_without_a_template_is_no_reason_to_refuse_for_memory(tmp_path, gpus, memory):
     """The first layout lacks memory and a later one does not; and prompts that cannot be rendered
-    have no length that could ask for memory."""
+    have no length that could need memory."""
     name = "Qwen3-8B"
     write_config(tmp_path / name, name)
     for file in write_model(tmp_path / "small").iterdir():

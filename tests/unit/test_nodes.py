@@ -13,7 +13,7 @@ from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE
 ENDPOINT = "node0:29500"
 
 
-def test_ranks_listen_where_gloo_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_listen_on_gloos_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert rank_address() == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib7")

@@ -110,7 +110,7 @@ def test_matched_lr_counts_an_update_once_however_many_steps_are_skipped_after_i
     assert gradients.reductions == 0
 
 
-def test_matched_lr_goes_on_where_it_was_after_a_resume():
+def test_matched_lr_continues_after_a_resume():
     control, resumed = (MatchedLr(MatchedLrControl(target_update_norm=1.0)) for _ in range(2))
     gradients = gradient([1.0, 1.0])
     control.apply(step(gradients))

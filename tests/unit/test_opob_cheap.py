@@ -131,7 +131,7 @@ def test_a_group_without_any_score_has_the_plain_mean_and_disturbs_no_other():
     assert centred.tolist() == [0.5, -0.5, 0.0, -2.0]
 
 
-def test_a_response_without_trained_tokens_has_no_say():
+def test_a_response_without_trained_tokens_has_no_effect():
     batch, _, _ = bandit()
     masked = batch.replace(mask=torch.tensor([0.0, 1, 1, 1, 1, 1], dtype=EXACT))
     other = masked.replace(rewards=masked.rewards.clone().index_fill(0, torch.tensor([0]), 99.0))

@@ -255,7 +255,7 @@ def test_the_gpu_image_can_run_the_gpu_tests_as_any_user() -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_an_image_runs_as_nobody_in_particular_and_knows_whether_it_is_well(image: str) -> None:
+def test_an_image_runs_as_any_user_and_checks_its_health(image: str) -> None:
     text = (ROOT / image).read_text()
     before, user, after = re.split(r"^USER (.+)$", text, flags=re.MULTILINE)
     assert user == "10001" or (user == "${RUN_AS}" and "\nARG RUN_AS=10001\n" in before)

@@ -219,7 +219,7 @@ def test_a_gpu_gets_a_window_without_grouped_heads(monkeypatch):
     assert asked == [(True, False)]
 
 
-def test_layers_with_and_without_a_window_are_told_apart_by_their_number():
+def test_layers_with_and_without_a_window_are_distinguished_by_number():
     config = TransformerConfig(num_layers=3, hidden_size=8, num_attention_heads=1)
     assert window_of(config, 1) is None
     config.window_size, config.window_attn_skip_freq = (4, 0), [1, 0, 1]

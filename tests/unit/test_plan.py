@@ -116,9 +116,7 @@ def test_a_tied_embedding_is_kept_on_the_first_and_on_the_last_stage(tmp_path):
 
 
 @pytest.mark.parametrize(("family", "tied"), [("gemma", True), ("qwen3", False)])
-def test_embeddings_are_tied_as_the_family_means_it_where_the_file_says_nothing(
-    tmp_path, family, tied
-):
+def test_embeddings_are_tied_by_the_familys_default(tmp_path, family, tied):
     folder = write_model(tmp_path / "model", **(GEMMA if family == "gemma" else {}))
     content = json.loads((folder / "config.json").read_text())
     del content["tie_word_embeddings"]
@@ -336,7 +334,7 @@ def test_a_dense_model_has_no_experts_to_divide(file):
     ]
 
 
-def test_replay_of_experts_wants_some_and_says_what_it_carries(file, tmp_path):
+def test_replay_of_experts_requires_some_and_reports_what_it_carries(file, tmp_path):
     assert keys(plan(file, "policy.routing_replay=rollout")) == ["policy.routing_replay"]
     mixture = write_run(tmp_path / "mixture", **MIXTURE)
     asked = ["flow.prompts_per_step=6", "policy.routing_replay=rollout"]
@@ -732,7 +730,7 @@ def test_a_stop_token_that_the_model_does_not_have_is_refused(file):
     }
 
 
-def test_a_reward_server_where_nobody_listens_is_told_and_not_waited_for(file, monkeypatch):
+def test_an_absent_reward_server_is_reported_without_waiting(file, monkeypatch):
     def told(port, timeout_s):
         settings = f"{{url: 'http://127.0.0.1:{port}/x'}}"
         reward = f"{{name: http, timeout_s: {timeout_s}, settings: {settings}}}"
@@ -1109,7 +1107,7 @@ def test_epochs_of_a_mixture_follow_its_weights_and_rows_beyond_the_plans_are_co
     assert epochs == [40 * 0.75 / 30, 40 * 0.25 / 5]
 
 
-def test_held_out_prompts_that_are_trained_on_are_told(file: Path) -> None:
+def test_held_out_prompts_in_the_training_data_are_reported(file: Path) -> None:
     held_out = file.parent / "held_out.jsonl"
     evaluated = (f"data.eval={held_out}", "eval={}")
     held_out.write_text('{"prompt": "1+2=", "answer": "3"}\n')
@@ -1449,7 +1447,7 @@ def test_machines_that_would_have_nothing_are_refused(file, arguments, said):
     assert said in output
 
 
-def test_ranks_that_exchange_activations_between_machines_are_told(file):
+def test_ranks_that_exchange_activations_between_machines_are_reported(file):
     note = "a node has 3 of them, so this passes over the network between machines"
     six = ("policy.device=cuda", "policy.parallel.ranks=6", "policy.parallel.tensor=2")
     planned = plan(file, *six, "flow.prompts_per_step=6", machine=replace(NODE, nodes=2))

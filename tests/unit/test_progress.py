@@ -217,6 +217,16 @@ def test_the_panel_shows_the_phase_before_the_first_step(terminal: Run) -> None:
     progress.close()
 
 
+def test_a_lag_without_a_maximum_is_shown_without_one(terminal: Run) -> None:
+    progress = Progress(terminal.dir, 50, terminal.console)
+    terminal.say("training")
+    terminal.step(1, **{"lag/max": None})
+    progress.close()
+    assert re.search(r"mean 1\.25 +weight versions behind", terminal.shown)
+    print_summary(terminal.dir, terminal.console)
+    assert "mean 1.25 versions" in terminal.shown
+
+
 def test_a_supervised_run_shows_its_loss_and_no_lag(terminal: Run) -> None:
     progress = Progress(terminal.dir, 50, terminal.console)
     unsampled = {
@@ -234,7 +244,7 @@ def test_a_supervised_run_shows_its_loss_and_no_lag(terminal: Run) -> None:
         assert absent not in terminal.shown
 
 
-def test_the_panel_says_how_busy_the_engines_are_and_how_many_are_left(terminal: Run) -> None:
+def test_the_panel_shows_how_busy_the_engines_are_and_how_many_are_left(terminal: Run) -> None:
     progress = Progress(terminal.dir, 50, terminal.console)
     engines = {
         "engine/busy_share": 0.875,
@@ -281,7 +291,7 @@ def test_the_panel_shows_the_held_out_loss_of_a_supervised_run(terminal: Run) ->
         assert absent not in terminal.shown
 
 
-def test_a_silent_run_says_so(terminal: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_run_is_reported(terminal: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: now)
     progress = Progress(terminal.dir, 50, terminal.console)
@@ -319,7 +329,7 @@ def test_a_pipe_gets_plain_lines_once_per_news(pipe: Run, monkeypatch: pytest.Mo
     assert "step 2/50" in second
 
 
-def test_rewards_that_fail_are_told_while_the_run_goes_on_and_after_it(
+def test_rewards_that_fail_are_reported_during_the_run_and_after_it(
     terminal: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress_module, "PLAIN_EVERY_S", 0.0)
@@ -381,7 +391,7 @@ def test_the_last_words_of_an_earlier_start_are_not_this_ones(pipe: Run) -> None
     assert "starting" in pipe.shown
 
 
-def test_the_summary_tells_what_came_of_the_run(pipe: Run) -> None:
+def test_the_summary_shows_the_results_of_the_run(pipe: Run) -> None:
     for step in range(1, 4):
         pipe.step(step)
     pipe.say("finished", 3, before=0.31, after=0.875)

@@ -159,7 +159,7 @@ DIVISIONS = re.findall(
 @looped(("nodes", "trainer_nodes", "overrides"), DIVISIONS)
 @looped("name", [name for name in NAMES if "_32b" in name])
 @untried_rewards()
-def test_a_recipe_of_32_billion_weights_fits_fewer_and_more_machines_as_its_page_says(
+def test_the_32b_recipe_fits_the_documented_numbers_of_machines(
     unchanged: Path, name: str, nodes: str, trainer_nodes: str, overrides: str, gigabytes: int
 ) -> None:
     file = unchanged / "examples" / "recipes" / f"{name}.yaml"
@@ -278,7 +278,7 @@ def test_a_recipe_is_planned_trained_evaluated_and_converted(checkout: Path) -> 
 
 
 def test_the_first_machine_plans_for_all_of_them(checkout: Path) -> None:
-    """On one machine alone every recipe of several would be refused for want of GPUs."""
+    """On one machine alone every recipe of several would be refused for lack of GPUs."""
     places = {"NNODES": "4", "TRAINER_NODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "node0"}
     (port,) = free_ports(1)
     _, said, asked = run(checkout, "qwen2.5_32b", **places, RAY_PORT=str(port))
@@ -293,7 +293,7 @@ def test_another_machine_only_trains(checkout: Path) -> None:
     assert trained.endswith("qwen2.5_32b.yaml --nnodes 2 --node-rank 1 --rdzv-endpoint node0:29500")
 
 
-def test_a_machine_that_waits_for_the_model_says_so(checkout: Path) -> None:
+def test_a_machine_that_waits_for_the_model_reports_it(checkout: Path) -> None:
     (checkout / "models" / "Qwen2.5-32B" / ".fetched").unlink()
     places = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0", "FETCH_S": "0"}
     code, said, asked = run(checkout, "qwen2.5_32b", **places)
@@ -317,7 +317,7 @@ def test_what_is_no_recipe_is_refused(
     assert said in words
 
 
-def test_a_second_look_is_asked_for_once_and_nothing_is_told_of_the_answer() -> None:
+def test_a_second_look_is_requested_once_and_reveals_nothing_of_the_answer() -> None:
     game, prompt = SecondLook(), Prompt(id="p", text="", token_ids=(1,), fields={"answer": "42"})
     game.reset(prompt)
     first, second = game.step("It is 42."), game.step("It is 42.")

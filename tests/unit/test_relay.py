@@ -174,7 +174,7 @@ def test_a_version_arrives_whole_in_the_other_machines_memory(machines: Machines
     assert {ref.path for ref in copy.manifest.buckets} == machines.files()
 
 
-def test_a_broken_transfer_goes_on_at_the_byte_where_it_stood(machines: Machines) -> None:
+def test_a_broken_transfer_continues_at_the_byte_where_it_stopped(machines: Machines) -> None:
     def cut_twice(number: int, sent: int, piece: bytes) -> bytes | None:
         stop = PREAMBLE + (400_000, 150_000)[number] if number < 2 else None
         if stop is not None and sent >= stop:
@@ -315,7 +315,7 @@ def test_a_server_that_is_gone_is_given_up(machines: Machines) -> None:
         machines.agent(nobody).fetch(1, manifest)
 
 
-def test_a_peer_that_says_nothing_is_cut_off() -> None:
+def test_a_silent_peer_is_cut_off() -> None:
     server = RelayServer("127.0.0.1", silence_s=0.1)
     try:
         with socket.create_connection((server.address.host, server.address.port)) as peer:
@@ -328,7 +328,7 @@ def test_a_peer_that_says_nothing_is_cut_off() -> None:
         server.close()
 
 
-def test_a_version_goes_on_while_a_newer_one_is_staged(machines: Machines) -> None:
+def test_a_transfer_continues_while_a_newer_version_is_staged(machines: Machines) -> None:
     newer: list[Manifest] = []
 
     def stage_meanwhile(number: int, sent: int, piece: bytes) -> bytes:

@@ -274,7 +274,7 @@ def test_copies_go_with_their_agent_and_are_brought_anew_when_needed() -> None:
     run(body)
 
 
-def test_an_agent_starts_again_only_once_nobody_reads_the_copies_of_the_one_before() -> None:
+def test_an_agent_starts_again_only_once_no_engine_reads_its_predecessors_copies() -> None:
     """It clears away what that one left."""
 
     async def body() -> None:
@@ -307,7 +307,7 @@ def test_an_agent_that_fails_for_good_costs_its_machines_engines_and_no_others()
             await until(lambda: any(all_engines for *_, all_engines in harness.lost))
             await here.load(harness.updates)
             assert [lost[2] for lost in harness.lost] == [False, False, True]
-            why = "no weights came to its machine: OSError: no route to host"
+            why = "no weights reached its machine: OSError: no route to host"
             assert harness.lost[-1] == (THERE, why, True)
             assert "and the engines there with it" in harness.notes[-1]
             assert await harness.released(1)
@@ -389,7 +389,7 @@ def test_sets_are_sent_to_one_after_another_and_each_in_its_turn() -> None:
                     await asyncio.sleep(0)
                 (now,) = set(asked(harness)) - set(order)
                 if not order:
-                    harness.stage(2)  # whoever has had a turn waits for the others'
+                    harness.stage(2)  # a machine that has had a turn waits for the others'
                 order.append(now)
                 harness.started[now].gate.set()
             await until(lambda: harness.updates.copies.newest(engines[order[0]].machine))

@@ -124,7 +124,7 @@ def write_state(folder: Path, name: str, **facts: object) -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_nodes_meet_whoever_comes_first(launchers: Launchers, first: int) -> None:
+def test_nodes_meet_in_any_order_of_arrival(launchers: Launchers, first: int) -> None:
     nodes = {first: launchers.start(first)}
     nodes[1 - first] = launchers.start(1 - first)
     zero, one = (nodes[rank].result(PATIENT_S) for rank in (0, 1))
@@ -161,7 +161,7 @@ def test_a_refusal_before_node_0_listens_is_heard_by_all(launchers: Launchers) -
     first.result(PATIENT_S)
 
 
-def test_a_node_that_nobody_waits_for_ends(
+def test_a_node_that_no_other_waits_for_ends(
     launchers: Launchers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test uses a clock that only its own waits move."""
@@ -184,7 +184,7 @@ def test_node_0_names_the_nodes_that_did_not_come(launchers: Launchers) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_state_of_a_killed_launcher_deceives_nobody(
+def test_the_state_of_a_killed_launcher_misleads_no_other(
     launchers: Launchers, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     monkeypatch.setattr(rendezvous, "REACH_S", 0.05)
@@ -334,7 +334,7 @@ def test_a_taken_port_is_reported_and_a_released_one_is_free(launchers: Launcher
     assert error_of(one).startswith("node 0 (")
 
 
-def test_one_machine_meets_nobody_and_needs_no_torch(
+def test_one_machine_meets_no_other_and_needs_no_torch(
     launchers: Launchers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_load_torch", "serve_store", "software"):

@@ -89,6 +89,25 @@ def test_a_report_takes_rows_that_lack_what_had_no_data(tmp_path: Path) -> None:
     assert curves["max at lag 0"] == [0.5]
 
 
+def test_a_lag_without_a_maximum_is_shown_without_one(tmp_path: Path) -> None:
+    run = sampled_run(tmp_path / "demo", 4)
+    file = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    shown = {}
+    for key in ("", "lag/max", "lag/histogram"):
+        for row in rows:
+            row.pop(key, None)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        shown_page = page(run)
+        assert "None" not in re.sub(r"<script.*?</script>", "", shown_page, flags=re.DOTALL)
+        shown[key] = re.findall(
+            r"<small>(mean lag[^<]*)|lag of a token</th><td>([^<]*)", shown_page
+        )
+    assert shown[""] == [("mean lag, max 2", ""), ("", "mean 0.75, max 2 versions")]
+    assert shown["lag/max"] == [("mean lag", ""), ("", "mean 0.75 versions")]
+    assert shown["lag/histogram"] == []
+
+
 def fleet_run(run_dir: Path, steps: int, *, dropped: bool = True) -> Path:
     """Two engines; the second is gone in the end; each step takes ten seconds from second 1000
     on."""
@@ -284,7 +303,7 @@ def test_counts_that_a_resume_began_again_are_added_up(tmp_path: Path) -> None:
     assert dropped.groups == {"late": 6, "of equal reward": 1}
 
 
-def test_versions_of_engines_are_told_as_versions_behind_and_a_gone_engine_has_none() -> None:
+def test_versions_of_engines_are_shown_as_lag_and_a_lost_engine_has_none() -> None:
     rows: list[MetricRow] = [
         {"step": 4, "version": 4, "engine/versions": [3, 1]},
         {"step": 5, "version": 5, "engine/versions": [4, -1]},
@@ -360,7 +379,7 @@ def test_the_page_begins_with_the_reward_and_ends_with_the_settings(tmp_path: Pa
     assert next(iter(drawn_in(page(run)))) == "Reward", "the script draws it first"
 
 
-def test_the_tables_say_how_the_run_went_and_how_fast(tmp_path: Path) -> None:
+def test_the_tables_show_the_result_and_the_speed_of_the_run(tmp_path: Path) -> None:
     run_data = read_run(sampled_run(tmp_path / "demo", 40))
     tables = {title: dict(facts) for title, facts in tables_of(run_data)}
     assert tables["Result"]["lag of a token"] == "mean 0.75, max 2 versions"
@@ -490,10 +509,11 @@ def test_every_part_of_the_reward_has_its_curve(tmp_path: Path) -> None:
     assert [(curve["name"], curve["y"][-1]) for curve in curves] == [("right", 0.25), ("short", -1)]
 
 
-def test_ticks_of_an_axis_have_as_few_digits_as_tell_them_apart() -> None:
+def test_ticks_of_an_axis_have_as_few_digits_as_distinguish_them() -> None:
     assert list(map(tick, [0.0, 0.25, 12_000])) == ["0", "0.25", "12,000"]
     assert list(map(tick, [0.999990, 0.999995, 1.0])) == ["0.99999", "0.999995", "1"]
-    assert list(map(tick, [2e-6, 2.01e-6])) == ["2e-06", "2.01e-06"]
+    assert list(map(tick, [2e-6, 2.01e-6])) == ["2e-6", "2.01e-6"]
+    assert list(map(tick, [2e10, -3e-12])) == ["2e10", "-3e-12"]
 
 
 def test_panels_of_the_picture_lie_below_its_title_and_apart(
@@ -589,7 +609,7 @@ def test_the_run_that_stands_beside_is_drawn_where_they_differ(tmp_path: Path) -
     assert drawn() == {}
 
 
-def test_an_unfinished_run_says_how_far_it_came(tmp_path: Path) -> None:
+def test_an_unfinished_run_reports_its_last_step(tmp_path: Path) -> None:
     run_dir = sampled_run(tmp_path / "demo", 3)
     write_status(run_dir, Status(phase="training", step=3, steps=80, time=0.0, before=0.31))
     assert read_run(run_dir).headline.endswith("training at step 3 of 80")

@@ -209,7 +209,7 @@ def test_an_aborted_response_keeps_what_was_sampled(tmp_path: Path) -> None:
         (output([]), RuntimeError, "ended its response to prompt 'p'"),
     ],
 )
-def test_what_vllm_says_instead_of_a_response_is_the_next_report(
+def test_vllms_error_instead_of_a_response_is_the_next_report(
     tmp_path: Path, said: Any, error: type[Exception], message: str
 ) -> None:
     async def work(responses: Responses, llm: FakeLLM) -> None:
@@ -222,7 +222,7 @@ def test_what_vllm_says_instead_of_a_response_is_the_next_report(
 
 
 @pytest.mark.parametrize("went_on", [False, True])
-def test_a_death_of_vllm_is_told_with_the_last_error_of_the_engines_log(
+def test_a_death_of_vllm_is_reported_with_the_last_error_of_the_engines_log(
     tmp_path: Path, went_on: bool
 ) -> None:
     """Not with one of a while ago, after which the process worked on."""
@@ -358,7 +358,7 @@ def test_a_turn_of_an_agent_that_is_gone_ends_and_costs_its_sample_alone(tmp_pat
         assert (sample.reward_error, sample.response_ids.tolist()) == ("the agent raised", [9])
         await asyncio.wait([gone.call])
         assert gone.call.cancelled()
-        assert llm.aborted == [llm.collectors[0].request_id]  # and nobody waits for the answer
+        assert llm.aborted == [llm.collectors[0].request_id]  # and nothing waits for the answer
         assert (await responses.reports.take(0.01))[0].num_rows == 0
 
     working(tmp_path, work)

@@ -483,7 +483,7 @@ def test_mar_train_refuses_another_run_in_the_directory_and_changes_nothing(
     assert {file.name: file.read_bytes() for file in run_dir.iterdir()} == before
 
 
-def test_moments_that_config_and_checkpoint_both_refuse_are_told_once(config: Path) -> None:
+def test_moments_that_config_and_checkpoint_both_refuse_are_reported_once(config: Path) -> None:
     checkpoint = made(config, step=2) / "checkpoint"
     step = checkpoint / "step_2"
     (step / "sharded").mkdir(parents=True)

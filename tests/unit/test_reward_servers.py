@@ -108,11 +108,11 @@ def test_a_server_that_fails_for_a_while_is_asked_again() -> None:
     ("answer", "said"),
     [
         (saying("no such model", 404), "answered 404 Not Found: 'no such model'"),
-        (saying("<html>"), "answered what is not JSON: '<html>'"),
-        (saying('{"score": 1}'), 'and not a number or {"reward": number}'),
-        (saying('{"reward": true}'), 'and not a number or {"reward": number}'),
+        (saying("<html>"), "answered something other than JSON: '<html>'"),
+        (saying('{"score": 1}'), 'not a number or {"reward": number}'),
+        (saying('{"reward": true}'), 'not a number or {"reward": number}'),
         (saying("9" * 400), "answered '9999"),
-        (saying("[" * 100_000), "answered what is not JSON: '[[[["),
+        (saying("[" * 100_000), "answered something other than JSON: '[[[["),
         (saying('{"reward": NaN}'), "the reward is nan, not a finite number of at most 1e+30"),
         (saying("1" * 2**21), "answered more than 1048576 bytes"),
     ],
@@ -158,7 +158,7 @@ def test_what_answers_without_the_response_gives_no_reward(status: int, posted: 
         assert found == Scored(reward=1.0)
     else:
         assert f"answered {status}, a redirection to http://127.0.0.1:" in str(found.error)
-        assert "/there that leaves out what is posted" in str(found.error)
+        assert "/there that drops the posted response" in str(found.error)
 
 
 def test_a_response_cannot_end_the_tags_in_which_its_judge_reads_it() -> None:
@@ -184,7 +184,7 @@ def test_a_response_cannot_end_the_tags_in_which_its_judge_reads_it() -> None:
 
 def test_a_server_that_stays_broken_is_given_up_before_the_time_limit() -> None:
     error = scored(saying("overload", 500), timeout_s=1.0).error
-    assert "answered 500 Internal Server Error: 'overload'; given up after 1 s" in str(error)
+    assert "answered 500 Internal Server Error: 'overload'; gave up after 0.9 s" in str(error)
 
 
 def test_a_server_that_hangs_or_is_not_there_is_given_up_and_named() -> None:
@@ -192,7 +192,7 @@ def test_a_server_that_hangs_or_is_not_there_is_given_up_and_named() -> None:
         await asyncio.sleep(600)
         raise AssertionError
 
-    assert "did not answer; given up after 0.5 s" in str(scored(hang, timeout_s=0.5).error)
+    assert "did not answer; gave up after 0.45 s" in str(scored(hang, timeout_s=0.5).error)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     error = asyncio.run(asked("http", {"url": url}, 0.5)).error
@@ -233,12 +233,17 @@ def test_a_judge_s_score_is_read_off_the_last_line_that_gives_one(line: str, rew
     assert scored(chat(line), "judge", model="m") == Scored(reward=reward)
 
 
+def test_a_typographic_minus_is_a_minus() -> None:
+    found = scored(chat("Score: \u22125"), "judge", model="m", lowest=-10.0)
+    assert found == Scored(reward=0.25)
+
+
 @looped(
     ("answer", "said"),
     [
         (chat("Very good!"), "the judge gave no score: 'Very good!'"),
         (chat("Score: -5"), "the judge gave -5, not from 0 to 10"),
-        (chat("Score: \u22125"), "the judge gave no score"),
+        (chat("Score: \u22125"), "the judge gave -5, not from 0 to 10"),
         (chat("Score (0-10):"), "the judge gave no score"),
         (chat("Score: 7-8"), "the judge gave no score"),
         (chat("Score: 7,5"), "the judge gave no score"),

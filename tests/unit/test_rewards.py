@@ -42,7 +42,7 @@ def prompt(**fields: Any) -> Prompt:
     return Prompt(id="p7", text="?", token_ids=(1,), fields=fields)
 
 
-def test_math_says_nothing_of_limits_that_its_process_has(
+def test_math_reports_no_limits_that_its_process_enforces(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for part in ("grader", "parser"):
@@ -412,7 +412,7 @@ def test_a_function_in_the_working_directory_is_a_reward(
             "importing 'FILE_broken' failed: ZeroDivisionError: division by zero",
         ),
         ("FILE_needy:score", "install or fix a_package_nobody_has"),
-        ("FILE:scores", "has no 'scores'; did you mean 'FILE:score'"),
+        ("FILE:scores", "has no 'scores'; did you mean 'score'"),
         ("FILE:number", "is a int, not a function"),
         ("FILE:one", r"takes \(response\), but is called with \(prompt, response\)"),
         ("FILE:three", "'FILE:three' needs mood, and 'mood' is missing"),
@@ -459,8 +459,8 @@ def test_an_async_function_and_one_of_lists_are_known_by_how_they_are_written(
         ("FILE:score", {"tag": 1}, ".settings", "has no setting 'tag'; it takes none"),
         ("arithmetic", {"tag": 1}, ".settings", "arithmetic has no setting 'tag'"),
         ("http", {}, ".settings", "'url' is missing"),
-        ("http", {"url": "localhost:1"}, ".settings.url", "is not an address of a server"),
-        ("http", {"url": "http://h:99999"}, ".settings.url", "is not an address of a server"),
+        ("http", {"url": "localhost:1"}, ".settings.url", "is not the address of a server"),
+        ("http", {"url": "http://h:99999"}, ".settings.url", "is not the address of a server"),
         ("http", {"url": "http://h", "api_key_env": "NOT_SET"}, ".settings.api_key_env", "not set"),
         ("judge", {}, ".settings", "url and model, and 'url' is missing; write"),
         ("judge", {"url": "http://h"}, ".settings", "'model' is missing"),
@@ -506,7 +506,7 @@ def test_a_judge_reads_the_fields_that_its_template_names() -> None:
         ),
     ],
 )
-def test_parts_that_say_too_much_or_too_little_are_refused(
+def test_parts_with_too_many_or_too_few_settings_are_refused(
     settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

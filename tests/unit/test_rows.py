@@ -39,7 +39,7 @@ REPORTS = [
 ROWS = [one for report in REPORTS for one in rows_of(report)]
 
 
-def test_a_row_says_what_its_sample_says() -> None:
+def test_a_row_has_the_content_of_its_sample() -> None:
     for one, expected in zip(ROWS, SAMPLES, strict=True):
         for name in ("id", "reward", "valid", "truncated", "length", "total_length"):
             assert getattr(one, name) == getattr(expected, name), name

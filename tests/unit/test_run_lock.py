@@ -45,7 +45,7 @@ def test_a_second_run_is_refused_and_the_first_named_until_it_has_ended(tmp_path
         pass
 
 
-def test_a_machine_with_the_number_of_another_is_told_of_numbers(
+def test_a_machine_with_the_number_of_another_is_refused_with_the_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with lock_run_dir(tmp_path):
@@ -79,7 +79,7 @@ def test_ranks_that_outlive_their_killed_launcher_keep_the_directory(tmp_path: P
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks_is_said_and_no_obstacle(
+def test_a_file_system_without_locks_is_reported_and_accepted(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(descriptor: int, operation: int) -> None:
@@ -113,7 +113,7 @@ objective: {loss: reinforce}
 """
 
 
-def test_only_a_run_that_goes_on_is_asked_for_engines_and_only_one_whose_engines_can_join(
+def test_only_a_run_that_works_and_can_add_engines_accepts_a_new_number(
     tmp_path: Path,
 ) -> None:
     run_dir = tmp_path / "run"

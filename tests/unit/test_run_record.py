@@ -1,5 +1,5 @@
 """A resume compares the newest checkpoint with the run's own records: a run that had a checkpoint
-never starts again at step 0 by itself, and goes on with its own files alone."""
+never starts again at step 0 by itself, and continues with its own files alone."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_a_checkpoint_of_another_run_is_refused(config: Path) -> None:
     (run_dir / "metrics.jsonl").unlink()  # a checkpoint may be copied into a new folder
     assert problems(config) == []
     assert "has no metrics.jsonl of the steps before" in notes(config)[0]
-    # And the run that goes on in there may crash before its first step, or before it saves again.
+    # And the run that continues in there may crash before its first step, or before it saves again.
     for rows in ([], [{"step": n, "version": n, "time": n} for n in (6, 7)]):
         write_lines(run_dir / "metrics.jsonl", rows)
         assert problems(config) == []
@@ -277,7 +277,7 @@ def test_a_sample_log_that_ends_before_the_checkpoint_is_refused(config: Path) -
     (run_dir / MARK_FILE).unlink()
     assert problems(config) == []
     assert "has no sample log of the steps before" in notes(config)[0]
-    # The run that goes on without them may crash before it saves again.
+    # The run that continues without them may crash before it saves again.
     log = SampleLogWriter(run_dir, SamplesConfig())
     log.begin(6, after=LogMark.of(saved_mark(config)).segment)
     log.admitted(9, 6)

@@ -650,7 +650,7 @@ def test_an_evaluation_that_a_crash_repeats_stands_there_once(tmp_path: Path) ->
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0, 2.5])
 def test_through_a_crash_each_step_has_what_its_trainer_got(tmp_path: Path, ratio: float) -> None:
-    """A controller trains three steps, is saved after the first, and dies; the next goes on."""
+    """A controller trains three steps, is saved after the first, and dies; the next continues."""
 
     def one() -> FakeEngine:
         engine = FakeEngine()
@@ -827,7 +827,7 @@ def test_a_log_that_cannot_be_written_is_noted_once_and_tried_again(
     assert "3 rows of it are missing" in events(tmp_path)[1]
 
 
-def test_a_full_disk_leaves_what_was_whole_and_the_process_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_whole_spans_and_the_process_continues(tmp_path: Path) -> None:
     process = FORKS.Process(target=write_to_a_full_disk, args=(tmp_path,))
     process.start()
     process.join(600)

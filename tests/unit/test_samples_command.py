@@ -69,7 +69,7 @@ def test_best_worst_and_random_choose_among_a_step_or_all(tmp_path: Path) -> Non
     assert len(ids(tmp_path, "--random", 1000)) == GROUP * (STEPS + 1), "what there is"
 
 
-def test_a_failed_reward_is_neither_best_nor_worst_and_says_so(tmp_path: Path) -> None:
+def test_a_failed_reward_is_neither_best_nor_worst_and_is_shown(tmp_path: Path) -> None:
     failed = {"0-0": float("nan"), "0-1": -1.0, "4-3": 99.0}
 
     def fails(one: Sample) -> Sample:
@@ -125,7 +125,7 @@ def test_a_narrow_terminal_breaks_lines_and_loses_nothing(tmp_path: Path, width:
         (["--best", "1", "--worst", "1"], "--worst and --best\n  exclude each other"),
     ],
 )
-def test_what_is_not_there_is_said_with_its_fix(
+def test_a_missing_file_or_step_is_reported_with_its_fix(
     tmp_path: Path, options: list[str], message: str
 ) -> None:
     result = mar(logged_run(tmp_path), *options)
@@ -143,7 +143,7 @@ def test_what_is_not_there_is_said_with_its_fix(
         ({"rollout": {}}, "has no samples yet"),
     ],
 )
-def test_a_run_without_samples_says_why(
+def test_a_run_without_samples_reports_the_reason(
     tmp_path: Path, config: dict[str, object] | None, message: str
 ) -> None:
     if config is not None:
@@ -153,7 +153,7 @@ def test_a_run_without_samples_says_why(
     assert message in result.output
 
 
-def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported(tmp_path: Path) -> None:
     result = mar(tmp_path / "none")
     assert result.exit_code == 2
     assert "none is not a directory" in result.output
@@ -287,7 +287,7 @@ def test_a_config_of_another_version_is_shown_as_it_is(tmp_path: Path) -> None:
     assert "removed:\n  key: 1" in (run_dir / "report.html").read_text()
 
 
-def test_a_page_says_that_settings_and_samples_are_missing(tmp_path: Path) -> None:
+def test_a_page_reports_missing_settings_and_samples(tmp_path: Path) -> None:
     run_dir = damaged(tmp_path)
     shutil.rmtree(run_dir / FOLDER)
     assert report(run_dir).exit_code == 0

@@ -148,7 +148,9 @@ def test_what_renormalises_does_not_go_with_log_probs_taken_for_the_trainers(
         ),
     ],
 )
-def test_what_would_become_wrong_is_said(file: Path, overrides: tuple[str, ...], what: str) -> None:
+def test_settings_with_wrong_results_are_reported(
+    file: Path, overrides: tuple[str, ...], what: str
+) -> None:
     assert what in refusal(file, "rollout.sampling.top_p=0.9", *overrides)
     loaded(file, *overrides)
 

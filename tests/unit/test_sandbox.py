@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -115,6 +116,29 @@ print(attempt(lambda: os.open(os.__file__, os.O_RDWR)), os.getuid() == 0)
 
 
 @NAMESPACES
+def test_libraries_are_found_where_the_linker_finds_them() -> None:
+    """A Python that is built with a shared library needs it to start at all."""
+    source = f"import os\nprint(os.path.isfile({sandbox.LINKER_CACHE!r}), os.listdir('/etc'))"
+    there = os.path.isfile(sandbox.LINKER_CACHE)
+    assert printed(source) == f"{there} {[Path(sandbox.LINKER_CACHE).name] if there else []}\n"
+
+
+def test_a_starter_with_many_open_files_may_run_programs(isolation: Any) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    held: list[int] = []
+    try:
+        with open(os.devnull) as file:
+            while not held or held[-1] < 1100:
+                held.append(os.dup(file.fileno()))
+        assert printed("print(1)", isolation=isolation) == "1\n"
+    finally:
+        for one in held:
+            os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@NAMESPACES
 def test_it_inherits_no_variable_and_no_open_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "k")
     with open(__file__) as file:
@@ -159,7 +183,7 @@ for kind, place in (
     assert said == ["ConnectionRefusedError", "OSError", "ConnectionRefusedError"]
 
 
-def test_it_has_no_socket_that_passes_by_a_network_and_reads_nobodys_keys(isolation: Any) -> None:
+def test_it_has_no_socket_around_the_network_and_reads_no_foreign_keys(isolation: Any) -> None:
     """AF_VSOCK reaches the host of a virtual machine, from every network namespace."""
     source = """
 import ctypes, os, socket
@@ -520,7 +544,7 @@ def test_a_programs_folder_is_in_one_that_a_later_start_finds(
 
 
 def test_the_code_that_a_tester_asks_is_bounded_too() -> None:
-    """Its sandbox is another one, which nobody waits for."""
+    """Its sandbox is another one, which nothing waits for."""
     source = """
 def grow():
     for i in range(10**6):
@@ -591,7 +615,7 @@ def test_isolation_that_cannot_be_set_up_is_reported_and_nothing_is_run(
     text = Path(sandbox._PROGRAM).read_text()
     program.write_text(text.replace('control.sendall(b"ready\\n")', "1 / 0"))
     monkeypatch.setattr(sandbox, "_PROGRAM", program)
-    with pytest.raises(RewardError, match=r"isolation: no program can be run: .*division by zero"):
+    with pytest.raises(RewardError, match=r"isolation: programs cannot run: .*division by zero"):
         load_reward("code", {"isolation": "rlimits"})
 
 
@@ -971,7 +995,7 @@ for _ in range(8):
     command = [sys.executable, "-I", "-S", "-c", others]
     burning = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
     try:
-        with pytest.raises(ProgramsStarved, match="the machine is busy"):
+        with pytest.raises(ProgramsStarved, match="the machine is too busy"):
             score(source, tests, timeout_s=1.5)
     finally:
         for pid in burning:

@@ -77,7 +77,7 @@ def test_exact_lag_waits_for_the_version_and_for_everything_it_makes() -> None:
     assert taken == [[0], [1], [2], [3], [4]], "3 was made by version 1 and 4 by version 2"
 
 
-def test_an_aborted_response_goes_on_with_its_tokens_and_its_group_keeps_its_deadline() -> None:
+def test_an_aborted_response_continues_with_its_tokens_and_its_groups_deadline() -> None:
     harness = SchedulerHarness(2, 1.0)
     harness.admit()
     tokens = partial(0, 0)
@@ -185,7 +185,7 @@ def test_the_deadlines_of_groups_that_are_gone_are_kept_no_account_of() -> None:
     assert len(harness.scheduler._table.due) <= 3
 
 
-def test_a_late_group_that_finishes_after_all_trains_whoever_else_is_missing() -> None:
+def test_a_late_group_that_finishes_trains_even_if_others_are_missing() -> None:
     harness = SchedulerHarness(2, 1.0, late="drop")
     harness.admit()
     harness.finish(0, 1)

@@ -171,7 +171,7 @@ class World(RuleBasedStateMachine):
             self.sampled(request, data.draw(st.sampled_from(able)))
 
     def able(self, request: Request) -> list[int]:
-        """Versions of engines that may go on with the request."""
+        """Versions of engines that may continue with the request."""
         latest = self.began.get(request.id, (0, 0))[1]
         return sorted(
             {held for held in self.held if held >= max(self.minimum_version[request.id], latest)}

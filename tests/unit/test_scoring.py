@@ -90,6 +90,22 @@ def score(prompt, response):
                 pass
         case "return twice":
             return float(os.fork() == 0)
+        case "close everything":
+            os.closerange(3, 256)
+            time.sleep(600)
+        case "orphan the socket":
+            if os.fork() == 0:
+                with open(prompt.fields["file"], "w") as file:
+                    file.write(f"{os.getpid()}.")
+                time.sleep(600)
+            while not os.path.exists(prompt.fields["file"]):
+                pass
+            os.kill(os.getppid(), 9)
+            time.sleep(600)
+        case "sockets of a command":
+            command = ["sh", "-c", "ls -l /proc/self/fd"]
+            listed = subprocess.run(command, close_fds=False, capture_output=True, text=True)
+            return float(listed.stdout.count("socket:"))
         case "touch":
             open(prompt.fields["file"], "w").close()
         case "pid":
@@ -116,7 +132,7 @@ def relative(prompt, responses, *, tokens, held_out):
 WAITING = []
 
 async def meet(prompt, response, *, parties=0):
-    # Goes on when `parties` calls are in it, and would wait for ever for one fewer.
+    # Continues when `parties` calls are in it, and would wait for ever for one fewer.
     import asyncio
     if response == "block":
         time.sleep(600)
@@ -197,11 +213,11 @@ def test_a_regex_that_backtracks_for_ever_costs_its_response_alone(
 
     stuck, during, after = scored_by(config(module, timeout_s=1, workers=1), work, new_loop)
     assert stuck == Scored(reward=0.0, error="no reward within rollout.reward.timeout_s: 1")
-    assert during > 100, "the event loop went on meanwhile"
+    assert during > 100, "the event loop continued meanwhile"
     assert after == Scored(reward=4.0)
 
 
-def test_what_hangs_says_where_it_stands_before_it_is_killed(
+def test_a_hanging_reward_reports_its_line_before_it_is_killed(
     module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def work(scorer: Scorer) -> None:
@@ -320,6 +336,33 @@ def test_a_daemon_that_a_reward_left_behind_ends_with_its_process(
     assert psutil.wait_procs(daemons, timeout=60)[1] == []
 
 
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_process_without_its_socket_is_replaced(
+    module: str, tmp_path: Path, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """It closed the socket and continues, or ended while another process holds the socket open."""
+    file = tmp_path / "pid"
+
+    async def work(scorer: Scorer) -> list[Scored]:
+        asked = [prompt("close everything"), prompt("orphan the socket", file=str(file)), prompt()]
+        return [await scorer.score(one, "abc") for one in asked]
+
+    scored = scored_by(config(module, timeout_s=60, workers=1), work, new_loop)
+    os.kill(int(file.read_text()[:-1]), signal.SIGKILL)
+    assert scored == [
+        Scored(reward=0.0, error="the reward's process ended with code 1; see the engine's log"),
+        Scored(reward=0.0, error="the reward's process was ended by SIGKILL; see the engine's log"),
+        Scored(reward=3.0),
+    ]
+
+
+def test_a_command_of_a_reward_inherits_no_socket(module: str) -> None:
+    async def work(scorer: Scorer) -> Scored:
+        return await scorer.score(prompt("sockets of a command"), "abc")
+
+    assert scored_by(config(module, timeout_s=300, workers=1), work) == Scored(reward=0.0)
+
+
 def test_a_child_that_comes_back_from_the_reward_scores_nothing(module: str) -> None:
     """`os.fork` gives the child the socket too: its answer would be another's reward."""
 
@@ -392,7 +435,7 @@ def test_a_process_that_cannot_be_started_is_an_error_of_its_responses(
     assert after == Scored(reward=3.0)
 
 
-def test_a_response_that_nobody_waits_for_is_not_scored(module: str, tmp_path: Path) -> None:
+def test_a_response_without_a_waiter_is_not_scored(module: str, tmp_path: Path) -> None:
     file, go_on = tmp_path / "scored", tmp_path / "go on"
 
     async def work(scorer: Scorer) -> Scored:
@@ -577,6 +620,25 @@ def test_math_counts_the_time_that_it_computes() -> None:
     assert scored_by(settings, work) == Scored(reward=1.0)
 
 
+def test_math_that_computes_past_both_limits_is_wrong() -> None:
+    """The loop was busy when the limit on processor time was reached, and until the other one."""
+    asked = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": "42"})
+
+    async def work(scorer: Scorer) -> Scored:
+        (worker,) = scorer.pools[0].processes
+        os.kill(worker.pid, signal.SIGSTOP)
+        scored = asyncio.create_task(scorer.score(asked, "1"))
+        await asyncio.sleep(0)
+        worker.calls[1].deadline = 0.0
+        worker.calls[1].cpu_until_s = 0.0
+        for _ in range(2):
+            worker._out_of_time(1)
+        return await scored
+
+    settings = RewardConfig(name="math", workers=1, timeout_s=300)
+    assert scored_by(settings, work) == Scored(reward=0.0)
+
+
 def test_math_names_an_answer_it_cannot_read() -> None:
     asked = Prompt(id="p7", text="?", token_ids=(1,), fields={"answer": r"\text{}"})
 
@@ -584,11 +646,11 @@ def test_math_names_an_answer_it_cannot_read() -> None:
         return await scorer.score(asked, "42")
 
     error = scored_by(RewardConfig(name="math", workers=1, timeout_s=600), work).error
-    assert r"prompt p7: `answer` '\\text{}' is nothing that math-verify can read" in str(error)
+    assert r"prompt p7: `answer` '\\text{}' is not readable by math-verify" in str(error)
 
 
 def test_a_reward_that_takes_lists_gets_what_waits_in_one_call(module: str) -> None:
-    """The first goes alone, as nobody else waits yet; a failing or deadly one costs itself."""
+    """The first goes alone, as no other call waits yet; a failing or deadly one costs itself."""
     cut = RewardContext(finish_reason="length")
 
     async def work(scorer: Scorer) -> list[Scored]:
@@ -649,7 +711,7 @@ def test_one_call_of_an_async_reward_costs_no_other(
     assert scored_by(settings, work) == [Scored(reward=0.0, error=error), fine, fine, fine]
 
 
-def test_a_reward_is_told_what_it_asks_for(module: str) -> None:
+def test_a_reward_receives_the_arguments_that_it_names(module: str) -> None:
     known = RewardContext(finish_reason="length", tokens=2, seconds=0.5, version=7, held_out=True)
 
     async def work(scorer: Scorer) -> Scored:

@@ -48,7 +48,7 @@ def choices(groups: list[Waiting], count: int, step: int) -> list[tuple[Waiting,
 
 
 @given(plan=plans(), window=st.sampled_from([0.0, 0.5, 1.0, 5.0]))
-def test_windowed_takes_a_batch_that_makes_nobody_late_exactly_when_there_is_one(
+def test_windowed_takes_a_batch_that_makes_no_group_late_exactly_when_there_is_one(
     plan: tuple[list[Waiting], int], window: float
 ) -> None:
     groups, count = plan
@@ -95,7 +95,7 @@ def test_oldest_first_waits_for_the_oldest() -> None:
     assert oldest_first([groups[0], groups[2]], 2) == [groups[0], groups[2]]
 
 
-def test_nobody_from_outside_the_window_overtakes() -> None:
+def test_no_group_from_outside_the_window_overtakes() -> None:
     groups = [Waiting(i, 9, None if i == 0 else 10 - i) for i in range(6)]
     assert windowed(groups, 2, 5, 0.5) == [groups[2], groups[1]]
     assert windowed(groups, 2, 5, 1.0) == [groups[3], groups[2]]

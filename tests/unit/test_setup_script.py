@@ -82,7 +82,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_a_machine_without_python_312_is_told_what_to_install(machine: Machine) -> None:
+def test_a_machine_without_python_312_gets_the_command_to_install_it(machine: Machine) -> None:
     machine.has("bin/python3", "3.11")
     machine.has("bin/python3.12", "3.11")  # a shim whose version is switched off fails like this
     done = machine.set_up()

@@ -75,7 +75,7 @@ def test_tensors_stay_readable_after_the_file_is_gone(tmp_path: Path) -> None:
     assert torch.equal(received["a"], torch.full((1000,), 7.0))
 
 
-def test_a_reader_that_writes_changes_nobody_elses_tensors(tmp_path: Path) -> None:
+def test_a_reader_that_writes_changes_no_other_readers_tensors(tmp_path: Path) -> None:
     _file, ref = written(tmp_path, a=torch.zeros(4))
     dict(BucketReader().read(ref))["a"].fill_(1.0)
     assert torch.equal(dict(BucketReader().read(ref))["a"], torch.zeros(4))

@@ -1,5 +1,5 @@
-"""Ctrl-C, SIGTERM and a closed terminal ask a run to stop; the launcher itself goes on until
-everything has ended."""
+"""Ctrl-C, SIGTERM and a closed terminal request a stop of the run; the launcher itself continues
+until everything has ended."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rich.console import Console
 
 from megatron_async_rl.launch import launcher as launch
 from megatron_async_rl.launch.addresses import Nodes
-from megatron_async_rl.launch.signals import deferred
+from megatron_async_rl.launch.ending import deferred_signals
 from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.watchdog import watch
 
 IN_A_TERMINAL = """
 import signal, sys, time
 from pathlib import Path
-from megatron_async_rl.launch.signals import deferred
+from megatron_async_rl.launch.ending import deferred_signals
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-with deferred() as seen:
+with deferred_signals() as seen:
     print("ready", flush=True)
     while not seen:
         time.sleep(0.01)
@@ -45,7 +45,7 @@ def as_in_a_terminal() -> Iterator[None]:
 
 @pytest.mark.usefixtures("as_in_a_terminal")
 def test_each_ctrl_c_and_the_first_hang_up_counts() -> None:
-    with deferred() as seen:
+    with deferred_signals() as seen:
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             os.kill(os.getpid(), number)
         assert seen == [signal.SIGHUP, signal.SIGINT, signal.SIGTERM]
@@ -56,7 +56,7 @@ def test_each_ctrl_c_and_the_first_hang_up_counts() -> None:
 def test_a_run_that_is_to_outlive_its_terminal_does() -> None:
     earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with deferred() as seen:
+        with deferred_signals() as seen:
             os.kill(os.getpid(), signal.SIGHUP)
             assert seen == []
     finally:

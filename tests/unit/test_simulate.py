@@ -231,8 +231,8 @@ def test_a_run_shows_its_rates(measured: Path) -> None:
 
 
 def test_an_engine_takes_as_long_as_it_was_busy_where_responses_are_alike(tmp_path: Path) -> None:
-    """Then nothing tells a token's time from a response's, and lives are shorter than what the
-    engine does for all: those that end first wait for nobody."""
+    """Then nothing distinguishes a token's time from a response's, and lives are shorter than what
+    the engine does for all: those that end first wait for nothing."""
     rates = calibrate([logs_of_a_run(tmp_path, longest=5, handed_s=0.01)], cores=2).rates
     assert min(rates.decode[0]) >= 0
     took = 24 * rates.prompt_s + 4 * rates.token_s(24)

@@ -172,7 +172,7 @@ def test_a_plateau_is_what_lies_next_to_the_best_rate() -> None:
     assert [plateau(measured(rows), by=area)[1] for area in (0.82, 0.73, 0.9)] == [2.0, 8.0, 0.0]
 
 
-def test_a_variant_is_as_wide_as_its_loss_s_best_area_says() -> None:
+def test_a_variants_width_comes_from_its_losss_best_area() -> None:
     from tables import tables
 
     scans = {"tis": (0.7, 0.84, 0.83, 0.1), "tis_spared": (0.7, 0.84, 0.9, 0.82)}

@@ -148,7 +148,7 @@ def test_a_version_that_another_rank_could_not_write_is_none(tmp_path: Path) -> 
     staging.close()
 
 
-def test_a_rank_that_fails_takes_its_further_parts_and_tells_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_fails_takes_its_further_parts_and_informs_the_others(tmp_path: Path) -> None:
     """The parts may be a walk that all ranks make together."""
     ranks, asked = WithAnother(), []
     told = ranks.summed

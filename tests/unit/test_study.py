@@ -250,7 +250,7 @@ def test_a_directory_with_other_settings_is_refused_by_name(tmp_path: Path, stan
     assert started(tmp_path / "grid.yaml") == []
 
 
-def test_ctrl_c_stops_each_run_after_its_step_and_the_same_command_goes_on(
+def test_ctrl_c_stops_each_run_after_its_step_and_the_same_command_continues(
     tmp_path: Path, stand_in: Path
 ) -> None:
     grid = write_grid(tmp_path, seeds=(9, 10, 1))
@@ -358,7 +358,8 @@ def test_a_failure_before_the_first_step_is_tried_again(tmp_path: Path, stand_in
 def test_two_signals_at_once_are_passed_on_as_two(
     tmp_path: Path, stand_in: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From one look to the next the run has heard the signal before, however busy the machine."""
+    """From one look to the next the run has received the signal before, however busy the
+    machine."""
     interrupts: list[int] = []
     monkeypatch.setattr(study_module, "deferred", lambda: nullcontext(interrupts))
     run_dir, send, sent = tmp_path / "study" / "s0-seed3", subprocess.Popen.send_signal, []

@@ -46,6 +46,21 @@ def test_a_banned_phrase_is_rejected_in_docstrings_comments_and_messages(style: 
     assert [line for line, _ in found] == [1, 3]
 
 
+def test_a_banned_phrase_is_rejected_on_a_page_and_not_in_its_code(style: Any) -> None:
+    page = (
+        "# A page\n\nThe run goes\non. See\n`what it says`.\n\n- [A run](it_says.md)\n\n"
+        "```\nThe file says why.\n```\nIt tells.\n"
+    )
+    assert [line for line, _ in style.page_phrases(page)] == [3, 12]
+
+
+def test_every_banned_phrase_is_found_in_a_sentence(style: Any) -> None:
+    for phrase in style.PHRASES:
+        for text in (f"It is {phrase} here.", f"{phrase.capitalize()} here."):
+            assert phrase in style.found_phrases(text), phrase
+    assert [*style.found_phrases("No more than it.tell, go on_exit, and there is no key.")] == []
+
+
 def test_a_class_or_alias_with_the_name_of_another_is_rejected(style: Any) -> None:
     first = ast.parse("class Row: ...\nKey = tuple[str, ...]\nLIMIT = 1\n")
     second = ast.parse("class _Row: ...\ntype Key = str\nLIMIT = 1\n")

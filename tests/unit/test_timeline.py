@@ -51,9 +51,7 @@ def test_a_span_ends_when_the_next_begins_and_is_on_disk_then(tmp_path: Path, cl
     ]
 
 
-def test_a_restart_goes_on_after_what_a_crash_left_half_written(
-    tmp_path: Path, clock: Clock
-) -> None:
+def test_a_restart_continues_after_a_line_that_a_crash_cut(tmp_path: Path, clock: Clock) -> None:
     first = Timeline(tmp_path, "engine-0")
     first.enter("busy")
     clock.now += 1

@@ -164,7 +164,7 @@ def test_chat_messages_go_through_the_models_template(example: Path, tmp_path: P
     )
 
 
-def test_a_chat_prompt_without_a_template_says_so(example: Path, tmp_path: Path) -> None:
+def test_a_chat_prompt_without_a_template_is_refused(example: Path, tmp_path: Path) -> None:
     data = tmp_path / "chat.jsonl"
     data.write_text('{"prompt": [{"role": "user", "content": "1"}]}\n')
     with pytest.raises(DataError, match=r"chat.jsonl:1: .*has no chat template"):

@@ -1,5 +1,5 @@
 """Experiment trackers, the real libraries without a server: they get the numbers that
-`RUN/metrics.jsonl` has, a resumed run goes on in the same run, and they cannot end a run."""
+`RUN/metrics.jsonl` has, a resumed run continues in the same run, and they cannot end a run."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def read_mlflow(run_dir: Path) -> Read:
 
 def wandb_records(file: Path) -> Iterator[bytes]:
     """Records of a file that `wandb sync` would send: LevelDB's log format after a header of 7
-    bytes. A block has 32 KiB; a record may go on in the next."""
+    bytes. A block has 32 KiB; a record may continue in the next."""
     data = file.read_bytes()
     at, record = 7, b""
     while at + 7 <= len(data):
@@ -175,7 +175,7 @@ def test_a_tracker_that_hangs_keeps_so_many_lines_and_no_more(run_dir, monkeypat
     assert "failing is 2 lines behind at step" in capsys.readouterr().err
 
 
-def test_a_tracker_that_does_not_end_holds_up_nobody(monkeypatch, capsys):
+def test_a_tracker_that_does_not_end_holds_up_nothing(monkeypatch, capsys):
     never = threading.Event()
     monkeypatch.setattr(Failing, "close", lambda self: never.wait())
     monkeypatch.setattr(trackers, "END_S", 0.01)

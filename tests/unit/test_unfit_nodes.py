@@ -152,7 +152,7 @@ def test_a_machine_that_engines_cannot_run_on_is_named_with_the_fix(
     assert len(left) == (not node.silent), "one that joined earlier may be lost by now"
 
 
-def test_a_gpu_in_use_that_ray_has_handed_out_is_nobodys_fault() -> None:
+def test_a_gpu_in_use_that_ray_has_assigned_is_not_a_fault() -> None:
     gpus = (Gpu("H100", 80 * GIB, used=70 * GIB),)
     node = NodeReport(host="b", software=software(), gpus=gpus)
     assert unfit(nodes=(node,), occupied=1) == []

@@ -119,7 +119,7 @@ def test_a_name_that_is_gone_is_found_out() -> None:
 
 
 class Core:
-    """vLLM's engine process, as far as an update asks it: its calls, in order. `idle`: it stops at
+    """vLLM's engine process, as far as an update calls it: its calls, in order. `idle`: it stops at
     once, else when `stops` is answered."""
 
     def __init__(self, *, idle: bool, answers: list[dict[str, Loaded]]) -> None:

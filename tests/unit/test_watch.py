@@ -82,7 +82,7 @@ def until(done: Callable[[], bool], timeout_s: float = 600) -> None:
         time.sleep(0.05)
 
 
-def test_the_state_says_what_the_process_waits_for_achieved_and_offers(
+def test_the_state_shows_what_the_process_waits_for_achieved_and_offers(
     tmp_path: Path, start: Start
 ) -> None:
     process = start(WAITS)
@@ -98,7 +98,7 @@ def test_the_state_says_what_the_process_waits_for_achieved_and_offers(
     assert state["pid"] == process.pid
     assert state["progress"]["samples"][0] == 5
     assert state["facts"]["queue"] == 7
-    assert state["facts"]["broken"].startswith("ZeroDivisionError")  # and the heartbeat goes on:
+    assert state["facts"]["broken"].startswith("ZeroDivisionError")  # and the heartbeat continues:
     until(lambda: state_of(tmp_path)["activities"][0]["since_s"] > wait["since_s"])
 
 

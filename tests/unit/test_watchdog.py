@@ -166,7 +166,7 @@ def test_a_run_moves_while_any_process_of_it_does(run: RunOfProcesses) -> None:
     assert any(look_for(run.watchdog(5.0), 6) is None for _ in range(20))
 
 
-def test_a_phase_may_last_as_long_as_it_said_and_no_longer(run: RunOfProcesses) -> None:
+def test_a_phase_may_last_as_long_as_it_announced_and_no_longer(run: RunOfProcesses) -> None:
     run.start("rank 0", WAITS)
     began = time.monotonic()
     run.start("engine-0", STARTS, "4")
@@ -280,7 +280,7 @@ def view(
             ],
             ["controller"],
         ),
-        # It died long before the others stood still: they went on without it.
+        # It died long before the others stalled: they continued without it.
         (
             [
                 view("rank 0", wait=9),
@@ -313,7 +313,7 @@ def test_the_surest_evidence_alone_is_named(views: list[ProcessSnapshot], named:
     assert [sentence.split(" (pid")[0] for sentence in sentences] == named
 
 
-def test_in_a_run_that_moves_nobody_is_named_for_long_work() -> None:
+def test_in_a_run_that_moves_no_process_is_named_for_long_work() -> None:
     assert suspects([view("rank 0", work=60), view("core")], still_s=1) == ()
 
 

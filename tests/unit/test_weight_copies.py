@@ -155,7 +155,7 @@ def others(config, source=Path()):
     return ReferencePolicies(config, Objective(config).needs, model), model.chunks[0]
 
 
-def test_an_objective_that_compares_with_nobody_keeps_nothing():
+def test_an_objective_without_a_comparison_keeps_nothing():
     kept, _ = others(ObjectiveConfig(proximal="recompute"))
     assert (kept.reference, kept.average, kept.snapshots, kept.trained) == (None, None, None, None)
     assert kept.parameter_state() == {}

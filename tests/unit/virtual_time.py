@@ -1,5 +1,5 @@
-"""Coroutines in a time in which nothing takes time: the clock stands while any of them can go on or
-a thread works for them, and then moves to the next timer. A test's seconds, deadlines and orders
+"""Coroutines in a time in which nothing takes time: the clock stands while any of them can continue
+or a thread works for them, and then moves to the next timer. A test's seconds, deadlines and orders
 hold on a machine of any speed."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 def run[Result](work: Coroutine[Any, Any, Result]) -> Result:
-    """`asyncio.run` in such a time, which `time.monotonic` tells too."""
+    """`asyncio.run` in such a time, which `time.monotonic` returns, too."""
     with (
         asyncio.Runner(loop_factory=_Loop) as runner,
         mock.patch.object(time, "monotonic", runner.get_loop().time),

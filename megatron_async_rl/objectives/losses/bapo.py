@@ -1,4 +1,4 @@
-"""BAPO (arXiv 2510.18927): PPO's clip with bounds searched anew for each batch, so that positive
+"""BAPO (arXiv 2510.18927): PPO's clip with bounds searched for each batch, so that positive
 tokens keep their share.
 
 share(low, high) = sum_{A>0} min(w A, clip(w, 0, high) A) / sum |min(w A, clip(w, low, high) A)|, w

@@ -14,7 +14,7 @@ def gmpo(batch: TokenBatch, settings: GmpoLoss) -> SequenceLoss:
     """l = -A exp(mean_t c_t), c_t = min(log r_t, clip_high) where A_t > 0, max(log r_t, -clip_low)
     where A_t < 0, else 0.
 
-    r = pi / pi_prox; A is the mean of the sequence's advantages (all the same, with one reward per
+    r = pi / pi_prox; A is the mean of the sequence's advantages (all equal, with one reward per
     response). [N] -> [S]. Defaults: clip_low = clip_high = 0.4, bounds on the log-ratio. Each token
     is clipped on one side only, the one on which a further step would count as improvement. A mean
     above 20 is cut to it, and has no gradient.

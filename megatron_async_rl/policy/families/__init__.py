@@ -1,8 +1,8 @@
-"""The model families, one file each: `FAMILY`, facts as plain data, and the class that maps the
-model to Megatron. Nothing else lists the families.
+"""Model families, one file each: `FAMILY` holds facts as plain data and the class that maps the
+model to Megatron. A new file adds a family; nothing else lists them.
 
-Invariant: a family's file loads no torch before its bridge is called, so that `mar plan` and `mar
-doctor` read the facts without it. The class is therefore made inside a function.
+Invariant: a family's file does not import torch before its bridge is called, so that `mar plan` and
+`mar doctor` read the facts without torch. A function therefore defines the class.
 """
 
 from __future__ import annotations
@@ -22,43 +22,47 @@ QWEN3_BIAS = {
         "false: with it the output projection has a bias, which vLLM leaves out",
     )
 }
-"""Rules that several families share, as `supported.EXPECTED`."""
+"""Rules that several families share, in the format of `supported.EXPECTED`."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A value of `model_type` in config.json.
-
-    models, biases: as text. window: which layers have `sliding_window`, where it is used. mixture:
-    of experts, in every layer. tied: what a missing `tie_word_embeddings` means. layer_norms,
-    head_norms: of each layer, over the hidden state and over a head. float32_norms: they compute in
-    float32 whatever the model's dtype. ropes: the values of rope_type. only: the family's own
-    rules, as `EXPECTED`. local: why its layers cannot be Transformer Engine's, if so.
-    window_switch: `sliding_window` is used only with `use_sliding_window`. first_layers_full:
-    `max_window_layers` is the number of layers before the first window. bridge: makes the class
-    that maps the model to Megatron, and its weights to their names.
-    """
+    """Facts about the models with one `model_type` in config.json."""
 
     model_type: str
     architecture: str
     models: str
+    """Names of the models, as text."""
     bridge: Callable[[], Any]
+    """Returns the class that maps the model and the names of its weights to Megatron."""
     window: Window = "none"
+    """Layers in which a configured `sliding_window` applies."""
     biases: str = "none"
+    """Projections with biases, as text."""
     mixture: bool = False
+    """True for a mixture of experts in every layer."""
     tied: bool = False
+    """Default of a missing `tie_word_embeddings`."""
     layer_norms: int = 2
+    """Norms per layer over the hidden state."""
     head_norms: int = 0
+    """Norms per layer over a head."""
     float32_norms: bool = False
+    """True if norms compute in float32 for every dtype of the model."""
     ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    """Supported values of `rope_type`."""
     only: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    """Rules of this family, in the format of `supported.EXPECTED`."""
     local: str = ""
+    """Reason why Transformer Engine cannot compute its layers; empty if it can."""
     window_switch: bool = False
+    """True if `sliding_window` applies only with `use_sliding_window`."""
     first_layers_full: bool = False
+    """True if `max_window_layers` is the number of layers before the first window."""
 
 
 def found_families() -> dict[str, Family]:
-    """Return the family of each file in this folder, by its `model_type`."""
+    """Return `model_type` -> family, for each file of this folder."""
     modules = [
         importlib.import_module(f"{__name__}.{one.name}") for one in pkgutil.iter_modules(__path__)
     ]

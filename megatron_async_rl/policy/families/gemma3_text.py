@@ -29,8 +29,8 @@ def bridge() -> Any:
     from megatron_async_rl.policy.layers import GemmaNorm, NormedAdd
 
     class Gemma3(PolicyBridge, Qwen3Bridge):
-        """Norms before and behind attention and MLP; layers with a window and layers without one,
-        each kind with its own frequencies."""
+        """Gemma 3: norms before and after attention and MLP; layers with and without a window,
+        each kind with its own rotary frequencies."""
 
         norm = GemmaNorm
 
@@ -45,6 +45,7 @@ def bridge() -> Any:
         def _adjust_mapping_for_shared_weights(self) -> None:
             super()._adjust_mapping_for_shared_weights()
             layer = "model.layers.{layer_number}"
+            # Norms after attention and MLP sit in Megatron's bias-dropout-add modules (`adapt`).
             self._OTHER_MAPPING = {
                 "input_layernorm.weight": [f"{layer}.input_layernorm.weight"],
                 "self_attn_bda.weight": [f"{layer}.post_attention_layernorm.weight"],
@@ -54,19 +55,23 @@ def bridge() -> Any:
 
         @property
         def embedding_scale(self) -> float:  # type: ignore[override]
-            """Rounded to the model's dtype, as transformers and vLLM do."""
+            """Scale of the embeddings, rounded to the model's dtype like in transformers and
+            vLLM."""
             return float(torch.tensor(self.hf_config.hidden_size**0.5, dtype=self.dtype))
 
         def _softmax_scale(self) -> float:
+            # Not 1 / sqrt(head_dim): Gemma configures the scale separately.
             return float(self.hf_config.query_pre_attn_scalar**-0.5)
 
         def set_rotation(self, rotary: torch.nn.Module) -> None:
             both = [self._frequencies(kind) for kind in ("full_attention", "sliding_attention")]
+            # One buffer with both halves: a layer selects its half (LocalOrGlobalAttention).
             rotary.inv_freq = torch.cat(both).to(rotary.inv_freq)
 
         def _frequencies(self, kind: str) -> Tensor:
             rope = self.hf_config.rope_parameters[kind]
             width = self.hf_config.head_dim
+            # float32, as in vLLM: rounding in bfloat16 would shift the angles of high positions.
             pairs = torch.arange(0, width, 2, dtype=torch.float32)
             frequencies: Tensor = 1.0 / rope["rope_theta"] ** (pairs / width)
             return frequencies / rope["factor"] if rope["rope_type"] == "linear" else frequencies
@@ -93,5 +98,5 @@ FAMILY = Family(
     head_norms=2,
     ropes=("default", "linear"),
     only=NO_BIAS | GEMMA,
-    local="norms behind attention and MLP, and a rotation for each kind of layer",
+    local="norms after attention and MLP, and a rotation for each kind of layer",
 )

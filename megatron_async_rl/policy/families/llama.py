@@ -13,10 +13,11 @@ def bridge() -> Any:
     from megatron_async_rl.policy.bridge import PolicyBridge
 
     class Llama(PolicyBridge, LLaMABridge):
-        """Llama 2 and 3. With `attention_bias` all four projections of attention have one."""
+        """Llama 2 and 3. With `attention_bias`, all four attention projections have a bias."""
 
         @property
         def output_bias(self) -> bool:  # type: ignore[override]
+            # Megatron has one switch for query, key and value; the output projection has its own.
             return bool(self.hf_config.attention_bias)
 
     return Llama

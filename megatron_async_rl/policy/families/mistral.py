@@ -13,7 +13,7 @@ def bridge() -> Any:
     from megatron_async_rl.policy.bridge import PolicyBridge
 
     class Mistral(PolicyBridge, LLaMABridge):
-        """A sliding window in every layer or in none. Its files have Llama's names."""
+        """Mistral: a sliding window in every layer or in none. Weights have Llama's names."""
 
     return Mistral
 

@@ -13,7 +13,7 @@ def bridge() -> Any:
     from megatron_async_rl.policy.bridge import PolicyBridge
 
     class Qwen2(PolicyBridge, Qwen2Bridge):
-        """Qwen 2 and 2.5, dense."""
+        """Qwen 2 and 2.5, dense; mbridge has all names and biases."""
 
     return Qwen2
 

@@ -13,9 +13,8 @@ def bridge() -> Any:
     from megatron_async_rl.policy.bridge import PolicyBridge
 
     class Qwen3Moe(PolicyBridge, Qwen3MoEBridge):
-        """Routing is the checkpoint's, in float32, and nothing else touches it: every token reaches
-        its experts (no capacity), and the load-balancing loss is off whatever config.json sets
-        (`router_aux_loss_coef` is for pre-training: it would add a gradient to every objective)."""
+        """Qwen 3 MoE with the checkpoint's routing in float32: every token reaches its experts (no
+        capacity limit), and the load-balancing loss is off."""
 
         def _build_config(self) -> Any:
             hf = self.hf_config
@@ -24,14 +23,16 @@ def bridge() -> Any:
                 num_moe_experts=hf.num_experts,
                 moe_ffn_hidden_size=hf.moe_intermediate_size,
                 moe_router_topk=hf.num_experts_per_tok,
-                # With softmax before the choice the chosen weights stay as they are; after it they
-                # add up to one.
+                # Softmax before the choice keeps the chosen weights; softmax after it makes them
+                # sum to one.
                 moe_router_pre_softmax=not hf.norm_topk_prob,
+                # Rounded to bfloat16, close scores would be equal, and other experts could win.
                 moe_router_dtype="fp32",
+                # `router_aux_loss_coef` is for pre-training; it would add a gradient to every
+                # objective.
                 moe_router_load_balancing_type="none",
                 moe_aux_loss_coeff=0.0,
-                # Ranks have micro-batches of different sizes, which an all-gather of tokens does
-                # not permit.
+                # An all-gather of tokens requires micro-batches of equal size on all ranks.
                 moe_token_dispatcher_type="alltoall",
             )
 

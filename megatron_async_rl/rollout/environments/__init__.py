@@ -1,16 +1,14 @@
-"""Environments: what answers the model's turns, so that another one follows. Their protocol, and
-how one is found by its name.
+"""Environments: programs that answer the model's turns. Their protocol, and their lookup by name.
 
-Invariants every environment keeps:
-- an object serves one sample; it lives in a process of its own from `reset` to the end;
-- a wrong or strange response is not a failure: it is answered, and rewarded low. What raises costs
-  its sample.
+Invariants of every environment:
+- an object serves one sample; it has its process to itself from `reset` to the end;
+- a wrong or strange response is not a failure: the environment answers it with a low reward. An
+  exception fails the sample.
 """
 
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -23,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_async_rl.config.problem import shipped
+from megatron_async_rl.config.problem import shipped, suggestion
 from megatron_async_rl.config.rollout import AGENTS, TOOLS, EnvironmentConfig
 from megatron_async_rl.rollout.rewards.registry import LARGEST, RewardError, imported
 from megatron_async_rl.samples.types import Prompt
@@ -35,26 +33,27 @@ BUILT_IN = {
     one.name: f"{__name__}.built_in.{one.name}:ENVIRONMENT"
     for one in pkgutil.iter_modules([f"{__path__[0]}/built_in"])
 }
-"""Factories by name: each file of built_in/ is an environment."""
+"""Name -> factory. Each file of built_in/ is an environment."""
 
 Message = Mapping[str, Any]
-"""A chat message: `role`, `content`, and whatever else the template reads."""
+"""A chat message: `role`, `content`, and further keys that the template reads."""
 UNREAD = "unread_tool_call"
-"""Key of a message of the model: why a tool call in it could not be read."""
+"""Key of a model's message: the reason why its tool call could not be read."""
 UNREAD_CALLS = "unread_tool_calls"
-"""Name of their count among what a sample has measured."""
+"""Name under which a sample measures the number of such calls."""
 TurnContent = str | Sequence[Message]
-"""The words of an environment: text (of the user's role), or chat messages."""
+"""Content from an environment: text (with the role `user`), or chat messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     """The answer to one turn of the model.
 
-    `observation`: what it reads next; of no effect with `done`. `reward`: of this turn; a sample's
-    is their sum. `done`: the sample ends with this turn. `train`: false leaves the turn's tokens
-    out of the loss. `measured`: numbers by name, such as {"tool_errors": 1}, which do not count as
-    reward: their sums over a sample are shown with it and logged as `reward/part/NAME`.
+    `observation`: content that the model reads next; ignored with `done`. `reward`: reward of this
+    turn; the sample's reward is the sum over turns. `done`: the sample ends with this turn.
+    `train`: false excludes the turn's tokens from the loss. `measured`: numbers by name, such as
+    {"tool_errors": 1}, that are not part of the reward; their sums per sample are logged as
+    `reward/part/NAME`.
     """
 
     observation: TurnContent = ""
@@ -65,37 +64,29 @@ class Step:
 
 
 class Environment(Protocol):
-    """Both methods may be `async`; a method `close()`, where there is one, is called at the end."""
+    """Both methods may be `async`. An optional method `close()` is called at the end."""
 
     def reset(self, prompt: Prompt, /) -> TurnContent | Awaitable[TurnContent | None] | None:
-        """Begins; what it returns is put behind the prompt."""
+        """Begin a sample. The returned content is appended to the prompt."""
         ...
 
     def step(self, response: str, /) -> Step | Awaitable[Step]:
-        """`response`: the text of the model's turn, without special tokens."""
+        """Answer a turn. `response`: text of the turn, without special tokens."""
         ...
 
 
-class EnvironmentRefused(ValueError):
-    """An environment that cannot be loaded. `where`: the configuration's key."""
-
-    def __init__(self, where: str, what: str, fix: str) -> None:
-        super().__init__(where, what, fix)
-        self.where, self.what, self.fix = where, what, fix
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.what}; {self.fix}"
+class EnvironmentRefused(RewardError):
+    """An environment cannot be loaded. `where`: the configuration's key."""
 
 
 def load_factory(settings: EnvironmentConfig) -> Callable[[], Environment]:
-    """A call makes the environment of one sample. Raises EnvironmentRefused."""
+    """Return a factory that makes the environment of one sample. Raises EnvironmentRefused."""
     name = BUILT_IN.get(settings.name, settings.name)
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute or module_name.startswith("."):
-        nearest = difflib.get_close_matches(name, BUILT_IN, n=1)
-        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
         what = f"{name!r} is not module:factory"
-        fix = f"{hint}write for example my_game:Game, or one of {', '.join(BUILT_IN)}"
+        known = ", ".join(BUILT_IN)
+        fix = f"{suggestion(name, BUILT_IN)}write for example my_game:Game, or one of {known}"
         raise EnvironmentRefused(KEY, what, fix)
     module = _import(module_name, name)
     factory = getattr(module, attribute, None)
@@ -106,6 +97,7 @@ def load_factory(settings: EnvironmentConfig) -> Callable[[], Environment]:
     if settings.name in (TOOLS, *AGENTS):
         require_tool_parser(settings.tool_parser)
     if settings.name in BUILT_IN:
+        # Only built-in environments: making one of the user's may start a simulator.
         _try_settings(factory, settings)
     else:
         _check_methods(factory, name)
@@ -118,16 +110,16 @@ def load_factory(settings: EnvironmentConfig) -> Callable[[], Environment]:
 
 
 WHOLE = {"cohere_command3", "cohere_command4", "hf", "openai"}
-"""Tool parsers of vLLM that read no text: they are parts of its parsers of whole responses."""
+"""Tool parsers of vLLM that cannot parse text alone: they belong to parsers of whole responses."""
 
 
 @cache
 def tool_parsers() -> tuple[str, ...]:
-    """Names of vLLM's tool parsers, as its package registers them: it is read, and not imported,
-    which would take seconds and set environment variables."""
+    """Return the names of the tool parsers that vLLM registers."""
     found = importlib.util.find_spec("vllm")
     assert found is not None
     assert found.submodule_search_locations
+    # Parsed, not imported: importing vLLM takes seconds and sets environment variables.
     package = Path(found.submodule_search_locations[0], "tool_parsers", "__init__.py")
     for statement in ast.parse(package.read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
@@ -137,14 +129,12 @@ def tool_parsers() -> tuple[str, ...]:
 
 
 def require_tool_parser(name: str) -> None:
-    """Raises EnvironmentRefused for a name that vLLM does not have."""
+    """Raise EnvironmentRefused for a name that vLLM does not have."""
     if name not in tool_parsers():
-        nearest = difflib.get_close_matches(name, tool_parsers(), n=1)
-        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
         raise EnvironmentRefused(
             PARSER_KEY,
             f"vLLM has no tool parser {name!r}",
-            f"{hint}it has {', '.join(tool_parsers())}",
+            f"{suggestion(name, tool_parsers())}it has {', '.join(tool_parsers())}",
         )
 
 
@@ -176,7 +166,7 @@ def _check_settings(factory: Any, settings: EnvironmentConfig) -> None:
         raise EnvironmentRefused(
             SETTINGS,
             f"{settings.name} takes {signature}: {error}",
-            "give it the arguments that it takes",
+            "set these arguments, and no others",
         ) from error
 
 
@@ -194,19 +184,20 @@ def _try_settings(factory: Any, settings: EnvironmentConfig) -> None:
         raise EnvironmentRefused(
             SETTINGS,
             reported,
-            f"give it the settings that it takes ({shipped('docs/environments.md')})",
+            f"correct the settings ({shipped('docs/environments.md')})",
         ) from error
+    # The model should read that a tool was slow; the outer limit would end the sample first.
     if getattr(made, "timeout_s", 0.0) >= settings.timeout_s:
         raise EnvironmentRefused(
             "rollout.environment.settings.timeout_s",
-            f"{made.timeout_s:g} s is no less than rollout.environment.timeout_s:"
-            f" {settings.timeout_s:g}, after which the sample is lost",
-            "lower the one or raise the other",
+            f"{made.timeout_s:g} s is not below rollout.environment.timeout_s:"
+            f" {settings.timeout_s:g}, after which the sample fails",
+            "lower the former or raise the latter",
         )
 
 
 def _check_methods(factory: Any, name: str) -> None:
-    """Checks a class; what a function returns is known once it is called."""
+    """Check the methods of a class. The object that a function makes is unknown until the call."""
     if not inspect.isclass(factory):
         return
     for method, takes in (("reset", "prompt"), ("step", "response")):
@@ -223,7 +214,7 @@ def _check_methods(factory: Any, name: str) -> None:
 
 
 async def settled[Answer](answer: Answer | Awaitable[Answer]) -> Answer:
-    """Returns what a method that may be `async` returns."""
+    """Return the result of a method that may be `async`."""
     if inspect.isawaitable(answer):
         return await answer
     return answer
@@ -235,6 +226,7 @@ def checked_content(content: Any, source: str) -> TurnContent:
     `source`: the origin of the content, for the error."""
     if content is None:
         return ""
+    # Lone surrogates, from decoded shell output, would fail later, in the tokenizer or the log.
     if isinstance(content, str):
         return content.encode(errors="backslashreplace").decode()
     if isinstance(content, Sequence) and all(
@@ -254,14 +246,13 @@ def checked_content(content: Any, source: str) -> TurnContent:
 
 
 def require_finite(value: float, name: str) -> None:
-    """Raises ValueError for a value that is not a number, or might overflow float32 when added
-    up."""
+    """Raise ValueError for NaN, and for a value whose sums might overflow float32."""
     if not abs(value) <= LARGEST:
         raise ValueError(f"{name} is {value}, not a finite number of at most {LARGEST:g}")
 
 
 def checked_step(step: Any) -> dict[str, Any]:
-    """The fields of a step. Raises TypeError or ValueError for anything but a Step."""
+    """Return the fields of a step. Raises TypeError or ValueError for an invalid one."""
     if not isinstance(step, Step):
         raise TypeError(f"step returned a {type(step).__name__}, not a Step")
     content = checked_content(step.observation, "the observation of a step")
@@ -274,7 +265,9 @@ def checked_step(step: Any) -> dict[str, Any]:
         require_finite(value, f"{name} of a step")
     flags = {"done": step.done, "train": step.train}
     for name, flag in flags.items():
+        # A text such as "false" is true in Python: refuse it instead of ending the sample.
         if flag not in (True, False):
             raise TypeError(f"{name} of a step is {flag!r:.80}, not True or False")
-        flags[name] = bool(flag)  # of numpy's, too
+        flags[name] = bool(flag)  # converts numpy's bool, too
+    # Plain values: the result crosses a process boundary, where user classes cannot be unpickled.
     return {"observation": content, "reward": reward, "measured": measured, **flags}

@@ -1,5 +1,5 @@
-"""Calls of OpenAI's chat completions and their answers: what of a call counts, what is refused, and
-the forms that an answer has.
+"""Requests and answers of OpenAI's chat completions: supported keys, refused keys, and the formats
+of an answer.
 
 Invariant: a call is refused before anything is sampled for it.
 """
@@ -21,22 +21,22 @@ from megatron_async_rl.rollout.environments.transcript import Turn
 from megatron_async_rl.rollout.vllm.tool_parser import ToolParser
 
 MODEL = "policy"
-"""Name of the model; a call may give any."""
+"""Name of the model; a call may name any other."""
 FREE = {"tool_choice": ("auto", "none"), "response_format": ("text",)}
-"""Keys of a call with the values, or types, that force nothing."""
+"""Keys of a call, with the values or types that leave sampling unconstrained."""
 GRAMMARS = (
     "structured_outputs",
     *(f"guided_{one}" for one in ("json", "regex", "choice", "grammar")),
 )
-"""Keys, vLLM's own, that force what the model writes; so does logit_bias."""
+"""Keys of vLLM that constrain sampling; so does logit_bias."""
 TEMPLATE = ("chat_template", "chat_template_kwargs", "documents")
-"""Keys, vLLM's own, that change how messages are rendered."""
+"""Keys of vLLM that change the rendering of messages."""
 Decode = Callable[[Sequence[int]], str]
 
 
 class CallRefused(Exception):
-    """A call that cannot be answered; the agent gets the text with `status`, and OpenAI's `code`
-    for it."""
+    """A call that cannot be answered. The agent receives the message with HTTP `status` and
+    OpenAI's error `code`."""
 
     def __init__(self, what: str, *, status: int = 400, code: str | None = None) -> None:
         super().__init__(what)
@@ -49,14 +49,14 @@ class CallRefused(Exception):
 
 
 def same(message: Message) -> tuple[Any, ...]:
-    """The content that identifies a message: clients add null keys and change ids."""
+    """Return the content that identifies a message: clients add null keys and change ids."""
     functions = [call["function"] for call in message.get("tool_calls") or ()]
     calls = [(one["name"], _read(one["arguments"])) for one in functions]
     return message.get("role"), message.get("content") or "", calls
 
 
 def _read(arguments: str) -> Any:
-    """An agent may write them again, with other white space."""
+    """Return the arguments of a tool call independent of white space: clients reformat them."""
     try:
         return json.loads(arguments)
     except ValueError:
@@ -65,8 +65,8 @@ def _read(arguments: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatCompletion:
-    """The parts of a chat-completion request that are used. `maximum`: tokens of its turn; null
-    uses all the room. `reads_calls`: parse tool calls in the model's text."""
+    """The supported keys of a chat-completion request. `maximum`: maximum tokens of its turn, or
+    None for all the remaining room. `reads_calls`: parse tool calls in the model's text."""
 
     messages: Sequence[Message]
     tools: Any
@@ -76,13 +76,14 @@ class ChatCompletion:
     logprobs: bool
     stream: bool
     usage: bool
-    """A stream ends with the numbers of tokens."""
+    """True if a stream ends with token counts."""
 
 
 def read_call(body: Any, parser: ToolParser) -> ChatCompletion:
-    """Raises CallRefused for what cannot be answered, or not as it is asked."""
+    """Parse a request. Raises CallRefused for requests that a rollout cannot fulfil."""
     if not isinstance(body, Mapping):
         raise CallRefused("the call is not a JSON object")
+    # Silently returning another answer than requested would change what the agent does.
     if body.get("n") not in (None, 1):
         raise CallRefused("n must be 1: a session is one sample")
     for key in ("max_tokens", "max_completion_tokens"):
@@ -94,16 +95,17 @@ def read_call(body: Any, parser: ToolParser) -> ChatCompletion:
         given = given.get("type", given) if isinstance(given, Mapping) else given
         if given is not None and given not in free:
             raise CallRefused(
-                f"{key}: {given!r} forces what the model writes, and a rollout samples it freely;"
-                f" leave it out, or make it {' or '.join(map(repr, free))}"
+                f"{key}: {given!r} constrains sampling, and a rollout samples freely; omit it, or"
+                f" set it to {' or '.join(map(repr, free))}"
             )
     _require_own_ways(body)
     if body.get("functions"):
-        raise CallRefused("functions are OpenAI's old form of tools; give tools")
+        raise CallRefused("functions is OpenAI's former name of tools; send tools")
     stop, tools = body.get("stop") or [], body.get("tools") or None
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(one, str) and one for one in stop):
         raise CallRefused(f"stop must be text, or a list of texts, not {stop!r:.80}")
+    # vLLM's own schema decides: a parser would fail on invalid tools only after sampling.
     try:
         parser.request(tools)
     except (ValueError, TypeError) as error:
@@ -124,31 +126,29 @@ def read_call(body: Any, parser: ToolParser) -> ChatCompletion:
 
 
 def _require_own_ways(body: Mapping[str, Any]) -> None:
-    """Raises CallRefused for what would change how the run reads and draws, and may not be passed
-    over."""
+    """Raise CallRefused for keys that would change rendering or sampling: trained log-probs hold
+    only for the run's own settings."""
     for key in (*GRAMMARS, "logit_bias"):
         if body.get(key):
-            raise CallRefused(
-                f"{key} forces what the model writes, and a rollout samples it freely; leave it out"
-            )
+            raise CallRefused(f"{key} constrains sampling, and a rollout samples freely; omit it")
     for key in TEMPLATE:
         if body.get(key):
             raise CallRefused(
-                f"{key}: messages are rendered as the run's are; leave it out, or set"
-                " data.chat_template or data.chat_template_options for all calls"
+                f"{key}: the run renders all messages alike; omit it, or set data.chat_template or"
+                " data.chat_template_options for all calls"
             )
     for key, own in (("continue_final_message", False), ("add_generation_prompt", True)):
         if body.get(key) not in (None, own):
-            raise CallRefused(f"{key}: a turn is a message of its own; leave it out")
+            raise CallRefused(f"{key}: every turn is a new message; omit it")
     if body.get("top_logprobs"):
         raise CallRefused(
-            "top_logprobs: of each place the log-prob of the sampled token alone is known; leave it"
-            " out, and read that with logprobs: true"
+            "top_logprobs: only the log-prob of each sampled token is known; omit it, and set"
+            " logprobs: true"
         )
 
 
 def _messages(given: Any) -> list[Message]:
-    """Raises CallRefused."""
+    """Return the messages with text as content and without null keys. Raises CallRefused."""
     if not isinstance(given, list) or not given:
         raise CallRefused("messages must be a list of messages")
     messages: list[Message] = []
@@ -158,13 +158,14 @@ def _messages(given: Any) -> list[Message]:
         calls = one.get("tool_calls") or []
         if not isinstance(calls, list) or not all(map(_is_call, calls)):
             raise CallRefused(
-                f"messages[{index}]: tool_calls must be a list of objects with a function, which"
-                " has a name and arguments, both text"
+                f"messages[{index}]: tool_calls must be a list of objects with a function whose"
+                " name and arguments are text"
             )
         try:
             content = "" if one.get("content") is None else content_of(one)
         except ValueError as error:
             raise CallRefused(f"messages[{index}] {error}") from None
+        # Templates test for presence of a key: null and absent must render alike.
         plain = {key: value for key, value in one.items() if value is not None}
         messages.append({**plain, "content": content})
     return messages
@@ -178,9 +179,10 @@ def _is_call(call: Any) -> bool:
 
 
 def completion(turn: Turn, message: Message, total: int, decode: Decode | None) -> dict[str, Any]:
-    """The answer. `message`: of the turn. `total`: tokens of its segment. `decode`: where each
-    token is to be shown with its log-prob."""
+    """Return the answer to a request. `message`: the turn's message. `total`: tokens of its
+    segment. `decode`: if given, the answer lists each token with its log-prob."""
     choice: dict[str, Any] = {"index": 0, "message": message}
+    # A truncated turn stays "length": a tool call in it may lack its end.
     choice["finish_reason"] = (
         "length" if turn.reason == "length" else "tool_calls" if "tool_calls" in message else "stop"
     )
@@ -196,6 +198,7 @@ def completion(turn: Turn, message: Message, total: int, decode: Decode | None) 
     return {
         "id": f"chatcmpl-{secrets.token_hex(8)}",
         "object": "chat.completion",
+        # Clients require the key; nothing in the sample depends on it.
         "created": int(time.time()),
         "model": MODEL,
         "choices": [choice],
@@ -221,7 +224,7 @@ async def write(
 async def _streamed(
     request: web.Request, answer: dict[str, Any], *, usage: bool
 ) -> web.StreamResponse:
-    """The whole answer as the events of a stream: nothing of it is there before its end."""
+    """Write the whole answer as one event of a stream, since a turn arrives as a whole."""
     (choice,) = answer.pop("choices")
     tokens = answer.pop("usage")
     calls = [
@@ -237,7 +240,7 @@ async def _streamed(
     await response.prepare(request)
     head = {**answer, "object": "chat.completion.chunk"}
     chunks: list[dict[str, Any]] = [{**head, "choices": [first]}, {**head, "choices": [last]}]
-    if usage:  # one without a choice, which who has not asked for it does not expect
+    if usage:  # has no choice, which a client expects only if it requested usage
         chunks.append({**head, "choices": [], "usage": tokens})
     for chunk in chunks:
         await response.write(f"data: {json.dumps(chunk)}\n\n".encode())

@@ -1,25 +1,25 @@
-"""An OpenAI-compatible endpoint of an engine: an existing agent becomes a rollout by its base URL.
+"""OpenAI-compatible endpoint of an engine: an existing agent becomes a rollout by its base URL.
 
     process of the agent --POST {base_url}/chat/completions--> Agents --> the engine, turn by turn
           +---------------------- its reward ------------------> the sample
 
-A session is one sample: its base URL names it. The first call's messages become the prompt. A call
-that repeats all messages of a segment of the sample, and adds some, continues it: the addition
-alone is rendered, so token in, token out holds as for any sample (transcript.py). A call that is
-made again, as its caller had given up and hung up, gets the turn that was sampled for it. Any other
-call (of an agent that has compacted its context, or has begun another) begins a segment, while
-there are fewer than `rollout.environment.max_segments`.
+A session is one sample, identified by its base URL. The first call's messages become the prompt.
+A call that repeats all messages of a segment and adds some continues it: only the addition is
+rendered, so token in, token out holds as for any sample (transcript.py). A repeated call, whose
+caller hung up before the answer, receives the turn already sampled for it. Any other call (from an
+agent that compacted its context, or started another) begins a new segment, up to
+`rollout.environment.max_segments`.
 
 Invariants:
-- the server runs on the engine's event loop and listens on this machine alone; a session's name
-  cannot be guessed, and is unknown once its agent has ended; connections that name none, such as
-  idle ones, are STRANGERS at most, however many connect: the oldest is cut;
-- the calls of a session are answered one after the other, whatever segment they belong to;
-- an agent may work by itself for as long as its time lasts, whatever `watchdog.timeout_s` is:
-  between its calls the run is allowed to be without progress;
-- how responses are drawn is the run's affair (rollout.sampling): a call's temperature and the like
-  are read over. What would need more than one sample, or forces what the model writes, is refused;
-  a call may end its turn sooner, by `max_tokens` and `stop`.
+- the server runs on the engine's event loop and listens only on the loopback address. The name of a
+  session cannot be guessed, and is invalid once its agent has ended. At most STRANGERS connections
+  have no session: a new connection closes the oldest;
+- a session answers its calls one after the other, across all segments;
+- an agent may compute for as long as its own time limit permits, whatever `watchdog.timeout_s` is:
+  between its calls the run may be without progress;
+- the run determines sampling (rollout.sampling): a call's temperature and similar keys are ignored.
+  A call that needs several samples or constrains sampling is refused; a call may shorten its turn
+  with `max_tokens` and `stop`.
 """
 
 from __future__ import annotations
@@ -57,26 +57,26 @@ from megatron_async_rl.rollout.vllm.tool_parser import ToolParser
 from megatron_async_rl.samples.types import Prompt
 
 CLOSE_S = 0.5
-"""Longest time that a call may take to end with the engine."""
+"""Time limit for pending calls when the engine ends."""
 LONGEST = 64 * 2**20
-"""Bytes of a call."""
+"""Maximum bytes of a request."""
 STRANGERS = 512
-"""Limit of connections without a session; each takes a descriptor of the engine. Agents that
-connect at the same moment count until their calls are read."""
+"""Maximum connections without a session: each takes a file descriptor of the engine. Agents that
+connect at the same moment count until their first call is read."""
 
 
 class _Thread(TranscriptSegment):
-    """A segment and its messages."""
+    """A segment with the messages that it consists of."""
 
     def __init__(self, prompt: Prompt, tools: Any) -> None:
         super().__init__(prompt)
         self.tools = tools
         self.history: list[Message] = []
         self.unread = False
-        """The caller had hung up when the last turn came."""
+        """True while the last answer has not been delivered to the caller."""
 
     def repeated(self, messages: Sequence[Message]) -> int:
-        """How many of its messages are the first of these."""
+        """Return how many messages the segment and `messages` have in common at the start."""
         pairs = zip(self.history, messages, strict=False)
         known = [same(one) == same(other) for one, other in pairs]
         return (*known, False).index(False)
@@ -85,7 +85,7 @@ class _Thread(TranscriptSegment):
         return self.tools == tools and self.repeated(messages) == len(self.history) < len(messages)
 
     def asked_again(self, messages: Sequence[Message], tools: Any) -> bool:
-        """A repeated call after an answer is not a retry: it requests another answer."""
+        """True for a retry. The same call after a delivered answer requests another answer."""
         before = len(self.history) - 1
         return (
             self.unread
@@ -95,6 +95,8 @@ class _Thread(TranscriptSegment):
 
 
 class _Session:
+    """One sample, and the calls of its agent."""
+
     def __init__(
         self,
         transcript: Transcript,
@@ -107,14 +109,14 @@ class _Session:
         self.threads: list[_Thread] = []
         self.lock = asyncio.Lock()
         self.refusal = ""
-        """The last one's reason."""
+        """Reason of the last refused call."""
         self.ended = False
         self._calls = 0
         self._own_work = ExitStack()
-        """Entered while the agent works by itself."""
+        """Holds `working_alone` while no call is pending."""
 
     def begin(self) -> None:
-        """The agent's time runs from here on."""
+        """Start the agent's time limit."""
         self._until = asyncio.get_running_loop().time() + self._environments.settings.timeout_s
         self._work_alone()
 
@@ -124,13 +126,14 @@ class _Session:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """The agent waits for the model."""
+        """Mark the agent as waiting for the model."""
         self._own_work.close()
         self._calls += 1
         try:
             yield
         finally:
             self._calls -= 1
+            # Concurrent calls: the agent is alone only after the last of them.
             if not self._calls and not self.ended:
                 self._work_alone()
 
@@ -139,31 +142,32 @@ class _Session:
         self._own_work.enter_context(self._environments.working_alone(left_s))
 
     async def sample(self, requested: TurnRequest) -> Turn:
-        """Raises CallRefused once the agent has ended: of a call that it gave up, nothing is in the
-        sample."""
+        """Sample a turn. Raises CallRefused once the agent has ended."""
         turn = None if self.ended else await self._sample(requested)
+        # The agent may have ended meanwhile; an abandoned turn must not enter its sample.
         if turn is None or self.ended:
             raise CallRefused("the session's agent has ended")
         return turn
 
     def explained(self, error: str) -> str:
-        """The error, extended by the refusal that may have caused it."""
+        """Return the error, extended by the refusal that may have caused it."""
         known = not self.refusal or self.refusal in error
         return error if known else f"{error} (a call was refused: {self.refusal})"
 
 
 class _Connections:
-    """Connections of aiohttp's `server`; those of strangers are limited."""
+    """Factory of aiohttp's connections that limits connections without a session."""
 
     def __init__(self, server: web.Server) -> None:
         self._server = server
         self._strangers: dict[web.RequestHandler, None] = {}
-        """Oldest first; those that have ended go as new ones come."""
+        """Oldest first. Closed connections stay until newer ones displace them."""
 
     def __call__(self) -> web.RequestHandler:
         while len(self._strangers) >= STRANGERS:
             oldest = next(iter(self._strangers))
             self._strangers.pop(oldest)
+            # Agents of the run name their session at once; only strangers stay here.
             oldest.force_close()
         connection = self._server()
         self._strangers[connection] = None
@@ -174,12 +178,12 @@ class _Connections:
 
 
 class Agents:
-    """Used by one event loop. Call `start` first."""
+    """The endpoint of one engine, on one event loop. Call `start` first."""
 
     def __init__(
         self, environments: Environments, tokenizer: Tokenizer, parser: ToolParser
     ) -> None:
-        """Raises DataError where the chat template does not permit a second turn."""
+        """Raises DataError if the chat template does not permit a second turn."""
         self._environments = environments
         self._parser = parser
         self._tokenizer = tokenizer
@@ -191,6 +195,7 @@ class Agents:
         self._url = ""
 
     async def start(self) -> None:
+        # Bounded: an agent may run code of the model, which could exhaust the engine's memory.
         app = web.Application(client_max_size=LONGEST)
         app.router.add_post("/session/{name}/v1/chat/completions", self._complete)
         app.router.add_get("/session/{name}/v1/models", self._models)
@@ -202,6 +207,7 @@ class Agents:
         assert self._runner.server is not None
         self._connections = _Connections(self._runner.server)
         loop = asyncio.get_running_loop()
+        # Port 0: the system chooses a free port, so engines on one machine cannot collide.
         self._listener = await loop.create_server(self._connections, "127.0.0.1", 0)
         self._url = f"http://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
 
@@ -212,8 +218,9 @@ class Agents:
             await self._runner.cleanup()
 
     async def play(self, transcript: Transcript, sample: SampleTurn, max_tokens: int) -> str | None:
-        """Runs the agent, whose calls fill `transcript`; why it ended early, where it failed."""
+        """Run the agent, whose calls fill `transcript`. Return the reason if it failed."""
         session = _Session(transcript, sample, max_tokens, self._environments)
+        # Unguessable: sampled code on this machine must not write into another sample.
         name, process = secrets.token_urlsafe(16), None
         try:
             process = await self._environments.open()
@@ -221,22 +228,24 @@ class Agents:
             session.begin()
             reward = await process.run(transcript.requested, f"{self._url}/session/{name}/v1")
         except EnvironmentFailed as error:
-            # An agent may raise if no room is left.
+            # Not a failure: agents often raise when the context is full, and the sample is usable.
             if transcript.truncated and transcript.turns:
                 return None
             return session.explained(str(error))
         finally:
+            # Before the process is closed, so that late calls find no session.
             self._sessions.pop(name, None)
             session.end()
             if process is not None:
                 await process.close()
         if not transcript.turns:
             return session.explained("the agent ended without a turn of the model")
+        # The reward of the whole run belongs to its last turn.
         transcript.segments[-1].take_step(Step(reward=reward, done=True))
         return None
 
     def _session(self, request: web.Request) -> _Session:
-        """Raises CallRefused."""
+        """Return the session that the URL names. Raises CallRefused."""
         session = self._sessions.get(request.match_info.get("name", ""))
         if session is None:
             raise CallRefused("no such session, or its agent has ended", status=404)
@@ -257,8 +266,8 @@ class Agents:
     async def _elsewhere(self, request: web.Request) -> web.Response:
         """Answer 404 to requests for any other path."""
         error = CallRefused(
-            f"{request.method} {request.path}: the endpoint has POST BASE_URL/chat/completions and"
-            " GET BASE_URL/models alone, and BASE_URL, which its agent is given, ends with /v1",
+            f"{request.method} {request.path}: the endpoint has only POST BASE_URL/chat/completions"
+            " and GET BASE_URL/models; the BASE_URL of an agent ends with /v1",
             status=404,
         )
         session = self._sessions.get(request.match_info.get("name", ""))
@@ -272,11 +281,13 @@ class Agents:
             session = self._session(request)
             requested = read_call(await _body(request), self._parser)
             with session.call():
+                # Each turn changes the segments that the next call is matched against.
                 async with session.lock:
                     thread = await self._answered(session, requested)
                     decode = self._tokenizer.decode if requested.logprobs else None
                     turn, message = thread.turns[-1], thread.history[-1]
                     answer = completion(turn, message, len(thread.ids), decode)
+                    # Until the answer is written: a retry of this call must get the same turn.
                     thread.unread = True
             response = await write(request, answer, requested)
             thread.unread = False
@@ -285,12 +296,12 @@ class Agents:
             if session is not None:
                 session.refusal = str(error)
             return error.response
-        except ConnectionError:  # the caller has hung up, and reads nothing
+        except ConnectionError:  # the caller hung up; the turn stays unread for its retry
             return web.Response(status=400)
 
     async def _answered(self, session: _Session, requested: ChatCompletion) -> _Thread:
-        """The segment whose last turn answers the call. Raises CallRefused, before anything is
-        sampled."""
+        """Return the segment whose last turn answers the call. Raises CallRefused, before anything
+        is sampled."""
         messages, tools = requested.messages, requested.tools
         transcript, limit = session.transcript, self._environments.settings.max_turns
         for one in session.threads:
@@ -301,6 +312,7 @@ class Agents:
         if thread is not None:
             new = [dict(one) for one in messages[len(thread.history) :]]
             sampled = thread.turns[-1].tokens.response_ids.tolist()
+            # Before tokenizing: a huge message would block the event loop.
             if too_long(new, transcript.room(thread, session.max_tokens)):
                 raise self._full(session)
             content = _rendered(self._follow.between, sampled, new)
@@ -312,46 +324,49 @@ class Agents:
             raise self._full(session, turns=room >= 1)
         maximum = min(room, requested.maximum or room)
         turn = await transcript.extend(thread, content, session.sample, maximum, requested.stop)
-        # An agent may go on with a shorter history where the one before was at its limit.
+        # Assigned, not only set: the agent may continue with a shorter history after a full one.
         transcript.truncated = turn.reason == "length" and maximum == room
+        # The sampled tokens may go past a stop string; the agent reads the text before it.
         text = min(
             (turn.text.partition(stop)[0] for stop in requested.stop), key=len, default=turn.text
         )
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if requested.reads_calls:
             message = self._parser.message(turn.tokens.response_ids.tolist(), text, tools)
-        unread = message.pop(UNREAD, None)  # the agent reads text, as of any server
+        unread = message.pop(UNREAD, None)  # the agent reads plain text, as from any server
         if tools and requested.reads_calls:
             transcript.measured.update({UNREAD_CALLS: float(unread is not None)})
+        # Only now: a call that was refused or aborted leaves no segment.
         if thread not in session.threads:
             session.threads.append(thread)
         thread.history = [*messages, message]
         return thread
 
     def _full(self, session: _Session, *, turns: bool = False) -> CallRefused:
-        """`turns`: the limit that is met is theirs, and not of tokens."""
+        """Return the refusal of a full sample. `turns`: its turns are used up, not its tokens."""
         session.transcript.truncated = True
         key = (
             f"rollout.environment.max_turns: {self._environments.settings.max_turns}"
             if turns
             else f"rollout.sampling.max_tokens: {session.max_tokens}"
         )
+        # OpenAI's code: agents react to it by ending or compacting their context.
         code = "context_length_exceeded"
         return CallRefused(f"{code}: the sample is at its limit, {key}", code=code)
 
     def _begun(self, session: _Session, messages: Sequence[Message], tools: Any) -> _Thread:
-        """Raises CallRefused where the sample has as many segments as it may have."""
+        """Begin a segment. Raises CallRefused if the sample has reached the limit on segments."""
         maximum = self._environments.settings.max_segments
         if len(session.threads) == maximum:
             nearest = max(session.threads, key=lambda one: one.repeated(messages))
             where = nearest.repeated(messages)
             what = (
-                "it has other tools than the one before"
+                "its tools differ from those of the call before"
                 if where == len(nearest.history) < len(messages)
                 else f"messages[{where}] differs, or nothing follows"
             )
             raise CallRefused(
-                f"the call does not repeat the earlier messages and add to them: {what}. It would"
+                f"the call does not repeat the earlier messages and append others: {what}. It would"
                 f" begin segment {maximum + 1} of the sample; rollout.environment.max_segments:"
                 f" {maximum}"
             )
@@ -366,7 +381,7 @@ class Agents:
 
 
 async def _body(request: web.Request) -> Any:
-    """Raises CallRefused."""
+    """Return the JSON body. Raises CallRefused."""
     try:
         return await request.json()
     except (ValueError, RecursionError) as error:
@@ -376,8 +391,8 @@ async def _body(request: web.Request) -> Any:
 
 
 def _rendered[Result](render: Callable[..., Result], *messages: Any, **options: Any) -> Result:
-    """Raises CallRefused for whatever a template, which is a program, makes of an agent's
-    messages."""
+    """Render messages. Raises CallRefused for any exception: a template is a program, and an agent
+    can send it anything."""
     try:
         return render(*messages, **options)
     except Exception as error:

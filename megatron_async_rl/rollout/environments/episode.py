@@ -1,12 +1,12 @@
-"""One sample of several turns while it is made: the model samples, the environment answers, its
-words are put behind what was sampled, and the model goes on.
+"""One sample of several turns in progress: the model samples a turn, the environment answers, its
+content is appended, and the model continues.
 
     engine <--turn to sample-- conversation --response--> environment
        |                         ^      ^                      |
-       +---------tokens----------+      +--------words---------+
+       +---------tokens----------+      +-------content--------+
 
-What the sample holds is its transcript (transcript.py). A conversation that an environment ends, or
-that runs out of turns or tokens, ends with a turn of the model.
+The transcript holds the tokens (transcript.py). Every conversation ends with a turn of the model:
+the environment ended it, or its turns or tokens are used up.
 """
 
 from __future__ import annotations
@@ -49,19 +49,20 @@ async def converse(
     max_tokens: int,
     parser: ToolParser | None = None,
 ) -> None:
-    """Fills `transcript`, which holds what there is when the environment raises. `parser`: of tool
-    calls, for an environment that takes messages; null: it takes text."""
+    """Fill `transcript`, turn by turn. If the environment fails, it holds the turns so far.
+    `parser`: parser of tool calls, for an environment that takes messages instead of text."""
     prompt = transcript.requested
     opening = await environment.reset(prompt)
     begun = prompt
     if opening and not too_long(opening, max_tokens):
         begun = rendered(follow.opened, prompt, opening)
+    # The opening belongs to the prompt: the policy did not choose it.
     segment = TranscriptSegment(begun)
     room = transcript.room(segment, max_tokens)
     if room < 1 or (opening and begun is prompt):
         raise EnvironmentFailed(
-            f"what reset returns is {len(shown(opening))} characters long, and"
-            f" rollout.sampling.max_tokens: {max_tokens} leaves no room for a turn"
+            f"reset returned {len(shown(opening))} characters, and rollout.sampling.max_tokens:"
+            f" {max_tokens} leaves no room for a turn"
         )
     content: list[int] = []
     while True:
@@ -69,6 +70,7 @@ async def converse(
         ids = turn.tokens.response_ids.tolist()
         reported = turn.text if parser is None else parser.message(ids, turn.text)
         step = await environment.step(reported)
+        # Before any return below: the reward of the last turn counts, too.
         segment.take_step(step)
         transcript.measured.update(step.measured)
         if turn.reason == "length":
@@ -80,41 +82,42 @@ async def converse(
             transcript.truncated = True
             return
         content = rendered(follow.between, ids, step.observation)
+        # No room for another turn. The content stays out: a segment ends with a turn.
         if len(content) >= room:
             transcript.truncated = True
             return
 
 
 CHARACTERS_A_TOKEN = 64
-"""More than a tokenizer puts into one on average. Words of more are not tokenized to be counted, as
-every response of the engine would wait meanwhile."""
+"""Upper bound of the average length of a token. Longer content is refused without tokenizing it,
+which would block every response of the engine."""
 
 
 def too_long(content: TurnContent, room: int) -> bool:
-    """True where the words take more than `room` tokens for certain."""
+    """True if the content certainly takes more than `room` tokens."""
     return len(shown(content)) > CHARACTERS_A_TOKEN * max(1, room)
 
 
 def rendered[Result](render: Callable[..., Result], *given: Any) -> Result:
-    """Raises EnvironmentFailed for whatever a template, which is a program, or a tokenizer makes of
-    an environment's words."""
+    """Render content. Raises EnvironmentFailed for any exception of the chat template, which is a
+    program, or of the tokenizer."""
     try:
         return render(*given)
     except Exception as error:
-        raise EnvironmentFailed(f"its words cannot be put behind a turn: {error}") from error
+        raise EnvironmentFailed(f"its content cannot be appended to a turn: {error}") from error
 
 
 class Player(Protocol):
-    """Makes a sample of several turns."""
+    """Produces a sample of several turns: Episodes or Agents."""
 
     async def play(self, transcript: Transcript, sample: SampleTurn, max_tokens: int) -> str | None:
-        """Fills `transcript`; why it ended early, where the environment failed."""
+        """Fill `transcript`. Return the reason if the environment failed."""
         ...
 
 
 class Episode:
-    """A sample of several turns while it is made. `request_turn`: hands a turn over to be sampled;
-    its tokens come by `take`, or never, where the sample is aborted."""
+    """A sample of several turns in progress. `request_turn`: submits a turn to vLLM. `take`
+    receives its tokens, unless the sample is aborted."""
 
     def __init__(
         self,
@@ -129,25 +132,27 @@ class Episode:
 
     @property
     def waits(self) -> bool:
-        """A turn is being sampled."""
+        """True while a turn is being sampled."""
         return self._turn is not None and not self._turn.done()
 
     def take(self, tokens: PartialResponse, reason: FinishReason) -> None:
+        # An abort cancels the future; tokens that arrive later have no owner.
         if self._turn is not None and self.waits:
             self._turn.set_result((tokens, reason))
 
     async def play(self, player: Player, max_tokens: int) -> str | None:
-        """Why it ended early, where the environment failed. A turn that an agent left behind is
-        given up."""
+        """Let `player` fill the transcript. Return the reason if the environment failed."""
         try:
             return await player.play(self.transcript, self._sample, max_tokens)
         finally:
+            # An agent may end while a turn of it is still being sampled.
             if self._turn is not None:
                 self._turn.cancel()
 
     async def _sample(self, requested: TurnRequest) -> Turn:
         self._turn = asyncio.get_running_loop().create_future()
-        # An abort in between finds the request in vLLM, or ensures that it is aborted there.
+        # A task of its own, shielded: a cancelled sample must not leave a half-submitted request,
+        # which no abort in vLLM would find.
         self._requesting = asyncio.create_task(self._request_turn(requested))
         await asyncio.shield(self._requesting)
         tokens, reason = await self._turn
@@ -162,14 +167,14 @@ class Episodes:
     def __init__(
         self, environments: Environments, tokenizer: Tokenizer, parser: ToolParser | None = None
     ) -> None:
-        """`parser`: where the environment takes messages. Raises DataError where the chat template
+        """`parser`: given if the environment takes messages. Raises DataError if the chat template
         does not permit a second turn."""
         self._environments = environments
         self._follow = follow_ups(environments.settings, tokenizer)
         self._parser = parser
 
     async def play(self, transcript: Transcript, sample: SampleTurn, max_tokens: int) -> str | None:
-        """Fills `transcript`; why it ended early, where the environment failed."""
+        """Fill `transcript`. Return the reason if the environment failed."""
         environment = None
         try:
             environment = await self._environments.open()
@@ -197,9 +202,9 @@ async def failures(
     timeout_s: float,
     follow: FollowUps | None = None,
 ) -> dict[str, str]:
-    """Has the environment answer one turn, `response`, to the first of `prompts` that it can: why
-    it could to none, by their key. One that is slow is taken for able. `follow`: puts its words
-    behind the prompt and the turn, too."""
+    """Try the environment before a run: for each key of `prompts`, let it answer one turn,
+    `response`, to one of the prompts. Return the first error per key for which every prompt failed.
+    `follow`: also render the environment's content."""
     found: dict[str, str] = {}
     pool = Environments(settings)
     pool.start()
@@ -218,7 +223,7 @@ async def failures(
                             rendered(follow.opened, prompt, opening)
                         rendered(follow.between, (0,), answer.observation)
                     error = None
-                except TimeoutError:
+                except TimeoutError:  # slow, which is not a fault
                     error = None
                 except EnvironmentFailed as failed:
                     error = error or f"the first prompts of {key}: {failed}"

@@ -1,11 +1,11 @@
-"""The environments of an engine's samples, each in a process of its own while it serves one.
+"""Environments of an engine's samples. Each sample has a process to itself.
 
 Invariants:
-- whatever an environment does costs the sample it serves and nothing else: EnvironmentFailed is
-  raised there if it raises, does not answer in time or dies; its process is killed with all it
-  started (isolation/supervisor.py);
-- at most `processes` samples are in an environment at a time; the others wait to begin, and their
-  time does not run.
+- a fault of an environment affects only its sample: an exception, a timeout or a crash raises
+  EnvironmentFailed there, and the process is killed with its descendants
+  (isolation/supervisor.py);
+- at most `processes` samples use an environment at a time. The others wait, and their time limit
+  does not run yet.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from megatron_async_rl.samples.types import Prompt
 from megatron_async_rl.watchdog import watch
 
 NOTICED_S = 30.0
-"""Time for the watchdog to notice the end of an agent that took all of its time."""
+"""Grace period after an agent's time limit, before the watchdog counts it as stalled."""
 
 
 class EnvironmentFailed(Exception):
-    """The environment of one sample did not answer as it should; with the reason."""
+    """The environment of one sample failed; the message has the reason."""
 
 
 class Environments:
-    """Used by one event loop. Call `start` first."""
+    """Pool of processes for one event loop. Call `start` first."""
 
     def __init__(self, settings: EnvironmentConfig) -> None:
         self.settings = settings
@@ -49,10 +49,11 @@ class Environments:
         self._idle: list[UserProcess] = []
         self._closing: set[asyncio.Task[None]] = set()
         self.at_work = 0
-        """Agents that have no call of the model pending."""
+        """Number of agents without a pending call of the model."""
         code = UserCode(
             loader=LOADER,
             arguments={"environment": settings.model_dump(mode="json")},
+            # A fork server imports the environment once, so that each process starts fast.
             preload=True,
             memory_mib=settings.memory_mib,
             environment=_without_proxy(),
@@ -70,23 +71,26 @@ class Environments:
             await self.supervisor.imported()
 
     async def open(self) -> EnvironmentSession:
-        """Return a process for one sample, once there is room. Raises EnvironmentFailed."""
+        """Return a session for one sample, once a process is free. Raises EnvironmentFailed."""
         name = f"room in the environment {self.settings.name} (rollout.environment.processes)"
         with watch.doing("wait", name) if self._room.locked() else nullcontext():
             await self._room.acquire()
         try:
+            # The last one used first: its memory is warm. It may have died while it was idle.
             while self._idle:
                 if not (process := self._idle.pop()).killed:
                     return EnvironmentSession(self, process)
             return EnvironmentSession(self, await self._start_process())
+        # Also a cancelled task must return its place, or the pool shrinks forever.
         except BaseException:
             self._room.release()
             raise
 
     @contextmanager
     def working_alone(self, left_s: float) -> Iterator[None]:
-        """Show that an agent with `left_s` of its time left works without calling the model: it
-        moves nothing, and is not stalled."""
+        """Mark an agent as busy without the model for at most `left_s` seconds.
+
+        The watchdog must not take the missing progress for a stall."""
         self.at_work += 1
         try:
             with watch.phase(f"at work in {self.settings.name}", max(0.0, left_s) + NOTICED_S):
@@ -98,24 +102,29 @@ class Environments:
         started: asyncio.Future[UserProcess] = asyncio.get_running_loop().create_future()
 
         def on_ready(process: UserProcess) -> None:
-            if started.cancelled():
-                process.kill()
-            else:
+            if not started.cancelled():
                 started.set_result(process)
 
         def on_end(_: UserProcess, how: str) -> None:
             if not started.done():
                 started.set_exception(UserCodeStartError(how))
 
+        process = None
         try:
-            self.supervisor.process(on_ready, on_end)
+            process = self.supervisor.process(on_ready, on_end)
             return await started
         except (UserCodeStartError, OSError) as error:
             raise EnvironmentFailed(f"no process for the environment: {error}") from error
+        except asyncio.CancelledError:
+            # It may be ready by now, and nothing else would hold or end it.
+            if process is not None:
+                process.kill()
+            raise
 
     def closing(self, close: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Continue even if a waiting task is cancelled, until the pool ends."""
+        """Run `close` as a task that survives a cancelled caller, but not the end of the pool."""
         task = asyncio.create_task(close)
+        # The event loop holds tasks weakly: without this reference it could vanish midway.
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
         return task
@@ -126,7 +135,7 @@ class Environments:
         self._room.release()
 
     def close(self) -> None:
-        """End all processes."""
+        """Kill all processes."""
         for task in self._closing:
             task.cancel()
         self._idle.clear()
@@ -134,7 +143,7 @@ class Environments:
 
 
 class EnvironmentSession:
-    """The environment of one sample: `reset` once, then `step`; `close` in every case."""
+    """The environment of one sample: call `reset` once, then `step`; always call `close`."""
 
     def __init__(self, pool: Environments, process: UserProcess) -> None:
         self._pool, self._process = pool, process
@@ -147,12 +156,12 @@ class EnvironmentSession:
         return Step(**await self._call("step", response))
 
     async def run(self, prompt: Prompt, base_url: str) -> float:
-        """Return the reward of an agent's whole run, which replaces `reset` and `step`."""
+        """Return the reward of an agent's whole run; replaces `reset` and `step`."""
         return float(await self._call("run", (prompt, base_url)))
 
     async def close(self) -> None:
-        """Kill a process that is still busy: the waiting task was cancelled. A cancelled task does
-        not wait for the environment's own `close` either."""
+        """Close the environment and return its process to the pool. A cancelled task does not wait
+        for the environment's own `close`."""
         closing = self._pool.closing(self._close())
         task = asyncio.current_task()
         if task is None or not task.cancelling():
@@ -163,17 +172,20 @@ class EnvironmentSession:
             if not self._process.calls and not self._process.killed:
                 await self._call("close", None)
         except EnvironmentFailed:
-            pass  # the sample has all it needs
+            pass  # the sample is complete
         finally:
+            # A call is still running: its task was cancelled, and its late answer must not reach
+            # the next sample.
             if self._process.calls:
                 self._process.kill()
+            # In every case, as it also returns the place in the pool.
             self._pool.put_back(self._process)
 
     async def _call(self, method: str, argument: Any) -> Any:
         process, settings = self._process, self._pool.settings
         if process.killed:
             raise EnvironmentFailed("its process is gone")
-        # An agent's run is work while no call of the model is pending, which `working_alone` shows.
+        # An agent waits for the model for most of its run; `working_alone` marks the rest.
         kind: watch.ActivityKind = "wait" if method == "run" else "work"
         name = f"{method} of the environment {settings.name}"
         try:
@@ -195,8 +207,7 @@ class EnvironmentSession:
 
 
 def _without_proxy() -> dict[str, str]:
-    """Environment variables that keep an agent's calls to its endpoint, on this machine, from a
-    proxy."""
+    """Return environment variables that exempt the endpoint on this machine from a proxy."""
     known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     names = ",".join(one for one in (known, "127.0.0.1", "localhost") if one)
     return {"no_proxy": names, "NO_PROXY": names}

@@ -1,5 +1,5 @@
-"""The calls of an environment in its process (isolation/child.py): `reset`, `step` and `close` of
-one sample after the other, or `run` for an agent's whole run."""
+"""Calls of an environment in its process (isolation/child.py): `reset`, `step` and `close`, sample
+by sample, or `run` for an agent's whole run."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ LOADER = f"{__name__}:load_calls"
 
 
 def load_calls(environment: Mapping[str, Any]) -> LoadedCode:
-    """Import the environment that the settings name. Raises EnvironmentRefused."""
+    """Import the environment named by the settings. Raises EnvironmentRefused."""
     return LoadedCode(_EnvironmentCalls(load_factory(EnvironmentConfig(**environment))))
 
 
 class _EnvironmentCalls:
+    """Dispatcher of (method, argument) to the current sample's environment."""
+
     def __init__(self, factory: Callable[[], Environment]) -> None:
         self._factory = factory
         self._environment: Environment | None = None
@@ -33,17 +35,19 @@ class _EnvironmentCalls:
     def __call__(self, payload: tuple[str, Any]) -> Any:
         method, argument = payload
         if method == "run":
-            # An agent is called while no event loop runs, as a plain function may start its own.
+            # Called outside of an event loop, since a plain function may start its own.
             agent: Any = self._factory()
             return self._reward(agent.run(*argument))
         return getattr(self, method)(argument)
 
     async def _reward(self, returned: Any) -> float:
         reward = float(await settled(returned))
+        # A NaN reward would spread over the whole group by its normalization.
         require_finite(reward, "the reward")
         return reward
 
     async def reset(self, prompt: Any) -> Any:
+        # A new object for each sample: no state survives from the last one.
         self._environment = self._factory()
         opening = await settled(self._environment.reset(prompt))
         return checked_content(opening, "what reset returns")
@@ -54,6 +58,7 @@ class _EnvironmentCalls:
 
     async def close(self, _: None) -> None:
         close = getattr(self._environment, "close", None)
+        # First, so that the object is released even if its `close` raises.
         self._environment = None
         if close is not None:
             await settled(close())

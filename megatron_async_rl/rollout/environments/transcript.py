@@ -1,22 +1,21 @@
-"""The transcript of one sample of several turns: the model's tokens and the environment's between
-them.
+"""Transcript of one sample of several turns: tokens of the model, with tokens of the environment in
+between.
 
-    prompt | opening | turn 1 | words | turn 2 | words | turn 3
-        mask 0      1        0       1        0       1      (the opening belongs to the prompt)
+    prompt | opening | turn 1 | content | turn 2 | content | turn 3
+          mask 0         1         0        1         0        1      (the prompt has the opening)
 
-An agent that does not go on where it was, which only the endpoint has, begins another segment: a
-sequence of its own, whose prompt is the sample's first segment's, or else a context with mask 0.
+An agent at the endpoint may start another segment instead of continuing: an independent sequence.
+The first segment's prompt is the sample's prompt; prompts of further segments become contexts with
+mask 0.
 
 Invariants:
-- token in, token out: a turn is sampled after just the tokens that its segment holds; nothing that
-  was sampled is ever tokenized again;
-- sampled tokens keep the log-prob, version and experts they were sampled with; an environment's
-  tokens have the version of the token before them (a context's: of the one after), log-prob 0 and
-  mask 0;
-- a segment ends with a turn of the model: text that the model does not read is in the sample's text
-  alone;
-- what is put behind a prompt, turns and words together are at most `rollout.sampling.max_tokens`
-  tokens in a segment, so none is longer than any other sample of the run.
+- token in, token out: the model reads exactly the tokens that the segment holds; sampled tokens are
+  never tokenized again;
+- sampled tokens keep the log-prob, version and experts of their sampling. Tokens of an environment
+  have log-prob 0, mask 0 and the version of the token before them (a context: of the token after);
+- a segment ends with a turn of the model. Content that the model never reads is only in the text;
+- opening, turns and content together have at most `rollout.sampling.max_tokens` tokens per segment,
+  so a segment is no longer than any other sample of the run.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from megatron_async_rl.samples.types import FinishReason, PartialResponse, Promp
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """Tokens that the model sampled in one go. `tokens`: with the experts of all tokens from those
-    on that had been read, the last one excepted. `text`: without special tokens."""
+    """Tokens of one request to the model. `tokens`: with the experts of every token since those
+    recorded before, except the last token. `text`: without special tokens."""
 
     tokens: PartialResponse
     text: str
@@ -46,9 +45,9 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnRequest:
-    """A turn to be sampled. `ids`: what the model reads. `begun`: tokens of the sample so far,
-    which no other turn of it has. `maximum`: tokens of the turn. `read`: how many of `ids` have
-    their experts recorded. `stop`: strings that end it, in addition to those of the run."""
+    """A turn to be sampled. `ids`: tokens that the model reads. `begun`: number of tokens of the
+    sample so far, unique per turn. `maximum`: maximum tokens of the turn. `read`: number of `ids`
+    whose experts are recorded. `stop`: strings that end the turn, in addition to the run's."""
 
     ids: Sequence[int]
     begun: int
@@ -61,7 +60,7 @@ SampleTurn = Callable[[TurnRequest], Awaitable[Turn]]
 
 
 class TranscriptSegment:
-    """A sequence so far: a prompt, and turns and words behind it."""
+    """One sequence in progress: a prompt, followed by turns and content."""
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
@@ -70,25 +69,27 @@ class TranscriptSegment:
         self.masks: list[NDArray[np.uint8]] = []
         self.rewards: list[float] = []
         self.ends: list[int] = []
-        """Place of each turn's last token."""
+        """Position of each turn's last token after the prompt."""
         self.text: list[str] = []
         self.length = 0
-        """Tokens behind the prompt."""
+        """Number of tokens after the prompt."""
 
     def take_turn(self, turn: Turn, content: Sequence[int] = ()) -> None:
-        """`content`: tokens that the environment put before it."""
+        """Append a turn, preceded by `content`, tokens of the environment."""
         if content:
             self.put(content, int(self.parts[-1].versions[-1]))
         self.turns.append(turn)
         self._append(turn.tokens, 1)
         self.ends.append(self.length - 1)
+        # `take_step` adds the reward of this turn, once the environment has answered.
         self.rewards.append(0.0)
         self.text.append(turn.text)
 
     def take_step(self, step: Step) -> None:
-        """The answer to the turn before."""
+        """Record the answer to the last turn."""
         self.rewards[-1] += step.reward
         if not step.train:
+            # The last part is the turn itself: content is appended with the next turn.
             self.masks[-1][:] = 0
         content = shown(step.observation)
         if content or step.reward:
@@ -96,7 +97,8 @@ class TranscriptSegment:
             self.text.append(f"[environment{reward}] {content}".rstrip())
 
     def put(self, content: Sequence[int], version: int) -> None:
-        """Tokens that were not sampled."""
+        """Append tokens that were not sampled."""
+        # Mask 0: the policy did not choose these tokens, so no gradient may flow from them.
         self._append(words_of(content, version), 0)
 
     def _append(self, tokens: PartialResponse, mask: int) -> None:
@@ -106,7 +108,7 @@ class TranscriptSegment:
 
     @property
     def ids(self) -> list[int]:
-        """All tokens, the prompt's first."""
+        """All tokens, including the prompt."""
         ids = list(self.prompt.token_ids)
         for part in self.parts:
             ids += part.response_ids.tolist()
@@ -114,12 +116,13 @@ class TranscriptSegment:
 
     @property
     def read(self) -> int:
-        """Tokens whose experts came with its turns."""
+        """Number of tokens whose experts are recorded."""
+        # Without the last token of a turn: the model samples it, and reads it only next time.
         return len(self.prompt.token_ids) + self.ends[-1] if self.ends else 0
 
 
 def words_of(ids: Sequence[int], version: int) -> PartialResponse:
-    """Tokens that were not sampled."""
+    """Return tokens that were not sampled, with log-prob 0."""
     return PartialResponse(
         response_ids=np.asarray(ids, dtype=np.int32),
         behavior_logprobs=np.zeros(len(ids), dtype=np.float32),
@@ -128,21 +131,21 @@ def words_of(ids: Sequence[int], version: int) -> PartialResponse:
 
 
 class Transcript:
-    """The sample so far. Its tokens are those of its segments, in the order in which these began,
-    each but the first with its prompt before it."""
+    """The sample so far: its segments in the order of their start. Each segment but the first is
+    preceded by its prompt."""
 
     def __init__(self, requested: Prompt) -> None:
         self.requested = requested
-        """The request's prompt, which the first segment's takes the place of."""
+        """The request's prompt; the first segment's prompt replaces it."""
         self.segments: list[TranscriptSegment] = []
         self.turns: list[Turn] = []
-        """Turns of all segments, as they came."""
+        """Turns of all segments, in the order of sampling."""
         self.truncated = False
         self.measured: Counter[str] = Counter()
-        """Sums of what the environment measured, by name."""
+        """Sums of the environment's measurements, by name."""
 
     def room(self, segment: TranscriptSegment, max_tokens: int) -> int:
-        """Tokens that may be put behind the segment."""
+        """Return the number of tokens that may be appended to the segment."""
         opening = len(segment.prompt.token_ids) - len(self.requested.token_ids)
         return max_tokens - max(0, opening) - segment.length
 
@@ -154,8 +157,7 @@ class Transcript:
         maximum: int,
         stop: Sequence[str] = (),
     ) -> Turn:
-        """Has the segment's next turn sampled, of at most `maximum` tokens, up to a string of
-        `stop`."""
+        """Sample the segment's next turn, of at most `maximum` tokens, up to a string of `stop`."""
         further = segment not in self.segments
         context = len(segment.prompt.token_ids) if further and self.segments else 0
         begun = self.length + context + len(content)
@@ -163,6 +165,7 @@ class Transcript:
         turn = await sample(
             TurnRequest(ids=ids, begun=begun, maximum=maximum, read=segment.read, stop=stop)
         )
+        # After sampling: an aborted turn must not leave an empty segment.
         if further:
             self.segments.append(segment)
         segment.take_turn(turn, content)
@@ -170,8 +173,7 @@ class Transcript:
         return turn
 
     def give_up(self, token: int, version: int) -> None:
-        """Complete a sample that has no turn with one `token` that was not sampled, because a
-        sample has at least one token."""
+        """Complete a sample without a turn by one `token` with mask 0: every sample has a token."""
         segment = TranscriptSegment(self.requested)
         segment.put([token], version)
         self.segments.append(segment)
@@ -198,8 +200,7 @@ class Transcript:
 
     @property
     def _starts(self) -> list[int]:
-        """Places of the segments among the response tokens: of the first one's, of the others'
-        contexts."""
+        """Start of each segment among the response tokens, its context included; then the end."""
         starts, end = [], 0
         for segment in self.segments:
             starts.append(end)
@@ -208,7 +209,7 @@ class Transcript:
 
     @property
     def length(self) -> int:
-        """Response tokens."""
+        """Number of response tokens."""
         return self._starts[-1]
 
     @property
@@ -219,10 +220,11 @@ class Transcript:
 
     @property
     def tokens(self) -> PartialResponse:
-        """Raises ValueError before the first turn."""
+        """All response tokens. Raises ValueError before the first turn."""
         parts: list[PartialResponse] = []
         for segment in self.segments:
             if parts:
+                # The first turn read this context, with the weights of that version.
                 version = int(segment.parts[0].versions[0])
                 parts.append(words_of(segment.prompt.token_ids, version))
             parts += segment.parts
@@ -232,6 +234,7 @@ class Transcript:
             response_ids=np.concatenate([part.response_ids for part in parts]),
             behavior_logprobs=np.concatenate([part.behavior_logprobs for part in parts]),
             versions=np.concatenate([part.versions for part in parts]),
+            # Turns record only new tokens, so the concatenation has each token once.
             routed_experts=b"".join(one for one in experts if one) or None,
         )
 
@@ -245,8 +248,8 @@ class Transcript:
         return np.concatenate(masks)
 
     def rewards(self, last: float) -> tuple[float, NDArray[np.float32]]:
-        """The reward, and what of it came with which token: a turn's with its last one, and `last`
-        with the sample's."""
+        """Return the reward and its parts per token: a turn's reward at its last token, and `last`,
+        the reward function's, at the last token of the sample."""
         starts = self._starts
         steps = np.zeros(starts[-1], dtype=np.float32)
         every: list[float] = [last]
@@ -255,6 +258,8 @@ class Transcript:
             steps[behind + np.array(segment.ends, dtype=np.int64)] = segment.rewards
             every += segment.rewards
         steps[-1] += last
+        # The parts are float32; where they add up to another value, theirs is reported, so that a
+        # reader of the log finds the sum that was trained.
         total = math.fsum(every)
         exact = float(np.sum(steps, dtype=np.float64))
         return (total if math.isclose(total, exact, rel_tol=1e-6, abs_tol=1e-6) else exact), steps

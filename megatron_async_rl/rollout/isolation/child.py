@@ -44,7 +44,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from megatron_async_rl.rollout.isolation.sandboxed import keep
+from megatron_async_rl.rollout.isolation.sandboxed import ends_within, keep
 from megatron_async_rl.watchdog.processes import PARENT, die_with_parent
 
 LENGTH = struct.Struct("!I")
@@ -114,7 +114,8 @@ def serve_orders(
 
 
 def _report(control: socket.socket, message: Mapping[str, Any]) -> None:
-    with suppress(BrokenPipeError):  # the supervisor has closed its side, and reads nothing more
+    # The supervisor has closed its side; reset: with reports that it had not read.
+    with suppress(BrokenPipeError, ConnectionResetError):
         control.send(json.dumps(message).encode())
 
 
@@ -144,11 +145,14 @@ class _ForkingServer:
             for number in self._subreapers:
                 self._signal(number, signal.SIGTERM)
             for number, subreaper in self._subreapers.items():
-                if not select.select([subreaper], [], [], KILL_S)[0]:
+                if not ends_within(subreaper, KILL_S):
                     self._signal(number, signal.SIGKILL)
 
     def _follow_order(self) -> bool:
-        message, descriptors, _, _ = socket.recv_fds(self._control, LONGEST_ORDER, 1)
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self._control, LONGEST_ORDER, 1)
+        except ConnectionResetError:  # it closed its side with reports that it had not read
+            return False
         if not message:
             return False
         order, number = json.loads(message)
@@ -207,6 +211,9 @@ class _ForkingServer:
             for subreaper in self._subreapers.values():
                 os.close(subreaper)
             faulthandler.register(signal.SIGUSR1, all_threads=False)
+            # A descriptor that was received is inheritable: a command of user code could write
+            # into the socket, or hold it open.
+            os.set_inheritable(descriptor, False)
             with socket.socket(fileno=descriptor) as connection:
                 self._serve(connection)
             code = 0

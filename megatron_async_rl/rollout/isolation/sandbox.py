@@ -4,8 +4,9 @@
 
 With `isolation: namespaces` (bubblewrap, `bwrap`, completed by sandboxed.py) a program
 - has no network, and sees only its own processes;
-- sees of the file system Python's interpreter and standard library, read-only, and an empty /tmp of
-  its own: not the run, not the home directory, not /etc, not /proc;
+- sees of the file system Python's interpreter and standard library and the linker's cache,
+  read-only, and an empty /tmp of its own: not the run, not the home directory, nothing else of
+  /etc, not /proc;
 - inherits no environment variable and no open file;
 - has limits on processor time, memory, processes, and the size of files and output; memory that
   they would not see is refused;
@@ -32,7 +33,6 @@ import functools
 import json
 import os
 import secrets
-import select
 import shutil
 import signal
 import socket
@@ -50,6 +50,7 @@ from typing import Literal
 
 import psutil
 
+from megatron_async_rl.rollout.isolation.sandboxed import ends_within
 from megatron_async_rl.watchdog.run_folder import SHORT, VARIABLE, public_folder, remove_tree
 
 Isolation = Literal["namespaces", "rlimits"]
@@ -59,6 +60,9 @@ TIME_UP = (128 + signal.SIGXCPU, 128 + signal.SIGKILL)
 END_S = 5.0
 """Longest time for the processes of a program to end."""
 CAP_SYS_ADMIN = 21
+LINKER_CACHE = "/etc/ld.so.cache"
+"""Places of shared libraries outside the standard folders, such as that of Python itself in
+/usr/local/lib."""
 DEVICES = ("null", "zero", "random", "urandom")
 NAMESPACES = (
     *("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
@@ -247,7 +251,7 @@ class Sandbox:
             user = None
         devices = [f"/dev/{name}" for name in DEVICES]
         # Only root could pass the folders above that bubblewrap makes by itself.
-        files = (*_readable(), python, *devices)
+        files = (*_readable(), python, LINKER_CACHE, *devices)
         above = {parent for path in files for parent in Path(path).parents[:-1]}
         for folder in sorted(map(str, above)):
             command += ["--perms", "755", "--dir", folder]
@@ -258,6 +262,8 @@ class Sandbox:
             command += ["--dev-bind", path, path]
         # Locks of `multiprocessing` are in /dev/shm: the bounds of /tmp hold for both together.
         command += ["--tmpfs", "/tmp", "--symlink", "../tmp", "/dev/shm"]
+        # A new Python starts inside; musl has no such cache.
+        command += ["--ro-bind-try", LINKER_CACHE, LINKER_CACHE]
         command += [*_read_only(python), "--ro-bind", str(_PROGRAM), _INSIDE]
         command += ["--remount-ro", "/", "--chdir", "/tmp", "--"]
         return [*command, python, *options, _INSIDE, json.dumps(settings)], user
@@ -337,7 +343,7 @@ class Sandbox:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._init, signal.SIGKILL)
             # Process 1 has ended once every process of its namespace has.
-            select.select([self._init], [], [], END_S)
+            ends_within(self._init, END_S)
             os.close(self._init)
             self._init = None
         if self._process.poll() is not None:
@@ -415,7 +421,7 @@ def _unlinked(folder: str, launcher: int) -> list[int]:
 
 
 def _add_unlinked(sizes: dict[int, int], held: Path, device: int) -> None:
-    with contextlib.suppress(OSError):  # closed meanwhile; of `map_files`, only root may ask
+    with contextlib.suppress(OSError):  # closed meanwhile; of `map_files`, only root may read it
         about = os.stat(held)
         if about.st_nlink == 0 and about.st_dev == device and stat.S_ISREG(about.st_mode):
             sizes[about.st_ino] = about.st_blocks * 512

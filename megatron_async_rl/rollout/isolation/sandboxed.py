@@ -22,6 +22,7 @@ import errno
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -257,15 +258,22 @@ def wait_for(pid: int) -> int:
             return os.waitstatus_to_exitcode(status)
 
 
+def ends_within(process: int, seconds: float) -> bool:
+    """Wait for the end of a process, given by its pidfd. Return False if it has not ended."""
+    poll = select.poll()  # `select` takes no descriptor above 1023
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
+
+
 def exit_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
 def keep(forwarded: tuple[int, ...] = ()) -> int:
-    """Goes on in a child. This process waits for the child and then kills all that is left of what
-    it started, in whatever session, and ends as it did; so it does on SIGTERM, and when the thread
-    that started it ends. Signals of `forwarded` go to the child. Returns its own process id, which
-    is the child's parent. Call it before anything that is to be left out of this process."""
+    """Continues in a child. This process waits for the child and then kills all that is left of
+    what it started, in whatever session, and ends as it did; so it does on SIGTERM, and when the
+    thread that started it ends. Signals of `forwarded` go to the child. Returns its own process id,
+    which is the child's parent. Call it before anything that must stay out of this process."""
     parent = os.getppid()
     handled = (signal.SIGTERM, *forwarded)
     signal.pthread_sigmask(signal.SIG_BLOCK, handled)
@@ -289,7 +297,7 @@ def keep(forwarded: tuple[int, ...] = ()) -> int:
     signal.signal(signal.SIGTERM, give_up)
     for number in forwarded:
         signal.signal(number, forward)
-    os.closerange(3, 1 << 16)  # the child's, whose end is to be seen at the other end
+    os.closerange(3, 1 << 16)  # the child's, whose end the other end must notice
     signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
     code = wait_for(child)
     end_descendants()

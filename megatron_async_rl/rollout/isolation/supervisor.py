@@ -46,7 +46,8 @@ READ_S = 0.1
 SHOW_S = 0.2
 """Time for a process to write its stack before it is killed."""
 EXIT_S = 1.0
-"""Time for the server to kill its processes."""
+"""Time for the server to kill its processes, and for a process to end after its socket did, or the
+socket after its process."""
 
 
 class UserCodeError(Exception):
@@ -193,12 +194,21 @@ class UserProcess(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._open = False
         self._finish()
+        if not self.killed:
+            # No other call goes to it. Usually it is about to end, which is the better reason; a
+            # process with a closed socket that continues is killed.
+            self.killed = True
+            self._clear_timers()
+            self._timer = self._loop.call_later(EXIT_S, self.kill)
 
     def ended(self, how: str, failure: str | None = None) -> None:
         """Take the report of the process's end. Replies that it sent before may still be unread,
         and the end of its socket is behind them."""
         self._how, self._failure = how, self._failure or failure
         self._finish()
+        if not self._finished:
+            # What it started, and nothing ended, may hold the other end of its socket forever.
+            self._loop.call_later(EXIT_S, self._abandon_after_reading, how)
 
     def _finish(self) -> None:
         if self._how is None or self._open or self._finished:
@@ -207,6 +217,10 @@ class UserProcess(asyncio.Protocol):
         self._clear_timers()
         self._fail_all(UserProcessEnded(self._how))
         self._on_end(self, self._failure or f"it {self._how}")
+
+    def _abandon_after_reading(self, how: str) -> None:
+        # Through the loop again: after a long block of it, replies are read first.
+        self._loop.call_later(READ_S, self.abandon, how)
 
     def abandon(self, how: str, failure: str | None = None) -> None:
         """Give up a process that no server reports about any more."""
@@ -248,7 +262,8 @@ class UserProcess(asyncio.Protocol):
         if left_s > 0 and cpu_left_s > 0:
             call.over = False
             self._set_timer(number, min(left_s, cpu_left_s))
-        elif left_s > 0 and call.cpu_until_s is not None:
+        elif call.cpu_until_s is not None and cpu_left_s <= 0:
+            # Also where both limits were reached while the loop was busy: it computed too long.
             self._fail_all(OutOfProcessorTime("the limit on processor time was reached"))
             self.kill()
         elif self.facts.get("concurrent") and not call.cancelled:

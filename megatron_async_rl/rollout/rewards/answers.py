@@ -1,12 +1,11 @@
 """Rewards that compare a response with its prompt's fields: an exact answer, or an expression of
 given numbers. mathematics.py has the reward that reads formulas.
 
-- `arithmetic`: 1 if the response is the prompt's `answer`, white space around it aside, else 0;
-- `countdown`: 1 if it is an expression that uses each of the prompt's `numbers` exactly once and
-  equals `target`. White space around it aside, it must be nothing but the expression: whole decimal
-  numbers without a sign or leading zeros, + - * / between two of them, and parentheses. It is
-  parsed, never evaluated as code, and computed in exact fractions;
-- `environment`: 0; the reward is the sum of the turns of rollout.environment.
+- `arithmetic`: 1 if the response, stripped of white space, is the prompt's `answer`, else 0;
+- `countdown`: 1 if the response is an expression that uses each of the prompt's `numbers` exactly
+  once and equals `target`. Stripped of white space, it must consist of whole decimal numbers
+  without a sign or leading zeros, binary + - * /, and parentheses;
+- `environment`: 0, since the reward is the sum of the turns' rewards of rollout.environment.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from megatron_async_rl.rollout.rewards.registry import (
 from megatron_async_rl.samples.types import Prompt
 
 MAX_CHARACTERS = 256
-"""Longer responses are wrong; this also bounds the work and the nesting of one response."""
+"""Maximum length of an expression. It also bounds the work and the nesting per response."""
 MAX_DIGITS = 9
-"""Digits of one number, for the same reason."""
+"""Maximum digits of one number, for the same reason."""
 _TOKEN = re.compile(rf"0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}}|[-+*/()]")
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 
@@ -55,8 +54,10 @@ def countdown(prompt: Prompt, response: str, /) -> float:
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
-    """Value of an arithmetic expression and the numbers in it, in order; None if it is not one (or
-    divides by zero)."""
+    """Return the value of an arithmetic expression and its numbers in order; None if the text is
+    not an expression, or divides by zero."""
+    # Two stacks (shunting-yard) instead of eval: a response must never run as code, and exact
+    # fractions never round 1/3 * 3.
     tokens = _tokens(text.strip())
     if not tokens:
         return None
@@ -85,6 +86,7 @@ def evaluate(text: str) -> tuple[Fraction, list[int]] | None:
             while (
                 operators
                 and operators[-1] != "("
+                # Equal precedence reduces first: 8 - 4 - 2 is (8 - 4) - 2.
                 and _PRECEDENCE[operators[-1]] >= _PRECEDENCE[token]
             ):
                 if not _apply(values, operators.pop()):
@@ -116,6 +118,7 @@ def _tokens(text: str) -> list[str] | None:
             return None
         tokens.append(match.group())
         position = match.end()
+        # `007` and numbers of more digits would otherwise split into several numbers.
         if match.group().isdigit() and text[position : position + 1].isdigit():
             return None
     return tokens
@@ -136,11 +139,12 @@ def _apply(values: list[Fraction], operator: str) -> bool:
 
 
 def _task(prompt: Prompt) -> tuple[list[int], int]:
-    """The prompt's numbers and target; 3.0 is 3, and either may be JSON text. Raises
+    """Return the prompt's numbers and target; 3.0 counts as 3, and either may be JSON text. Raises
     ColumnError."""
     where = f"prompt {prompt.id}"
     given, wanted = prompt.fields.get("numbers"), prompt.fields.get("target")
-    whole = [whole_number(one) for one in _list(given)]
+    found = _read(given)
+    whole = [whole_number(one) for one in (found if isinstance(found, list) else [])]
     numbers = [number for number in whole if number is not None]
     if not numbers or len(numbers) < len(whole):
         fix = "write a list of whole numbers, such as [3, 5, 7]"
@@ -158,14 +162,9 @@ def _read(value: object) -> object:
     return value
 
 
-def _list(value: object) -> list[object]:
-    found = _read(value)
-    return found if isinstance(found, list) else []
-
-
 def _require_winnable(prompt: Prompt) -> None:
-    """Raise ColumnError for a row that no response can win. Only what costs next to nothing to
-    compute is checked: a target that passes may still be out of reach."""
+    """Raise ColumnError for a row that no response can solve. Only cheap conditions are checked: a
+    target that passes may still be out of reach."""
     numbers, target = _task(prompt)
     where = f"prompt {prompt.id}"
     if (minimum := min(numbers)) < 0:
@@ -191,7 +190,7 @@ def _require_winnable(prompt: Prompt) -> None:
 
 
 def _results(numbers: Sequence[int]) -> set[Fraction]:
-    """Values of all expressions of one or two numbers."""
+    """Return the values of all expressions of one or two numbers."""
     if len(numbers) == 1:
         return {Fraction(numbers[0])}
     pairs = (numbers, numbers[::-1])

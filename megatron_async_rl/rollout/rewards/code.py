@@ -1,14 +1,14 @@
-"""Programs: 1 if the response's code passes all of the prompt's `tests`, else 0.
+"""The reward `code`: 1 if the response's code passes all `tests` of the prompt, else 0.
 
 Tests are pairs of input and output, for a program that reads and prints, or Python with `assert`,
-for functions (code_tests.py). Both the code and the tests run in sandboxes (sandbox.py), and never
-in the same: the expected outputs do not enter the sandbox of the code, and an `assert` runs in one
-of its own, where the functions of the code are stand-ins that send arguments over and get plain
-values back (code_stubs.py). So nothing that the code does to its interpreter can make a test pass;
-but a name that a test uses and does not import is the code's, as the function that it tests is.
+for functions (code_tests.py). Code and tests run in separate sandboxes (sandbox.py): expected
+outputs never enter the sandbox of the code, and an `assert` runs in a sandbox of its own, where
+stand-ins for the code's functions send arguments and receive plain values (code_stubs.py). So the
+code cannot pass a test by changing its own interpreter. A name that a test uses without importing
+it belongs to the code, like the tested function.
 
-Tests that accept a response without having tested it are an error of the prompt, not a reward:
-those in which no assertion ran, and those that a response without code passes.
+Tests that accept a response without testing it are an error of the prompt, not a reward: tests in
+which no assertion ran, and tests that a response without code passes.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ from megatron_async_rl.samples.types import Prompt
 
 _log = logging.getLogger(__name__)
 WALL_PER_CPU = 4
+"""Wall-clock seconds that a program may take per second of its CPU limit."""
 STARVED = 0.5
-"""Share of the processor time that programs could have had, below which the machine was busy."""
+"""Share of the available CPU time that programs must have received for a timeout to count."""
 PYTHON = ("python", "python3", "py")
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,})[ \t]*([\w+.#-]*)[^`]*")
 PASSED, FAILED, VACUOUS = "1", "0", "-"
-"""Verdicts of the tester. The last: passed without a check of the code's work."""
+"""Verdicts of the tester. VACUOUS: passed without checking the code."""
 MAX_KNOWN = 4096
 _STUBS = Path(__file__).with_name("code_stubs.py")
 _rejecting_nothing: set[bytes] = set()
-"""Digests of tests that a response without code fails, MAX_KNOWN at most."""
+"""Digests of tests that a response without code fails; at most MAX_KNOWN."""
 
 
 def code(
@@ -62,8 +63,8 @@ def code(
     processes: int = 8,
     isolation: Isolation = "namespaces",
 ) -> float:
-    """Return 1.0 if the code passes all tests, else 0.0; with `partial` the share of them that it
-    passes. Raises ColumnError for tests that accept code without having tested it."""
+    """Return 1.0 if the code passes all tests, else 0.0; with `partial`, the share of passed tests.
+    Raises ColumnError for tests that accept code without testing it."""
     tests: Any = tests_of(prompt)
     budget = _Budget(timeout_s, cpu_s)
     limits = Limits(
@@ -86,14 +87,15 @@ def code(
 
 
 class ProgramsStarved(RuntimeError):
-    """The time was up for programs that were computing and had had little of the processor: the
-    machine was too busy, so there is no result for them."""
+    """Programs that were computing ran out of time because the machine was too busy to run them, so
+    the response has no result."""
 
 
 class _Budget:
-    """The time of one call. What takes longer is wrong, unless it was starved."""
+    """Time limit of one call. A program that exceeds it is wrong, unless it was starved."""
 
     def __init__(self, timeout_s: float, cpu_s: float) -> None:
+        # Less than the time limit of the call, after which the pool kills the process.
         self._deadline = time.monotonic() + CODE_SHARE_OF_TIME * timeout_s
         self._cpu_s = cpu_s
         self._used_s = self._allowed_s = 0.0
@@ -104,10 +106,10 @@ class _Budget:
         return min(WALL_PER_CPU * self._cpu_s, self._deadline - time.monotonic())
 
     def count(self, ended: ProgramEnd) -> None:
-        """Raises ProgramsStarved."""
+        """Add the CPU time of a program. Raises ProgramsStarved."""
         usage = ended.usage
         if ended.timed_out and not usage.computing:
-            return  # it slept: its own fault, whatever the machine did
+            return  # it slept, which is its own fault on any machine
         allowed_s = min(self._cpu_s, usage.elapsed_s)
         self._allowed_s += allowed_s
         self._used_s += min(allowed_s, usage.cpu_s)
@@ -115,17 +117,17 @@ class _Budget:
             self.require_fair()
 
     def require_fair(self) -> None:
-        """Raises ProgramsStarved."""
+        """Raise ProgramsStarved if the programs of this call received too little CPU time."""
         if self._used_s < STARVED * self._allowed_s:
             raise ProgramsStarved(
-                f"programs had {self._used_s:.2g} s of the processor and were to have"
-                f" {self._allowed_s:.2g}: the machine is busy"
+                f"programs received {self._used_s:.2g} of {self._allowed_s:.2g} s of CPU time: the"
+                " machine is too busy"
             )
 
 
 def source_of(response: str) -> str:
-    """The last block between ``` and ``` that is tagged as Python; if there is none the last
-    one without a tag; without one all of the response."""
+    """Return the last fenced block tagged as Python; otherwise the last block without a tag;
+    otherwise the whole response."""
     tagged, untagged = None, None
     lines = iter(response.splitlines(keepends=True))
     for line in lines:
@@ -136,6 +138,7 @@ def source_of(response: str) -> str:
         block = []
         for inside in lines:
             end = inside.strip()
+            # A closing fence is at least as long as the opening one (CommonMark).
             if end.startswith(mark) and not end.strip(mark[0]):
                 break
             block.append(inside[min(indent, len(inside) - len(inside.lstrip(" \t"))) :])
@@ -150,6 +153,7 @@ def _outputs(
     source: str, tests: Sequence[tuple[str, str]], limits: Limits, budget: _Budget
 ) -> Iterator[bool]:
     for given, expected in tests:
+        # The tests share one time limit: an endless program must not use it once per test.
         left_s = budget.left_s
         if left_s <= 0:
             budget.require_fair()
@@ -157,6 +161,7 @@ def _outputs(
             continue
         ended = run(source, stdin=given, limits=replace(limits, wall_s=left_s))
         budget.count(ended)
+        # Compared here, outside of the sandbox: the code never sees `expected`.
         yield ended.code == 0 and _lines(ended.output) == _lines(expected)
 
 
@@ -173,15 +178,15 @@ def _asserts(
     budget: _Budget,
     partial: bool,
 ) -> list[bool]:
-    """Return which tests the code passes. Raises ColumnError for tests that accept it without
-    having tested it."""
+    """Return for each test whether the code passes it. Raises ColumnError for tests that accept it
+    without testing it."""
     verdicts = _verdicts(source, tests, entry_point, limits, budget)
     if FAILED in verdicts and not partial:
-        return [False]  # wrong, whatever the other tests are worth
+        return [False]  # wrong even if other tests are vacuous
     if VACUOUS in verdicts:
         _refuse(prompt, tests, verdicts.index(VACUOUS), "passed, and no assertion ran in it")
 
-    # Whether a test accepts no code at all is found out once, when a response first passes.
+    # Run the tests without code once, when a response first passes: most sets never need it.
     key = hashlib.sha256(repr((tests, entry_point)).encode(errors="surrogatepass")).digest()
     if PASSED in verdicts and key not in _rejecting_nothing and (left_s := budget.left_s) > 0:
         limits = replace(limits, wall_s=left_s)
@@ -203,16 +208,19 @@ def _refuse(prompt: Prompt, tests: Sequence[str], place: int, what: str) -> NoRe
 def _verdicts(
     source: str, tests: Sequence[str], entry_point: str | None, limits: Limits, budget: _Budget
 ) -> str:
-    """A character for each test, as the tester's sandbox writes them; tests without one failed."""
+    """Return one verdict per test, as written by the tester; tests without a verdict failed."""
     stubs = _STUBS.read_text(encoding="utf-8")
     local, remote = socket.socketpair()
     with local, remote:
         serve = f"{stubs}\nserve({remote.fileno()}, {source!r})"
         test = f"{stubs}\ntest({local.fileno()}, {list(tests)!r}, {entry_point!r})"
+        # Each end of the pair is closed here once its sandbox has it: a side reads end of file when
+        # the other ends.
         with Sandbox(serve, limits=limits, passed=[remote.fileno()]) as server:
             remote.close()
             with Sandbox(test, limits=limits, passed=[local.fileno()]) as tester:
                 local.close()
+                # The tester alone decides. The server is killed with its sandbox.
                 message = tester.wait(server)
                 budget.count(message)
     return message.output.ljust(len(tests), FAILED)
@@ -224,10 +232,10 @@ def _check(*, key: str, isolation: Isolation = "namespaces", **_: Any) -> None:
     except SandboxError as error:
         if isolation == "rlimits":
             fix = (
-                "start as another user than root, or as a root that may change its user, with a"
-                " Python whose library every user can read"
+                "start as a user other than root, or as root with the right to change its user, and"
+                " with a Python whose library every user can read"
             )
-            raise RewardError(f"{key}.isolation", f"no program can be run: {error}", fix) from error
+            raise RewardError(f"{key}.isolation", f"programs cannot run: {error}", fix) from error
         raise RewardError(
             f"{key}.isolation",
             f"this machine does not run programs in namespaces, which {isolation!r} needs: {error}",

@@ -1,14 +1,13 @@
-"""Python sources with `assert` that test a response's code: what of them runs, and whether it
-depends on the code.
+"""Static analysis of Python tests with `assert`: which assertions run and depend on the code.
 
 The tester (code_stubs.py) runs a source, calls its functions `test...()` without arguments, and its
-`check(candidate)` with the entry point. A source in which none of that reaches an assertion passes
-for every response, the empty one included, so it is refused before anything starts.
+`check(candidate)` with the entry point. A source that reaches no
+assertion passes for every response, even an empty one; it is refused before anything starts.
 
-Two stages, since no analysis decides it for every source:
-- `prepared` refuses a source without a reachable assertion that may depend on the code. It errs on
-  the side of accepting: a name that is not known to hold a constant depends on the code;
-- it returns the source with marks after the assertions, with which the tester detects a test that
+No analysis decides this for every source, so there are two stages:
+- `prepared` refuses a source without a reachable assertion that may depend on the code. In doubt it
+  accepts: a name that is not known to hold a constant depends on the code;
+- it returns the source with marks after the assertions. With them the tester detects a test that
   passes without running an assertion. code.py refuses such a test, and a test that passes without
   code.
 """
@@ -22,11 +21,11 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 ASSERTED, RAISED = "_mar_asserted", "_mar_raised"
-"""Names that the marks call: an assertion ran; the code raised what the test waits for."""
+"""Functions that the marks call: an assertion ran; the code raised the expected exception."""
 JUDGES = frozenset(("isclose", "approx", "allclose", "array_equal", "deepcopy", "Counter"))
-"""Names that a test compares with. One that it does not import would be the code's."""
+"""Functions that a test compares with. Without an import, the code would define them."""
 _DYNAMIC = frozenset(("globals", "locals", "vars", "eval", "exec"))
-"""Functions that reach a name of the code without naming it."""
+"""Functions that can reach a name of the code without containing it."""
 LIBRARIES = frozenset((*sys.stdlib_module_names, "np", "numpy", "pd", "pandas", "pytest"))
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -38,12 +37,12 @@ _FOLDED = (
     *(ast.Constant, ast.UnaryOp, ast.Not, ast.USub, ast.BoolOp, ast.And, ast.Or, ast.Compare),
     *(ast.cmpop, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.Load),
 )
-"""Nodes of an expression whose value is known, and cheap to compute."""
+"""Nodes of expressions that are constant and cheap to evaluate."""
 
 
 class UnfitTest(ValueError):
-    """A test that cannot be used: what is wrong, to be read after the name of its column; and the
-    fix."""
+    """A test that cannot be used. `what`: completes a sentence that starts with the name of its
+    column."""
 
     def __init__(self, what: str, fix: str) -> None:
         super().__init__(what, fix)
@@ -53,6 +52,7 @@ class UnfitTest(ValueError):
 @functools.lru_cache(maxsize=64)
 def prepared(source: str, entry_point: str | None) -> str:
     """Return `source` with marks after the assertions that depend on the code. Raises UnfitTest."""
+    # Positions of nodes count lines as Python splits them.
     source = source.replace("\r\n", "\n").replace("\r", "\n")
     try:
         tree = _small(ast.parse(source))
@@ -71,7 +71,7 @@ def prepared(source: str, entry_point: str | None) -> str:
 
 
 class _Analysis:
-    """Names that depend on the code, and the nodes that run."""
+    """Names of a source that depend on the code, and statements of it that run."""
 
     def __init__(self, tree: ast.Module, entry_point: str | None) -> None:
         self.tree, self.entry_point = tree, entry_point
@@ -94,17 +94,21 @@ class _Analysis:
         self._data = {name for names, _ in self._bindings for name in names}
         bound = self._data | self.imported | {one.name for one in self.scopes}
         bound |= {one.arg for one in nodes if isinstance(one, ast.arg)}
+        # Names that the source never binds must come from the code.
         self.free = {
             one.id for one in nodes if isinstance(one, ast.Name) and one.id not in bound
         } - set(dir(builtins))
-        # An argument may be the code's, as that of `check` is.
+        # An argument may be the code's, like that of `check`.
         self.dependent = (
             self.free | _DYNAMIC | {one.arg for one in nodes if isinstance(one, ast.arg)}
         )
+        # An exception may come from the code.
         self.dependent |= {
             one.name for one in nodes if isinstance(one, ast.ExceptHandler) if one.name
         }
         self._spread(nodes)
+        # Such an assertion tests the code even if it is `assert False`: the code decides if it
+        # runs.
         self.guarded = {
             id(inner)
             for one in nodes
@@ -124,21 +128,22 @@ class _Analysis:
     def tests_code(self, node: ast.Assert) -> bool:
         """True if the outcome of the assertion may depend on the code."""
         if isinstance(node.test, ast.Tuple) and node.test.elts:
-            return False  # always true
+            return False  # `assert (x, y)` never fails
         return id(node) in self.guarded or self.depends([node.test])
 
     def _spread(self, nodes: Sequence[ast.AST]) -> None:
-        """Add the names that get their values from dependent ones, until there are no more."""
+        """Extend `dependent` by names assigned from dependent names, up to a fixed point."""
         sources: list[tuple[set[str], list[ast.AST]]] = list(self._bindings)
         sources += [({one.name}, [*one.body, *one.decorator_list]) for one in self.scopes]
         for node in nodes:
-            if isinstance(node, ast.Call):  # which may change what it is given
+            if isinstance(node, ast.Call):  # it may change its arguments
                 sources.append((_names([node]) & self._data, [node]))
             elif isinstance(node, _BRANCHES):
                 inside = [one for names, _ in _bindings(ast.walk(node)) for one in names]
                 sources.append((set(inside), [*_decisions(node)]))
         reads = [(names, _names(of)) for names, of in sources if names]
         size = -1
+        # Assignments may stand in any order (loops, functions), so one pass does not suffice.
         while size < len(self.dependent):
             size = len(self.dependent)
             for names, read in reads:
@@ -146,7 +151,7 @@ class _Analysis:
                     self.dependent |= names
 
     def called(self, scope: Scope) -> bool:
-        """True for a function that the tester calls, and whose body runs then."""
+        """True for a function that the tester calls and whose body runs in that call."""
         plain = isinstance(scope, ast.FunctionDef) and not _is_generator(scope)
         return plain and self.is_test(scope)
 
@@ -158,8 +163,8 @@ class _Analysis:
         return scope.name.startswith("test") or has_entry
 
     def _reach(self) -> set[int]:
-        """Ids of the statements that may run: those of the module, and the bodies of classes and of
-        functions that the tester calls or that a running statement names."""
+        """Return the ids of statements that may run: statements of the module, of classes, and of
+        functions that the tester calls or a running statement names."""
         running: set[int] = set()
         named: set[str] = set()
         entered: set[int] = set()
@@ -173,6 +178,7 @@ class _Analysis:
                     elif isinstance(one, ast.Attribute):
                         named.add(one.attr)
             bodies = []
+            # A function that is defined but never named is dead; special methods run unnamed.
             for scope in self.scopes:
                 if id(scope) not in running or id(scope) in entered:
                     continue
@@ -183,7 +189,7 @@ class _Analysis:
         return running
 
     def require_calls(self) -> None:
-        """Raise UnfitTest for a test that is not called, or not as it is written."""
+        """Raise UnfitTest for a test that nothing calls, or that a call does not run."""
         entered = {id(one) for one in self.scopes if id(one.body[0]) in self.running}
         for scope in self.scopes:
             if isinstance(scope, ast.ClassDef):
@@ -219,15 +225,15 @@ class _Analysis:
                 raise UnfitTest(what, "change its parameters, or write plain `assert`")
 
     def require_imports(self) -> None:
-        """Raise UnfitTest for what the tester cannot import, and for names of libraries that are
-        not imported: they would be the code's, which could replace what a test compares with."""
+        """Raise UnfitTest for an import that fails in the tester, and for a library that the source
+        uses without importing it: the code could define it and so decide the comparison."""
         for one in _imports(self.tree):
             name = one.names[0].name if isinstance(one, ast.Import) else one.module or ""
             if (isinstance(one, ast.ImportFrom) and one.level) or (
                 name.partition(".")[0] not in sys.stdlib_module_names
             ):
-                what = f"imports {name or '.'}, and a sandbox has Python's standard library alone"
-                fix = "remove the import: functions of the code are there by their names"
+                what = f"imports {name or '.'}, and a sandbox has only Python's standard library"
+                fix = "remove the import: functions of the code are available by name"
                 raise UnfitTest(what, fix)
         used = {
             one.value.id
@@ -263,9 +269,9 @@ class _Analysis:
 
 
 def _marked(source: str, analysis: _Analysis) -> str:
-    """Return `source` with a call after each assertion that depends on the code, before each
-    decision to fail (`if f(1) != 2: raise ...`), and in handlers of an exception without which it
-    fails."""
+    """Return `source` with marks: after each assertion that depends on the code, before each
+    decision to fail (`if f(1) != 2: raise ...`), and in handlers of an expected exception."""
+    # Column offsets of nodes count UTF-8 bytes.
     lines = [line.encode() for line in source.split("\n")]
     marks: dict[tuple[int, int], bytes] = {}
     for node in ast.walk(analysis.tree):
@@ -274,6 +280,7 @@ def _marked(source: str, analysis: _Analysis) -> str:
             assert node.end_col_offset is not None
             marks[node.end_lineno, node.end_col_offset] = f"; {ASSERTED}()".encode()
         elif isinstance(node, ast.If | ast.Match) and analysis.depends(_decisions(node)):
+            # A statement cannot stand between `if` and `elif`; the mark of the `if` covers both.
             is_elif = lines[node.lineno - 1].startswith(b"elif", node.col_offset)
             if not is_elif and any(_fails(block) for block in _blocks(node)):
                 _mark_before(marks, lines, node, ASSERTED)
@@ -282,6 +289,7 @@ def _marked(source: str, analysis: _Analysis) -> str:
             if _fails(one for part in block for one in ast.walk(part)):
                 for handler in node.handlers:
                     _mark_before(marks, lines, handler.body[0], RAISED)
+    # From the end, so that earlier positions stay valid.
     for (line, column), text in sorted(marks.items(), reverse=True):
         found = lines[line - 1]
         lines[line - 1] = found[:column] + text + found[column:]
@@ -294,14 +302,14 @@ def _mark_before(
     decorators = getattr(node, "decorator_list", [])
     line = min(one.lineno for one in (node, *decorators))
     before = lines[line - 1][: node.col_offset]
-    # A line of its own where there is one: no `;` may precede a statement with a block.
+    # On a line of its own if possible: a compound statement cannot follow `;`.
     ends = b"\n" + before if not before.strip() else b"; "
     key = (line, node.col_offset)
     marks[key] = f"{name}()".encode() + ends + marks.get(key, b"")
 
 
 def _fails(nodes: Iterable[ast.AST]) -> bool:
-    """True if one of the statements fails whatever the values are: `raise`, `assert False`."""
+    """True if one of the statements always fails: `raise`, `assert False`."""
     return any(
         isinstance(one, ast.Raise) or (isinstance(one, ast.Assert) and _folded(one.test) is False)
         for one in nodes
@@ -315,8 +323,8 @@ def _blocks(node: ast.If | ast.Match) -> list[list[ast.stmt]]:
 
 
 def _small(node: ast.AST) -> ast.AST:
-    """Return the tree with every container of constants replaced by its truth: a test may hold
-    megabytes of them, and only names and calls matter here."""
+    """Return the tree with every container of constants replaced by its truth value: a test may
+    hold megabytes of them, and the analysis reads only names and calls."""
     for name, value in ast.iter_fields(node):
         if isinstance(value, list):
             value[:] = [_small(one) if isinstance(one, ast.AST) else one for one in value]
@@ -331,7 +339,7 @@ def _small(node: ast.AST) -> ast.AST:
 
 
 def _bindings(nodes: Iterable[ast.AST]) -> Iterator[tuple[set[str], list[ast.AST]]]:
-    """Names that a statement or expression assigns, and the expressions that they get."""
+    """Yield the names that a node assigns, and the expressions assigned to them."""
     for node in nodes:
         targets: list[ast.expr] = []
         sources: list[ast.AST] = []
@@ -362,7 +370,7 @@ def _bindings(nodes: Iterable[ast.AST]) -> Iterator[tuple[set[str], list[ast.AST
                 continue
             case _:
                 continue
-        # `a[0] = x` and `a.b = x` change what `a` is.
+        # `a[0] = x` and `a.b = x` change `a`, so every name in the target counts.
         yield (
             {one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)},
             sources,
@@ -370,7 +378,7 @@ def _bindings(nodes: Iterable[ast.AST]) -> Iterator[tuple[set[str], list[ast.AST
 
 
 def _decisions(node: ast.AST) -> list[ast.AST]:
-    """Return the expressions that decide which statements inside of `node` run."""
+    """Return the expressions that decide which statements inside `node` run."""
     match node:
         case ast.If() | ast.While():
             return [node.test]
@@ -384,7 +392,7 @@ def _decisions(node: ast.AST) -> list[ast.AST]:
 
 
 def _own(statement: ast.stmt) -> Iterator[ast.AST]:
-    """Parts of a statement that run where it stands. Statements in it are visited by themselves."""
+    """Yield the parts of a statement that run with it. Nested statements are visited separately."""
     if isinstance(statement, Function):
         yield from (*statement.decorator_list, *statement.args.defaults)
         return
@@ -396,7 +404,7 @@ def _own(statement: ast.stmt) -> Iterator[ast.AST]:
 
 
 def _taken(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a block, and of the blocks in it, that may run."""
+    """Yield the statements of a block, and of its nested blocks, that may run."""
     for statement in body:
         yield statement
         match statement:
@@ -417,12 +425,14 @@ def _taken(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
             case ast.Match():
                 for case in statement.cases:
                     yield from _taken(case.body)
+            # Statements after it in this block are dead.
             case ast.Return() | ast.Raise() | ast.Break() | ast.Continue():
                 return
 
 
 def _folded(node: ast.expr) -> bool | None:
-    """Truth of an expression of constants; None for any other."""
+    """Truth value of a constant expression; None for any other."""
+    # No names, calls or powers: `eval` can neither reach code nor take long.
     if not all(isinstance(one, _FOLDED) for one in ast.walk(node)):
         return None
     try:
@@ -432,7 +442,7 @@ def _folded(node: ast.expr) -> bool | None:
 
 
 def _imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Imports that have to succeed: those that no `try` surrounds."""
+    """Yield the imports that must succeed: imports outside of any `try`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node

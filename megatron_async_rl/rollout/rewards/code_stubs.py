@@ -5,14 +5,14 @@
                            <--value--
 
 Invariants:
-- only plain values cross: what else the code returns stays with it, under a number. A stand-in for
-  it can be called, gone through, and asked for or given attributes and items, and never compared,
-  so the code has no say in what equals what. A value of a subclass, such as a Counter, crosses as
-  its plain base: the base compares, and only what the base does not have is asked of the code;
-- each test begins with the names of the code afresh. Python's own names are never the code's, and a
-  function that a test defines is the test's own, whatever the code calls its own;
-- each verdict is written as its test ends, so a test that does not end costs none before it;
-- a test that passes without a check of the code's work having run is distinguished from a pass.
+- only plain values cross. Any other value stays with the code, under a number. Its stand-in
+  supports calls, iteration, attributes and items, but no comparison, so the code cannot decide what
+  equals what. A value of a subclass, such as a Counter, crosses as its plain base: the base
+  compares, and the code answers only for attributes that the base lacks;
+- each test starts with fresh names of the code. The code cannot replace built-in names of Python,
+  nor a function that the test defines;
+- each verdict is written when its test ends, so a test that hangs leaves earlier verdicts intact;
+- a test that passes without checking the code is distinguished from a pass.
 
 Runs without this package.
 """
@@ -28,22 +28,24 @@ from typing import Any
 
 LONGEST = 1 << 22
 LONGEST_NAME = 1 << 16
-"""Characters of a message, and of one of the values that the code's names have at the start."""
+"""Maximum characters of a message, and of the initial value of one name."""
 MOST = 100_000
+"""Maximum items of an iteration: the code may return an endless generator."""
 CODE_NAME = "program.py"
 
 
 WORD = 1 << 63
-"""Whole numbers up to it are written as JSON's; digits of longer ones would take too long."""
+"""Bound of integers written in decimal. Larger ones are hexadecimal: decimal digits take quadratic
+time."""
 
 
 class TooLong(Exception):
-    """The value takes more than `room` characters."""
+    """The encoded value exceeds the limit on characters."""
 
 
 class Encoder:
-    """`keep`: called with a value that is not of a plain class; its number, or None for a value
-    that has none here."""
+    """Encoder of values as JSON. `keep`: returns the number of a value that is not of a plain
+    class, or None if it has none on this side. `room`: limit on characters."""
 
     def __init__(self, keep: Any, room: int) -> None:
         self._keep, self._room = keep, room
@@ -51,6 +53,7 @@ class Encoder:
     def encode(self, value: Any) -> Any:
         if value is None or type(value) in (bool, float):
             return self._within(value, 1)
+        # bool is a subclass of int, and is handled above.
         for kind in (int, str, list, tuple, set, frozenset, dict, bytes, bytearray, float, complex):
             if isinstance(value, kind):
                 plain = self._plain(kind, value)
@@ -65,6 +68,7 @@ class Encoder:
         """Encode a value by the methods of its built-in class `kind`; a subclass may have
         overridden its own."""
         if kind is int:
+            # `kind.method(value)` instead of `value.method()`: a subclass cannot fake its value.
             value = int.__index__(value)
             short = -WORD < value < WORD
             self._within(None, value.bit_length() // 3 + 1)
@@ -79,7 +83,7 @@ class Encoder:
         if kind in (bytes, bytearray):
             return {kind.__name__: kind.hex(value)}
         if kind is dict:
-            # In the order of `value`: an OrderedDict keeps one of its own.
+            # The order of `value.items()`: an OrderedDict has its own order.
             return {"dict": [[self.encode(k), self.encode(v)] for k, v in value.items()]}
         return {kind.__name__: [self.encode(one) for one in kind.__iter__(value)]}
 
@@ -91,7 +95,8 @@ class Encoder:
 
 
 def decode(value: Any, find: Any, like: Any) -> Any:
-    """`like`: makes a value of a subclass out of its plain base and its number."""
+    """Decode a value. `find`: returns the value with a number. `like`: makes the value of a
+    subclass from its plain base and its number."""
     if not isinstance(value, dict):
         return value
     ((kind, inside),) = value.items()
@@ -112,7 +117,8 @@ def decode(value: Any, find: Any, like: Any) -> Any:
 
 
 def serve(descriptor: Any, source: Any) -> Any:
-    objects = []
+    """Run the code, send its names, then answer requests until the tester closes the socket."""
+    objects = []  # never shrinks: the tester may hold any number
 
     def keep(value: Any) -> Any:
         objects.append(value)
@@ -136,17 +142,18 @@ def serve(descriptor: Any, source: Any) -> Any:
             return len(value), []
         if do == "item":
             return value[args[0]], []
+        # The arguments return, too: a test may check that a list was sorted in place.
         return value(*args, **kwargs), args
 
     def at_start(value: Any) -> Any:
         try:
             return Encoder(keep, LONGEST_NAME).encode(value)
-        except BaseException:  # noqa: BLE001 - long, or holds itself
+        except BaseException:  # noqa: BLE001 - too long, or recursive
             return {"object": keep(value)}
 
     main = {"__name__": "__main__"}
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rw") as channel:
-        with contextlib.suppress(BaseException):  # what it defined before may do
+        with contextlib.suppress(BaseException):  # earlier definitions may suffice
             exec(compile(source, CODE_NAME, "exec"), main)
         for name, value in list(main.items()):
             if not name.startswith("_") and type(value).__name__ != "module":
@@ -160,24 +167,27 @@ def serve(descriptor: Any, source: Any) -> Any:
             try:
                 result, args = answer(*requested)
                 reply = {"value": encode(result), "args": encode(args)}
-            except BaseException as error:  # noqa: BLE001 - the code's own, passed to the test
+            except BaseException as error:  # noqa: BLE001 - raised by the code, for the test
                 reply = {"error": type(error).__name__, "text": str(error)[:1000]}
             channel.write(json.dumps(reply) + "\n")
             channel.flush()
 
 
 class Channel:
+    """Requests of the tester to the code, one at a time."""
+
     def __init__(self, file: Any) -> None:
         self.file = file
 
     def read(self) -> Any:
+        # Bounded: the code could send a line without end.
         line = self.file.readline(LONGEST)
         if not line.endswith("\n"):
             raise RuntimeError("the code ended, or wrote too much")
         return json.loads(line)
 
     def names(self) -> Any:
-        """(name, encoded value) of what the code defined, which has no say in Python's own."""
+        """Yield (name, encoded value) of the code's definitions, without built-in names."""
         while (defined := self.read()) is not None:
             name, value = defined
             if name.isidentifier() and not name.startswith("_") and not hasattr(builtins, name):
@@ -189,18 +199,21 @@ class Channel:
         self.file.flush()
         reply = self.read()
         if "error" in reply:
+            # The code names its exception; anything but a class of exceptions becomes RuntimeError.
             kind = getattr(builtins, str(reply["error"]), RuntimeError)
             if not (isinstance(kind, type) and issubclass(kind, Exception)):
                 kind = RuntimeError
-            if issubclass(kind, StopIteration):  # would end a loop of the test's, and its asserts
+            if issubclass(kind, StopIteration):  # would end a loop of the test before its asserts
                 kind = RuntimeError
             raised: Any
             try:
                 raised = kind(reply["text"])
-            except TypeError:  # one of several arguments, such as UnicodeDecodeError
+            except TypeError:  # takes several arguments, like UnicodeDecodeError
                 raised = RuntimeError(reply["text"])
+            # Read by Checks.raised: only an exception of the code counts as a check.
             raised.from_code = True
             raise raised
+        # Changes in place become visible in the test's own objects.
         after = self.decode(reply["args"])
         for given, changed in zip(args, after, strict=False):
             if isinstance(given, list) and isinstance(changed, list):
@@ -252,13 +265,14 @@ class StandIn:
         self._channel.request("put", self._number, "", (key, value), {})
 
     def _refused(self, *_: Any) -> Any:
-        raise TypeError("a test can only judge plain values: numbers, text, lists and the like")
+        # The code must not answer a comparison with itself, nor its own truth.
+        raise TypeError("a test can only compare plain values: numbers, text, lists and the like")
 
     __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refused
 
 
 def like_class(kind: Any) -> Any:
-    """A subclass whose values have what `kind` has, and ask the code for the rest."""
+    """Return a subclass of `kind` that forwards attributes which `kind` lacks to the code."""
     members: Any = {"__getattr__": StandIn.__getattr__}
     if kind is dict:
         members["__missing__"] = StandIn.__getitem__
@@ -277,8 +291,8 @@ def number_of(value: Any) -> Any:
 
 
 class Checks:
-    """Checks of the code's work that ran in a test: assertions, and exceptions of the code that the
-    test caught. code_asserts.py marks them."""
+    """Number of checks that ran in a test: assertions, and caught exceptions of the code.
+    code_asserts.py inserts the calls."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -291,13 +305,12 @@ class Checks:
 
 
 def test(descriptor: Any, tests: Any, entry_point: Any) -> Any:
-    """Write a verdict for each test: 1 if it passes, 0 if it fails, - if it passes and checked
-    nothing."""
+    """Write one verdict per test: 1 passed, 0 failed, - passed without a check."""
     verdict, nothing = os.dup(1), os.open("/dev/null", os.O_WRONLY)
-    os.dup2(nothing, 1)  # what a test prints
+    os.dup2(nothing, 1)  # the output of a test must not look like a verdict
     with socket.socket(fileno=descriptor) as connection, connection.makefile("rw") as file:
         channel, names = Channel(file), []
-        with contextlib.suppress(BaseException):  # whatever the code answers
+        with contextlib.suppress(BaseException):  # the code may answer anything
             names.extend(channel.names())
         for source in tests:
             checks = Checks()
@@ -306,15 +319,18 @@ def test(descriptor: Any, tests: Any, entry_point: Any) -> Any:
 
 
 def passes(source: Any, channel: Any, names: Any, entry_point: Any, checks: Any) -> Any:
-    """Return True if the test ends without an exception; functions test... and check(candidate)
-    that it defines are called."""
+    """Return True if the test ends without an exception, its functions test...() and
+    check(candidate) included."""
     try:
+        # Decoded again for each test: an earlier test may have changed its copies.
         given = {name: channel.decode(value) for name, value in names}
         own = {"__name__": "__main__", "__builtins__": builtins}
         marks = {"_mar_asserted": checks.asserted, "_mar_raised": checks.raised}
+        # The order matters: the code cannot replace the marks or `__builtins__`.
         space = {**given, **own, **marks}
         exec(compile(source, "tests.py", "exec"), space)
         for name, value in list(space.items()):
+            # A function of the code named test...() is not a test.
             if isinstance(value, StandIn) or not callable(value):
                 continue
             if name.startswith("test"):

@@ -1,15 +1,15 @@
-"""Tests of the reward `code`, as data sets write them.
+"""Tests of the reward `code`, in the formats of public data sets.
 
     "tests": [{"input": "1 2\\n", "output": "3\\n"}]     -> pairs of input and output
     "tests": "```python\\nassert f(1) == 2\\n```"        -> Python sources (code_asserts.py)
 
-A value may also be JSON or a Python literal in a text, in a fence, and a list of such texts.
+A value may also be text with JSON or a Python literal, fenced or not, or a list of such texts.
 
 Invariants:
-- what is read is all that the row has: a value that is not understood as a whole is refused, with
-  the number of the test at fault;
-- no test passes for a program that does nothing: the output of a pair is visible, and a source has
-  an assertion that runs and depends on the code.
+- a value is read as a whole or refused, with the number of the test at fault: dropping a test that
+  is not understood would reward wrong code;
+- no test passes for a program that does nothing: a pair has visible output, and a source has an
+  assertion that runs and depends on the code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import json
 import keyword
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_async_rl.config.visible_text import is_blank
@@ -29,12 +29,12 @@ from megatron_async_rl.rollout.rewards.registry import ColumnError, shown
 from megatron_async_rl.samples.types import Prompt
 
 MAX_ENCODINGS = 3
-"""Times that a value may be encoded as text in a text."""
+"""Maximum nesting of text encoded in text."""
 KINDS = ("type", "testtype")
-"""Keys of a pair for the way to run it, with the values of PROGRAMS for a program that reads."""
+"""Keys of a pair that select how to run it. Only the values in PROGRAMS are supported."""
 PROGRAMS = (None, "stdin", "stdin_stdout")
 SETUP = ("test_imports", "test_setup_code")
-"""Other columns with Python that each test with `assert` begins with."""
+"""Columns with Python code that is prepended to each test with `assert`."""
 _FENCED = re.compile(r"\s*(`{3,}|~{3,})[ \t]*[\w+.#-]*[ \t]*\n(.*?)\n?[ \t]*\1\s*", re.S)
 _FORMS = (
     "write a list of {input, output}, both text, or Python with `assert`, as text or a list of"
@@ -53,8 +53,8 @@ def tests_of(prompt: Prompt) -> list[str] | list[tuple[str, str]]:
 
 
 def entry_point_of(prompt: Prompt) -> str | None:
-    """Return the name of the function that `check` is called with. Raises ColumnError for a name
-    that the code's function cannot have."""
+    """Return the name of the function that `check` receives. Raises ColumnError for a name that a
+    function of the code cannot have."""
     name = prompt.fields.get("entry_point")
     if name is None:
         return None
@@ -64,11 +64,11 @@ def entry_point_of(prompt: Prompt) -> str | None:
     elif keyword.iskeyword(name):
         why = ", a keyword of Python"
     elif hasattr(builtins, name):
-        why = ", a name of Python's own, which the code cannot replace"
+        why = ", a built-in name of Python, which the code cannot replace"
     elif name.startswith("_"):
         why = ": names that begin with _ are not taken from the code"
     elif unicodedata.normalize("NFKC", name) != name:
-        why = ", which Python reads as another name"
+        why = ", which Python normalizes to another name"
     if why is not None:
         fix = "write the name that the code gives the tested function, or null"
         raise ColumnError(f"prompt {prompt.id}", "entry_point", f"is {shown(name)}{why}", fix)
@@ -76,8 +76,8 @@ def entry_point_of(prompt: Prompt) -> str | None:
 
 
 def _setup_of(prompt: Prompt) -> str:
-    """Return what runs before each test with `assert`: the row's `test_imports` and
-    `test_setup_code`, as MBPP has them. Raises ColumnError."""
+    """Return the code that precedes each test with `assert`: the row's `test_imports` and
+    `test_setup_code`, the column names of MBPP. Raises ColumnError."""
     parts: list[str] = []
     for name in SETUP:
         given = prompt.fields.get(name)
@@ -98,36 +98,35 @@ def _read(given: object, entry_point: str | None, setup: str) -> list[str] | lis
     if not isinstance(found, list | tuple) or not found:
         raise UnfitTest(f"is {shown(given)}", _FORMS)
     tests: list[Any] = [_decoded(one) for one in found]
+    # Formats are not mixed: every test is a source, or every test is a pair.
     if all(isinstance(one, str) for one in tests):
-        return [
-            _numbered(place, tests, prepared, setup + one, entry_point)
-            for place, one in each(tests)
-        ]
-    return [_numbered(place, tests, _pair, one) for place, one in each(tests)]
+        return _each(tests, lambda one: prepared(setup + one, entry_point))
+    return _each(tests, _pair)
 
 
-def each(tests: Sequence[Any]) -> list[tuple[int, Any]]:
-    return list(enumerate(tests, start=1))
-
-
-def _numbered(place: int, tests: Sequence[Any], read: Any, *args: Any) -> Any:
-    try:
-        return read(*args)
-    except UnfitTest as error:
-        if len(tests) == 1:
-            raise
-        raise UnfitTest(f"{error.what} (test {place} of {len(tests)})", error.fix) from error
+def _each(tests: Sequence[Any], read: Callable[[Any], Any]) -> list[Any]:
+    """Read every test. Raises UnfitTest with the number of the test at fault."""
+    found = []
+    for place, one in enumerate(tests, start=1):
+        try:
+            found.append(read(one))
+        except UnfitTest as error:
+            if len(tests) == 1:
+                raise
+            raise UnfitTest(f"{error.what} (test {place} of {len(tests)})", error.fix) from error
+    return found
 
 
 def _decoded(value: object) -> object:
-    """Return the value that a text holds: the inside of a fence, JSON, or a list or dictionary as
-    Python writes it; any other text as it is."""
+    """Return the value encoded in a text: the content of a fence, JSON, or a Python list or
+    dictionary. Any other text is returned unchanged."""
     for _ in range(MAX_ENCODINGS):
         if not isinstance(value, str):
             return value
         if (fenced := _FENCED.fullmatch(value)) is not None:
             value = fenced[2]
         text = value.strip()
+        # Anything else is source code: `1` or `null` must not become data.
         if not text.startswith(("[", "{", "(", '"')):
             return value
         found = _literal(text)
@@ -143,20 +142,22 @@ def _literal(text: str) -> object:
     except (ValueError, RecursionError):
         pass
     try:
+        # A quoted Python text would be a source that begins with a docstring.
         return None if text.startswith('"') else ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
 
 
 def _rows(tests: Mapping[str, Any]) -> list[Any]:
-    """Return one {input, output} for each test of {inputs: [...], outputs: [...]}, or of one
-    test."""
+    """Return one {input, output} per test of {inputs: [...], outputs: [...]}; a single pair alone
+    in a list."""
     if tests.get("fn_name") is not None:
         raise _of_function("fn_name", tests["fn_name"])
     for first, second in (("inputs", "outputs"), ("input", "output")):
         inputs, outputs = tests.get(first), tests.get(second)
         if not (isinstance(inputs, list | tuple) and isinstance(outputs, list | tuple)):
             continue
+        # A shifted list would compare outputs with the wrong inputs.
         if len(inputs) != len(outputs):
             what = f"has {len(inputs)} {first} and {len(outputs)} {second}"
             raise UnfitTest(what, "give every input an output")
@@ -170,6 +171,7 @@ def _pair(test: object) -> tuple[str, str]:
     if test.get("fn_name") is not None:
         raise _of_function("fn_name", test["fn_name"])
     for key in KINDS:
+        # Run as a program, a test of a function would fail every correct response.
         if test.get(key) not in PROGRAMS:
             raise _of_function(key, test[key])
     given, expected = test.get("input"), test.get("output")
@@ -181,10 +183,10 @@ def _pair(test: object) -> tuple[str, str]:
     if is_blank(expected):
         # A program that prints nothing would pass it.
         what = f"has an `output` that shows nothing: {shown(expected)}"
-        raise UnfitTest(what, "write what the program has to print, or leave the test out")
+        raise UnfitTest(what, "write the expected output, or remove the test")
     return given, expected
 
 
 def _of_function(key: str, value: object) -> UnfitTest:
-    what = f"has `{key}` {shown(value)}: tests of a function, and only programs read an `input`"
-    return UnfitTest(what, "write them as Python: assert NAME(INPUT) == OUTPUT")
+    what = f"has `{key}` {shown(value)}: the test is for a function, and only programs read `input`"
+    return UnfitTest(what, "write it as Python: assert NAME(INPUT) == OUTPUT")

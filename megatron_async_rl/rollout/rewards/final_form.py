@@ -1,20 +1,20 @@
-"""Final form: whether an answer that equals the gold answer was computed, or copied and rearranged.
+"""Final form: distinguish a computed answer from a copied or rearranged question.
 
-An answer is final if one of these holds; everything else is not final.
+An answer that equals the gold answer is final if one of four conditions holds:
 
-1. Same form: its formula is the gold answer's.
+1. Same form: its formula is that of the gold answer.
 2. Literal: it is a number, a reduced fraction, a mixed number, a percentage or digits times a power
-   of ten, and the question does not have the same number in the same notation.
-3. Rewritten sum: it has no operation left, and only the distribution of numbers over sums, signs
-   and the place of numeric roots distinguish it from the gold answer. The question may have it only
-   with operations left.
-4. Other finished form: it has no operation left, about as few operations as the gold answer, no
+   of ten, and the question does not contain the same number in the same notation.
+3. Rewritten sum: no operation is left to carry out, and it differs from the gold answer only in the
+   distribution of numbers over sums, in signs and in the position of numeric roots. The question
+   may contain it only with operations left.
+4. Other finished form: no operation is left; it has about as few operations as the gold answer, no
    kind of function that the gold answer lacks, and a number, symbol, function or constant that the
-   question lacks; and no expression of the question has its value. (An answer made from parts of
-   the question alone computed nothing.)
+   question lacks; and no expression of the question has its value. (An answer made only from parts
+   of the question computed nothing.)
 
-Sets, tuples, intervals and matrices are final if each of their elements is, relative to an equal
-element of the gold answer. An equation is an answer if its sides agree; its last side counts.
+Sets, tuples, intervals and matrices are final if each element is final relative to an equal element
+of the gold answer. An equation is an answer if its sides agree; its last side counts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megatron_async_rl.rollout.rewards.formula_tokens import prose_tokens, token
 from megatron_async_rl.rollout.rewards.formula_values import equal
 
 MORE_OPERATIONS = 3
-"""Operations that a finished form may have beyond those of the gold answer."""
+"""Number of operations that a finished form may have in excess of the gold answer."""
 
 _COUNTS = {
     word: count
@@ -77,7 +77,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class QuestionContent:
-    """Expressions, atoms and numbers that a question already has."""
+    """Expressions, atoms and numbers that a question contains."""
 
     formulas: tuple[Formula, ...]
     atoms: frozenset[object]
@@ -86,8 +86,8 @@ class QuestionContent:
 
 @functools.lru_cache(maxsize=256)
 def question_of(text: str) -> QuestionContent:
-    """Every expression, number, symbol and function in formulas and plain text, spelled-out numbers
-    included."""
+    """Return every expression, number, symbol and function of a question, in formulas and in plain
+    text, with spelled-out numbers."""
     formulas = dict.fromkeys(part for one in read_within(text) for part in runs(one))
     prose = prose_tokens(text)
     names = [one[6:-1] if one.startswith("\\text{") else one for one in prose]
@@ -105,17 +105,18 @@ def question_of(text: str) -> QuestionContent:
         if top in _COUNTS and bottom in _PARTS:  # three quarters
             literals.add(number(Fraction(_COUNTS[top], _PARTS[bottom]), "/"))
     literals |= {number(Fraction(_COUNTS[word])) for word in names if word in _COUNTS}
+    # The sign of a copied number proves nothing: it may be a subtraction of the question.
     literals |= {number(-one.value[0], one.value[1]) for one in literals}
     compound = [one for one in formulas if one.args]
     return QuestionContent(tuple(compound[:MAX_FORMULAS]), frozenset(atoms), frozenset(literals))
 
 
 MAX_FORMULAS = 400
-"""Expressions of a question that answers are compared with."""
+"""Maximum expressions of a question to compare with: bounds the work of one response."""
 
 
 def is_final(answer: Formula, gold: Formula, question: str) -> bool:
-    """`answer` equals `gold` by the judgement of the caller."""
+    """Return True if `answer`, which the caller found equal to `gold`, is in final form."""
     requested = question_of(question)
     if answer == gold:
         return True
@@ -129,13 +130,14 @@ def is_final(answer: Formula, gold: Formula, question: str) -> bool:
 
 
 def _answer_of(formula: Formula, other: Formula) -> Formula | None:
-    """The last side of an equation, unless both formulas are equations for unknowns; None if
-    numbers on its sides disagree."""
+    """Return the last side of an equation, or the formula if both are equations for unknowns; None
+    if numbers on its sides disagree."""
     if formula.kind != "relation" or set(formula.value) - {"=", "in"}:
         return formula
     if other.kind == "relation" and not _is_name(formula.args[0]):
         return formula
     *before, last = formula.args
+    # "1 + 1 = 3 = 2" contradicts itself; sides with unknowns cannot be compared.
     known = [one for one in before if one.kind not in CONTAINERS and not has_symbols(one)]
     return last if all(_same(one, last) for one in known) else None
 
@@ -160,7 +162,7 @@ def _is_final_container(answer: Formula, gold: Formula, requested: QuestionConte
         return True
     operations = [one for one in subformulas(answer) if one.kind == "operation"]
     for one in operations:
-        # A union of intervals is a form of its own; one of lists of elements is an operation left.
+        # A union of intervals is a final form; a union of lists is an operation left to do.
         if set(one.value) != {"\\cup"} or any(part.kind == "set" for part in one.args):
             return False
     elements, wanted = list(_elements(answer)), list(_elements(gold))
@@ -176,7 +178,7 @@ def _is_final_container(answer: Formula, gold: Formula, requested: QuestionConte
 
 
 def _elements(formula: Formula) -> Iterator[Formula]:
-    """The elements of containers in containers; of `x = 5`, the value."""
+    """Yield the elements of nested containers; of `x = 5`, the value."""
     if formula.kind == "relation" and set(formula.value) <= {"=", "in"}:
         sides = formula.args[1:] if _is_name(formula.args[0]) else formula.args
     else:
@@ -200,10 +202,12 @@ def _is_final_element(answer: Formula, gold: Formula, requested: QuestionContent
     if answer.kind == "number":
         if not equal(answer, gold):
             return False
+        # Digits equal to the gold answer's are final even where the question contains the number.
         same_digits = _digits(answer) is not None and _digits(answer) == _digits(gold)
         return same_digits or answer not in requested.literals
     if gold.kind == "number" or not is_finished(answer):
         return False
+    # Condition 3 of the module, then condition 4.
     form = combination(answer)
     if form == combination(gold):
         return not any(combination(one) == form and is_finished(one) for one in requested.formulas)
@@ -223,7 +227,7 @@ def _is_other_form(answer: Formula, gold: Formula, requested: QuestionContent) -
 
 
 def _is_finished_relation(answer: Formula, gold: Formula, requested: QuestionContent) -> bool:
-    """An equation or inequality whose sides are not those of the gold answer."""
+    """True for a final equation or inequality whose sides differ from the gold answer's."""
     return (
         all(is_finished(one) for one in answer.args)
         and _is_other_form(answer, gold, requested)
@@ -232,7 +236,7 @@ def _is_finished_relation(answer: Formula, gold: Formula, requested: QuestionCon
 
 
 def _digits(formula: Formula) -> Fraction | None:
-    """A number in decimal digits, whether or not a percent sign follows."""
+    """Value of the decimal digits of a number, with or without a percent sign."""
     if formula.kind != "number" or formula.value[1] not in ("", "%"):
         return None
     value: Fraction = formula.value[0]
@@ -240,7 +244,7 @@ def _digits(formula: Formula) -> Fraction | None:
 
 
 def _atoms(formula: Formula) -> set[object]:
-    """Numbers other than 0 and 1, symbols, functions and constants."""
+    """Return the numbers (except 0 and 1), symbols, functions and constants of a formula."""
     atoms: set[object] = set()
     for one in subformulas(formula):
         if one.kind == "number":
@@ -255,7 +259,7 @@ def _atoms(formula: Formula) -> set[object]:
 
 
 def _kinds(formula: Formula) -> set[str]:
-    """Kinds of functions; an answer must not introduce one, as it could be undone by another."""
+    """Return the kinds of functions. An answer must not add one: log(exp(x)) hides a copied x."""
     kinds = set()
     for one in subformulas(formula):
         if one.kind == "function":

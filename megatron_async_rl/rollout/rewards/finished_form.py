@@ -1,4 +1,4 @@
-"""Finished formulas: those in which evaluation has nothing left to do."""
+"""Finished formulas: formulas that evaluation leaves unchanged."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from megatron_async_rl.rollout.rewards.formula_terms import MAX_RADICAND, combin
 from megatron_async_rl.rollout.rewards.formula_values import values
 
 TRIVIAL = (0, 1)
-"""Numbers that prove nothing in an answer and that no finished product has."""
+"""Numbers that prove nothing in an answer and that a finished product never contains."""
 _IN_WHOLE = ("factorial", "binomial", "abs", "floor", "ceil", "max", "min", "gcd", "lcm", "det")
-"""Functions that are carried out for numbers in every case."""
+"""Functions that evaluation always carries out on numbers."""
 
 
 @functools.lru_cache(maxsize=4096)
 def is_finished(formula: Formula) -> bool:
-    """True if no operation of an expression is left that arithmetic, the laws of powers or the
-    collection of terms carries out. Products of different sums are finished, expanded or not."""
+    """True if arithmetic, the laws of powers and the collection of terms leave the expression
+    unchanged. Products of different sums are finished, expanded or not."""
     if not all(is_finished(one) for one in formula.args):
         return False
+    # Kinds without a rule, such as relations and text, are not expressions.
     rule = {
         "number": lambda _: True,
         "symbol": lambda _: True,
@@ -41,7 +42,7 @@ def is_finished(formula: Formula) -> bool:
 
 
 def _finished_sum(formula: Formula) -> bool:
-    """Different terms without a sum in brackets that could be multiplied out."""
+    """True if no terms can be collected and no bracketed sum can be multiplied out."""
     for term in formula.args:
         if term == number(Fraction(0)):
             return False
@@ -51,6 +52,7 @@ def _finished_sum(formula: Formula) -> bool:
             for one in factors
         ):
             return False
+    # Fewer combined terms than written terms: some could have been collected.
     return len(combination(formula)) == len(formula.args)
 
 
@@ -63,6 +65,7 @@ def _finished_product(formula: Formula) -> bool:
     if below and not is_integer(below[0]):
         return False
     denominator = int(below[0].value[0]) if below else 1
+    # 4/6 can be reduced.
     if top and below and (top[0].denominator != 1 or math.gcd(int(top[0]), denominator) != 1):
         return False
 
@@ -76,13 +79,14 @@ def _finished_product(formula: Formula) -> bool:
     if len(numeric_roots) > 1 or not _is_reduced_root(top, denominator, numeric_roots):
         return False
     bases = [one.args[0] if one.kind == "power" else one for one in others]
+    # x * x^2 can be collected.
     if len(set(bases)) != len(bases):
         return False
     return _are_primitive(others, denominator)
 
 
 def _is_reduced_root(top: list[Fraction], denominator: int, roots: list[Formula]) -> bool:
-    """False for 6/sqrt(2) and sqrt(2)/sqrt(3) / 2, which another division shortens."""
+    """False for 6/sqrt(2), which can still be reduced."""
     if not roots or roots[0].args[1].value[0] > 0:
         return True
     base, above = roots[0].args[0], top[0] if top else Fraction(1)
@@ -106,7 +110,7 @@ def _exponent(formula: Formula) -> Fraction:
 
 
 def _are_primitive(factors: list[Formula], denominator: int) -> bool:
-    """True if no number or symbol can be taken out of the sums among `factors` and shortened."""
+    """True if no number or symbol can be factored out of the sums among `factors` and cancelled."""
     sums = [one for one in factors if _is_sum_power(one)]
     raised = [one for one in sums if _exponent(one) > 0]
     if not sums:
@@ -135,8 +139,8 @@ def _are_primitive(factors: list[Formula], denominator: int) -> bool:
 
 
 def _content(formula: Formula) -> tuple[int | None, set[object]]:
-    """The common divisor of the coefficients of a sum (None if one is a fraction), and the common
-    bases of its terms."""
+    """Return the common divisor of the coefficients of a sum (None if one is a fraction), and the
+    bases that all its terms share."""
     form = combination(formula)
     coefficients = [value for _, value in form]
     content = (
@@ -158,17 +162,20 @@ def has_symbols(formula: Formula) -> bool:
 def _finished_power(formula: Formula) -> bool:
     base, exponent = formula.args
     if exponent.kind != "number":
+        # e^log(x) is x.
         logarithm = any(
             one.kind == "function" and one.value == "log" for one in subformulas(exponent)
         )
         return not logarithm and (has_symbols(exponent) or base == Formula("constant", "e"))
     value = exponent.value[0]
     whole = value.denominator == 1
+    # x^0, x^1 and (x^a)^b can be simplified.
     if value in TRIVIAL or base.kind == "power":
         return False
     if base.kind == "number":
         return is_reciprocal(formula) or (not whole and _is_root(base, value))
     if base.kind == "constant":
+        # Whole powers of i are 1, i, -1 or -i.
         return base.value != "i" or not whole
     if base.kind == "product":
         numbers_ = [one for one in base.args if one.kind == "number"]
@@ -194,13 +201,14 @@ def _integer(value: int) -> Formula:
 
 
 def _is_root(base: Formula, exponent: Fraction) -> bool:
-    """True for the simplest form of a root of a number."""
+    """True for a root of a number in lowest terms."""
     value, notation = base.value
     if value <= 0 or abs(exponent.numerator) != 1 or notation not in ("", "/"):
         return False
     if notation == "" and value.denominator != 1:
         return False
     inside = value.numerator * value.denominator
+    # The search for square factors below takes the root of `inside` as its number of steps.
     if inside == 1 or inside > MAX_RADICAND:
         return False
     degree = exponent.denominator
@@ -220,6 +228,7 @@ def _finished_function(formula: Formula) -> bool:
         return name not in ("opposite", "det", "gcd", "lcm", "max", "min")
     if name in _IN_WHOLE or name == "opposite":
         return False
+    # Numeric argument: finished only if the value is irrational, as that of sin(1) or log 2.
     found, argument = values(formula), values(inside[0])
     if found is None or argument is None:
         return False

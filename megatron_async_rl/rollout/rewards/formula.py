@@ -1,4 +1,4 @@
-"""Formulas as they are written, in which no operation is carried out.
+"""Formulas as written: no operation is carried out.
 
 A computer algebra system evaluates while it reads, so its trees cannot show whether an answer was
 computed. A `Formula` keeps every operation. The functions of this module, which build one, unify
@@ -14,11 +14,11 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 MAX_DIGITS = 300
-"""Digits of the powers of ten that are read as one number."""
+"""Maximum exponent of a power of ten that is read as one number: bounds memory."""
 
 
 class Formula(NamedTuple):
-    """One node. `kind` decides what `value` and `args` hold:
+    """One node of a formula. `kind` determines `value` and `args`:
 
     - number: value (Fraction, notation), notation one of "" (decimal digits), "/", "%", "mixed",
       "e"
@@ -51,6 +51,7 @@ def unordered(elements: list[Formula]) -> Formula:
     every = [
         part for one in elements for part in (one.args if one.kind == "set" else (one,))
     ]  # a list of lists is a list
+    # `repr` gives all nodes a total order; equal sets get equal trees.
     return Formula("set", None, tuple(sorted(set(every), key=repr)))
 
 
@@ -69,7 +70,7 @@ def negative(formula: Formula) -> Formula:
 
 
 def opposite(formula: Formula) -> Formula:
-    """A minus sign before `formula`. That of a negative one, -(-2), is an operation."""
+    """Return `formula` with a minus sign. Before a negative formula, -(-2), it is an operation."""
     if (formula.kind == "number" and formula.value[0] < 0) or (
         formula.kind == "product" and (formula.value < 0)
     ):
@@ -78,9 +79,8 @@ def opposite(formula: Formula) -> Formula:
 
 
 def product(factors: list[Formula]) -> Formula:
-    """A product: its sign in front, fractions as a numerator and a denominator, digits times a
-    power of ten as one number. If several factors have a number, or a later one a sign, 1 is a
-    further factor: their multiplication (3 * pi/4) is an operation, and not the fraction 3 pi/4."""
+    """Return a product with its sign in front, fractions as numerator and denominator, and digits
+    times a power of ten as one number."""
     sign, numeric, parts = 1, 0, list[Formula]()
     signed = False
     for place, one in enumerate(factors):
@@ -97,6 +97,8 @@ def product(factors: list[Formula]) -> Formula:
         numbers = [one for one in parts if one.kind == "number"]
         parts = [one for one in parts if one.kind != "number"]
         parts.append(number(numbers[0].value[0] * numbers[1].value[0], "e"))
+    # The factor 1 marks a multiplication that is left to do: 3 * pi/4 must differ from the fraction
+    # 3 pi/4.
     elif numeric > 1 or signed:
         parts.append(ONE)
     if len(parts) == 1:
@@ -105,7 +107,7 @@ def product(factors: list[Formula]) -> Formula:
 
 
 def _factors(formula: Formula) -> tuple[int, list[Formula]]:
-    """The sign and the factors of a product, or of a fraction: its numerator and denominator."""
+    """Return the sign and the factors of a formula; a fraction has its numerator and reciprocal."""
     if formula.kind == "product":
         return formula.value, list(formula.args)
     if formula.kind == "number":
@@ -142,10 +144,11 @@ def quotient(top: Formula, bottom: Formula) -> Formula:
         return opposite(quotient(top, negative(bottom)))
     if is_integer(top) and is_integer(bottom) and bottom.value[0] > 0:
         above, below = int(top.value[0]), int(bottom.value[0])
+        # Only a reduced fraction is a literal; 4/6 has an operation left.
         if below > 1 and math.gcd(above, below) == 1:
             return number(Fraction(above, below), "/")
     sign, parts = _factors(top)
-    if parts == [ONE]:  # 1/x is x^-1; other factors 1 stay, as operations that are left
+    if parts == [ONE]:  # 1/x is x^-1; any other factor 1 marks an operation
         parts = []
     below_sign, below_parts = _factors(inverse(bottom))
     both = [ONE] if sign == below_sign == -1 else []  # -2/-3 has an operation left
@@ -179,11 +182,12 @@ def symbols(formula: Formula) -> set[str]:
 
 
 def runs(formula: Formula) -> Iterator[Formula]:
-    """Every part of a formula, and the sums and products of several of its terms and factors."""
+    """Yield every part of a formula, and every sum or product of some of its terms or factors."""
     for part in subformulas(formula):
         yield part
         if part.kind == "product" and len(part.args) == 2 and part.value < 0:
             yield negative(part)
+        # The number of subsets doubles with each term, hence the limit of 6.
         if part.kind in ("sum", "product") and 2 < len(part.args) <= 6:
             for size in range(2, len(part.args)):
                 for some in itertools.combinations(part.args, size):

@@ -1,7 +1,7 @@
-"""A parser of formulas in LaTeX and plain text.
+"""Parser of formulas in LaTeX and plain text.
 
-The grammar is a whitelist: text with a construct that it lacks (integrals, derivatives, limits,
-unknown commands) has no formula.
+The grammar is a whitelist: text with any other construct (integrals, derivatives, limits, unknown
+commands) is not a formula.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from megatron_async_rl.rollout.rewards.formula_tokens import FUNCTIONS, prose_to
 
 MAX_TOKENS = 600
 MAX_DEPTH = 40
+"""Limits on one formula: a response can be any text, and the parser is recursive."""
 
 
 class NotReadError(ValueError):
-    """The text has no formula, or one with a construct that the grammar lacks."""
+    """The text is not a formula of the grammar."""
 
 
 _CONSTANTS = {"\\pi": "pi", "\\infty": "infinity", "\\imath": "i"}
@@ -44,12 +45,12 @@ _LETTERS = frozenset(
 _RELATIONS = {"=": "=", "<": "<", ">": ">", "\\le": "<=", "\\ge": ">=", "\\ne": "!=", "\\in": "in"}
 _SET_OPERATORS = ("\\cup", "\\cap", "\\setminus")
 _APPLIED = "fghFGHPV"
-"""Letters that before a bracket are names of functions."""
+"""Letters that name a function when a bracket follows."""
 
 
 @functools.lru_cache(maxsize=512)
 def read(text: str) -> Formula | None:
-    """The formula that is all of `text`; None if it is not one."""
+    """Return the formula that spans all of `text`; None if there is none."""
     found = tokens(text)
     while found and found[-1] in (".", ","):
         found.pop()
@@ -66,10 +67,11 @@ def read(text: str) -> Formula | None:
 
 
 def read_within(text: str) -> list[Formula]:
-    """Every formula in prose, the longest at each place. A run of letters in prose can be a word or
-    a product of variables, so the text is read in both ways."""
+    """Return every formula in prose, the longest at each position."""
     formulas: list[Formula] = []
+    # A run of letters may be a word or a product of variables; both readings count.
     for found in (tokens(text), prose_tokens(text)):
+        # Each position may parse up to MAX_TOKENS: the bound keeps the total time small.
         place, end = 0, min(len(found), 4 * MAX_TOKENS)
         while place < end:
             try:
@@ -99,7 +101,7 @@ class _Parser:
         self.place = 0
         self.depth = 0
         self.bars = 0
-        """Open absolute values, in which `|` closes."""
+        """Number of open absolute values: while it is positive, `|` closes."""
 
     def next(self, ahead: int = 0) -> str | None:
         place = self.place + ahead
@@ -119,7 +121,7 @@ class _Parser:
         return False
 
     def listed(self) -> Formula:
-        """Relations or expressions, separated by commas: a set."""
+        """Parse relations or expressions separated by commas: a set."""
         elements = self.elements()
         return elements[0] if len(elements) == 1 else unordered(elements)
 
@@ -132,7 +134,7 @@ class _Parser:
         return elements
 
     def chain(self) -> Formula:
-        """An expression, or sides of a relation, in one direction."""
+        """Parse an expression or a relation; > and >= are turned around."""
         sides, operators = [self.union()], list[str]()
         while self.next() in _RELATIONS:
             before = self.place
@@ -157,6 +159,7 @@ class _Parser:
             operands.append(self.sum())
         if not operators:
             return operands[0]
+        # Unions commute; differences do not.
         if set(operators) == {"\\cup"}:
             operands.sort(key=repr)
         return Formula("operation", tuple(operators), tuple(operands))
@@ -205,6 +208,7 @@ class _Parser:
             except NotReadError:
                 self.place = before
                 break
+        # After the loop: a leading minus applies to the whole term, as in -x^2.
         for _ in range(minus):
             result = opposite(result)
         return result
@@ -247,13 +251,14 @@ class _Parser:
         return self.one()
 
     def one(self) -> Formula:
-        """An argument of a command: a group, or a single token; `\\frac12` has two of one digit."""
+        """Parse an argument of a command: a group or a single token."""
         token = self.take()
         if token == "{":
             inside = self.sum()
             self.take("}")
             return inside
         if token.isdigit() and len(token) > 1 and self.found[self.place - 2] not in ("^", "-", "+"):
+            # LaTeX reads one digit: `\frac12` is 1/2.
             self.found[self.place - 1 : self.place] = [token[0], token[1:]]
             token = token[0]
         self.place -= 1
@@ -304,6 +309,7 @@ class _Parser:
         raise NotReadError
 
     def digits(self, token: str) -> Formula:
+        # Conversion of digits takes quadratic time.
         if len(token) > 4 * MAX_DIGITS:
             raise NotReadError
         value = Fraction(token.replace(",", ""))
@@ -348,6 +354,7 @@ class _Parser:
         return Formula("symbol", name)
 
     def sequence(self, opening: str) -> Formula:
+        # Inside brackets, `|` opens a new absolute value.
         bars, self.bars = self.bars, 0
         elements = self.elements()
         closing = self.take(")", "]")
@@ -404,7 +411,7 @@ class _Parser:
         return result if exponent is None else power(result, exponent)
 
     def argument(self) -> list[Formula]:
-        """Arguments in brackets, or factors up to an operator or another function: `\\sin 2x`."""
+        """Parse arguments in brackets, or factors up to an operator or function: `\\sin 2x`."""
         if self.next() in ("(", "{", "["):
             opening = self.take()
             bars, self.bars = self.bars, 0

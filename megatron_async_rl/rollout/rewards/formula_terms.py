@@ -1,5 +1,5 @@
-"""Sums of terms: a canonical form that distinguishes operations which an answer must have carried
-out from the mere spelling of a sum."""
+"""Canonical form of sums: equal for sums that differ only in spelling, different for sums that
+differ by an operation an answer has to carry out."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from fractions import Fraction
 from megatron_async_rl.rollout.rewards.formula import ONE, Formula, number
 
 MAX_RADICAND = 10**9
-"""Larger numbers below a root are not searched for squares, and not final in another form."""
+"""Maximum number under a root that is searched for square factors; larger ones are not final."""
 
 
 TermKey = tuple[int, frozenset[tuple[object, object]]]
-"""The square root of a whole number, and bases with their exponents: one term without its
-number."""
+"""One term without its coefficient: the number under its square root, and its bases with their
+exponents."""
 Combination = frozenset[tuple[TermKey, Fraction]]
 _NO_KEY: TermKey = (1, frozenset())
 
 
 @functools.lru_cache(maxsize=4096)
 def combination(formula: Formula) -> Combination:
-    """The terms of an expression with their coefficients. Numbers are multiplied, distributed over
-    a sum and collected, and numeric square roots simplified; products of sums are not expanded."""
+    """Return the terms of an expression with their coefficients. Numbers are multiplied,
+    distributed over a sum and collected, and numeric square roots simplified; products of sums are
+    not expanded."""
     try:
         return frozenset(_terms(formula).items())
     except (ArithmeticError, ValueError):
+        # Too large to simplify: the formula counts as one opaque term, equal only to itself.
         return frozenset({((1, frozenset({(formula, Fraction(1))})), Fraction(1))})
 
 
@@ -69,10 +71,12 @@ def _term(formula: Formula) -> dict[TermKey, Fraction]:
             exponents.append(combination(exponent))
         bases.append(base)
 
+    # sqrt(p/q) = sqrt(pq)/q.
     under = inside.numerator * inside.denominator
     value /= inside.denominator
     if 1 < under <= MAX_RADICAND:
         for place in places(under, 2):
+            # sqrt(12) becomes 2 sqrt(3).
             while under % (place * place) == 0:
                 under //= place * place
                 value *= place
@@ -81,6 +85,7 @@ def _term(formula: Formula) -> dict[TermKey, Fraction]:
 
     sums = [one for one, power in zip(bases, exponents, strict=True) if one.kind == "sum"]
     if len(bases) == len(sums) == 1 and exponents[0] == 1:
+        # A number or root times one sum: distribute it, so that 2(x + 1) equals 2x + 2.
         scaled: dict[TermKey, Fraction] = {}
         for (root, key), part in _terms(sums[0]).items():
             for other, factor in _terms(_root_product(root, under)).items():
@@ -94,12 +99,14 @@ def _term(formula: Formula) -> dict[TermKey, Fraction]:
             terms = dict(_terms(base))
             first = min(terms, key=repr) if terms else None
             whole = isinstance(exponent_, Fraction) and exponent_.denominator == 1
+            # (1 - x) and (x - 1) get one base; the sign moves into the coefficient.
             if whole and first is not None and terms[first] < 0:
                 terms = {key: -part for key, part in terms.items()}
                 value *= (-1) ** int(exponent_)  # type: ignore[call-overload]
             name = frozenset(terms.items())
         elif base.kind == "function":
             name = (base.kind, base.value, tuple(combination(one) for one in base.args))
+        # x^a x^b is x^(a+b).
         before = collected.get(name)
         if isinstance(before, Fraction) and isinstance(exponent_, Fraction):
             collected[name] = before + exponent_
@@ -111,7 +118,7 @@ def _term(formula: Formula) -> dict[TermKey, Fraction]:
 
 
 def _root_product(one: int, other: int) -> Formula:
-    """sqrt(one) sqrt(other)."""
+    """Return the root of `one` times `other`."""
     half = number(Fraction(1, 2), "/")
     return Formula("power", None, (number(Fraction(one * other)), half))
 

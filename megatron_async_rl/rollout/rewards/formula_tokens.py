@@ -38,7 +38,7 @@ _SPELLINGS = {
 SHORT_WORDS = frozenset(
     re.findall(r"\S+", "a to of is in at by no per the for are not if so be on an its was")
 )
-"""Words that a run of up to three letters may be; other runs are products of variables."""
+"""Short words. Other runs of up to three letters are products of variables."""
 
 _UNICODE = str.maketrans(
     {
@@ -91,8 +91,8 @@ _WORD_IN_PROSE = re.compile(
 
 
 def tokens(text: str) -> list[str]:
-    """Return the tokens of a formula, or of prose with formulas in it. A word is a token
-    `\\text{word}`."""
+    """Return the tokens of a formula or of prose with formulas. A word becomes `\\text{word}`."""
+    # A space, so that the tokens on both sides of a layout command stay apart.
     text = _LAYOUT.sub(" ", text.translate(_UNICODE))
     text = re.sub(r"\\[dtc](frac|binom)(?![A-Za-z])", r"\\\1", _SPOKEN.sub("%", text))
     text = re.sub(r"\\overline\s*\{([A-Z]{2})\}", r"\1", text)  # a segment
@@ -132,9 +132,9 @@ def _text(token: str) -> list[str]:
         return [","]
     if value := re.fullmatch(r"\s*(-?)(\d+(?:\.\d+)?)\s*", token[token.index("{") + 1 : -1]):
         return [one for one in value.groups() if one]
-    if len(inside) == 1:  # the label of an option is the symbol
+    if len(inside) == 1:  # the label of an option is a symbol
         return [inside]
-    # As math-verify writes what it read: "A and C" as "A , C", "infinite" as "\\inftyinite".
+    # Undo spellings of math-verify: "A , C" for "A and C", "\\inftyinite" for "infinite".
     inside = _LISTED.sub(", ", inside.replace("\\inftyinit", "infinit"))
     return [f"\\text{{{inside.lower()}}}"] if inside else []
 

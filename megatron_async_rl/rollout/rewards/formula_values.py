@@ -1,4 +1,4 @@
-"""Values of formulas, computed in floating point at two points."""
+"""Values of formulas at two points, in floating point. Two values agree by accident only rarely."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NUMERIC: dict[str, Callable[[complex], complex]] = {
 
 
 def values(formula: Formula) -> tuple[complex, ...] | None:
-    """Values at two fixed points that the names of the symbols give; None if there is none."""
+    """Return the values at two fixed points; None if the formula has no finite value."""
     try:
         found = tuple(_value(formula, point) for point in (1.0, 2.0))
     except (ArithmeticError, ValueError, RecursionError):
@@ -45,6 +45,7 @@ def _value(formula: Formula, point: float) -> complex:
     if kind == "number":
         return complex(float(value[0]))
     if kind in ("symbol", "text"):
+        # The point depends only on the name: every process computes the same values.
         place = functools.reduce(lambda seed, one: (seed * 31 + ord(one)) % 9973, value, 7)
         return complex(1.1 + (place * point * 0.618034) % 1.0)
     if kind == "constant":
@@ -61,7 +62,7 @@ def _value(formula: Formula, point: float) -> complex:
     if kind == "function" and value == "log":
         return cmath.log(inside[0]) / cmath.log(inside[1])
     if kind == "function" and value == "binomial":
-        # Gamma functions, since the whole number can have any number of digits.
+        # Log-gamma: factorials of large numbers would not fit into a float.
         above, below = inside[0].real, inside[1].real
         parts = (math.lgamma(one + 1) for one in (below, above - below))
         return complex(math.exp(math.lgamma(above + 1) - sum(parts)))
@@ -70,12 +71,13 @@ def _value(formula: Formula, point: float) -> complex:
     if kind == "function" and value in _NUMERIC:
         return _NUMERIC[value](inside[0])
     if kind == "function":
+        # An unknown function, f(x): any value that depends on its name and arguments will do.
         return _value(Formula("symbol", value), point) + sum(inside)
     raise ArithmeticError
 
 
 def equal(one: Formula, other: Formula) -> bool:
-    """True if the values agree to 6 digits; a percentage may lack its sign."""
+    """True if the values agree to 6 digits. A percentage may lack its percent sign."""
     if one == other:
         return True
     first, second = values(one), values(other)
@@ -84,6 +86,7 @@ def equal(one: Formula, other: Formula) -> bool:
     scales = (1.0, 100.0, 0.01) if one.kind == other.kind == "number" else (1.0,)
     return any(
         all(
+            # The absolute tolerance is for values near 0, which have no relative one.
             abs(a * scale - b) <= max(1e-6 * abs(b), 1.1e-6 if scale == 1.0 else 0.0)
             for a, b in zip(first, second, strict=True)
         )

@@ -1,5 +1,5 @@
-"""Answers of data sets, read as what they mean: a number, a formula or a word, without what
-surrounds it. Text in which an answer would have to be guessed is refused."""
+"""Answers of data sets: the number, formula or word without the surrounding text. Text whose answer
+would have to be guessed is refused."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _MULTIPLE = re.compile(
     r"\b(?:hundred|thousand|million|billion|trillion|dozen|half|pairs?|or|to|and|[ap]\.?m\.?)\b",
     re.I,
 )
-"""Words after a number that change its value, or say that it is one of several."""
+"""Words after a number that change its value, or show that it is one of several."""
 _TOWER = re.compile(r"\^\s*\{?\s*\d*\s*\^|\^\s*\{?\s*\d{6,}|\d\s*\^\s*\{?\s*\d+\s*\^|\{{30,}")
-"""Powers of powers of numbers, which no answer needs and which take forever."""
+"""Powers of powers and huge exponents: no answer needs them, and evaluation would not end."""
 _UNREAD = re.compile(
     "0[xX][\\da-fA-F]|[\u221a\u00bc-\u00be\u2150-\u215e\u00b2\u00b3]|\\d[eE][-+]?\\d|\\d['\u2032]\\d"
 )
@@ -47,7 +47,7 @@ _RANGE = re.compile(r"\d+(?:\.\d+)?\s*(?:-|\u2013|\u2212|--|\bto\b)\s*\d+(?:\.\d
 _TIME = re.compile(r"\d{1,2}:[0-5]\d(?::[0-5]\d)?(?:\s*[ap]\.?m\.?)?|\d{1,2}\s*[ap]\.?m\.?", re.I)
 _OPTION = re.compile(r"\([A-H]\)\s*\S.*")
 MAX_SOLUTION, MAX_ANSWER = 100_000, 1_000
-"""Characters of a solution, and of the answer in it."""
+"""Maximum characters of a solution, and of the answer in it."""
 _DOLLAR = re.compile(r"(?<!\\)\$")
 TEXT_COMMAND = re.compile(
     r"\\(?:text|mathrm|mbox|textbf|begin|end|operatorname|mathbf)\s*\{[^}]*\}"
@@ -61,9 +61,9 @@ _FUNCTIONS = frozenset(
 
 
 def read_answer(text: str) -> str:
-    """The LaTeX of the one final answer in a data set's `answer`: the text behind `####` (GSM8K),
-    in the last `\\boxed{}`, between delimiters, or all of it; an amount of money or of a unit as
-    its number. Raises ValueError, with the reason, for what is not one answer."""
+    """Return the LaTeX of the final answer: the text after `####` (GSM8K), in the last
+    `\\boxed{}`, between delimiters, or all of it. An amount with a unit becomes a number. Raises
+    ValueError, with the reason, unless there is exactly one answer."""
     found = text.strip()
     if len(found) > MAX_SOLUTION:
         raise ValueError(f"has {len(found)} characters, of at most {MAX_SOLUTION}")
@@ -79,6 +79,7 @@ def read_answer(text: str) -> str:
     if len(found) > 1 and found.endswith(".") and "\n" not in found:
         found = found[:-1]
     found = found.lstrip("€£")
+    # Refused, not guessed: math-verify would read 3:45 as a quotient and 5-7 as -2.
     if _TIME.fullmatch(found):
         raise ValueError(
             "is a time of day or a ratio: write the ratio as a fraction, the time as one number"
@@ -87,6 +88,7 @@ def read_answer(text: str) -> str:
         raise ValueError("is an option and its text: write the letter or the text")
     if _RANGE.fullmatch(found):
         raise ValueError("is a range or a difference: write its value, or [5, 7] for a range")
+    # The length bounds the backtracking of the patterns.
     if len(found) <= MAX_ANSWER and (amount := _AMOUNT.fullmatch(found)):
         if multiple := _MULTIPLE.search(amount[2]):
             raise ValueError(f"has a number and the word {multiple.group()!r}: write one number")
@@ -102,6 +104,7 @@ def read_answer(text: str) -> str:
     if "\\pm" in found or "\\mp" in found:  # both signs, which math-verify does not read everywhere
         found = ", ".join(_with_sign(found, *signs) for signs in ("+-", "-+"))
     if re.fullmatch(NUMBER, found):
+        # 1,000 is one number here, not the set {1, 0}.
         found = found.replace(",", "")
     found = re.sub(r"^(-?\d+)\s+(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", found)
     found = re.sub(r"(?<=\d)[ _](?=\d{3}(?:[ _]\d{3})*$)", "", found)
@@ -109,9 +112,9 @@ def read_answer(text: str) -> str:
     if not found:
         raise ValueError("holds no answer")
     if len(found) > MAX_ANSWER or _TOWER.search(found):
-        raise ValueError("is too large to compute")
+        raise ValueError("is too large to evaluate")
     if unread := _UNREAD.search(found):
-        raise ValueError(f"has {unread.group()!r}, which math-verify does not read")
+        raise ValueError(f"has {unread.group()!r}, which math-verify cannot read")
 
     if "\\" not in found and not re.search(r"\d", found) and _is_word(found):
         return rf"\text{{{found}}}"
@@ -130,7 +133,7 @@ def _with_sign(text: str, plus_minus: str, minus_plus: str) -> str:
 
 
 def _is_prose(word: str) -> bool:
-    """True for a word; up to three letters, such as `ab`, are a product of variables."""
+    """True for a word. Up to three letters, such as `ab`, are a product of variables."""
     if word.lower() in _FUNCTIONS:
         return False
     name = re.fullmatch("[A-Z][a-z]{2}", word) is not None  # Jan
@@ -138,14 +141,13 @@ def _is_prose(word: str) -> bool:
 
 
 def _is_word(text: str) -> bool:
-    """True for words of text such as `east` or `Monday`, which math-verify would read as a
-    product."""
+    """True for text such as `east` or `Monday`, which math-verify would read as a product."""
     word = re.fullmatch(r"(?:[A-Za-z]{3,}|no)(?:[ -][A-Za-z]+){0,2}", text, re.I) is not None
     return word and text.lower() not in _FUNCTIONS
 
 
 def boxed_in(text: str) -> str | None:
-    """The content of the last `\\boxed{}`, whose braces may be nested."""
+    """Return the content of the last `\\boxed{}`, with nested braces; None without a box."""
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None
@@ -175,6 +177,7 @@ def _without_delimiters(text: str) -> str:
         return before
     if before.endswith("="):
         return f"{before} {inside}" if not after else inside
+    # The answer could be either number.
     if re.search(r"\d", before + after):
         raise ValueError("holds numbers inside and outside of a formula")
     return inside

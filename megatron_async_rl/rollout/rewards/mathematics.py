@@ -6,9 +6,9 @@ form (final_form.py).
 
 A dollar sign is a delimiter of LaTeX only around a formula; `\\$5` and `$5` are amounts of money.
 
-math-verify has no time limit of its own here. A response such as 9^9^9^9 keeps the interpreter
-inside one multiplication, so the limits on time and memory are those of the process that calls
-this reward: a response that exceeds one is wrong.
+math-verify's own time limit is off, since it needs the interpreter: 9^9^9^9 keeps it inside one
+multiplication. The process that calls this reward limits time and memory instead; a response that
+exceeds a limit is wrong.
 """
 
 from __future__ import annotations
@@ -47,37 +47,38 @@ _PROSE = re.compile(r"[A-Za-z]{2,}[,;:]?\s+(?:[A-Za-z]+[,;:]?\s+)*[A-Za-z]{2,}")
 
 _BOLD = re.compile(r"(?<![\w)}])\*\*([^*\n]+)\*\*(?![\w({])")
 _TAG = re.compile(r"</?answer>")
-"""Tags around the answer, as some prompts ask for."""
+"""Tags around the answer that some prompts request."""
 _LAST_LETTERS = re.compile(
     rf"({TEXT_COMMAND.pattern})|(?<=[\d}}\s])([A-Za-z]+)(?=\s*(?:\$|\\\)|\\\]|\}}))"
 )
-"""Letters at the end of a formula; math-verify takes some of them for units; or text, which is kept
-as it is."""
+"""Text, which is kept unchanged, or letters at the end of a formula, which math-verify may take for
+a unit."""
 
 
 def math(prompt: Prompt, response: str, /, *, form: Form = "final") -> float:
-    """`form`: `any` accepts every expression that evaluates to the answer, also a copied
-    question."""
+    """Return 1.0 if the response has the prompt's answer. `form`: `any` accepts every expression
+    with the value of the answer, also a copied question."""
     from math_verify import verify
 
     _quiet()
     answer, gold = _gold_of(prompt)
     response = re.sub(r"[ \t]{2,}", " ", response)
-    # math-verify takes time that grows with the square of a box's length: seconds for 2,000
-    # characters.
+    # math-verify takes time quadratic in the length of a box: seconds for 2,000 characters.
     if len(boxed_in(response) or "") > MAX_ANSWER:
         return 0.0
     try:
         found = _read_as_latex(_prepared(response, answer))
+        # Its timeout uses a signal, which cannot interrupt a multiplication in C.
         if not found or not verify(gold, found, timeout_seconds=None):
             return 0.0
         return 1.0 if form == "any" or _has_final_form(found, answer, prompt.text) else 0.0
+    # The response is too large to evaluate, so it is wrong; it must not fail the process.
     except (MemoryError, RecursionError, OverflowError):
         return 0.0
 
 
 def _has_final_form(found: list[Any], answer: str, question: str) -> bool:
-    """`found` as math-verify reads a response: an expression, and its text."""
+    """Return True for a final form. `found`: expression and text that math-verify read."""
     text = next((one for one in reversed(found) if isinstance(one, str)), "")
     if "%" not in text and _is_percentage(found[0]):
         text += "\\%"  # which math-verify leaves out of the text
@@ -95,7 +96,7 @@ def _is_percentage(expression: Any) -> bool:
 
 
 def _without_amounts(response: str) -> str:
-    """`response` without the dollar signs that do not delimit a formula, and with ASCII minuses."""
+    """Return the response with ASCII minuses, and with dollar signs only around formulas."""
     text = re.sub(r"[−–](?=\d)", "-", response.replace(r"\$", ""))
     pieces: list[str] = []
     rest = text
@@ -104,7 +105,7 @@ def _without_amounts(response: str) -> str:
         end = rest.find(mark, found.end())
         inside = rest[found.end() : end] if end >= 0 else ""
         if end < 0 or (mark == "$" and _PROSE.search(TEXT_COMMAND.sub(" ", inside))):
-            # No formula: the sign stands before an amount.
+            # Prose, or no second sign: the dollar sign belongs to an amount.
             pieces.append(rest[: found.start()])
             rest = rest[found.end() :]
         else:
@@ -119,9 +120,9 @@ def _with_last_letters(text: str) -> str:
 
 
 def _prepared(response: str, answer: str) -> str:
-    """A response in which math-verify finds what is meant: an equation that is all of it and the
-    last boxed answer are read as an answer of a data set, and no variable at the end is taken for a
-    unit, as `c` in 2c would be."""
+    """Return the response in a form that math-verify reads correctly: an equation is boxed, the
+    last box is read like an answer of a data set, and a final variable, such as `c` in 2c, does not
+    look like a unit."""
     text = _BOLD.sub(r"\1", _without_amounts(response)).replace(r"\varnothing", r"\emptyset")
     whole = read(text.strip()) if len(text) <= MAX_ANSWER else None
     if whole is not None and whole.kind == "relation":
@@ -142,13 +143,13 @@ def _prepared(response: str, answer: str) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _extraction() -> tuple[Any, ...]:
-    """Return the forms that math-verify looks for. Its `nits` replace 0.5 by a fraction, which is
-    another form."""
+    """Return the forms that math-verify searches for."""
     from dataclasses import replace
 
     from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
 
     latex = LatexExtractionConfig()
+    # `nits` replaces .5 by a fraction, which would change the form.
     config = replace(latex.normalization_config, nits=False)
     return replace(latex, normalization_config=config), ExprExtractionConfig()
 
@@ -165,7 +166,8 @@ def _parsed(latex: str) -> tuple[Any, ...]:
 
 
 def _gold_of(prompt: Prompt) -> tuple[str, list[Any]]:
-    """LaTeX of the prompt's `answer`, and what math-verify reads in it. Raises RewardError."""
+    """Return the LaTeX of the prompt's `answer`, and the expressions that math-verify reads in it.
+    Raises RewardError."""
     given = text_field(prompt, "answer")
     try:
         answer = read_answer(given)
@@ -173,7 +175,7 @@ def _gold_of(prompt: Prompt) -> tuple[str, list[Any]]:
         raise _unreadable(prompt, given, str(error)) from error
     gold = list(_parsed(answer))
     if not gold or any(str(one) in ("zoo", "nan") for one in gold):
-        raise _unreadable(prompt, given, "is nothing that math-verify can read")
+        raise _unreadable(prompt, given, "is not readable by math-verify")
     return answer, gold
 
 
@@ -187,18 +189,19 @@ def _unreadable(prompt: Prompt, given: str, why: str) -> RewardError:
 
 
 def _quiet() -> None:
-    # math-verify warns that nothing limits its time; the process does.
+    # It warns that its time limit is off; the process has a limit.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def _validate(prompt: Prompt, *, form: Form = "final") -> None:
-    """An answer must earn the reward itself, boxed as it is read and as the row has it. A number
-    does: most rows have one, and data sets are large."""
+    """Raise RewardError for an answer that does not earn the reward itself, both as read and as
+    written in the row."""
     given = text_field(prompt, "answer")
     try:
         answer = read_answer(given)
     except ValueError as error:
         raise _unreadable(prompt, given, str(error)) from error
+    # A plain number always does. Most rows have one, and data sets are large.
     if _LITERAL.fullmatch(answer):
         return
     _gold_of(prompt)

@@ -1,17 +1,16 @@
-"""Rewards: a response goes in, a number comes out. Built-in ones by name, and any `module:function`
-that Python can import, the working directory included.
+"""Rewards: functions that score a response with a number. Built-in rewards have names; any
+`module:function` that Python can import, also from the working directory, is a reward, too.
 
     def score(prompt, response) -> float
-    def score(prompts, responses) -> list[float]         what waits, in one call
+    def score(prompts, responses) -> list[float]         all waiting responses in one call
     def score(prompt, responses) -> list[float]          all responses to a prompt (`per: group`)
-    async def score(...)                                 many calls at a time
+    async def score(...)                                 many concurrent calls
     def score(prompt, response, *, finish_reason, mine)  context, and settings of its own
 
-Invariants every reward keeps:
-- whatever a response contains, it answers with a finite number; it raises only for what is wrong
-  with the *prompt's* data;
-- it keeps nothing between calls that a later call needs: it is called in several processes, and a
-  process that hangs or dies is replaced.
+Invariants of every reward:
+- it returns a finite number for every response; it raises only for invalid data of the *prompt*;
+- it stores no state that a later call needs: several processes call it, and a process that hangs or
+  dies is replaced.
 
 A new built-in reward is a function here, an entry of its module's `REWARDS`, and its name in
 `BUILT_IN`.
@@ -19,7 +18,6 @@ A new built-in reward is a function here, an entry of its module's `REWARDS`, an
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -33,6 +31,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Protocol
 
+from megatron_async_rl.config.problem import suggestion
 from megatron_async_rl.config.visible_text import is_blank, stripped
 from megatron_async_rl.samples.types import FinishReason, Prompt
 
@@ -45,11 +44,11 @@ BUILT_IN = {
     "judge": "servers",
     "environment": "answers",
 }
-"""Each with the module of this package whose `REWARDS` has it."""
+"""Name of a reward -> the module of this package whose `REWARDS` holds it."""
 
 KEY = "rollout.reward"
 LARGEST = 1e30
-"""Bound of a reward: a hundred million of them add up in float32."""
+"""Bound of a reward's magnitude: a sum of 10^8 of them still fits into float32."""
 BATCHED = ["prompts", "responses"]
 """Names of the parameters of a reward that takes lists."""
 OF_GROUPS = ["prompt", "responses"]
@@ -58,8 +57,7 @@ OF_GROUPS = ["prompt", "responses"]
 
 class Reward(Protocol):
     def __call__(self, prompt: Prompt, response: str, /) -> float:
-        """`response`: the sampled text without special tokens. Called as reward(prompt,
-        response)."""
+        """Score `response`, the sampled text without special tokens."""
         ...
 
 
@@ -77,27 +75,27 @@ class RewardError(ValueError):
 
 class ColumnError(RewardError):
     """A value of a row that its reward cannot use. `column`: name of the value among the prompt's
-    fields, which the data may give another name; `fault`: what is wrong, to be read after it."""
+    fields; the data may call it otherwise. `fault`: completes a sentence that starts with it."""
 
     def __init__(self, where: str, column: str, fault: str, fix: str) -> None:
         super().__init__(where, f"`{column}` {fault}", fix)
-        self.args = (where, column, fault, fix)  # what pickle calls the class with
+        self.args = (where, column, fault, fix)  # pickle calls the class with `args`
         self.column, self.fault = column, fault
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardContext:
-    """How a response came about; a reward gets those it names as parameters."""
+    """Origin of a response. A reward receives the fields that it declares as parameters."""
 
     finish_reason: FinishReason = "stop"
     tokens: int = 0
     """Number of response tokens."""
     seconds: float = 0.0
-    """From when its engine took it until it ended."""
+    """Time from the start of the request in its engine to its end."""
     version: int = 0
     """Version of the weights that sampled the last token."""
     held_out: bool = False
-    """Sampled for an evaluation."""
+    """True for a response of an evaluation."""
 
 
 NOTHING_KNOWN = RewardContext()
@@ -124,50 +122,50 @@ class RewardItem:
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltInReward:
-    """A reward of this package and how it is called."""
+    """A reward of this package, and the way to call it."""
 
     function: Callable[..., Any]
     required_fields: tuple[str, ...] = ()
     """Keys that every JSONL line needs besides `prompt`."""
     fields_of: Callable[..., tuple[str, ...]] | None = None
-    """Called with the settings: more of them."""
+    """Function of the settings that returns further keys."""
     check: Callable[..., None] | None = None
-    """Called with the settings before anything starts; raises RewardError."""
+    """Function of the settings, called before anything starts; raises RewardError."""
     validate: Callable[..., object] | None = None
-    """Called with each row's prompt, and the settings, before anything starts: raises RewardError
-    for values that the reward cannot use."""
+    """Function of a row's prompt and the settings, called for each row before anything starts;
+    raises RewardError for values that the reward cannot use."""
     inline: bool = False
-    """Called on the engine's event loop instead of in a process: for work of microseconds, bounded
-    whatever the response is."""
+    """True if the engine's event loop calls it without a process. Only for rewards that need
+    microseconds for every possible response: a longer call would stall sampling."""
     requires: str | None = None
-    """Module of another package, imported before the first call."""
+    """Module of an optional package, imported before the first call."""
     cpu_limit_s: float | None = None
-    """A response that takes more processor time is wrong (0), which is not an error."""
+    """CPU time after which a response scores 0: it is wrong, not an error."""
     memory_mib: int | None = None
-    """Most address space of the process that calls it."""
+    """Maximum address space of the process that calls it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundReward:
-    """A reward with its settings, as it is called."""
+    """A reward with its settings, ready to be called."""
 
     function: Callable[..., Any]
     settings: Mapping[str, Any] = field(default_factory=dict)
     context: tuple[str, ...] = ()
-    """The names of CONTEXT that it takes."""
+    """Names of CONTEXT that the function takes."""
     batched: bool = False
     of_groups: bool = False
     asynchronous: bool = False
 
     @property
     def of_several(self) -> bool:
-        """It takes a list of responses and returns one of numbers."""
+        """True if it takes a list of responses and returns a list of numbers."""
         return self.batched or self.of_groups
 
     def arguments(
         self, items: list[RewardItem], timeout_s: float
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and keyword arguments of one call with all `items`, or with the only one."""
+        """Return the positional and keyword arguments of one call with all `items`."""
 
         def values(name: str) -> Any:
             if name == "timeout_s":
@@ -192,8 +190,8 @@ def built_in(name: str) -> BuiltInReward | None:
 
 
 def required_fields(name: str, settings: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-    """Keys that every JSONL line needs for this reward, besides `prompt`; those that a
-    `module:function` reads are unknown."""
+    """Keys that every JSONL line needs for this reward, in addition to `prompt`. Unknown, hence
+    empty, for a `module:function`."""
     found = built_in(name)
     if found is None:
         return ()
@@ -202,24 +200,26 @@ def required_fields(name: str, settings: Mapping[str, Any] | None = None) -> tup
 
 
 def validate_row(name: str, settings: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-    """Check the values that a built-in reward reads of a row. Raises RewardError. What a
-    `module:function` reads is unknown."""
+    """Check the values of a row that a built-in reward reads. Raises RewardError. A
+    `module:function` is not checked: the values that it reads are unknown."""
     found = built_in(name)
     if found is None:
         return
+    # A null cell means that the column exists and this row lacks a value.
     for one in required_fields(name, settings):
         if fields.get(one) is None:
             raise ColumnError("", one, "is null", "give every row a value, or leave the row out")
     if found.validate is not None:
+        # Without an id: the reader of the data adds file and line.
         found.validate(Prompt(id="", text="", token_ids=(0,), fields=fields), **settings)
 
 
 def load_reward(
     name: str, settings: Mapping[str, Any] | None = None, key: str = KEY
 ) -> BoundReward:
-    """`key`: the section that names the reward. Raises RewardError for an unknown name, an import
-    that fails, an object that cannot be called as function(prompt, response), and settings that it
-    does not take."""
+    """Return the reward that section `key` of the configuration names. Raises RewardError for an
+    unknown name, a failed import, an object that cannot be called as function(prompt, response),
+    and settings that the function does not take."""
     settings = settings or {}
     found = built_in(name)
     if found is not None:
@@ -231,8 +231,7 @@ def load_reward(
 
     module_name, separator, function_name = name.partition(":")
     if not separator:
-        nearest = difflib.get_close_matches(name, BUILT_IN, n=1)
-        hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+        hint = suggestion(name, BUILT_IN)
         before, _, last = name.rpartition(".")
         if before and last:
             hint = f"did you mean '{before}:{last}'? "
@@ -249,12 +248,10 @@ def load_reward(
     module = imported(module_name, name, key)
     function = getattr(module, function_name, None)
     if function is None:
-        nearest = difflib.get_close_matches(function_name, vars(module), n=1)
-        hint = f"did you mean '{module_name}:{nearest[0]}'? " if nearest else ""
         raise RewardError(
             f"{key}.name",
             f"module {module_name!r} has no {function_name!r}",
-            f"{hint}check the spelling in {name!r}",
+            f"{suggestion(function_name, vars(module))}check the spelling in {name!r}",
         )
     if not callable(function):
         raise RewardError(
@@ -266,11 +263,11 @@ def load_reward(
 
 
 def text_field(prompt: Prompt, name: str) -> str:
-    """Return `prompt.fields[name]` as text without white space and invisible characters around it.
-    A number is written without a fraction of 0, since a table with empty cells holds 27.0 for 27.
-    Raises ColumnError for a value without a visible character, and for a value that is neither text
-    nor a finite number."""
+    """Return `prompt.fields[name]` as text, without surrounding white space and invisible
+    characters. Raises ColumnError for a value without a visible character, and for a value that is
+    neither text nor a finite number."""
     value = prompt.fields.get(name)
+    # Tables with empty cells store whole numbers as floats: 27.0 stands for 27.
     if (whole := whole_number(value)) is not None:
         value = whole
     if isinstance(value, float) and math.isfinite(value):
@@ -295,7 +292,7 @@ def shown(value: object) -> str:
 
 
 def whole_number(value: object) -> int | None:
-    """The whole number that a cell holds, 27.0 included; None for anything else."""
+    """Whole number of a cell, which may be written as 27.0; None for any other value."""
     if isinstance(value, int):
         return None if isinstance(value, bool) else value
     if not isinstance(value, (float, Decimal)):
@@ -316,14 +313,17 @@ def _require(name: str, found: BuiltInReward, key: str) -> None:
 
 
 def imported(module_name: str, name: str, key: str) -> Any:
-    """The module of `name`, which `key`.name of the configuration gives; also one in the current
-    folder. Raises RewardError."""
+    """Import the module of `name`, the value of `key`.name, also from the current folder. Raises
+    RewardError."""
+    # The `mar` command starts without the current folder on its path, unlike `python`.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
+    # The file may be newer than the cached listing of its folder.
     importlib.invalidate_caches()
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        # Another module is missing: the user's module exists, and one of its own imports fails.
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise RewardError(
                 f"{key}.name",
@@ -335,6 +335,7 @@ def imported(module_name: str, name: str, key: str) -> Any:
             f"{name!r}: no module {error.name!r} in {os.getcwd()} or on Python's path",
             "start from the folder that holds it, install it, or set PYTHONPATH",
         ) from error
+    # Importing runs user code, which may raise anything, or exit.
     except (Exception, SystemExit) as error:
         what = f"{type(error).__name__}: {error}"
         raise RewardError(
@@ -345,14 +346,14 @@ def imported(module_name: str, name: str, key: str) -> Any:
 def _bind(
     function: Callable[..., Any], name: str, settings: Mapping[str, Any], key: str
 ) -> BoundReward:
-    """Every parameter after the first two is a setting, a part of the context, or left at its
-    default."""
+    """Bind settings and context by name to the parameters after the first two; the others keep
+    their defaults."""
     asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004 - of an object, not whether it has one
+        getattr(function, "__call__", None)  # noqa: B004 - the method itself, not whether it exists
     )
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some functions written in C have no signature to check
+    except (TypeError, ValueError):  # some C functions have no signature
         if settings:
             what = f"{name!r} is called with prompt and response alone"
             raise RewardError(f"{key}.settings", what, "remove them") from None
@@ -361,16 +362,15 @@ def _bind(
     first, others, takes_any = _parameters(signature)
     extra = [one for one in others if one in settings or one in CONTEXT]
     try:
+        # Python's own rules decide whether the later call fits, before any process starts.
         signature.bind(None, "", **dict.fromkeys([*settings, *extra]))
     except TypeError as error:
         unknown = [] if takes_any else [one for one in settings if one not in others]
         if unknown:
-            nearest = difflib.get_close_matches(unknown[0], others, n=1)
-            hint = f"did you mean {nearest[0]!r}? " if nearest else ""
             raise RewardError(
                 f"{key}.settings",
                 f"{name} has no setting {unknown[0]!r}",
-                f"{hint}it takes"
+                f"{suggestion(unknown[0], others)}it takes"
                 f" {', '.join(one for one in others if one not in CONTEXT) or 'none'}",
             ) from error
         needed = [one for one in others if one not in extra and _is_needed(signature, one)]
@@ -392,7 +392,9 @@ def _bind(
     return BoundReward(
         function=function,
         settings=_typed(function, settings, key),
+        # A setting overrides context of the same name.
         context=tuple(one for one in others if one in CONTEXT and one not in settings),
+        # Parameter names select the calling convention, so a user needs no decorator.
         batched=first == BATCHED,
         of_groups=first == OF_GROUPS,
         asynchronous=asynchronous,
@@ -400,8 +402,8 @@ def _bind(
 
 
 def _parameters(signature: inspect.Signature) -> tuple[list[str], list[str], bool]:
-    """The names of the first two, those that can also be given by name, and whether it takes any
-    name."""
+    """Return the names of the first two positional parameters, the names of the others that can be
+    passed by keyword, and True if there is a `**` parameter."""
     every = list(signature.parameters.values())
     positional = [
         one for one in every if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
@@ -422,16 +424,16 @@ def _is_needed(signature: inspect.Signature, name: str) -> bool:
 def _typed(
     function: Callable[..., Any], settings: Mapping[str, Any], key: str
 ) -> Mapping[str, Any]:
-    """The settings, each checked against the annotation of its parameter."""
+    """Return the settings, each converted to the annotated type of its parameter."""
     if not settings:
         return {}
 
-    # Every process of a reward would wait for this import.
+    # Imported late: without settings, a reward process starts faster.
     from pydantic import TypeAdapter, ValidationError
 
     try:
         hints = typing.get_type_hints(function)
-    except Exception:  # noqa: BLE001 - no types that could be checked
+    except Exception:  # noqa: BLE001 - unresolvable annotations: nothing to check
         return dict(settings)
     typed = dict(settings)
     for one in typed.keys() & hints.keys():

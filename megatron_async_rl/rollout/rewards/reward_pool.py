@@ -1,15 +1,14 @@
-"""The processes of one reward and the responses that wait for them.
+"""Processes of one reward, and the responses that wait for them.
 
     Scorer --responses--> RewardPool --calls--> UserProcess ... (isolation/supervisor.py)
 
 Invariants:
-- only what certainly is the fault of one response is its error; where several were worked on, each
-  is a suspect, and they are tried again one by one, without another in the process;
-- a process that ends is replaced before its successor is needed;
-- the event loop never waits for a process.
+- a response fails only if it alone can have caused the failure. If a process fails with several
+  responses, each becomes a suspect and is retried alone in a process;
+- a process that ends is replaced at once, so that its successor is ready when it is needed;
+- the event loop never blocks on a process.
 
-Processes start when responses wait for them, up to `rollout.reward.workers`; the first one with
-the engine.
+The first process starts with the engine; others start on demand, up to `rollout.reward.workers`.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from megatron_async_rl.watchdog import watch
 
 
 class RewardJob:
-    """A response that waits for its reward, or a group of them. `alone`: it is a suspect, so no
-    other may be in the process with it."""
+    """One response, or one group, that waits for its reward. `alone`: it is a suspect, so no other
+    job may share its process."""
 
     def __init__(self, items: Sequence[RewardItem]) -> None:
         self.items = items
@@ -49,18 +48,19 @@ class RewardJob:
         self.result: asyncio.Future[Sequence[Scored]] = asyncio.get_running_loop().create_future()
 
     def finish(self, scored: Sequence[Scored]) -> None:
+        # The waiting task may have been cancelled, which resolves the future first.
         if not self.result.done():
             self.result.set_result(scored)
             watch.progress("rewards")
 
     def fail(self, scored: Scored) -> None:
-        """Give all of them the same reason for the missing reward."""
+        """Fail every response of the job for the same reason."""
         self.finish([scored] * len(self.items))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardLimits:
-    """The reward of a pool and its limits."""
+    """The reward that a pool calls, and the limits of its calls."""
 
     name: str
     key: str
@@ -68,7 +68,7 @@ class RewardLimits:
     concurrency: int
     """Maximum pending calls of an `async` reward in one process."""
     batch: int
-    """Maximum responses of one call of a reward that takes lists."""
+    """Maximum responses per call of a reward that takes lists."""
     timeout_s: float
     cpu_limit_s: float | None
     memory_mib: int | None
@@ -79,6 +79,7 @@ class RewardLimits:
             case OutOfTime():
                 what = f"no reward within rollout.reward.timeout_s: {self.timeout_s:g}"
                 return Scored(reward=0.0, error=what, timed_out=True)
+            # Computing too long is a property of the response: a wrong answer, not an error.
             case OutOfProcessorTime():
                 return Scored(reward=0.0)
             case UserProcessEnded():
@@ -88,18 +89,18 @@ class RewardLimits:
 
 
 class RewardPool:
-    """Used by one event loop. Call `start` first."""
+    """Scores responses in processes. Belongs to one event loop; call `start` first."""
 
     def __init__(self, called: RewardLimits, workers: int) -> None:
         self.called = called
         self.processes: dict[UserProcess, set[RewardJob]] = {}
-        """The processes, each with the jobs it works on."""
+        """Process -> its running jobs. A process that ended has no entry."""
         self._workers = workers
         self._waiting: deque[RewardJob] = deque()
         self._suspects: deque[RewardJob] = deque()
         self._first: asyncio.Future[None] | None = None
         self._per_call = math.inf
-        """Responses that a process works on at a time, once a process has reported it."""
+        """Jobs that one process takes concurrently; unlimited until a process has reported it."""
         self._closed = False
         arguments = {
             "name": called.name,
@@ -107,8 +108,8 @@ class RewardPool:
             "settings": called.settings,
             "timeout_s": called.timeout_s,
         }
-        # Each process imports the reward by itself: it may hold what forks cannot share, such as a
-        # model on a GPU, a connection or threads.
+        # Each process imports the reward itself: a reward may hold objects that do not survive a
+        # fork, such as a CUDA context, a connection or threads.
         code = UserCode(loader=LOADER, arguments=arguments, memory_mib=called.memory_mib)
         self.supervisor = Supervisor(code)
 
@@ -123,13 +124,14 @@ class RewardPool:
             await self._first
 
     async def submit(self, items: Sequence[RewardItem]) -> Sequence[Scored]:
-        """Return the scores of one response, or of all that one call is to take."""
+        """Return the scores of one response, or of a group that one call must receive whole."""
         job = RewardJob(items)
         self._waiting.append(job)
         self._dispatch()
         return await job.result
 
     def close(self) -> None:
+        # First: callbacks of the cancelled jobs must not start new processes.
         self._closed = True
         for job in (*self._waiting, *self._suspects, *self._working()):
             job.result.cancel()
@@ -143,8 +145,10 @@ class RewardPool:
         for process in self.processes:
             while self._is_free(process) and (jobs := self._next(process)):
                 self._call(process, jobs)
+        # At least one while nothing is known: a process that is starting reports its capacity.
         others = max(1, math.ceil(len(self._waiting) / self._per_call)) if self._waiting else 0
         wanted = len(self._suspects) + others
+        # A starting process will take waiting jobs; count it before another is started.
         starting = sum(not process.ready for process in self.processes)
         room = self._workers - len(self.processes)
         for _ in range(min(room, wanted - starting)):
@@ -154,6 +158,7 @@ class RewardPool:
         """True if the process can take a call now."""
         if not process.ready or process.killed:
             return False
+        # No second job joins a suspect: a crash must point at one job.
         alone = any(job.alone for job in self.processes[process])
         return len(process.calls) < self._concurrency(process) and not alone
 
@@ -169,6 +174,7 @@ class RewardPool:
         while self._suspects and self._suspects[0].result.done():
             self._suspects.popleft()
         if self._suspects:
+            # The process is still busy with others: adding a suspect would blur the blame again.
             return () if process.calls else [self._suspects.popleft()]
 
         jobs: list[RewardJob] = []
@@ -183,6 +189,7 @@ class RewardPool:
         items = [item for job in jobs for item in job.items]
         others = f" and {len(items) - 1} more" if len(items) > 1 else ""
         what = f"the reward of a response to prompt {items[0].prompt.id}{others}, {called.name}"
+        # Before the call: the process may end within it.
         self.processes[process].update(jobs)
         result = process.call(
             items,
@@ -195,12 +202,14 @@ class RewardPool:
     def _on_result(
         self, process: UserProcess, jobs: Sequence[RewardJob], result: asyncio.Future[Any]
     ) -> None:
+        # The process may have ended, and lost its entry, before its result arrived.
         if process in self.processes:
             self.processes[process].difference_update(jobs)
         if self._closed or result.cancelled():
             return
         error = result.exception()
         if error is None:
+            # One flat list in the order of the items; each job takes its own part of it.
             scored = (Scored(reward=reward, error=why) for reward, why in result.result())
             for job in jobs:
                 job.finish(list(islice(scored, len(job.items))))
@@ -208,6 +217,7 @@ class RewardPool:
             return
 
         assert isinstance(error, UserCodeError)
+        # Several possible culprits. `shared`: calls of other jobs died with the process.
         if len(jobs) > 1 or error.shared:
             for job in jobs:
                 job.alone = True
@@ -227,6 +237,7 @@ class RewardPool:
     def _on_ready(self, process: UserProcess) -> None:
         if self._first is not None and not self._first.done():
             self._first.set_result(None)
+        # All processes run the same reward, so one report holds for all.
         self._per_call = self._concurrency(process) * self._batch(process)
         self._dispatch()
 
@@ -247,6 +258,7 @@ class RewardPool:
         reason = f"the reward's process did not start: {how}"
         if self._first is not None and not self._first.done():
             self._first.set_exception(UserCodeStartError(reason))
+        # Otherwise the running processes still serve the queue.
         if not self.processes:
             for waiting in (self._suspects, self._waiting):
                 while waiting:

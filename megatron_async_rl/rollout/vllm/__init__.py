@@ -1,12 +1,11 @@
-"""vLLM: code that runs inside its processes or uses its names. No other folder imports vLLM.
+"""vLLM: all code that runs inside its processes or uses its names. No other folder imports vLLM.
 
     engine's actor                     engine core         worker
     client.py, engine_arguments.py     engine_core.py      receive.py, reload.py, cpu_worker.py
 
-vLLM calls `plugin.register` in each of its processes. Classes and functions of vLLM are imported
-where they are used; private attributes and methods are also listed in PRIVATE_NAMES. A test looks
-up both in the installed vLLM, so that another version is known to lack a name before an engine
-starts.
+vLLM calls `plugin.register` in each of its processes. Functions import classes of vLLM where they
+use them; PRIVATE_NAMES also lists private attributes and methods. A test looks up both in the
+installed vLLM, so that a version without one of the names is found before an engine starts.
 """
 
 PRIVATE_NAMES = {
@@ -76,4 +75,4 @@ PRIVATE_NAMES = {
         "vllm.parser.engine.parser_engine.ParserEngine.parser_engine_config",
     ),
 }
-"""File -> module, class and name; attributes that only instances have included."""
+"""File of this folder -> names in vLLM that it uses, including attributes of instances."""

@@ -1,13 +1,13 @@
-"""vLLM as the engine's actor uses it: its start, requests, samples, health and death.
+"""Client of vLLM in the engine's actor: start, requests, samples, health and death.
 
 Invariants:
-- every token carries the version of the weights that sampled it, from vLLM's own spans, and its
-  log-prob; a gap in either is an error;
+- every token carries its log-prob and the version of the weights that sampled it, from vLLM's own
+  spans; a gap in either is an error;
 - vLLM's error that its process is gone becomes EngineDied, which names the cause and the log;
-- `silent_s` of the health check grows from the last answer on, whatever keeps the next one away;
-  one question is open at a time.
+- `silent_s` of the health check is the time since the last answer; one probe is pending at a time.
 
-Nothing here imports vLLM before it is called: the engine sets variables that vLLM reads at import.
+Functions import vLLM when they are called: the engine first sets variables that vLLM reads at
+import.
 """
 
 from __future__ import annotations
@@ -32,21 +32,23 @@ from megatron_async_rl.watchdog.logs import KILLED, PRIMARY, find_cause, survive
 from megatron_async_rl.watchdog.processes import descendants
 
 EVERY_S = 1.0
+"""Interval between probes."""
 DEADLINE_S = 10.0
-"""Time after which a probe is sent again. vLLM answers between two steps, not while it loads
+"""Time after which a probe is repeated. vLLM answers between two steps, and not during a load of
 weights."""
 
 _vllm_processes: frozenset[int] = frozenset()
-"""Processes that EngineDied looks for among the kernel's kills."""
+"""Processes that EngineDied looks up in the kernel's reports of kills."""
 
 
 def launch(spec: EngineSpec) -> Any:
-    """Start vLLM and return its AsyncLLM. Raises what vLLM raises."""
+    """Start vLLM and return its AsyncLLM. Exceptions of vLLM propagate."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from megatron_async_rl.rollout.vllm.engine_arguments import engine_arguments
 
     global _vllm_processes
+    # The difference: other children, such as reward processes, may be killed without harm.
     before = descendants()
     llm = AsyncLLM.from_engine_args(engine_arguments(spec))
     _vllm_processes = frozenset(descendants() - before)
@@ -54,7 +56,7 @@ def launch(spec: EngineSpec) -> Any:
 
 
 async def prepare_updates(llm: Any, spec: EngineSpec) -> None:
-    """Number the weights that vLLM has loaded, and let its workers receive others."""
+    """Set the version of the loaded weights, and prepare the workers to receive others."""
     from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
     if spec.device == "cpu" and spec.rollout.workers > 1:
@@ -65,7 +67,7 @@ async def prepare_updates(llm: Any, spec: EngineSpec) -> None:
 
 
 async def add_request(llm: Any, name: str, ids: Sequence[int], parameters: Any) -> Any:
-    """Have vLLM sample after the tokens `ids`. Returns the request's collector, for `on_output`."""
+    """Submit a request that continues the tokens `ids`. Return its collector, for `on_output`."""
     from vllm.inputs.engine import tokens_input
 
     return await llm.add_request(name, tokens_input(list(ids)), parameters)
@@ -82,7 +84,7 @@ def on_output(collector: Any, call: Callable[[Any], None]) -> None:
 
 
 def tokens_so_far(llm: Any) -> int:
-    """Number of tokens that vLLM has returned of unfinished responses."""
+    """Return the number of tokens that vLLM has returned for unfinished responses."""
     states = llm.output_processor.request_states.values()
     return sum(state.detokenizer.num_output_tokens() for state in states)
 
@@ -93,8 +95,8 @@ async def pause_scheduler(llm: Any, *, clear_cache: bool) -> None:
 
 
 def token_versions(completion: Any) -> NDArray[np.int32]:
-    """Weight version of each response token. Raises RuntimeError when vLLM's spans leave a token
-    without a numbered version."""
+    """Return the weight version of each response token. Raises RuntimeError if vLLM's spans leave a
+    token without a numbered version."""
     length = len(completion.token_ids)
     spans = list(completion.weight_versions or ())
     for span in spans:
@@ -108,6 +110,7 @@ def token_versions(completion: Any) -> NDArray[np.int32]:
     if len(spans) == 1 and (spans[0].start, spans[0].end) == (0, length):
         return np.full(length, int(spans[0].version), dtype=np.int32)
 
+    # -1 marks tokens that no span covers.
     versions = np.full(length, -1, dtype=np.int32)
     for span in spans:
         versions[span.start : span.end] = int(span.version)
@@ -118,9 +121,10 @@ def token_versions(completion: Any) -> NDArray[np.int32]:
 
 
 def sampled_logprobs(completion: Any) -> NDArray[np.float32]:
-    """Log-prob of each response token, in nats. Raises RuntimeError when the engine did not report
-    exactly one for each."""
+    """Return the log-prob of each response token, in nats. Raises RuntimeError unless the engine
+    reported exactly one finite value per token."""
     flat: Any = completion.logprobs
+    # With `logprobs=0` vLLM reports the sampled token alone, so the ids must match one to one.
     if flat is None or flat.token_ids != list(completion.token_ids):
         raise RuntimeError(
             f"the engine reported no log-probs of the {len(completion.token_ids)} tokens it sampled"
@@ -136,9 +140,9 @@ def sampled_logprobs(completion: Any) -> NDArray[np.float32]:
 class EngineDied(RuntimeError):
     """vLLM's own process ended while the engine was in use.
 
-    `last_error`: default: the last error in the engine's log, since vLLM reports here only that
-    the process is gone. `kernel`: the kernel's kill of it for want of host memory; default: as this
-    machine's kernel reports. `outside` and `out_of_memory` are as in ProcessDied."""
+    `last_error`: by default the last error in the engine's log, since vLLM reports only that the
+    process is gone. `kernel`: the kernel's kill for lack of host memory; by default looked up on
+    this machine. `outside` and `out_of_memory`: see ProcessDied."""
 
     def __init__(
         self,
@@ -154,8 +158,8 @@ class EngineDied(RuntimeError):
                 last_error = found.message.splitlines()[0]
         reported = f"; the last error in its log: {last_error}" if last_error else ""
         if isinstance(kernel, str):
-            # Several calls may fail because of one death, each with its own error, so none of the
-            # errors may use up the kernel's report of the kill.
+            # Several calls may fail because of one death, each with its own error: no error may
+            # consume the kernel's report.
             kernel = kernel_shortage(_vllm_processes, used=False)
         what = f"the vLLM process of {spec.name} died while {while_what}{reported}; see {spec.log}"
         super().__init__(what if kernel is None else f"{what}. {kernel.message}")
@@ -170,8 +174,8 @@ class EngineDied(RuntimeError):
 
 @contextmanager
 def named_death(spec: EngineSpec, while_what: str) -> Iterator[None]:
-    """Raise EngineDied in place of vLLM's error that its process is gone, which names neither the
-    cause nor the log."""
+    """Convert vLLM's error that its process is gone, which names neither cause nor log, into
+    EngineDied."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
@@ -181,7 +185,7 @@ def named_death(spec: EngineSpec, while_what: str) -> Iterator[None]:
 
 
 class HealthCheck:
-    """Check once a second that vLLM's process still answers, while it samples and while it is
+    """Check that vLLM's process still answers, once a second, while it samples and while it is
     paused. `probe`: a cheap call into vLLM's process. `dead`: returns True once the process has
     ended."""
 
@@ -195,7 +199,7 @@ class HealthCheck:
         return time.monotonic() - self._answered
 
     async def until_dead(self) -> None:
-        """Return once vLLM's process has ended. Raises what `probe` raises."""
+        """Return once vLLM's process has ended. Exceptions of `probe` propagate."""
         self._answered = time.monotonic()  # the start itself may have taken minutes
         while not self._dead():
             look_for_kernel_kills()

@@ -1,5 +1,5 @@
-"""Additions to vLLM's CPU workers: what they lack with several workers, a faster draw of seeded
-tokens, and a record of the experts that a mixture selected.
+"""Additions to vLLM's CPU workers: missing parts for several workers, faster sampling with seeds,
+and a record of the selected experts.
 
 Recording: vLLM records experts in its newer model runner, which runs on GPUs. `record_on_cpu` gives
 the runner of CPUs the same recorder.
@@ -12,7 +12,7 @@ Invariants:
   prefix has the experts that were selected when its keys and values were computed;
 - `config/engine_options.py` makes the checks that vLLM would make of a configuration that records:
   a mixture, with prefix cache, without pipeline and speculation;
-- a request's draws are those of its seed alone, whatever else is in its batch.
+- a request's draws depend only on its seed, not on the other requests of its batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 DRAWS = 32
-"""Numbers drawn from a request's generator at a time. One costs as much as thirty."""
+"""Numbers drawn from a generator at a time: one costs as much as thirty."""
 
 
 def complete_cpu_worker(worker: Any) -> None:
@@ -59,10 +59,11 @@ def compute_own_experts() -> None:
         if places is not None:
             if given["apply_router_weight_on_input"]:
                 raise ValueError(
-                    "enable_expert_parallel on a CPU: this model weighs an expert's inputs, so what"
-                    " another worker's would add cannot be weighed with 0; leave it out"
+                    "enable_expert_parallel on a CPU: this model weights the inputs of experts, so"
+                    " experts of other workers cannot be masked by a weight of 0; remove it"
                 )
             own = places[given["topk_ids"].long()]
+            # Weight 0: other workers add the output of their experts in the all-reduce.
             weights = given["topk_weights"].masked_fill(own < 0, 0.0)
             given |= {"topk_weights": weights, "topk_ids": own.clamp_min(0)}
         apply_all(self, **given)
@@ -98,14 +99,14 @@ def draw_in_batches() -> None:
 
 
 class SeededDraws:
-    """Numbers below 2**31 from generators, `DRAWS` at a time, kept until they are asked for or
-    their generator is gone."""
+    """Random numbers below 2**31 from generators, drawn `DRAWS` at a time and kept until they are
+    used or their generator is freed."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[weakref.ref[torch.Generator], list[int]]] = {}
 
     def next(self, generators: Mapping[int, torch.Generator]) -> list[int]:
-        """The next number of each generator. Its key, from 0 to the count, is its place."""
+        """Return the next number of each generator, at the position given by its key."""
         numbers = [0] * len(generators)
         kept = self._kept
         for place, generator in generators.items():

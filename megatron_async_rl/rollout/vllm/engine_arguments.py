@@ -18,7 +18,7 @@ from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.rollout.vllm.plugin import BACKEND, WORKER_EXTENSION
 
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""Executor by its import path; on a CPU, vLLM replaces the short name `uni` by a second process."""
+"""Import path of the executor. On a CPU, vLLM replaces the short name `uni` by a second process."""
 
 
 def sampling_parameters(sampling: SamplingConfig, eos_ids: Sequence[int]) -> SamplingParams:
@@ -38,6 +38,7 @@ def sampling_parameters(sampling: SamplingConfig, eos_ids: Sequence[int]) -> Sam
         stop=list(sampling.stop),
         stop_token_ids=list(dict.fromkeys((*eos_ids, *sampling.stop_token_ids))),
         detokenize=bool(sampling.stop),
+        # 0: the log-prob of the sampled token alone, which is all that training needs.
         logprobs=0,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -56,8 +57,8 @@ def structured(sampling: SamplingConfig) -> StructuredOutputsParams | None:
 
 
 def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
-    """Raises UserError for a name in `rollout.vllm` that this machine's vLLM lacks. The preflight
-    has checked rank 0's machine only."""
+    """Return vLLM's engine arguments. Raises UserError for a name in `rollout.vllm` that this
+    machine's vLLM lacks: the preflight checked only rank 0's machine."""
     rollout = spec.rollout
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     unknown = [unknown_option(name, known) for name in rollout.vllm if name not in known]
@@ -78,9 +79,11 @@ def engine_arguments(spec: EngineSpec) -> AsyncEngineArgs:
         tensor_parallel_size=rollout.tensor,
         pipeline_parallel_size=rollout.pipeline,
         skip_tokenizer_init=not spec.needs_tokenizer,
+        # After temperature and top-p: log-probs of the distribution that was really sampled.
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=True,
         enable_return_routed_experts=spec.records_experts,
+        # The run records its own metrics.
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls=WORKER_EXTENSION,
@@ -128,8 +131,8 @@ def _gpu_arguments(spec: EngineSpec) -> dict[str, Any]:
 
 
 def require_grammar(model_path: str, sampling: SamplingConfig, config: Any) -> None:
-    """Raises ValueError for a grammar of `sampling` that an engine would refuse in a request.
-    config: vLLM's `structured_outputs_config`, if rollout.vllm has one."""
+    """Raise ValueError for a grammar of `sampling` that an engine would refuse in a request.
+    `config`: vLLM's `structured_outputs_config`, if rollout.vllm has one."""
     from vllm.config import StructuredOutputsConfig
     from vllm.tokenizers import get_tokenizer
 

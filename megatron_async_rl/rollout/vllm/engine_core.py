@@ -4,7 +4,7 @@
 
 Invariants:
 - no step of the model runs from the first bucket of an update to its last;
-- a request that begins after an update shares no keys and values of earlier weights.
+- a request that starts after an update reuses no keys and values of earlier weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_async_rl.rollout.vllm.loaded import digests_of
 from megatron_async_rl.watchdog import watch
 
 LOAD = "mar_load_bucket"
-"""Name under which vLLM's engine process knows `_load_bucket`."""
+"""Name of `_load_bucket` as a method of vLLM's engine process."""
 
 
 async def load_between_steps(
@@ -32,13 +32,13 @@ async def load_between_steps(
     resume_if: Mapping[str, str] | None,
 ) -> dict[str, str]:
     """Load one bucket of an update to `version`. Sampling stops before the `first` bucket. After
-    the `last` one the weights get their number, and sampling continues if their digests equal
+    the `last` bucket the weights get their version, and sampling continues if their digests equal
     `resume_if` (None: it stays stopped).
 
-    Returns, with the last bucket, name -> digest of every tensor of the update as loaded.
+    Returns name -> digest of every tensor as loaded, with the last bucket.
     """
-    # One call for all of this: each call waits for the current step to end, and with several of
-    # them the engine would sample nothing in between.
+    # A single call: each call waits for the current step to end, and between several calls the
+    # engine would sample nothing.
     digests: dict[str, str] = await llm.engine_core.call_utility_async(
         LOAD, bucket, version, first, last, clear_cache, resume_if
     )
@@ -61,7 +61,7 @@ def _load_bucket(
     clear_cache: bool,
     resume_if: Mapping[str, str] | None,
 ) -> dict[str, str] | Future[dict[str, str]]:
-    """`load_between_steps`, in vLLM's engine process."""
+    """Part of `load_between_steps` in vLLM's engine process."""
 
     def load() -> dict[str, str]:
         answers = core.collective_rpc("load_weight_bucket", None, (bucket, version, first, last))
@@ -124,8 +124,8 @@ def cache_by_version() -> None:
 
 
 def _salt(request: Any, version: str) -> None:
-    """Salt a request that has not begun. One that has begun keeps its salt, because some of its
-    keys and values are of those weights."""
+    """Salt a request that has not started. A started request keeps its salt, because some of its
+    keys and values belong to those weights."""
     begun = request.num_computed_tokens or request.num_preemptions
     if not begun and request.cache_salt != version:
         request.cache_salt = version

@@ -1,20 +1,20 @@
-"""Digests of the weights in an engine worker's memory after loading, by their positions in the
-trainer's tensors.
+"""Digests of the weights in an engine worker's memory after loading, by position in the trainer's
+tensors.
 
-    bucket --offer--> vLLM's loaders --copy--> parameter: this part of it is rows and columns ...
+    bucket --offer--> vLLM's loaders --copy--> parameter: rows and columns of the tensor
                                                  |
               worker's parts: {name: Loaded} <---+    all workers' parts --digests_of--> one digest
 
-vLLM decides how an engine shards and fuses tensors. Each copy out of an offered tensor shows which
+vLLM decides how an engine shards and fuses tensors. Each copy from an offered tensor shows which
 part of it went where. The engine core reads `Loaded` objects, too, so this file imports no vLLM.
 
 Invariants:
-- a digest is of what was written, read back: of a parameter that stays, when the update ends; of
-  memory that something else is made from (a packed or quantised weight), as soon as it is written;
-- a part of a tensor that several workers hold counts once if they hold the same. If they do not, or
-  if no worker took a part, the digest is not the trainer's;
-- an address identifies an offered tensor only while that tensor lives and until its memory is
-  offered again; nothing here keeps it alive.
+- digests read back the written memory: of a lasting parameter at the end of the update; of
+  temporary memory (the source of a packed or quantized weight) as soon as it is written;
+- a part that several workers hold counts once if they hold the same values. If they differ, or no
+  worker took a part, the digest differs from the trainer's;
+- an address identifies an offered tensor only while the tensor lives and until its memory is
+  offered again; this module keeps no tensor alive.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
 @dataclass
 class Loaded:
-    """The parts of a tensor that one worker took. parts: (row, column, rows, columns, d1, d2), each
-    once."""
+    """Parts of a tensor that one worker took. `parts`: (row, column, rows, columns, d1, d2)."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -45,10 +44,11 @@ class Loaded:
 
 
 def digests_of(workers: Sequence[dict[str, Loaded]]) -> dict[str, str]:
-    """Name -> digest of every tensor from which a worker took a part."""
+    """Return name -> digest of every tensor from which a worker took a part."""
     found: dict[str, Loaded] = {}
     for loaded in workers:
         for name, one in loaded.items():
+            # A set: replicas with equal digests count once, differing replicas twice, which shows.
             found.setdefault(name, Loaded(one.dtype, one.shape)).parts |= one.parts
     return {
         name: digest_text(
@@ -67,7 +67,7 @@ def digests_of(workers: Sequence[dict[str, Loaded]]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _TensorRegion:
-    """Rows and columns of the tensor `name`."""
+    """A range of rows and columns of the tensor `name`."""
 
     name: str
     row: int
@@ -78,8 +78,7 @@ class _TensorRegion:
 
 @dataclass(frozen=True)
 class _TensorMemory:
-    """Addresses of a tensor's first byte and of the byte after its last, and the size of an
-    element."""
+    """Address range [start, end) of a tensor in bytes, and the size of an element."""
 
     start: int
     end: int
@@ -103,7 +102,8 @@ class _OfferedTensor:
 
 
 class LoadWatch(TorchDispatchMode):
-    """A context in which an engine's loaders run; `begin` first, in each update."""
+    """Context manager around an engine's loaders that records their copies. Call `begin` at the
+    start of each update."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,8 +111,8 @@ class LoadWatch(TorchDispatchMode):
         self.begin(())
 
     def begin(self, lasting: Iterable[Tensor]) -> None:
-        """lasting: parameters that keep their memory through this update. The address of any other
-        tensor identifies nothing: it may be reused during the update."""
+        """Start an update. `lasting`: parameters that keep their memory throughout. The address of
+        any other tensor may be reused during the update, so it identifies nothing."""
         self._lasting = {
             p.untyped_storage().data_ptr() for p in lasting if p.numel() and not p.is_meta
         }
@@ -121,9 +121,9 @@ class LoadWatch(TorchDispatchMode):
         self._offered: list[_OfferedTensor] = []
         """Offered parameters in the order of their addresses, `_starts`."""
         self._copy: tuple[_TensorRegion, _TensorMemory, Tensor] | None = None
-        """A loader's own copy of a part, which it has not put anywhere yet."""
+        """A loader's temporary copy of a part, not yet written to a parameter."""
         self._written: list[tuple[_TensorRegion, Tensor]] = []
-        """Parts in memory that lasts."""
+        """Parts in lasting memory, whose digests are computed at the end."""
         self._taken: list[tuple[_TensorRegion, Tensor]] = []
         """Parts and their digests."""
 
@@ -133,7 +133,7 @@ class LoadWatch(TorchDispatchMode):
         return frozenset(self._loaded)
 
     def offer(self, name: str, tensor: Tensor) -> None:
-        """Announce the tensor that the loaders get next. Its memory must not change until it is
+        """Announce the tensor that the loaders receive next. Its memory must not change until it is
         offered again or the tensor is freed."""
         shape = tuple(tensor.shape)
         self._loaded[name] = Loaded(tensor.dtype, shape)
@@ -141,6 +141,7 @@ class LoadWatch(TorchDispatchMode):
             return
         memory, starts = _TensorMemory.of(tensor), self._starts
         first, last = bisect_left(starts, memory.start), bisect_left(starts, memory.end)
+        # Offers whose memory this tensor reuses are no longer valid.
         starts[first:last] = [memory.start]
         storage = StorageWeakRef(tensor.untyped_storage())
         self._offered[first:last] = [_OfferedTensor(name, shape, memory, storage)]
@@ -156,10 +157,11 @@ class LoadWatch(TorchDispatchMode):
             self._reading = False
 
     def loaded(self) -> dict[str, Loaded]:
-        """Parts taken of each tensor; the update has ended."""
+        """End the update and return the parts taken of each tensor."""
         for place, memory in self._written:
             self._digest(place, memory)
         if self._taken:
+            # One transfer from the device for all digests.
             sums = torch.stack([digest for _, digest in self._taken]).tolist()
             for (place, _), (d1, d2, _) in zip(self._taken, sums, strict=True):
                 self._loaded[place.name].parts.add(
@@ -190,14 +192,14 @@ class LoadWatch(TorchDispatchMode):
         return result
 
     def _digest(self, place: _TensorRegion, memory: Tensor) -> None:
-        # The trainer's digest is of its dtype; a parameter of a wider one holds the same numbers.
+        # The trainer computes digests in its dtype; a wider parameter holds the same numbers.
         part = memory.detach().to(self._loaded[place.name].dtype)
         part = part.reshape(place.rows, place.columns)
         self._taken.append((place, partial_digest(part, place.row, place.column)))
 
     def _place(self, part: Tensor) -> _TensorRegion | None:
-        """The part of an offered tensor that `part` shows, or that was copied to it; else None.
-        Raises RuntimeError for a part that is not rows and columns of it."""
+        """Return the region of an offered tensor that `part` views or was copied from, or None.
+        Raises RuntimeError if it is not a range of rows and columns."""
         if part.is_meta or not part.numel():
             return None
         if self._copy is not None and self._copy[1].has(part):

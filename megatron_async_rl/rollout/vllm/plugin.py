@@ -1,5 +1,5 @@
-"""The plugin that vLLM calls in each of its processes (`vllm.general_plugins`), the variables that
-these processes start with, and the server that they are forked from.
+"""Plugin that vLLM calls in each of its processes (`vllm.general_plugins`), their environment
+variables, and the server that they are forked from.
 
 Invariant: this module imports no vLLM and no torch, because the launcher and the engine's actor set
 variables that both read at import.
@@ -27,16 +27,16 @@ ENTRY_POINT = "mar_shared_memory"
 """Name of this plugin in the package's `vllm.general_plugins` entry points."""
 
 RECORD_EXPERTS = "MAR_RECORD_EXPERTS"
-"""Environment variable of an engine on a CPU whose samples have their experts."""
+"""Environment variable of an engine on a CPU that records experts."""
 
 BACKEND = "mar_weights"
 """Name of our weight transfer engine in vLLM's factory; it serves every carrier."""
 
 OPENMP = ("libgomp", "libiomp", "libomp.")
-"""First letters of the file names of OpenMP's libraries: GNU's, Intel's and LLVM's."""
+"""Prefixes of the file names of OpenMP libraries: GNU, Intel and LLVM."""
 
 IMPORTS = "megatron_async_rl.rollout.vllm.engine_imports"
-"""Module that imports everything that an engine imports."""
+"""Module that imports all modules of an engine."""
 
 WORKER_EXTENSION = "megatron_async_rl.rollout.vllm.receive.WeightLoadingWorker"
 
@@ -46,12 +46,13 @@ def register() -> None:
     Idempotent: vLLM may call it several times."""
     from megatron_async_rl.rollout.vllm import cpu_worker, engine_core
 
+    # First: a process of vLLM must not outlive its engine, even if a later line fails.
     die_with_parent()
     spawn_by_fork("engines")
     watch.join()
     name_shared_memory()
-    # vLLM collects garbage six times while it starts, and Python once more at exit. Each collection
-    # would scan all imported modules, which takes about half a second.
+    # vLLM collects garbage six times while it starts, and Python at exit. Each collection
+    # would scan all imported modules for about half a second.
     gc.freeze()
     atexit.register(gc.freeze)
 
@@ -75,10 +76,10 @@ def _register_transfer_engine() -> None:
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:
-    """Variables that vLLM and the libraries under it read at import. Call it in the process that
-    will start vLLM."""
+    """Return the variables that vLLM and its libraries read at import. Call it in the process that
+    starts vLLM."""
     values = {
-        # All processes of an engine are on one machine: nothing listens beyond it.
+        # All processes of an engine run on one machine; no port may be reachable from others.
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": loopback_interface(),
         "HF_HUB_OFFLINE": "1",

@@ -1,13 +1,13 @@
-"""The engine's end of a weight update, in vLLM's worker processes.
+"""Receiving side of a weight update, in vLLM's worker processes.
 
 Invariants:
 - versions only grow: an update to a version that is not newer is refused before it changes a
   weight;
-- digests are of what the loaders wrote, not of what was sent (`loaded.py`);
-- the content of a bucket that does not last has been read when the call with that bucket returns;
-- an update ends only when every parameter of the model was loaded in it. A fused parameter (qkv,
-  gate_up) counts as loaded when each of its parts came;
-- kernels discard what they derived from the old weights (`reload.py`).
+- digests cover what the loaders wrote, not what was sent (`loaded.py`);
+- a bucket that does not last has been read completely when the call with that bucket returns;
+- an update ends only after every parameter of the model was loaded. A fused parameter (qkv,
+  gate_up) counts as loaded once all its parts came;
+- kernels discard everything derived from old weights (`reload.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron_async_rl.weights.transport import TransportReader, carrier
 
 @dataclass
 class FirstVersion(WeightTransferInitInfo):
-    """`version` of the weights the engine was started with; `transport`: the carrier's name."""
+    """`version`: version of the initial weights. `transport`: name of the carrier."""
 
     version: int
     transport: str
@@ -44,7 +44,7 @@ class FirstVersion(WeightTransferInitInfo):
 
 @dataclass
 class BucketInfo(WeightTransferUpdateInfo):
-    """`BucketRef.as_plain`."""
+    """Fields of `BucketRef.as_plain`."""
 
     path: str
     size: int
@@ -64,9 +64,9 @@ def missing_parameters(
     received: Collection[str],
     fused: Mapping[str, Sequence[str]],
 ) -> list[str]:
-    """The model's `parameters` that an update left out, sorted.
+    """Return the model's `parameters` that an update left out, sorted.
 
-    `loaded`: names that `load_weights` reported; `received`: names of the tensors it was given;
+    `loaded`: names that `load_weights` reported; `received`: names of the received tensors;
     `fused`: the model's map from a fused module to its parts (`qkv_proj` -> `q_proj`, `k_proj`,
     `v_proj`). A missing part is named as the part.
     """
@@ -82,7 +82,7 @@ def missing_parameters(
 
 
 class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
-    """Loads full tensors under Hugging Face names out of a carrier's buckets."""
+    """Loads full tensors with Hugging Face names from a carrier's buckets."""
 
     init_info_cls = FirstVersion
     update_info_cls = BucketInfo
@@ -101,13 +101,13 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         self._paths_before: set[str] = set()
 
     def init_transfer_engine(self, init_info: FirstVersion) -> None:
-        # Buckets of a killed engine: on a machine without the launcher nobody else removes them.
+        # Buckets of a killed engine: on a machine without the launcher nothing else removes them.
         remove_stale(SHARED_MEMORY)
         self._version = init_info.version
         self._reader = carrier(init_info.transport).reader()
 
     def accept(self, version: int) -> None:
-        """Raises ValueError unless `version` is newer than what the engine holds."""
+        """Record `version`. Raises ValueError unless it is newer than the engine's."""
         if version <= self._version:
             raise ValueError(
                 f"weight version {version} was refused: versions only grow, and the engine holds"
@@ -127,6 +127,7 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         assert self._reader is not None
         self._paths.add(update_info.path)
         with self._watch:
+            # Inside of the watch: it sees every copy that the loaders make.
             self._loaded |= self._reload.load(self._offered(update_info.ref()))
         if not self._reader.lasting and self.device.type == "cuda":
             # The ranks overwrite the bucket once this call returns.
@@ -141,8 +142,8 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
         self._reader.keep(kept)
 
     def require_complete(self) -> None:
-        """Raises RuntimeError when the update that just ended left out a parameter of the model, or
-        part of one."""
+        """Raise RuntimeError if the last update left out a parameter of the model, or part of
+        one."""
         fused = getattr(self.model, "packed_modules_mapping", {})
         missing = (
             missing_parameters(self._parameters, self._loaded, self._watch.names, fused)
@@ -156,15 +157,14 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
             )
 
     def shutdown(self) -> None:
-        """Unmap the sender's buckets, which stay mapped between updates, and close the worker's
-        own."""
+        """Unmap the sender's buckets, which stay mapped between updates, and close the receiver."""
         if self._reader is not None:
             self._reader.keep(())
         if self.receiver is not None:
             self.receiver.close()
 
     def loaded(self) -> dict[str, Loaded]:
-        """Parts of each tensor that this worker holds after the update that just ended."""
+        """Return the parts of each tensor that this worker holds after the last update."""
         return self._watch.loaded()
 
     def _offered(self, ref: BucketRef) -> Iterator[tuple[str, Tensor]]:
@@ -175,17 +175,18 @@ class WeightReceiver(WeightTransferEngine[FirstVersion, BucketInfo]):
                 raise ValueError(
                     f"tensor {name} came twice in the update to version {self._version}"
                 )
+            # A reload that holds tensors beyond this call must not see the next bucket's bytes in
+            # them.
             tensor = view.clone() if copies else view
             self._watch.offer(name, tensor)
             yield name, tensor
 
 
 class WeightLoadingWorker:
-    """Methods that vLLM adds to its worker (`worker_extension_cls`): loading a whole bucket in one
-    call, and before that, with `collective`, receiving a version."""
+    """Methods that vLLM adds to its worker (`worker_extension_cls`). `self` is vLLM's worker."""
 
     def complete_on_cpu(self: Any) -> None:
-        """Call once, before anything is sampled."""
+        """Complete a CPU worker. Call once, before the first request."""
         complete_cpu_worker(self)
 
     def receive_version(self: Any, update: bytes) -> None:
@@ -198,8 +199,8 @@ class WeightLoadingWorker:
     def load_weight_bucket(
         self: Any, bucket: dict[str, Any], version: int, first: bool, last: bool
     ) -> dict[str, Loaded]:
-        """Load a bucket of an update; `first` and `last` open and close the update. Returns, with
-        the last bucket, the parts that this worker loaded of each tensor, by name."""
+        """Load a bucket; `first` and `last` open and close the update. With the last bucket, return
+        the parts that this worker loaded, by name of the tensor."""
         receiver = self.weight_transfer_engine
         if first:
             receiver.accept(version)  # before the update changes any weight

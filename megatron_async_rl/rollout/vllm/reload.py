@@ -1,16 +1,16 @@
-"""Reload of an engine's model: in place if every layer is known, else by vLLM's own reload.
+"""Reload of an engine's model: in place if every layer is known, otherwise by vLLM's own reload.
 
-`InPlaceReload`: each tensor goes through its parameter's own loader into memory that exists
-already. A kernel that keeps a packed copy of a weight, as vLLM's do on a CPU, gets a new copy as
-soon as the last piece of the weight has come. `LayerwiseReload`: vLLM builds every layer anew and
-copies it over the old one. It knows every layer and quantization, and takes several times as long.
+`InPlaceReload`: each tensor passes through its parameter's own loader into existing memory. A
+kernel with a packed copy of a weight (vLLM's CPU kernels) gets a new copy as soon as the last piece
+of the weight has arrived. `LayerwiseReload`: vLLM rebuilds every layer and copies it over the old
+one. It supports every layer and quantization, and takes several times as long.
 
 Invariants:
-- after `end` no kernel uses an old weight: a weight that did not come, or came in part, is gone;
+- after `end` no kernel uses an old weight: a weight that is missing or incomplete is gone;
 - a parameter that is used directly keeps its memory, so a CUDA graph that captured it stays valid;
-- a layer is packed once all pieces of its weights have come, and never from a part of them;
+- a layer is packed once all pieces of its weights have arrived, never from a part of them;
 - the size of a piece is the number of elements that vLLM's own loader wrote;
-- memory is reused only when no kernel can refer to it: a packed copy is the kernel's own.
+- memory is reused only when no kernel can refer to it: a packed copy belongs to its kernel.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ log = init_logger(
 
 
 class Reload(Protocol):
-    """Once for each update: `begin`, `load` for each part of it, `end`. `keeps`: it may hold
-    tensors beyond the `load` that brought them."""
+    """Steps of an update: `begin`, `load` for each bucket, `end`. `keeps`: true if tensors may be
+    held beyond the `load` that brought them."""
 
     keeps: bool
 
     def begin(self) -> None: ...
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Full tensors by their Hugging Face names. Returns the names of the parameters that took
-        one."""
+        """Load full tensors with their Hugging Face names. Return the names of the loaded
+        parameters."""
         ...
 
     def end(self) -> list[str]:
-        """Returns the weights that are known to be incomplete; with any of these the model cannot
+        """Return the weights that are known to be incomplete; with any of them the model cannot
         run."""
         ...
 
@@ -71,9 +71,8 @@ class Reload(Protocol):
 def reload_of(
     model: torch.nn.Module, model_config: ModelConfig, take: Callable[[Tensor], None]
 ) -> Reload:
-    """Choose how `model` takes new weights: in place if that is known to be right for each of its
-    layers. The log states the choice and the reason. take: called with tensors that are used where
-    they lie, without a copy.
+    """Choose the reload of `model`: in place if that is known to be correct for all its layers. The
+    log has the choice and the reason. `take`: called with tensors that are used without a copy.
 
     Raises RuntimeError for a model whose reload by vLLM is known to be wrong.
     """
@@ -119,8 +118,8 @@ def _obstacle(model: torch.nn.Module) -> str | None:
 
 
 class LayerwiseReload:
-    """Only layers that receive a tensor are packed by vLLM; a tied output layer receives none, so
-    it is packed here. vLLM holds the received parts of a layer until the layer is complete."""
+    """vLLM's own reload. vLLM holds the parts of a layer until the layer is complete, and packs
+    only layers that receive a tensor; `end` packs tied output layers, which receive none."""
 
     keeps = True
 
@@ -144,8 +143,8 @@ class LayerwiseReload:
 
 
 class InPlaceReload:
-    """An embedding that only looks rows up needs no packed copy: it gets one when it is first used
-    as a linear layer."""
+    """Reload into existing memory. An embedding that only looks up rows needs no packed copy: it
+    gets one at its first use as a linear layer."""
 
     keeps = False
 
@@ -184,8 +183,8 @@ class InPlaceReload:
 
 
 def loaded_parameters(model: torch.nn.Module) -> frozenset[str]:
-    """Names of the parameters that weights are loaded to; others a quantised layer made of
-    these."""
+    """Return the names of parameters that receive weights, without those that a quantized layer
+    derived from them."""
     found = set()
     for name, _ in model.named_parameters():
         scope, _, own = name.rpartition(".")
@@ -196,7 +195,7 @@ def loaded_parameters(model: torch.nn.Module) -> frozenset[str]:
 
 
 def tied_layers(model: torch.nn.Module) -> list[Any]:
-    """Layers whose `weight` is also the weight of a layer before them."""
+    """Return the layers whose `weight` is shared with an earlier layer."""
     owners: set[int] = set()
     tied = []
     for layer in model.modules():
@@ -210,8 +209,8 @@ def tied_layers(model: torch.nn.Module) -> list[Any]:
 
 
 class Scratch:
-    """Memory for weights whose pieces are coming in, kept and reused. Fresh memory costs more than
-    what is copied to it."""
+    """Reused memory for weights whose pieces are arriving: fresh memory costs more than the
+    copy."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
@@ -225,11 +224,11 @@ class Scratch:
 
 
 class AwaitedWeight:
-    """A parameter of `layer` as vLLM first made it, in place of what its kernel made of it, while
-    its pieces come in.
+    """A parameter of `layer` in its original form, instead of the packed form, while its pieces
+    arrive.
 
-    `memory`: where they are put. `take` is called with a tensor that is the whole weight and is
-    used where it lies, `when_full` as soon as all pieces are there.
+    `memory`: allocates memory for the pieces. `take`: called with a tensor that is the whole weight
+    and is used without a copy. `when_full`: called once all pieces have arrived.
     """
 
     def __init__(
@@ -258,7 +257,7 @@ class AwaitedWeight:
         self._received = 0
         self._taken: Tensor | None = None
         self._sizes: dict[Hashable, int] = {}
-        """Elements that a piece brings, by the loader's arguments; found out at its first time."""
+        """Loader's arguments -> number of elements of the piece, measured at its first load."""
 
     def await_pieces(self) -> None:
         self.release()
@@ -267,7 +266,7 @@ class AwaitedWeight:
         self._layer.register_parameter(self._attribute, self.parameter)
 
     def release(self) -> Tensor | None:
-        """Drop the pieces, which have been packed, and return their memory."""
+        """Drop the packed pieces, and return their memory."""
         self.parameter.data = self._nothing
         taken, self._taken = self._taken, None
         return taken
@@ -281,8 +280,8 @@ class AwaitedWeight:
         if self.full:
             raise RuntimeError(f"{self.name} received more than its {self._total} elements")
         _, piece, *part = bound.arguments.values()
-        # A part may have this shape too: over two workers, one matrix is as large as a worker's
-        # halves of two.
+        # A part may have this shape, too: with two workers, one matrix is as large as a worker's
+        # halves of two matrices.
         whole = all(one is None for one in part)
         if whole and piece.shape == self._shape and piece.dtype == self._nothing.dtype:
             self._take_as_it_is(piece)
@@ -306,7 +305,7 @@ class AwaitedWeight:
 
 
 class PackedLinear:
-    """A linear layer whose kernel holds a packed copy of the weight, the only one."""
+    """A linear layer whose kernel holds the only copy of the weight, a packed one."""
 
     def __init__(
         self, name: str, layer: Any, scratch: Scratch, take: Callable[[Tensor], None]
@@ -328,8 +327,8 @@ class PackedLinear:
 
 
 class PackedExperts:
-    """The experts of one layer, whose kernel packs both their weights once. vLLM's own reload
-    leaves them unpacked on a CPU, and the kernel then reads them as if they were packed."""
+    """The experts of one layer, whose kernel packs both weights once. On a CPU, vLLM's own reload
+    leaves them unpacked, and the kernel then reads them as if they were packed."""
 
     def __init__(self, name: str, layer: Any, take: Callable[[Tensor], None]) -> None:
         self._layer = layer
@@ -391,8 +390,9 @@ def _fresh(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def _like(original: Tensor, data: Tensor) -> Any:
-    """`data` as a parameter of the class and with the attributes of `original`."""
+    """Return `data` as a parameter with the class and the attributes of `original`."""
     parameter = data.detach()
+    # vLLM's loaders read attributes such as `output_dim` from the parameter.
     parameter.__class__ = original.__class__
     parameter.__dict__ = original.__dict__.copy()
     return parameter

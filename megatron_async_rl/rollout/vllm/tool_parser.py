@@ -1,6 +1,6 @@
-"""vLLM's parsers of tool calls in what a model writes.
+"""vLLM's parsers of tool calls in the text of a model.
 
-Invariant: text that cannot be parsed stays text, and the reason goes to the model.
+Invariant: text that cannot be parsed stays text, and the model receives the reason.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from megatron_async_rl.rollout.environments import (
 )
 
 PARSERS = [logging.getLogger(name) for name in ("vllm.tool_parsers", "vllm.parser")]
-"""Loggers to which vLLM's tool parsers report what they cannot read."""
+"""Loggers of vLLM's tool parsers, which report unreadable calls."""
 REASON = 200
-"""Characters of a reason that the model reads: a parser may repeat the whole response."""
+"""Maximum characters of a reason: a parser may repeat the whole response."""
 CALL_BEGINS = re.compile(
     r"_?(tool_calls?|tools?|bot|tc)_(start|begin|open|token|string)(_token)?", re.I
 )
-"""Attributes in which parsers that read text by themselves keep the beginning of a call."""
+"""Names of attributes in which text parsers store the mark at the beginning of a call."""
 
 
 class _ParserReports(logging.Handler):
@@ -64,8 +64,8 @@ class ToolParser:
     def __init__(
         self, name: str, model_path: Path, eos_ids: Sequence[int], tools: Sequence[Any] = ()
     ) -> None:
-        """`tools`: schemas of those that the model knows, where a call does not name others."""
-        # Here, because vLLM reads environment variables that the engine sets.
+        """`tools`: schemas of the tools, unless a call names others."""
+        # Imported here: vLLM reads environment variables that the engine sets first.
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tokenizers import get_tokenizer
         from vllm.tool_parsers import ToolParserManager
@@ -86,17 +86,17 @@ class ToolParser:
             raise EnvironmentRefused(
                 PARSER_KEY,
                 f"{name} does not go with this model: {error}",
-                "name the parser that the model's card names for vLLM",
+                "set the parser that the model card recommends for vLLM",
             ) from error
 
     def message(
         self, ids: Sequence[int], text: str, tools: Sequence[Any] | None = None
     ) -> dict[str, Any]:
-        """The assistant's message of a turn: `content`, and `tool_calls` where there are any, each
-        with `id`, `type` and `function` (`name`; `arguments` as JSON). `text`: of the turn, without
-        special tokens. What cannot be parsed stays text; for an invalid call, UNREAD has the
-        reason."""
-        # Many models put calls between special tokens.
+        """Return the message of a turn: `content` and, if there are any, `tool_calls` with `id`,
+        `type` and `function` (`name`; `arguments` as JSON). `text`: text of the turn without
+        special tokens. Text that cannot be parsed stays in `content`; for an invalid call, UNREAD
+        has the reason."""
+        # Decoded again with special tokens: many models put calls between them.
         end = len(ids) - (ids[-1] in self._eos_ids)
         whole = self._tokenizer.decode(list(ids[:end]), skip_special_tokens=False)
         found, fault = self._parse(whole, tools or self._tools)
@@ -107,19 +107,19 @@ class ToolParser:
         return {"role": "assistant", "content": found.content, "tool_calls": calls}
 
     def request(self, tools: Sequence[Any] | None) -> Any:
-        """A call with `tools`. Raises ValueError for invalid schemas."""
+        """Return a request with `tools`. Raises ValueError for invalid schemas."""
         return self._request(
             messages=[{"role": "user", "content": "Q"}], model="", tools=list(tools or ()) or None
         )
 
     def _parse(self, text: str, tools: Sequence[Any]) -> tuple[Any, str | None]:
-        """The parser's find, and why it could not read a call."""
+        """Return the calls found, and the reason if a call could not be read."""
         request = self.request(tools)
         parser, found = self._parser(self._tokenizer, request.tools), None
         with _reported() as faults:
             try:
                 found = parser.extract_tool_calls(text, request)
-            except Exception as error:  # noqa: BLE001 - a parser is given whatever a model writes
+            except Exception as error:  # noqa: BLE001 - a model may write anything
                 faults.append(_described(error))
         # Llama's parsers try every brace of a text; an intended call begins with their token.
         begins = getattr(parser, "bot_token", None) or ""
@@ -131,8 +131,8 @@ class ToolParser:
 
 
 def call_beginnings(parser: Any) -> tuple[str, ...]:
-    """Marks at the beginning of a call, as the parser itself has them. Empty if it keeps none, or
-    only plain words, which occur in other texts too."""
+    """Return the parser's marks for the beginning of a call. Empty if it has none, or only plain
+    words, which occur in other text, too."""
     found = {
         value
         for name in dir(parser)

@@ -1,1 +1,1 @@
-"""Built-in environments. The file NAME.py is the environment NAME: its `ENVIRONMENT` makes one."""
+"""Built-in environments. NAME.py defines the environment NAME; its `ENVIRONMENT` is the factory."""

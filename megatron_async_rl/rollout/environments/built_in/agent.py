@@ -1,4 +1,4 @@
-"""The environment `agent`: a program or a function that calls the model by itself."""
+"""The environment `agent`: a program or function that calls the model itself."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from megatron_async_rl.rollout.environments import (
-    SETTINGS,
-)
+from megatron_async_rl.rollout.environments import SETTINGS
 from megatron_async_rl.rollout.rewards.registry import imported
 from megatron_async_rl.samples.types import Prompt
 
 KEY = "unused"
-"""API key for clients that require one; the endpoint reads none."""
+"""API key for clients that require one; the endpoint ignores it."""
 
 
 class AgentEnvironment:
-    """`function`: `module:function`, called as function(prompt, base_url), may be `async`.
-    `command`: program and arguments; it finds the prompt as JSON (`text`, `fields`) on standard
-    input, OPENAI_BASE_URL and OPENAI_API_KEY in its environment, and ends with a line that is its
-    reward, a number."""
+    """An agent that calls the model through its base URL.
+
+    `function`: `module:function`, called as function(prompt, base_url); may be `async`. `command`:
+    program and arguments. The program reads the prompt as JSON (`text`, `fields`) from standard
+    input, finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment, and prints its reward, a
+    number, as its last line."""
 
     def __init__(self, *, function: str | None = None, command: Sequence[str] = ()) -> None:
         if (function is None) == (not command):
@@ -36,7 +36,7 @@ class AgentEnvironment:
         self._command = [command] if isinstance(command, str) else list(command)
 
     def run(self, prompt: Prompt, base_url: str) -> Any:
-        """The reward, or an awaitable of it."""
+        """Return the reward, or an awaitable of it."""
         if self._function is not None:
             return self._function(prompt, base_url)
         return self._program(prompt, base_url)
@@ -45,12 +45,15 @@ class AgentEnvironment:
         program = await asyncio.create_subprocess_exec(
             *self._command,
             stdin=asyncio.subprocess.PIPE,
+            # Standard error is inherited, so that the program's messages reach the engine's log.
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": KEY},
         )
+        # JSON has neither NaN nor infinity.
         fields = to_jsonable_python(dict(prompt.fields), inf_nan_mode="null")
         requested = json.dumps({"text": prompt.text, "fields": fields}).encode()
         reported, _ = await program.communicate(requested)
+        # A failed program may still print a number; it must not become a reward.
         if program.returncode != 0:
             raise RuntimeError(f"{self._command[0]} ended with code {program.returncode}")
         lines = reported.decode(errors="replace").strip().splitlines()

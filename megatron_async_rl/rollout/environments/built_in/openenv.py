@@ -10,30 +10,27 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from megatron_async_rl.rollout.environments import (
-    SETTINGS,
-    Step,
-    package_modules,
-)
+from megatron_async_rl.rollout.environments import SETTINGS, Step, package_modules
 from megatron_async_rl.samples.types import Prompt
 
 OPENENV = "openenv>=0.10,<0.11"
-"""Requirement for pip. Up to version 0.3 the distribution was openenv-core; the modules keep their
-names."""
+"""Requirement for pip. Up to version 0.3 the distribution was named openenv-core."""
 OPENENV_TIMEOUT_S = 86400.0
-"""Time that OpenEnv's client gives an answer: rollout.environment.timeout_s ends it sooner."""
+"""Time limit of OpenEnv's client, which never applies: rollout.environment.timeout_s is shorter."""
 SCHEMA_S = 10.0
-"""Longest time for a server to describe its actions."""
+"""Time limit for a server to describe its actions."""
 NO_ACTION = "(code: VALIDATION_ERROR)"
-"""Text in the exception that OpenEnv's client raises if a server cannot read an action; the
+"""Text of the exception that OpenEnv's client raises for an action that the server cannot read. The
 exception has no other mark."""
 
 
 class OpenEnv:
-    """A session of an OpenEnv server, by OpenEnv's own client. `url`: of the server. `action`: the
-    action's field that takes the response; null reads the response as JSON, the whole action.
-    `observation`: the observation's field that is shown; null shows all of it as JSON. `reset`:
-    columns of the prompt that the server's reset takes."""
+    """A session of an OpenEnv server, through OpenEnv's own client.
+
+    `url`: URL of the server. `action`: field of the action that receives the response; with null
+    the response is the whole action as JSON. `observation`: field of the observation that the model
+    reads; with null all of it as JSON. `reset`: columns of the prompt passed to the server's
+    reset."""
 
     def __init__(
         self,
@@ -59,12 +56,14 @@ class OpenEnv:
             )
         await self._client.connect()
         if self._action is not None:
+            # Checked at once: a server would refuse every action, and all samples would get reward
+            # 0. In a thread, since urllib blocks.
             _require_field(await asyncio.to_thread(_action_schema, self._url), self._action)
         result = await self._client.reset(**{name: prompt.fields[name] for name in self._reset})
         return self._shown(result.observation)
 
     async def step(self, response: str) -> Step:
-        """A response that is not an action gets an error as its answer, and reward 0."""
+        """Send the response as an action. An invalid action gets an error and reward 0."""
         action: Any = {self._action: response}
         if self._action is None:
             try:
@@ -76,6 +75,7 @@ class OpenEnv:
         try:
             result = await self._client.step(action)
         except RuntimeError as error:
+            # Any other error is the server's fault and fails the sample.
             if NO_ACTION not in str(error):
                 raise
             return Step(observation="the environment does not accept the action")
@@ -102,25 +102,24 @@ class OpenEnv:
 
 @cache
 def _action_schema(url: str) -> Mapping[str, Any]:
-    """JSON schema of the actions that the server takes; empty where it does not say."""
+    """Return the JSON schema of the server's actions; empty if the server does not provide it."""
+    # The client takes ws:// and wss:// URLs as well.
     http = re.sub("^ws", "http", url).rstrip("/")
     try:
         with urllib.request.urlopen(f"{http}/schema", timeout=SCHEMA_S) as answer:
             return dict(json.load(answer)["action"])
-    except Exception:  # noqa: BLE001 - its actions are then known by what it refuses
+    except Exception:  # noqa: BLE001 - optional: the server refuses invalid actions itself
         return {}
 
 
 def _require_field(schema: Mapping[str, Any], name: str) -> None:
-    """Raises ValueError where no response can be an action by the one field."""
+    """Raise ValueError if the one field `name` cannot make an action."""
     fields, needed = schema.get("properties", {}), schema.get("required", ())
     others = [one for one in needed if one != name]
     if fields and name not in fields:
         what = f"have no field {name!r}: they have {', '.join(fields)}"
     elif others:
-        what = (
-            f"need {', '.join(others)} besides {name}: with null the model writes them all, as JSON"
-        )
+        what = f"also need {', '.join(others)}: set null, so that the model writes all as JSON"
     else:
         return
     raise ValueError(f"{SETTINGS}.action: the server's actions {what}")

@@ -11,13 +11,13 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from megatron_async_rl.config.problem import suggestion
 from megatron_async_rl.config.rollout import TOOLS, EnvironmentConfig
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data.tokenizer import Tokenizer, tokenizer_of
@@ -35,7 +35,7 @@ from megatron_async_rl.samples.types import Prompt
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call, by its signature and docstring."""
+    """A function that the model may call, described by its signature and docstring."""
 
     function: Callable[..., Any]
 
@@ -45,14 +45,14 @@ class Tool:
 
     @cached_property
     def arguments(self) -> TypeAdapter[dict[str, Any]]:
-        """Checks what a model gives. Raises ValueError for a parameter that it cannot give."""
+        """Validator of the model's arguments. Raises ValueError for an untyped parameter."""
         reported = _described(inspect.getdoc(self.function) or "")
         types = typing.get_type_hints(self.function)
         fields: dict[str, Any] = {}
         for name, parameter in inspect.signature(self.function).parameters.items():
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 raise ValueError(
-                    f"{self.name}: a model gives arguments by name, and {name} has none"
+                    f"{self.name}: a model passes arguments by name, and {name} cannot be"
                 )
             if name not in types:
                 raise ValueError(f"{self.name}: the parameter {name} has no type annotation")
@@ -61,13 +61,16 @@ class Tool:
                 fields[name] = typing.NotRequired[fields[name]]
         typed_dict: Any = typing.TypedDict
         arguments = typed_dict(self.name, fields)
+        # The model should read that a misspelled argument does not exist.
         arguments.__pydantic_config__ = ConfigDict(extra="forbid")
+        # Strict about names, lenient about types: a model often writes "3" for 3.
         return TypeAdapter(arguments)
 
     @cached_property
     def schema(self) -> dict[str, Any]:
-        """Schema of the function in the format of OpenAI and of chat templates."""
+        """JSON schema of the function in OpenAI's format, which chat templates read."""
         parameters = _untitled(self.arguments.json_schema())
+        # A property of the validator; OpenAI's format of functions lacks it.
         parameters.pop("additionalProperties", None)
         text = (inspect.getdoc(self.function) or "").split("\n\n")[0]
         function = {"name": self.name, "description": text, "parameters": parameters}
@@ -78,14 +81,14 @@ PARAMETER = re.compile(r"^\s+(\w+)(?: ?\(.*?\))?: +(.+)$")
 
 
 def _described(docstring: str) -> dict[str, str]:
-    """Parameters that the section `Args:` describes, each on a line `name: what it is`."""
+    """Return the descriptions in the section `Args:`, one line `name: description` each."""
     section = re.split(r"^(?:Args|Arguments|Parameters):\s*$", docstring, flags=re.MULTILINE)
     lines = section[1].splitlines() if len(section) > 1 else ()
     return {match[1]: match[2] for line in lines if (match := PARAMETER.match(line))}
 
 
 def _untitled(schema: Any) -> Any:
-    """Without the titles that pydantic makes of names."""
+    """Return the schema without the titles that pydantic derives from names."""
     if isinstance(schema, list):
         return [_untitled(one) for one in schema]
     if not isinstance(schema, dict):
@@ -100,17 +103,18 @@ def _untitled(schema: Any) -> Any:
 
 
 class Tools:
-    """`functions`: the tools, `module:function` each, or a module, whose public functions they are;
-    one or a list. `timeout_s`: longest time of the calls of one turn together.
+    """Tools of the model. A turn without calls ends the sample. An error of a call is its answer,
+    and is counted.
 
-    A turn without calls ends the sample. Whatever is wrong with a call is its answer, and counted.
+    `functions`: `module:function`, or a module with public functions; one or a list. `timeout_s`:
+    time limit of all calls of one turn together.
     """
 
     def __init__(self, *, functions: str | Sequence[str], timeout_s: float = 10.0) -> None:
         self._tools = _tools((functions,) if isinstance(functions, str) else tuple(functions))
         self.timeout_s = timeout_s
         if timeout_s <= 0:
-            raise ValueError(f"timeout_s: {timeout_s} leaves the tools no time")
+            raise ValueError(f"timeout_s: {timeout_s} leaves no time for the tools")
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -120,20 +124,21 @@ class Tools:
         """Return nothing: the first turn has no opening."""
 
     async def step(self, message: Message) -> Step:
-        """`message`: the model's, with its `tool_calls`, or with UNREAD."""
+        """Run the tool calls of a turn. `message`: the model's message; may have UNREAD."""
         calls, unread = message.get("tool_calls") or (), message.get(UNREAD)
         measured = {"tool_calls": float(len(calls)), "tool_errors": 0.0, UNREAD_CALLS: 0.0}
         answers = []
         if unread is not None:
             measured = dict.fromkeys(measured, 1.0)
-            # A template may want a tool's answer to name the call.
+            # From the user: an answer with role `tool` would have to name a call.
             text = f"error: the tool call cannot be read: {unread}"
             answers.append({"role": "user", "content": text})
+        # One deadline for all calls: many slow calls must not add up.
         until = asyncio.get_running_loop().time() + self.timeout_s
         for call in calls:
             try:
                 text = await self._call(call["function"], until)
-            except Exception as error:  # noqa: BLE001 - the model reads it
+            except Exception as error:  # noqa: BLE001 - the answer to the model
                 text = f"error: {type(error).__name__}: {error}"
                 measured["tool_errors"] += 1
             named = {"tool_call_id": call["id"], "name": call["function"]["name"]}
@@ -143,10 +148,9 @@ class Tools:
     async def _call(self, call: Mapping[str, Any], until: float) -> str:
         tool = self._tools.get(call["name"])
         if tool is None:
-            near = get_close_matches(call["name"], self._tools, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            there = ", ".join(self._tools)
-            raise LookupError(f"there is no tool {call['name']!r}; {hint}there is {there}")
+            hint = suggestion(call["name"], self._tools)
+            known = ", ".join(self._tools)
+            raise LookupError(f"unknown tool {call['name']!r}; {hint}the tools are {known}")
         try:
             arguments = tool.arguments.validate_json(call["arguments"] or "{}")
         except ValidationError as error:
@@ -167,29 +171,31 @@ class Tools:
 
 
 def _late(timeout_s: float) -> TimeoutError:
-    return TimeoutError(f"no answer within {timeout_s:g} s, in which a turn's calls must end")
+    return TimeoutError(f"no answer within {timeout_s:g} s, the time limit of a turn's calls")
 
 
 @contextmanager
 def _interrupted(left_s: float, timeout_s: float) -> Iterator[None]:
-    """Raises TimeoutError in the code within after `left_s` seconds. What holds it off (a call of
-    C) `rollout.environment.timeout_s` ends, with the process."""
+    """Raise TimeoutError in the body after `left_s` seconds. A call in C delays it; then
+    `rollout.environment.timeout_s` ends the process."""
 
     def end(*_: Any) -> None:
         raise _late(timeout_s)
 
+    # A signal, not a thread: only the main thread can be interrupted, and it runs the tool.
     before = signal.signal(signal.SIGALRM, end)
     signal.setitimer(signal.ITIMER_REAL, left_s)
     try:
         yield
     finally:
+        # First, so that a late alarm cannot hit the code after the call.
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, before)
 
 
 @cache
 def _tools(names: tuple[str, ...]) -> dict[str, Tool]:
-    """The functions by their names. Raises ValueError."""
+    """Return the tools by name. Raises ValueError."""
     found: dict[str, Tool] = {}
     for name in names:
         module_name, _, attribute = name.partition(":")
@@ -201,15 +207,14 @@ def _tools(names: tuple[str, ...]) -> dict[str, Tool]:
         ]
         if not functions or not all(map(callable, functions)):
             there = [each for each, one in vars(module).items() if callable(one)]
-            near = get_close_matches(attribute, there, n=1)
-            hint = f"; did you mean {module_name}:{near[0]}?" if near else ""
+            hint = suggestion(attribute, there).rstrip()
             what = f"function {attribute!r}" if attribute else "public function"
-            raise ValueError(f"module {module_name!r} has no {what}{hint}")
+            raise ValueError(f"module {module_name!r} has no {what}" + (hint and f"; {hint}"))
         for function in functions:
             tool = Tool(function)
             if tool.name in found:
                 raise ValueError(f"two of the functions are named {tool.name}")
-            _ = tool.schema
+            _ = tool.schema  # raises for a signature that a model cannot call
             found[tool.name] = tool
     return found
 
@@ -223,15 +228,15 @@ def _public(module: Any, name: str, value: Any) -> bool:
 
 
 def prompt_tokenizer(model: Path, config: Config) -> Tokenizer:
-    """Load the tokenizer that renders the prompts of `config`, with the functions that the model
-    may call. Raises DataError, EnvironmentRefused."""
+    """Load the tokenizer that renders the prompts of `config`, including the tools' schemas. Raises
+    DataError, EnvironmentRefused."""
     turns = None if config.rollout is None else config.rollout.environment
     return tokenizer_of(model, config.data, tool_schemas(turns))
 
 
 def tool_schemas(settings: EnvironmentConfig | None) -> list[dict[str, Any]]:
-    """JSON schemas of the functions that the model may call; none without the environment `tools`.
-    Raises EnvironmentRefused."""
+    """Return the JSON schemas of the tools; empty without the environment `tools`. Raises
+    EnvironmentRefused."""
     if settings is None or settings.name != TOOLS:
         return []
     tools: Any = load_factory(settings)()

@@ -1,4 +1,4 @@
-"""The environment `verifiers`: one of the package verifiers, version 1 of its interface."""
+"""The environment `verifiers`: an environment of the package verifiers, interface version 1."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from functools import cache
 from itertools import islice
 from typing import Any
 
-from megatron_async_rl.rollout.environments import (
-    package_modules,
-)
+from megatron_async_rl.rollout.environments import package_modules
 from megatron_async_rl.samples.types import Prompt
 
 NO_HARNESS = "bash"
-"""Name that verifiers has for the harness of a task set that brings none."""
+"""Name in verifiers for the harness of a task set without a harness of its own."""
 
 
 class Verifiers:
-    """An environment of the package verifiers, version 1 of its interface, whose own harness asks
-    the model at the endpoint and whose own rewards are the sample's. `env`: its configuration, as
-    verifiers has it, such as `{taskset: {id: my_tasks}}`. `task`: column of the prompt with the
-    number of its task."""
+    """An environment of the package verifiers. Its harness calls the model at the endpoint, and its
+    rewards are the sample's.
+
+    `env`: configuration in the format of verifiers, such as `{taskset: {id: my_tasks}}`. `task`:
+    column of the prompt with the number of its task."""
 
     def __init__(self, *, env: Mapping[str, Any], task: str = "task") -> None:
         self._settings = json.dumps(dict(env))
@@ -30,33 +29,34 @@ class Verifiers:
         _verifiers(self._settings)
 
     def task(self, prompt: Prompt) -> Any:
-        """Task of the prompt. Raises ValueError if its row names none."""
+        """Return the task of the prompt. Raises ValueError if its row names none."""
         number, (_, _, tasks) = prompt.fields.get(self._column), _verifiers(self._settings)
         if not re.fullmatch(r"\d+", str(number)):
             raise ValueError(
-                f"prompt {prompt.id} has {number!r} as its `{self._column}`, which is to be the"
+                f"prompt {prompt.id} has {number!r} as its `{self._column}`, which must be the"
                 " number of a task, from 0"
             )
         task = tasks.get(int(str(number)))
         if task is None:
-            raise ValueError(f"prompt {prompt.id} is of task {number}, and there are {len(tasks)}")
+            raise ValueError(f"prompt {prompt.id} names task {number}, and there are {len(tasks)}")
         return task
 
     async def run(self, prompt: Prompt, base_url: str) -> float:
-        """The reward of one episode, of all agents that learn. Raises RuntimeError for a failed
-        one."""
+        """Return the total reward of the trainable agents of one episode. Raises RuntimeError for a
+        failed episode."""
         library, environment, _ = _verifiers(self._settings)
         task = self.task(prompt)
         client = library.EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
         context = library.ModelContext(model="policy", client=client)
 
         def begun(trace: Any) -> None:
-            """All turns of the policy are trained."""
+            """Refuse an agent that is not trainable and plays with the policy."""
+            # The endpoint trains every turn that it samples.
             agent = trace.agent
             if not agent.trainable and agent.config.client == client:
                 raise ValueError(
-                    f"its agent {agent.name} is not to be trained, and the policy would play it;"
-                    f" name a model of its own as rollout.environment.settings.env.{agent.name}:"
+                    f"its agent {agent.name} is not trainable, and the policy would play it; set"
+                    f" another model for it as rollout.environment.settings.env.{agent.name}:"
                     " {model: ..., client: {type: eval, base_url: ...}}"
                 )
 
@@ -69,13 +69,13 @@ class Verifiers:
 
 
 class _Tasks:
-    """Tasks of a task set, which may be endless: drawn only as far as requested."""
+    """Tasks of a task set, which may be infinite: drawn only as far as requested."""
 
     def __init__(self, given: Iterator[Any]) -> None:
         self._given, self._known = given, list[Any]()
 
     def get(self, number: int) -> Any:
-        """Null where there are fewer."""
+        """Return the task, or None if there are fewer."""
         self._known += islice(self._given, max(0, number + 1 - len(self._known)))
         return self._known[number] if number < len(self._known) else None
 
@@ -85,7 +85,7 @@ class _Tasks:
 
 @cache
 def _verifiers(settings: str) -> tuple[Any, Any, _Tasks]:
-    """The library, the environment and its tasks, once for each process."""
+    """Return the library, the environment and its tasks; loaded once per process."""
     library, loaders = package_modules("verifiers", "verifiers.v1", "verifiers.v1.utils.loaders")
     config = loaders.resolve_env_config(_placed(library, loaders, json.loads(settings)))
     environment = loaders.load_environment(config)
@@ -93,8 +93,8 @@ def _verifiers(settings: str) -> tuple[Any, Any, _Tasks]:
 
 
 def _placed(library: Any, loaders: Any, env: dict[str, Any]) -> dict[str, Any]:
-    """`env` with what it does not say of its agents: the harness is the task set's own, or else the
-    model and its tools alone; a harness that runs no code of the model's is on this machine."""
+    """Return `env` with defaults for its agents: the harness of the task set, or else the model and
+    its tools alone."""
     config = loaders.resolve_env_config(env)
     own = loaders.default_harness_id(config.taskset.id)
     agents: dict[str, Any] = {}
@@ -103,8 +103,10 @@ def _placed(library: Any, loaders: Any, env: dict[str, Any]) -> dict[str, Any]:
             harness = "null" if own == NO_HARNESS else own
             agents[name] = {"harness": {"id": harness}} if agent.harness is None else {}
             harness = harness if agent.harness is None else agent.harness.id
+            # Only a harness that does not execute the model's code may run outside of a container.
             if not loaders.harness_class(harness).EXECUTES_CODE:
                 agents[name]["runtime"] = {"type": "subprocess"}
+            # Last: the user's own settings win.
             agents[name] |= env.get(name, {})
     return {**env, **agents}
 
