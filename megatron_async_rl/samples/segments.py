@@ -235,7 +235,7 @@ def read_batches(
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
     """Yield (number, record batch) of a segment's file, with all columns or some, of all batches or
     the wanted ones; nothing if the segment is gone. Raises SegmentBroken."""
-    # Once more after a rename; a second one cannot follow.
+    # Again after a rename; a second one cannot follow.
     for _ in range(2):
         path = present_file(folder, table, segment)
         if path is None:
