@@ -308,7 +308,6 @@ class WeightUpdates:
         serving = sum(one.serving and not one.evaluates for one in self._engines())
         # At least one: of few engines the share rounds to zero.
         room = len(self._paused) < max(1, int(self._max_paused * serving))
-        # An engine without work loads at once: nothing pauses.
         return room or engine.evaluates or not (engine.serving and engine.busy)
 
     def _note(self, staged: Staged, began: float) -> None:
