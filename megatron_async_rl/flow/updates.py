@@ -73,8 +73,7 @@ class VersionReader(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """One version on its way to the engines. `seconds`: staging, and from then until the last
-    engine so far held it. `paused_s`: longest pause of an engine for it."""
+    """`seconds`: from staging until the last engine held it. `paused_s`: longest pause for it."""
 
     version: int
     nbytes: int

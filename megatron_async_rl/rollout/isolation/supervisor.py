@@ -208,7 +208,11 @@ class UserProcess(asyncio.Protocol):
         self._finish()
         if not self._finished:
             # What it started, and nothing ended, may hold the other end of its socket forever.
-            self._loop.call_later(EXIT_S, self._abandon_after_reading, how)
+            self._loop.call_later(EXIT_S, self._abandon_soon, how)
+
+    def _abandon_soon(self, how: str) -> None:
+        # A loop that was busy until now reads first what the process sent.
+        self._loop.call_later(READ_S, self.abandon, how)
 
     def _finish(self) -> None:
         if self._how is None or self._open or self._finished:
@@ -217,10 +221,6 @@ class UserProcess(asyncio.Protocol):
         self._clear_timers()
         self._fail_all(UserProcessEnded(self._how))
         self._on_end(self, self._failure or f"it {self._how}")
-
-    def _abandon_after_reading(self, how: str) -> None:
-        # Through the loop again: after a long block of it, replies are read first.
-        self._loop.call_later(READ_S, self.abandon, how)
 
     def abandon(self, how: str, failure: str | None = None) -> None:
         """Give up a process that no server reports about any more."""
