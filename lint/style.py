@@ -9,8 +9,8 @@ Rules:
   MAX_TYPE_IMPORTS imports of types alone;
 - only config/rules.py makes a Config, so that no configuration passes unchecked;
 - only rollout/vllm/ imports vLLM, so that another version of vLLM concerns one folder;
-- only the table of carriers and a carrier's own file have its name as a string: all other code
-  tests for capabilities;
+- only the table of carriers and a carrier's own file have its name as a string, and no file tests
+  for a carrier's class: all other code tests for capabilities;
 - Markdown has at most MAX_COLUMNS columns, except for tables, code and links.
 
 The list of exceptions, LONG_PAGES, only shrinks: an entry without a violation is an error, too.
@@ -409,6 +409,24 @@ def named_carriers(path: str, tree: ast.Module, carriers: set[str]) -> Iterator[
                 yield node.lineno, f"{name!r}: test for a capability of {CARRIERS}"
 
 
+def carrier_types(tree: ast.Module, carriers: set[str]) -> Iterator[int]:
+    """Line of each `isinstance` that tests for a class of a carrier's file."""
+    modules = {f"{PACKAGE}.weights.{name}" for name in carriers}
+    classes = {
+        alias.asname or alias.name
+        for statement in statements(tree)
+        if isinstance(statement, ast.ImportFrom) and statement.module in modules
+        for alias in statement.names
+    }
+    if not classes:
+        return
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="isinstance"), args=[_, tested]):
+                if classes & {one.id for one in ast.walk(tested) if isinstance(one, ast.Name)}:
+                    yield node.lineno
+
+
 def exceptions(found: set[str], allowed: set[str], what: str) -> Iterator[str]:
     """A message for each violation that is not in the list, and for each entry without one."""
     for path in sorted(found - allowed):
@@ -456,6 +474,11 @@ def check(root: Path = ROOT) -> list[str]:
             f"{path}:{line}: {message}"
             for path, tree in trees.items()
             for line, message in named_carriers(path, tree, names_of_carriers)
+        ]
+        found += [
+            f"{path}:{line}: test for a capability, not for a class of a carrier"
+            for path, tree in trees.items()
+            for line in carrier_types(tree, names_of_carriers)
         ]
     found += repeated_names(trees)
     if cycle := import_cycle(trees):

@@ -342,6 +342,7 @@ def _sample(job: EvalJob, model: Path, console: Console) -> EvalResult:
             rollout=rollout,
             seed=job.seed,
             device=job.device,
+            # Next to the result: the cause of a failed engine is in its log.
             log_dir=job.target.result.with_suffix(".logs"),
             evaluations={one.name: one.sampling for one in job.sets},
             chat_template=job.data.chat_template,
@@ -411,6 +412,7 @@ def write_responses(job: EvalJob, answers: EvalResponses) -> None:
         for sample in (row.sample() for row in rows):
             parts = sample.reward_parts
             line = {
+                # First, so that no column of the data hides a field of the response.
                 **prompt.fields,
                 "prompt_id": prompt.id,
                 "prompt": prompt.text,

@@ -1,7 +1,7 @@
 """Sources of rank 0's batches: the controller and its engines, or given responses.
 
 Both keep one contract with the loop:
-- `state()` is asked for only when everything that was handed out is trained on; it is what to
+- `state()` is called only when every batch that was handed out has trained; it belongs into a
   checkpoint with the weights of that version;
 - `next_batch(version)` returns None once `RUN/stop` exists and no batch is taken: a batch that is
   taken is handed out, and trains.

@@ -131,8 +131,8 @@ def restorable(
 
     if len(groups) < len(buffer.groups):
         log.warning(
-            "version %d continues with %d of the %d groups in the buffer and requests the others"
-            " again: for the present flow, run.steps and objective.snapshots they are of another"
+            "version %d continues with %d of the %d groups in the buffer and samples the others"
+            " again: for the present flow, run.steps and objective.snapshots, they are of another"
             " size, too many, or too old",
             version,
             len(groups),

@@ -148,7 +148,6 @@ class Controller(Listener):
             evaluators_from=len(spec.engines) - spec.evaluators,
         )
         self._relays = relays_of(spec, self._fleet, self)
-        # At the same time: each takes seconds to minutes.
         await asyncio.gather(self._fleet.started(), self._rewards.start())
         if spec.run_dir is not None:
             orders = self._fleet.follow_orders(spec.run_dir / watch.ENGINES, spec.timeout_s)
@@ -188,7 +187,6 @@ class Controller(Listener):
         now = self._scheduler.version
         if now is None:
             self._begin_flow(version)
-        # An engine that was behind reports an older version.
         elif version > now:
             self._scheduler.advance(version)
         self._admit()
@@ -235,7 +233,6 @@ class Controller(Listener):
             batch = await self._take(version)
         if batch is None:
             return None
-        # Consumed groups would pile up over the run.
         self._ages.keep(index for index, _ in self._scheduler.running())
         self._admit()
         updates = self._fleet.updates

@@ -207,7 +207,7 @@ class Relays:
         except Exception as error:  # noqa: BLE001 - whatever it is, another may do better
             if not with_engines or self._updates.reaches(machine):  # else it failed with its engine
                 reason = f"{type(error).__name__}: {error}"
-        # Also after a cancellation at its start, when there is none yet.
+        # None if it has not started.
         running = self._running.pop(machine, None)
         if running is not None:
             running.kill()

@@ -1,4 +1,4 @@
-"""The life of one engine, from its first start to its end: one asyncio task.
+"""Life of one engine, from its first start to its end: one asyncio task.
 
          +---------------------------------------------------------------+
          v                                                               |
@@ -6,13 +6,13 @@
          (verified digest by digest)               versions in turn      |    left, back off
                                                                          +--- start again
 Invariants:
-- an engine serves only once it holds a version whose digests it has proved, and what it holds is
-  known here only;
-- an engine is lost when a call fails, when its reports stop for `unresponsive_s`, when its vLLM is
-  silent for so long, or when it answers what it was not asked. It is killed at once, its requests
-  are returned, and its later reports are ignored;
+- an engine serves only once it has proved the digests of the version that it holds. Only this file
+  records what it holds;
+- an engine is lost when a call fails, when its reports or its vLLM are silent for `unresponsive_s`,
+  or when it answers something that was not requested. It is killed at once, its requests go to
+  others, and its later reports are ignored;
 - starts follow each other after a growing, random delay, at most `restarts_per_hour` within an
-  hour; after that the engine is dead permanently;
+  hour; after that the engine is dead;
 - the first start of an engine of the configuration must succeed: it shows that the settings work;
 - a sleeping engine takes a version step by step, in the order of `colocated.py`;
 - weights that differ from the trainer's end the run.
@@ -149,7 +149,7 @@ class EngineOwner(Protocol):
     def on_lost(self, slot: EngineSlot, reason: str, *, suspect: bool) -> None: ...
     def on_dead(self, slot: EngineSlot) -> None: ...
     def on_error(self, error: BaseException) -> None:
-        """The run cannot continue."""
+        """End the run."""
 
 
 class Restarts:
@@ -335,7 +335,7 @@ class EngineTask:
             self._owner.on_dead(slot)
             return False
         self._note(
-            f"{slot.name} is lost and its prompts are asked again; restart {number} of"
+            f"{slot.name} is lost and its requests are sent again; restart {number} of"
             f" {self._restarts.per_hour} within an hour. Why: {with_notes(error)}"
         )
         slot.restarts += 1

@@ -1,5 +1,5 @@
-"""Why a run's flow of samples stopped. Plain-message exceptions, so that they survive the trip
-between processes."""
+"""Reasons why a run's flow of samples stopped. The exceptions carry plain messages, so that they
+survive the trip between processes."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Held-out evaluation: the engines of training, nothing of training's data, order or numbering.
-Each set of prompts has its own sampling. Of given responses (`loss: sft`) the ranks measure the
-loss (`rank0.py`); here is its result.
+"""Held-out evaluation, on training's engines but without its data, order or numbering. Each set of
+prompts has its own sampling. For given responses (`loss: sft`) the ranks measure the loss
+(`rank0.py`); its result is here.
 
 Invariants:
-- requests have negative group numbers, so that no scheduler mistakes one for training's: prompt i,
-  counted over all sets, is group -1 - i;
+- requests have negative group numbers, which no scheduler takes for training's: prompt i, counted
+  over all sets, is group -1 - i;
 - every token comes from the version that is evaluated, or there is no result;
-- a prompt's seeds follow from the run's seed and its place among the prompts: the same weights give
-  the same responses again.
+- a prompt's seeds follow from the run's seed and its place among the prompts: equal weights give
+  equal responses.
 """
 
 from __future__ import annotations
@@ -148,7 +148,6 @@ class EvalResult:
         return {
             "version": self.version,
             **({"set": self.name} if self.name else {}),
-            # JSON has no nan.
             "mean_reward": _finite(self.mean_reward),
             **({"parts": dict(self.parts)} if self.parts else {}),
             "pass_at": {str(k): _finite(value) for k, value in self.pass_at.items()},
@@ -244,7 +243,6 @@ def summarise_evaluation(
                     f" {sample.last_version}; weights must not move while they are evaluated"
                 )
     per_prompt = tuple(_prompt_result(prompt, samples, pass_reward) for prompt, samples in answers)
-    # nan: every reward of the prompt failed.
     scored = [one.mean for one in per_prompt if math.isfinite(one.mean)]
     every = [sample for _, samples in answers for sample in samples]
     return EvalResult(
@@ -339,7 +337,6 @@ async def evaluate(
         # After an error the others must stop: `run` aborts their requests.
         for task in tasks:
             task.cancel()
-    # In the order of the file, not of the answers.
     answers = [(prompt, task.result()) for prompt, task in zip(prompts, tasks, strict=True)]
     on_answers(answers)
     seconds = time.monotonic() - started
@@ -483,7 +480,6 @@ class EvalSchedule:
             **result.metrics(),
         }
         for one in (result, *result.others):
-            # An unnamed set has the plain keys alone.
             if one.name:
                 of_set = one.metrics_of_set()
                 found |= {name.replace("SET", one.name, 1): of_set[name] for name in of_set}

@@ -1,5 +1,4 @@
-"""The engines as one: which there are, their lives (engine_task.py), and what they are asked
-(router.py).
+"""All engines: which exist, their lives (engine_task.py), and their requests (router.py).
 
 Invariants:
 - engines join and leave while the others work; an engine that leaves returns its requests with
@@ -122,7 +121,7 @@ class Fleet:
         slot.serving, slot.asleep, slot.dead, slot.lost = False, False, True, "it was removed"
         # Rank 0 waits for readers, and this engine is none any more.
         self.updates.forget(index)
-        # Not returned in time: these begin again without their tokens.
+        # Not returned in time: these begin again without the tokens sampled here.
         if slot.held:
             self.on_lost(slot, slot.lost, suspect=False)
         if slot.engine is not None:
@@ -141,7 +140,7 @@ class Fleet:
         names = ", ".join([*joining, *(slot.name for slot in leaving)])
         what = "join" if joining else "leave"
         self._listener.note(
-            f"engines asked for: {count}, there: {len(there)}"
+            f"engines requested: {count}, present: {len(there)}"
             + (f"; to {what}: {names}" * bool(names))
         )
         for slot in leaving:
@@ -161,7 +160,7 @@ class Fleet:
                 file.unlink()
                 await self.resize(int(text), timeout_s)
             except (OSError, ValueError) as error:
-                self._listener.note(f"there are not as many engines as {file} asked for: {error}")
+                self._listener.note(f"the number of engines in {file} was not reached: {error}")
             except Exception as error:  # noqa: BLE001 - a mistake of ours ends the run, not a task
                 self._listener.on_error(error)
 
@@ -219,7 +218,7 @@ class Fleet:
                 raise all_lost(self.slots, True)
             self.updates.request_version(there, version)
 
-    # What the tasks of the engines say
+    # Events of the engines' tasks
 
     def take_in(self, slot: EngineSlot, report: EngineReport) -> None:
         slot.report = report

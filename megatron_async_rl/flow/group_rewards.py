@@ -1,15 +1,14 @@
 """Rewards of whole groups: a part of the reward that is called `per: group` takes all responses to
-a prompt at once, so it is called here, where a group comes together, and not where each is sampled.
+a prompt at once, so it is called where a group comes together, not where each is sampled.
 
     engine: parts per response --sample--> controller or evaluation: parts per group --> reward
 
 Invariants:
 - a group is scored once it has all its responses, and each response gets the sum of both kinds of
   parts;
-- a response that failed before is not shown to the reward, and keeps its error; the others are, in
-  the order in which they were asked;
-- what the reward does costs the group its reward, not the run: the processes are those of
-  rollout/scoring.py.
+- the reward does not see a response that failed before, which keeps its error. It sees the others
+  in the order of their requests;
+- a failure costs the group its reward, not the run: the processes are those of rollout/scoring.py.
 """
 
 from __future__ import annotations

@@ -195,9 +195,7 @@ class GroupTable:
 
     @staticmethod
     def _unexpected(request: str, group: int) -> RuntimeError:
-        return RuntimeError(
-            f"response {request} of group {group} came twice, or without being asked for"
-        )
+        return RuntimeError(f"response {request} of group {group} came twice, or was not requested")
 
     def _finish(self, entry: GroupState) -> None:
         entry.finished = self.finished

@@ -186,7 +186,7 @@ class Requests:
             pending = slot.held.get(sample.id)
             if pending is None or sample.prompt_id != pending.request.prompt.id:
                 raise EngineLost(
-                    f"it answered {sample.id}, prompt {sample.prompt_id}, which it was not asked",
+                    f"it answered {sample.id}, prompt {sample.prompt_id}, which was not requested",
                     suspect=False,
                 )
             # Before the listener is called: a sample counts once, whatever that does.
@@ -209,7 +209,7 @@ class Requests:
         # Emptied first: a late report of this engine must not answer them, too.
         held, slot.held = list(slot.held.values()), {}
         slot.aborting.clear()
-        log.error("%s is lost, %d requests are asked again: %s", slot.name, len(held), reason)
+        log.error("%s is lost, %d requests are sent again: %s", slot.name, len(held), reason)
         # Its removal was requested: that speaks against no request.
         counts = suspect and not slot.leaving
         # Reversed, because each goes to the front: they keep their order.
@@ -414,7 +414,7 @@ class Lanes:
             able = [one for one in able if one.index not in reserved]
             while lane:
                 pending = next(iter(lane.values()))
-                # What an evaluation that was given up left there ends before its id is asked again.
+                # A request of an abandoned evaluation ends there before its id is used again.
                 free = (
                     able if key[0] else [one for one in able if pending.request.id not in one.held]
                 )

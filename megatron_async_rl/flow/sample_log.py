@@ -1,22 +1,21 @@
-"""The sample log's writer, in the controller's process: admissions, finished samples, and their
+"""Writer of the sample log, in the controller's process: admissions, finished samples, and their
 outcomes.
 
     controller --admitted, finished, trained, dropped, evaluated--> queue --thread--> RUN/samples/
 
 Invariants, in addition to those of the files (samples/segments.py):
-- the controller's loop appends to a queue and does nothing else; one thread reads, converts,
-  writes;
-- the log never slows or ends the run: a full queue or a full disk loses rows of the log, which is
-  noted once in the run's events, and writing is tried again later;
+- the controller's loop only appends to a queue; one thread reads, converts and writes;
+- the log never slows or ends the run. A full queue or disk loses rows of the log; the run's events
+  note that once, and the thread tries again later;
 - rows queued FLUSH_S ago are in the file; all rows that a checkpoint's `position` counts are on the
   disk (fsync) before the checkpoint is;
 - `begin(position)` removes the outcomes of a history that the checkpoint does not know, so no
   sample counts as trained in two histories; the samples themselves stay;
-- the log's mark (samples/log_mark.py) counts only what is on the disk, and a file that has less
-  than its mark is not closed as if it were whole;
-- a damaged or missing file, and a gap in `seq`, is noted in the run's events, and what is there
-  stays as it is: only a torn tail is cut off;
-- an evaluation of one version stands there once, however often it was begun;
+- the log's mark (samples/log_mark.py) counts only what is on the disk, and a file with less than
+  its mark is not closed as if it were whole;
+- the run's events note a damaged or missing file and a gap in `seq`; the rest stays as it is, and
+  only a torn tail is cut off;
+- the log has an evaluation of one version once, however often it was begun;
 - the segments take `keep_mib` at most, and at least the newest is kept.
 """
 

@@ -1,18 +1,16 @@
-"""Decides which prompts are asked and what trains when: the law and the selection, without engines,
-clocks or tasks.
+"""Admission of prompts and selection of batches: the law, without engines, clocks or tasks.
 
     prompt --admit--> requests (one per response) --on_sample--> finished group --take--> batch
 
 Invariants:
-- groups are numbered in admission order; none is admitted beyond the budget, none consumed after
-  its deadline (staleness.py);
-- a group is admitted under the newest version that an engine holds, and may be sampled only by
-  engines that hold at least that one: no engine waits for a slower one;
-- where each group is and what has come of it is in the group table (group_table.py), whose counts
-  balance;
+- groups are numbered in admission order; none is admitted beyond the budget, and none is consumed
+  after its deadline (staleness.py);
+- a group is admitted under the newest version that an engine holds, and only engines that hold at
+  least that version sample it: no engine waits for a slower one;
+- the group table (group_table.py) holds the state of each group; its counts balance;
 - with `exact_lag` a batch is handed out only when nothing is open, so that no response meets the
   next weights;
-- one response costs the same however many groups wait: a batch is looked for only when there may be
+- a response costs the same however many groups wait: a batch is selected only when there may be
   one.
 """
 
@@ -124,7 +122,7 @@ class Scheduler:
             raise RuntimeError(f"advance({version}) before start")
         if version < self._version:
             raise ValueError(
-                f"weight versions only grow: at {self._version}, asked to advance to {version}"
+                f"weight versions only grow: cannot advance from {self._version} to {version}"
             )
         self._version = version
         self._limit = self._may_admit(version)
@@ -213,7 +211,7 @@ class Scheduler:
         """
         if self._version is None or version != self.next_step:
             raise ValueError(
-                f"asked for the batch that trains version {version}; the next is that of"
+                f"the batch of version {version} was requested; the next one trains"
                 f" {self.next_step}"
             )
         if self._steps is not None and version >= self._steps:

@@ -1,16 +1,16 @@
-"""Selections of the groups that train at a step, among those that wait, and the store of responses
-that train again.
+"""Selection of the groups that train at a step, and the store of responses that train again.
 
 Invariants:
-- a selection is a pure function, which answers fewer than `count` while the step has to wait;
-- what is left after a batch is taken can still train in time (`staleness.is_feasible` at the next
-  step), given that it could before;
-- an answer with k too few stays too short until k groups more have finished or been dropped: no
+- a selection is a pure function, which returns fewer than `count` groups while the step has to
+  wait;
+- after a batch is taken, the other groups can still train in time (`staleness.is_feasible` at the
+  next step), if they could before;
+- a result with k groups too few stays too short until k more have finished or been dropped: no
   earlier check is needed;
-- of a prompt the store keeps the newest `per_prompt` distinct responses; two responses with the
-  same tokens are one, the newer;
-- what a step gets of the store depends on the seed, the version and what is stored, on nothing
-  else; a response that trains again has an id of its own in that batch: `<id>@<version>.<place>`.
+- the store keeps the newest `per_prompt` distinct responses of a prompt; of two responses with the
+  same tokens, the newer counts;
+- a step's draw depends on the seed, the version and the stored responses alone. A response that
+  trains again has its own id in that batch: `<id>@<version>.<place>`.
 """
 
 from __future__ import annotations

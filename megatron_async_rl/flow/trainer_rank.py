@@ -31,7 +31,6 @@ from megatron_async_rl.policy.parallel import Layout
 from megatron_async_rl.rollout.cluster import gpu_of_rank
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.weights.cuda_ipc import IpcBuckets
 from megatron_async_rl.weights.export import WeightExporter, WeightShards
 from megatron_async_rl.weights.staging import Staging, staging_of
 
@@ -125,7 +124,7 @@ class TrainerRank:
         if self.config.colocated:
             self.enter("waiting", "engines to sleep")
             self._meanwhile(lambda: self.rank0.engines.sleep())
-            if isinstance(self._staging, IpcBuckets):
+            if self._staging is not None:
                 # The policy needs this memory, and no engine reads it any more.
                 self._staging.release()
 
@@ -147,7 +146,7 @@ class TrainerRank:
             lambda: self.rank0.engines.until_released(self.version),
         )
         self.rank0.staged(manifest)
-        if isinstance(self._staging, IpcBuckets):
+        if self._staging.on_demand:
             # The buckets are filled from the weights as they are: the next step must not move them
             # before every engine has loaded.
             self._meanwhile(lambda: self.rank0.engines.until_loaded(self.version))
@@ -155,7 +154,7 @@ class TrainerRank:
     def _meanwhile(self, wait: Callable[[], None]) -> None:
         """Run `wait` on rank 0, as `Layout.from_rank_zero` does; until it returns, all ranks fill
         the buckets of the weights that engines request."""
-        if not isinstance(self._staging, IpcBuckets):
+        if self._staging is None or not self._staging.on_demand:
             self.layout.from_rank_zero(wait)
             return
         waiting = _begun(wait) if self.layout.rank == 0 else Future[None]()
@@ -167,7 +166,7 @@ class TrainerRank:
             self._serve(self._staging, request)
         self.layout.from_rank_zero(waiting.result)
 
-    def _serve(self, staging: IpcBuckets, request: BufferRequest) -> None:
+    def _serve(self, staging: Staging, request: BufferRequest) -> None:
         ref = None
         if request.number is None:
             staging.release()

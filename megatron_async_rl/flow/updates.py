@@ -1,4 +1,4 @@
-"""State of weight updates: the staged version, its readers, its copies in other memory than rank
+"""State of weight updates: the staged version, its readers, its copies in memory other than rank
 0's, and the engines that may pause for it. A `machine` here is a memory: by collective, each engine
 has its own.
 
@@ -7,18 +7,17 @@ has its own.
     rank 0 <--until_released-- no engine reads an older version: its slot may be written again
 
 Invariants:
-- an engine loads the newest version that is staged, or, where it only evaluates, the one it is to
-  evaluate; on a machine other than rank 0's, of those that its machine has a copy of;
+- an engine loads the newest staged version, an evaluation engine the version that it is to
+  evaluate; on a machine other than rank 0's, only versions that have a copy there;
 - a copy exists once it is whole and verified, until its place is taken or its agent is lost. A
   machine has at most two; the next replaces all but the newest, as in the agent (weights/relay.py);
-- a machine's copy, as rank 0's slot, is written again only when no engine reads it;
+- a machine's copy, like rank 0's slot, is written again only when no engine reads it;
 - of the engines that have work, at most `max_paused` pause at a time, and always at least one may;
-  one without work, asleep, or not serving yet, loads at once;
-- all waits are for a version number or for a turn: what has been reached stays reached;
-- colocated: while the policy has the devices no engine starts, loads or wakes; and of a version
-  that is filled on demand, none loads while one starts, which measures the free memory of its
-  device;
-- after `halt` nothing is loaded any more, and every wait for a version raises the reason.
+  an engine without work, asleep, or not serving yet, loads at once;
+- every wait is for a version number or for a turn: what was reached stays reached;
+- colocated: while the policy has the devices, no engine starts, loads or wakes. No engine loads a
+  version that is filled on demand while another starts and measures its device's free memory;
+- after `halt` no engine loads, and every wait for a version raises the reason.
 """
 
 from __future__ import annotations
@@ -308,7 +307,6 @@ class WeightUpdates:
         serving = sum(one.serving and not one.evaluates for one in self._engines())
         # At least one: of few engines the share rounds to zero.
         room = len(self._paused) < max(1, int(self._max_paused * serving))
-        # An engine without work loads at once: nothing pauses.
         return room or engine.evaluates or not (engine.serving and engine.busy)
 
     def _note(self, staged: Staged, began: float) -> None:

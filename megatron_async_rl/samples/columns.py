@@ -44,7 +44,7 @@ NUMERIC = pa.schema(
         pa.field("finish_reason", pa.string(), nullable=False),
     ]
 )
-"""The columns that training reads."""
+"""Columns that training reads."""
 
 SCHEMA = pa.schema(
     [
@@ -59,8 +59,8 @@ SCHEMA = pa.schema(
         pa.field("finished_at", pa.float64(), nullable=False),
     ]
 )
-"""All of a sample. `fields`: the prompt's other keys, as JSON. Times are Unix seconds. Texts of a
-batch may take more than the 2 GiB that a `string` column holds."""
+"""All columns of a sample. `fields`: the prompt's other keys, as JSON. Times are Unix seconds.
+Texts of a batch may take more than the 2 GiB that a `string` column holds."""
 ROUTED = "routed_experts"
 LOGGED = SCHEMA.remove(SCHEMA.get_field_index(ROUTED))
 """Columns of the sample log, unless `samples.experts` keeps all: the experts are most of a
@@ -83,8 +83,8 @@ _COLUMNS: dict[str, Callable[[Sample], Any]] = {
 def batch_of(
     samples: Sequence[Sample], groups: Sequence[int], schema: pa.Schema = SCHEMA
 ) -> pa.RecordBatch:
-    """One row per sample, in order. `groups`: the number of each sample's group. `schema`: SCHEMA,
-    or NUMERIC if text is not read."""
+    """Return one row per sample, in order. `groups`: number of each sample's group. `schema`:
+    SCHEMA, or NUMERIC if text is not read."""
     columns = {
         name: [_COLUMNS.get(name, attrgetter(name))(sample) for sample in samples]
         for name in schema.names
@@ -94,8 +94,8 @@ def batch_of(
 
 
 class SampleColumns:
-    """Finished responses gathered column by column, without a `Sample` for each: what an engine
-    reports.
+    """Finished responses of an engine's report, gathered column by column without a `Sample` for
+    each.
 
     Not safe for threads: `append` and `take` belong to one event loop.
     """
@@ -134,7 +134,8 @@ class SampleColumns:
         started_at: float = 0.0,
         finished_at: float = 0.0,
     ) -> None:
-        """Raises ValueError for what a `Sample` could not hold; then nothing is appended."""
+        """Append a row. Raises ValueError for a row that a `Sample` could not hold, and appends
+        nothing then."""
         per_token: dict[str, NDArray[Any]] = {
             "behavior_logprobs": behavior_logprobs,
             "versions": versions,
@@ -182,8 +183,7 @@ class SampleColumns:
         self._rows.append(_in_order(row))
 
     def take(self) -> pa.RecordBatch:
-        """The rows so far, in the order they were appended, by SCHEMA; there are none
-        afterwards."""
+        """Return the rows so far by SCHEMA, in the order they were appended, and forget them."""
         # Swapped, so that rows appended from here on go into the next report.
         rows, self._rows = self._rows, []
         # Prompts must not outlive their rows.
@@ -208,8 +208,8 @@ def _record_batch(columns: Mapping[str, Sequence[Any]], schema: pa.Schema) -> pa
 
 
 def list_array(rows: Sequence[Any], kind: pa.ListType) -> pa.ListArray:
-    """A list column of one array or sequence of numbers per row; null where the row is None. Raises
-    TypeError for an array of another dtype, whose values might not fit."""
+    """Return a list column of one array or sequence of numbers per row; null where the row is None.
+    Raises TypeError for an array of another dtype, whose values might not fit."""
     dtype = np.dtype(kind.value_type.to_pandas_dtype())
     present = [
         # Arrays are taken as they are; only plain sequences are converted.
@@ -230,24 +230,24 @@ def list_array(rows: Sequence[Any], kind: pa.ListType) -> pa.ListArray:
 
 
 def flat(column: pa.ListArray) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """The values of a list column's rows, one row after another, and each row's length; a null row
-    has none."""
+    """Return the values of a list column's rows, one row after another, and each row's length; a
+    null row has none."""
     # int64: sums over a batch exceed 2^31.
     lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
     return column.flatten().to_numpy(), lengths
 
 
 def spans(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The indices starts[0], ..., starts[0] + lengths[0] - 1, starts[1], ... of several spans, one
-    after another."""
+    """Return the indices starts[0], ..., starts[0] + lengths[0] - 1, starts[1], ... of several
+    spans, one after another."""
     # Without a loop: batches have millions of tokens.
     before = np.cumsum(lengths) - lengths
     return np.repeat(starts - before, lengths) + np.arange(lengths.sum(), dtype=np.int64)
 
 
 def as_stream(batch: pa.RecordBatch) -> pa.Buffer:
-    """The bytes of an Arrow stream: the schema, and the rows of `batch` alone, without what else
-    the buffers of a slice hold."""
+    """Return the bytes of an Arrow stream: the schema and the rows of `batch`, without the rest of
+    the buffers of a slice."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as stream:
         # The IPC writer cuts a slice's buffers to its rows.
@@ -256,14 +256,14 @@ def as_stream(batch: pa.RecordBatch) -> pa.Buffer:
 
 
 def from_stream(content: bytes | pa.Buffer) -> pa.RecordBatch:
-    """The record batch that `as_stream` was given: views of `content`, which they keep."""
+    """Return the record batch that `as_stream` was given, as views that keep `content` alive."""
     with pa.ipc.open_stream(content) as stream:
         return stream.read_next_batch()
 
 
 def samples_of(batch: pa.RecordBatch) -> list[Sample]:
-    """The rows, by SCHEMA or LOGGED, as objects. Prompts are rebuilt, one for each `prompt_id` and
-    text."""
+    """Return the rows, by SCHEMA or LOGGED, as objects. Prompts are rebuilt, one for each
+    `prompt_id` and text."""
     prompts: dict[tuple[str, str], Prompt] = {}
     arrays = {
         name: rows_of_lists(batch.column(name))
@@ -317,7 +317,7 @@ def samples_of(batch: pa.RecordBatch) -> list[Sample]:
 
 
 def with_experts(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """A batch by LOGGED as one by SCHEMA."""
+    """Return a batch by LOGGED as a batch by SCHEMA."""
     if ROUTED in batch.schema.names:
         return batch
     columns = {name: batch.column(name) for name in batch.schema.names}
@@ -327,7 +327,7 @@ def with_experts(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def rows_of_lists(column: pa.ListArray) -> list[np.ndarray | None]:
-    """The lists of a column as views of its values; null where the row is."""
+    """Return the lists of a column as views of its values; None for a null row."""
     offsets, values = column.offsets.to_numpy(), column.values.to_numpy()
     present = column.is_valid().to_numpy(zero_copy_only=False)
     return [

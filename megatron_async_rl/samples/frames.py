@@ -61,8 +61,8 @@ class SegmentBroken(ValueError):
 
 
 class FrameWriter:
-    """A new file at `path` (`.open`), or raises OSError. After an error of `write`, call
-    `abandon`."""
+    """Writer of a new file at `path` (`.open`). Raises OSError if it cannot be created. After an
+    error of `write`, call `abandon`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -75,7 +75,7 @@ class FrameWriter:
 
     @property
     def frames(self) -> int:
-        """Whole ROWS frames of a file that is not closed."""
+        """Number of whole ROWS frames of a file that is not closed."""
         return self._number
 
     def write(self, payload: bytes) -> None:
@@ -94,7 +94,7 @@ class FrameWriter:
         _rename(self.path, to or self.path.with_suffix(CLOSED))
 
     def abandon(self) -> None:
-        """Close the file without its last, incomplete frame. Raises OSError where even that is
+        """Close the file without its last, incomplete frame. Raises OSError if even that is
         impossible; `finish` can do it later."""
         if self._file.closed:
             return
@@ -123,8 +123,8 @@ class FrameWriter:
 def read_frames(
     path: Path, *, torn: bool = False, wanted: Collection[int] | None = None, minimum: int = 0
 ) -> Iterator[tuple[int, bytes]]:
-    """(number, payload) of the frames, in order; those of others than `wanted` are passed over.
-    `torn`: the file may have a torn tail, after at least `minimum` frames. Raises SegmentBroken,
+    """Yield (number, payload) of the frames, in order, or of the `wanted` ones. `torn`: the file
+    may have a torn tail, after at least `minimum` frames. Raises SegmentBroken,
     FileNotFoundError."""
     count = 0
     with _opened(path) as file:
@@ -202,8 +202,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def _headers(path: Path, file: BinaryIO, *, torn: bool) -> Iterator[tuple[int, int, int]]:
-    """(number, length, checksum) of each ROWS frame, with `file` at its payload; the caller leaves
-    `file` positioned behind it."""
+    """Yield (number, length, checksum) of each ROWS frame, with `file` at its payload. The caller
+    leaves `file` behind the payload."""
     size = os.fstat(file.fileno()).st_size
     number = 0
     while True:
@@ -237,7 +237,7 @@ def _headers(path: Path, file: BinaryIO, *, torn: bool) -> Iterator[tuple[int, i
 
 
 def _zeros_to_the_end(file: BinaryIO) -> bytes | None:
-    """The rest of a file, TORN_ZEROS bytes at most, if it is zeros alone; else null."""
+    """Return the rest of a file, at most TORN_ZEROS bytes, if it is zeros alone; else None."""
     count = 0
     while block := file.read(_READ):
         if block.strip(b"\0"):
@@ -247,13 +247,14 @@ def _zeros_to_the_end(file: BinaryIO) -> bytes | None:
 
 
 def _unwritten(tail: bytes) -> bool:
-    """True for the last bytes of a file whose end was not written before the machine lost power."""
+    """Return True for the last bytes of a file whose end was not written before the machine lost
+    power."""
     return len(tail) - len(tail.rstrip(b"\0")) >= TORN_ZEROS
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """Raises SegmentBroken for a file that cannot be read, FileNotFoundError."""
+    """Open a file. Raises SegmentBroken if it cannot be read, and FileNotFoundError."""
     try:
         with open(path, "rb") as file:
             yield file

@@ -32,7 +32,7 @@ OutcomeRow = tuple[int, int, str | None, float | None, SampleOutcome, int, str |
 
 
 class OpenSegment:
-    """The two files that are being written."""
+    """Both files of the segment that is being written."""
 
     def __init__(self, folder: Path, number: int, schema: pa.Schema) -> None:
         self.number = number
@@ -66,7 +66,7 @@ class OpenSegment:
             file.sync()
 
     def mark(self, *, closed: bool) -> LogMark:
-        """Mark of what was written so far."""
+        """Return the mark of what was written so far."""
         samples, outcomes = (file.frames for file in self._files)
         return LogMark(segment=self.number, closed=closed, samples=samples, outcomes=outcomes)
 
@@ -75,7 +75,7 @@ class OpenSegment:
             file.close()
 
     def abandon(self) -> None:
-        """After an error: closes the files after their last whole frames."""
+        """Close the files after their last whole frames, because of an error."""
         for file in self._files:
             try:
                 file.abandon()

@@ -44,7 +44,7 @@ class EngineReport:
     """News of an engine since its last report. Counts are since the engine started."""
 
     finished: pa.RecordBatch
-    """The samples that finished, in that order, by SCHEMA."""
+    """Samples that finished, in that order, by SCHEMA."""
     aborted: tuple[Aborted, ...]
     state: StateName
     version: int
@@ -60,8 +60,8 @@ class EngineReport:
     generated: int = 0
     """Tokens of `tokens` that are for training, not for an evaluation."""
     sampling: bool = False
-    """True where a response has grown since the last report, or an agent works on one by itself;
-    read where nothing finished and nothing was aborted."""
+    """True if a response has grown since the last report, or an agent works on one by itself; read
+    if nothing finished and nothing was aborted."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Bytes, in one piece: buffers passed to Ray are read in its object store, which would keep
@@ -134,7 +134,7 @@ class SampleRow:
 
 
 def rows_of(batch: pa.RecordBatch) -> list[SampleRow]:
-    """The rows of a record batch by SCHEMA, which they keep."""
+    """Return the rows of a record batch by SCHEMA, which they keep alive."""
     versions = batch.column("versions")
     starts = versions.offsets.to_numpy()
     # A sliced batch holds the values of all rows: offsets bound those of its own.
@@ -174,8 +174,8 @@ def rows_of(batch: pa.RecordBatch) -> list[SampleRow]:
 def gathered(
     rows: Sequence[SampleRow], groups: Sequence[int] | None = None, schema: pa.Schema = SCHEMA
 ) -> pa.RecordBatch:
-    """The rows, in order, under the ids they have; `groups`: the number of each one's group, in
-    place of its own. `schema`: SCHEMA, or NUMERIC if text is not read."""
+    """Return a batch of the rows, in order, under the ids they have. `groups`: number of each row's
+    group, instead of its own. `schema`: SCHEMA, or NUMERIC if text is not read."""
     if not rows:
         return pa.RecordBatch.from_pylist([], schema=schema)
     places: dict[int, list[int]] = {}
@@ -202,8 +202,8 @@ def rescored(
     parts: Sequence[Mapping[str, float] | None],
     errors: Sequence[str | None],
 ) -> list[SampleRow]:
-    """The rows with these rewards instead of their own. Where a sample has step rewards, the
-    difference comes with its last token; one with an error has none."""
+    """Return the rows with these rewards instead of their own. If a sample has step rewards, the
+    difference comes with its last token; a row with an error has none."""
     steps: list[NDArray[np.float32] | None] = []
     batch, rewards = gathered(rows), list(rewards)
     given = rows_of_lists(batch.column("step_rewards"))
@@ -231,7 +231,7 @@ def rescored(
 
 
 def _rows_of_one(rows: Sequence[SampleRow]) -> pa.RecordBatch:
-    """The rows, of one record batch, in order; nothing else of it is copied."""
+    """Return the rows of one record batch, in order; the rest of it is not copied."""
     batch, wanted = rows[0].batch, [row.row for row in rows]
     return batch if wanted == list(range(batch.num_rows)) else batch.take(pa.array(wanted))
 

@@ -17,7 +17,7 @@ Invariants:
   the sample's group: readers keep the newest row of a sample;
 - every group has a row when it is admitted (again at each resume that takes it up) and one when it
   ends: consumed, or dropped with a reason. history.py proves it;
-- the row of an outcome stands in the segment of its sample or in a later one, so segments can be
+- the row of an outcome is in the segment of its sample or in a later one, so segments can be
   deleted oldest first, both files at once, and no sample that is kept loses its outcome;
 - `seq` numbers the outcomes of the whole run; a resume removes those from its checkpoint's position
   on (flow/sample_log.py), so each outcome belongs to the one history that counts;
@@ -69,11 +69,12 @@ OUTCOMES = pa.schema(
         pa.field("reason", pa.string()),
     ]
 )
-"""A row without `id` is of the whole group: `admitted`, `consumed` or `dropped`. The others are of
-one sample: `trained`, `dropped` or `evaluated`. `step`: of `consumed` and `trained`, the optimizer
-step (its line in metrics.jsonl); of `admitted` and `dropped`, the step that was next; of
-`evaluated`, the weight version. `reason`: of `dropped`. `repeated`, without `id`: was an
-`evaluated` row of an evaluation that ran again; it keeps its `seq`."""
+"""Outcomes of groups and samples. A row without `id` is of the whole group: `admitted`, `consumed`
+or `dropped`. The others are of one sample: `trained`, `dropped` or `evaluated`. `step`: of
+`consumed` and `trained`, the optimizer step (its line in metrics.jsonl); of `admitted` and
+`dropped`, the step that was next; of `evaluated`, the weight version. `reason`: of `dropped`.
+`repeated`, without `id`: was an `evaluated` row of an evaluation that ran again; it keeps its
+`seq`."""
 
 _COMPRESSED = pa.ipc.IpcWriteOptions(compression="zstd")
 KEY = ["id", "finished_at"]
@@ -106,13 +107,14 @@ class Entry:
 
 
 def path_of(folder: Path, table: TableName, segment: int, ending: str = CLOSED) -> Path:
-    """The file of one segment. `folder`: RUN/samples."""
+    """Return the file of one segment. `folder`: RUN/samples."""
     return folder / f"{table}-{segment:06d}{ending}"
 
 
 def segments_in(folder: Path) -> list[int]:
-    """Numbers of the segments in RUN/samples, oldest first; none without the folder. Raises
-    SegmentBroken for the files of a version whose log had no checksums, and for a missing file."""
+    """Return the numbers of the segments in RUN/samples, oldest first; none without the folder.
+    Raises SegmentBroken for the files of a version whose log had no checksums, and for a missing
+    file."""
     # First: an old log has none of the files below.
     require_checksums(folder)
     numbers = numbers_in(folder)
@@ -124,8 +126,8 @@ def segments_in(folder: Path) -> list[int]:
 
 
 def numbers_in(folder: Path) -> list[int]:
-    """Numbers of the segments that have a file, oldest first. Raises SegmentBroken for a folder
-    that cannot be read."""
+    """Return the numbers of the segments that have a file, oldest first. Raises SegmentBroken for a
+    folder that cannot be read."""
     try:
         found = [_NAME.fullmatch(name) for name in os.listdir(folder)]
     except FileNotFoundError:
@@ -142,8 +144,8 @@ def numbers_in(folder: Path) -> list[int]:
 
 
 def lost_end(run_dir: Path, mark: LogMark | None = None) -> str | None:
-    """Return a text on what the log lacks up to `mark` (default: its own); None for nothing. Reads
-    headers alone. Raises SegmentBroken."""
+    """Return a text on what the log lacks up to `mark` (default: its own); None if nothing is lost.
+    Reads headers alone. Raises SegmentBroken."""
     mark, folder = mark or read_mark(run_dir), run_dir / FOLDER
     if mark is None:
         return None
@@ -166,7 +168,7 @@ def require_checksums(folder: Path) -> None:
 
 
 def file_of(folder: Path, table: TableName, segment: int) -> Path | None:
-    """The file of a segment under the name that it has now; None if it is gone."""
+    """Return the file of a segment under its present name; None if it is gone."""
     # Between two looks an open file may have been closed.
     for ending in (CLOSED, OPEN, CLOSED):
         path = path_of(folder, table, segment, ending)
@@ -203,7 +205,7 @@ def present_file(folder: Path, table: TableName, segment: int) -> Path | None:
 
 
 def is_new(path: Path) -> bool:
-    """Return whether nothing was written to the file yet."""
+    """Return True if nothing was written to the file yet."""
     return path.suffix == OPEN and path.exists() and path.stat().st_size == 0
 
 
@@ -231,8 +233,8 @@ def read_batches(
     *,
     wanted: Collection[int] | None = None,
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """(number, record batch) of a segment's file, with all columns or some; of all batches or the
-    wanted ones. None where the segment is gone. Raises SegmentBroken."""
+    """Yield (number, record batch) of a segment's file, with all columns or some, of all batches or
+    the wanted ones; nothing if the segment is gone. Raises SegmentBroken."""
     # Again after a rename; a second one cannot follow.
     for _ in range(2):
         path = present_file(folder, table, segment)
@@ -251,7 +253,7 @@ def read_batches(
 
 
 def payload_of(batch: pa.RecordBatch) -> bytes:
-    """The payload of a frame."""
+    """Return the payload of a frame."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema, options=_COMPRESSED) as stream:
         stream.write_batch(batch)
@@ -300,7 +302,7 @@ class Outcomes:
     def of(
         self, key: tuple[str, float], group: int, *, again: bool
     ) -> tuple[SampleState, tuple[int, ...], str | None]:
-        """State, steps and reason of a sample. `again`: a newer one has its id."""
+        """Return state, steps and reason of a sample. `again`: a newer row has its id."""
         own = self._of_samples.get(key)
         if own:
             return resolve(own)
@@ -321,7 +323,7 @@ class Outcomes:
 
 
 class _OutcomeHistory(Outcomes):
-    """Outcomes, read from the newest segment back, as far as is necessary."""
+    """Outcomes, read from the newest segment back, as far as necessary."""
 
     def __init__(self, folder: Path, segments: Sequence[int]) -> None:
         super().__init__(whole=not segments or segments[0] == 0)
@@ -343,8 +345,8 @@ class _OutcomeHistory(Outcomes):
 
 
 def read_entries(run_dir: Path) -> Iterator[Entry]:
-    """Every sample in the log, newest first. Reads a segment when it reaches it, so the newest few
-    cost little."""
+    """Yield every sample in the log, newest first. Each segment is read when its turn comes, so the
+    newest few cost little."""
     folder = run_dir / FOLDER
     segments = segments_in(folder)
     history = _OutcomeHistory(folder, segments)
@@ -377,7 +379,7 @@ def read_entries(run_dir: Path) -> Iterator[Entry]:
 
 
 def load(run_dir: Path, entries: Sequence[Entry]) -> list[tuple[Entry, Sample]]:
-    """`entries` with their samples, without those whose segment was deleted meanwhile."""
+    """Return `entries` with their samples, without those whose segment was deleted meanwhile."""
     folder = run_dir / FOLDER
     wanted: dict[int, dict[int, list[Entry]]] = {}
     for entry in entries:
@@ -399,8 +401,8 @@ def load(run_dir: Path, entries: Sequence[Entry]) -> list[tuple[Entry, Sample]]:
 
 
 def read_table(run_dir: Path, table: TableName) -> pa.Table:
-    """One of the two tables, whole, for pandas, Polars or DuckDB; of `samples`, the newest row of
-    each."""
+    """Return one of the two tables, whole, for pandas, Polars or DuckDB; of `samples`, the newest
+    row of each."""
     folder = run_dir / FOLDER
     batches = [
         batch
@@ -416,7 +418,8 @@ def read_table(run_dir: Path, table: TableName) -> pa.Table:
 
 
 def newest_rows(table: pa.Table) -> pa.Table:
-    """The last row of each sample, in order, of rows in the order in which they were written."""
+    """Return the last row of each sample, in order, of rows in the order in which they were
+    written."""
     places = pa.array(np.arange(table.num_rows))
     keys = table.select(KEY).append_column("place", places)
     last = keys.group_by(KEY).aggregate([("place", "max")])["place_max"]
@@ -430,7 +433,7 @@ _SampleEnd = tuple[int, Literal["trained", "dropped", "evaluated"], int, str | N
 def resolve(
     outcomes: Sequence[_SampleEnd],
 ) -> tuple[SampleState, tuple[int, ...], str | None]:
-    """State, steps and reason of a sample from its own rows of the other table."""
+    """Return state, steps and reason of a sample from its own rows of the other table."""
     if not outcomes:
         return "waiting", (), None
     # By `seq`, the first field.

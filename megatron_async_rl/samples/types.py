@@ -57,7 +57,7 @@ def check_response(
     routed_experts: bytes | None,
     segment_starts: NDArray[np.int32] | None = None,
 ) -> None:
-    """Raises ValueError for a response that breaks an invariant. `per_token`: `versions` and the
+    """Raise ValueError for a response that breaks an invariant. `per_token`: `versions` and the
     other arrays that have an entry per response token."""
     length = len(response_ids)
     if length == 0:
@@ -136,8 +136,8 @@ class Sample:
     """Reward of each response token, [T], which sums to `reward`; null unless the task rewards
     steps."""
     segment_starts: NDArray[np.int32] | None = None
-    """Response tokens at which the second and every further segment begins, rising; null: there is
-    one."""
+    """Response tokens at which the second and every further segment begins, rising; null for one
+    segment."""
     routed_experts: bytes | None = None
     engine: int = 0
     started_at: float = 0.0
@@ -221,7 +221,7 @@ class Request:
     prefix: PartialResponse | None = None
     """The response continues after these tokens, which keep their log-probs and versions."""
     sampling: str | None = None
-    """Name of the held-out set whose sampling it has; null: training's."""
+    """Name of the held-out set that defines its sampling; null: training's."""
     id: str = field(init=False)
     """Made once: the owner of the request holds the same string."""
 
@@ -232,8 +232,8 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Aborted:
-    """The answer to an abort: the tokens sampled for the request so far, including those it began
-    with; null when there was no token yet."""
+    """Answer to an abort: the tokens sampled for the request so far, including those it began with;
+    null before the first token."""
 
     id: str
     partial: PartialResponse | None

@@ -105,6 +105,8 @@ class IpcBuckets(Staging):
     """Staging whose buckets are filled on demand from the parameters of all `ranks`. Used by one
     thread of each."""
 
+    on_demand = True
+
     def __init__(self, carrier: CudaIpc, ranks: StagingRanks | None = None) -> None:
         """Collective."""
         super().__init__(carrier, ranks)

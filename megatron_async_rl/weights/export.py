@@ -56,7 +56,7 @@ rows."""
 class Bucket:
     """Full tensors under Hugging Face names on rank 0; None in their places on other ranks.
 
-    The tensors may be the live parameters: they are valid until the next bucket is asked for or the
+    The tensors may be the live parameters: they are valid until the next bucket is requested or the
     next step is taken.
     """
 

@@ -132,12 +132,12 @@ class WeightAgent:
                 # Any byte proves that the server lives, however often the connection broke.
                 fruitless = 0 if at > stood else fruitless + 1
                 log.warning(
-                    "bucket %d of version %d stands at byte %d of %d: %s",
+                    "bucket %d of version %d stopped at byte %d of %d: %s",
                     *(number, version, at, ref.size, error),
                 )
                 if fruitless == ATTEMPTS:
                     raise RelayFailed(
-                        f"bucket {number} of version {version} stands at byte {at} of {ref.size}:"
+                        f"bucket {number} of version {version} stopped at byte {at} of {ref.size}:"
                         f" {ATTEMPTS} connections to {self._address} brought nothing, the last"
                         f" within {limit_s:g} s: {error}"
                     ) from error

@@ -143,7 +143,7 @@ class _RelayConnection(socketserver.BaseRequestHandler):
         requested = _exactly(self.request, _REQUEST.size)
         # In constant time: an early stop would reveal how much of the proof fits.
         if not hmac.compare_digest(mac, _mac(self.server.relay.address.key, nonce, requested)):
-            log.warning("%s asked for weights with another key", self.client_address)
+            log.warning("%s requested weights with another key", self.client_address)
             self._refuse("the key is not this run's")
             return
         # From here on the connection no longer counts as a stranger's.

@@ -78,6 +78,9 @@ class Staging:
     rank 0's has the memory, which `close` frees. reached: for each rank, true if it can write to
     that memory."""
 
+    on_demand = False
+    """True if a bucket exists only once `fill` has filled it, while engines load."""
+
     def __init__(self, carrier: Carrier, ranks: StagingRanks | None = None) -> None:
         """Collective. Raises OSError where there is no room for anything."""
         self._ranks: StagingRanks = ranks or SingleProcess()
@@ -151,6 +154,14 @@ class Staging:
         # Only a complete version moves the slots on: after a failure the newest one stays valid.
         self._next = 1 - self._next
         return Manifest(buckets=tuple(refs), digests=digests, seconds=time.monotonic() - started)
+
+    def fill(self, number: int, place: int, parts: Iterable[ShardSlice]) -> BucketRef:
+        """Fill bucket `number` of the staged version if buckets are filled on demand. Collective.
+        Raises TypeError for other stagings, whose buckets are complete."""
+        raise TypeError(f"{type(self).__name__} fills no bucket on demand")
+
+    def release(self) -> None:
+        """Free the buckets that were filled on demand; engines must have stopped reading."""
 
     def close(self) -> None:
         self._writer.keep(())

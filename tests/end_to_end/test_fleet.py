@@ -122,10 +122,10 @@ def test_the_loss_return_and_end_of_an_engine_are_reported_to_the_user(
     troubled: dict[str, object],
 ) -> None:
     said = " ".join(troubled["events"])  # type: ignore[arg-type]
-    assert "engine-0 is lost and its prompts are asked again; restart 1 of 1" in said
+    assert "engine-0 is lost and its requests are sent again; restart 1 of 1" in said
     assert "engine-0 is lost permanently; 1 of 2 engines are left" in said
     assert "did not answer" in said
-    assert "engine-1 is lost and its prompts are asked again; restart 1 of 1" in said
+    assert "engine-1 is lost and its requests are sent again; restart 1 of 1" in said
     assert "engine-1 is back, with the weights of version" in said
     assert "1 of 2 engines are left" in str(troubled["output"])
 

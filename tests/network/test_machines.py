@@ -32,7 +32,7 @@ def test_a_machine_that_is_cut_off_costs_its_engines_and_not_the_run() -> None:
         assert sorted(hosts.values()) == ["node0", "node0", "node1", "node2"]
         lost = next(name for name in ("engine-0", "engine-1") if hosts[name] == "node1")
         run.machines.cut(1)
-        words = f"{lost} is lost and its prompts are asked again"
+        words = f"{lost} is lost and its requests are sent again"
         run.wait_until(lambda: words in run.machines.said(0), over=(1,))
         run.wait_for_steps(len(run.metrics()) + 10, over=(1,))
         run.launchers[0].terminate()

@@ -154,7 +154,9 @@ def trainer(folder: Path, parts: Parts) -> TrainerRank:
     batches.sleep, batches.publish = parts.part("sleep"), parts.part("staged")  # type: ignore[method-assign]
     rank.rank0._batches = batches  # type: ignore[attr-defined]
     rank._shards = SimpleNamespace(buckets=(), parts=tuple)  # type: ignore[assignment]
-    rank._staging = SimpleNamespace(stage=parts.part("stage"))  # type: ignore[assignment]
+    rank._staging = SimpleNamespace(  # type: ignore[assignment]
+        stage=parts.part("stage"), release=lambda: None, on_demand=False
+    )
     return rank
 
 

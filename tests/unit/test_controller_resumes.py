@@ -122,7 +122,9 @@ async def answered(controller: Controller, count: int) -> None:
 def test_after_a_stop_was_asked_no_batch_is_taken_and_the_position_is_that_of_what_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Controller, "_begin_process", lambda self, run_dir: None)
+    # The names and logs of the controller's process are not this process's.
+    for name in ("log_package_to", "name_this_process", "watch.join", "watch.fact"):
+        monkeypatch.setattr(f"megatron_async_rl.flow.controller.{name}", lambda *_: None)
 
     async def body() -> None:
         engine = FakeEngine(lambda request: 0.0 if request.group < 2 else 60.0)

@@ -146,7 +146,7 @@ def test_a_fleet_grows_and_shrinks_to_the_engines_that_are_asked_for() -> None:
         await harness.fleet.resize(3, 5.0)
         await until(lambda: harness.serving() == [0, 1, 2])
         assert harness.notes == [
-            "engines asked for: 3, there: 2; to join: engine-2",
+            "engines requested: 3, present: 2; to join: engine-2",
             "engine-2 has joined, with the weights of version 0, verified",
         ]
         harness.fleet.requests.put(requests(6), 0)
@@ -154,12 +154,12 @@ def test_a_fleet_grows_and_shrinks_to_the_engines_that_are_asked_for() -> None:
         assert harness.serving() == [0]
         assert len(harness.fleet.slots[0].held) == 6
         assert harness.notes[2:] == [
-            "engines asked for: 1, there: 3; to leave: engine-2, engine-1",
+            "engines requested: 1, present: 3; to leave: engine-2, engine-1",
             "engine-2 has left",
             "engine-1 has left",
         ]
         await harness.fleet.resize(1, 5.0)
-        assert harness.notes[5:] == ["engines asked for: 1, there: 1"]
+        assert harness.notes[5:] == ["engines requested: 1, present: 1"]
         await harness.close()
 
     run(body)

@@ -80,8 +80,8 @@ def aborts_what_nobody_aborted(engine: FakeEngine) -> None:
         (wedges, r"it did not answer for 2 s \(rollout.unresponsive_s\)"),
         (has_its_call_cancelled, "a call to it was cancelled"),
         (falls_silent, "its vLLM process did not answer for 99 s"),
-        (answers_another_question, "it answered 0-0, prompt other, which it was not asked"),
-        (answers_what_nobody_asked, "it answered 77-0, prompt p0, which it was not asked"),
+        (answers_another_question, "it answered 0-0, prompt other, which was not requested"),
+        (answers_what_nobody_asked, "it answered 77-0, prompt p0, which was not requested"),
         (aborts_what_nobody_aborted, "it aborted 0-0, which was not requested"),
     ],
 )

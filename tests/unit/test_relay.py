@@ -302,7 +302,7 @@ def test_a_server_that_stands_still_is_given_up(machines: Machines) -> None:
     manifest = machines.stage(1, buckets=1)
     with line(machines, stand_still) as between:
         agent = machines.agent(between.address, silence_s=0.4)
-        stands = r"stands at byte \d+ of \d+: 3 connections .* brought nothing"
+        stands = r"stopped at byte \d+ of \d+: 3 connections .* brought nothing"
         with pytest.raises(RelayFailed, match=stands):
             agent.fetch(1, manifest)
 
@@ -311,7 +311,7 @@ def test_a_server_that_is_gone_is_given_up(machines: Machines) -> None:
     manifest = machines.stage(1, buckets=1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         nobody = replace(machines.server.address, port=listener.getsockname()[1])
-    with pytest.raises(RelayFailed, match=r"stands at byte 0 of .*[Rr]efused"):
+    with pytest.raises(RelayFailed, match=r"stopped at byte 0 of .*[Rr]efused"):
         machines.agent(nobody).fetch(1, manifest)
 
 

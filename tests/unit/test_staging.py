@@ -229,3 +229,12 @@ def test_the_carrier_of_the_configuration_is_the_one_that_engines_read_by(
     assert all(engine.carrier.other_machines for engine in spec.engines)
     machine = Machine(cores=1, memory=0, shared_memory=0, gpus=(), engine_nodes=1)
     assert engines_elsewhere(config, machine)
+
+
+def test_a_staging_of_whole_versions_fills_no_bucket_on_demand(tmp_path: Path) -> None:
+    staging = Staging(SharedMemory(tmp_path))
+    assert not staging.on_demand
+    staging.release()
+    with pytest.raises(TypeError, match="Staging fills no bucket on demand"):
+        staging.fill(0, 0, ())
+    staging.close()

@@ -146,6 +146,18 @@ def test_a_test_for_the_name_of_a_carrier_is_rejected_outside_its_own_file(style
     assert lines(style.CARRIERS) == []
 
 
+def test_a_test_for_the_class_of_a_carrier_is_rejected(style: Any) -> None:
+    source = (
+        "from megatron_async_rl.weights.tree import Leaf, Root as Stem\n"
+        "from megatron_async_rl.weights.staging import Staging\n"
+        "isinstance(one, Staging)\n"
+        "isinstance(one, (Staging, Stem))\n"
+        "if isinstance(one, Leaf):\n    isinstance(Leaf(), Staging)\n"
+    )
+    assert [*style.carrier_types(ast.parse(source), {"tree"})] == [4, 5]
+    assert [*style.carrier_types(ast.parse(source), {"mail"})] == []
+
+
 def test_a_wide_line_of_a_page_is_rejected_except_in_tables_code_and_links(style: Any) -> None:
     wide = "word " * 21
     page = f"{wide}\n| {wide} |\n[{wide}](x.md)\n```\n{wide}\n```\n"
