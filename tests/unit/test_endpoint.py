@@ -498,6 +498,7 @@ def test_a_sample_that_has_no_room_for_another_call_is_cut_and_not_in_error(
         transcript, error, _ = played(max_tokens=maximum, question="?")
         assert (error, transcript.truncated) == (None, True)
         assert transcript.mask[-1] == 1
+        assert transcript.text.count("[environment") == 0  # of the call that was refused
         assert transcript.length <= maximum
 
 

@@ -316,12 +316,15 @@ class Agents:
             if too_long(new, transcript.room(thread, session.max_tokens)):
                 raise self._full(session)
             content = _rendered(self._follow.between, sampled, new)
-            thread.take_step(Step(observation=new))
+            step = Step(observation=new)
         else:
-            thread = self._begun(session, messages, tools)
+            thread, step = self._begun(session, messages, tools), None
         room = transcript.room(thread, session.max_tokens) - len(content)
         if room < 1 or len(transcript.turns) == limit:
             raise self._full(session, turns=room >= 1)
+        if step is not None:
+            # After the checks: a call that is refused, perhaps repeatedly, adds no text.
+            thread.take_step(step)
         maximum = min(room, requested.maximum or room)
         turn = await transcript.extend(thread, content, session.sample, maximum, requested.stop)
         # Assigned, not only set: the agent may continue with a shorter history after a full one.
