@@ -306,15 +306,18 @@ class RolloutEngine:
             self._watch.cancel()
         if self._responses is not None:
             self._responses.close()
-        self._scorer.close()
-        if self._agents is not None:
-            await self._agents.close()
-        if self._environments is not None:
-            self._environments.close()
-        if self._llm is not None:
-            self._llm.shutdown(timeout=STOP_S)
-            self._llm = None
-        self._timeline.close()
+        try:
+            self._scorer.close()
+            if self._agents is not None:
+                await self._agents.close()
+            if self._environments is not None:
+                self._environments.close()
+        finally:
+            # Whatever user code left: vLLM's processes hold the devices.
+            if self._llm is not None:
+                self._llm.shutdown(timeout=STOP_S)
+                self._llm = None
+            self._timeline.close()
 
     @property
     def _recomputes(self) -> bool:

@@ -143,6 +143,27 @@ def test_an_agent_that_works_by_itself_is_reported_as_a_response_that_grows() ->
         assert not runner.run(engine.report(0.01)).sampling
 
 
+def test_vllm_is_shut_down_even_if_user_code_does_not_end() -> None:
+    ended: list[str] = []
+
+    async def close() -> None:
+        raise RuntimeError("an agent")
+
+    engine: Any = RolloutEngine.__new__(RolloutEngine)
+    vars(engine).update(
+        _watch=None,
+        _responses=None,
+        _scorer=SimpleNamespace(close=lambda: ended.append("scorer")),
+        _agents=SimpleNamespace(close=close),
+        _environments=None,
+        _llm=SimpleNamespace(shutdown=lambda timeout: ended.append("vllm")),
+        _timeline=SimpleNamespace(close=lambda: ended.append("timeline")),
+    )
+    with pytest.raises(RuntimeError, match="an agent"):
+        asyncio.run(engine.stop())
+    assert ended == ["scorer", "vllm", "timeline"]
+
+
 def test_an_engine_is_busy_while_it_samples_at_least_one_response_and_is_not_paused() -> None:
     now = 0.0
     clock = BusyClock(now=lambda: now)
