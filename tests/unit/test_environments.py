@@ -9,6 +9,7 @@ import os
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from megatron_async_rl.config.problem import DataError
@@ -259,6 +261,30 @@ def test_a_process_that_cannot_be_forked_is_reported(monkeypatch: pytest.MonkeyP
         report = json.loads(local.recv(child.LONGEST_ORDER))
     how = "could not be started: [Errno 11] Resource temporarily unavailable"
     assert report == {"ended": 7, "how": how}
+
+
+def test_a_process_without_descriptors_is_reported_and_the_server_continues(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The limit of open files is reached."""
+
+    def refused(_: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    local, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with local, remote, subprocess.Popen(["sleep", "20"]) as process:
+        monkeypatch.setattr(os, "fork", lambda: process.pid)
+        server = child._ForkingServer(remote, lambda: child.LoadedCode(print), None)
+        server._start(7, os.dup(local.fileno()))
+        local.send(json.dumps(["start", 8]).encode())
+        assert server._follow_order()
+        reports = [json.loads(local.recv(child.LONGEST_ORDER)) for _ in range(2)]
+        assert not psutil.pid_exists(process.pid)
+    assert reports == [
+        {"ended": 7, "how": "could not be started: [Errno 24] Too many open files"},
+        {"ended": 8, "how": "could not be started: no socket"},
+    ]
 
 
 def test_each_file_of_the_folder_is_a_built_in_environment() -> None:

@@ -157,7 +157,10 @@ class _ForkingServer:
         if not message:
             return False
         order, number = json.loads(message)
-        if order == "start":
+        if order == "start" and not descriptors:
+            # The kernel drops what it cannot pass where the limit of open files is reached.
+            _report(self._control, {"ended": number, "how": "could not be started: no socket"})
+        elif order == "start":
             self._start(number, descriptors[0])
         elif number in self._subreapers:  # otherwise it has ended meanwhile
             self._signal(number, signal.SIGUSR1 if order == "show" else signal.SIGTERM)
@@ -167,17 +170,23 @@ class _ForkingServer:
 
     def _start(self, number: int, descriptor: int) -> None:
         sys.stdout.flush()  # a fork would write what is buffered a second time
+        pid = None
         try:
             pid = os.fork()
+            if pid == 0:
+                self._become_process(descriptor)
+            subreaper = os.pidfd_open(pid)
         except OSError as error:
+            # Without a descriptor for it, the end of the process could not be seen.
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
             _report(self._control, {"ended": number, "how": f"could not be started: {error}"})
-            os.close(descriptor)
             return
-        if pid == 0:
-            self._become_process(descriptor)
-        # The process alone holds the socket, so its end is visible at the other side.
-        os.close(descriptor)
-        self._subreapers[number] = subreaper = os.pidfd_open(pid)
+        finally:
+            # The process alone holds the socket, so its end is visible at the other side.
+            os.close(descriptor)
+        self._subreapers[number] = subreaper
         self._poll.register(subreaper, select.POLLIN)
 
     def _report_ended(self, ready: set[int]) -> None:
