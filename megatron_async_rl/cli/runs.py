@@ -262,7 +262,7 @@ def init(
         report=print_error,
     )
     answers = questions.ask()
-    # A refused answer is asked for again, without losing the others.
+    # A refused answer is requested again, without losing the others.
     while True:
         try:
             written = write_config(answers, out)

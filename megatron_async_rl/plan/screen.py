@@ -99,7 +99,7 @@ def _verdict(plan: RunPlan, machine: Machine, refused: Sequence[str]) -> Text:
         return Text.assemble(("verdict: ", "bold"), (what, "red"))
     where = "on the machines described" if machine.described else "here"
     if plan.problems:
-        # Lack of memory or GPUs is what a plan is asked for.
+        # Lack of memory or GPUs is what a plan must show.
         first = (plan.unfit or plan.problems)[0]
         what = (
             f"{'does not fit' if plan.unfit else 'cannot run'} {where}: {first.key}: {first.what}"

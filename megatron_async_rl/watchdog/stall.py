@@ -245,7 +245,7 @@ class ProcessSnapshot:
     silent_s: float
     stack: str = ""
     host: str = ""
-    """Its machine, if the run has several machines."""
+    """Name of the machine, if the run has several machines."""
 
     @property
     def title(self) -> str:
