@@ -334,7 +334,7 @@ def test_requests_that_cannot_be_answered_are_refused_before_any_is_taken(engine
         behavior_logprobs=np.zeros(MAX_TOKENS, np.float32),
         versions=np.zeros(MAX_TOKENS, np.int32),
     )
-    with pytest.raises(ValueError, match=f"given requests twice: {asked[0].id}"):
+    with pytest.raises(ValueError, match=f"received requests twice: {asked[0].id}"):
         submit(handle, [*asked, asked[0]])
     with pytest.raises(
         ValueError,

@@ -361,7 +361,7 @@ def test_two_signals_at_once_are_passed_on_as_two(
     """From one look to the next the run has received the signal before, however busy the
     machine."""
     interrupts: list[int] = []
-    monkeypatch.setattr(study_module, "deferred", lambda: nullcontext(interrupts))
+    monkeypatch.setattr(study_module, "deferred_signals", lambda: nullcontext(interrupts))
     run_dir, send, sent = tmp_path / "study" / "s0-seed3", subprocess.Popen.send_signal, []
 
     def noted(process: subprocess.Popen[bytes], number: int) -> None:

@@ -103,7 +103,7 @@ def test_two_workers_with_half_of_the_experts_add_up_to_one_with_all() -> None:
 
 def test_experts_that_weigh_their_inputs_are_not_divided_on_a_cpu() -> None:
     cpu_worker.compute_own_experts()
-    with pytest.raises(ValueError, match="weighs an expert's inputs"):
+    with pytest.raises(ValueError, match="weights the inputs of experts"):
         CPUUnquantizedExperts.apply(
             SimpleNamespace(),
             expert_map=torch.tensor([0, -1], dtype=torch.int32),
