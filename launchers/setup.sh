@@ -47,10 +47,13 @@ echo "Setting up $VENV with $("$python" --version) (once, a few minutes)"
 pip=("$VENV/bin/python" -m pip -qq --disable-pip-version-check --no-input install --no-deps --progress-bar off)
 from_cpu_index=(--index-url "$TORCH_CPU_INDEX")
 quickly=(--timeout 10 --retries 1) # an index that is out of reach must not hold up the set-up
-# In parallel with torch, the largest download.
-"${pip[@]}" -r <(grep -v '^torch==' requirements/cpu.txt) "${dev[@]}" &
-others=$!
-trap 'kill "$others" 2>/dev/null || true' EXIT
+# In parallel with torch, and in two halves: pip unpacks and compiles in one thread.
+others=$(grep -v '^torch==' requirements/cpu.txt)
+"${pip[@]}" -r <(sed -n 'p;n' <<<"$others") &
+first=$!
+"${pip[@]}" -r <(sed -n 'n;p' <<<"$others") "${dev[@]}" &
+second=$!
+trap 'kill "$first" "$second" 2>/dev/null || true' EXIT
 torch="$(grep '^torch==' requirements/cpu.txt)"
 served() { # torch's CPU build, by pip's own sources or with more arguments; nothing is installed
   "${pip[@]}" --dry-run "$@" "$torch" >"$VENV/torch.log" 2>&1
@@ -67,6 +70,7 @@ about 2.1 GB more to fetch and 3 GB more on disk. TORCH_CPU_INDEX=URL names a mi
 MESSAGE
   "${pip[@]}" "${torch%+cpu}" -r requirements/nvidia.txt
 fi
-wait "$others"
+wait "$first"
+wait "$second"
 "${pip[@]}" --no-build-isolation --editable .
 pwd > "$ready"

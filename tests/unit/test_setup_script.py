@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TOOLS = ("bash", "cat", "cp", "cut", "dirname", "grep", "mkdir", "realpath", "sha256sum")
+TOOLS = ("bash", "cat", "cp", "cut", "dirname", "grep", "mkdir", "realpath", "sed", "sha256sum")
 INTERPRETER = """#!{bash}
 echo "$0 $*" >> {asked}
+for argument in "$@"; do
+  [[ "$argument" != /dev/fd/* ]] || cat "$argument" >> {asked}.lines
+done
 case "$*" in
   -c*) exec {real} -c "import sys; sys.version_info = ({numbers}); exec(sys.argv[1])" "$2" ;;
   --version) echo "Python {version}.0" ;;
@@ -137,6 +140,14 @@ def test_cpu_torch_is_taken_where_it_is_served(machine: Machine, served: str, ta
     asked = machine.asked.read_text()
     assert machine.set_up().returncode == 0
     assert machine.asked.read_text() == asked, "a second set-up has nothing to do"
+
+
+def test_every_requirement_but_torch_is_in_one_of_the_two_halves(machine: Machine) -> None:
+    lock = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
+    machine.has("bin/python3.12", "3.12", served="configured")
+    assert machine.set_up().returncode == 0
+    installed = Path(f"{machine.asked}.lines").read_text().splitlines()
+    assert sorted(installed) == sorted(one for one in lock if not one.startswith("torch=="))
 
 
 def test_a_requirement_that_cannot_be_had_ends_the_set_up(machine: Machine) -> None:
