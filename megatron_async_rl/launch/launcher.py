@@ -48,7 +48,7 @@ from megatron_async_rl.launch.run_lock import RunDirectoryError, concerns, lock_
 from megatron_async_rl.metrics.log import FILE as METRICS
 from megatron_async_rl.metrics.log import cut_unreadable
 from megatron_async_rl.metrics.status import FILE as STATUS
-from megatron_async_rl.metrics.status import FINAL, read_status
+from megatron_async_rl.metrics.status import FINAL, Status, read_status
 from megatron_async_rl.plan.layout import PLANNED_DEVICE
 from megatron_async_rl.report.progress import Progress, print_summary
 from megatron_async_rl.rollout.allocator import set_options_of_ranks
@@ -230,7 +230,7 @@ def _run(ranks: LocalRanks, console: Console, start_s: float) -> int:
             )
             with contextlib.closing(progress):
                 exit_code, stall_found = _watch(
-                    process, progress, watchdog, run_dir, console, nodes, interrupts
+                    process, earlier, progress, watchdog, run_dir, console, nodes, interrupts
                 )
             if exit_code == 1 and (failure := torchrun_failure(process, ranks.log)) is not None:
                 record_failure(run_dir, failure)
@@ -375,6 +375,7 @@ def _preload(
 
 def _watch(
     process: subprocess.Popen[bytes],
+    earlier: Status | None,
     progress: Progress,
     watchdog: Watchdog,
     run_dir: Path,
@@ -382,9 +383,10 @@ def _watch(
     nodes: Nodes,
     interrupts: Sequence[int],
 ) -> tuple[int, stall.Stall | None]:
-    """Watch the run. Return the exit code and, if the run stalled, the stall."""
+    """Watch the run. Return the exit code and, if the run stalled, the stall. `earlier`: status
+    from before the ranks started, which may have written another one by now."""
     stops = 0
-    earlier, failed_at = read_status(run_dir), float("inf")
+    failed_at = float("inf")
     events = EventReader(run_dir)
     # Other nodes' torchrun may end before rank 0 has checkpointed and exported.
     while process.poll() is None or (

@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -51,7 +52,7 @@ def run_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], E
     def begin(script: str) -> Callable[[LocalRanks, str, ExitStack], subprocess.Popen[bytes]]:
         def start(ranks: LocalRanks, run_id: str, held: ExitStack) -> subprocess.Popen[bytes]:
             with open(ranks.log, "wb") as log:
-                return subprocess.Popen(
+                process = subprocess.Popen(
                     ["bash", "-c", script],
                     cwd=config.run.dir,
                     env={**os.environ, RUN_ID_VARIABLE: run_id},
@@ -59,6 +60,10 @@ def run_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], E
                     stderr=log,
                     start_new_session=True,
                 )
+            # Before the launcher begins to watch, as ranks may be quick.
+            while script.startswith(TRAINING) and read_status(config.run.dir) is None:
+                time.sleep(0.01)
+            return process
 
         return start
 

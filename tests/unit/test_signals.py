@@ -105,9 +105,8 @@ class Script:
 def test_before_the_first_step_one_ctrl_c_ends_the_run_and_after_it_the_run_ends_itself(
     tmp_path: Path, phase: str | None, nodes: Nodes, code: int
 ) -> None:
-    write_status(
-        tmp_path, Status(phase="training", step=3, steps=9, time=1.0)
-    )  # of an earlier start
+    earlier = Status(phase="training", step=3, steps=9, time=1.0)
+    write_status(tmp_path, earlier)
     interrupts: list[int] = []
     script = Script(tmp_path, phase, interrupts)
     until_stopped = (
@@ -118,7 +117,14 @@ def test_before_the_first_step_one_ctrl_c_ends_the_run_and_after_it_the_run_ends
     script_process = subprocess.Popen(["sh", "-c", until_stopped], cwd=tmp_path)
     try:
         ended = launch._watch(
-            script_process, script, Idle(), tmp_path, Console(quiet=True), nodes, interrupts
+            script_process,
+            earlier,
+            script,
+            Idle(),
+            tmp_path,
+            Console(quiet=True),
+            nodes,
+            interrupts,
         )
         assert ended == (code, None)
         assert (tmp_path / watch.STOP).exists() == (code == 0)
