@@ -22,7 +22,12 @@ from tests.end_to_end.workspace import (
     started_by,
     wait_until,
 )
-from tests.network.machines import listeners_of, obstacle, ports_of_machine
+from tests.network.machines import (
+    listeners_of,
+    obstacle,
+    ports_of_machine,
+    torchrun_of_machine,
+)
 from tests.network.runs import run_config
 from tests.thorough import THOROUGH
 
@@ -231,7 +236,7 @@ def over_machines(workspace: Workspace, synchronous_config: Path) -> Ended:
     ) as run:
         states = run.states_of(*PROCESSES)
         run.wait_for_steps(1)
-        torchruns = [psutil.Process(states[f"rank {rank}"]["pid"]).ppid() for rank in (0, 1)]
+        torchruns = [torchrun_of_machine(states[f"rank {rank}"]["pid"]) for rank in (0, 1)]
         listeners = {pid: listeners_of(pid) for pid in (*torchruns, states["rank 1"]["pid"])}
         ports = ports_of_machine(states["rank 0"]["pid"])
         psutil.Process(states[RELAY]["pid"]).kill()

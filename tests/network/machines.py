@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).parents[2]
 LAUNCHER = ROOT / "launchers" / "torchrun_multinode.sh"
 NETWORK = "10.77.0"
@@ -80,6 +82,19 @@ def ports_of_machine(pid: int) -> set[int]:
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
         if (fields := line.split())[3] == "0A"
     }
+
+
+def torchrun_of_machine(pid: int) -> int:
+    """Process id of torchrun in the network namespace of process `pid`. It need not be the parent
+    of a rank, which may be forked by a server."""
+    module = "megatron_async_rl.launch.torchrun"
+    (found,) = (
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if module in (process.info["cmdline"] or ())
+        and os.readlink(f"/proc/{process.pid}/ns/net") == os.readlink(f"/proc/{pid}/ns/net")
+    )
+    return found
 
 
 def ip(*arguments: str) -> str:
