@@ -14,17 +14,20 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from megatron.core import optimizer, utils
 from megatron.core.distributed.finalize_model_grads import (
     _allreduce_non_tensor_model_parallel_grads,
     _allreduce_word_embedding_grads,
 )
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import MegatronOptimizer, clip_grads, distrib_optimizer
+from megatron.core.optimizer import optimizer as optimizer_classes
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
+from torch.optim import Adam, AdamW
 
 NAMES = {
     "megatron.core.tensor_parallel.random": ("_get_cuda_rng_state", "_set_cuda_rng_state"),
@@ -35,6 +38,24 @@ NAMES = {
         "_allreduce_word_embedding_grads",
     ),
     "megatron.core.pipeline_parallel.schedules": ("get_schedule_table",),
+    "megatron.core.optimizer": ("Adam", "USING_PYTORCH_OPTIMIZER"),
+    "megatron.core.optimizer.distrib_optimizer": (
+        "HAVE_APEX_OR_TE",
+        "USING_APEX_OPTIMIZER",
+        "USING_TE_OPTIMIZER",
+    ),
+    "megatron.core.optimizer.optimizer": ("multi_tensor_applier", "multi_tensor_scale_impl"),
+    "megatron.core.optimizer.clip_grads": (
+        "l2_norm_impl",
+        "multi_tensor_applier",
+        "multi_tensor_scale_impl",
+        "multi_tensor_scale_tensor_impl",
+    ),
+    "megatron.core.utils": (
+        "local_multi_tensor_applier",
+        "local_multi_tensor_l2_norm",
+        "local_multi_tensor_scale",
+    ),
 }
 """Module -> names in it."""
 OVERRIDDEN = {
@@ -88,8 +109,10 @@ moe_utils.te_general_gemm = None
 
 
 def point_at_cpu(get_state: Callable[..., Any], set_state: Callable[..., Any]) -> None:
-    """Without CUDA: Megatron's random generator is the one of `get_state` and `set_state`, and the
-    expert dispatcher's counts of tokens become the lists that a collective takes."""
+    """Let Megatron run on a CPU: its random generator is the one of `get_state` and `set_state`,
+    the expert dispatcher's counts of tokens become the lists that a collective takes, and the
+    optimizer uses torch's kernels."""
+    _use_torchs_optimizer()
     random._get_cuda_rng_state = get_state
     random._set_cuda_rng_state = set_state
     # A generator that it forks is the CPU's here, and a warning about that comes with each draw.
@@ -112,6 +135,19 @@ def point_at_cpu(get_state: Callable[..., Any], set_state: Callable[..., Any]) -
         return plain_all_to_all(group, tensor, *counts, **options)
 
     token_dispatcher.all_to_all = all_to_all
+
+
+def _use_torchs_optimizer() -> None:
+    """Replace the optimizer kernels of Transformer Engine and Apex, which accept CUDA tensors only,
+    by those that Megatron uses if neither is installed."""
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = AdamW, True
+    distrib_optimizer.Adam, distrib_optimizer.HAVE_APEX_OR_TE = Adam, False
+    distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.USING_APEX_OPTIMIZER = False
+    for module in (optimizer_classes, clip_grads):
+        module.multi_tensor_applier = utils.local_multi_tensor_applier
+        module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
+    clip_grads.multi_tensor_scale_tensor_impl = None
 
 
 def sum_over_replica(chunks: Sequence[Any], config: Any) -> None:

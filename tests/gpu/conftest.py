@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import math
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LIMIT_S = 480.0
 """The time for a recorded run: tests that would begin later are skipped, and say so."""
+OVER = f"the {LIMIT_S:.0f} s of a recorded run were over"
 FIRST = ("test_train_step.py", "test_parity.py", "test_layers.py")
 LAST = ("test_gac_offload.py", "test_gac_kernels.py")
 """Files of a recorded run before and after all others: where the time runs out, what is left out is
@@ -40,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not config.getoption("--record") or hasattr(config, "workerinput"):
+    if not config.getoption("--record"):
         return
     if not torch.cuda.is_available():
         raise pytest.UsageError(
@@ -52,7 +54,9 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--record: unset MAR_GPU_TESTS, which moves the tests to the CPU")
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    config.pluginmanager.register(Recorder(), "gpu-record")
+    # Workers of pytest-xdist order and skip tests; the process that started them writes.
+    writes = not hasattr(config, "workerinput")
+    config.pluginmanager.register(Recorder(writes=writes), "gpu-record")
 
 
 @pytest.fixture
@@ -78,32 +82,37 @@ def figure(record_property: Callable[[str, object], None]) -> Callable[..., None
 
 
 class Recorder:
-    """Collects the results of the tests marked `gpu`."""
+    """Collects the results of the tests marked `gpu`. writes: whether this process writes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, writes: bool = True) -> None:
         self.begun = time.monotonic()
-        self.marked: set[str] = set()
+        self.writes = writes
         self.tests: dict[str, dict[str, Any]] = {}
         self.figures: list[dict[str, Any]] = []
-        self.cut: set[str] = set()
+        self.cut = 0
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        self.marked = {item.nodeid for item in items if item.get_closest_marker("gpu")}
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
         places = {name: place - len(FIRST) for place, name in enumerate(FIRST)}
         places |= dict.fromkeys(LAST, 1)
         items.sort(key=lambda item: places.get(item.path.name, 0))
+        if config.pluginmanager.hasplugin("xdist"):
+            # One worker has all tests that share the result of a program (--dist loadgroup).
+            for item in items:
+                item.add_marker(pytest.mark.xdist_group(_program(item)))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
         if time.monotonic() - self.begun > LIMIT_S:
-            self.cut.add(item.nodeid)
-            pytest.skip(f"the {LIMIT_S:.0f} s of a recorded run were over")
+            pytest.skip(OVER)
         return (yield)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.nodeid not in self.marked:
+        if "gpu" not in report.keywords:
             return
-        test = report.nodeid.rpartition("/")[2].partition("[")[0]
+        # pytest-xdist appends the group.
+        test = re.split(r"[\[@]", report.nodeid.rpartition("/")[2])[0]
         found = self.tests.setdefault(
             test, {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0, "reasons": []}
         )
@@ -113,6 +122,7 @@ class Recorder:
         found[report.outcome] += 1
         if report.outcome != "passed":
             reason = _reason(report)
+            self.cut += reason == OVER
             found["reasons"] += [reason] if reason not in found["reasons"] else []
         self.figures += [
             {"test": test, **kept} for name, kept in report.user_properties if name == "figure"
@@ -120,7 +130,8 @@ class Recorder:
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Leaves the record of an earlier run where this one did not come to its end."""
-        if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not self.tests:
+        complete = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        if not (self.writes and self.tests and complete):
             return
         parts = {"python", *(part.distribution for part in doctor.PARTS)}
         page.write(
@@ -131,11 +142,17 @@ class Recorder:
                 "versions": {f.part: f.found for f in doctor.examine() if f.part in parts},
                 "commit": _commit(),
                 "seconds": round(time.monotonic() - self.begun, 1),
-                "cut": len(self.cut & self.marked),
+                "cut": self.cut,
                 "tests": self.tests,
                 "figures": self.figures,
             }
         )
+
+
+def _program(item: pytest.Item) -> str:
+    """The file, and the recipe of FP8 tests, whose programs are separate."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    return f"{item.path.stem}-{parameters.get('recipe', '')}"
 
 
 def _reason(report: pytest.TestReport) -> str:

@@ -34,9 +34,12 @@ ON_DEVICE_WITH_TE = [
 """Bodies that put another implementation instead of Transformer Engine's on a CPU."""
 
 
-def run_program(program: str, arguments: list[str | Path], ranks: int = 1) -> None:
+def run_program(
+    program: str, arguments: list[str | Path], ranks: int = 1, device: str = DEVICE
+) -> None:
     """A module's main in processes that have touched no CUDA before: a world of one, or of so many
-    ranks, each with a device of its own, where it skips for lack of devices. Raises
+    ranks, each with a device of its own, where it skips for lack of devices. For the device `cpu`
+    they run as on a machine without a GPU, where Megatron compiles nothing. Raises
     subprocess.CalledProcessError and TimeoutExpired."""
     if DEVICE == "cuda" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} CUDA devices")
@@ -45,6 +48,8 @@ def run_program(program: str, arguments: list[str | Path], ranks: int = 1) -> No
         for name, value in os.environ.items()
         if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     launch = [sys.executable]
     if ranks > 1:
         launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]

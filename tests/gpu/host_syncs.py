@@ -7,6 +7,7 @@ by their names, whatever made them, in the forward and the backward pass.
 
 from __future__ import annotations
 
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -58,7 +59,9 @@ def place() -> str:
         if not any(name in frame.filename for name in OURSELVES)
     ]
     frame = [frame for frame in frames if "/torch/" not in frame.filename][-1]
-    return f"{frame.filename.rpartition('site-packages/')[2]}:{frame.lineno}"
+    # Packages may be installed anywhere on the path.
+    folders = [f"{folder}/" for folder in sys.path if folder and frame.filename.startswith(folder)]
+    return f"{frame.filename.removeprefix(max(folders, key=len, default=''))}:{frame.lineno}"
 
 
 def counted(name: str, original: Callable[..., Any], found: list[str]) -> Callable[..., Any]:

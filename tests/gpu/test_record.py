@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_async_rl.plan import doctor
 from tests.gpu import page
-from tests.gpu.conftest import FIRST, LAST, Recorder
+from tests.gpu.conftest import FIRST, LAST, OVER, Recorder
 
 
 def run(**changed):
@@ -83,7 +84,7 @@ def reported(test, when, outcome, longrepr=None, figures=()):
     return pytest.TestReport(
         f"tests/gpu/test_x.py::{test}",
         ("test_x.py", 1, test),
-        {},
+        {"gpu": 1} if "of_the_cpu" not in test else {},
         outcome,
         longrepr,
         when,
@@ -99,19 +100,22 @@ def test_a_run_is_recorded_by_test_with_reasons_and_figures(monkeypatch):
     python = doctor.Finding("python", "ok", "3.12.9")
     monkeypatch.setattr(doctor, "examine", lambda: [python, doctor.Finding("memory", "ok", "9")])
     recorder = Recorder()
-    tests = [f"tests/gpu/test_x.py::test_{name}" for name in ("a[1]", "a[2]", "a[3]", "b")]
-    recorder.marked = set(tests)
     figure = {"name": "n", "value": 1.0}
     for when in ("setup", "call", "teardown"):
         given = [figure] if when == "call" else []
         recorder.pytest_runtest_logreport(reported("test_a[1]", when, "passed", None, given))
     skipped = ("test_x.py", 1, "Skipped: needs two")
     recorder.pytest_runtest_logreport(reported("test_a[2]", "setup", "skipped", skipped))
-    recorder.pytest_runtest_logreport(reported("test_a[3]", "call", "failed", "E: 3 > 2\nmore"))
+    recorder.pytest_runtest_logreport(
+        reported("test_a[3]@group", "call", "failed", "E: 3 > 2\nmore")
+    )
     recorder.pytest_runtest_logreport(reported("test_of_the_cpu", "call", "passed", None, [figure]))
     for broken_off in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR):
         recorder.pytest_sessionfinish(None, broken_off)
     Recorder().pytest_sessionfinish(None, pytest.ExitCode.OK)
+    worker = Recorder(writes=False)
+    worker.pytest_runtest_logreport(reported("test_a[1]", "call", "passed"))
+    worker.pytest_sessionfinish(None, pytest.ExitCode.OK)
     assert written == []
     recorder.pytest_sessionfinish(None, pytest.ExitCode.TESTS_FAILED)
     (record,) = written
@@ -133,26 +137,51 @@ def test_a_run_is_recorded_by_test_with_reasons_and_figures(monkeypatch):
 class Item:
     def __init__(self, path: Path) -> None:
         self.path, self.nodeid = path, f"{path.name}::test_x"
+        self.groups: list[str] = []
 
-    def get_closest_marker(self, name: str) -> bool:
-        return True
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        self.groups.append(mark.args[0])
+
+
+class Settings:
+    """A pytest.Config with or without pytest-xdist."""
+
+    def __init__(self, *plugins: str) -> None:
+        self.pluginmanager = self
+        self.plugins = plugins
+
+    def hasplugin(self, name: str) -> bool:
+        return name in self.plugins
 
 
 def test_tests_that_would_begin_too_late_are_skipped_and_counted(monkeypatch):
     recorder, item = Recorder(), Item(Path("test_x.py"))
     setup = recorder.pytest_runtest_setup(item)
     next(setup)
-    assert recorder.cut == set()
     monkeypatch.setattr(recorder, "begun", recorder.begun - 481.0)
     with pytest.raises(pytest.skip.Exception, match="480 s"):
         next(recorder.pytest_runtest_setup(item))
-    assert recorder.cut == {"test_x.py::test_x"}
+    skipped = ("test_x.py", 1, f"Skipped: {OVER}")
+    recorder.pytest_runtest_logreport(reported("test_x", "setup", "skipped", skipped))
+    recorder.pytest_runtest_logreport(
+        reported("test_y", "setup", "skipped", ("test_x.py", 1, "Skipped: needs two"))
+    )
+    assert recorder.cut == 1
+
+
+def test_workers_divide_the_tests_by_the_program_that_they_share():
+    items = [Item(Path("test_fp8.py")), Item(Path("test_fp8.py")), Item(Path("test_x.py"))]
+    items[1].callspec = SimpleNamespace(params={"recipe": "delayed"})
+    Recorder().pytest_collection_modifyitems(Settings(), items)
+    assert [item.groups for item in items] == [[], [], []]
+    Recorder().pytest_collection_modifyitems(Settings("xdist"), items)
+    assert [item.groups for item in items] == [["test_fp8-"], ["test_fp8-delayed"], ["test_x-"]]
 
 
 def test_steps_and_layers_come_first_and_sweeps_of_gacs_kernels_last():
     folder = sorted(Path(__file__).parent.glob("test_*.py"))
     items = [Item(path) for path in folder]
-    Recorder().pytest_collection_modifyitems(items)
+    Recorder().pytest_collection_modifyitems(Settings(), items)
     names = [item.path.name for item in items]
     others = [path.name for path in folder if path.name not in (*FIRST, *LAST)]
     assert names[: -len(LAST)] == [*FIRST, *others]

@@ -77,9 +77,11 @@ def _trained(device: str, dtype: str) -> dict | Exception:
     """A failure is returned, so that it is waited for once and not by every test."""
     output = layouts.temporary() / "results.pt"
     arguments = [device, dtype, layouts.material(), output, checkpoint()]
-    run = run_alone if device == "cpu" else run_program
     try:
-        run("tests.gpu.train_program", arguments)
+        if device == "cpu" and not torch.cuda.is_available():
+            run_alone("tests.gpu.train_program", arguments)
+        else:
+            run_program("tests.gpu.train_program", arguments, device=device)
     except (AssertionError, subprocess.SubprocessError) as failure:
         return failure
     return torch.load(output, weights_only=False, map_location="cpu")
