@@ -1,5 +1,8 @@
-"""Qwen3 models of 1, 10 and 100 million parameters with random weights, and one engine that serves
-such a model."""
+"""Qwen3 models of 1 to 2,000 million parameters with random weights, and one engine that serves
+such a model.
+
+    python benchmarks/random_model.py DIRECTORY 600      # for a GPU: write the model alone
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,29 @@ SHAPES = {
         "intermediate_size": 2304,
         "vocab_size": 32768,
     },
+    600: {
+        "hidden_size": 1024,
+        "layers": 28,
+        "heads": 16,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151936,
+        "positions": 4096,
+    },
+    2000: {
+        "hidden_size": 4096,
+        "layers": 8,
+        "heads": 32,
+        "kv_heads": 8,
+        "intermediate_size": 12288,
+        "vocab_size": 32768,
+        "positions": 4096,
+    },
 }
-"""Key: million parameters, roughly."""
+"""Key: million parameters, roughly. 600 has Qwen3-0.6B's sizes, and 2000 Qwen3-8B's with 8 of its
+36 layers and a smaller vocabulary."""
+ON_A_CPU = (1, 10, 100)
 BUCKET_BYTES = 256 * 2**20
 """The default of weights.bucket_mib."""
 
@@ -56,14 +80,16 @@ def save(directory: Path, millions: int, dtype: str) -> Path:
         num_hidden_layers=shape["layers"],
         num_attention_heads=shape["heads"],
         num_key_value_heads=shape["kv_heads"],
-        head_dim=shape["hidden_size"] // shape["heads"],
+        head_dim=shape.get("head_dim", shape["hidden_size"] // shape["heads"]),
         intermediate_size=shape["intermediate_size"],
-        max_position_embeddings=512,
+        max_position_embeddings=shape.get("positions", 512),
         tie_word_embeddings=True,
         eos_token_id=0,
     )
     torch.manual_seed(0)
-    Qwen3ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory)
+    with torch.device("cuda" if torch.cuda.is_available() and millions not in ON_A_CPU else "cpu"):
+        network = Qwen3ForCausalLM(config)
+    network.to("cpu", getattr(torch, dtype)).save_pretrained(directory)
     vocabulary = {f"w{i}": i for i in range(shape["vocab_size"])}
     tokenizer = {
         "version": "1.0",
@@ -256,7 +282,7 @@ def measure_all(
     printed as JSON. Models are made in `directory`."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument(
-        "--millions", type=int, nargs="+", default=list(SHAPES), choices=list(SHAPES)
+        "--millions", type=int, nargs="+", default=list(ON_A_CPU), choices=list(SHAPES)
     )
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=9)
@@ -269,3 +295,13 @@ def measure_all(
                 model = save(Path(made), millions, dtype)
                 results.append({"millions": millions, **measure(model, dtype, args.rounds)})
     print(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Write a model with random weights.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("millions", type=int, choices=list(SHAPES))
+    parser.add_argument("--dtype", default="bfloat16")
+    wanted = parser.parse_args()
+    wanted.directory.mkdir(parents=True, exist_ok=True)
+    save(wanted.directory, wanted.millions, wanted.dtype)
