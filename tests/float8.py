@@ -9,14 +9,18 @@ from torch import Tensor
 from megatron_async_rl.controls.quantize import scales_of
 
 
-def tensorwise(values: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+def tensorwise(
+    values: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, ulps: int = 0
+) -> tuple[Tensor, Tensor]:
     """(numbers, scale): of any shape, and a scalar; values are about numbers x scale. The largest
     value becomes the largest number of `dtype`, so that the scale is not a power of two: values are
     multiplied by its inverse, as Transformer Engine does, since a division rounds some of those
-    that lie halfway between two numbers to the other one."""
+    that lie halfway between two numbers to the other one. ulps: of the inverse, in units in its
+    last place; Transformer Engine divides approximately on a GPU, and can be one off."""
     largest = values.float().abs().amax()
     limit = torch.finfo(dtype).max
     inverse = torch.where(largest == 0, 1.0, limit / largest)
+    inverse = (inverse.view(torch.int32) + ulps).view(torch.float32)
     return (values.float() * inverse).clamp(-limit, limit).to(dtype), 1.0 / inverse
 
 

@@ -298,6 +298,10 @@ def environment_of_ranks(
         "SPT_NOENV", "1"
     )  # a process that gives itself a title would erase what it is found by
     prepare_environment(environment)
+    if environment.get(PLANNED_DEVICE) != "cuda":
+        # Ranks on the CPU are forked, and torch's optimizers query CUDA, which a fork cannot
+        # initialise.
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     if nodes == 1:
         stay_on_this_machine(environment)
     # Everything was fetched before; a library must not wait for a hub.

@@ -7,6 +7,7 @@ On a CPU Megatron's own layers round by tests/gpu/fp8_emulation.py.
 
 from __future__ import annotations
 
+import functools
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,9 +36,9 @@ CASES = {
 """Name -> model, sequence layout, batch."""
 BUDGET = 2048
 COPIES = ObjectiveConfig(kl=KlConfig(coef=0.1), reference=ReferenceConfig(refresh_every=1))
-REFERENCE = {
-    "tensorwise": tensorwise,
-    "blockwise": lambda matrix: blockwise(matrix, (128, 128)),
+REFERENCES = {
+    "tensorwise": [functools.partial(tensorwise, ulps=ulps) for ulps in (0, -1, 1)],
+    "blockwise": [functools.partial(blockwise, block=(128, 128))],
 }
 
 
@@ -107,15 +108,24 @@ def held(policy, recipe: str) -> dict[str, dict[str, torch.Tensor]]:
         if name.startswith("adam.master/")
     }
     quantised = canonical(policy, lambda parameter: torch.tensor(is_quantised(parameter)))
-    expected = {
-        name: restored(*REFERENCE[recipe](master.bfloat16())) if quantised[name] else master
-        for name, master in state.items()
-    }
+    weights = canonical(policy, plain)
     return {
         "masters": state,
-        "weights": canonical(policy, plain),
-        "expected": {name: each.bfloat16() for name, each in expected.items()},
+        "weights": weights,
+        "expected": {
+            name: rounded(master, recipe, weights[name]) if quantised[name] else master.bfloat16()
+            for name, master in state.items()
+        },
     }
+
+
+def rounded(master: torch.Tensor, recipe: str, found: torch.Tensor) -> torch.Tensor:
+    """The reference of a weight, bfloat16, by the recipe's scale: the one of the permitted scales
+    that gives `found`, if there is one."""
+    permitted = [
+        restored(*reference(master.bfloat16())).bfloat16() for reference in REFERENCES[recipe]
+    ]
+    return next((each for each in permitted if torch.equal(each, found)), permitted[0])
 
 
 def canonical(policy, read) -> dict[str, torch.Tensor]:

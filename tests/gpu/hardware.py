@@ -16,6 +16,8 @@ import pytest
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
+from tests.parallel.ranks import run_alone
+
 DEVICE: Literal["cuda", "cpu"] = "cpu" if os.environ.get("MAR_GPU_TESTS") == "cpu" else "cuda"
 PROGRAM_S = 240.0
 
@@ -55,3 +57,12 @@ def run_program(
         launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     launch += ["-m", program, *map(str, arguments)]
     subprocess.run(launch, check=True, timeout=PROGRAM_S, env=environment)
+
+
+def run_on_cpu(program: str, arguments: list[str | Path]) -> None:
+    """A module's main on the CPU: forked where that is possible, which saves its imports. Raises as
+    `run_program`, or AssertionError."""
+    if torch.cuda.is_available():  # A fork cannot initialise CUDA, which torch's optimizers query.
+        run_program(program, arguments, device="cpu")
+    else:
+        run_alone(program, arguments)

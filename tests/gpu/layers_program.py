@@ -16,7 +16,7 @@ from megatron_async_rl.config.policy import ParallelConfig
 from megatron_async_rl.policy import device
 from megatron_async_rl.policy.adam_view import adam_names, adam_shards
 from megatron_async_rl.policy.parameters import whole_model_names
-from tests.gpu.train_program import cpu
+from tests.gpu.train_program import SMOOTH, cpu
 from tests.parallel.layout_program import Rank, received, scorable
 from tests.parallel.objective_program import ReducedGradient
 from tests.parallel.whole_tensors import assembled
@@ -52,8 +52,10 @@ def main() -> None:
     for name, (model, sequence, batch) in CASES.items():
         found = []
         for number, layers in enumerate(families):
-            policy = rank.policy(model, dtype="bfloat16", sequence=sequence, layers=layers)
-            gradient = cpu(ReducedGradient(rank, policy, batch).whole())
+            settings = {"dtype": "bfloat16", "sequence": sequence, "layers": layers}
+            smooth = rank.policy(model, objective=SMOOTH, **settings)
+            gradient = cpu(ReducedGradient(rank, smooth, batch).whole())
+            policy = rank.policy(model, **settings)
             scores = policy.score(received(policy, scorable(rank.batches[batch])))
             (step,) = rank.train(policy, [batch])["steps"]
             policy.save(scratch / f"{name}-{number}", 1, {}, keep=1)

@@ -7,6 +7,7 @@ The record is the newest run of `make gpu-tests`, or null without a run, which t
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,11 @@ def _run(record: Record) -> Iterator[str]:
         return
     versions = ", ".join(f"{part} {found}" for part, found in record["versions"].items())
     commit = f" at {record['commit']}" if record["commit"] else ""
-    yield (
+    about = (
         f"{record['date']}{commit}, one {record['device']}, CUDA {record['cuda']}, in"
-        f" {record['seconds']:.0f} s. {versions}.\n"
+        f" {record['seconds']:.0f} s. {versions}."
     )
+    yield textwrap.fill(about, 100, break_on_hyphens=False) + "\n"
     if record["cut"]:
         yield f"**Not complete**: time ran out before {record['cut']} of the tests started.\n"
     yield "| test | checks | outcome |\n| --- | --- | --- |"

@@ -72,5 +72,5 @@ def test_an_offloaded_reference_takes_no_memory_of_the_gpu_between_steps(element
         held["cpu"] / elements,
         unit="B",
         at_most=0.1,
-        against="4 B of one that is not offloaded",
+        against="4 B without offloading",
     )

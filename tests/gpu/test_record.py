@@ -158,8 +158,8 @@ def test_tests_that_would_begin_too_late_are_skipped_and_counted(monkeypatch):
     recorder, item = Recorder(), Item(Path("test_x.py"))
     setup = recorder.pytest_runtest_setup(item)
     next(setup)
-    monkeypatch.setattr(recorder, "begun", recorder.begun - 481.0)
-    with pytest.raises(pytest.skip.Exception, match="480 s"):
+    monkeypatch.setattr(recorder, "begun", recorder.begun - 601.0)
+    with pytest.raises(pytest.skip.Exception, match="600 s"):
         next(recorder.pytest_runtest_setup(item))
     skipped = ("test_x.py", 1, f"Skipped: {OVER}")
     recorder.pytest_runtest_logreport(reported("test_x", "setup", "skipped", skipped))

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.gpu.hardware import DEVICE, ON_DEVICE, run_program
+from tests.gpu.hardware import DEVICE, ON_DEVICE, run_on_cpu, run_program
 from tests.gradients import cosine
 from tests.method_settings import CONTROLS
 from tests.parallel import layouts
 from tests.parallel.models import tensors_of
-from tests.parallel.ranks import run_alone
 from tests.parallel.test_export import assert_same
 
 RUNS = [
@@ -78,10 +77,10 @@ def _trained(device: str, dtype: str) -> dict | Exception:
     output = layouts.temporary() / "results.pt"
     arguments = [device, dtype, layouts.material(), output, checkpoint()]
     try:
-        if device == "cpu" and not torch.cuda.is_available():
-            run_alone("tests.gpu.train_program", arguments)
+        if device == "cpu":
+            run_on_cpu("tests.gpu.train_program", arguments)
         else:
-            run_program("tests.gpu.train_program", arguments, device=device)
+            run_program("tests.gpu.train_program", arguments)
     except (AssertionError, subprocess.SubprocessError) as failure:
         return failure
     return torch.load(output, weights_only=False, map_location="cpu")
@@ -118,7 +117,7 @@ def test_the_model_lies_on_its_device_in_its_dtype(device, dtype, model):
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("device", "dtype"), RUNS)
-def test_adam_is_the_fused_one_that_is_installed(device, dtype, model):
+def test_adam_is_the_installed_fused_kernel(device, dtype, model):
     fused = (name for name in ("transformer_engine", "apex") if find_spec(name) is not None)
     expected = next(fused, "torch") if device == "cuda" else "torch"
     assert trained(device, dtype)[model]["adam"] == {expected}
@@ -365,7 +364,7 @@ def test_a_checkpoint_of_the_cpu_continues_where_it_ended(device, dtype, figure)
 def test_the_program_that_compares_families_of_layers_runs_on_a_cpu():
     output = layouts.temporary() / "layers.pt"
     arguments = ["cpu", layouts.material(), output, "local", "local"]
-    run_alone("tests.gpu.layers_program", arguments)
+    run_on_cpu("tests.gpu.layers_program", arguments)
     for one, other in torch.load(output, weights_only=False).values():
         assert one["layers"] == other["layers"] == "local"
         for kind, tensors in other["saved"].items():

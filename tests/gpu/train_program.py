@@ -24,6 +24,8 @@ from megatron_async_rl.config.controls import (
     MatchedNormControl,
     MomentumByAlignmentControl,
 )
+from megatron_async_rl.config.losses import ReinforceLoss
+from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.policy import ParallelConfig
 from megatron_async_rl.controls.gac import Gac
 from megatron_async_rl.objectives import objective as objective_module
@@ -56,6 +58,9 @@ CONTROLS = (
 )
 
 
+SMOOTH = ObjectiveConfig(loss=ReinforceLoss())
+"""Objective of gradients that are compared: with a clipped one, rounding may move a token over the
+bound, which changes the gradient by that token's whole part."""
 LEAN = {"moment_dtype": "bfloat16", "moment_offload": "cpu"}
 """The least that moments take on the device; with models in bfloat16 gradients are summed so,
 too."""
@@ -206,7 +211,8 @@ def main() -> None:
         ("mixture", "mixture", "padded", "mixture_a", "mixture_b"),
     ):
         policy = rank.policy(model, dtype=dtype, lr=1e-3, sequence=sequence)
-        gradient = cpu(ReducedGradient(rank, policy, a).whole())
+        smooth = rank.policy(model, dtype=dtype, sequence=sequence, objective=SMOOTH)
+        gradient = cpu(ReducedGradient(rank, smooth, a).whole())
         scores = policy.score(received(policy, scorable(rank.batches[a])))
         trained = rank.train(policy, [a, a, b])
         results[name] = {

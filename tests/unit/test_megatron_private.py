@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_async_rl.policy import bridge, megatron_private, model
 from tests.cases import looped
 from tests.forked import python
+from tests.parallel import layouts
 
 PACKAGE = Path(megatron_private.__file__).parents[1]
 FUNCTIONS = [(module, name) for module, names in megatron_private.NAMES.items() for name in names]
@@ -156,3 +157,38 @@ assert torch.backends.cuda.flash_sdp_enabled()
 """
     done = python(program)
     assert done.returncode == 0, done.stderr
+
+
+KERNELS = """
+from megatron.core import optimizer
+from megatron.core.optimizer import clip_grads, distrib_optimizer
+from megatron.core.optimizer import optimizer as classes
+
+# As where Transformer Engine is installed, whose kernels refuse tensors of a CPU.
+optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = None, False
+distrib_optimizer.Adam, distrib_optimizer.HAVE_APEX_OR_TE = None, True
+distrib_optimizer.USING_TE_OPTIMIZER = True
+for module in (classes, clip_grads):
+    module.multi_tensor_applier = module.multi_tensor_scale_impl = None
+clip_grads.l2_norm_impl = None
+
+from pathlib import Path
+import sys, torch
+from megatron_async_rl.policy import device
+device.install("cpu")
+from megatron_async_rl.config.policy import ParallelConfig
+from tests.parallel.layout_program import Rank
+
+rank = Rank(Path(sys.argv[1]), ParallelConfig(), Path(sys.argv[2]), "cpu")
+policy = rank.policy(dtype="bfloat16")
+before = rank.weights(policy)
+(step,) = rank.train(policy, ["a"])["steps"]
+after = rank.weights(policy)
+print(step["policy/skipped"], any(not torch.equal(before[name], after[name]) for name in after))
+"""
+
+
+def test_a_cpu_policy_uses_no_optimizer_kernel_of_transformer_engine(tmp_path):
+    ended = python(KERNELS, layouts.material(), tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "0.0 True"

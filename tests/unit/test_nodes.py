@@ -8,6 +8,7 @@ import pytest
 
 from megatron_async_rl.launch.addresses import Nodes, NodesError, rank_address
 from megatron_async_rl.launch.launcher import environment_of_ranks
+from megatron_async_rl.plan.layout import PLANNED_DEVICE
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE
 
 ENDPOINT = "node0:29500"
@@ -44,3 +45,12 @@ def test_what_ranks_want_in_their_environment_is_theirs_unless_somebody_has_set_
     for given, then in (({}, "1"), ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "8")):
         ranks = environment_of_ranks(given, "id", wanted)
         assert (ranks["CUDA_DEVICE_MAX_CONNECTIONS"], ranks[RUN_ID_VARIABLE]) == (then, "id")
+
+
+def test_ranks_on_a_cpu_see_no_gpu() -> None:
+    given = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    on_cpu = environment_of_ranks(given, "id", {})
+    assert on_cpu["CUDA_VISIBLE_DEVICES"] == ""
+    on_cuda = environment_of_ranks(given, "id", {PLANNED_DEVICE: "cuda"})
+    assert on_cuda["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert "CUDA_VISIBLE_DEVICES" not in environment_of_ranks({}, "id", {PLANNED_DEVICE: "cuda"})
