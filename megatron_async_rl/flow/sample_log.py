@@ -482,6 +482,6 @@ _Subject = tuple[int, str | None, float | None]
 
 
 def _subject(sample: SampleRow) -> _Subject:
-    # A response that trains again has its first id and a suffix (flow/selection.py).
+    # A response that trains again has its first id and a suffix (flow/scheduler.py).
     name = sample.id.partition("@")[0]
     return int(name.rpartition("-")[0]), name, sample.finished_at

@@ -21,7 +21,7 @@ deadline is ever missed. And the plan always holds:
   A B, at most (v + 1 + A) B - cB = (d - c + 1) B groups of whatever deadline are left over, where
   d = v + A is the deadline of the new one. That one counts only at c' >= d, where this suffices; c'
   < d is as before. Nothing is assumed of the versions that others were admitted under.
-- Selection takes only batches that leave the plan feasible (`selection.py`). Taking the oldest
+- Selection takes only batches that leave the plan feasible (`scheduler.py`). Taking the oldest
   does: versions of admission never fall from one group to the next, so the oldest are the most
   urgent. So does waiting: pacing costs time, never a bound.
 - Dropping a group makes room for one more, and takes one from every count it was in.

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_async_rl.config.flow import Replay
 from megatron_async_rl.flow.buffer import SampleGroup
-from megatron_async_rl.flow.selection import ReplayStore
+from megatron_async_rl.flow.scheduler import ReplayStore
 from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.columns import batch_of
 from megatron_async_rl.samples.rows import SampleRow, rows_of
