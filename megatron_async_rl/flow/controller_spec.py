@@ -16,7 +16,7 @@ from megatron_async_rl.flow.evaluation import HeldOut
 from megatron_async_rl.flow.fleet import FleetSettings
 from megatron_async_rl.flow.summary import MetricValue
 from megatron_async_rl.rollout.spec import EngineSpec
-from megatron_async_rl.samples.log_mark import LogMark
+from megatron_async_rl.samples.frames import LogMark
 from megatron_async_rl.samples.rows import TrainBatch
 from megatron_async_rl.samples.types import Prompt
 

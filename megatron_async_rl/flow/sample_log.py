@@ -11,7 +11,7 @@ Invariants, in addition to those of the files (samples/segments.py):
   disk (fsync) before the checkpoint is;
 - `begin(position)` removes the outcomes of a history that the checkpoint does not know, so no
   sample counts as trained in two histories; the samples themselves stay;
-- the log's mark (samples/log_mark.py) counts only what is on the disk, and a file with less than
+- the log's mark (samples/frames.py) counts only what is on the disk, and a file with less than
   its mark is not closed as if it were whole;
 - the run's events note a damaged or missing file and a gap in `seq`; the rest stays as it is, and
   only a torn tail is cut off;
@@ -36,13 +36,14 @@ from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.config.schema import SamplesConfig
 from megatron_async_rl.samples.columns import LOGGED, SCHEMA
 from megatron_async_rl.samples.frames import (
+    MARK_FILE,
     OPEN,
+    LogMark,
     SegmentBroken,
     finish,
+    read_mark,
     replace_whole,
 )
-from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
-from megatron_async_rl.samples.log_mark import LogMark, read_mark
 from megatron_async_rl.samples.open_segment import OpenSegment, OutcomeRow, size_of
 from megatron_async_rl.samples.rows import SampleRow
 from megatron_async_rl.samples.segments import (

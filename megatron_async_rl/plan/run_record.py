@@ -36,9 +36,7 @@ from megatron_async_rl.policy.checkpoint_folder import (
     step_of,
     steps,
 )
-from megatron_async_rl.samples.frames import SegmentBroken
-from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
-from megatron_async_rl.samples.log_mark import LogMark
+from megatron_async_rl.samples.frames import MARK_FILE, LogMark, SegmentBroken
 from megatron_async_rl.samples.segments import FOLDER, lost_end, numbers_in
 
 _ANEW = "choose another run.dir, or remove {run_dir} to start over"

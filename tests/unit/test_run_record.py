@@ -24,8 +24,7 @@ from megatron_async_rl.metrics.status import Status, read_status, write_status
 from megatron_async_rl.plan.resume import checkpoint_notes, checkpoint_problems
 from megatron_async_rl.plan.run_record import record_of
 from megatron_async_rl.policy.checkpoint_folder import CheckpointBroken, newest, steps
-from megatron_async_rl.samples.log_mark import FILE as MARK_FILE
-from megatron_async_rl.samples.log_mark import LogMark
+from megatron_async_rl.samples.frames import MARK_FILE, LogMark
 from tests.damaged_run import (
     DAMAGES,
     STEPS,
