@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_async_rl.config.load import dump, load
-from megatron_async_rl.config.plug_in_code import code_digests
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.settings_model import code_digests
 from megatron_async_rl.metrics.log import digest_of_step
 from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.policy.checkpoint_folder import CONFIG_FILE, RECORD_FILE

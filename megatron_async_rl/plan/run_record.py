@@ -19,9 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_async_rl.config.plug_in_code import code_digests
 from megatron_async_rl.config.problem import Problem, UserError
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.settings_model import code_digests
 from megatron_async_rl.config.yaml_tree import YamlFault, read_tree
 from megatron_async_rl.metrics.log import FILE as METRICS_FILE
 from megatron_async_rl.metrics.log import begins_after, digest_of_step, number, read_newest

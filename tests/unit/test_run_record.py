@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from megatron_async_rl import cli
 from megatron_async_rl.config.load import dump, load
-from megatron_async_rl.config.plug_in_code import code_digests
 from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import SamplesConfig
+from megatron_async_rl.config.settings_model import code_digests
 from megatron_async_rl.flow.sample_log import SampleLogWriter
 from megatron_async_rl.metrics.log import MetricsLog, digest_of_step
 from megatron_async_rl.metrics.status import Status, read_status, write_status
