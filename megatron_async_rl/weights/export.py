@@ -8,7 +8,7 @@ flat tensor, so a bucket costs one gather over the tensor-parallel group (for di
 the expert-parallel group) and, for later stages, one message to rank 0, however many tensors it
 has. What rank 0 holds whole is neither packed nor copied.
 
-Parts are rows and columns of Hugging Face's tensors; policy/cuts.py computes them.
+Parts are rows and columns of Hugging Face's tensors; policy/parameters.py computes them.
 
 Invariants:
 - names, shapes and the cut into buckets are settled when the exporter is made: publishing moves
@@ -39,10 +39,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_async_rl.policy.cuts import Cut, Cuts, ParameterEntry
 from megatron_async_rl.policy.fp8 import plain
 from megatron_async_rl.policy.lora import weight_of
-from megatron_async_rl.policy.parameters import all_entries, merged
+from megatron_async_rl.policy.parameters import Cut, Cuts, ParameterEntry, all_entries, merged
 from megatron_async_rl.weights.transport import ShardSlice, TensorSpec
 
 log = logging.getLogger(__name__)
