@@ -74,10 +74,10 @@ from megatron_async_rl.rollout.engine_process import start_engine
 from megatron_async_rl.samples.rows import SampleRow, TrainBatch
 from megatron_async_rl.samples.types import Aborted, Request
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.deadline import cancel_all, name_this_process
 from megatron_async_rl.watchdog.events import note
 from megatron_async_rl.watchdog.logs import log_package_to
 from megatron_async_rl.watchdog.processes import collect_rarely
+from megatron_async_rl.watchdog.watch import cancel_all, name_this_process
 from megatron_async_rl.weights.manifest import BucketRef, Manifest
 
 log = logging.getLogger(__name__)

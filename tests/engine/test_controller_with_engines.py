@@ -23,7 +23,7 @@ from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.segments import load, read_entries
 from megatron_async_rl.samples.types import Request
-from megatron_async_rl.watchdog.deadline import ray_get
+from megatron_async_rl.watchdog.watch import ray_get
 from megatron_async_rl.weights.shared_memory import SharedMemory
 from megatron_async_rl.weights.staging import Staging
 from tests.engine.asking import sampled
