@@ -30,6 +30,7 @@ from megatron_async_rl.flow.engine_task import EngineSlot
 from megatron_async_rl.rollout.engine_process import Engine
 from megatron_async_rl.watchdog import watch
 from megatron_async_rl.watchdog.logs import redirect_output
+from megatron_async_rl.watchdog.run_folder import SHARED_MEMORY, remove_stale
 from megatron_async_rl.watchdog.watch import (
     ProcessDied,
     answer_of,
@@ -38,7 +39,6 @@ from megatron_async_rl.watchdog.watch import (
 )
 from megatron_async_rl.weights.manifest import Manifest, Meeting, StagedCopy, WeightUpdate
 from megatron_async_rl.weights.relay_server import Address, RelayFailed, RelayServer
-from megatron_async_rl.weights.stale_files import SHARED_MEMORY, remove_stale
 
 
 @dataclass(frozen=True, kw_only=True)
