@@ -13,7 +13,7 @@ Invariants:
   leaves a rank come from canonical ones, and checkpoints have CHECKPOINT_KEYS for both families;
 - a parameter has one shape and one cut over tensor-parallel ranks in both: what is loaded, exported
   or saved with one goes bit for bit into the other;
-- supported.py lists the models and settings that a family does not compute; nothing here
+- families/ lists the models and settings that a family does not compute; nothing here
   approximates one.
 
 Local layers on CUDA use NVIDIA Apex's kernels, where Apex is built with its extensions:
@@ -50,7 +50,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_async_rl.policy.supported import APEX_WEIGHT_GRADIENTS, LayerFamily
+from megatron_async_rl.policy.families import APEX_WEIGHT_GRADIENTS, LayerFamily
 
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -142,7 +142,7 @@ class TransformerEngineLayers(Layers):
         return self.SETTINGS
 
     def norm(self, own: Callable[..., Any]) -> Callable[..., Any]:
-        # Families with norms of their own use local layers (supported.py).
+        # Families with norms of their own use local layers (families/).
         assert own is RMSNorm, f"Transformer Engine has no {own}"
         return TENorm
 
