@@ -42,7 +42,6 @@ from megatron_async_rl.flow.evaluation import (
     read_held_out,
 )
 from megatron_async_rl.flow.fleet import Fleet, FleetSettings
-from megatron_async_rl.flow.group_rewards import GroupRewards
 from megatron_async_rl.flow.router import Listener
 from megatron_async_rl.plan.layout import Device, device_of
 from megatron_async_rl.plan.layout_problems import head_size_problems
@@ -62,7 +61,7 @@ from megatron_async_rl.rollout.environments import EnvironmentRefused, load_fact
 from megatron_async_rl.rollout.environments.built_in.tools import prompt_tokenizer, tool_schemas
 from megatron_async_rl.rollout.environments.chat import follow_ups
 from megatron_async_rl.rollout.rewards.registry import RewardError
-from megatron_async_rl.rollout.scoring import require_rewards, reward_fields
+from megatron_async_rl.rollout.scoring import GroupRewards, require_rewards, reward_fields
 from megatron_async_rl.rollout.spec import EngineSpec
 
 STOP_ENGINES_S = 15.0

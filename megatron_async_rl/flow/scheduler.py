@@ -34,10 +34,10 @@ from typing import Protocol
 import numpy as np
 
 from megatron_async_rl.config.flow import ExactLag, FlowConfig, Replay, Windowed
-from megatron_async_rl.flow.buffer import EMPTY, Buffer, GroupState, SampleGroup, restorable
+from megatron_async_rl.flow.buffer import EMPTY, Buffer, GroupState, restorable
 from megatron_async_rl.flow.group_table import GroupTable, OnDropped, OnGroupDropped
 from megatron_async_rl.flow.staleness import admitted_limit, as_written, check_lags, deadline
-from megatron_async_rl.samples.rows import SampleRow, gathered, rows_of
+from megatron_async_rl.samples.rows import SampleGroup, SampleRow, gathered, rows_of
 from megatron_async_rl.samples.types import Aborted, Prompt, Request
 
 NumberedPrompt = tuple[int, Prompt]

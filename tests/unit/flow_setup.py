@@ -15,7 +15,7 @@ from megatron_async_rl.flow.controller import Controller
 from megatron_async_rl.flow.controller_spec import ControllerSpec, DataState
 from megatron_async_rl.flow.evaluation import HeldOut
 from megatron_async_rl.flow.fleet import FleetSettings
-from megatron_async_rl.flow.group_rewards import GroupRewards
+from megatron_async_rl.rollout.scoring import GroupRewards
 from megatron_async_rl.samples import Prompt
 from megatron_async_rl.samples.columns import rows_of_lists
 from megatron_async_rl.samples.rows import SampleRow, TrainBatch, rescored

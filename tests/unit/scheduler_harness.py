@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from megatron_async_rl.config.flow import FlowConfig
-from megatron_async_rl.flow.buffer import SampleGroup, buffer_bytes, read_buffer
+from megatron_async_rl.flow.buffer import buffer_bytes, read_buffer
 from megatron_async_rl.flow.scheduler import Scheduler
 from megatron_async_rl.samples import Prompt, Sample
-from megatron_async_rl.samples.rows import SampleRow
+from megatron_async_rl.samples.rows import SampleGroup, SampleRow
 from megatron_async_rl.samples.types import Request
 from tests.train_batches import row
 
