@@ -32,6 +32,7 @@ from megatron_async_rl.config.problem import ConfigError, Problem, number_of
 from megatron_async_rl.config.rollout import RolloutConfig
 from megatron_async_rl.config.sampling import EvalConfig, EvalSet, eval_sets
 from megatron_async_rl.config.schema import Config
+from megatron_async_rl.config.weights import DEFAULT_CARRIER
 from megatron_async_rl.data import DataError
 from megatron_async_rl.data.hub import fetch, located, name_of, parse
 from megatron_async_rl.flow.evaluation import (
@@ -348,6 +349,8 @@ def _sample(job: EvalJob, model: Path, console: Console) -> EvalResult:
             chat_template_options=job.data.chat_template_options,
             tools=tool_schemas(rollout.environment),
             first_version=job.target.version,
+            # No new weights arrive; the default carrier keeps the engines on this machine.
+            transport=DEFAULT_CARRIER,
         )
         for index in range(rollout.engines)
     ]

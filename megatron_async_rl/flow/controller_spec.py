@@ -59,14 +59,14 @@ class ControllerSpec:
 
     flow: FlowConfig
     engines: Sequence[EngineSpec]
+    steps: int | None
+    fresh_steps: int
+    seed: int
     evaluators: int = 0
     fleet: FleetSettings = field(default_factory=FleetSettings)
     timeout_s: float = WatchdogConfig.default_of("timeout_s")
     start_timeout_s: float = RolloutConfig.default_of("start_timeout_s")
     reward: RewardConfig = field(default_factory=lambda: RolloutConfig.default_of("reward"))
-    steps: int | None = None
-    fresh_steps: int = 0
-    seed: int = 0
     held_out: Sequence[HeldOut] = field(default=(), repr=False)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     run_dir: Path | None = None

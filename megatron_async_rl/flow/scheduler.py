@@ -54,12 +54,12 @@ class Scheduler:
         self,
         flow: FlowConfig,
         *,
-        steps: int | None = None,
-        fresh_steps: int = 0,
-        seed: int = 0,
+        steps: int | None,
+        fresh_steps: int,
+        seed: int,
+        scored_whole: bool,
         on_dropped: OnDropped = lambda *_: None,
         on_group_dropped: OnGroupDropped = lambda *_: None,
-        scored_whole: bool = False,
     ) -> None:
         self._flow = flow
         self._steps = steps

@@ -68,8 +68,8 @@ def admitted_limit(
     version: int,
     prompts_per_step: int,
     async_ratio: float,
-    fresh_steps: int = 0,
-    oversample: float = 0.0,
+    fresh_steps: int,
+    oversample: float,
 ) -> int:
     """Return the number of groups that may have been admitted, in all, under `version` (0 for a new
     run)."""
@@ -83,7 +83,7 @@ def admitted_limit(
     return (version + 1) * prompts_per_step + ahead
 
 
-def deadline(version: int, async_ratio: float, fresh_steps: int = 0) -> int:
+def deadline(version: int, async_ratio: float, fresh_steps: int) -> int:
     """Return the last step that may train on a group admitted at `version`."""
     return version + (max_lag(async_ratio) if version >= fresh_steps else 0)
 
@@ -105,7 +105,7 @@ def check_lags(
     version: int,
     flow: FlowConfig,
     first_versions: Collection[int],
-    fresh_steps: int = 0,
+    fresh_steps: int,
 ) -> None:
     """Raise StalenessViolated unless every sample may train `version`.
 

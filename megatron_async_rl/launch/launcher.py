@@ -370,6 +370,7 @@ def _preload(
             seed=config.run.seed,
             device="cpu",
             log_dir=logs,
+            transport=config.weights.transport,
         )
         log = logs / "preloaded_engines.log"
         servers.append(serving_engines(spec, environment, folder, log))

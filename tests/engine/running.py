@@ -97,6 +97,7 @@ class Engines:
                 seed=11,
                 device="cpu",
                 log_dir=root / "logs",
+                transport="shared_memory",
             )
             for index, of_engine in enumerate(settings)
         ]

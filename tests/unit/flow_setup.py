@@ -102,7 +102,7 @@ def controller_of(
         reward=RewardConfig(
             name="its:own", per="group" if whole else "response", on_error=on_error
         ),
-        **settings,
+        **{"steps": None, "fresh_steps": 0, "seed": 0, **settings},
     )
     controller = Controller(source(), spec, launch)
     if whole is not None:

@@ -105,7 +105,9 @@ class World(RuleBasedStateMachine):
     ) -> None:
         self.flow, self.base, self.newest = flow, version, version
         self.held = [version] * ENGINES
-        self.scheduler = Scheduler(flow, steps=self.steps, fresh_steps=self.fresh, seed=1)
+        self.scheduler = Scheduler(
+            flow, steps=self.steps, fresh_steps=self.fresh, seed=1, scored_whole=False
+        )
         requests = self.scheduler.start(version, next_index, pending, buffer, oldest)
         self.left, self.admitted = pending, set(waiting(self.scheduler))
         self.places = {entry.index: entry.prompt for entry in waiting(self.scheduler).values()}
