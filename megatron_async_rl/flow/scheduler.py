@@ -1,4 +1,5 @@
-"""Admission of prompts and selection of batches: the law, without engines, clocks or tasks.
+"""Admission of prompts and selection of batches: the staleness law, without engines, clocks or
+tasks.
 
     prompt --admit--> requests (one per response) --on_sample--> finished group --take--> batch
 
@@ -8,10 +9,10 @@ Invariants:
 - a group is admitted under the newest version that an engine holds, and only engines that hold at
   least that version sample it: no engine waits for a slower one;
 - the group table (group_table.py) holds the state of each group; its counts balance;
-- with `exact_lag` a batch is handed out only when nothing is open, so that no response meets the
-  next weights;
-- a response costs the same however many groups wait: a batch is selected only when there may be
-  one.
+- with `exact_lag` a batch is handed out only when no request is open, so that no response continues
+  with the next weights;
+- the cost of a response does not depend on the number of waiting groups: a batch is selected only
+  when one may be complete.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ NumberedPrompt = tuple[int, Prompt]
 
 class Scheduler:
     """Admission and selection of groups. `steps`: optimizer steps of the whole run, beyond which
-    nothing is admitted; None admits without end. `fresh_steps`: number of first steps that are
-    synchronous whatever `flow.async_ratio` is. `seed`: of replay. `scored_whole`: a group finishes
-    with its own reward (`on_scored`), after its last response."""
+    nothing is admitted; None: no limit. `fresh_steps`: number of first steps that are synchronous
+    whatever `flow.async_ratio` is. `seed`: of replay. `scored_whole`: a group finishes with its own
+    reward (`on_scored`), after its last response."""
 
     def __init__(
         self,
@@ -59,12 +60,12 @@ class Scheduler:
         self._table = GroupTable(flow, on_dropped, on_group_dropped, scored_whole=scored_whole)
         self._limit = 0
         self._worth_at = 0
-        """Number of finished groups, in all, before which another selection cannot succeed."""
+        """Total number of finished groups below which another selection cannot succeed."""
         self._awaited: GroupState | None = None
-        """Group before whose end no selection can succeed, either."""
+        """Group without whose end no selection can succeed, either."""
         self._first_versions = set[int]()
-        """Versions at which nothing older was there: groups that `exact_lag` admits under them have
-        less lag."""
+        """Versions at which no older group was waiting: groups that `exact_lag` admits under them
+        have less lag."""
         self._replay = (
             ReplayStore(flow.selection, seed) if isinstance(flow.selection, Replay) else None
         )
@@ -85,8 +86,8 @@ class Scheduler:
         """Begin at `version`, which an engine holds. New groups are numbered from `next_index`,
         after `pending` ones that an earlier run left.
 
-        Takes up everything of `buffer` that the law and these settings permit and whose tokens come
-        from version `oldest` or newer ones. Returns the requests to send again for it, each with
+        Restores all groups of `buffer` that the law and these settings permit and whose tokens come
+        from version `oldest` or newer ones. Returns the requests to send again for them, each with
         the version under which its group was admitted.
         """
         if self._version is not None:
@@ -105,7 +106,7 @@ class Scheduler:
                 oldest=oldest,
             )
         )
-        # The buffer holds some of them, which count as admitted.
+        # Those in the buffer count as admitted.
         self._pending.extend(place for place in pending if not self._table.is_waiting(place[0]))
         return self._table.open_requests()
 
@@ -116,8 +117,8 @@ class Scheduler:
             self._replay.load(buffer.stored)
 
     def advance(self, version: int) -> None:
-        """Admit under `version`, which an engine holds now. Versions only grow; the same one again
-        does nothing."""
+        """Admit under `version`, which an engine holds now. Versions only grow; a call with the
+        same version does nothing."""
         if self._version is None:
             raise RuntimeError(f"advance({version}) before start")
         if version < self._version:
@@ -142,7 +143,7 @@ class Scheduler:
             self._flow.oversample,
         )
         if self._steps is not None:
-            # Nothing is sampled that no step will consume.
+            # No group is sampled that no step would consume.
             limit = min(limit, max(self._steps - self._base, 0) * per_step)
         return limit
 
@@ -170,7 +171,7 @@ class Scheduler:
     # Answers
 
     def on_sample(self, sample: SampleRow, group: int) -> None:
-        """Take in a response of `group`."""
+        """Accept a response of `group`."""
         self._table.on_sample(sample, group)
 
     def unscored(self, group: int) -> SampleGroup | None:
@@ -178,17 +179,17 @@ class Scheduler:
         return self._table.unscored(group)
 
     def on_scored(self, group: int, samples: Sequence[SampleRow]) -> None:
-        """Take in the samples of an unscored group, with their rewards."""
+        """Accept the samples of an unscored group, with their rewards."""
         self._table.on_scored(group, samples)
 
     def on_abort(self, aborted: Aborted, group: int) -> Request:
-        """Return the continuation of a request that its engine stopped."""
+        """Return the continuation of a request that its engine aborted."""
         return self._table.on_abort(aborted, group)
 
     def on_give_up(self, request: str, group: int) -> bool:
         """Give up the request and drop its group. Return False if it had been dropped before."""
         dropped = self._table.on_give_up(request, group)
-        self._worth_at, self._awaited = 0, None  # the group may have been in others' way
+        self._worth_at, self._awaited = 0, None  # the group may have blocked a selection
         return dropped
 
     def version_of(self, group: int) -> int | None:
@@ -204,7 +205,7 @@ class Scheduler:
 
     def take(self, version: int) -> tuple[SampleGroup, ...] | None:
         """Return the groups, in admission order, of the batch that trains `version`; None while it
-        has to wait.
+        is incomplete.
 
         Raises ValueError for a batch other than the next, and StalenessViolated if a sample breaks
         the law.
@@ -225,20 +226,20 @@ class Scheduler:
         others = [entry for entry in self._table.waiting() if entry not in late]
         taken = self._select(others, version)
         missing = self._flow.prompts_per_step - len(taken)
-        # Remembered, so that answers before then cost no selection.
+        # Remembered, so that answers before that do not cause a selection.
         if missing:
             self._worth_at = self._table.finished + missing
             self._awaited = None if late else self._indispensable(others, version)
             return None
         self._worth_at, self._awaited = 0, None
-        # Only with a complete batch: until then they may still finish in time.
+        # Only with a complete batch: before that, late groups may still finish in time.
         for entry in late:
             self._table.drop(entry, "dropped_late")
         return self._consume(sorted(taken, key=lambda entry: entry.index), version)
 
     def may_take(self, version: int) -> bool:
-        """Return True if a selection may succeed. The reasons why a batch is incomplete are only
-        looked for then."""
+        """Return True if a selection may succeed. Only then does `take` examine why a batch is
+        incomplete."""
         table = self._table
         if table.ready < self._flow.prompts_per_step or table.finished < self._worth_at:
             return False
@@ -247,22 +248,21 @@ class Scheduler:
         ) and not self._must_stand_still(version)
 
     def _late(self, version: int) -> set[GroupState]:
-        """Groups that are due at `version` and still running, with `late: drop`: no batch waits
-        for them, and the next batch leaves them out. Empty with `late: wait`."""
+        """Groups that are due at `version` and still running, with `late: drop`: no batch waits for
+        them, and the next batch drops them. Empty with `late: wait`."""
         if self._flow.late == "wait":
             return set()
         return {entry for entry in self._table.running() if entry.deadline <= version}
 
     def _indispensable(self, groups: Iterable[GroupState], version: int) -> GroupState | None:
-        """Return the most urgent running group of `groups` if no batch of them can do without
-        it."""
+        """Return the most urgent running group of `groups` if every batch needs it."""
         first = next((entry for entry in groups if entry.finished is None), None)
         overtaken = isinstance(self._flow.selection, Windowed)
         return first if first is not None and (first.deadline <= version or not overtaken) else None
 
     def _must_stand_still(self, version: int) -> bool:
-        """Return True with `exact_lag` until every response of this version is there: the next
-        weights have to wait for them."""
+        """Return True with `exact_lag` until every response of this version has arrived, because
+        the next weights have to wait for them."""
         exact = isinstance(self._flow.selection, ExactLag)
         return exact and (self._version != version or self.room() or self._table.open > 0)
 
@@ -275,11 +275,11 @@ class Scheduler:
     def _consume(self, taken: Sequence[GroupState], version: int) -> tuple[SampleGroup, ...]:
         groups = tuple(entry.group() for entry in taken)
         every = (sample for group in groups for sample in group.samples)
-        # Before anything changes. A violation is a mistake of ours, and ends the run.
+        # Before anything changes. A violation is an internal error, and ends the run.
         check_lags(every, version, self._flow, self._first_versions, self._fresh_steps)
         self._table.consume(taken)
         if self._replay is not None:
-            # After the check, because replayed responses may be of any age.
+            # After the check, because replayed responses may have any age.
             groups, replayed = self._replay.exchange(groups, version, self._flow.group_size)
             self._table.counts["replayed"] += replayed
         return groups
@@ -287,13 +287,13 @@ class Scheduler:
     # What is where
 
     def pending(self) -> list[NumberedPrompt]:
-        """Admitted or pending prompts that are not consumed, oldest first: a resume requests them
+        """Admitted or pending prompts that are not consumed, oldest first. A resume requests them
         again."""
         own = [(entry.index, entry.prompt) for entry in self._table.waiting()]
         return sorted([*own, *self._pending], key=lambda place: place[0])
 
     def buffer(self) -> Buffer:
-        """Return a copy of what waits now, and of the replay store."""
+        """Return a copy of the waiting groups and of the replay store."""
         stored = self._replay.content() if self._replay is not None else ()
         return replace(
             self._table.buffer(), stored=stored, first_versions=tuple(self._first_versions)
@@ -308,7 +308,7 @@ class Scheduler:
         return sorted(entry.index for entry in self._table.waiting())
 
     def running(self) -> list[NumberedPrompt]:
-        """Groups whose responses have not all come, oldest first."""
+        """Groups that still lack responses, oldest first."""
         return [(entry.index, entry.prompt) for entry in self._table.running()]
 
     def drain_dropped(self) -> list[SampleRow]:
@@ -316,9 +316,9 @@ class Scheduler:
         return self._table.drain_dropped()
 
     def counts(self) -> dict[str, int]:
-        """Return counts since `start`, which admits what it takes up. Groups: admitted = consumed +
-        dropped_equal + dropped_late + dropped_failed + running + ready. Responses: asked = finished
-        + given_up + open (now); aborted (and requested again), replayed."""
+        """Return counts since `start`; groups that it restores count as admitted. Groups: admitted
+        = consumed + dropped_equal + dropped_late + dropped_failed + running + ready. Responses:
+        asked = finished + given_up + open (now); aborted (and requested again), replayed."""
         table = self._table
         running = len(table.waiting()) - table.ready
         return dict(table.counts) | {

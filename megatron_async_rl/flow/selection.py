@@ -5,12 +5,12 @@ Invariants:
   wait;
 - after a batch is taken, the other groups can still train in time (`staleness.is_feasible` at the
   next step), if they could before;
-- a result with k groups too few stays too short until k more have finished or been dropped: no
-  earlier check is needed;
-- the store keeps the newest `per_prompt` distinct responses of a prompt; of two responses with the
+- a result that lacks k groups stays too short until k more have finished or been dropped, so an
+  earlier check is unnecessary;
+- the store keeps the newest `per_prompt` distinct responses to a prompt; of two responses with the
   same tokens, the newer counts;
-- a step's draw depends on the seed, the version and the stored responses alone. A response that
-  trains again has its own id in that batch: `<id>@<version>.<place>`.
+- a step's draw depends only on the seed, the version and the stored responses. A response that
+  trains again has a different id in that batch: `<id>@<version>.<place>`.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def windowed[G: Waiting](groups: Sequence[G], count: int, step: int, window: flo
     """Return the `count` groups that finished first among the first ceil((1 + window) count), such
     that no other group becomes late.
 
-    `groups` come most urgent first. Of the groups due by c', at most (c' - step) count can train
+    `groups` are in order of urgency. Of the groups due by c', at most (c' - step) count can train
     after this step: the others must be in this batch. Once the first `count` groups have finished
-    there is always a whole batch, because they alone would be one.
+    there is always a whole batch, because they alone would form one.
     """
     due = Counter(group.deadline for group in groups)
     owed: dict[int, int] = {}
@@ -71,7 +71,7 @@ def windowed[G: Waiting](groups: Sequence[G], count: int, step: int, window: flo
     for group in sorted(candidates, key=lambda candidate: candidate.finished or 0):
         if len(taken) == count:
             break
-        # More urgent groups need these places, whatever else is chosen.
+        # More urgent groups need these places, whatever other groups are chosen.
         others = max((still for last, still in owed.items() if last < group.deadline), default=0)
         if count - len(taken) > others:
             taken.append(group)
@@ -94,17 +94,17 @@ class ReplayStore:
         """Store `arrived`; return as many groups to train `version`, and the number of stored
         responses among them.
 
-        With probability `recent` these are `arrived`. Otherwise prompts are drawn evenly, without
-        repetition as far as there are enough, and `group_size` responses of each with probability
-        proportional to exp(inverse_temperature x reward), with repetition.
+        With probability `recent` these are `arrived`. Otherwise prompts are drawn uniformly,
+        without repetition as long as there are enough, and `group_size` responses to each with
+        probability proportional to exp(inverse_temperature x reward), with repetition.
         """
         for group in arrived:
             self._store(group.prompt, group.samples)
-        # A generator per step: a resume draws the same without any state.
+        # A new generator for each step: a resume draws the same without any stored state.
         chance = np.random.default_rng([self._seed, version])
         if chance.random() < self._settings.recent or not self._stored:
             return tuple(arrived), 0
-        # Sorted, because a resume stores them in another order.
+        # Sorted, because a resume inserts the prompts in another order.
         ids = sorted(self._stored)
         chosen = chance.choice(len(ids), size=len(arrived), replace=len(ids) < len(arrived))
         groups = tuple(
@@ -118,13 +118,14 @@ class ReplayStore:
         return tuple((prompt, tuple(samples.values())) for prompt, samples in self._stored.values())
 
     def load(self, content: Iterable[tuple[Prompt, Iterable[SampleRow]]]) -> None:
-        """Store what `content` returned; the newest responses if these settings keep fewer."""
+        """Store what `content` returned, or the newest responses of it if these settings keep
+        fewer."""
         for prompt, samples in content:
             self._store(prompt, samples)
 
     def _store(self, prompt: Prompt, arrived: Iterable[SampleRow]) -> None:
         _, samples = self._stored.setdefault(prompt.id, (prompt, OrderedDict()))
-        # Without the rest of the reports they came in, which would stay as long.
+        # Copied out of their reports, which would otherwise stay in memory as long.
         for sample in rows_of(gathered([one for one in arrived if one.valid])):
             key = sample.response_ids.tobytes()
             # Removed first, so that a repeated response becomes the newest.
