@@ -1,11 +1,11 @@
-"""GAC's lower threshold, taken from the run itself: a quantile of the cosines that fresh data
-shows.
+"""GAC's lower threshold, calibrated on the run itself: a quantile of the cosines of fresh data.
 
-Fresh: the batch of this step and the batch of the reference were sampled by the weights they
-trained (lag 0). A run with calibration trains synchronously for its first `steps` + 1
-steps (flow/staleness.py); the first step has no cosine. Should some of those steps have none either
-(a gradient that is not finite, an empty batch), then the first stale step takes the quantile of
-what there is, provided it is at least half; with less, calibration waits for more fresh steps.
+A step is fresh if its batch and the batch of the reference were sampled by the weights that they
+trained (lag 0). A run with calibration trains synchronously for its first `steps` + 1 steps
+(flow/staleness.py); the first step has no cosine. If other steps among them have no cosine either
+(a gradient that is not finite, an empty batch), the first stale step uses the quantile of the
+cosines so far, provided that there are at least half of them; with fewer, calibration waits for
+more fresh steps.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from megatron_async_rl.config.controls import CalibrateConfig
 log = logging.getLogger(__name__)
 
 BOUND = 0.999
-"""Bound of a calibrated threshold: at 1 there is nothing to project to."""
+"""Upper bound of a calibrated threshold: at 1 there is no component to project to."""
 
 
 class CosineCalibration:
-    """`threshold`: null until there is one; then it does not change."""
+    """Calibration of one threshold. `threshold`: null until it is known; then it does not
+    change."""
 
     def __init__(self, settings: CalibrateConfig) -> None:
         self.settings = settings
@@ -33,13 +34,13 @@ class CosineCalibration:
         self.threshold: float | None = None
 
     def observe(self, cosine: float, *, fresh: bool) -> None:
-        """The cosine of one step, all-reduced."""
-        # The threshold is fixed once: results must not drift with later data.
+        """Record the cosine of one step, which is equal on every rank."""
+        # The threshold is set once: results must not drift with later data.
         if self.threshold is not None:
             return
         if fresh:
             self.cosines.append(cosine)
-        # Fresh steps are over: take what there is, if it is at least half.
+        # The fresh steps are over: use the cosines so far, if there are at least half.
         enough = self.settings.steps if fresh else max(1, (self.settings.steps + 1) // 2)
         if len(self.cosines) >= enough:
             quantile = float(np.quantile(self.cosines, self.settings.quantile))
@@ -59,5 +60,5 @@ class CosineCalibration:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.cosines, self.threshold = list(state["cosines"]), state["threshold"]
         if self.threshold is not None:
-            # Checkpoints of earlier versions may hold a negative one.
+            # Checkpoints of earlier versions may contain a negative threshold.
             self.threshold = max(self.threshold, 0.0)
