@@ -139,8 +139,8 @@ class UpdateView:
 
 @dataclass(frozen=True)
 class UpdateCorrection:
-    """Change to an update. along: multiple of the displacement by which the parameters move in
-    addition to the update. length: length of the sum, relative to the update's."""
+    """Change to an update. along: multiple of the displacement that is added to the update. length:
+    length of the sum, relative to the update's."""
 
     along: float = 0.0
     length: float = 1.0
