@@ -1,7 +1,7 @@
 """Waits with a name and a deadline, so that a stuck run reports who waited how long for what.
 
 Invariant: a wait through this module ends with its result, with the failure of the awaited call, or
-with `DeadlineExceeded`. A timeout that the awaited call itself raises before the deadline passes
+with `DeadlineExceeded`. A timeout that the awaited call itself raises before the deadline is raised
 unchanged.
 """
 
@@ -27,11 +27,11 @@ from megatron_async_rl.watchdog.host_memory import (
 
 _process_name: str | None = None
 _CLOCK_SLACK = 0.98
-"""Timers fire a little early; a timeout this close to the deadline is the deadline."""
+"""Timers fire slightly early; a timeout this close to the deadline counts as the deadline."""
 
 
 class DeadlineExceeded(TimeoutError):
-    """`who` waited `waited_s` seconds for `name`, and it did not come."""
+    """`who` waited `waited_s` seconds for `name`, which did not come."""
 
     def __init__(self, who: str, name: str, waited_s: float) -> None:
         super().__init__(f"{who} waited {waited_s:.1f} s for {name}, which did not come")
@@ -40,7 +40,7 @@ class DeadlineExceeded(TimeoutError):
         self.waited_s = waited_s
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions pickle by their message alone, from which the fields could not be restored.
+        # An exception pickles its message alone, which cannot restore the fields.
         return (type(self), (self.who, self.name, self.waited_s), self.__dict__)
 
 
@@ -49,7 +49,7 @@ class ProcessDied(RuntimeError):
     the kind of memory whose shortage ended it, if known. `outside`: something else ended it, such
     as a preemption, or a shortage of memory that another process may have caused."""
 
-    # Read by events.py: the other process's own failure is reported instead.
+    # events.py reads this and reports the other process's own failure instead.
     consequence = True
     out_of_memory: MemoryKind | None = None
 
@@ -59,8 +59,7 @@ class ProcessDied(RuntimeError):
 
 
 class KilledForMemory(ProcessDied):
-    """The process that should answer was ended by Ray or by the kernel, because host memory ran
-    out."""
+    """Ray or the kernel ended the process that should answer, because host memory ran out."""
 
     # A process that was killed for memory cannot report it, so this error is the cause.
     consequence = False
@@ -72,10 +71,10 @@ def _ended(error: BaseException, waited: str = "") -> ProcessDied:
     import ray
 
     if isinstance(error, ray.exceptions.OutOfMemoryError):
-        # What filled the memory may be another process than the killed one.
+        # Another process than the killed one may have filled the memory.
         return KilledForMemory(waited + ended_by_ray(str(error)), outside=True)
     reason = waited + death_reason(str(error))
-    # This machine's kernel ends no process of another one.
+    # This machine's kernel does not end processes of another machine.
     kernel = kernel_shortage(_pids(str(error))) if _was_here(str(error)) else None
     # A possible kill is mentioned, but does not change the kind of failure.
     if kernel is not None and kernel.certain:
@@ -90,10 +89,10 @@ def _pids(text: str) -> list[int]:
 
 
 def _was_here(text: str) -> bool:
-    """Return False where Ray's text names another machine's address."""
+    """Return False if Ray's text names another machine's address."""
     named = re.search(r"^\s*ip: (\S+)$", text, re.MULTILINE)
     addresses = (one.address for here in psutil.net_if_addrs().values() for one in here)
-    # Without an address the process is taken to be here, as on one machine.
+    # Without an address, assume that the process was here, as on one machine.
     return named is None or named[1] in addresses
 
 
@@ -109,23 +108,23 @@ def this_process() -> str:
 
 @contextmanager
 def waiting(name: str, timeout_s: float) -> Iterator[None]:
-    """Names the deadline of a blocking call that takes its own `timeout_s`, such as
+    """Name the deadline of a blocking call that has its own `timeout_s`, such as
     `future.result(timeout_s)`.
 
-    It does not interrupt the call. Raises DeadlineExceeded in place of the call's TimeoutError; any
-    other error gets a note of the wait. The state of this process (watchdog/watch.py) shows the
-    wait for as long as it lasts.
+    This does not interrupt the call. Raises DeadlineExceeded instead of the call's TimeoutError;
+    any other error gets a note about the wait. The state of this process (watchdog/watch.py) shows
+    the wait as long as it lasts.
     """
     started = time.monotonic()
     try:
-        # Registered before the call, so that a picture taken meanwhile shows the wait.
+        # Registered before the call, so that a snapshot taken meanwhile shows the wait.
         with watch.doing("wait", name, timeout_s):
             yield
     except DeadlineExceeded:
         raise
     except Exception as error:
         waited = time.monotonic() - started
-        # An earlier timeout is the call's own, and not this deadline.
+        # An earlier timeout is the call's own, not this deadline.
         if isinstance(error, TimeoutError) and waited >= _CLOCK_SLACK * timeout_s:
             raise DeadlineExceeded(this_process(), name, waited) from error
         error.add_note(f"{this_process()} had waited {waited:.1f} s for {name}")
@@ -140,10 +139,10 @@ async def await_named[Result](name: str, awaitable: Awaitable[Result], timeout_s
 
 
 def ray_get(ref: Any, name: str, timeout_s: float) -> Any:
-    """`ray.get` of one reference or a list of them, at most `timeout_s` seconds; raises
-    DeadlineExceeded after that.
+    """Return `ray.get` of one reference or a list of them. Raises DeadlineExceeded after
+    `timeout_s` seconds.
 
-    What the remote task raised is raised as itself. Raises ProcessDied when its process has ended.
+    Raises the remote task's own exception, and ProcessDied if its process has ended.
     """
     import ray
 
@@ -162,7 +161,8 @@ def ray_get(ref: Any, name: str, timeout_s: float) -> Any:
 
 
 async def answer_of(call: Any) -> Any:
-    """Answer of an actor. Raises its own exceptions unchanged, and ProcessDied if it has ended."""
+    """Return the answer of an actor. Raises its own exceptions unchanged, and ProcessDied if it has
+    ended."""
     import ray
 
     look_for_kernel_kills()
@@ -170,16 +170,16 @@ async def answer_of(call: Any) -> Any:
         return await call
     except (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError) as error:
         raise _ended(error) from None
-    except Exception as error:  # noqa: BLE001 - raised again, as itself
+    except Exception as error:  # noqa: BLE001 - raised again, unwrapped
         raise remote_cause(error) from None
 
 
 def remote_cause(error: BaseException) -> BaseException:
-    """The exception a Ray task raised, out of Ray's wrappers around it; any other error is returned
-    as it is.
+    """Return the exception that a Ray task raised, without Ray's wrappers; any other error is
+    returned unchanged.
 
-    A wrapper's own text holds the remote tracebacks, hundreds of lines of them, which the remote
-    process's log has too.
+    A wrapper's own text contains the remote tracebacks, hundreds of lines, which are also in the
+    remote process's log.
     """
     while isinstance(cause := getattr(error, "cause", None), BaseException):
         error = cause
@@ -187,8 +187,8 @@ def remote_cause(error: BaseException) -> BaseException:
 
 
 def death_reason(text: str) -> str:
-    """Name of the process, and Ray's reason, from a text of a dozen lines. Where Ray guesses at the
-    causes, two of three cannot be."""
+    """Return the name of the process, and Ray's reason, from a text of a dozen lines. Of the three
+    causes that Ray guesses, two are impossible here."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     about = dict(
         line.split(": ", 1) for line in lines if re.match(r"(?:class_name|name|pid): ", line)
@@ -203,8 +203,8 @@ def death_reason(text: str) -> str:
 
 
 async def cancel_all(works: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel `works` and wait until all have ended. Cancels repeatedly: a library may lose a
-    cancellation that comes at the moment of its result, as Python's `wait_for` did before 3.12."""
+    """Cancel `works` and wait until all have ended. Cancels repeatedly, because a library may lose
+    a cancellation that arrives together with its result, as Python's `wait_for` did before 3.12."""
     left = set(works)
     while left:
         for work in left:

@@ -1,16 +1,16 @@
 """The state of this process, in a small file that others can read when it no longer answers.
 
 `start` gives the process a heartbeat: a daemon thread replaces `RUN/watch/<name>.json` every second
-with the process's waits, its progress and the figures that its parts offer; SIGUSR1 writes all its
-threads' stacks to `RUN/watch/<name>.stack`, also when the interpreter is stuck in one call.
+with the process's waits, its progress and the figures that its parts provide. SIGUSR1 writes the
+stacks of all its threads to `RUN/watch/<name>.stack`, even if the interpreter is stuck in one call.
 
 Invariants:
 - waits, marks and facts may be registered in any process and from any thread, before `start` and
   without it;
-- registering takes no lock and touches no file: it is fit for the hottest loop;
+- registering uses no lock and no file, so it is cheap enough for the hottest loop;
 - a fact that raises is shown as its exception; nothing here can fail the process;
-- a process that ends by itself takes its state file along: a file without its process is a process
-  that was killed.
+- a process that ends by itself removes its state file, so a file without its process means that the
+  process was killed.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ from megatron_async_rl.watchdog.progress_monitor import FOLDER, ProgressMonitor,
 
 BEAT_S = 1.0
 INHERITED = "MEGATRON_ASYNC_RL_WATCH"
-"""Environment variable: run directory and name of the watched process, for the processes it
+"""Environment variable: run directory and name of the watched process, for the processes that it
 starts."""
 
 STOP = "stop"
-"""File in the run's directory that requests a stop after the step from rank 0."""
+"""File in the run's directory that makes rank 0 stop after the step."""
 ENGINES = "engines"
-"""File in the run's directory that requests a number of training engines of the controller."""
+"""File in the run's directory with the number of training engines that the controller should
+run."""
 ActivityKind = Literal["wait", "work", "phase"]
 
 
 class Activity(NamedTuple):
-    """`wait`: blocked on another; `work`: busy itself; `phase`: busy, and allowed to show no
-    progress until its deadline."""
+    """`wait`: blocked on another process; `work`: busy itself; `phase`: busy, and permitted to show
+    no progress until its deadline."""
 
     kind: ActivityKind
     name: str
@@ -72,9 +73,9 @@ _beating: _HeartbeatThread | None = None
 
 
 class doing:
-    """Show that this process does `name` as long as the block runs. It interrupts nothing."""
+    """Show that this process does `name` while the block runs. Interrupts nothing."""
 
-    # No generator: that costs three times as much, and this is entered for every report of an
+    # Not a generator, which costs three times as much: this is entered for every report of an
     # engine.
     __slots__ = ("_deadline_s", "_kind", "_name", "_number")
 
@@ -95,13 +96,13 @@ class doing:
 
 
 def working(name: str) -> doing:
-    """`with working("train step"):` a stretch of work that may block inside others' code, such as a
+    """`with working("train step"):` shows work that may block inside code of others, such as a
     collective."""
     return doing("work", name)
 
 
 def phase(name: str, allowed_s: float) -> doing:
-    """`with phase("building the model", 600):` the whole run may be without progress for
+    """`with phase("building the model", 600):` permits the whole run to be without progress for
     `allowed_s` seconds of it."""
     return doing("phase", name, allowed_s)
 
@@ -114,40 +115,40 @@ def enter(kind: ActivityKind, name: str) -> None:
 
 
 def progress(mark: str, n: int = 1) -> None:
-    """Add `n` to what `mark` counts, such as samples. Any mark that grows in any process is
+    """Add `n` to the count of `mark`, such as samples. Any mark that grows in any process is
     progress of the run."""
-    # A new pair, not a change of the old one: readers see either whole.
+    # A new pair instead of a change of the old one, so that readers see either whole.
     count, _ = _process.marks.get(mark, (0, 0.0))
     _process.marks[mark] = (count + n, time.monotonic())
 
 
 def fact(key: str, read: Callable[[], Any]) -> None:
-    """Show `read()`, a number or a short text, under `key` in every state of this process. It is
-    called from another thread."""
+    """Show `read()`, a number or a short text, under `key` in every state of this process. Another
+    thread calls it."""
     _process.facts[key] = read
 
 
 def start(run_dir: Path, name: str, *, end_after_s: float | None = None) -> None:
-    """Begin the heartbeat of this process as `name`, such as `rank 0`; once for each process,
-    later calls do nothing.
+    """Begin the heartbeat of this process as `name`, such as `rank 0`; later calls in the same
+    process do nothing.
 
-    `end_after_s`: this process ends itself, with its stacks written, when the run has not moved for
-    so long and no launcher is there to see it. Such a process also requests a stop after the step
-    when this machine's launcher was killed.
+    `end_after_s`: this process writes its stacks and ends itself when the run has not moved for so
+    long and no launcher can notice it. Such a process also requests a stop after the step when this
+    machine's launcher was killed.
     """
     global _beating
     # A fork inherits the object but not the thread.
     if _beating is not None and _beating.pid == os.getpid():
         return
     heart = _HeartbeatThread(run_dir.resolve() / FOLDER, name, end_after_s)
-    # Only now: processes that this one starts must not join a folder that cannot be used.
+    # Not earlier: processes that this one starts must not join a folder that cannot be used.
     os.environ[INHERITED] = f"{run_dir.resolve()}\n{name}"
     _beating = heart
     _beating.start()
 
 
 def stop() -> None:
-    """End the heartbeat, for a process that outlives the run; its state file goes."""
+    """End the heartbeat of a process that outlives the run, and remove its state file."""
     global _beating
     if _beating is not None:
         _beating.leave()
@@ -155,11 +156,11 @@ def stop() -> None:
 
 
 def join(name: str | None = None) -> None:
-    """Begin the heartbeat of a process that a watched process started, directly or through Ray.
-    Elsewhere the call has no effect.
+    """Begin the heartbeat of a process that a watched process started, directly or through Ray. For
+    other processes the call has no effect.
 
-    Without a `name` it goes by its parent's name and its own, and a process that `multiprocessing`
-    did not start is left alone.
+    Without a `name` it is called by its parent's name and its own, and a process that
+    `multiprocessing` did not start is not changed.
     """
     inherited = os.environ.get(INHERITED)
     own = multiprocessing.current_process().name
@@ -170,11 +171,11 @@ def join(name: str | None = None) -> None:
 
 
 def state() -> dict[str, Any]:
-    """The content of the state file but for the name: see `progress_monitor.ProcessState`."""
+    """Return the content of the state file except the name; see `progress_monitor.ProcessState`."""
     now = time.monotonic()
     activities = (
         _process.activities.copy().values()
-    )  # `copy` is one step for the other threads; iterating is not
+    )  # `copy` is atomic for the other threads, unlike iteration
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -205,7 +206,7 @@ def _read(read: Callable[[], Any]) -> Any:
 
 
 class _HeartbeatThread(threading.Thread):
-    """The thread behind `start`."""
+    """Thread of `start`."""
 
     def __init__(self, folder: Path, name: str, end_after_s: float | None) -> None:
         super().__init__(name="watch", daemon=True)
@@ -216,17 +217,16 @@ class _HeartbeatThread(threading.Thread):
         self._stopped = False
         self._writing = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
-        # Append, so that a process that requests a stack may empty the file first.
+        # Append mode, so that a process that requests a stack may empty the file first.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
         self._stack = os.open(self._path.with_suffix(".stack"), flags, 0o644)
-        # In C: it also answers while the interpreter is stuck in one call.
+        # In C, so that it answers even if the interpreter is stuck in one call.
         faulthandler.register(signal.SIGUSR1, file=self._stack, all_threads=True, chain=False)
         atexit.register(self.leave)
         self._monitor = ProgressMonitor(folder.parent)
         self._launcher: int | None = None
         self._shown = True
-        # The first state is written before `start` returns, so a folder that cannot be used is
-        # noticed.
+        # The first state is written before `start` returns, so an unusable folder is noticed.
         self._beat()
 
     def run(self) -> None:
@@ -241,7 +241,7 @@ class _HeartbeatThread(threading.Thread):
             try:
                 write_whole(self._path, json.dumps({"name": self._process_name, **state()}))
             except OSError as error:
-                # A full disk is the run's failure to report, where it writes something it needs.
+                # The run itself reports a full disk when it writes a file that it needs.
                 if self._shown:
                     _log.warning("the state of %s was not written: %s", self._process_name, error)
                 self._shown = False
@@ -252,10 +252,10 @@ class _HeartbeatThread(threading.Thread):
             self._stop_without_launcher()
 
     def _put_off_the_end(self, monitor: ProgressMonitor, end_after_s: float) -> None:
-        """A timer outside the interpreter, set again while all is well: it also ends a process that
-        never comes back to Python."""
+        """Restart a timer outside the interpreter while the run moves. It also ends a process that
+        never returns to Python."""
         monitor.look()
-        # The launcher ends a stalled run with a full picture, which a timer cannot give.
+        # The launcher ends a stalled run with a full snapshot, which a timer cannot take.
         if monitor.launcher_watches:
             faulthandler.cancel_dump_traceback_later()
         elif monitor.still_s < 2 * BEAT_S or monitor.allowed_s > 0:
@@ -264,8 +264,8 @@ class _HeartbeatThread(threading.Thread):
             )
 
     def _stop_without_launcher(self) -> None:
-        """Query for a stop after the step, once, when the launcher of this machine was killed: its
-        state is still there."""
+        """Request a stop after the step, once, if the launcher of this machine was killed, so that
+        its state file still exists."""
         here = (
             state
             for state in self._monitor.states
@@ -282,7 +282,7 @@ class _HeartbeatThread(threading.Thread):
                 (self._path.parent.parent / STOP).touch()
 
     def leave(self) -> None:
-        if os.getpid() != self.pid:  # a fork inherits the exit handlers, and not the thread
+        if os.getpid() != self.pid:  # a fork inherits the exit handlers, but not the thread
             return
         with self._writing:
             self._stopped = True
