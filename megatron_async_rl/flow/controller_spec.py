@@ -1,5 +1,5 @@
-"""Things that rank 0 and the controller hand each other: the controller's settings, where the data
-stands, and a batch. Plain data, which crosses processes.
+"""Plain data that rank 0 and the controller exchange across processes: the controller's settings,
+the position of the data, and a batch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DataState:
     """Position of the data for a checkpoint. `state`: plain JSON. `buffer`: the waiting groups
     (flow/buffer.py); null for supervised runs. `oldest`: the oldest version whose tokens
     may train after a resume. `data`: digests of the prompts (batches.data_digests). `log`:
-    extent of the sample log on the disk; null without a log."""
+    extent of the sample log on disk; null without a log."""
 
     state: Mapping[str, Any]
     buffer: bytes | None = None
@@ -54,8 +54,8 @@ class Handout:
 @dataclass(frozen=True, kw_only=True)
 class ControllerSpec:
     """Settings of the controller. `engines`: all engines; the last `evaluators` only evaluate.
-    `run_dir`: None in tests of the controller alone, which note nothing and cannot be stopped by a
-    file. `steps` to `seed`: see Scheduler. `timeout_s`: longest time without progress."""
+    `run_dir`: None in tests of the controller alone, which write no events and have no stop file.
+    `steps` to `seed`: see Scheduler. `timeout_s`: longest time without progress."""
 
     flow: FlowConfig
     engines: Sequence[EngineSpec]

@@ -270,7 +270,7 @@ class GroupRewards:
         self._settings = settings
         self._tasks = set[asyncio.Task[None]]()
         self.moved_at = 0.0
-        """When a group last got its reward; monotonic seconds."""
+        """Time when a group last got its reward; monotonic seconds."""
         self._failures = FailureLog(None if log_dir is None else log_dir / LOG)
 
     @property
@@ -297,12 +297,12 @@ class GroupRewards:
     def begin(
         self, group: SampleGroup, done: OnGroupScored, fail: Callable[[BaseException], None]
     ) -> None:
-        """Score `group`, then call `done` with its samples. `fail` gets a mistake of ours, which
-        must end the run, not just a task."""
+        """Score `group`, then call `done` with its samples. `fail` receives an internal error,
+        which must end the run, not only a task."""
         task = asyncio.create_task(
             self._score(group, done, fail), name=f"reward of group {group.index}"
         )
-        # asyncio holds tasks weakly: without this reference they may vanish.
+        # asyncio holds tasks weakly: without this reference they may be garbage-collected.
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -311,7 +311,7 @@ class GroupRewards:
     ) -> None:
         try:
             samples = await self.of(group.prompt, group.samples)
-            # Inside `try`: a mistake in the listener ends the run, too.
+            # Inside `try`, so that an error in the listener ends the run, too.
             done(group, samples)
         except Exception as error:  # noqa: BLE001 - the controller raises it
             fail(error)
@@ -338,13 +338,13 @@ class GroupRewards:
             [one.parts for one in whole],
             [one.error for one in whole],
         )
-        # Failed responses keep their places: the order is that of the requests.
+        # Failed responses keep their positions: the order is that of the requests.
         by_id = {one.id: one for one in new}
         return [by_id.get(row.id, row) for row in samples]
 
     def _whole(self, row: SampleRow, scored: Scored) -> Scored:
-        """Return a sample's reward including the parts that it had before and the share of its
-        environment."""
+        """Return a sample's reward including the parts that it had before and its environment's
+        share."""
         if scored.error is not None:
             return Scored(reward=0.0, error=scored.error)
         before = row.reward_parts or {}
@@ -352,7 +352,7 @@ class GroupRewards:
             total, parts = row.reward + scored.reward, before
         else:
             parts = {**before, **scored.parts}
-            # The parts are weighed again as a whole; what an environment gave stays.
+            # All parts are weighted again as a whole; the environment's share does not change.
             total = row.reward - self._settings.total(before) + self._settings.total(parts)
         if not math.isfinite(total):
             return Scored(reward=0.0, error=f"the reward of the parts {parts} is {total}")
