@@ -60,7 +60,7 @@ from megatron_async_rl.policy.digested_folder import files_of, require_export
 from megatron_async_rl.report.progress import sampling_progress, show_evaluation
 from megatron_async_rl.rollout.environments import EnvironmentRefused, load_factory
 from megatron_async_rl.rollout.environments.built_in.tools import prompt_tokenizer, tool_schemas
-from megatron_async_rl.rollout.environments.chat import follow_ups
+from megatron_async_rl.rollout.environments.transcript import follow_ups
 from megatron_async_rl.rollout.rewards.registry import RewardError
 from megatron_async_rl.rollout.scoring import GroupRewards, require_rewards, reward_fields
 from megatron_async_rl.rollout.spec import EngineSpec
