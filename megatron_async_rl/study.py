@@ -39,12 +39,12 @@ from megatron_async_rl.data.hub import located
 from megatron_async_rl.launch.ending import INTERRUPTED, deferred_signals, print_plain
 from megatron_async_rl.launch.run_lock import lock_run_dir
 from megatron_async_rl.metrics.log import MetricsReader, number
-from megatron_async_rl.metrics.status import read_status
 from megatron_async_rl.plan.layout import device_of
 from megatron_async_rl.plan.machine import this_machine
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.resume import differences
 from megatron_async_rl.report.run_data import span
+from megatron_async_rl.watchdog.events import read_status
 from megatron_async_rl.watchdog.logs import find_cause
 
 FILE = "study.json"

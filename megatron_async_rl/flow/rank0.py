@@ -29,13 +29,12 @@ from megatron_async_rl.flow.evaluation import EvalResult, EvalSchedule, LossResu
 from megatron_async_rl.flow.staleness import max_lag
 from megatron_async_rl.flow.summary import MetricValue, summarise
 from megatron_async_rl.metrics.log import EvalLog, MetricsLog
-from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.metrics.timeline import Timeline
 from megatron_async_rl.metrics.trackers import open_trackers
 from megatron_async_rl.policy.checkpoint_folder import named_latest, read_file
 from megatron_async_rl.samples.rank_batch import RankBatch
 from megatron_async_rl.samples.rows import TrainBatch
-from megatron_async_rl.watchdog.events import described
+from megatron_async_rl.watchdog.events import Status, described, write_status
 from megatron_async_rl.weights.manifest import BucketRef, Manifest
 
 

@@ -16,13 +16,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_async_rl.metrics.status import FINAL, Status, read_status, write_status
 from megatron_async_rl.watchdog import stall
 from megatron_async_rl.watchdog.events import (
+    FINAL,
     Failure,
+    Status,
     described,
     first_failure,
+    read_status,
     record_failure,
+    write_status,
 )
 from megatron_async_rl.watchdog.host_memory import kernel_shortage
 from megatron_async_rl.watchdog.logs import KILLED, PRIMARY, SECONDARY, find_cause, tail

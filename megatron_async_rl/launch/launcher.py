@@ -47,8 +47,6 @@ from megatron_async_rl.launch.rendezvous import PeerNodes, RankStore
 from megatron_async_rl.launch.run_lock import RunDirectoryError, concerns, lock_run_dir, usable
 from megatron_async_rl.metrics.log import FILE as METRICS
 from megatron_async_rl.metrics.log import cut_unreadable
-from megatron_async_rl.metrics.status import FILE as STATUS
-from megatron_async_rl.metrics.status import FINAL, Status, read_status
 from megatron_async_rl.plan.layout import PLANNED_DEVICE
 from megatron_async_rl.report.progress import Progress, print_summary
 from megatron_async_rl.rollout.allocator import set_options_of_ranks
@@ -58,7 +56,11 @@ from megatron_async_rl.rollout.vllm.plugin import serving_engines
 from megatron_async_rl.samples.segments import FOLDER as SAMPLES
 from megatron_async_rl.watchdog import stall, watch
 from megatron_async_rl.watchdog.events import (
+    FINAL,
+    STATUS_FILE,
     EventReader,
+    Status,
+    read_status,
     record_failure,
 )
 from megatron_async_rl.watchdog.preloaded import VARIABLE as PRELOADED
@@ -275,7 +277,7 @@ def _prepare_directory(config: Config) -> None:
         # find_cause must not find the cause of an earlier failure.
         log.rename(log.with_suffix(".log.old"))
     shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
-    for files in (stall.FILE, STATUS, "config.", f"{SAMPLES}/"):
+    for files in (stall.FILE, STATUS_FILE, "config.", f"{SAMPLES}/"):
         for left in run_dir.glob(f"{files}*{PARTIAL}"):
             left.unlink(missing_ok=True)
     (run_dir / stall.FILE).unlink(missing_ok=True)

@@ -32,7 +32,6 @@ from megatron_async_rl.flow.buffer import (
     earlier_format,
     read_buffer,
 )
-from megatron_async_rl.metrics.status import read_status
 from megatron_async_rl.plan.model_files import ModelShape, read_model
 from megatron_async_rl.plan.run_record import lost_checkpoints, record_notes, record_problems
 from megatron_async_rl.policy.checkpoint_folder import (
@@ -51,6 +50,7 @@ from megatron_async_rl.policy.checkpoint_folder import (
 )
 from megatron_async_rl.policy.digested_folder import files_of
 from megatron_async_rl.samples.frames import SegmentBroken
+from megatron_async_rl.watchdog.events import read_status
 
 # An allow list: a key that is added to the schema is refused until it was checked.
 ALLOWED = (

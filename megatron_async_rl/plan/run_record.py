@@ -25,7 +25,6 @@ from megatron_async_rl.config.settings_model import code_digests
 from megatron_async_rl.config.yaml_tree import YamlFault, read_tree
 from megatron_async_rl.metrics.log import FILE as METRICS_FILE
 from megatron_async_rl.metrics.log import begins_after, digest_of_step, number, read_newest
-from megatron_async_rl.metrics.status import read_status
 from megatron_async_rl.policy.checkpoint_folder import (
     LATEST,
     RECORD_FILE,
@@ -38,6 +37,7 @@ from megatron_async_rl.policy.checkpoint_folder import (
 )
 from megatron_async_rl.samples.frames import MARK_FILE, LogMark, SegmentBroken
 from megatron_async_rl.samples.segments import FOLDER, lost_end, numbers_in
+from megatron_async_rl.watchdog.events import read_status
 
 _ANEW = "choose another run.dir, or remove {run_dir} to start over"
 

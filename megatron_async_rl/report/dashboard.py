@@ -33,11 +33,11 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from megatron_async_rl.config.problem import UserError
-from megatron_async_rl.metrics.status import read_status
 from megatron_async_rl.report.comparison import colour_of, name_runs, names_of, page_of_runs
 from megatron_async_rl.report.page import Page, head, page_of, problem
 from megatron_async_rl.report.run_data import ReportError, RunData, RunReader
 from megatron_async_rl.report.sample_browser import SampleBrowser, form
+from megatron_async_rl.watchdog.events import read_status
 from megatron_async_rl.watchdog.limited_server import LimitedThreads
 
 ALL = "all"

@@ -26,12 +26,12 @@ from typing import Any
 
 from megatron_async_rl.config.yaml_tree import write
 from megatron_async_rl.metrics.log import number
-from megatron_async_rl.metrics.status import Status
 from megatron_async_rl.report.anomalies import GRAVE, KINDS, steps_text
 from megatron_async_rl.report.metric_rows import Floats
 from megatron_async_rl.report.panel import COLOURS, Panel
 from megatron_async_rl.report.panels import panels_of
 from megatron_async_rl.report.run_data import RunData, span
+from megatron_async_rl.watchdog.events import Status
 
 DETAILS = 4
 """Number of anomalies of one kind that are described."""

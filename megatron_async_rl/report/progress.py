@@ -29,7 +29,6 @@ from rich.text import Text
 
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.metrics.log import MetricRow, MetricsReader, NewRows, number
-from megatron_async_rl.metrics.status import Status, read_status
 from megatron_async_rl.report.anomalies import KINDS, AnomalyFinder
 from megatron_async_rl.report.metric_rows import MetricRows
 from megatron_async_rl.report.run_data import (
@@ -43,6 +42,7 @@ from megatron_async_rl.report.run_data import (
 )
 from megatron_async_rl.report.samples import newest_trained, visible
 from megatron_async_rl.samples.types import Sample
+from megatron_async_rl.watchdog.events import Status, read_status
 
 REDRAW_S = 0.5
 PLAIN_EVERY_S = 5.0

@@ -25,14 +25,12 @@ from megatron_async_rl.metrics.log import (
     number,
 )
 from megatron_async_rl.metrics.log import FILE as METRICS_FILE
-from megatron_async_rl.metrics.status import FILE as STATUS_FILE
-from megatron_async_rl.metrics.status import Status, read_status
 from megatron_async_rl.metrics.timeline import FOLDER as TIMELINE_FOLDER
 from megatron_async_rl.metrics.timeline import Span, TimelineReader, shares
 from megatron_async_rl.report.anomalies import Anomaly, AnomalyFinder, AnomalyList
 from megatron_async_rl.report.metric_rows import Evaluations, MetricRows, evaluation_curves
-from megatron_async_rl.watchdog.events import FILE as EVENTS_FILE
-from megatron_async_rl.watchdog.events import Event, read_events
+from megatron_async_rl.watchdog import events
+from megatron_async_rl.watchdog.events import Event, Status, read_events, read_status
 
 REGIMES = ("kept", "projected", "skipped")
 """Name of a step's regime by its code in `gac/regime`."""
@@ -341,7 +339,7 @@ class RunReader:
 
     def fingerprint(self) -> Hashable:
         """Return a value that changes whenever a file that `read` reads changes."""
-        names = (METRICS_FILE, EVAL_FILE, STATUS_FILE, EVENTS_FILE, "config.yaml")
+        names = (METRICS_FILE, EVAL_FILE, events.STATUS_FILE, events.EVENTS_FILE, "config.yaml")
         paths = [self.run_dir / name for name in names]
         paths += sorted((self.run_dir / TIMELINE_FOLDER).glob("*.jsonl"))
         beside = None if self._beside is None else self._beside.fingerprint()

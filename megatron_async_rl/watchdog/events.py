@@ -1,7 +1,9 @@
-"""Events and failures of a run, passed on in files.
+"""Events, failures and status of a run, passed on in files.
 
 `RUN/events.jsonl`: events that a user should know although the run continued, such as a restarted
 engine. `RUN/watch/<process>.failure`: the error that ended a process, as one JSON object.
+`RUN/status.json`: the current phase of the run, in one small file that rank 0 replaces whole; the
+launcher writes the last status if rank 0 died before it could.
 
 This package's own errors are identified by their class, and their text is never parsed:
 `consequence` is true for an error that only reports another process's end, `timed_out` for a wait
@@ -11,7 +13,8 @@ vLLM), which have no such fields, are identified by their text.
 Invariants:
 - an event is one JSON object per line, `time` (Unix seconds) and `text`; lines are only appended;
 - the failure of a run is the earliest of the most serious kind: a cause, else an exceeded deadline,
-  else a consequence.
+  else a consequence;
+- a reader sees the previous status or the next one, never a half of either.
 """
 
 from __future__ import annotations
@@ -26,14 +29,21 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from errno import ENOMEM
 from pathlib import Path
+from typing import Literal
 
-from megatron_async_rl.config.durable import reading
+from pydantic import TypeAdapter, ValidationError
+
+from megatron_async_rl.config.durable import reading, unreadable, write_file
+from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.watchdog.host_memory import MemoryKind
 from megatron_async_rl.watchdog.logs import DEADLINE, PRIMARY, SECONDARY, judge
 from megatron_async_rl.watchdog.progress_monitor import FOLDER, write_whole
 from megatron_async_rl.watchdog.watch import DeadlineExceeded, this_process
 
-FILE = "events.jsonl"
+EVENTS_FILE = "events.jsonl"
+STATUS_FILE = "status.json"
+FINAL = ("stopped", "finished", "failed")
+"""Final phases of a run."""
 OURS = "megatron_async_rl."
 _CONSEQUENCES = (
     ConnectionError,
@@ -65,7 +75,7 @@ class Event:
 def note(run_dir: Path, text: str) -> None:
     """Append a line, which the launcher shows."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    with open(run_dir / FILE, "a", encoding="utf-8") as file:
+    with open(run_dir / EVENTS_FILE, "a", encoding="utf-8") as file:
         # One write in append mode, so that the kernel does not mix lines of several processes.
         file.write(json.dumps({"time": round(time.time(), 3), "text": text}) + "\n")
 
@@ -73,7 +83,7 @@ def note(run_dir: Path, text: str) -> None:
 def read_events(run_dir: Path, newest: int | None = None) -> list[Event]:
     """Return all complete lines in order, without lines that a crash left incomplete. `newest`:
     limit to this many bytes at the end. Raises UserError for a file that cannot be read."""
-    path = run_dir / FILE
+    path = run_dir / EVENTS_FILE
     try:
         with reading(path), open(path, "rb") as file:
             if newest is not None and path.stat().st_size > newest:
@@ -89,7 +99,7 @@ class EventReader:
     """Reader of the events that are added after its creation."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._path = run_dir / FILE
+        self._path = run_dir / EVENTS_FILE
         # Earlier starts have shown their events.
         self._position = self._path.stat().st_size if self._path.exists() else 0
 
@@ -240,3 +250,68 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(now))
         yield now
         now = now.__cause__ or (None if now.__suppress_context__ else now.__context__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """Content of `status.json`."""
+
+    phase: str
+    """`starting`, `evaluating`, `training`, `checkpointing`, `exporting`, `stopping`, `stopped`,
+    `finished` or `failed`."""
+    step: int
+    """Optimizer steps done."""
+    steps: int
+    """Optimizer steps in the whole run."""
+    time: float
+    """Unix seconds of the moment it was written."""
+    detail: str = ""
+    before: float | None = None
+    """Held-out mean reward, or loss, before the first step; None while not measured."""
+    after: float | None = None
+    """Held-out mean reward, or loss, after the last step; None while not measured."""
+    measure: Literal["reward", "loss"] = "reward"
+    """Quantity of `before` and `after`."""
+    error: str | None = None
+    log: str | None = None
+    """The file that has the rest of `error`."""
+    checkpoint: str | None = None
+    """The checkpoint that `checkpoint/latest` named, empty before the first: a resume without the
+    folder can distinguish a lost one from none. None in a file of an earlier version."""
+
+
+_STATUS = TypeAdapter(Status)
+_STATUS_FIX = "delete it, or choose another run.dir"
+
+
+def write_status(run_dir: Path, status: Status) -> None:
+    """Replace the status of the run in `run_dir` (made if missing)."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    # A sync may wait for a checkpoint that is being written, and a step must not. A later start
+    # depends only on how the run ended.
+    write = write_file if status.phase in FINAL else write_whole
+    write(run_dir / STATUS_FILE, json.dumps(asdict(status)) + "\n")
+
+
+def read_status(run_dir: Path) -> Status | None:
+    """Return the last status written; None before the first.
+
+    Raises UserError when the file cannot be read or is not a status (another program's, or another
+    version's).
+    """
+    path = run_dir / STATUS_FILE
+    try:
+        # Another version's status is refused by name instead of read in part.
+        return _STATUS.validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise unreadable(path, error, _STATUS_FIX) from error
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(map(str, fault["loc"]))
+        raise UserError.of(
+            "run.dir",
+            f"{path} is not a run's status ({f'{where}: ' if where else ''}{fault['msg']})",
+            _STATUS_FIX,
+        ) from error

@@ -16,7 +16,7 @@ import pytest
 from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.flow.buffer import Buffer, buffer_bytes
 from megatron_async_rl.launch.run_lock import lock_run_dir
-from megatron_async_rl.metrics.status import Status, write_status
+from megatron_async_rl.watchdog.events import Status, write_status
 from tests.mar_command import mar
 from tests.ports import free_ports
 from tests.written_run import write_model, write_run

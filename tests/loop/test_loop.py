@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from megatron_async_rl.flow.errors import RewardFailed
-from megatron_async_rl.metrics.status import read_status
 from megatron_async_rl.policy.anomaly import AnomalyReport
 from megatron_async_rl.samples.history import account
 from megatron_async_rl.samples.types import Sample
+from megatron_async_rl.watchdog.events import read_status
 from tests.loop.one_process import Crash, Engines, LoopEngine, OneProcess, varied
 from tests.thorough import THOROUGH
 

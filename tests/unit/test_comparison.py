@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from megatron_async_rl.cli import app
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.metrics.log import EvalLog, MetricsLog
-from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.report.comparison import (
     COLOURS,
     SECONDS,
@@ -27,6 +26,7 @@ from megatron_async_rl.report.comparison import (
 from megatron_async_rl.report.panel import STEPS
 from megatron_async_rl.report.report import write_comparison
 from megatron_async_rl.report.run_data import read_run
+from megatron_async_rl.watchdog.events import Status, write_status
 
 
 def write_run(run_dir: Path, *, lr: float, step_s: float = 1.0, steps: int = 8) -> Path:

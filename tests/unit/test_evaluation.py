@@ -33,10 +33,10 @@ from megatron_async_rl.flow.evaluation import (
 from megatron_async_rl.flow.trainer_rank import TrainerRank
 from megatron_async_rl.metrics.catalogue import METRICS, find_metric
 from megatron_async_rl.metrics.log import EvalLog, MetricsLog, read_evaluations, read_metrics
-from megatron_async_rl.metrics.status import read_status
 from megatron_async_rl.samples import Prompt, Sample
 from megatron_async_rl.samples.rows import SampleRow, TrainBatch, rescored
 from megatron_async_rl.samples.types import Request
+from megatron_async_rl.watchdog.events import read_status
 from tests.train_batches import row, samples_in
 from tests.unit import virtual_time
 from tests.unit.flow_setup import WholeRewards

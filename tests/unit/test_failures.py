@@ -24,15 +24,16 @@ from megatron_async_rl.flow.errors import (
 )
 from megatron_async_rl.launch import launcher
 from megatron_async_rl.launch.ending import explain_failure
-from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.policy.parallel import RankZeroFailed
 from megatron_async_rl.samples.types import Sample
 from megatron_async_rl.watchdog.events import (
     Failure,
+    Status,
     failure_of,
     first_failure,
     record_failure,
     timed_out,
+    write_status,
 )
 from megatron_async_rl.watchdog.logs import DEADLINE, PRIMARY, SECONDARY
 from megatron_async_rl.watchdog.progress_monitor import ProgressMonitor, write_whole

@@ -20,10 +20,9 @@ from megatron_async_rl.launch.addresses import Nodes
 from megatron_async_rl.launch.launcher import LocalRanks
 from megatron_async_rl.launch.rendezvous import PeerNodes
 from megatron_async_rl.launch.run_lock import RunDirectoryError, usable
-from megatron_async_rl.metrics.status import Status, read_status
 from megatron_async_rl.report.progress import Progress
 from megatron_async_rl.watchdog import watch
-from megatron_async_rl.watchdog.events import described
+from megatron_async_rl.watchdog.events import Status, described, read_status
 from megatron_async_rl.watchdog.processes import RUN_ID_VARIABLE
 from tests.written_run import config_tree
 

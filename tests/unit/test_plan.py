@@ -27,7 +27,6 @@ from megatron_async_rl.config.engine_options import cpu_head_sizes
 from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.config.problem import ConfigError, number_of
 from megatron_async_rl.flow.colocated import PHASES
-from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.plan import totals
 from megatron_async_rl.plan.fit import lent_bytes, twin_bytes
 from megatron_async_rl.plan.layer_memory import stores_scores
@@ -49,6 +48,7 @@ from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.screen import show_plan
 from megatron_async_rl.policy.families import FAMILIES
 from megatron_async_rl.rollout.cluster import object_store_bytes
+from megatron_async_rl.watchdog.events import Status, write_status
 from tests.cases import looped
 from tests.forked import python
 from tests.tiny_models import save_tiny_model

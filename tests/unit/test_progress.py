@@ -15,9 +15,9 @@ from rich.console import Console
 
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.metrics.log import MetricsLog
-from megatron_async_rl.metrics.status import Status, read_status, write_status
 from megatron_async_rl.report import progress as progress_module
 from megatron_async_rl.report.progress import Progress, print_summary, sparkline
+from megatron_async_rl.watchdog.events import Status, read_status, write_status
 from tests.logged_samples import logged_run
 
 

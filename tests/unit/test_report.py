@@ -19,7 +19,6 @@ import yaml
 from matplotlib.transforms import Bbox
 
 from megatron_async_rl.metrics.log import EvalLog, MetricRow, MetricsLog
-from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.metrics.timeline import Span
 from megatron_async_rl.report import report
 from megatron_async_rl.report.anomalies import Anomaly, AnomalyFinder, steps_text
@@ -29,6 +28,7 @@ from megatron_async_rl.report.panel import POINTS
 from megatron_async_rl.report.panels import panels_of
 from megatron_async_rl.report.report import tick, write_report
 from megatron_async_rl.report.run_data import ReportError, read_run, span, timeline_window
+from megatron_async_rl.watchdog.events import Status, write_status
 
 CONFIG = {
     "model": {"path": "/models/<tiny>", "dtype": "float32"},

@@ -23,13 +23,13 @@ from megatron_async_rl.config.problem import Problem
 from megatron_async_rl.config.schema import Config
 from megatron_async_rl.data import DataIdentity, read_set, tokenizer_of
 from megatron_async_rl.launch.run_lock import lock_run_dir
-from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.plan import machine
 from megatron_async_rl.plan.machine import this_machine
 from megatron_async_rl.plan.preflight import preflight
 from megatron_async_rl.plan.resume import ALLOWED, checkpoint_notes, conflicts, differences
 from megatron_async_rl.policy.checkpoint_folder import CONFIG_FILE, DATA_FILE, newest
 from megatron_async_rl.policy.digested_folder import StoredFile, described
+from megatron_async_rl.watchdog.events import Status, write_status
 from tests.damaged_run import permissions_count
 from tests.written_run import write_prompts, write_run
 

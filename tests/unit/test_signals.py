@@ -16,8 +16,8 @@ from rich.console import Console
 from megatron_async_rl.launch import launcher as launch
 from megatron_async_rl.launch.addresses import Nodes
 from megatron_async_rl.launch.ending import deferred_signals
-from megatron_async_rl.metrics.status import Status, write_status
 from megatron_async_rl.watchdog import watch
+from megatron_async_rl.watchdog.events import Status, write_status
 
 IN_A_TERMINAL = """
 import signal, sys, time

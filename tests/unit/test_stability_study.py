@@ -18,7 +18,7 @@ from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.yaml_tree import read_tree
 from megatron_async_rl.metrics.log import EvalLog, MetricsLog
-from megatron_async_rl.metrics.status import Status, write_status
+from megatron_async_rl.watchdog.events import Status, write_status
 from tests.cases import looped
 from tests.written_run import write_run
 

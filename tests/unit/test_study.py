@@ -22,8 +22,8 @@ from megatron_async_rl.config.grid import read_grid, runs_of
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.config.yaml_tree import parse_value
 from megatron_async_rl.launch.run_lock import lock_run_dir
-from megatron_async_rl.metrics.status import read_status
 from megatron_async_rl.study import study
+from megatron_async_rl.watchdog.events import read_status
 from tests.written_run import write_run
 
 STAND_IN = """
@@ -31,7 +31,7 @@ import os, signal, sys, time
 from pathlib import Path
 from megatron_async_rl.config.load import dump, load
 from megatron_async_rl.metrics.log import MetricsLog
-from megatron_async_rl.metrics.status import Status, write_status
+from megatron_async_rl.watchdog.events import Status, write_status
 
 config = load(Path(sys.argv[1]), sys.argv[2:])
 run_dir, seed = config.run.dir, config.run.seed
