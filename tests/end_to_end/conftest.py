@@ -107,7 +107,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
 
 
 def held_out(workspace: Workspace) -> Path:
-    """File of the HELD_OUT prompts, none of which has an answer on which `flaky` fails."""
+    """File of the HELD_OUT prompts, whose answers `flaky` accepts."""
     lines = (workspace.folder / "eval.jsonl").read_text().splitlines(keepends=True)
     chosen = [line for line in lines if json.loads(line)["answer"][-1] not in "37"]
     path = workspace.folder / "held_out.jsonl"
