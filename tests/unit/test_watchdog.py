@@ -163,17 +163,17 @@ def test_a_run_moves_while_any_process_of_it_does(run: RunOfProcesses) -> None:
     run.start("rank 0", WAITS)
     run.start("engine-0", MOVES)
     # A busy machine may keep the working one from moving, but not each time.
-    assert any(look_for(run.watchdog(5.0), 6) is None for _ in range(20))
+    assert any(look_for(run.watchdog(2.0), 3) is None for _ in range(20))
 
 
 def test_a_phase_may_last_as_long_as_it_announced_and_no_longer(run: RunOfProcesses) -> None:
     run.start("rank 0", WAITS)
     began = time.monotonic()
-    run.start("engine-0", STARTS, "4")
+    run.start("engine-0", STARTS, "2")
     run.beaten("engine-0")
     found = look_for(run.watchdog(0.5), 600)
     assert found is not None
-    assert time.monotonic() - began > 3.5
+    assert time.monotonic() - began > 1.5
     assert "is starting vLLM (" in found.text
 
 
