@@ -36,29 +36,31 @@ from megatron_async_rl.config.durable import write_file
 from megatron_async_rl.config.schema import SamplesConfig
 from megatron_async_rl.samples.columns import LOGGED, SCHEMA
 from megatron_async_rl.samples.frames import (
+    FOLDER,
     MARK_FILE,
     OPEN,
+    TABLES,
     LogMark,
     SegmentBroken,
-    finish,
-    read_mark,
-    replace_whole,
-)
-from megatron_async_rl.samples.open_segment import OpenSegment, OutcomeRow, size_of
-from megatron_async_rl.samples.rows import SampleRow
-from megatron_async_rl.samples.segments import (
-    FOLDER,
-    OUTCOMES,
-    TABLES,
-    SampleOutcome,
     file_of,
-    gaps_in,
+    finish,
     is_new,
     numbers_in,
-    payload_of,
     present_file,
-    read_batches,
+    read_mark,
+    replace_whole,
     require_checksums,
+)
+from megatron_async_rl.samples.rows import SampleRow
+from megatron_async_rl.samples.segments import (
+    OUTCOMES,
+    OpenSegment,
+    OutcomeRow,
+    SampleOutcome,
+    gaps_in,
+    payload_of,
+    read_batches,
+    size_of,
 )
 from megatron_async_rl.samples.types import Prompt
 from megatron_async_rl.watchdog.events import note

@@ -53,7 +53,7 @@ from megatron_async_rl.rollout.allocator import set_options_of_ranks
 from megatron_async_rl.rollout.cluster import prepare_environment, stay_on_this_machine
 from megatron_async_rl.rollout.spec import EngineSpec
 from megatron_async_rl.rollout.vllm.plugin import serving_engines
-from megatron_async_rl.samples.segments import FOLDER as SAMPLES
+from megatron_async_rl.samples.frames import FOLDER as SAMPLES
 from megatron_async_rl.watchdog import stall, watch
 from megatron_async_rl.watchdog.events import (
     FINAL,

@@ -35,8 +35,14 @@ from megatron_async_rl.policy.checkpoint_folder import (
     step_of,
     steps,
 )
-from megatron_async_rl.samples.frames import MARK_FILE, LogMark, SegmentBroken
-from megatron_async_rl.samples.segments import FOLDER, lost_end, numbers_in
+from megatron_async_rl.samples.frames import (
+    FOLDER,
+    MARK_FILE,
+    LogMark,
+    SegmentBroken,
+    lost_end,
+    numbers_in,
+)
 from megatron_async_rl.watchdog.events import read_status
 
 _ANEW = "choose another run.dir, or remove {run_dir} to start over"

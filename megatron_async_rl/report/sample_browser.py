@@ -22,19 +22,15 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, Validat
 
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.report.samples import card, check_log, log_readable
+from megatron_async_rl.samples.frames import FOLDER, TableName, lost_end, present_file, segments_in
 from megatron_async_rl.samples.segments import (
-    FOLDER,
     KEY,
     OUTCOMES,
     Entry,
     Outcomes,
-    TableName,
     load,
-    lost_end,
     newest_rows,
-    present_file,
     read_batches,
-    segments_in,
 )
 
 AT_ONCE = 20

@@ -29,17 +29,8 @@ from rich.text import Text
 
 from megatron_async_rl.config.problem import UserError
 from megatron_async_rl.report.run_data import read_config
-from megatron_async_rl.samples.frames import SegmentBroken
-from megatron_async_rl.samples.segments import (
-    FOLDER,
-    Entry,
-    SampleOutcome,
-    load,
-    lost_end,
-    read_entries,
-    read_table,
-    segments_in,
-)
+from megatron_async_rl.samples.frames import FOLDER, SegmentBroken, lost_end, segments_in
+from megatron_async_rl.samples.segments import Entry, SampleOutcome, load, read_entries, read_table
 from megatron_async_rl.samples.types import Sample
 
 NEWEST = 5

@@ -1,4 +1,5 @@
-"""Storage of the sample log: files of checksummed frames, and the mark of what is on the disk.
+"""Files of the sample log: checksummed frames, the names in `RUN/samples/`, and the mark of what is
+on the disk.
 
     frame   header (24 bytes, little endian), then the payload
     header  kind      4 bytes   ROWS or END
@@ -37,6 +38,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -59,6 +61,15 @@ RESTORE = (
     "restore it from a copy, or move both files with its number out of the folder: the rest can be"
     " shown without"
 )
+FOLDER = "samples"
+_NAME = re.compile(rf"(samples|outcomes)-(\d{{6,}})({re.escape(OPEN)}|{re.escape(CLOSED)})")
+EARLIER = "*.arrows"
+"""Files of versions whose log had no checksums."""
+
+TableName = Literal["samples", "outcomes"]
+TABLES: tuple[TableName, TableName] = ("samples", "outcomes")
+"""Order in which files are made, written and deleted."""
+_FOLDER_FIX = "restore it from a copy, or move it away: the rest of the run can be shown without"
 
 
 class SegmentBroken(ValueError):
@@ -338,3 +349,106 @@ def read_mark(run_dir: Path) -> LogMark | None:
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise SegmentBroken(path, f"is damaged: {error}", _MARK_FIX) from error
     return mark
+
+
+def path_of(folder: Path, table: TableName, segment: int, ending: str = CLOSED) -> Path:
+    """Return the file of one segment. `folder`: RUN/samples."""
+    return folder / f"{table}-{segment:06d}{ending}"
+
+
+def segments_in(folder: Path) -> list[int]:
+    """Return the numbers of the segments in RUN/samples, oldest first; none without the folder.
+    Raises SegmentBroken for the files of a version whose log had no checksums, and for a missing
+    file."""
+    # First: an old log has none of the files below.
+    require_checksums(folder)
+    numbers = numbers_in(folder)
+    # Checked here, since every reader begins here, and many read only the newest segments.
+    for number in numbers:
+        present_file(folder, "samples", number)
+        present_file(folder, "outcomes", number)
+    return numbers
+
+
+def numbers_in(folder: Path) -> list[int]:
+    """Return the numbers of the segments that have a file, oldest first. Raises SegmentBroken for a
+    folder that cannot be read."""
+    try:
+        found = [_NAME.fullmatch(name) for name in os.listdir(folder)]
+    except FileNotFoundError:
+        # A dangling link means that the log was moved, not that there is none.
+        if not folder.is_symlink():
+            return []
+        raise SegmentBroken(
+            folder, "is a link to a folder that is not there", _FOLDER_FIX
+        ) from None
+    except OSError as error:
+        what = f"cannot be read as a folder: {error.strerror or error}"
+        raise SegmentBroken(folder, what, _FOLDER_FIX) from error
+    return sorted({int(match[2]) for match in found if match})
+
+
+def lost_end(run_dir: Path, mark: LogMark | None = None) -> str | None:
+    """Return a text about the part of the log up to `mark` (default: its own) that is missing; None
+    if nothing is missing. Reads headers alone. Raises SegmentBroken."""
+    mark, folder = mark or read_mark(run_dir), run_dir / FOLDER
+    if mark is None:
+        return None
+    numbers = numbers_in(folder)
+    if not numbers or numbers[-1] < mark.segment:
+        last = f"ends with segment {numbers[-1]}" if numbers else "is missing or empty"
+        return f"{folder} {last}, and the log had segments up to number {mark.segment}"
+    # Headers only: a log may have gigabytes.
+    for table in TABLES:
+        path = present_file(folder, table, mark.segment)
+        if path is not None and (held := count_frames(path)) < mark.batches(table):
+            return f"{path} ends after {held} batches and had {mark.batches(table)}"
+    return None
+
+
+def require_checksums(folder: Path) -> None:
+    for path in sorted(folder.glob(EARLIER)):
+        what = "was written by an earlier version, whose log had no checksums"
+        raise SegmentBroken(path, what, f"move the {EARLIER} files out of the folder")
+
+
+def file_of(folder: Path, table: TableName, segment: int) -> Path | None:
+    """Return the file of a segment under its present name; None if it is gone."""
+    # An open file may be closed between two checks.
+    for ending in (CLOSED, OPEN, CLOSED):
+        path = path_of(folder, table, segment, ending)
+        # The name may change between two checks, but never back to `.open`.
+        if path.exists():
+            return path
+    return None
+
+
+def present_file(folder: Path, table: TableName, segment: int) -> Path | None:
+    """Return the file of a segment, or None if the writer deleted the segment or has not made the
+    file yet. Raises SegmentBroken if one of the two files is missing."""
+    path = file_of(folder, table, segment)
+    if path is not None:
+        return path
+    # The samples of the oldest segment are deleted first, so its outcomes never miss alone.
+    numbers = numbers_in(folder)
+    if segment not in numbers or (table == "samples" and segment == numbers[0]):
+        return None
+    other = file_of(folder, "outcomes" if table == "samples" else "samples", segment)
+    # Both files are made before one of them is written.
+    if other is None or is_new(other):
+        return None
+    # The writer makes both files before it writes to one of them: the missing one may exist now.
+    path = file_of(folder, table, segment)
+    if path is None:
+        raise SegmentBroken(
+            path_of(folder, table, segment),
+            f"is missing, and {other.name} is there",
+            f"restore it from a copy, or move {other.name} out of the folder: the rest can be shown"
+            " without",
+        )
+    return path
+
+
+def is_new(path: Path) -> bool:
+    """Return True if nothing has been written to the file yet."""
+    return path.suffix == OPEN and path.exists() and path.stat().st_size == 0

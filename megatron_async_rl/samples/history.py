@@ -25,14 +25,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_async_rl.samples.segments import (
-    FOLDER,
-    gaps_in,
-    lost_end,
-    read_entries,
-    read_table,
-    segments_in,
-)
+from megatron_async_rl.samples.frames import FOLDER, lost_end, segments_in
+from megatron_async_rl.samples.segments import gaps_in, read_entries, read_table
 
 
 class HistoryBroken(ValueError):

@@ -1,4 +1,5 @@
-"""The sample log on disk, `RUN/samples/`, and its readers.
+"""The sample log on disk, `RUN/samples/`: its tables, their readers, and the segment that is being
+written.
 
     samples-000007.segment     finished samples, one row each (columns.LOGGED; SCHEMA with experts)
     outcomes-000007.segment    outcomes of groups and of samples (OUTCOMES)
@@ -26,8 +27,7 @@ Invariants:
 
 from __future__ import annotations
 
-import os
-import re
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,25 +39,25 @@ import pyarrow.compute as pc
 
 from megatron_async_rl.samples.columns import LOGGED, ROUTED, SCHEMA, samples_of, with_experts
 from megatron_async_rl.samples.frames import (
-    CLOSED,
+    FOLDER,
     OPEN,
+    TABLES,
+    FrameWriter,
     LogMark,
     SegmentBroken,
-    count_frames,
+    TableName,
+    file_of,
+    numbers_in,
+    path_of,
+    present_file,
     read_frames,
     read_mark,
+    segments_in,
+    sync_folder,
 )
+from megatron_async_rl.samples.rows import SampleRow, gathered
 from megatron_async_rl.samples.types import Sample
 
-FOLDER = "samples"
-_NAME = re.compile(rf"(samples|outcomes)-(\d{{6,}})({re.escape(OPEN)}|{re.escape(CLOSED)})")
-EARLIER = "*.arrows"
-"""Files of versions whose log had no checksums."""
-
-TableName = Literal["samples", "outcomes"]
-TABLES: tuple[TableName, TableName] = ("samples", "outcomes")
-"""Order in which files are made, written and deleted."""
-_FOLDER_FIX = "restore it from a copy, or move it away: the rest of the run can be shown without"
 SampleOutcome = Literal["admitted", "consumed", "dropped", "trained", "evaluated", "repeated"]
 OUTCOMES = pa.schema(
     [
@@ -76,6 +76,8 @@ OUTCOMES = pa.schema(
 and `dropped`, the step that was next; for `evaluated`, the weight version. `reason`: for `dropped`.
 `repeated`, without `id`: a former `evaluated` row of an evaluation that was repeated; it keeps its
 `seq`."""
+
+log = logging.getLogger(__name__)
 
 _COMPRESSED = pa.ipc.IpcWriteOptions(compression="zstd")
 KEY = ["id", "finished_at"]
@@ -105,109 +107,6 @@ class Entry:
     """Optimizer steps that trained on it, in order (several with replay); for `dropped` the step
     that was next, for `evaluated` the version."""
     reason: str | None
-
-
-def path_of(folder: Path, table: TableName, segment: int, ending: str = CLOSED) -> Path:
-    """Return the file of one segment. `folder`: RUN/samples."""
-    return folder / f"{table}-{segment:06d}{ending}"
-
-
-def segments_in(folder: Path) -> list[int]:
-    """Return the numbers of the segments in RUN/samples, oldest first; none without the folder.
-    Raises SegmentBroken for the files of a version whose log had no checksums, and for a missing
-    file."""
-    # First: an old log has none of the files below.
-    require_checksums(folder)
-    numbers = numbers_in(folder)
-    # Checked here, since every reader begins here, and many read only the newest segments.
-    for number in numbers:
-        present_file(folder, "samples", number)
-        present_file(folder, "outcomes", number)
-    return numbers
-
-
-def numbers_in(folder: Path) -> list[int]:
-    """Return the numbers of the segments that have a file, oldest first. Raises SegmentBroken for a
-    folder that cannot be read."""
-    try:
-        found = [_NAME.fullmatch(name) for name in os.listdir(folder)]
-    except FileNotFoundError:
-        # A dangling link means that the log was moved, not that there is none.
-        if not folder.is_symlink():
-            return []
-        raise SegmentBroken(
-            folder, "is a link to a folder that is not there", _FOLDER_FIX
-        ) from None
-    except OSError as error:
-        what = f"cannot be read as a folder: {error.strerror or error}"
-        raise SegmentBroken(folder, what, _FOLDER_FIX) from error
-    return sorted({int(match[2]) for match in found if match})
-
-
-def lost_end(run_dir: Path, mark: LogMark | None = None) -> str | None:
-    """Return a text about the part of the log up to `mark` (default: its own) that is missing; None
-    if nothing is missing. Reads headers alone. Raises SegmentBroken."""
-    mark, folder = mark or read_mark(run_dir), run_dir / FOLDER
-    if mark is None:
-        return None
-    numbers = numbers_in(folder)
-    if not numbers or numbers[-1] < mark.segment:
-        last = f"ends with segment {numbers[-1]}" if numbers else "is missing or empty"
-        return f"{folder} {last}, and the log had segments up to number {mark.segment}"
-    # Headers only: a log may have gigabytes.
-    for table in TABLES:
-        path = present_file(folder, table, mark.segment)
-        if path is not None and (held := count_frames(path)) < mark.batches(table):
-            return f"{path} ends after {held} batches and had {mark.batches(table)}"
-    return None
-
-
-def require_checksums(folder: Path) -> None:
-    for path in sorted(folder.glob(EARLIER)):
-        what = "was written by an earlier version, whose log had no checksums"
-        raise SegmentBroken(path, what, f"move the {EARLIER} files out of the folder")
-
-
-def file_of(folder: Path, table: TableName, segment: int) -> Path | None:
-    """Return the file of a segment under its present name; None if it is gone."""
-    # An open file may be closed between two checks.
-    for ending in (CLOSED, OPEN, CLOSED):
-        path = path_of(folder, table, segment, ending)
-        # The name may change between two checks, but never back to `.open`.
-        if path.exists():
-            return path
-    return None
-
-
-def present_file(folder: Path, table: TableName, segment: int) -> Path | None:
-    """Return the file of a segment, or None if the writer deleted the segment or has not made the
-    file yet. Raises SegmentBroken if one of the two files is missing."""
-    path = file_of(folder, table, segment)
-    if path is not None:
-        return path
-    # The samples of the oldest segment are deleted first, so its outcomes never miss alone.
-    numbers = numbers_in(folder)
-    if segment not in numbers or (table == "samples" and segment == numbers[0]):
-        return None
-    other = file_of(folder, "outcomes" if table == "samples" else "samples", segment)
-    # Both files are made before one of them is written.
-    if other is None or is_new(other):
-        return None
-    # The writer makes both files before it writes to one of them: the missing one may exist now.
-    path = file_of(folder, table, segment)
-    if path is None:
-        raise SegmentBroken(
-            path_of(folder, table, segment),
-            f"is missing, and {other.name} is there",
-            f"restore it from a copy, or move {other.name} out of the folder: the rest can be shown"
-            " without",
-        )
-    return path
-
-
-def is_new(path: Path) -> bool:
-    """Return True if nothing has been written to the file yet."""
-    return path.suffix == OPEN and path.exists() and path.stat().st_size == 0
 
 
 def gaps_in(seqs: Sequence[np.ndarray], *, first: int | None, end: int = 0) -> str:
@@ -444,3 +343,68 @@ def resolve(
         return last, (step,), reason
     steps = (step for _, outcome, step, _ in in_order if outcome == "trained")
     return last, tuple(dict.fromkeys(steps)), None
+
+
+OutcomeRow = tuple[int, int, str | None, float | None, SampleOutcome, int, str | None]
+"""Row of OUTCOMES."""
+
+
+class OpenSegment:
+    """Both files of the segment that is being written.
+
+    Both exist, or neither: a file without the other would count as damage. Rows are appended in
+    whole batches; `abandon` leaves both files at their last whole batch.
+    """
+
+    def __init__(self, folder: Path, number: int, schema: pa.Schema) -> None:
+        self.number = number
+        self._schema = schema
+        self._files: list[FrameWriter] = []
+        try:
+            for table in TABLES:
+                self._files.append(FrameWriter(path_of(folder, table, number, OPEN)))
+            sync_folder(folder)
+        except OSError:
+            # Closed, a first file without the second would be damage.
+            for file in self._files:
+                file.remove()
+            raise
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self._files)
+
+    def write(self, samples: Sequence[SampleRow], outcomes: Sequence[OutcomeRow]) -> None:
+        of_samples, of_outcomes = self._files
+        if samples:
+            of_samples.write(payload_of(gathered(samples, schema=self._schema)))
+        if outcomes:
+            columns = zip(OUTCOMES, zip(*outcomes, strict=True), strict=True)
+            arrays = [pa.array(values, type=field.type) for field, values in columns]
+            of_outcomes.write(payload_of(pa.RecordBatch.from_arrays(arrays, schema=OUTCOMES)))
+
+    def sync(self) -> None:
+        for file in self._files:
+            file.sync()
+
+    def mark(self, *, closed: bool) -> LogMark:
+        """Return the mark of what was written so far."""
+        samples, outcomes = (file.frames for file in self._files)
+        return LogMark(segment=self.number, closed=closed, samples=samples, outcomes=outcomes)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def abandon(self) -> None:
+        """Close the files after their last whole frames, because of an error."""
+        for file in self._files:
+            try:
+                file.abandon()
+            except OSError as error:  # tried again with the next segment
+                log.warning("closing the sample log: %s", error)
+
+
+def size_of(folder: Path, number: int) -> int:
+    files = (file_of(folder, table, number) for table in TABLES)
+    return sum(path.stat().st_size for path in files if path is not None)

@@ -29,25 +29,20 @@ from megatron_async_rl.report.samples import SampleQuery, choose, newest_trained
 from megatron_async_rl.samples.columns import NUMERIC, batch_of
 from megatron_async_rl.samples.frames import (
     CLOSED,
+    FOLDER,
     HEADER_BYTES,
     MARK_FILE,
     OPEN,
     LogMark,
     SegmentBroken,
-    read_mark,
-)
-from megatron_async_rl.samples.rows import SampleRow
-from megatron_async_rl.samples.segments import (
-    FOLDER,
     TableName,
-    load,
     lost_end,
     path_of,
-    read_batches,
-    read_entries,
-    read_table,
+    read_mark,
     segments_in,
 )
+from megatron_async_rl.samples.rows import SampleRow
+from megatron_async_rl.samples.segments import load, read_batches, read_entries, read_table
 from megatron_async_rl.samples.types import Prompt, Sample
 from megatron_async_rl.simulate.calibrate import _read_samples
 from tests.parallel.ranks import FORKS

@@ -24,7 +24,7 @@ from megatron_async_rl.metrics.timeline import FOLDER as TIMELINE
 from megatron_async_rl.plan.model_files import read_model
 from megatron_async_rl.report.panels import simulation
 from megatron_async_rl.report.run_data import read_run
-from megatron_async_rl.samples import segments
+from megatron_async_rl.samples import frames, segments
 from megatron_async_rl.samples.columns import LOGGED, batch_of
 from megatron_async_rl.samples.frames import OPEN, FrameWriter
 from megatron_async_rl.samples.types import Prompt, Sample
@@ -142,7 +142,7 @@ def logs_of_a_run(folder: Path, longest: int = 40, handed_s: float = 0.0) -> Pat
     write_run(folder)
     out, chance, now = folder / "run", np.random.default_rng(0), 1e9
     (out / TIMELINE).mkdir(parents=True)
-    (out / segments.FOLDER).mkdir()
+    (out / frames.FOLDER).mkdir()
     settings = {"flow": {"async_ratio": 1.0}, "rollout": {"max_concurrent": 256, "engines": 1}}
     settings["policy"] = {"parallel": {"ranks": 1}}
     (out / "config.yaml").write_text(yaml.safe_dump(settings))
@@ -208,10 +208,10 @@ def logs_of_a_run(folder: Path, longest: int = 40, handed_s: float = 0.0) -> Pat
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (out / TIMELINE / f"{track}.jsonl").write_text(text)
     content = batch_of(samples, [index // 2 for index in range(len(samples))], LOGGED)
-    file = FrameWriter(segments.path_of(out / segments.FOLDER, "samples", 0, OPEN))
+    file = FrameWriter(frames.path_of(out / frames.FOLDER, "samples", 0, OPEN))
     file.write(segments.payload_of(content))
     file.close()
-    FrameWriter(segments.path_of(out / segments.FOLDER, "outcomes", 0, OPEN)).close()
+    FrameWriter(frames.path_of(out / frames.FOLDER, "outcomes", 0, OPEN)).close()
     return out
 
 
