@@ -1,11 +1,12 @@
-"""The rows and columns of Hugging Face's tensors that a rank's shard of a Megatron parameter has.
+"""The rows and columns of Hugging Face's tensors in a rank's shard of a Megatron parameter.
 
     shard of qkv, rank 1 of 2: rows q q k v | q q k v <-> q_proj rows 4..7, k_proj, v_proj 2..3
     shard of linear_proj:      columns 2nd half       <-> o_proj columns 2nd half
 
-The bridge determines where a shard's rows and columns belong: once for each kind of parameter, it
-maps numbers in place of weights; nothing here knows a model type. Files are read by it into shards
-(parameters.py), and shards written by it into staged versions (weights/export.py).
+The bridge determines the positions of a shard's rows and columns: once for each kind of parameter,
+it maps numbers instead of weights, so no code here depends on a model type. The same cuts describe
+reading files into shards (parameters.py) and writing shards into staged versions
+(weights/export.py).
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from torch import Tensor
 @dataclass(frozen=True)
 class ParameterEntry:
     """One Megatron parameter. `name` is global (layers numbered over the whole model), `local_name`
-    its chunk's own.
+    is that in its chunk.
 
     owner: the expert-parallel rank that holds it; None for a parameter that all of them hold.
-    shard_shape: on each tensor-parallel rank. partition_dim: the dimension cut over them, None when
-    replicated. hf_names, hf_shapes: the full tensors it is made of, in the bridge's order.
+    shard_shape: on each tensor-parallel rank. partition_dim: the dimension that is cut over them,
+    None if replicated. hf_names, hf_shapes: the full tensors that it combines, in the bridge's
+    order.
     """
 
     stage: int
@@ -51,7 +53,7 @@ class ParameterEntry:
         return sum(prod(shape) for shape in self.hf_shapes) * self.dtype.itemsize
 
     def like(self) -> SimpleNamespace:
-        """The attributes of a parameter that the bridge reads when it merges shards."""
+        """Return the attributes of a parameter that the bridge reads when it merges shards."""
         return SimpleNamespace(
             tensor_model_parallel=self.partition_dim is not None, partition_dim=self.partition_dim
         )
@@ -59,10 +61,10 @@ class ParameterEntry:
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """Part of a Hugging Face tensor that a tensor-parallel rank's shard of its parameter holds.
+    """Part of a Hugging Face tensor in a tensor-parallel rank's shard of its parameter.
 
-    tensor: which of them. first, column: where the part begins in the tensor, in its first and
-    second dimension. source: the part's rows in the shard, or a vector's elements, in order.
+    tensor: index of the tensor. first, column: where the part begins in the tensor, in its first
+    and second dimension. source: the part's rows in the shard, or a vector's elements, in order.
     """
 
     tensor: int
@@ -71,21 +73,21 @@ class Cut:
     source: Tensor
 
     def share(self, holder: int, holders: int) -> Cut:
-        """One of `holders` equal parts by rows."""
+        """Return one of `holders` equal parts by rows."""
         start, end = (len(self.source) * number // holders for number in (holder, holder + 1))
         return Cut(self.tensor, self.first + start, self.column, self.source[start:end])
 
     def rows(self, device: torch.device) -> slice | Tensor:
-        """The part's rows as an index of the shard; a slice, which costs no copy, where they lie
-        one after the other."""
+        """Return the part's rows as an index of the shard; a slice, which costs no copy, if they
+        are contiguous."""
         start, count = int(self.source[0]), len(self.source)
         if torch.equal(self.source, torch.arange(start, start + count)):
             return slice(start, start + count)
         return self.source.to(device)
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
-        """(first row in the tensor, first row in the shard, number of rows) of what lies one after
-        the other in both."""
+        """Yield (first row in the tensor, first row in the shard, number of rows) of each run that
+        is contiguous in both."""
         first = self.first
         for run in _runs(self.source):
             yield first, int(run[0]), len(run)
@@ -100,9 +102,9 @@ class Cuts:
         self._known: dict[Any, list[Cut]] = {}
 
     def of(self, entry: ParameterEntry) -> list[Cut]:
-        """Cuts of the shard of `entry`. Raises ValueError for a parameter whose tensors are not
-        made of its rows and columns."""
-        # Layers and experts of one kind are cut alike.
+        """Return the cuts of the shard of `entry`. Raises ValueError for a parameter that does not
+        consist of rows and columns of its tensors."""
+        # Layers and experts of one kind have the same cuts.
         kind = (re.sub(r"\d+", "", entry.name), entry.shard_shape, entry.partition_dim)
         if kind not in self._known:
             self._known[kind] = _cuts_of(self._bridge, entry)
@@ -124,7 +126,7 @@ def _cuts_of(bridge: Any, entry: ParameterEntry) -> list[Cut]:
         wide = entry.shard_shape[1] if across else 1
         start = int(own_columns[0])
         expected = torch.arange(wide) + (wide * rank if entry.partition_dim == 1 else 0)
-        # A bridge that permutes columns cannot be written as one block of columns.
+        # A permutation of columns cannot be represented as one block of columns.
         if not torch.equal(columns[start : start + wide], expected):
             raise _NotCut(entry)
         for run in _runs(own):
@@ -137,7 +139,7 @@ def _cuts_of(bridge: Any, entry: ParameterEntry) -> list[Cut]:
 
 
 def _covers(bridge: Any, entry: ParameterEntry, cuts: Sequence[Cut]) -> bool:
-    """True where each row of the shard is in one cut, but for vocabulary padding at the end."""
+    """Return True if each row of the shard is in one cut, except vocabulary padding at the end."""
     held = torch.cat([cut.source for cut in cuts]) if cuts else torch.arange(0)
     wanted = entry.shard_shape[0]
     if [shape[0] for shape in entry.hf_shapes] == [bridge.vocab_size]:
@@ -155,13 +157,13 @@ class _NotCut(ValueError):
 
 
 def _traced(bridge: Any, entry: ParameterEntry, dim: int) -> list[Tensor]:
-    """Source index of each row or column (dimension `dim`) of the parameter's Hugging Face
-    tensors, counted over the concatenated shards of all ranks."""
+    """Return the source index of each row or column (dimension `dim`) of the parameter's Hugging
+    Face tensors, counted over the concatenated shards of all ranks."""
     size = entry.shard_shape[dim]
     ranks = bridge.mpu.tp_size if dim == entry.partition_dim else 1
     line = [1] * len(entry.shard_shape)
     line[dim] = size
-    # int32 row numbers travel through the bridge in place of weights.
+    # int32 row numbers pass through the bridge instead of weights.
     numbers = torch.arange(size * ranks, dtype=torch.int32)
     shards = [one.view(line) for one in numbers.chunk(ranks)]
     places = bridge.merge(entry.name, shards, entry.like()) if ranks > 1 else shards[0]
@@ -187,7 +189,7 @@ def _traced(bridge: Any, entry: ParameterEntry, dim: int) -> list[Tensor]:
 
 
 def _runs(places: Tensor) -> list[Tensor]:
-    """Cut where a number does not follow the one before it."""
+    """Split where a number does not follow the one before it."""
     if not len(places):
         return []
     ends = torch.nonzero(places.diff() != 1).flatten() + 1
