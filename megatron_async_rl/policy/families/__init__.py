@@ -1,5 +1,5 @@
-"""Model families, one file each: `FAMILY` holds facts as plain data and the class that maps the
-model to Megatron. A new file adds a family; nothing else lists them.
+"""Model families, one file each: `FAMILY` contains facts as plain data and the class that maps the
+model to Megatron. A new file adds a family; no other file lists them.
 
 Invariant: a family's file does not import torch before its bridge is called, so that `mar plan` and
 `mar doctor` read the facts without torch. A function therefore defines the class.
