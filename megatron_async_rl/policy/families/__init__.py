@@ -1,19 +1,20 @@
-"""Model families that this trainer computes exactly and vLLM serves alike, the reasons that rule a
-model of a family out, and the layers that compute it: decided on config.json as plain data.
+"""Model families that this trainer computes exactly and vLLM serves with the same results, the
+settings that rule a model out, and the layers that compute it. All decisions use config.json as
+plain data.
 
-Each family is one file: `FAMILY` holds facts as plain data and the class that maps the model to
-Megatron. A new file adds a family; nothing else lists them.
+Each family is one file: `FAMILY` contains facts as plain data and the class that maps the model to
+Megatron. A new file adds a family; no other file lists them.
 
-Loads no torch, so that `mar plan` refuses what the ranks would, from this table, and `mar doctor
---models` prints it.
+Loads no torch, so that `mar plan` refuses the same models as the ranks, by this table, and `mar
+doctor --models` prints it.
 
 Invariants:
 - a family's file does not import torch before its bridge is called: a function therefore defines
   the class;
-- a setting is supported where the policy, transformers and vLLM give it one meaning; where vLLM
+- a setting is supported if the policy, transformers and vLLM give it the same meaning; if vLLM
   would serve another model, the setting is refused with this reason;
-- a family is identified by `model_type`, which transformers reads, and `architectures`, which vLLM
-  reads, together.
+- a family is identified by both `model_type`, which transformers reads, and `architectures`, which
+  vLLM reads.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ EXPECTED: Mapping[str, tuple[Any, str]] = {
     "quantization_config": (None, "none: unquantised weights"),
     "dual_chunk_attention_config": (None, "none: attention over the whole sequence"),
 }
-"""Key -> (the only value, which is also what a missing key means; as text), for every family."""
+"""Key -> (the only value, which a missing key also means; as text), for every family."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Values in `layer_types`."""
 DEFAULT_FULL_LAYERS = 28
-"""The value of a missing `max_window_layers`."""
+"""Value of a missing `max_window_layers`."""
 REFUSED: Mapping[str, str] = {
     "gemma2": "scores and logits are capped by a tanh",
     "gemma3": "a vision tower; the text models are gemma3_text",
@@ -56,7 +57,7 @@ REFUSED: Mapping[str, str] = {
     "qwen2_moe": "shared experts",
     "qwen3_next": "linear attention in most layers",
 }
-"""model_type -> what the policy does not have of it. Any other is refused without a reason."""
+"""model_type -> features that the policy lacks. Any other type is refused without a reason."""
 ROPES: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -137,7 +138,7 @@ class Unsupported:
 
 
 def unsupported(config: Mapping[str, Any]) -> Unsupported | None:
-    """The first key that rules the model out. `config`: as transformers 4 or 5 writes it."""
+    """Return the first key that rules the model out. `config`: as transformers 4 or 5 writes it."""
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
@@ -157,14 +158,14 @@ def unsupported(config: Mapping[str, Any]) -> Unsupported | None:
 
 
 def used_window(config: Mapping[str, Any]) -> Any:
-    """`sliding_window`, null if it is not used: some families need `use_sliding_window`."""
+    """Return `sliding_window`, null if it is not used: some families need `use_sliding_window`."""
     family = FAMILIES.get(str(config.get("model_type")))
     used = config.get("use_sliding_window", family is None or not family.window_switch)
     return config.get("sliding_window") if used else None
 
 
 def _window(config: Mapping[str, Any], family: Family) -> Unsupported | None:
-    """The key that gives some layers another window than vLLM would."""
+    """Return the key that gives some layers another window than in vLLM."""
     window = used_window(config)
     if window is not None and not _positive(window):
         return Unsupported("sliding_window", window, "null or a positive number of tokens")
@@ -228,29 +229,29 @@ def _positive(value: Any) -> bool:
 
 
 OLDEST, NEWEST = (2, 11), (2, 12)
-"""Releases of Transformer Engine, (major, minor), that were checked against this Megatron-Core and
-cuBLAS. Later ones import, and die at a product for lack of a function of cuBLAS."""
+"""Releases of Transformer Engine, (major, minor), that were checked with this Megatron-Core and
+cuBLAS. Later ones can be imported, but fail in a GEMM because a function of cuBLAS is missing."""
 PINNED = "2.12.0"
-"""The one of requirements/gpu.txt."""
+"""Release in requirements/gpu.txt."""
 
 
 APEX_WEIGHT_GRADIENTS = "fused_weight_gradient_mlp_cuda"
-"""Apex's extension for weight gradients. PyPI's `apex` is another project and has none of that
+"""Apex's extension for weight gradients. PyPI's `apex` is another project without a module of that
 name."""
 
 
 @dataclass(frozen=True)
 class ChosenLayers:
-    """A family of layers (layers.py). why: the reason why Transformer Engine's are not used
-    although the config permits them."""
+    """A family of layers (layers.py). why: reason why Transformer Engine's are not used although
+    the config permits them."""
 
     family: LayerFamily
     why: str = ""
 
 
 def engine_obstacle(version: str | None) -> str:
-    """Text on what an installation of Transformer Engine lacks; empty if there is none. version:
-    null where it is not installed."""
+    """Return a text on what an installation of Transformer Engine lacks; empty if nothing. version:
+    null if it is not installed."""
     if version is None:
         return f"it is not installed; {PINNED} is the version that was tried"
     found = version_of(version)
@@ -273,9 +274,9 @@ def choose_layers(
     engine: str | None,
     fp8: bool = False,
 ) -> ChosenLayers:
-    """The layers of a model under `policy.layers`. engine: Transformer Engine's version, null where
-    it is not installed. fp8: GEMMs are in FP8. Raises UserError where its layers are needed and
-    cannot be had."""
+    """Return the layers of a model under `policy.layers`. engine: Transformer Engine's version,
+    null if it is not installed. fp8: True if GEMMs are in FP8. Raises UserError if Transformer
+    Engine's layers are needed and not available."""
     local, unfit = FAMILIES[model_type].local, engine_obstacle(engine)
     obstacles = (
         (device != "cuda", "it computes on CUDA alone, and the policy is on the CPU"),
