@@ -30,10 +30,11 @@ from megatron_async_rl.config.keys import method_name, models_in, nearest
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.config.problem import UserError, shipped
 from megatron_async_rl.config.settings_model import Strict, method_of
-from megatron_async_rl.controls.ess_lr import effective_sample_size, lr_scale
+from megatron_async_rl.controls.ess_lr import lr_scale
 from megatron_async_rl.objectives.batch import BatchDecision, SequenceLoss, TokenBatch
 from megatron_async_rl.objectives.method import AdvantageMethod, CorrectionMethod, LossMethod
 from megatron_async_rl.objectives.objective import Denominators, aggregate
+from megatron_async_rl.objectives.off_policy import effective_sample_size
 from megatron_async_rl.objectives.terms import token_rewards
 
 KEYS = {"case": str, "kind": str, "name": str, "params": dict, "inputs": dict, "expect": dict}

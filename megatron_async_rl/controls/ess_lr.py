@@ -18,27 +18,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_async_rl.config.controls import EssLrControl
 from megatron_async_rl.controls.decision import Control, Decision, StepView
-
-
-def effective_sample_size(log_weights: NDArray[np.float64]) -> float:
-    """Return the effective sample size. log_weights: [B] float64, of any magnitude. The result is 0
-    for an empty batch, and if a weight is not a number.
-
-    A weight of +inf leaves only equal weights in the sum.
-    """
-    # 0 makes the step as small as the floor permits.
-    if len(log_weights) == 0 or np.isnan(log_weights).any():
-        return 0.0
-    largest = log_weights.max()
-    if np.isinf(largest):
-        return float((log_weights == largest).sum())
-    # The largest weight becomes 1, so that the sum neither overflows nor vanishes.
-    weights = np.exp(log_weights - largest)
-    return float(weights.sum() ** 2 / np.square(weights).sum())
+from megatron_async_rl.objectives.off_policy import effective_sample_size
 
 
 def lr_scale(

@@ -1,4 +1,5 @@
-"""Off-policy data: the proximal policy, and corrections. All functions are pure.
+"""Off-policy data: the proximal policy, corrections, and the effective sample size. All functions
+are pure.
 
 The proximal policy is the denominator of the ratio r = pi / pi_prox:
 
@@ -23,7 +24,9 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_async_rl.config.corrections import (
@@ -110,6 +113,23 @@ def normalized(weights: Tensor, batch: TokenBatch, level: Literal["token", "sequ
         mean = kept.sequence_mean(weights).sum() / (kept.lengths() > 0).sum().clamp(min=1)
     # If all weights vanish, none is normalised.
     return weights / torch.where(mean > SMALLEST_MEAN, mean, 1.0)
+
+
+def effective_sample_size(log_weights: NDArray[np.float64]) -> float:
+    """Return the effective sample size. log_weights: [B] float64, of any magnitude. The result is 0
+    for an empty batch, and if a weight is not a number.
+
+    A weight of +inf leaves only equal weights in the sum.
+    """
+    # 0 makes the step as small as the floor permits.
+    if len(log_weights) == 0 or np.isnan(log_weights).any():
+        return 0.0
+    largest = log_weights.max()
+    if np.isinf(largest):
+        return float((log_weights == largest).sum())
+    # The largest weight becomes 1, so that the sum neither overflows nor vanishes.
+    weights = np.exp(log_weights - largest)
+    return float(weights.sum() ** 2 / np.square(weights).sum())
 
 
 def tis(batch: TokenBatch, settings: TisCorrection) -> Tensor:

@@ -37,10 +37,10 @@ from megatron_async_rl.controls.decision import (
     UpdateView,
     combined,
 )
-from megatron_async_rl.controls.ess_lr import effective_sample_size
 from megatron_async_rl.gradients import Gradients, clip_to, scale, squared_norm, squared_norm_of
 from megatron_async_rl.objectives.batch import LOG_RATIO_BOUND, TokenBatch
 from megatron_async_rl.objectives.objective import BatchLoss, Objective, StepTargets
+from megatron_async_rl.objectives.off_policy import effective_sample_size
 from megatron_async_rl.objectives.terms import kl_estimate
 from megatron_async_rl.policy.adam_view import AdamView, TakenStep, gradients_of
 from megatron_async_rl.policy.anomaly import NormHistory, NotFinite, Spike

@@ -8,8 +8,9 @@ import torch
 from megatron_async_rl.config.objective import ObjectiveConfig
 from megatron_async_rl.objectives.batch import TokenBatch
 from megatron_async_rl.objectives.objective import Denominators, Objective
+from megatron_async_rl.objectives.off_policy import effective_sample_size
 from megatron_async_rl.policy.batching import build_micro_batch
-from megatron_async_rl.policy.step import StepTable, effective_sample_size, step_metrics
+from megatron_async_rl.policy.step import StepTable, step_metrics
 from tests.gpu.host_syncs import unordered_sums
 from tests.train_batches import columns_of, ragged_batch, samples_in
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from megatron_async_rl.config.controls import EssLrControl
-from megatron_async_rl.controls.ess_lr import EssLr, effective_sample_size, lr_scale
+from megatron_async_rl.controls.ess_lr import EssLr, lr_scale
+from megatron_async_rl.objectives.off_policy import effective_sample_size
 from tests.gradients import step
 
 
