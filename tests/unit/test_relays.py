@@ -686,7 +686,7 @@ def test_an_agent_starts_on_its_machine_and_nowhere_else(
     for name in ("remote", "kill"):
         monkeypatch.setattr(f"ray.{name}", getattr(ray, name))
     spec, address = RelaySpec(index=3, machine="aa" * 28, log_dir=tmp_path), ("10.0.0.1", 4000)
-    relay: Any = run(agents.start_relay(spec, address))
+    relay: Any = asyncio.run(agents.start_relay(spec, address))
     assert relay.where == "its machine"
     assert relay.actor.made_of == (("aa" * 28, False), spec, address)
     assert ray.killed == []
@@ -700,7 +700,7 @@ def test_an_agent_that_does_not_start_is_killed(
     for name in ("remote", "kill"):
         monkeypatch.setattr(f"ray.{name}", getattr(ray, name))
     with pytest.raises(type(failure)):
-        run(
+        asyncio.run(
             agents.start_relay(
                 RelaySpec(index=3, machine="aa" * 28, log_dir=tmp_path), ("10.0.0.1", 4000)
             )
