@@ -47,8 +47,16 @@ LAYOUTS = (
 MODELS = ("test_checkpoint", "test_export", "test_logprob_parity", "test_model_loading")
 """Files of tests/parallel whose data is computed once, by tests/parallel/layouts.py and
 models.py."""
-ENGINES = ("test_rollout_engine", "test_through_updates")
-"""Files of tests/engine that share engines (conftest.py there)."""
+ENGINES = (
+    "test_rollout_engine",
+    "test_through_updates",
+    "test_controller_with_engines",
+    "test_environments",
+    "test_routed_experts",
+    "test_workers",
+)
+"""Files of tests/engine that share one Ray and one server of engines, and some of them engines
+(conftest.py there)."""
 
 
 @pytest.fixture(autouse=True)
